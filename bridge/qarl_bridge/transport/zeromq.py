@@ -1,0 +1,440 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Messages over ZeroMQ: a ROUTER in the bridge, a DEALER in each trainer, CURVE between them on every kind of address.
+
+A message is one frame of msgpack (wire.py), and for a Chunk a second frame of raw bytes. An empty frame is a sign of
+life and means nothing else.
+
+Authentication. Both ends derive the same two CURVE key pairs from the one 32-byte key, the bridge's and the trainer's.
+A trainer without the key does not know the bridge's public key and cannot even begin the handshake; what it presents is
+checked against the trainer's public key besides. Everything after the handshake is encrypted. A unix socket goes the
+same way, and is mode 0600 as well.
+
+Who notices whose death:
+
+  * the trainer sees its connection close, or the handshake fail, as an event of its socket: at once. It never
+    reconnects by itself: a connection is a lease, and a new one must be asked for.
+  * the bridge learns that a peer is gone when it cannot be sent to. It sends Progress while a request runs, and a sign
+    of life to everybody every SWEEP_S seconds and before it refuses anyone because somebody else holds the lease.
+  * over TCP, where a host can vanish without closing anything, both ends exchange ZMTP heartbeats. On one host the
+    kernel closes the sockets of the dead, and a trainer that is merely stopped in a debugger keeps its lease.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hmac
+import os
+import queue
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from qarl_bridge import wire
+from qarl_bridge.wire import BridgeError
+
+SWEEP_S = 5.0
+LINGER_MS = 1000  # for the last replies of a bridge that stops
+MAX_PEERS = 64
+MAX_AHEAD = 8  # requests a peer may send before the first is answered; ours send one
+MAX_FRAMES = 2
+_DOMAIN = "qarl_bridge"
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5_000, 25_000
+_HANDSHAKE_ATTEMPTS = 3
+
+
+def _key_pair(key: bytes, owner: bytes) -> tuple[bytes, bytes]:
+    """(public, secret) in Z85 of one end, from the shared key; any 32 bytes are a Curve25519 secret."""
+    secret = z85.encode(hmac.digest(key, b"qarl_bridge curve " + owner, "sha256"))
+    return zmq.curve_public(secret), secret
+
+
+def _endpoint(address: str) -> str:
+    """The address as ZeroMQ writes it, host names resolved (it would retry an unknown one for ever)."""
+    kind, where = wire.parse_address(address)
+    if kind == "unix":
+        return f"ipc://{where}" if where.startswith("/") else f"ipc://./{where}"  # "@x" and "*" mean other things
+    host, port = where
+    try:
+        return f"tcp://{socket.gethostbyname(host)}:{port}"
+    except OSError as error:
+        raise BridgeError(f"cannot resolve the host of {address}: {error}", "setup") from None
+
+
+def _configure(sock: zmq.Socket, kind: str) -> None:
+    # CURVE adds 33 bytes to a frame and may add more one day.
+    sock.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME + 1024)
+    if kind == "tcp":
+        sock.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+
+
+def encode(message: wire.Request | wire.Reply) -> bytes:
+    """msgpack bytes of a message that fits a frame."""
+    payload = wire.encode(message)
+    if len(payload) > wire.MAX_FRAME:
+        raise BridgeError(
+            f"{type(message).__name__} of {len(payload)} bytes exceeds a frame's {wire.MAX_FRAME}", "limits"
+        )
+    return payload
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The bridge's end
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Peer:
+    """One connected trainer, as the thread that serves it sees it. Only `Listener` makes these."""
+
+    def __init__(self, listener: Listener, identity: bytes):
+        self._listener = listener
+        self.identity = identity
+        self.inbox: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
+        self.gone = False
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether memory files can be shared: the peer is on this host."""
+        return self._listener.kind == "unix"
+
+    def receive(self) -> list[bytes] | None:
+        """Frames of the next message (none at all: too many); None: the peer is gone or the bridge stops."""
+        return self.inbox.get()
+
+    def send(self, message: wire.Reply) -> None:
+        """Post one message; that the peer is gone shows later, in `gone`. BridgeError(limits) if it is too long."""
+        self._listener.post(self, encode(message))
+
+
+class _OnlyKey:
+    """Credentials provider of pyzmq's authenticator: one public key may enter."""
+
+    def __init__(self, public: bytes):
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return hmac.compare_digest(key, self._public)
+
+
+class Listener:
+    """The bridge's socket. Handshakes are answered from the start; messages wait until `start`.
+
+    Args:
+      address: see wire.parse_address. A stale unix socket that nobody listens on is replaced.
+      key: who does not hold it stays outside.
+
+    Raises:
+      BridgeError("setup"): the address is taken or cannot be listened on.
+    """
+
+    def __init__(self, address: str, key: bytes):
+        self._wake = os.eventfd(0)
+        self.kind, self._where = wire.parse_address(address)
+        self.address = address
+        self._peers: dict[bytes, Peer] = {}
+        self._outbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._closed = threading.Event()
+        endpoint = _endpoint(address)
+        if self.kind == "unix":
+            _remove_stale(self._where, address)
+        self._context = zmq.Context()
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._router = self._context.socket(zmq.ROUTER)
+        _configure(self._router, self.kind)
+        self._router.setsockopt(zmq.LINGER, LINGER_MS)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to who is gone is an error, not a silence
+        self._router.setsockopt(zmq.CURVE_SERVER, 1)
+        self._router.curve_publickey, self._router.curve_secretkey = _key_pair(key, b"bridge")
+        self._router.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
+        self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no authenticator, no entrance
+        trainer, _ = _key_pair(key, b"trainer")
+        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=_OnlyKey(trainer))
+        self._authenticator.start()
+        mask = os.umask(0o177)  # a unix socket is born 0600: no moment at which others could connect
+        try:
+            self._router.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._router.close()
+            self._authenticator.stop()
+            self._context.term()
+            raise BridgeError(f"cannot listen on {address}: {os.strerror(error.errno or 0)}", "setup") from None
+        finally:
+            os.umask(mask)
+        if self.kind == "tcp":  # the port, where 0 was asked for
+            self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def start(
+        self, *, on_peer: Callable[[Peer], None], on_gone: Callable[[Peer], None], on_end: Callable[[], None]
+    ) -> None:
+        """Receive and send in a thread of its own, which makes these calls: they must not block."""
+
+        def loop() -> None:
+            try:
+                self._loop(on_peer, on_gone)
+            finally:
+                self._router.close()
+                on_end()
+
+        self._thread = threading.Thread(target=loop, daemon=True, name="messages")
+        self._thread.start()
+
+    def post(self, peer: Peer, payload: bytes) -> None:
+        """Send from any thread."""
+        self._call(lambda: self._transmit(peer, payload))
+
+    def sweep(self) -> None:
+        """Find out now which peers are gone (`on_gone` has been called when this returns); from any other thread."""
+        done = threading.Event()
+
+        def job() -> None:
+            self._probe()
+            done.set()
+
+        self._call(job)
+        while not done.wait(0.1) and not self._closed.is_set():
+            pass
+
+    def close(self) -> None:
+        """Send what was posted, hang up on everybody, free the address. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closing = True
+        if self._thread is not None:
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+        self._router.close()
+        self._closed.set()
+        self._authenticator.stop()
+        self._context.term()
+        if self.kind == "unix":
+            with contextlib.suppress(OSError):
+                os.unlink(self._where)
+
+    def __del__(self) -> None:
+        os.close(self._wake)  # only now: a peer's thread may post after close(), and must not hit a reused descriptor
+
+    def _call(self, job: Callable[[], None]) -> None:
+        self._outbox.append(job)
+        os.eventfd_write(self._wake, 1)
+
+    def _loop(self, on_peer: Callable[[Peer], None], on_gone: Callable[[Peer], None]) -> None:
+        self._on_gone = on_gone
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        next_sweep = time.monotonic() + SWEEP_S
+        while not self._closing:
+            ready = dict(poller.poll(int(1000 * SWEEP_S)))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            self._flush()
+            if self._router in ready:
+                self._take(on_peer)
+            if time.monotonic() >= next_sweep:
+                self._probe()
+                next_sweep = time.monotonic() + SWEEP_S
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._outbox:
+            self._outbox.popleft()()
+
+    def _take(self, on_peer: Callable[[Peer], None]) -> None:
+        """One message, handed to its peer's thread."""
+        identity, *frames = self._receive()
+        peer = self._peers.get(identity)
+        if peer is None:
+            self._probe()  # the new one may be the successor of a dead one
+            peer = Peer(self, identity)
+            if len(self._peers) >= MAX_PEERS:
+                self._transmit(peer, encode(wire.Error(code="limits", message=f"{MAX_PEERS} clients are connected")))
+                return
+            self._peers[identity] = peer
+            on_peer(peer)
+        if peer.inbox.qsize() >= MAX_AHEAD:
+            message = f"more than {MAX_AHEAD} requests are waiting for an answer"
+            self._transmit(peer, encode(wire.Error(code="limits", message=message)))
+            return
+        peer.inbox.put(frames)
+
+    def _receive(self) -> list[bytes]:
+        """[identity, frame, ...], without the frames if they are too many: they are dropped as they come."""
+        parts = [self._router.recv()]  # ROUTER hands out whole messages only: the rest is there
+        while self._router.getsockopt(zmq.RCVMORE):
+            part = self._router.recv()
+            if len(parts) <= MAX_FRAMES + 1:
+                parts.append(part)
+        return parts if len(parts) <= MAX_FRAMES + 1 else parts[:1]
+
+    def _transmit(self, peer: Peer, payload: bytes) -> None:
+        try:
+            self._router.send_multipart([peer.identity, payload], zmq.NOBLOCK)
+        except zmq.Again:  # it lives, but does not read
+            if payload:
+                self._lose(peer)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._lose(peer)
+
+    def _probe(self) -> None:
+        for peer in list(self._peers.values()):
+            self._transmit(peer, b"")
+
+    def _lose(self, peer: Peer) -> None:
+        if self._peers.pop(peer.identity, None) is not None:
+            peer.gone = True
+            self._on_gone(peer)
+            peer.inbox.put(None)
+
+
+def _remove_stale(path: str, address: str) -> None:
+    """Delete a socket file that nobody listens on, as crashes leave behind; anything else there is an error."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return  # nothing there, or bind will say why
+    if not stat.S_ISSOCK(mode):
+        raise BridgeError(f"{address} exists and is not a socket", "setup")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:  # ZeroMQ itself would take the address over
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        except OSError as error:
+            raise BridgeError(
+                f"{address} exists and is not a free socket: {error.strerror or error}", "setup"
+            ) from None
+        else:
+            raise BridgeError(f"{address} is taken: another bridge is listening there", "setup")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The trainer's end
+# ---------------------------------------------------------------------------------------------------------------------
+
+_EVENTS = (
+    zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+def _left_ms(deadline: float) -> int:
+    return max(1, int(1000 * (deadline - time.monotonic())))
+
+
+class Channel:
+    """One authenticated connection to a bridge. One thread at a time; never reconnects.
+
+    Raises:
+      BridgeError: dead (nobody listens there), auth (another key), timeout (no answer to the handshake).
+    """
+
+    def __init__(self, address: str, key: bytes, timeout_s: float):
+        self._address = address
+        self._pid = os.getpid()
+        self._open = False
+        endpoint = _endpoint(address)
+        deadline = time.monotonic() + timeout_s
+        for attempt in range(_HANDSHAKE_ATTEMPTS):
+            if attempt:
+                time.sleep(0.05)
+            self._connect(endpoint, key)
+            try:
+                event = self._next_event(deadline)
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    return
+            except BaseException:
+                self.close()
+                raise
+            self.close()
+            if event in (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED):
+                raise BridgeError(f"no bridge at {address}: nobody is listening there", "dead")
+            # A bridge that meets a wrong key hangs up without a word, as does one that is killed at this moment; so
+            # try again. A bridge that holds the key but was told another one for us says so: FAILED_AUTH.
+            if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                break
+        raise BridgeError(
+            f"{address} refused the handshake: this trainer does not hold this bridge's key; "
+            "rollout.engine.key_file and the bridge's --key-file must hold the same one",
+            "auth",
+        )
+
+    def _connect(self, endpoint: str, key: bytes) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _configure(self._socket, endpoint.partition(":")[0])
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # our deadline counts: a bridge may be busy starting
+        self._socket.curve_serverkey, _ = _key_pair(key, b"bridge")
+        self._socket.curve_publickey, self._socket.curve_secretkey = _key_pair(key, b"trainer")
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._open, self._lost = True, False
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._socket.connect(endpoint)
+
+    def _next_event(self, deadline: float) -> int:
+        if not self._monitor.poll(_left_ms(deadline)):
+            raise BridgeError(f"the bridge at {self._address} does not answer the handshake", "timeout")
+        return int(recv_monitor_message(self._monitor)["event"])
+
+    def send(self, message: wire.Request, data: bytes | memoryview | None = None) -> None:
+        """Send one message, with a second frame of raw bytes where given."""
+        frames = [encode(message)] if data is None else [encode(message), data]
+        if not self._open:
+            raise BridgeError("the connection was closed", "dead")
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise BridgeError(f"connection lost while sending: {error}", "dead") from None
+
+    def receive(self, timeout_s: float) -> bytes:
+        """The next message's bytes. BridgeError: dead, or timeout after that long a silence."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if not self._open:
+                raise BridgeError("the connection was closed", "dead")
+            with contextlib.suppress(zmq.Again):
+                if payload := self._socket.recv_multipart(zmq.NOBLOCK)[0]:
+                    return payload
+                continue  # a sign of life
+            if self._lost:
+                raise BridgeError("connection closed by the other side", "dead")
+            if time.monotonic() >= deadline:
+                raise BridgeError("timed out while waiting for the other side", "timeout")
+            ready = dict(self._poller.poll(_left_ms(deadline)))
+            if self._monitor in ready:  # after the handshake only an end can come; what came before it is read first
+                recv_monitor_message(self._monitor)
+                self._lost = True
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        if self._open and self._pid == os.getpid():  # a forked child must not touch its parent's sockets
+            self._open = False
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=0)
+            self._context.term()
+
+    def __del__(self) -> None:
+        self.close()

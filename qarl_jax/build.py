@@ -1,0 +1,144 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""From a RunConfig to the objects of a run. What `train`, `evaluate`, `export` and notebooks have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from qarl_jax import data, models, optimizer, rollout, sharding, uaq
+from qarl_jax.config import RunConfig
+from qarl_jax.learner import Learner, Options
+from qarl_jax.loss import get_term, loss_from_config
+from qarl_jax.rewards import Grader
+from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
+from qarl_jax.types import UserError
+
+
+def seed_of(seed: int, step: int, purpose: str) -> int:
+    """A seed in [0, 2^63) that is a function of (run seed, step, purpose) and of nothing else."""
+    words = np.random.SeedSequence([seed, step, zlib.crc32(purpose.encode())]).generate_state(1, np.uint64)
+    return int(words[0] >> np.uint64(1))
+
+
+def make_mesh(cfg: RunConfig) -> Mesh:
+    """The device mesh of `cfg.mesh`."""
+    return sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
+
+
+def schemes(cfg: RunConfig, fallback: str) -> list[dict[str, str]]:
+    """`quant.rules` with a scheme for everything else, as `models.parse_rules` takes them."""
+    return [*(dataclasses.asdict(rule) for rule in cfg.quant.rules), {"match": "", "scheme": fallback}]
+
+
+def load_model(cfg: RunConfig, mesh: Mesh) -> tuple[Any, Any]:
+    """The policy's graph definition under `quant.forward`, and its masters on the mesh."""
+    model = models.load_hf(
+        cfg.model.path,
+        dtype=cfg.model.dtype,
+        param_dtype=cfg.model.param_dtype,
+        scheme=schemes(cfg, cfg.quant.forward),
+        group_size=cfg.quant.group_size,
+        engine=cfg.quant.engine,
+        attention=cfg.model.attention,
+        remat=cfg.model.remat,
+        mesh=mesh,
+    )
+    graphdef, params, _ = models.split(model)
+    return graphdef, uaq.invariant_scaling(params, cfg.quant.uaq_scale)
+
+
+def rollout_graphdef(cfg: RunConfig, graphdef: Any) -> Any:
+    """The same model under `quant.rollout`: the learner's own graphdef where the two schemes agree (QaRL)."""
+    if cfg.quant.rollout_scheme == cfg.quant.forward:
+        return graphdef
+    return models.with_scheme(graphdef, schemes(cfg, cfg.quant.rollout_scheme), cfg.quant.group_size)
+
+
+def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
+    """The learner with the run's objective and optimizer."""
+    return Learner(
+        graphdef,
+        loss_fn=loss_from_config(cfg.loss, max_response_len=cfg.rollout.max_response_len),
+        optimizer=optimizer.make_optimizer(cfg.optimizer, cfg.train.total_updates),
+        schedule=optimizer.make_schedule(cfg.optimizer.lr, cfg.optimizer.schedule, cfg.train.total_updates),
+        mesh=mesh,
+        options=Options(
+            temperature=cfg.rollout.temperature,
+            logprob_chunk=cfg.train.logprob_chunk,
+            max_segments=cfg.train.max_segments if cfg.train.packing == "packed" else 1,
+            entropy_coef=cfg.train.entropy_coef,
+            kl_coef=cfg.kl.coef,
+            kl=get_term("kl", kind=cfg.kl.kind, aggregation=cfg.kl.aggregation),
+            error_prob=cfg.train.error_prob,
+            histograms=cfg.train.histograms,
+        ),
+    )
+
+
+def make_grader(cfg: RunConfig) -> Grader:
+    """The run's reward."""
+    return Grader(cfg.reward, max_response_len=cfg.rollout.max_response_len)
+
+
+def make_engine(cfg: RunConfig, log: Callable[[str], None] = print) -> RolloutEngine:
+    """The rollout engine; `log` gets a line when a bridge is started or replaced.
+
+    A bridge knows the run by its folder: a resumed trainer is the same run, a second one is refused.
+    """
+    options: dict[str, Any] = {}
+    if cfg.rollout.engine_name == "vllm":
+        folder = os.path.abspath(cfg.run_dir)
+        options = {"run_id": hashlib.blake2b(folder.encode(), digest_size=8).hexdigest(), "log": log}
+    return rollout.make_engine(cfg.rollout.engine_name, cfg.rollout.engine, **options)
+
+
+def no_qweights() -> Any:
+    """What `models.merge` takes for a policy without QTensors."""
+    return nnx.State({})
+
+
+def eval_prompts(cfg: RunConfig, tokenizer: Any) -> list[Any]:
+    """The first `eval.num_prompts` prompts to evaluate on (all, where that is 0 or there are fewer)."""
+    if cfg.eval.data is None:
+        source = data.make_source(cfg.data, tokenizer, "heldout")
+    else:
+        source = data.make_source(cfg.eval.data, tokenizer, "all")
+    if not len(source):
+        raise UserError("eval.data has no prompt to evaluate on.")
+    return [source.prompt(i) for i in range(min(cfg.eval.num_prompts or len(source), len(source)))]
+
+
+def eval_sampling(cfg: RunConfig, stop: tuple[int, ...]) -> SamplingConfig:
+    """How evaluation samples."""
+    return SamplingConfig(
+        max_response_len=cfg.eval.max_response_len or cfg.rollout.max_response_len,
+        temperature=cfg.eval.temperature,
+        top_p=cfg.eval.top_p,
+        top_k=cfg.eval.top_k,
+        stop_token_ids=stop,
+    )
+
+
+__all__ = [
+    "PolicyWeights",
+    "eval_prompts",
+    "eval_sampling",
+    "load_model",
+    "make_engine",
+    "make_grader",
+    "make_learner",
+    "make_mesh",
+    "rollout_graphdef",
+    "schemes",
+    "seed_of",
+]

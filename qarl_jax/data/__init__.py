@@ -1,0 +1,93 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts, tokenizers and packing.
+
+Adding a source: one file with its `Config` and a `Source(cfg, template, split, holdout)`, and one line in `SOURCES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from qarl_jax.data import files, reasoning_gym
+from qarl_jax.data.source import PromptSource, Split, Template
+from qarl_jax.data.stream import PromptStream
+from qarl_jax.data.tokenizer import Tokenizer, load_tokenizer, make_char_tokenizer, pad_token_id, stop_token_ids
+from qarl_jax.schema import Variants
+from qarl_jax.types import UserError
+
+# Config type -> source of prompts.
+SOURCES: dict[type, Any] = {
+    reasoning_gym.Config: reasoning_gym.Source,
+    files.Jsonl: files.Source,
+    files.Parquet: files.Source,
+}
+
+# The names used in config files.
+SOURCE_NAMES: dict[str, type] = {
+    "reasoning_gym": reasoning_gym.Config,
+    "jsonl": files.Jsonl,
+    "parquet": files.Parquet,
+}
+
+SourceConfig = Annotated[Any, Variants(SOURCE_NAMES)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Where prompts come from and how they are written.
+
+    Attributes:
+      source: reasoning_gym, jsonl or parquet, with their own settings.
+      template: raw | chat | a Jinja template (see `Template`).
+      system: system message (chat) or leading text (raw).
+      chat_args: further arguments of the tokenizer's chat template, for example {enable_thinking: false}.
+      max_prompt_len: longer prompts, in tokens, are left out and counted.
+      holdout: share of the prompts, by hash of their text, that is kept for evaluation and never trained on.
+    """
+
+    source: SourceConfig
+    template: str = "chat"
+    system: str = ""
+    chat_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    max_prompt_len: int = 1024
+    holdout: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.max_prompt_len < 1:
+            raise UserError(f"max_prompt_len must be at least 1 token, got {self.max_prompt_len}.")
+        if not 0.0 <= self.holdout < 1.0:
+            raise UserError(f"holdout is a share of the prompts, at least 0 and below 1; got {self.holdout}.")
+
+
+def make_source(cfg: Config, tokenizer: Tokenizer, split: Split = "train") -> PromptSource:
+    """Opens the prompts of a split: those to train on, those held out, or all (for data that is only evaluated on).
+
+    Raises:
+      UserError: see the sources; also for an empty held-out split.
+    """
+    template = Template(tokenizer, cfg.template, cfg.system, cfg.chat_args, cfg.max_prompt_len)
+    source = SOURCES[type(cfg.source)](cfg.source, template, split, cfg.holdout)
+    if split == "heldout" and len(source) == 0:
+        raise UserError(
+            f"data.holdout={cfg.holdout} leaves no held-out prompt to evaluate on; raise it, or name other data in"
+            " eval.data."
+        )
+    return source
+
+
+__all__ = [
+    "SOURCES",
+    "SOURCE_NAMES",
+    "Config",
+    "PromptSource",
+    "PromptStream",
+    "SourceConfig",
+    "Template",
+    "load_tokenizer",
+    "make_char_tokenizer",
+    "make_source",
+    "pad_token_id",
+    "stop_token_ids",
+]

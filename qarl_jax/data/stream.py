@@ -1,0 +1,91 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which prompts a step trains on: a pure function of (seed, step), so a resumed run needs only its step number.
+
+Epoch e visits the source in the order permutation(seed, e); step s takes positions [s*P, (s+1)*P) of the endless
+sequence epoch 0, epoch 1, ... A step may straddle two epochs; nothing is dropped at the border, and there is no
+iterator to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from qarl_jax.data.source import PromptSource
+from qarl_jax.types import Prompt, UserError
+
+# Keeps the shuffles apart from other draws of the same seed.
+_SHUFFLE = 0x5EED
+
+
+class PromptStream:
+    """Batches of prompts. Example: PromptStream(source, seed=0, prompts_per_step=32).batch(7) -> 32 prompts."""
+
+    def __init__(self, source: PromptSource, seed: int, prompts_per_step: int):
+        """Raises `UserError` when a step needs more prompts than the source has."""
+        if len(source) == 0:
+            raise UserError("the data set has no prompts.")
+        if prompts_per_step > len(source):
+            raise UserError(
+                f"train.prompts_per_step={prompts_per_step} is more than the {len(source)} prompts of the data set;"
+                " every step would repeat prompts. Lower it or use more data."
+            )
+        self.source = source
+        self.seed = seed
+        self.prompts_per_step = prompts_per_step
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # a cache only: (epoch, its permutation)
+
+    def indices(self, step: int) -> list[int]:
+        """Source indices of a step, in order."""
+        if step < 0:
+            raise ValueError(f"step must not be negative, got {step}")
+        size = len(self.source)
+        start = step * self.prompts_per_step
+        return [int(self._permutation(p // size)[p % size]) for p in range(start, start + self.prompts_per_step)]
+
+    def batch(self, step: int) -> list[Prompt]:
+        """The prompts of a step; the same ones however often and in whatever order it is called."""
+        return [self.source.prompt(i) for i in self.indices(step)]
+
+    def epoch(self, step: int) -> float:
+        """How many times the source has been visited before `step`."""
+        return step * self.prompts_per_step / len(self.source)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps: enough to check that a resumed run sees the same data."""
+        return {
+            "step": step,
+            "seed": self.seed,
+            "prompts_per_step": self.prompts_per_step,
+            "size": len(self.source),
+            "fingerprint": self.source.fingerprint,
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuses to resume over other data than the checkpoint's.
+
+        Raises:
+          UserError: naming what differs.
+        """
+        now = self.state(0)
+        words = {
+            "seed": "seed",
+            "prompts_per_step": "train.prompts_per_step",
+            "size": "the number of prompts",
+            "fingerprint": "the data set (its file, parameters, template or split)",
+        }
+        for key, name in words.items():
+            if state.get(key) != now[key]:
+                raise UserError(
+                    f"cannot resume: {name} changed since the checkpoint ({state.get(key)} -> {now[key]}), so the run"
+                    " would not continue on the same prompts. Restore it, or start a new run_dir."
+                )
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if self._order[0] != epoch:
+            rng = np.random.default_rng([_SHUFFLE, self.seed, epoch])
+            self._order = (epoch, rng.permutation(len(self.source)))
+        return self._order[1]

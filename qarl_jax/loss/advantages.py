@@ -1,0 +1,163 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""From rewards to advantages: relative to the group (GRPO, Dr. GRPO) or to a critic (GAE).
+
+Group advantages are computed over the whole group, before any split into mini-batches, on the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from qarl_jax.loss.options import nearest
+from qarl_jax.metrics import Mean
+from qarl_jax.types import UserError
+
+KINDS = ("grpo", "drgrpo")
+# Eight rewards of 0.1 have a float32 mean one ulp off and std 0; divided by 1e-6 that is an advantage of 7e-3 from
+# nothing. A group whose rewards differ by less than this has advantage exactly 0.
+_SAME = 1e-8
+_EPS = 1e-6
+
+
+def group_advantages(rewards: Any, kind: str = "grpo", *, valid: Any = None) -> Any:
+    """Advantage of each response relative to its group.
+
+    grpo: (R - mean) / (std + 1e-6), std with ddof = 1 (https://arxiv.org/abs/2402.03300, sec. 4.1.2; verl).
+    drgrpo: R - mean (https://arxiv.org/abs/2503.20783, sec. 3.2).
+
+    Args:
+      rewards: [P, n] float, one row per prompt; numpy or jax.
+      kind: "grpo" or "drgrpo".
+      valid: [P, n] bool, responses that exist; None: all. The others get 0 and enter no statistic.
+
+    Returns:
+      [P, n] float32, numpy for numpy input. Exactly 0 for a group of one and for a group of equal rewards.
+
+    Raises:
+      UserError: unknown kind, wrong rank, or (numpy) a reward that is not finite.
+    """
+    if kind not in KINDS:
+        raise UserError(f"advantage kind {kind!r}: {nearest(kind, KINDS)}")
+    if np.ndim(rewards) != 2:
+        raise UserError(f"rewards have shape {np.shape(rewards)}: expected [prompts, responses per prompt]")
+    on_device = isinstance(rewards, jax.Array)
+    xp = jnp if on_device else np
+    # float64 on the host costs nothing; on a device float32 is what there is.
+    dtype = jnp.float32 if on_device else np.float64
+    rewards = xp.asarray(rewards).astype(dtype)
+    valid = xp.ones(rewards.shape, bool) if valid is None else xp.asarray(valid).astype(bool)
+    rewards = xp.where(valid, rewards, 0.0)
+    if not on_device and not np.isfinite(rewards).all():
+        raise UserError("a reward is not finite: every completion, broken ones included, needs a finite reward")
+    count = valid.sum(1, keepdims=True).astype(dtype)
+    mean = rewards.sum(1, keepdims=True) / xp.maximum(count, 1.0)
+    centred = xp.where(valid, rewards - mean, 0.0)
+    spread = xp.where(valid, rewards, -xp.inf).max(1, keepdims=True, initial=-xp.inf) - xp.where(
+        valid, rewards, xp.inf
+    ).min(1, keepdims=True, initial=xp.inf)
+    if kind == "grpo":
+        std = xp.sqrt((centred * centred).sum(1, keepdims=True) / xp.maximum(count - 1.0, 1.0))
+        centred = centred / (std + _EPS)
+    return xp.where((spread < _SAME) | (count < 2), 0.0, centred).astype(jnp.float32 if on_device else np.float32)
+
+
+def group_metrics(rewards: Any, *, valid: Any = None) -> dict[str, Mean]:
+    """Shares of groups without a signal: `advantage/zero_variance` (two or more equal rewards), `advantage/single`."""
+    rewards = np.asarray(rewards, np.float64)
+    valid = np.ones(rewards.shape, bool) if valid is None else np.asarray(valid, bool)
+    count = valid.sum(1)
+    top = np.where(valid, rewards, -np.inf).max(1, initial=-np.inf)
+    bottom = np.where(valid, rewards, np.inf).min(1, initial=np.inf)
+    with np.errstate(invalid="ignore"):
+        same = (count > 1) & (top - bottom < _SAME)
+    groups = np.float32((count > 0).sum())
+    return {
+        "advantage/zero_variance": Mean(np.float32(same.sum()), groups),
+        "advantage/single": Mean(np.float32((count == 1).sum()), groups),
+    }
+
+
+def token_rewards(
+    scores: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    *,
+    kl: Float[Array, "B T"] | None = None,
+    kl_coef: float = 0.0,
+) -> Float[Array, "B T"]:
+    """Reward per token: the response's score at its last masked token, minus kl_coef * kl everywhere on the mask.
+
+    Args:
+      scores: [B, T] float32, each response's score broadcast over its tokens.
+      mask: [B, T] bool, response tokens.
+      segment_ids: [B, T] int32, 0 = padding.
+      kl: [B, T] float32, old_logprobs - ref_logprobs, for KL in the reward.
+    """
+    mask = mask & (segment_ids > 0)
+    ids = jnp.where(mask, segment_ids, 0)
+    time = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32)[None], mask.shape)
+    last = jax.vmap(lambda t, ids: jax.ops.segment_max(t, ids, num_segments=t.shape[0] + 1))(time, ids)
+    is_last = mask & (time == jnp.take_along_axis(last, ids, axis=1))
+    rewards = jnp.where(is_last, scores.astype(jnp.float32), 0.0)
+    if kl is not None and kl_coef:
+        rewards = rewards - kl_coef * jnp.where(mask, kl.astype(jnp.float32), 0.0)
+    return rewards
+
+
+def gae(
+    rewards: Float[Array, "B T"],
+    values: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16) over packed rows with holes.
+
+    Backward in time, from a = v' = 0 at the end of each segment: delta = R + gamma v' - V, a = delta + gamma lam a,
+    v' = V on masked tokens; a hole (tool output) carries both through unchanged.
+
+    Args:
+      rewards, values: [B, T] float32; anything outside the mask.
+      mask: [B, T] bool. segment_ids: [B, T] int32, segments contiguous in time, 0 = padding.
+      gamma, lam: discount and trace decay; 1 and 1 are verl's.
+
+    Returns:
+      (advantages, returns), [B, T] float32, 0 outside the mask, returns = advantages + values, no gradient.
+    """
+    mask = mask & (segment_ids > 0)
+    rewards = jnp.where(mask, rewards.astype(jnp.float32), 0.0)
+    values = jnp.where(mask, values.astype(jnp.float32), 0.0)
+
+    def step(carry: Any, now: Any) -> tuple[Any, jax.Array]:
+        a, v_next, segment_next = carry
+        reward, value, masked_in, segment = now
+        inside = segment == segment_next
+        a, v_next = jnp.where(inside, a, 0.0), jnp.where(inside, v_next, 0.0)
+        a_new = reward + gamma * v_next - value + gamma * lam * a
+        carry = jnp.where(masked_in, a_new, a), jnp.where(masked_in, value, v_next), segment
+        return carry, carry[0]
+
+    rows = rewards.shape[0]
+    start = jnp.zeros(rows, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros(rows, segment_ids.dtype)
+    _, advantages = jax.lax.scan(step, start, (rewards.T, values.T, mask.T, segment_ids.T), reverse=True)
+    advantages = jnp.where(mask, advantages.T, 0.0)
+    returns = jnp.where(mask, advantages + values, 0.0)
+    return jax.lax.stop_gradient(advantages), jax.lax.stop_gradient(returns)
+
+
+def whiten(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """(x - mean) / sqrt(var + 1e-8) over masked tokens, var with ddof = 1; unchanged below two tokens."""
+    x = jnp.where(mask, x.astype(jnp.float32), 0.0)
+    count = mask.astype(jnp.float32).sum()
+    mean = x.sum() / jnp.maximum(count, 1.0)
+    centred = jnp.where(mask, x - mean, 0.0)
+    variance = (centred * centred).sum() / jnp.maximum(count - 1.0, 1.0)
+    return jnp.where(count < 2, x, centred / jnp.sqrt(variance + _SAME))

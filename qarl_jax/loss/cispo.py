@@ -1,0 +1,59 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""CISPO, clipped importance-sampling policy optimization (MiniMax-M1, https://arxiv.org/abs/2506.13585).
+
+    J_t = w_t stop_gradient(clip(r_t, ratio_min, ratio_max)) A logprob_t
+
+REINFORCE with a capped weight: no token ever loses its gradient. The value depends on the absolute log-prob and is no
+surrogate; only its gradient means something. The bounds are absolute ratios (ScaleRL and TRL; verl writes 1 + eps).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from qarl_jax.loss import diagnostics
+from qarl_jax.loss.aggregation import aggregate
+from qarl_jax.loss.importance import mismatch_weights
+from qarl_jax.loss.options import Shared, option
+from qarl_jax.loss.responses import MAX_LOG_RATIO, prepare
+from qarl_jax.metrics import Mean, Metric
+from qarl_jax.types import LossInputs, UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Shared):
+    """CISPO: REINFORCE weighted by the clipped, detached token ratio."""
+
+    name = "cispo"
+    formula = "w_t sg(clip(r_t, ratio_min, ratio_max)) A logprob_t"
+    source = "MiniMax-M1, arXiv 2506.13585"
+
+    ratio_min: float = option(0.0, "lower cap of the ratio", "off, as in MiniMax-M1", at_least=0.0)
+    ratio_max: float = option(5.0, "upper cap of the ratio", "ScaleRL; TRL", above=0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ratio_min >= self.ratio_max:
+            raise UserError(f"loss 'cispo': ratio_min = {self.ratio_min} must be below ratio_max = {self.ratio_max}")
+
+
+def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
+    """CISPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
+    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only)
+    weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
+    ratio = jax.lax.stop_gradient(jnp.exp(jnp.clip(r.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)))
+    objective = jnp.clip(ratio, cfg.ratio_min, cfg.ratio_max) * r.advantages * r.logprobs
+    mean = aggregate(-weights.weight * objective, r, cfg.aggregation, max_response_len=cfg.max_response_len)
+
+    high, low = ratio > cfg.ratio_max, ratio < cfg.ratio_min
+    capped: dict[str, Metric] = {
+        "clip/capped_pos_high": r.token_mean((r.advantages > 0) & high),
+        "clip/capped_pos_low": r.token_mean((r.advantages > 0) & low),
+        "clip/capped_neg_high": r.token_mean((r.advantages < 0) & high),
+        "clip/capped_neg_low": r.token_mean((r.advantages < 0) & low),
+    }
+    return mean, diagnostics.batch_metrics(r) | weights.metrics | capped

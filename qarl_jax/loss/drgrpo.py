@@ -1,0 +1,38 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Dr. GRPO (https://arxiv.org/abs/2503.20783, sec. 3.2): GRPO without its two biases.
+
+Token objective as in GRPO; the advantage is R - mean (`group_advantages(..., "drgrpo")`), and the sum over a response
+is divided by a constant instead of its length, so that long wrong answers are not penalized less per token. The
+constant is the response limit of the run; with the padded length of a batch the step would depend on the packing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from qarl_jax.loss.clipping import clipped_policy_loss
+from qarl_jax.loss.options import AGGREGATIONS, Shared, option
+from qarl_jax.metrics import Mean, Metric
+from qarl_jax.types import LossInputs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Shared):
+    """Dr. GRPO: token-level PPO clip, constant length normalization; use with advantages R - mean."""
+
+    name = "drgrpo"
+    formula = "w_t min(r_t A, clip(r_t, 1-clip_low, 1+clip_high) A)"
+    source = "Dr. GRPO, arXiv 2503.20783"
+
+    aggregation: str = option(
+        "seq-mean-token-sum-norm", "sum over tokens / (N max_response_len)", "Dr. GRPO code", choices=AGGREGATIONS
+    )
+    clip_low: float = option(0.2, "lower clip is 1 - clip_low", "PPO; verl", at_least=0.0)
+    clip_high: float = option(0.2, "upper clip is 1 + clip_high", "PPO; verl", at_least=0.0)
+    dual_clip: float | None = option(None, "A < 0: no gradient above it", "off", above=1.0)
+
+
+def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
+    """Dr. GRPO over this batch; see the module's docstring and `qarl_jax.loss` for the convention."""
+    return clipped_policy_loss(x, cfg, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual_clip=cfg.dual_clip)

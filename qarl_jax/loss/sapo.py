@@ -1,0 +1,57 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""SAPO, soft adaptive policy optimization (Gao et al. 2025, https://arxiv.org/abs/2511.20347).
+
+    J_t = w_t (4 / tau) sigmoid(tau (r_t - 1)) A        tau = tau_pos for A > 0, tau_neg for A < 0
+
+A smooth gate instead of a clip: dJ/dlogprob = 4 s (1 - s) r A with s the sigmoid, which is A at r = 1 and fades on both
+sides, faster for A < 0. The value at r = 1 is 2 A / tau, so it cannot be compared with that of other objectives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from qarl_jax.loss import diagnostics
+from qarl_jax.loss.aggregation import aggregate
+from qarl_jax.loss.importance import mismatch_weights
+from qarl_jax.loss.options import AGGREGATIONS, Shared, option
+from qarl_jax.loss.responses import MAX_LOG_RATIO, prepare
+from qarl_jax.metrics import Mean, Metric, masked_mean
+from qarl_jax.types import LossInputs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Shared):
+    """SAPO: sigmoid gate on the token ratio, sharper for A < 0."""
+
+    name = "sapo"
+    formula = "w_t (4/tau) sigmoid(tau (r_t - 1)) A, tau by the sign of A"
+    source = "SAPO, arXiv 2511.20347"
+
+    aggregation: str = option(
+        "seq-mean-token-mean", "mean within a response, then over responses", "SAPO; verl; TRL", choices=AGGREGATIONS
+    )
+    tau_pos: float = option(1.0, "temperature of the gate for A > 0", "SAPO; verl; TRL", above=0.0)
+    tau_neg: float = option(1.05, "temperature of the gate for A < 0", "SAPO; verl; TRL", above=0.0)
+
+
+def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
+    """SAPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
+    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only)
+    weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
+    ratio = jnp.exp(jnp.clip(r.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    tau = jnp.where(r.advantages > 0, cfg.tau_pos, cfg.tau_neg).astype(jnp.float32)
+    gate = jax.nn.sigmoid(tau * (ratio - 1.0))
+    objective = 4.0 / tau * gate * r.advantages
+    mean = aggregate(-weights.weight * objective, r, cfg.aggregation, max_response_len=cfg.max_response_len)
+
+    passed = jax.lax.stop_gradient(4.0 * gate * (1.0 - gate))
+    gates: dict[str, Metric] = {
+        "loss/gate_pos": masked_mean(passed, r.mask & (r.advantages > 0)),
+        "loss/gate_neg": masked_mean(passed, r.mask & (r.advantages < 0)),
+    }
+    return mean, diagnostics.batch_metrics(r) | weights.metrics | gates

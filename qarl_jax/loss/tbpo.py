@@ -1,0 +1,101 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""TBPO, trust-band policy optimization (QaRL, https://arxiv.org/abs/2604.07853, sec. 3.2, eq. 5, app. B and E).
+
+One ratio and one weight per response, both geometric means over its tokens:
+
+    r = exp(mean_t (logprobs - old_logprobs))
+    w = clip(exp(mean_t (old_logprobs - rollout_logprobs)), 1/C, C)
+    A > 0:  J = w clip(r, 0, 1 + clip_high) A
+    A < 0:  J = w clip(r, 1 - neg_clip_low, 1 + neg_clip_high) A
+    loss = - mean of J over the non-empty responses
+
+There is no outer min(): for A < 0 it would pick r A above the band and undo the upper bound, whose purpose is to drop
+whole garbled responses. A dropped response has no gradient but stays in the value and in the count. The clip of w acts
+on log w: read literally, clip(w, -log 2, log 2) would cut every healthy w = 1 to 0.69.
+
+The default bands suit responses of thousands of tokens: the spread of a mean falls with sqrt(L), so short responses
+need bands wider by sqrt(L_ref / L).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from qarl_jax.loss import diagnostics
+from qarl_jax.loss.aggregation import aggregate_sequences
+from qarl_jax.loss.importance import MISMATCH, mismatch_weights
+from qarl_jax.loss.options import Shared, option
+from qarl_jax.loss.responses import MAX_LOG_RATIO, prepare
+from qarl_jax.metrics import Mean, Metric
+from qarl_jax.types import LossInputs, UserError
+
+# w_mode is shorthand for what happens to the geometric-mean weight outside [1/C, C].
+W_MODES = {"clip": "geometric", "drop": "geometric_mis", "none": "none"}
+AGGREGATIONS = ("seq-mean-token-mean", "token-mean")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Shared):
+    """TBPO: response-level ratio, one-sided band for A > 0, two-sided band for A < 0, truncated mismatch weight."""
+
+    name = "tbpo"
+    formula = "w clip(r, 0, 1+clip_high) A for A > 0; w clip(r, 1-neg_clip_low, 1+neg_clip_high) A for A < 0"
+    source = "QaRL, arXiv 2604.07853, eq. 5"
+
+    aggregation: str = option(
+        "seq-mean-token-mean",
+        "responses weigh equally; `token-mean` (a variant) weighs them by length",
+        "QaRL App. E, as GSPO",
+        choices=AGGREGATIONS,
+    )
+    mismatch: str = option("geometric", "the weight w (see also w_mode)", "QaRL eq. 5", choices=tuple(MISMATCH))
+    clip_high: float = option(4e-4, "A > 0: dropped above 1 + clip_high", "QaRL table 2", above=0.0)
+    clip_low: float = option(3e-4, "inert: listed in the table, without a role in eq. 5", "QaRL table 2", above=0.0)
+    neg_clip_low: float = option(3e-4, "A < 0: dropped below 1 - neg_clip_low", "QaRL table 2", above=0.0)
+    neg_clip_high: float = option(7e-4, "A < 0: dropped above 1 + neg_clip_high", "QaRL table 2", above=0.0)
+    w_mode: str = option(
+        "clip",
+        "w outside [1/C, C]: `clip` truncates (eq. 5), `drop` drops the response, `none` sets w = 1",
+        "QaRL eq. 5",
+        choices=tuple(W_MODES),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.w_mode != "clip" and self.mismatch != "geometric":
+            raise UserError(
+                f"loss 'tbpo': w_mode = {self.w_mode!r} and mismatch = {self.mismatch!r} both choose w; set one"
+            )
+
+    @property
+    def weight(self) -> str:
+        """Key of `importance.MISMATCH` in force."""
+        return self.mismatch if self.w_mode == "clip" else W_MODES[self.w_mode]
+
+
+def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
+    """TBPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
+    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only)
+    weights = mismatch_weights(r, cfg.weight, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
+    advantage, w = r.mean(r.advantages), r.mean(weights.weight)
+    ratio = jnp.exp(jnp.clip(r.mean(r.log_ratio), -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+    banded = jnp.where(
+        advantage > 0,
+        jnp.clip(ratio, 0.0, 1.0 + cfg.clip_high),
+        jnp.clip(ratio, 1.0 - cfg.neg_clip_low, 1.0 + cfg.neg_clip_high),
+    )
+    mean = aggregate_sequences(-w * banded * advantage, r, cfg.aggregation)
+
+    now = jax.lax.stop_gradient(ratio)
+    edges = diagnostics.sequence_clip_metrics(
+        r,
+        pos_high=(advantage > 0) & (now > 1.0 + cfg.clip_high),
+        neg_low=(advantage < 0) & (now < 1.0 - cfg.neg_clip_low),
+        neg_high=(advantage < 0) & (now > 1.0 + cfg.neg_clip_high),
+    )
+    return mean, diagnostics.batch_metrics(r) | weights.metrics | edges

@@ -1,0 +1,102 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics that carry their reduction in their type.
+
+A `Mean` is an unreduced sum and its denominator, a `Max` a running maximum. Accumulating micro-batches is `merge(a, b)`
+and equals computing the metric on the whole batch; the division happens once, in the logger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """A ratio of two sums.
+
+    Attributes:
+      total: float32 scalar, the sum of what is averaged.
+      count: float32 scalar, the sum of its weights (0 is allowed: `value` is then 0).
+    """
+
+    total: Any
+    count: Any
+
+    @property
+    def value(self) -> jax.Array:
+        """total / count, and 0 where nothing was counted."""
+        count = jnp.asarray(self.count, jnp.float32)
+        return jnp.where(count > 0, jnp.asarray(self.total, jnp.float32) / jnp.where(count > 0, count, 1.0), 0.0)
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Max:
+    """A maximum over everything seen; merging takes the larger one. `value` is a float32 scalar."""
+
+    maximum: Any
+
+    @property
+    def value(self) -> jax.Array:
+        return jnp.asarray(self.maximum, jnp.float32)
+
+    def __add__(self, other: Max) -> Max:
+        return Max(jnp.maximum(self.maximum, other.maximum))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Counts per bin of a histogram, int32 [bins]; merging adds them. Not a number: `values` leaves it out."""
+
+    counts: Any
+
+    @property
+    def value(self) -> jax.Array:
+        return jnp.asarray(self.counts, jnp.int32)
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.counts + other.counts)
+
+
+Metric = Mean | Max | Counts
+
+
+def merge(a: dict[str, Metric], b: dict[str, Metric]) -> dict[str, Metric]:
+    """Metrics of two disjoint parts of a batch -> metrics of their union. Keys may differ."""
+    out = dict(a)
+    for key, value in b.items():
+        out[key] = out[key] + value if key in out else value  # type: ignore[operator]
+    return out
+
+
+def masked_mean(x: jax.Array, mask: jax.Array) -> Mean:
+    """Mean of `x` where `mask`; masked entries may hold NaN. Shapes are equal; the sums are float32."""
+    return Mean(jnp.where(mask, x, 0.0).astype(jnp.float32).sum(), mask.astype(jnp.float32).sum())
+
+
+def masked_max(x: jax.Array, mask: jax.Array, *, empty: float = 0.0) -> Max:
+    """Maximum of `x` where `mask`, and `empty` where nothing is."""
+    top = jnp.where(mask, x, -jnp.inf).astype(jnp.float32).max(initial=-jnp.inf)
+    return Max(jnp.where(mask.any(), top, jnp.float32(empty)))
+
+
+def values(metrics: dict[str, Metric]) -> dict[str, float]:
+    """The reduced numbers, fetched to the host. Histograms have their own function."""
+    reduced = jax.device_get({key: metric.value for key, metric in metrics.items() if not isinstance(metric, Counts)})
+    return {key: float(value) for key, value in reduced.items()}
+
+
+def histograms(metrics: dict[str, Metric]) -> dict[str, list[int]]:
+    """The histograms among the metrics, fetched to the host."""
+    counts = jax.device_get({key: metric.value for key, metric in metrics.items() if isinstance(metric, Counts)})
+    return {key: [int(n) for n in value] for key, value in counts.items()}

@@ -1,0 +1,53 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen2/Qwen2.5, Qwen3 and Qwen3-MoE in Flax NNX.
+
+    model = load_hf("/models/Qwen3-1.7B", dtype="bfloat16", scheme="w4a16")
+    logits = model(tokens)                                   # [B, T] -> float32 [B, T, V]
+    graphdef, params, qweights = split(model)                # structure, masters, QTensors
+    qweights = quantize_params(graphdef, params)             # after every update
+
+One file per family says how to read its config.json and how its tensors are called; `registry.MODELS` lists them.
+"""
+
+from qarl_jax.models.config import ModelConfig, read_config
+from qarl_jax.models.hf import export_tensors, hf_config_json, hf_names, load_hf, save_hf
+from qarl_jax.models.hf_config import MoEConfig
+from qarl_jax.models.layers import Quantized
+from qarl_jax.models.registry import MODELS
+from qarl_jax.models.state import (
+    abstract_model,
+    by_path,
+    config_of,
+    merge,
+    parse_rules,
+    quantize_params,
+    random_model,
+    split,
+    with_scheme,
+)
+from qarl_jax.models.transformer import KVCache, Transformer
+
+__all__ = [
+    "MODELS",
+    "KVCache",
+    "MoEConfig",
+    "ModelConfig",
+    "Quantized",
+    "Transformer",
+    "abstract_model",
+    "by_path",
+    "config_of",
+    "export_tensors",
+    "hf_config_json",
+    "hf_names",
+    "load_hf",
+    "merge",
+    "parse_rules",
+    "quantize_params",
+    "random_model",
+    "read_config",
+    "save_hf",
+    "split",
+    "with_scheme",
+]

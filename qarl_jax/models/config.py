@@ -1,0 +1,165 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a model is, as one frozen, hashable record: static under jit, and all that its structure depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from qarl_jax.models.hf_config import HFConfig, MoEConfig
+from qarl_jax.models.registry import MODELS, hf_template
+from qarl_jax.quant import Numerics, Rules, SchemeConfig
+from qarl_jax.types import UserError
+
+REMAT = ("none", "full", "dots")
+ATTENTION = ("auto", "xla", "cudnn")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of consecutive layers of one signature, stacked and scanned. Layers [start, start + length)."""
+
+    start: int
+    length: int
+    is_moe: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer of the Qwen families.
+
+    Attributes:
+      architecture: Hugging Face architecture, a key of `MODELS`.
+      vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: V, D, F, L, N, K, H.
+      rope_theta, rms_norm_eps, max_position_embeddings, initializer_range: as in config.json.
+      tie_embeddings: the head is the embedding.
+      qkv_bias, o_bias: attention projections carry a bias. qk_norm: RMSNorm over H on q and k, before RoPE.
+      moe: the expert block, None for a dense model. moe_layers: which layers have it.
+      hf_config: config.json as read (JSON text), the source of everything not named here when a model is written back.
+      compute_dtype: dtype of activations. param_dtype: dtype of the masters.
+      quant: which weight has which scheme, by Hugging Face module name ("model.layers.3.mlp.up_proj"). No rule: bf16.
+      splits: layers at which a new segment begins even if the signature does not change, so that the same parameters
+        also fit a scheme that tells these layers apart.
+      numerics: whose roundings the forward mirrors (`quant.numerics.Numerics`).
+      attention: "xla", "cudnn" (bf16 on a GPU), or "auto": cudnn where it can.
+      remat: "none" keeps every activation, "dots" the outputs of linear layers, "full" the layer inputs only.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    moe: MoEConfig | None = None
+    moe_layers: tuple[int, ...] = ()
+    hf_config: str = "{}"
+    compute_dtype: Any = "float32"
+    param_dtype: Any = "float32"
+    quant: Rules = dataclasses.field(default_factory=Rules)
+    splits: tuple[int, ...] = ()
+    numerics: Numerics = dataclasses.field(default_factory=Numerics)
+    attention: str = "auto"
+    remat: str = "none"
+
+    def __post_init__(self) -> None:
+        for field in ("compute_dtype", "param_dtype"):
+            value = getattr(self, field)
+            if str(jnp.dtype(value) if not isinstance(value, str) else value) not in DTYPES:
+                raise UserError(f"{field} is {value!r}; supported: {', '.join(DTYPES)}")
+            object.__setattr__(self, field, jnp.dtype(value))
+        for field, known in (("remat", REMAT), ("attention", ATTENTION)):
+            if getattr(self, field) not in known:
+                raise UserError(f"{field} is {getattr(self, field)!r}; known: {', '.join(known)}")
+        for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, field) < 1:
+                raise UserError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
+
+    def scheme_of(self, path: str, rules: Rules | None = None) -> SchemeConfig | None:
+        """The scheme of the stacked kernel at `path` ("segments.0.attn.q.kernel"), None for bf16."""
+        layer = self.segments[int(path.split(".")[1])].start
+        return (self.quant if rules is None else rules).scheme_for(self._module_name(path.split(".", 2)[2], layer))
+
+    def describe(self, path: str) -> str:
+        """The stacked kernel at `path` in Hugging Face words: "model.layers.{0..27}.self_attn.q_proj.weight"."""
+        segment = self.segments[int(path.split(".")[1])]
+        layers = f"{{{segment.start}..{segment.start + segment.length - 1}}}"
+        return hf_template(path.split(".", 2)[2], self.architecture).format(layer=layers, expert="*")
+
+    def _module_name(self, own: str, layer: int) -> str:
+        return hf_template(own, self.architecture).format(layer=layer, expert=0).removesuffix(".weight")
+
+    def signature(self, layer: int, rules: Rules | None = None) -> tuple[Any, ...]:
+        """What must be equal for layers to share a stack: the kind of MLP and the scheme of every kernel."""
+        is_moe = layer in self.moe_layers
+        kernels = [
+            *(f"attn.{x}.kernel" for x in "qkvo"),
+            *(f"{'moe' if is_moe else 'mlp'}.{x}.kernel" for x in ("gate", "up", "down")),
+        ]
+        rules = self.quant if rules is None else rules
+        return is_moe, *(rules.scheme_for(self._module_name(kernel, layer)) for kernel in kernels)
+
+    @functools.cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """The layers as runs of equal signature, in order."""
+        out: list[Segment] = []
+        for layer in range(self.num_layers):
+            if out and layer not in self.splits and self.signature(layer) == self.signature(layer - 1):
+                out[-1] = dataclasses.replace(out[-1], length=out[-1].length + 1)
+            else:
+                out.append(Segment(start=layer, length=1, is_moe=layer in self.moe_layers))
+        return tuple(out)
+
+
+def read_config(source: str | pathlib.Path | Mapping[str, Any], **overrides: Any) -> ModelConfig:
+    """config.json -> ModelConfig.
+
+    Args:
+      source: a model folder, or the contents of config.json.
+      overrides: fields of ModelConfig that config.json does not decide (dtypes, quant, numerics, attention, remat).
+
+    Raises:
+      UserError: no or broken config.json, an architecture not in `MODELS`, a key missing, mistyped or unsupported.
+    """
+    if isinstance(source, Mapping):
+        values = source
+    else:
+        path = pathlib.Path(source) / "config.json"
+        if not path.is_file():
+            raise UserError(f"{source}: no config.json there; give a Hugging Face model folder")
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read as JSON ({error})") from error
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: expected a JSON object, found a {type(values).__name__}")
+    hf = HFConfig(values)
+    if hf.architecture not in MODELS:
+        raise UserError(
+            f"config.json: architecture {hf.architecture!r} is not supported; supported: {', '.join(MODELS)}"
+        )
+    return ModelConfig(**MODELS[hf.architecture].fields(hf) | overrides)

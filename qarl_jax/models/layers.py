@@ -1,0 +1,222 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The small parts of a layer: linear maps, RMSNorm, SwiGLU's activation, rotary embedding.
+
+Elementwise math runs in float32 and is rounded where a tensor is stored in the compute dtype. Where an engine rounds in
+between, its `Numerics` profile says so and the same rounding is made here, with an operation that XLA keeps (`store`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from qarl_jax import quant
+from qarl_jax.models.config import ModelConfig
+from qarl_jax.quant.arithmetic import divide
+from qarl_jax.sharding import constrain
+
+LINEAR_OUTPUT = "linear"  # the name under which remat="dots" keeps the outputs of linear layers
+
+
+class Quantized(nnx.Variable):
+    """Holds the QTensor a forward consumes in place of a master. Never differentiated, replaced after every update."""
+
+
+def store(x: jax.Array, dtype: Any) -> jax.Array:
+    """x as it is when stored in `dtype`. Unlike a bare cast, the rounding survives XLA, which may otherwise keep a
+    float32 intermediate unrounded between two casts (`xla_allow_excess_precision`)."""
+    if dtype == jnp.bfloat16 and x.dtype == jnp.float32:
+        x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return x.astype(dtype)
+
+
+def store_truncated(x: jax.Array, dtype: Any) -> jax.Array:
+    """As `store`, but bfloat16 is reached by dropping the low 16 bits (rounding toward zero); the gradient is 1."""
+    if dtype == jnp.bfloat16 and x.dtype == jnp.float32:
+        bits = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(x), jnp.uint32) & jnp.uint32(0xFFFF0000)
+        # x + (truncated - x) is exact, hence equal to truncated: both subtraction and addition stay within an ulp of x.
+        x = x + (jax.lax.bitcast_convert_type(bits, jnp.float32) - jax.lax.stop_gradient(x))
+    return store(x, dtype)
+
+
+def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
+    """float32 products are true float32 on every backend (not TF32, not three bf16 passes)."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], config: ModelConfig) -> jax.Array:
+    """Fresh weights: normal with the config's `initializer_range`, in the master dtype."""
+    return (jax.random.normal(rngs.params(), shape, jnp.float32) * config.initializer_range).astype(config.param_dtype)
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b over the last dim, through the one quantization seam.
+
+    kernel: [*stack, N, K]; bias: [*stack, N]. `quantized`, where present, is what the forward reads. `stack` dims
+    (layers) are scanned away before a call; with an `expert` dim left, rows of x are sorted by expert and `group_sizes`
+    [E] says how many belong to each.
+    """
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        *,
+        axis: str,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        stack: dict[str, int],
+        use_bias: bool = False,
+    ):
+        """Args: axis: logical axis of N. stack: logical axis -> size of the leading dims."""
+        lead, axes = tuple(stack.values()), tuple(stack)
+        self.kernel = nnx.Param(normal(rngs, (*lead, out_features, in_features), config), axes=(*axes, axis, "embed"))
+        bias = jnp.zeros((*lead, out_features), config.param_dtype) if use_bias else None
+        self.bias = None if bias is None else nnx.Param(bias, axes=(*axes, axis))
+        self.quantized: Quantized | None = nnx.data(None)
+        self.numerics = config.numerics
+
+    def __call__(self, x: jax.Array, group_sizes: jax.Array | None = None) -> jax.Array:
+        master = self.kernel.get_value()
+        qtensor = None if self.quantized is None else self.quantized.get_value()
+        # At rest weights are sharded over fsdp too; in use they are whole over fsdp. Said on the integer codes, so that
+        # the all-gather moves codes and not floats.
+        lead = (None,) * (master.ndim - 2)
+        if qtensor is None:
+            master = constrain(master, *lead, "tensor", None)
+        else:
+            qtensor = jax.tree.map(lambda part: constrain(part, *lead, "tensor", None), qtensor)
+        x = constrain(x, *("batch",) * (x.ndim > 2), *(None,) * (x.ndim - (x.ndim > 2)))
+        if group_sizes is None:
+            bias = None if self.bias is None else self.bias.get_value()
+            y = quant.dot(x, master, qtensor, bias, numerics=self.numerics)
+        else:
+            y = quant.expert_dot(x, master, qtensor, group_sizes, numerics=self.numerics)
+        return checkpoint_name(y, LINEAR_OUTPUT)
+
+
+def inverse_rms(x: Float[Array, "*B D"], eps: float, *, as_torch_avx2: bool = False) -> Float[Array, "*B 1"]:
+    """1 / sqrt(mean(x^2) + eps), float32.
+
+    as_torch_avx2: to the last bit what torch computes on AVX2 hosts (x.pow(2).mean(-1), then rsqrt), for D a multiple
+    of 32. An ulp of this moves one element of a norm in some 10^5 across a rounding boundary, and under w8a8 one moved
+    element moves int8 codes downstream.
+    """
+    if as_torch_avx2 and x.shape[-1] % 32 == 0:
+        return _inverse_rms_torch_avx2(x, eps)
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + jnp.float32(eps))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _inverse_rms_torch_avx2(x: jax.Array, eps: float) -> jax.Array:
+    squares = jnp.square(x)
+    # The squares are rounded before they are summed. To keep the compiler from fusing the two, their bits meet a zero
+    # that only the data knows to be zero: the sign bit of a maximum of absolute values.
+    zero = jax.lax.shift_right_logical(
+        jax.lax.bitcast_convert_type(jnp.abs(x).max(axis=-1, keepdims=True), jnp.int32), 31
+    )
+    squares = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(squares, jnp.int32) ^ zero, jnp.float32)
+    width = jnp.full((*x.shape[:-1], 1), x.shape[-1], jnp.float32)
+    mean = divide(_sum_torch_avx2(squares), width) + jnp.float32(eps)
+    return divide(jnp.ones_like(mean), jnp.sqrt(mean))
+
+
+@_inverse_rms_torch_avx2.defjvp
+def _inverse_rms_jvp(eps: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (x,), (dx,) = primals, tangents
+    r = _inverse_rms_torch_avx2(x, eps)
+    return r, -(r * r * r) * jnp.mean(x * dx, axis=-1, keepdims=True)
+
+
+def _sum_torch_avx2(x: jax.Array) -> jax.Array:
+    """[*B, D] -> [*B, 1], added in the order of torch's cascade sum with 8-float vectors, for D < 8192 (above it, one
+    more level is summed in sequence): four interleaved accumulators, a fresh set every 16 additions; the sets are
+    added, then the four, then the eight lanes."""
+    *lead, width = x.shape
+    rows = width // 32
+    blocks = rows // 16
+    x = x.reshape(*lead, rows, 4, 8)
+
+    def sequential(parts: list[jax.Array]) -> jax.Array:
+        return functools.reduce(jnp.add, parts)
+
+    total = []
+    if rows % 16:
+        total.append(sequential([x[..., i, :, :] for i in range(16 * blocks, rows)]))
+    if blocks:
+        full = x[..., : 16 * blocks, :, :].reshape(*lead, blocks, 16, 4, 8)
+        sets = sequential([full[..., i, :, :] for i in range(16)])
+        total.append(sequential([sets[..., i, :, :] for i in range(blocks)]))
+    four = jax.lax.optimization_barrier(sequential(total))  # otherwise each lane's sum is computed again for each lane
+    lanes = sequential([four[..., i, :] for i in range(4)])
+    return sequential([lanes[..., i : i + 1] for i in range(8)])
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight over the last dim (arXiv 1910.07467), with or without the residual addition before it."""
+
+    def __init__(self, width: int, *, config: ModelConfig, stack: dict[str, int]):
+        shape = (*stack.values(), width)
+        self.weight = nnx.Param(jnp.ones(shape, config.param_dtype), axes=(*stack, "norm"))
+        self.eps = config.rms_norm_eps
+        self.numerics = config.numerics
+        self.dtype = config.compute_dtype
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """x (compute dtype, or float32 when not yet rounded) -> compute dtype."""
+        x = x.astype(jnp.float32)
+        weight = store(self.weight.get_value(), self.dtype).astype(jnp.float32)
+        y = x * inverse_rms(x, self.eps, as_torch_avx2=self.numerics.sums_as_torch_avx2)
+        if self.numerics.round_before_norm_weight:
+            y = store(y, self.dtype).astype(jnp.float32)
+        return store(y * weight.reshape((1,) * (y.ndim - 1) + weight.shape), self.dtype)
+
+    def add(self, delta: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(norm(residual + delta), residual + delta). The sum is stored rounded; numerics: whether read so."""
+        total = residual.astype(jnp.float32) + delta.astype(jnp.float32)
+        stored = store(total, self.dtype)
+        return self(stored if self.numerics.round_sum_before_norm else total), stored
+
+
+def silu_and_mul(gate: jax.Array, up: jax.Array, rounded: bool = False) -> jax.Array:
+    """silu(gate) * up, in float32, rounded to the input dtype. rounded: silu(gate) is, too."""
+    act = jax.nn.silu(gate.astype(jnp.float32))
+    if rounded:
+        act = store(act, gate.dtype).astype(jnp.float32)
+    return store(act * up.astype(jnp.float32), gate.dtype)
+
+
+def rope_table(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of position * theta^(-2i/H), each [B, T, 1, H/2] float32 (arXiv 2104.09864).
+
+    Engines keep the table in the model dtype: under their profiles it is rounded to the compute dtype.
+    """
+    H = config.head_dim
+    # In float32 throughout, as transformers and vLLM compute it: at position 4096 one ulp of a frequency is 2e-4 rad.
+    exponent = np.arange(0, H, 2, dtype=np.float32) / np.float32(H)
+    frequency = np.float32(1.0) / np.power(np.float32(config.rope_theta), exponent, dtype=np.float32)
+    angle = (
+        jnp.maximum(positions, 0).astype(jnp.float32)[:, :, None, None] * jnp.asarray(frequency)[None, None, None, :]
+    )
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if config.numerics.round_rope_table:
+        cos, sin = (store(part, config.compute_dtype).astype(jnp.float32) for part in (cos, sin))
+    return cos, sin
+
+
+def apply_rope(
+    x: Float[Array, "B T N H"], table: tuple[jax.Array, jax.Array], *, truncate: bool = False
+) -> Float[Array, "B T N H"]:
+    """Rotates pairs (x[i], x[i + H/2]), in float32, one rounding (toward zero if `truncate`)."""
+    cos, sin = table
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rounded = store_truncated if truncate else store
+    return rounded(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)

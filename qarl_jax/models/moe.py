@@ -1,0 +1,80 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts: token-choice top-k routing, dropless, with shapes that do not depend on the routing.
+
+Every token is copied to its k experts, the [M * k] copies are sorted by expert, and each expert multiplies its
+contiguous run of rows (`quant.expert_dot`, a ragged product). Nothing is dropped and no capacity is chosen. Padding
+tokens are routed like any other: they cost their rows and touch nobody else's.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from qarl_jax.models.config import ModelConfig
+from qarl_jax.models.layers import Linear, normal, silu_and_mul, store
+from qarl_jax.sharding import constrain
+
+
+class Router(nnx.Module):
+    """Probabilities of the experts: softmax(x W^T) in float32, never quantized. kernel: [*stack, E, D]."""
+
+    def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs, stack: dict[str, int]):
+        assert config.moe is not None
+        shape = (*stack.values(), config.moe.num_experts, config.hidden_size)
+        self.kernel = nnx.Param(normal(rngs, shape, config), axes=(*stack, None, "embed"))
+        self.moe = config.moe
+        self.dtype = config.compute_dtype
+        self.rounded = config.numerics.mirrors_engine
+
+    def __call__(self, x: Float[Array, "M D"]) -> tuple[jax.Array, jax.Array]:
+        """[M, D] -> chosen experts [M, k] int32 and their weights [M, k] float32.
+
+        The weight enters as the engine holds it (in the compute dtype), the product is exact to float32: a flipped
+        choice is the largest mismatch a sampler and a learner can have.
+        """
+        weight = store(self.kernel.get_value(), self.dtype).astype(jnp.float32)
+        logits = jax.lax.dot_general(
+            x.astype(jnp.float32), weight, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
+        )
+        if self.rounded:
+            logits = store(logits, self.dtype).astype(jnp.float32)
+        probs, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.moe.num_experts_per_tok)
+        if self.moe.norm_topk_prob:
+            probs = probs / probs.sum(axis=-1, keepdims=True)
+        return experts, probs
+
+
+class MoE(nnx.Module):
+    """Router and experts. Kernels are [*stack, E, N, K]."""
+
+    def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs, stack: dict[str, int]):
+        assert config.moe is not None
+        D, F, E = config.hidden_size, config.moe.intermediate_size, config.moe.num_experts
+        experts = {**stack, "expert": E}
+        self.router = Router(config=config, rngs=rngs, stack=stack)
+        self.gate = Linear(F, D, axis="mlp", config=config, rngs=rngs, stack=experts)
+        self.up = Linear(F, D, axis="mlp", config=config, rngs=rngs, stack=experts)
+        self.down = Linear(D, F, axis="embed_out", config=config, rngs=rngs, stack=experts)
+        self.moe = config.moe
+        self.silu_rounded = config.numerics.round_silu
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        B, T, D = x.shape
+        M, k, E = B * T, self.moe.num_experts_per_tok, self.moe.num_experts
+        x_MD = x.reshape(M, D)
+        with jax.named_scope("router"):
+            experts_Mk, weights_Mk = self.router(x_MD)
+        with jax.named_scope("experts"):
+            order = jnp.argsort(experts_Mk.reshape(M * k), stable=True)  # copies, sorted by expert
+            group_sizes = jnp.bincount(experts_Mk.reshape(M * k), length=E).astype(jnp.int32)
+            rows = constrain(x_MD, None, None)[order // k]
+            hidden = silu_and_mul(self.gate(rows, group_sizes), self.up(rows, group_sizes), self.silu_rounded)
+            out = self.down(hidden, group_sizes)
+            out_MkD = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(M, k, D)
+            # Weighted and summed in float32, rounded once.
+            y = (out_MkD.astype(jnp.float32) * weights_Mk[..., None]).sum(axis=1)
+        return constrain(store(y, x.dtype).reshape(B, T, D), "batch", None, None)

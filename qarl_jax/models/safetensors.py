@@ -1,0 +1,123 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files, read through a memory map and written in one pass, so that neither holds more than one tensor.
+
+Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the bytes.
+(https://huggingface.co/docs/safetensors; the `safetensors` package is the oracle in tests.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from qarl_jax.types import UserError
+
+DTYPES: dict[str, np.dtype] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "BOOL": np.dtype(np.bool_),
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_MAX_HEADER = 100 * 2**20
+
+
+class SafetensorsFile:
+    """One file, its header checked whole before any tensor is read.
+
+    Raises:
+      UserError: the file is missing, truncated, not a safetensors file, or lists a tensor twice.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
+                if not 0 < length <= min(size - 8, _MAX_HEADER):
+                    raise UserError(f"{path}: not a safetensors file, or truncated ({size} bytes)")
+                text = file.read(length)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        try:
+            header = json.loads(text, object_pairs_hook=self._no_duplicates)
+            header.pop("__metadata__", None)
+            self._start = 8 + length
+            self.entries = {name: self._entry(name, entry, size) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}: the safetensors header is damaged ({error})") from error
+
+    def _no_duplicates(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in out:
+                raise UserError(f"{self.path}: tensor {key!r} is listed twice")
+            out[key] = value
+        return out
+
+    def _entry(self, name: str, entry: dict[str, Any], size: int) -> tuple[np.dtype, tuple[int, ...], int]:
+        shape, (begin, end) = tuple(int(dim) for dim in entry["shape"]), entry["data_offsets"]
+        if entry["dtype"] not in DTYPES:
+            raise UserError(f"{self.path}: tensor {name!r} has dtype {entry['dtype']}; known: {', '.join(DTYPES)}")
+        dtype = DTYPES[entry["dtype"]]
+        if end - begin != int(np.prod(shape, dtype=np.int64)) * dtype.itemsize or begin < 0:
+            raise UserError(
+                f"{self.path}: tensor {name!r} of shape {shape} and {entry['dtype']} spans {end - begin} bytes"
+            )
+        if self._start + end > size:
+            missing = self._start + end - size
+            raise UserError(
+                f"{self.path}: truncated, {missing} bytes of tensor {name!r} are missing; download it again"
+            )
+        return dtype, shape, self._start + begin
+
+    def tensor(self, name: str) -> np.ndarray:
+        """The tensor as a read-only view of the file; pages are read when touched."""
+        dtype, shape, offset = self.entries[name]
+        if 0 in shape:
+            return np.zeros(shape, dtype)
+        return np.memmap(self.path, dtype=dtype, mode="r", offset=offset, shape=shape)
+
+
+def write(
+    path: pathlib.Path, shapes: dict[str, tuple[np.dtype, tuple[int, ...]]], tensors: Iterable[tuple[str, np.ndarray]]
+) -> None:
+    """Writes one file, atomically (a temporary file, then a rename).
+
+    Args:
+      path: the file.
+      shapes: dtype and shape of every tensor, in the order in which `tensors` yields them.
+      tensors: (name, array); each is written before the next is asked for.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, shape) in shapes.items():
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data begins 8-byte aligned, as the reference writer has it
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, array), (expected, (dtype, shape)) in zip(tensors, shapes.items(), strict=True):
+            if (name, array.dtype, array.shape) != (expected, dtype, shape):
+                raise ValueError(f"{name} {array.dtype} {array.shape} written in place of {expected} {dtype} {shape}")
+            file.write(np.ascontiguousarray(array).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,309 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder of the Qwen families: embedding, pre-norm layers of attention and (expert) MLP, final norm, head.
+
+Layers of one signature are stacked ([L, N, K] kernels) and run by `lax.scan`; a model that mixes dense and expert
+layers has one stack per run of equal layers (`ModelConfig.segments`). Between layers flow two tensors in the compute
+dtype, as in vLLM: the residual and the last block's output `delta`, not yet added, because the norm that follows reads
+their sum before it is rounded.
+
+Suffixes: B batch, T time, D model, F ffn, N q-heads, K kv-heads, H head, V vocabulary, S cache slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from qarl_jax import quant
+from qarl_jax.models.attention import attention
+from qarl_jax.models.config import ModelConfig
+from qarl_jax.models.layers import (
+    LINEAR_OUTPUT,
+    Linear,
+    Quantized,
+    RMSNorm,
+    apply_rope,
+    matmul_precision,
+    normal,
+    rope_table,
+    silu_and_mul,
+)
+from qarl_jax.models.moe import MoE
+from qarl_jax.sharding import constrain
+
+# (q, k, v) -> (attention output, whatever the caller keeps of k and v)
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys (after RoPE) and values of every layer, one row per sequence.
+
+    Attributes:
+      k, v: [L, B, S, K, H] compute dtype.
+      length: [B] int32, slots filled so far; the next token of row b goes to slot length[b].
+    """
+
+    k: Any
+    v: Any
+    length: Any
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with optional biases and q/k norms."""
+
+    def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs, stack: dict[str, int]):
+        D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        args: dict[str, Any] = {"config": config, "rngs": rngs, "stack": stack}
+        self.q = Linear(N * H, D, axis="heads", use_bias=config.qkv_bias, **args)
+        self.k = Linear(K * H, D, axis="kv_heads", use_bias=config.qkv_bias, **args)
+        self.v = Linear(K * H, D, axis="kv_heads", use_bias=config.qkv_bias, **args)
+        self.o = Linear(D, N * H, axis="embed_out", use_bias=config.o_bias, **args)
+        self.q_norm = RMSNorm(H, config=config, stack=stack) if config.qk_norm else None
+        self.k_norm = RMSNorm(H, config=config, stack=stack) if config.qk_norm else None
+        self.head_dim = H
+        self.truncates = config.numerics.truncates
+
+    def __call__(
+        self, x: Float[Array, "B T D"], rope: tuple[jax.Array, jax.Array], attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        B, T, _ = x.shape
+
+        def heads(linear: Linear, norm: RMSNorm | None) -> jax.Array:
+            y = constrain(linear(x).reshape(B, T, -1, self.head_dim), "batch", None, "tensor", None)
+            return y if norm is None else norm(y)
+
+        with jax.named_scope("qkv"):
+            q, k, v = heads(self.q, self.q_norm), heads(self.k, self.k_norm), heads(self.v, None)
+        with jax.named_scope("rope"):
+            q, k = (apply_rope(x, rope, truncate=self.truncates) for x in (q, k))
+        with jax.named_scope("softmax_attention"):
+            out, kept = attend(q, k, v)
+        with jax.named_scope("o"):
+            return constrain(self.o(out.reshape(B, T, -1)), "batch", None, None), kept
+
+
+class MLP(nnx.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs, stack: dict[str, int]):
+        D, F = config.hidden_size, config.intermediate_size
+        args: dict[str, Any] = {"config": config, "rngs": rngs, "stack": stack}
+        self.gate = Linear(F, D, axis="mlp", **args)
+        self.up = Linear(F, D, axis="mlp", **args)
+        self.down = Linear(D, F, axis="embed_out", **args)
+        self.silu_rounded = config.numerics.round_silu
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        hidden = constrain(silu_and_mul(self.gate(x), self.up(x), self.silu_rounded), "batch", None, "tensor")
+        return constrain(self.down(hidden), "batch", None, None)
+
+
+class Layer(nnx.Module):
+    """One block, or a stack of them: parameters have the leading dims of `stack`; a call needs them scanned away."""
+
+    def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs, stack: dict[str, int], is_moe: bool):
+        args: dict[str, Any] = {"config": config, "rngs": rngs, "stack": stack}
+        self.attn_norm = RMSNorm(config.hidden_size, config=config, stack=stack)
+        self.attn = Attention(**args)
+        self.mlp_norm = RMSNorm(config.hidden_size, config=config, stack=stack)
+        if is_moe:
+            self.moe = MoE(**args)
+        else:
+            self.mlp = MLP(**args)
+        self.is_moe = is_moe
+
+    def __call__(
+        self, delta: jax.Array, residual: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """(delta, residual) [B, T, D] -> (delta, residual, kept)."""
+        with jax.named_scope("attention"):
+            x, residual = self.attn_norm.add(delta, residual)
+            delta, kept = self.attn(x, rope, attend)
+        with jax.named_scope("moe" if self.is_moe else "mlp"):
+            x, residual = self.mlp_norm.add(delta, residual)
+            delta = self.moe(x) if self.is_moe else self.mlp(x)
+        return delta, residual, kept
+
+
+class Embedding(nnx.Module):
+    """A [V, D] table: rows looked up (the embedding) or multiplied (the head)."""
+
+    def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs):
+        shape = (config.vocab_size, config.hidden_size)
+        self.kernel = nnx.Param(normal(rngs, shape, config), axes=("vocab", "embed"))
+
+
+class Transformer(nnx.Module):
+    """The whole model. Random weights; `load_hf` fills them from a folder."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = Embedding(config=config, rngs=rngs)
+        self.segments = nnx.List(
+            [
+                Layer(config=config, rngs=rngs, stack={"layers": segment.length}, is_moe=segment.is_moe)
+                for segment in config.segments
+            ]
+        )
+        self.norm = RMSNorm(config.hidden_size, config=config, stack={})
+        self.head = None if config.tie_embeddings else Embedding(config=config, rngs=rngs)
+        attach_quantized(self)
+
+    def head_weight(self) -> Float[Array, "V D"]:
+        """The master of the output head: the embedding when tied."""
+        return (self.embed if self.head is None else self.head).kernel.get_value()
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Logits, float32. Arguments as in `hidden_states`."""
+        hidden = self.hidden_states(tokens, positions, segment_ids)
+        with jax.named_scope("head"):
+            return jnp.einsum(
+                "btd,vd->btv",
+                hidden,
+                self.head_weight().astype(self.config.compute_dtype),
+                precision=matmul_precision(self.config.compute_dtype),
+                preferred_element_type=jnp.float32,
+            )
+
+    def hidden_states(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Output of the final norm, in the compute dtype.
+
+        Args:
+          tokens: token ids.
+          positions: position within the sequence, for RoPE; None: 0 .. T-1 (restarted per segment by the caller).
+          segment_ids: sequences packed in a row do not see each other; 0 = padding; None: one sequence per row.
+        """
+        B, T = tokens.shape
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+        config = self.config
+        rope = rope_table(config, positions)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+            return attention(
+                q, k, v, segment_ids=segment_ids, implementation=config.attention, numerics=config.numerics
+            ), None
+
+        delta = self._embed(tokens)
+        residual = jnp.zeros_like(delta)
+        for layers in self.segments:
+            structure, state = nnx.split(layers)
+
+            def body(
+                stream: tuple[jax.Array, jax.Array], state: nnx.State, structure: Any = structure
+            ) -> tuple[Any, None]:
+                delta, residual, _ = nnx.merge(structure, state)(*stream, rope, attend)
+                return (delta, residual), None
+
+            (delta, residual), _ = jax.lax.scan(_remat(body, config.remat), (delta, residual), state)
+        return self.norm.add(delta, residual)[0]
+
+    def init_cache(self, batch: int, max_len: int) -> KVCache:
+        """An empty cache for `batch` rows of up to `max_len` tokens."""
+        config = self.config
+        shape = (config.num_layers, batch, max_len, config.num_kv_heads, config.head_dim)
+        return KVCache(
+            k=jnp.zeros(shape, config.compute_dtype),
+            v=jnp.zeros(shape, config.compute_dtype),
+            length=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def decode(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: KVCache
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Runs T more tokens of every row against the cache: a prefill, a chunk of one, or (T = 1) a decoding step.
+
+        Args:
+          tokens: token ids.
+          positions: position within the sequence. A negative one marks a token that is not there (trailing positions of
+            a short prompt, an idle row): it is not cached, does not advance the row, and its output is to be ignored.
+          cache: what came before. Token t of row b goes to slot cache.length[b] + t; past the last slot it is lost.
+
+        Returns:
+          hidden states [B, T, D] after the final norm, and the cache with the new keys and values, `length` advanced.
+        """
+        B, T = tokens.shape
+        config = self.config
+        rope = rope_table(config, positions)
+        present = positions >= 0
+        slots = cache.length[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
+        write_slots = jnp.where(present, slots, cache.k.shape[2])  # out of range: dropped
+        rows = jnp.arange(B, dtype=jnp.int32)[:, None]
+
+        delta = self._embed(tokens)
+        residual = jnp.zeros_like(delta)
+        keys, values = cache.k, cache.v
+        for segment, layers in zip(config.segments, self.segments, strict=True):
+            structure, state = nnx.split(layers)
+
+            # The cache is carried whole and written in place; scanned in and out it would be copied every step.
+            def body(carry: Any, layer: Any, structure: Any = structure) -> tuple[Any, None]:
+                delta, residual, keys, values = carry
+                index, state = layer
+
+                def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+                    new_keys = keys.at[index, rows, write_slots].set(k, mode="drop")
+                    new_values = values.at[index, rows, write_slots].set(v, mode="drop")
+                    k_BSKH = jax.lax.dynamic_index_in_dim(new_keys, index, keepdims=False)
+                    v_BSKH = jax.lax.dynamic_index_in_dim(new_values, index, keepdims=False)
+                    out = attention(q, k_BSKH, v_BSKH, q_slots=slots, numerics=config.numerics)
+                    return out, (new_keys, new_values)
+
+                delta, residual, (keys, values) = nnx.merge(structure, state)(delta, residual, rope, attend)
+                return (delta, residual, keys, values), None
+
+            indices = jnp.arange(segment.start, segment.start + segment.length, dtype=jnp.int32)
+            (delta, residual, keys, values), _ = jax.lax.scan(body, (delta, residual, keys, values), (indices, state))
+        length = cache.length + present.sum(axis=1, dtype=jnp.int32)
+        return self.norm.add(delta, residual)[0], KVCache(k=keys, v=values, length=length)
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        with jax.named_scope("embed"):
+            rows = jnp.take(self.embed.kernel.get_value(), tokens, axis=0, mode="clip")
+            return constrain(rows.astype(self.config.compute_dtype), "batch", None, None)
+
+
+def _remat(body: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    """`body` of a layer scan under the config's policy. Inside a scan the CSE barrier of `checkpoint` is not needed."""
+    if remat == "none":
+        return body
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(LINEAR_OUTPUT) if remat == "dots" else policies.nothing_saveable
+    return jax.checkpoint(body, policy=policy, prevent_cse=False)
+
+
+def quantizable(model: Transformer) -> dict[str, Linear]:
+    """The linear maps a scheme may cover, by the path of their kernel ("segments.0.attn.q.kernel"), in model order.
+
+    Embedding, head, norms and router are not among them.
+    """
+    nodes = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, Linear)]
+    return {".".join(map(str, (*path, "kernel"))): node for path, node in sorted(nodes, key=lambda item: str(item[0]))}
+
+
+def attach_quantized(model: Transformer) -> None:
+    """Gives every linear map that the config's rules cover the QTensor of its present master."""
+    for path, linear in quantizable(model).items():
+        scheme = model.config.scheme_of(path)
+        if scheme is not None:
+            qtensor = quant.quantize(linear.kernel.get_value(), scheme, model.config.describe(path))
+            linear.quantized = Quantized(qtensor, axes=linear.kernel.get_metadata()["axes"])

@@ -1,0 +1,476 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Muon and AdamW for stacked weights, learning-rate schedules, and the update of a master weight.
+
+Muon (K. Jordan, 2024; "Muon is scalable for LLM training", arXiv 2502.16982) replaces a weight matrix's momentum by
+(nearly) the closest orthogonal matrix. For W [N, K] with gradient g, lr, momentum b and decay wd:
+
+    M <- b M + (1 - b) g                       exponential average, no bias correction
+    u  = b M + (1 - b) g                       Nesterov; u = M without
+    X0 = u / (|u|_F + eps)
+    X  <- a X + (b' A + c A^2) X, A = X X^T    five times, (a, b', c) = (3.4445, -4.7750, 2.0315)
+    W <- W - lr (wd W + scale X)
+
+After five rounds every singular value of X is near 1 (0.7 .. 1.2): the quintic trades accuracy for speed at small
+singular values. The scale is one of
+
+    "match_rms"   0.2 sqrt(max(N, K))   arXiv 2502.16982, eq. 4: an update's RMS is about 0.2 lr, as AdamW's. The
+                                        default, because QaRL's lr of 1e-6 is an AdamW-scale lr.
+    "original"    sqrt(max(1, N / K))   Jordan: spectral norm lr sqrt(N / K); needs an lr near 0.02. At 1e-6 a
+                                        4096-wide matrix moves 1.6e-8 per step, which freezes a quantized policy.
+
+What we hold to, and why:
+
+  * One matrix at a time. Weights are stacked [L, N, K] or [L, E, N, K]; the iteration walks the leading dimensions in a
+    loop (`jax.lax.map`), so that its temporaries are those of one matrix. optax.contrib.muon vmaps: for 36 layers of
+    [12288, 4096] its [36, 4096, 4096] Gram matrices would take 2.4 GB, three times over. It is our oracle in tests.
+  * Float32 with full-precision products. bfloat16 moves the update by 1-2 %, more than the step-to-step code flips of a
+    quantized weight allow for.
+  * Only matrices. Embeddings, head, norms, biases and routers take AdamW at the same lr (`label`); a stack of norm
+    scales [L, D] is two-dimensional and would otherwise be orthogonalised.
+  * State and arithmetic are float32, whatever the master's dtype. A bfloat16 master is legal, but near 0.02 its spacing
+    is 1.2e-4: at lr 1e-6 it never moves. Keep masters in float32 for RL.
+
+Left out: bias correction of the momentum (the iteration is scale-invariant; only the Nesterov mix of the first ~20
+steps would change) and QK-clip (a pre-training remedy).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from qarl_jax.types import UserError
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Jordan's quintic: steepest slope at 0 that still keeps every singular value near 1."""
+
+MATCH_RMS = 0.2
+"""RMS of a typical AdamW update in units of lr (arXiv 2502.16982, sec. 2.2)."""
+
+# -------------------------------------------------------------------------------------------------------- configuration
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Learning rate as a function of the update (not the rollout step: one step may hold several updates).
+
+    Attributes:
+      kind: "constant", "linear" or "cosine", after the warm-up.
+      warmup_updates: lr rises linearly and reaches its full value at the last of these updates; 0 = none.
+      decay_updates: the update at which the decay ends; None: the end of the run.
+      end_ratio: lr at the end of the decay, relative to the peak.
+    """
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_updates: int = 0
+    decay_updates: int | None = None
+    end_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        _one_of("kind", self.kind, ("constant", "linear", "cosine"))
+        if self.warmup_updates < 0:
+            raise UserError(f"warmup_updates must be 0 or more, got {self.warmup_updates}.")
+        if self.decay_updates is not None and self.decay_updates <= self.warmup_updates:
+            raise UserError(
+                f"decay_updates ({self.decay_updates}) must lie beyond warmup_updates ({self.warmup_updates})."
+            )
+        if not 0.0 <= self.end_ratio <= 1.0:
+            raise UserError(f"end_ratio must lie in [0, 1], got {self.end_ratio}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Muon:
+    """Muon on matrices, AdamW on everything else. Defaults: QaRL (arXiv 2604.07853): lr 1e-6, weight decay 0.01.
+
+    Attributes:
+      lr: peak learning rate.
+      weight_decay: decoupled, multiplied by lr, on orthogonalised matrices.
+      momentum: decay of the gradient's running average.
+      nesterov: look one gradient ahead.
+      newton_schulz_steps: rounds of the iteration.
+      scale: "match_rms" or "original"; see the module's text.
+      matmul_precision: of the iteration's products: "highest" is float32 everywhere; "high" and "default" let an
+        accelerator use fewer bits (TF32 on recent GPUs: about 7x faster there).
+      eps: added to the Frobenius norm; a zero gradient gives a zero update.
+      adamw_lr: peak learning rate of the other parameters; None: `lr`.
+      adamw_b1, adamw_b2, adamw_eps, adamw_weight_decay: AdamW on the other parameters. Norms and biases never decay.
+      moment_dtype: dtype of the stored momentum and first moments, "float32" or "bfloat16". Second moments stay
+        float32: with b2 = 0.999 a bfloat16 average (8 bits) would absorb no new square.
+      clip_norm: bound on the global gradient norm; None: no clipping.
+      schedule: the shape of lr over updates.
+    """
+
+    lr: float = 1e-6
+    weight_decay: float = 0.01
+    momentum: float = 0.95
+    nesterov: bool = True
+    newton_schulz_steps: int = 5
+    scale: Literal["match_rms", "original"] = "match_rms"
+    matmul_precision: Literal["default", "high", "highest"] = "highest"
+    eps: float = 1e-8
+    adamw_lr: float | None = None
+    adamw_b1: float = 0.9
+    adamw_b2: float = 0.95
+    adamw_eps: float = 1e-8
+    adamw_weight_decay: float = 0.0
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    clip_norm: float | None = 1.0
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)
+
+    def __post_init__(self) -> None:
+        _check_common(self)
+        _in_unit_interval(self, "momentum", "adamw_b1", "adamw_b2")
+        _one_of("scale", self.scale, tuple(SCALES))
+        _one_of("matmul_precision", self.matmul_precision, ("default", "high", "highest"))
+        if self.newton_schulz_steps < 1:
+            raise UserError(f"newton_schulz_steps must be at least 1, got {self.newton_schulz_steps}.")
+        if self.adamw_lr is not None and not self.adamw_lr >= 0:
+            raise UserError(f"adamw_lr must be 0 or more, got {self.adamw_lr}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """AdamW on everything (Loshchilov & Hutter, arXiv 1711.05101). Defaults: what RL recipes for LLMs use.
+
+    Attributes:
+      lr: peak learning rate.
+      weight_decay: decoupled, multiplied by lr; norms and biases never decay.
+      b1, b2, eps: decay of the two moments, and the term added to the root of the second.
+      moment_dtype, clip_norm, schedule: as in `Muon`.
+    """
+
+    lr: float = 1e-6
+    weight_decay: float = 0.01
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    clip_norm: float | None = 1.0
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)
+
+    def __post_init__(self) -> None:
+        _check_common(self)
+        _in_unit_interval(self, "b1", "b2")
+
+
+Config = Muon | AdamW
+
+OPTIMIZERS: dict[str, type[Muon] | type[AdamW]] = {
+    "muon": Muon,
+    "adamw": AdamW,
+}
+
+
+def _one_of(field: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise UserError(f"{field} is {value!r}; it must be one of {', '.join(known)}.")
+
+
+def _in_unit_interval(cfg: Any, *names: str) -> None:
+    for name in names:
+        if not 0.0 <= getattr(cfg, name) < 1.0:
+            raise UserError(f"{name} must lie in [0, 1), got {getattr(cfg, name)}.")
+
+
+def _check_common(cfg: Any) -> None:
+    _one_of("moment_dtype", cfg.moment_dtype, ("float32", "bfloat16"))
+    if not cfg.lr >= 0:
+        raise UserError(f"lr must be 0 or more, got {cfg.lr}.")
+    if not cfg.weight_decay >= 0:
+        raise UserError(f"weight_decay must be 0 or more, got {cfg.weight_decay}.")
+    if cfg.clip_norm is not None and not cfg.clip_norm > 0:
+        raise UserError(f"clip_norm must be positive, or null for no clipping; got {cfg.clip_norm}.")
+
+
+# --------------------------------------------------------------------------------------------------------------- labels
+
+_NOT_A_MATRIX = re.compile(r"(^|\.)(embed\w*|\w*head|\w*norm\w*|\w*bias|router\w*)(\.|$)")
+_NO_DECAY = re.compile(r"(^|\.)(\w*norm\w*|\w*bias)(\.|$)")
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A key path of `jax.tree_util`, or a tuple of strings, as "layers.mlp.up_proj.kernel".
+
+    The last step into an nnx.Variable (`.value`) says nothing about the parameter and is dropped.
+    """
+    parts = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+    while parts and parts[-1] in ("value", "raw_value"):
+        parts.pop()
+    return ".".join(parts)
+
+
+def label(path: Sequence[Any] | str, ndim: int) -> str:
+    """Which rule updates a parameter: "muon" (a matrix, or a stack of them) or "adamw" (all else).
+
+    Embeddings, the head, norms, biases and routers are recognised by name, vectors by `ndim`.
+    """
+    name = path if isinstance(path, str) else path_name(path)
+    return "adamw" if ndim < 2 or _NOT_A_MATRIX.search(name) else "muon"
+
+
+def labels(params: Any) -> Any:
+    """The label of every leaf, as a tree of the same structure. Leaves need `ndim` only: abstract trees will do."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: label(path, leaf.ndim), params)
+
+
+def _decays(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: not _NO_DECAY.search(path_name(path)), params)
+
+
+# ------------------------------------------------------------------------------------------------------------ schedules
+
+
+def make_schedule(lr: float, cfg: Schedule, total_updates: int | None = None) -> Callable[[Any], Float[Array, ""]]:
+    """`update index (0, 1, ...) -> lr` as a float32 scalar; traceable. Warm-up never wastes update 0 on lr = 0.
+
+    Raises:
+      UserError: a decaying schedule without an end (neither `cfg.decay_updates` nor `total_updates`), or an end before
+        the warm-up's.
+    """
+    end = cfg.decay_updates if cfg.decay_updates is not None else total_updates
+    if cfg.kind != "constant":
+        if end is None:
+            raise UserError(f"optimizer.schedule.kind={cfg.kind} needs optimizer.schedule.decay_updates.")
+        if end <= cfg.warmup_updates:
+            raise UserError(
+                f"optimizer.schedule.warmup_updates ({cfg.warmup_updates}) leaves no update to decay over: the decay "
+                f"ends at {end}."
+            )
+
+    def schedule(update: Any) -> Float[Array, ""]:
+        t = jnp.asarray(update, jnp.float32)
+        warm = jnp.minimum((t + 1.0) / cfg.warmup_updates, 1.0) if cfg.warmup_updates else jnp.float32(1.0)
+        if cfg.kind == "constant":
+            return jnp.float32(lr) * warm
+        assert end is not None
+        done = jnp.clip((t - cfg.warmup_updates) / (end - cfg.warmup_updates), 0.0, 1.0)
+        left = 1.0 - done if cfg.kind == "linear" else 0.5 * (1.0 + jnp.cos(jnp.pi * done))
+        return jnp.float32(lr) * warm * (cfg.end_ratio + (1.0 - cfg.end_ratio) * left)
+
+    return schedule
+
+
+# ----------------------------------------------------------------------------------------------------------------- Muon
+
+
+def orthogonalize(u: Float[Array, "N K"], *, steps: int = 5, eps: float = 1e-8, precision: str = "highest") -> Array:
+    """Newton-Schulz: singular values of `u` [N, K] go to about 1, its singular vectors stay. Returns float32 [N, K].
+
+    The iteration runs on the side with fewer rows, so that its Gram matrix is min(N, K) square. Zero stays zero.
+    """
+    a, b, c = NEWTON_SCHULZ
+    x = u.astype(jnp.float32)
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / (jnp.linalg.norm(x) + eps)
+    for _ in range(steps):
+        gram = jnp.matmul(x, x.T, precision=precision)
+        poly = b * gram + c * jnp.matmul(gram, gram, precision=precision)
+        x = a * x + jnp.matmul(poly, x, precision=precision)
+    return x.T if tall else x
+
+
+def match_rms_scale(n: int, k: int) -> float:
+    """0.2 sqrt(max(N, K)): an orthogonal [N, K] matrix has RMS 1 / sqrt(max(N, K))."""
+    return MATCH_RMS * max(n, k) ** 0.5
+
+
+def original_scale(n: int, k: int) -> float:
+    """sqrt(max(1, N / K)), N outputs over K inputs."""
+    return max(1.0, n / k) ** 0.5
+
+
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "match_rms": match_rms_scale,
+    "original": original_scale,
+}
+
+
+class MuonState(NamedTuple):
+    """`momentum`: a tree like the parameters, in the configured moment dtype."""
+
+    momentum: Any
+
+
+def scale_by_muon(cfg: Muon) -> optax.GradientTransformation:
+    """Gradients [..., N, K] -> scaled orthogonal directions, float32; every leading dimension is a loop."""
+    dtype = jnp.dtype(cfg.moment_dtype)
+
+    def init(params: Any) -> MuonState:
+        return MuonState(momentum=jax.tree.map(lambda p: jnp.zeros_like(p, dtype=dtype), params))
+
+    def direction(momentum: Array, grad: Array) -> Array:
+        if grad.ndim > 2:
+            return jax.lax.map(lambda pair: direction(*pair), (momentum, grad))
+        u = cfg.momentum * momentum + (1.0 - cfg.momentum) * grad if cfg.nesterov else momentum
+        x = orthogonalize(u, steps=cfg.newton_schulz_steps, eps=cfg.eps, precision=cfg.matmul_precision)
+        return SCALES[cfg.scale](*grad.shape) * x
+
+    def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+        del params
+        momentum = jax.tree.map(
+            lambda m, g: cfg.momentum * m.astype(jnp.float32) + (1.0 - cfg.momentum) * g, state.momentum, grads
+        )
+        with jax.named_scope("newton_schulz"):
+            directions = jax.tree.map(direction, momentum, grads)
+        return directions, MuonState(momentum=jax.tree.map(lambda m: m.astype(dtype), momentum))
+
+    return optax.GradientTransformation(init, update)
+
+
+# ------------------------------------------------------------------------------------------------------------- builders
+
+
+def _adamw(
+    *, b1: float, b2: float, eps: float, weight_decay: float, moment_dtype: str, schedule: Any
+) -> optax.GradientTransformation:
+    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=jnp.dtype(moment_dtype))
+
+    def adam_update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        # optax raises a Python float to an int32 counter, which strict promotion (ours) refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            return adam.update(grads, state, params)
+
+    return optax.chain(
+        optax.GradientTransformation(adam.init, adam_update),
+        optax.add_decayed_weights(weight_decay, mask=_decays),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+def _build_adamw(cfg: AdamW, total_updates: int | None) -> optax.GradientTransformation:
+    return _adamw(
+        b1=cfg.b1,
+        b2=cfg.b2,
+        eps=cfg.eps,
+        weight_decay=cfg.weight_decay,
+        moment_dtype=cfg.moment_dtype,
+        schedule=make_schedule(cfg.lr, cfg.schedule, total_updates),
+    )
+
+
+def _build_muon(cfg: Muon, total_updates: int | None) -> optax.GradientTransformation:
+    other_lr = cfg.lr if cfg.adamw_lr is None else cfg.adamw_lr
+    matrices = optax.chain(
+        scale_by_muon(cfg),
+        optax.add_decayed_weights(cfg.weight_decay),
+        optax.scale_by_learning_rate(make_schedule(cfg.lr, cfg.schedule, total_updates)),
+    )
+    others = _adamw(
+        b1=cfg.adamw_b1,
+        b2=cfg.adamw_b2,
+        eps=cfg.adamw_eps,
+        weight_decay=cfg.adamw_weight_decay,
+        moment_dtype=cfg.moment_dtype,
+        schedule=make_schedule(other_lr, cfg.schedule, total_updates),
+    )
+    return optax.partition({"muon": matrices, "adamw": others}, labels)
+
+
+_BUILDERS: dict[type, Callable[[Any, int | None], optax.GradientTransformation]] = {
+    Muon: _build_muon,
+    AdamW: _build_adamw,
+}
+
+
+def _float32(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """State, gradients and parameters reach `inner` as float32, whatever the master's dtype."""
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return inner.update(_float32(grads), state, _float32(params))
+
+    return optax.GradientTransformation(lambda params: inner.init(_float32(params)), update)
+
+
+def make_optimizer(cfg: Config, total_updates: int | None = None) -> optax.GradientTransformation:
+    """The optimizer of a run: clip by global norm, then Muon and AdamW, or AdamW alone.
+
+    Labels come from the paths of the parameters given to `init` (an nnx.State or any tree), so that one optimizer
+    serves every model. Updates are float32; apply them with `apply_updates` (which knows about bfloat16 masters).
+
+    Args:
+      cfg: `Muon` or `AdamW`.
+      total_updates: length of the run in updates, where a decaying schedule names no end of its own.
+    """
+    inner = _BUILDERS[type(cfg)](cfg, total_updates)
+    if cfg.clip_norm is not None:
+        inner = optax.chain(optax.clip_by_global_norm(cfg.clip_norm), inner)
+    return _in_float32(inner)
+
+
+def state_shardings(abstract_state: Any, params: Any) -> Any:
+    """Where each leaf of an optimizer state lives: with the parameter it belongs to, or, for counters, everywhere.
+
+    Args:
+      abstract_state: `jax.eval_shape(optimizer.init, params)`.
+      params: the parameters, or ShapeDtypeStructs of them; every leaf has a `.sharding`.
+    """
+    named = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    anywhere = next(iter(named.values())).sharding
+    if isinstance(anywhere, jax.sharding.NamedSharding):
+        anywhere = jax.sharding.NamedSharding(anywhere.mesh, jax.sharding.PartitionSpec())
+
+    def of(path: Sequence[Any], leaf: Any) -> Any:
+        # A moment's path is the optimizer's own keys followed by the parameter's, e.g. "0.muon.momentum.layers.kernel".
+        parts = path_name(path).split(".")
+        for start in range(len(parts)):
+            param = named.get(".".join(parts[start:]))
+            if param is not None and param.shape == leaf.shape:
+                return param.sharding
+        return anywhere
+
+    return jax.tree_util.tree_map_with_path(of, abstract_state)
+
+
+def init(optimizer: optax.GradientTransformation, params: Any) -> Any:
+    """A fresh optimizer state, each moment born in its parameter's sharding (a plain jit replicates zeros)."""
+    shardings = state_shardings(jax.eval_shape(optimizer.init, params), params)
+    return jax.jit(optimizer.init, out_shardings=shardings)(params)
+
+
+# ------------------------------------------------------------------------------------------------------------- applying
+
+
+def global_norm(tree: Any) -> Float[Array, ""]:
+    """Euclidean norm over all leaves, summed in float32. NaN or infinite as soon as one entry is."""
+    return jnp.sqrt(sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.float32(0)))
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """params + updates, added in float32 and rounded to each parameter's dtype."""
+    return jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u.astype(jnp.float32)).astype(p.dtype), params, updates)
+
+
+def select(condition: Any, new: Any, old: Any) -> Any:
+    """Leaf by leaf, `new` where the scalar `condition` holds and `old` elsewhere: a bad step leaves no trace."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+def update(optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any) -> tuple[Any, Any, dict]:
+    """One update of the masters. Pure; safe to jit with `state` and `params` donated.
+
+    A gradient that is not finite changes neither parameters nor state. The caller sees `grad_norm` and decides to stop.
+
+    Returns:
+      (params, state, {"grad_norm": before clipping, "update_norm": of the applied update, "finite": bool}), float32
+      scalars.
+    """
+    grad_norm = global_norm(grads)
+    finite = jnp.isfinite(grad_norm)
+    updates, new_state = optimizer.update(grads, state, params)
+    new_params = select(finite, apply_updates(params, updates), params)
+    update_norm = jnp.where(finite, global_norm(updates), 0.0)
+    stats = {"grad_norm": grad_norm, "update_norm": update_norm, "finite": finite}
+    return new_params, select(finite, new_state, state), stats

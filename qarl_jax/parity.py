@@ -1,0 +1,380 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m qarl_jax.parity --model DIR --scheme w8a8 --engine cpu [--json]`: is the policy that learns the one that
+samples? A ladder of comparisons between the learner and a live vLLM, one rung per line, from the tensors up:
+
+    quantize           the forward's QTensors are what quantizing the bf16-rounded masters gives, bit for bit
+    pack, unpack       the engine's tensors, unpacked, are those QTensors, bit for bit
+    hash at the door   every tensor hashed as it is handed to the engine's loader
+    read-back          one-hot rows pushed through every live layer return the weight it really holds
+    prefill            log-probs of a first token, which comes out of a prefill
+    decode, prefill    inside the engine: each token of a greedy response, decoded and then prefilled again
+    sampled tokens     log-probs of whole sampled responses
+
+The first four are exact or broken. The last three are judged by k3 (below) against `--max-k3`, and the last must also
+beat the unaligned pair. Run it on your own model before a long run. Exit code 0: all promises kept; 1: one is broken
+(the first broken rung is named); 2: user error.
+
+The same samples are then scored by an unaligned learner (bf16, plain arithmetic), which is what quantized rollouts
+usually meet; and, for scale, a bf16 learner scores a bf16 engine's samples of the same prompts and seeds. With
+d = log p_learner - log p_engine over positions whose entropy exceeds 0.5 nat (elsewhere everything agrees):
+
+    k1 = mean(-d)      k3 = mean(exp(d) - 1 - d)  >= 0      both estimate KL(engine || learner) (J. Schulman, 2020)
+
+Log-probs are compared with the logits rounded as the engine rounds them. In training they are not, so that two passes
+of the learner differ as little as possible; `--float32-logits` compares that instead.
+
+What is left out: a single linear layer and a single block inside the live engine (the bridge offers no such probe;
+tests/parity compares the kernels themselves), and top-p or top-k sampling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from qarl_bridge import packing
+from qarl_bridge.wire import BridgeError
+
+from qarl_jax import models, quant
+from qarl_jax.logprobs import token_logprobs
+from qarl_jax.quant import QTensor
+from qarl_jax.rollout import PolicyWeights, SamplingConfig
+from qarl_jax.rollout.vllm import Config, VllmEngine
+from qarl_jax.types import Completion, Prompt, UserError
+
+ENTROPY_FLOOR = 0.5  # nat
+_BATCH = 16  # rows scored at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """Completions of an engine, flattened: everything a learner needs to score them.
+
+    Attributes:
+      tokens: [N, T] int32, prompt then response, padded with 0. segment_ids: [N, T] int32, 0 on padding.
+      response: [N, T] bool. logprobs: [N, T] float32, the engine's, 0 outside responses.
+    """
+
+    tokens: np.ndarray
+    segment_ids: np.ndarray
+    response: np.ndarray
+    logprobs: np.ndarray
+
+    @staticmethod
+    def of(completions: Sequence[Completion]) -> Sampled:
+        """Rows padded to the longest, rounded up to 32, so that few programs are compiled."""
+        length = -(-max(len(c.prompt_tokens) + len(c.tokens) for c in completions) // 32) * 32
+        shape = (len(completions), length)
+        tokens, segment_ids = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        response, logprobs = np.zeros(shape, bool), np.zeros(shape, np.float32)
+        for row, c in enumerate(completions):
+            start, end = len(c.prompt_tokens), len(c.prompt_tokens) + len(c.tokens)
+            tokens[row, :end] = (*c.prompt_tokens, *c.tokens)
+            segment_ids[row, :end] = 1
+            response[row, start:end] = True
+            logprobs[row, start:end] = c.logprobs
+        return Sampled(tokens, segment_ids, response, logprobs)
+
+
+def load(path: str, scheme: str, engine: str) -> PolicyWeights:
+    """A model folder as a bf16-computing learner under `scheme`, in the arithmetic of `engine`, ready to publish."""
+    model = models.load_hf(path, dtype="bfloat16", param_dtype="float32", scheme=scheme, engine=engine)
+    graphdef, params, _ = models.split(model)
+    return PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
+
+
+def score(weights: PolicyWeights, sampled: Sampled, *, round_logits: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """(log-probs, entropies) [N, T] float32 of the learner for every token of `sampled`."""
+    numerics = models.config_of(weights.graphdef).numerics if round_logits else None
+
+    @jax.jit
+    def run(params: Any, qweights: Any, tokens: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        model = models.merge(weights.graphdef, params, qweights)
+        hidden = model.hidden_states(tokens, None, segment_ids)
+        return token_logprobs(hidden, model.head_weight(), tokens, segment_ids, numerics=numerics)
+
+    parts = []
+    rows = len(sampled.tokens)
+    for start in range(0, rows, _BATCH):
+        picked = np.minimum(np.arange(start, start + _BATCH), rows - 1)  # the last batch repeats a row
+        parts.append(run(weights.params, weights.qweights, sampled.tokens[picked], sampled.segment_ids[picked]))
+    logprobs, entropy = (np.concatenate([np.asarray(p[i]) for p in parts])[:rows] for i in range(2))
+    return logprobs, entropy
+
+
+def mismatch(learner: np.ndarray, engine: np.ndarray, entropy: np.ndarray, mask: np.ndarray) -> dict[str, float]:
+    """Estimators of the module docstring over masked positions above ENTROPY_FLOOR (all masked ones, if none is)."""
+    counted = mask & (entropy > ENTROPY_FLOOR)
+    counted = counted if counted.any() else mask
+    d = learner[counted].astype(np.float64) - engine[counted].astype(np.float64)
+    return {
+        "k1": float(-d.mean()),
+        "k3": float((np.expm1(d) - d).mean()),
+        "mean_abs": float(np.abs(d).mean()),
+        "max_abs": float(np.abs(d).max()),
+        "within_1e-4": float((np.abs(d) <= 1e-4).mean()),
+        "tokens": int(counted.sum()),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """One comparison: `ok` None means it was not made."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+
+def exact_rungs(weights: PolicyWeights) -> Iterator[Rung]:
+    """The rungs that need no engine: quantize, pack and unpack."""
+    config = models.config_of(weights.graphdef)
+    if not jax.tree.leaves(weights.qweights):
+        yield Rung("quantize", None, "nothing is quantized under this scheme")
+        yield Rung("pack, unpack", None, "nothing is quantized under this scheme")
+        return
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), weights.params)
+    again = models.quantize_params(weights.graphdef, rounded)
+    pairs = list(zip(jax.tree.leaves(weights.qweights), jax.tree.leaves(again), strict=True))
+    wrong = sum(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
+    yield Rung("quantize", wrong == 0, f"{len(pairs)} stacked code and scale arrays, {wrong} differ")
+    count = wrong = 0
+    for name, tensor in models.export_tensors(weights.params, weights.qweights, config):
+        if isinstance(tensor, QTensor):
+            scheme = str(tensor.scheme)
+            qvalue, scale = np.asarray(tensor.qvalue), np.asarray(tensor.scale)
+            back = packing.unpack(name, packing.pack(name, qvalue, scale, scheme), scheme)
+            count += 1
+            wrong += (back[0].tobytes(), back[1].tobytes()) != (qvalue.tobytes(), scale.tobytes())
+    yield Rung("pack, unpack", wrong == 0, f"{count} weights, {wrong} differ")
+
+
+def published(engine: VllmEngine, weights: PolicyWeights) -> list[Rung]:
+    """Publishes with a full read-back: the rungs "hash at the door" and "read-back"."""
+    try:
+        report = engine.publish(weights, 0)
+    except BridgeError as error:
+        door = error.code not in ("torn", "tensor")
+        return [
+            Rung("hash at the door", door, "" if door else str(error)),
+            Rung("read-back", False if door else None, str(error) if door else ""),
+        ]
+    return [
+        Rung("hash at the door", True, f"{int(report['tensors'])} tensors, {int(report['bytes']):,} bytes"),
+        Rung(
+            "read-back",
+            True,
+            f"{int(report['weights_read_back'])} live layers, {int(report['rows_read_back'])} one-hot rows",
+        ),
+    ]
+
+
+def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[Prompt]:
+    """`count` prompts of `length` random tokens."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, vocab, (count, length))
+    return [Prompt(uid=str(i), tokens=tuple(int(t) for t in row), text="", answer="") for i, row in enumerate(rows)]
+
+
+def _flat(groups: list[list[Completion]]) -> list[Completion]:
+    return [completion for group in groups for completion in group]
+
+
+def decode_and_prefill(engine: VllmEngine, prompts: Sequence[Prompt], length: int) -> dict[str, float]:
+    """Greedy responses decoded token by token, and every token of them again out of a prefill, inside the engine."""
+    generate = functools.partial(engine.generate, num_samples=1, key=0)
+    decoded = _flat(generate(prompts, sampling=SamplingConfig(max_response_len=length, temperature=0.0)))
+    cuts = [(c, t) for c in decoded for t in range(len(c.tokens))]
+    again = [
+        Prompt(uid=str(i), tokens=(*c.prompt_tokens, *c.tokens[:t]), text="", answer="")
+        for i, (c, t) in enumerate(cuts)
+    ]
+    prefilled = _flat(generate(again, sampling=SamplingConfig(max_response_len=1, temperature=0.0)))
+    same = np.array([p.tokens[0] == c.tokens[t] for p, (c, t) in zip(prefilled, cuts, strict=True)])
+    d = np.array([float(p.logprobs[0]) - float(c.logprobs[t]) for p, (c, t) in zip(prefilled, cuts, strict=True)])
+    d = d[same]
+    return {
+        "k3": float((np.expm1(d) - d).mean()),
+        "max_abs": float(np.abs(d).max()),
+        "equal": float((d == 0).mean()),
+        "same_token": float(same.mean()),
+        "tokens": len(cuts),
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Attributes: prompts, prompt_len, response_len: size of the comparison. max_k3: see the module docstring.
+    unaligned, bf16_pair: whether to measure these two baselines."""
+
+    prompts: int = 64
+    prompt_len: int = 16
+    response_len: int = 64
+    seed: int = 0
+    max_k3: float = 1e-4
+    float32_logits: bool = False
+    threads: int = 0
+    unaligned: bool = True
+    bf16_pair: bool = True
+
+
+def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any = lambda rung: None) -> dict[str, Any]:
+    """Climbs the ladder.
+
+    Returns:
+      {"rungs": [...], "aligned": mismatch, "unaligned": mismatch, "bf16": mismatch, "first_broken": name or None, ...}
+    """
+    weights = load(path, scheme, engine_name)
+    config = models.config_of(weights.graphdef)
+    rungs: list[Rung] = []
+
+    def add(rung: Rung) -> None:
+        rungs.append(rung)
+        show(rung)
+
+    result: dict[str, Any] = {"model": path, "scheme": scheme, "profile": config.numerics.profile}
+    for rung in exact_rungs(weights):
+        add(rung)
+    prompts = random_prompts(config.vocab_size, options.prompts, options.prompt_len, options.seed)
+    sampling = SamplingConfig(max_response_len=options.response_len)
+    engine_config = Config(
+        kv_cache_gb=0.25,
+        max_num_seqs=64,
+        readback="full",
+        threads=options.threads,
+        max_model_len=options.prompt_len + options.response_len,
+    )
+    round_logits = not options.float32_logits
+    engine = VllmEngine(engine_config, run_id="parity")
+    try:
+        for rung in published(engine, weights):
+            add(rung)
+        if all(rung.ok is not False for rung in rungs):
+            facts = engine.facts
+            assert facts is not None
+            result["engine"] = f"{facts.engine} {facts.engine_version} {facts.isa}"
+            result["kernels"] = sorted(set(facts.kernels.values()))
+            first = Sampled.of(_flat(engine.generate(prompts, num_samples=4, sampling=_one_token(), key=options.seed)))
+            logprobs, entropy = score(weights, first, round_logits=round_logits)
+            result["prefill"] = stats = mismatch(logprobs, first.logprobs, entropy, first.response)
+            add(Rung("prefill", stats["k3"] <= options.max_k3, line(stats)))
+            result["decode_prefill"] = inside = decode_and_prefill(engine, prompts[:8], min(options.response_len, 16))
+            ok = inside["k3"] <= options.max_k3
+            add(
+                Rung(
+                    "decode, prefill",
+                    ok,
+                    f"k3 {inside['k3']:.1e}, max {inside['max_abs']:.1e}, {inside['equal']:.1%} equal",
+                )
+            )
+            sampled = Sampled.of(_flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
+    finally:
+        engine.close()
+    if all(rung.ok is not False for rung in rungs[:4]):
+        logprobs, entropy = score(weights, sampled, round_logits=round_logits)
+        result["aligned"] = aligned = mismatch(logprobs, sampled.logprobs, entropy, sampled.response)
+        ok = aligned["k3"] <= options.max_k3
+        if options.unaligned and scheme != "bf16":
+            usual, usual_entropy = score(load(path, "bf16", "plain"), sampled, round_logits=False)
+            result["unaligned"] = mismatch(usual, sampled.logprobs, usual_entropy, sampled.response)
+            ok = ok and aligned["k3"] < result["unaligned"]["k3"]
+        add(Rung("sampled tokens", ok, line(aligned)))
+        if options.bf16_pair:
+            result["bf16"] = (
+                aligned
+                if scheme == "bf16"
+                else _bf16_pair(path, engine_name, prompts, sampling, engine_config, options)
+            )
+    result["rungs"] = [dataclasses.asdict(rung) for rung in rungs]
+    result["first_broken"] = next((rung.name for rung in rungs if rung.ok is False), None)
+    return result
+
+
+def _one_token() -> SamplingConfig:
+    return SamplingConfig(max_response_len=1)
+
+
+def _bf16_pair(
+    path: str, engine_name: str, prompts: list[Prompt], sampling: SamplingConfig, config: Config, options: Options
+) -> dict[str, float]:
+    """A bf16 learner on a bf16 engine's samples: the noise that quantization has nothing to do with."""
+    weights = load(path, "bf16", engine_name)
+    engine = VllmEngine(dataclasses.replace(config, readback="off"), run_id="parity-bf16")
+    try:
+        engine.publish(weights, 0)
+        sampled = Sampled.of(_flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
+    finally:
+        engine.close()
+    logprobs, entropy = score(weights, sampled, round_logits=not options.float32_logits)
+    return mismatch(logprobs, sampled.logprobs, entropy, sampled.response)
+
+
+def line(stats: dict[str, float]) -> str:
+    """One line of `mismatch`."""
+    return (
+        f"k1 {stats['k1']:+.1e}  k3 {stats['k3']:.1e}  mean {stats['mean_abs']:.1e}  max {stats['max_abs']:.1e}  "
+        f"within 1e-4 {stats['within_1e-4']:.1%}  of {stats['tokens']} tokens"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    defaults = Options()
+    parser = argparse.ArgumentParser(prog="python -m qarl_jax.parity", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", required=True, help="Hugging Face folder")
+    parser.add_argument("--scheme", required=True, help="bf16, w8a8, fp8, w4a16[:g64] or w4a8[:g64]")
+    parser.add_argument("--engine", required=True, choices=("cpu", "cuda"), help="whose arithmetic vLLM runs here")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("--prompts", type=int, default=defaults.prompts, help="random prompts, a sample each")
+    parser.add_argument("--prompt-len", type=int, default=defaults.prompt_len)
+    parser.add_argument("--response-len", type=int, default=defaults.response_len)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--max-k3", type=float, default=defaults.max_k3, help="largest k3 that keeps the promise")
+    parser.add_argument("--threads", type=int, default=0, help="of the CPU engine; 0: all")
+    parser.add_argument("--float32-logits", action="store_true", help="compare as training does: logits not rounded")
+    args = parser.parse_args(argv)
+    options = Options(
+        **{
+            f.name: getattr(args, f.name)
+            for f in dataclasses.fields(Options)
+            if f.name not in ("unaligned", "bf16_pair")
+        }
+    )
+
+    def show(rung: Rung) -> None:
+        if not args.json:
+            verdict = {True: "ok", False: "BROKEN", None: "-"}[rung.ok]
+            print(f"{rung.name:18} {verdict:7} {rung.detail}", flush=True)
+
+    try:
+        if min(options.prompts, options.prompt_len, options.response_len) < 1:
+            raise UserError("--prompts, --prompt-len and --response-len must be at least 1")
+        quant.parse_scheme(args.scheme)
+        result = climb(args.model, args.scheme, args.engine, options, show)
+    except (UserError, BridgeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(result))
+    else:
+        for key, title in (
+            ("unaligned", "the same samples, bf16 learner with plain arithmetic"),
+            ("bf16", "bf16 learner, bf16 engine"),
+        ):
+            if key in result:
+                print(f"\n{title}\n{'':26} {line(result[key])}")
+        broken = result["first_broken"]
+        print(f"\nfirst broken rung: {broken}" if broken else "\nall promises kept")
+    return 0 if result["first_broken"] is None else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

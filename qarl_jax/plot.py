@@ -1,0 +1,332 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m qarl_jax.plot RUN [RUN ...] [--out DIR]`: curves of one or more runs from their metrics.jsonl.
+
+Writes <out>/curves.png, and where runs recorded histograms <out>/ratios.png.
+
+Curves: one panel per question a run raises (does it learn, how long does it answer, does it still
+explore, how far are learner and sampler apart, how much does the loss clip, is training steady), one colour per run.
+The faint line is what was measured, the strong one its running mean. A panel that no run has a number for is left out.
+
+Ratios: how far the updates moved the policy, and how far sampler and learner are apart, per token and per response, by
+the sign of A, summed over each run's last steps.
+
+Needs matplotlib (`pip install qarl-jax[plot]`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qarl_jax.observe import read_lines
+from qarl_jax.types import UserError
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's palette: told apart under every common colour blindness, and in grey."""
+
+STYLES: tuple[Any, ...] = ("-", "--", ":", "-.")
+"""Metrics within a panel."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One set of axes. `metrics` maps a metric's name to what the legend calls it."""
+
+    title: str
+    metrics: Mapping[str, str]
+    log: bool = False
+    percent: bool = False
+    markers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+PANELS: tuple[Panel, ...] = (
+    Panel(title="Reward", metrics={"reward/mean": "mean"}, markers={"eval/reward/mean": "held-out"}),
+    Panel(title="Response length (tokens)", metrics={"response/length_mean": "mean"}),
+    Panel(title="Truncated responses", metrics={"response/truncated": "share"}, percent=True),
+    Panel(title="Entropy (nats per token)", metrics={"entropy/mean": "mean"}),
+    Panel(
+        title="Learner and sampler apart",
+        metrics={"mismatch/k3": "KL (k3)", "mismatch/max_abs": "max |Δ logp|"},
+        log=True,
+    ),
+    Panel(
+        title="Sequences dropped by the loss",
+        metrics={"clip/seq_dropped": "all updates", "later/clip/seq_dropped": "after the first"},
+        percent=True,
+    ),
+    Panel(
+        title="Sequences dropped, by band",
+        metrics={
+            "clip/seq_pos_high": "A > 0, above",
+            "clip/seq_neg_low": "A < 0, below",
+            "clip/seq_neg_high": "A < 0, above",
+        },
+        percent=True,
+    ),
+    Panel(
+        title="Tokens clipped, by sign of advantage",
+        metrics={"clip/pos_high": "A > 0", "clip/neg_low": "A < 0"},
+        percent=True,
+    ),
+    Panel(
+        title="Error tokens (below p = 0.001)",
+        metrics={"error/tok_learner": "learner", "error/tok_sampler": "sampler", "error/tok_hidden": "learner alone"},
+        log=True,
+    ),
+    Panel(
+        title="Responses with a cluster of error tokens",
+        metrics={"error/seq_learner_pos": "A > 0", "error/seq_learner_neg": "A < 0"},
+        percent=True,
+    ),
+    Panel(title="Repeated 4-grams", metrics={"text/repeated": "share"}, percent=True),
+    Panel(title="Gradient norm", metrics={"optim/grad_norm": "before clipping"}, log=True),
+    Panel(
+        title="Weights: update and quantization error",
+        metrics={"quant/weight_change": "change per update", "quant/error": "quantization error"},
+        log=True,
+    ),
+    Panel(title="Codes changed per publish", metrics={"quant/code_flips": "share"}, log=True),
+    Panel(title="Seconds per step", metrics={"time/step_s": "all", "time/rollout_s": "rollout"}),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run's name in the legend and its records, by step."""
+
+    name: str
+    records: Sequence[Mapping[str, Any]]
+
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
+        """Steps and values where the metric is a finite number."""
+        points = [
+            (record["step"], float(record[metric]))
+            for record in self.records
+            if isinstance(record.get(metric), (int, float)) and math.isfinite(record[metric])
+        ]
+        return [step for step, _ in points], [value for _, value in points]
+
+
+def load_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """Runs from run directories (or metrics.jsonl files), named by what tells them apart.
+
+    Raises:
+      UserError: no metrics there, or none recorded yet.
+    """
+    files = []
+    for path in map(Path, paths):
+        file = path / "metrics.jsonl" if path.is_dir() else path
+        if not file.is_file():
+            raise UserError(f"{path} is not a run: there is no {file}.")
+        files.append(file)
+    runs = []
+    for file, name in zip(files, _names([file.absolute().parent for file in files]), strict=True):
+        records = sorted(read_lines(file), key=lambda record: record["step"])
+        if not records:
+            raise UserError(f"{file} holds no step yet.")
+        runs.append(Run(name=name, records=records))
+    return runs
+
+
+def _names(directories: Sequence[Path]) -> list[str]:
+    """The shortest endings of the paths that differ: ["a", "b"], or ["x/run", "y/run"]."""
+    depth = 1
+    most = max(len(directory.parts) for directory in directories)
+    while depth < most and len({d.parts[-depth:] for d in directories}) < len(set(directories)):
+        depth += 1
+    return ["/".join(d.parts[-depth:]) for d in directories]
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last `window` values (fewer at the start). window 1 changes nothing."""
+    out, total = [], 0.0
+    for i, value in enumerate(values):
+        total += value
+        if i >= window:
+            total -= values[i - window]
+        out.append(total / min(i + 1, window))
+    return out
+
+
+def figure(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> Any:
+    """The figure with every panel some run has numbers for.
+
+    Args:
+      runs: at most seven read well.
+      window: steps of the running mean.
+      extra: more metrics, a panel each.
+
+    Raises:
+      UserError: matplotlib is missing, or there is nothing to draw.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
+    except ImportError:
+        raise UserError("Plots need matplotlib: pip install qarl-jax[plot].") from None
+
+    panels = [*PANELS, *(Panel(title=metric, metrics={metric: ""}) for metric in extra)]
+    drawn = [p for p in panels if any(run.series(m)[0] for run in runs for m in (*p.metrics, *p.markers))]
+    if not drawn:
+        raise UserError("No run has any of the metrics that plots show; name some with --metric.")
+
+    columns = min(3, len(drawn))
+    rows = -(-len(drawn) // columns)
+    fig = Figure(figsize=(4.4 * columns, 2.9 * rows + 0.5), layout="constrained")
+    for index, panel in enumerate(drawn):
+        axes = fig.add_subplot(rows, columns, index + 1)
+        _draw(axes, panel, runs, window)
+        if index + columns >= len(drawn):
+            axes.set_xlabel("step", fontsize=9)
+    handles = [
+        Line2D([], [], color=color, linewidth=2.5, label=run.name)
+        for color, run in zip(itertools.cycle(COLORS), runs, strict=False)
+    ]
+    fig.legend(handles=handles, loc="outside upper center", ncols=min(len(runs), 4), frameon=False, fontsize=10)
+    return fig
+
+
+HISTOGRAMS: tuple[tuple[str, str], ...] = (
+    ("ratio", "Token: learner now / at the start of the update"),
+    ("weight", "Token: learner / sampler"),
+    ("seq_ratio", "Response: learner now / at the start of the update"),
+    ("seq_weight", "Response: learner / sampler"),
+)
+"""Names in histograms.jsonl, less the sign; and titles."""
+
+
+def load_histograms(path: str | Path, last: int = 50) -> dict[str, list[int]]:
+    """A run's histograms summed over its last steps: name ("ratio_pos") -> counts; empty where none were recorded."""
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "histograms.jsonl"
+    out: dict[str, list[int]] = {}
+    for record in (read_lines(file) if file.is_file() else [])[-last:]:
+        for key, counts in record.items():
+            if key.startswith("hist/"):
+                name = key.removeprefix("hist/")
+                out[name] = [a + b for a, b in zip(out.get(name, [0] * len(counts)), counts, strict=True)]
+    return out
+
+
+def ratio_figure(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> Any:
+    """Histograms of log-ratios: a row per quantity, a column per sign of the advantage, a colour per run.
+
+    Args:
+      runs: run name -> `load_histograms`.
+
+    Raises:
+      UserError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
+    except ImportError:
+        raise UserError("Plots need matplotlib: pip install qarl-jax[plot].") from None
+    from qarl_jax.loss.diagnostics import EDGES
+
+    edges = [EDGES[0] * 1.5, *EDGES, EDGES[-1] * 1.5]
+    fig = Figure(figsize=(9.5, 2.5 * len(HISTOGRAMS) + 0.5), layout="constrained")
+    for row, (name, title) in enumerate(HISTOGRAMS):
+        for column, (sign, words) in enumerate((("pos", "A > 0"), ("neg", "A < 0"))):
+            axes = fig.add_subplot(len(HISTOGRAMS), 2, 2 * row + column + 1)
+            for color, counts in zip(itertools.cycle(COLORS), runs.values(), strict=False):
+                bins = counts.get(f"{name}_{sign}", [])
+                if sum(bins):
+                    axes.stairs([n / sum(bins) for n in bins], edges, color=color, linewidth=1.3)
+            axes.set_xscale("symlog", linthresh=1e-5)
+            axes.set_xticks([-1, -1e-2, -1e-4, 0, 1e-4, 1e-2, 1])
+            axes.set_title(f"{title}, {words}", fontsize=9)
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(which="both", labelsize=7)
+            if row == len(HISTOGRAMS) - 1:
+                axes.set_xlabel("log-ratio", fontsize=9)
+    handles = [
+        Line2D([], [], color=color, linewidth=2.5, label=name)
+        for color, name in zip(itertools.cycle(COLORS), runs, strict=False)
+    ]
+    fig.legend(handles=handles, loc="outside upper center", ncols=min(len(runs), 4), frameon=False, fontsize=10)
+    return fig
+
+
+def _draw(axes: Any, panel: Panel, runs: Sequence[Run], window: int) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    shown: dict[str, Any] = {}  # what the panel's own legend explains: line styles and markers; colours are runs
+    for color, run in zip(itertools.cycle(COLORS), runs, strict=False):
+        for style, (metric, label) in zip(itertools.cycle(STYLES), panel.metrics.items(), strict=False):
+            steps, values = run.series(metric)
+            if panel.log:
+                steps, values = _positive(steps, values)
+            if not steps:
+                continue
+            if window > 1:
+                axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8, linestyle=style)
+            dot = "o" if len(steps) == 1 else None
+            mean = running_mean(values, window)
+            axes.plot(steps, mean, color=color, linewidth=1.8, linestyle=style, marker=dot, markersize=4)
+            shown[label] = Line2D([], [], color="0.3", linestyle=style, label=label)
+        for metric, label in panel.markers.items():
+            steps, values = run.series(metric)
+            if steps:
+                axes.plot(steps, values, color=color, linestyle="none", marker="D", markersize=5, markeredgecolor="w")
+                shown[label] = Line2D([], [], color="0.3", linestyle="none", marker="D", label=label)
+    if panel.log and axes.lines:
+        axes.set_yscale("log")
+    if panel.percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_ylim(bottom=0)
+    axes.set_title(panel.title, fontsize=10)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(which="both", labelsize=8)
+    if len(shown) > 1:
+        axes.legend(handles=list(shown.values()), fontsize=8, frameon=False)
+
+
+def _positive(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    kept = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0]
+    return [s for s, _ in kept], [v for _, v in kept]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m qarl_jax.plot", description="Curves of runs, side by side.")
+    parser.add_argument("runs", nargs="+", help="run directories")
+    parser.add_argument("--out", default="figures", help="directory for curves.png (default: figures)")
+    parser.add_argument("--window", type=int, default=5, help="steps of the running mean (default: 5)")
+    parser.add_argument("--metric", action="append", default=[], help="one more metric to show; may be repeated")
+    args = parser.parse_args(argv)
+    try:
+        if args.window < 1:
+            raise UserError(f"--window must be at least 1, got {args.window}.")
+        runs = load_runs(args.runs)
+        figures = {"curves.png": figure(runs, window=args.window, extra=args.metric)}
+        counts = {run.name: load_histograms(path) for run, path in zip(runs, args.runs, strict=True)}
+        if any(counts.values()):
+            figures["ratios.png"] = ratio_figure(counts)
+        for name, fig in figures.items():
+            target = Path(args.out) / name
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                fig.savefig(target, dpi=150)
+            except OSError as error:
+                raise UserError(f"Cannot write {target}: {error.strerror or error}.") from None
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for name in figures:
+        print(Path(args.out) / name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Low-bit weights and the arithmetic of the engines that serve them.
+
+    qt = quantize(master, parse_scheme("w4a16"))            # codes and scales: the bytes that are published
+    y = dot(x, master, qt, numerics=resolve("auto"))        # forward in low bit, gradient to the master
+
+One file per scheme; `schemes.SCHEMES` is the registry.
+"""
+
+from qarl_jax.quant.arithmetic import divide, pack_int4, round_to, unpack_int4
+from qarl_jax.quant.dot import dot, expert_dot
+from qarl_jax.quant.numerics import PROFILES, Numerics, resolve
+from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.quant.rules import Rule, Rules, quantize_tree
+from qarl_jax.quant.schemes import (
+    SCHEMES,
+    SchemeConfig,
+    check_quantizable,
+    dequantize,
+    parse_scheme,
+    quantize,
+    scheme_names,
+)
+
+__all__ = [
+    "PROFILES",
+    "SCHEMES",
+    "Numerics",
+    "QTensor",
+    "Rule",
+    "Rules",
+    "SchemeConfig",
+    "check_quantizable",
+    "dequantize",
+    "divide",
+    "dot",
+    "expert_dot",
+    "pack_int4",
+    "parse_scheme",
+    "quantize",
+    "quantize_tree",
+    "resolve",
+    "round_to",
+    "scheme_names",
+    "unpack_int4",
+]

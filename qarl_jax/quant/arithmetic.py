@@ -1,0 +1,135 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Float32 operations that mean the same on every backend, jitted or not.
+
+Compilers rewrite floats in three ways that would move a quantization code:
+
+  * XLA turns `a / constant` and `a / broadcast(b)` into a multiplication by a reciprocal (4 % of the quotients by 127
+    are then one ulp off, 26 % of general ones), and XLA:GPU's own float32 division is not IEEE at all;
+  * XLA:CPU contracts `a * b + c` into one fused operation, or does not, depending on what it fused around it;
+  * "excess precision" lets XLA drop a float32 -> bfloat16 -> float32 pair, that is, a rounding we meant.
+
+`divide` is immune to the first two by construction and `round_to` to the third.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+_MANTISSA = 0x007FFFFF
+_EXPONENT = 0x7F800000
+_SIGN = -0x80000000
+_ONE = 0x3F800000  # the bits of 1.0
+
+
+def round_to(x: Float[Array | np.ndarray, "*S"], dtype: Any) -> Float[Array, "*S"]:
+    """`x.astype(dtype)` with a rounding (nearest, ties to even) that no compiler pass may drop."""
+    if jnp.dtype(dtype) == jnp.bfloat16 and x.dtype == jnp.float32:
+        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return jnp.asarray(x).astype(dtype)
+
+
+def round_bf16(x: Float[Array | np.ndarray, "*S"]) -> Float[Array, "*S"]:
+    """float32 -> the nearest bfloat16 value (ties to even), still stored as float32."""
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """2.0 ** exponent for exponents in [-126, 127]."""
+    return _float((exponent + 127) << 23)
+
+
+def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x = high + low with at most 12 significant bits in each, so that products of two halves are exact."""
+    high = _float(_bits(x) & ~0xFFF)
+    return high, x - high
+
+
+def _remainder(a: jax.Array, q: jax.Array, b: jax.Array) -> jax.Array:
+    """a - q * b, exactly, for q within two ulps of a / b. All in [0.5, 4).
+
+    Every product below has at most 24 significant bits and every difference is exact (the leading bits cancel), so it
+    does not matter whether the compiler fuses them.
+    """
+    q_high, q_low = _split(q)
+    b_high, b_low = _split(b)
+    return ((a - q_high * b_high) - q_high * b_low - q_low * b_high) - q_low * b_low
+
+
+def divide(a: Float[Array | np.ndarray, "*#S"], b: Float[Array | np.ndarray, "*#S"]) -> Float[Array, "*#S"]:
+    """The float32 quotient a / b, correctly rounded (IEEE), under jit and on every backend.
+
+    The mantissas are divided by a reciprocal multiplication, corrected once with the exact remainder, and then moved by
+    one ulp where the exact remainder says that the neighbour is nearer; a quotient of two floats is never a tie.
+    Exponents are put back by exact multiplications. Shapes must be equal or one operand a scalar or of broadcastable
+    equal rank.
+
+    Zero, infinite and NaN operands follow IEEE. Subnormal operands count as zero, as they do on XLA.
+    """
+    a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+    a_bits, b_bits = _bits(a), _bits(b)
+    m = _float((a_bits & _MANTISSA) | _ONE)  # [1, 2)
+    n = _float((b_bits & _MANTISSA) | _ONE)
+    reciprocal = 1.0 / n  # any reciprocal within an ulp or two will do
+    q = m * reciprocal
+    q = q + _remainder(m, q, n) * reciprocal
+    rest = _remainder(m, q, n)
+    # The neighbour the remainder points at, and half the gap to it, exactly.
+    neighbour = _float(_bits(q) + jnp.where(rest > 0, 1, -1))
+    q = jnp.where(jnp.abs(rest) > 0.5 * jnp.abs(neighbour - q) * n, neighbour, q)
+    exponent = ((a_bits & _EXPONENT) >> 23) - ((b_bits & _EXPONENT) >> 23)
+    # Two steps, because the difference of two exponents may leave the range of one float.
+    half = exponent >> 1
+    q = q * _power_of_two(half) * _power_of_two(exponent - half)
+    q = _float(_bits(q) | ((a_bits ^ b_bits) & _SIGN))
+    special = (a == 0) | (b == 0) | ~jnp.isfinite(a) | ~jnp.isfinite(b)
+    return jnp.where(special, a / b, q)
+
+
+def add_separately(
+    product: Float[Array, "M N"], addend: Float[Array, "*S"], nonnegative: Float[Array, "M 1"]
+) -> Float[Array, "M N"]:
+    """fl(product) + addend in two roundings: the compiler cannot fuse the multiplication into the addition.
+
+    Between the two, the product's bits meet a zero that only the data knows to be zero: the sign bits of `nonnegative`.
+    """
+    zero = lax.shift_right_logical(_bits(nonnegative), 31)
+    return _float(_bits(product) ^ zero) + addend
+
+
+def pack_int4(codes: Int[Array | np.ndarray, "... K"]) -> Int[Array, "... K8"]:
+    """int8 codes in [-8, 7] -> int32 words of eight nibbles (uint4b8).
+
+    Element 8j+i of the last dimension sits in bits 4i..4i+3 of word j, stored as code + 8.
+    """
+    nibbles = codes.astype(jnp.int32) + 8
+    nibbles = nibbles.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
+    word = jnp.asarray(nibbles[..., 0])
+    for i in range(1, 8):
+        word = word | (nibbles[..., i] << (4 * i))
+    return word
+
+
+def unpack_int4(words: Int[Array | np.ndarray, "... K8"]) -> Int[Array, "... K"]:
+    """The inverse of `pack_int4`: int32 words -> int8 codes in [-8, 7]."""
+    shifts = jnp.arange(0, 32, 4, dtype=jnp.int32)
+    shifts = shifts.reshape((1,) * words.ndim + (8,))
+    nibbles = lax.shift_right_logical(
+        jnp.broadcast_to(words[..., None], (*words.shape, 8)), jnp.broadcast_to(shifts, (*words.shape, 8))
+    )
+    codes = ((nibbles & 0xF) - 8).astype(jnp.int8)
+    return codes.reshape(*words.shape[:-1], words.shape[-1] * 8)

@@ -1,0 +1,61 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The int4 weight grid `w4a16` and `w4a8` share: symmetric, a bfloat16 scale per group of inputs, packed by eight."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from qarl_jax.quant.arithmetic import divide, pack_int4, round_bf16, unpack_int4
+
+# What a group of zeros gets for a scale: bfloat16's machine epsilon, as in compressed-tensors.
+_ZERO_SCALE = 2.0**-7
+
+
+def is_group_size(group_size: int) -> bool:
+    """Whether a group is the whole row (-1) or fills whole int32 words."""
+    return group_size == -1 or (group_size > 0 and group_size % 8 == 0)
+
+
+def num_groups(k: int, group_size: int) -> int:
+    """Groups per row; group_size -1 is one group (per channel)."""
+    return 1 if group_size == -1 else k // group_size
+
+
+def check(shape: tuple[int, ...], group_size: int) -> str | None:
+    """Why a weight [..., N, K] cannot be quantized in groups of `group_size`, or None."""
+    k = shape[-1]
+    if k % 8:
+        return f"K = {k} is not a multiple of 8, so its int4 codes do not fill int32 words"
+    if group_size != -1 and k % group_size:
+        allowed = [g for g in (32, 64, 128) if k % g == 0]
+        return (
+            f"K = {k} is not a multiple of the group size {group_size} (allowed: {', '.join(map(str, [*allowed, -1]))})"
+        )
+    return None
+
+
+def quantize(w: Float[Array, "*L N K"], group_size: int) -> tuple[Int[Array, "*L N K8"], Float[Array, "*L N G"]]:
+    """Packed codes int32 [..., N, K/8] and bfloat16 scales [..., N, K/G].
+
+    From the bfloat16-rounded master: scale = bf16(absmax / 7.5) (compressed-tensors' rule: half of the range 15), codes
+    = RNE(w / scale) clamped to [-8, 7], against the rounded scale.
+    """
+    *lead, k = w.shape
+    groups = num_groups(k, group_size)
+    w = round_bf16(w.astype(jnp.float32)).reshape(*lead, groups, k // groups)
+    amax = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
+    scale = round_bf16(divide(amax, jnp.full_like(amax, 7.5)))
+    scale = jnp.where(scale == 0, _ZERO_SCALE, scale)
+    codes = jnp.clip(jnp.round(divide(w, scale)), -8, 7).astype(jnp.int8)
+    return pack_int4(codes.reshape(*lead, k)), scale[..., 0].astype(jnp.bfloat16)
+
+
+def dequantize(qvalue: Int[Array, "*L N K8"], scale: Float[Array, "*L N G"]) -> Float[Array, "*L N K"]:
+    """bf(code * scale) as float32: the weight every W4A16 kernel multiplies with."""
+    codes = unpack_int4(qvalue)
+    *lead, k = codes.shape
+    groups = scale.shape[-1]
+    codes = codes.reshape(*lead, groups, k // groups).astype(jnp.float32)
+    return round_bf16(codes * scale.astype(jnp.float32)[..., None]).reshape(*lead, k)

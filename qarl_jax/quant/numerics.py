@@ -1,0 +1,166 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which engine's arithmetic the learner mirrors.
+
+The integer codes and scales of the weights are the same everywhere. What differs between vLLM's engines is how
+activations are scaled, in which order the integer accumulator is rescaled, and where elementwise layers round. A
+profile names one combination; nothing else in the project asks what machine this is.
+
+    profile      engine                           activation code   rescale             bias
+    plain        none: embedded sampler           x * (127 / am)    s_x * (s_w * acc)   float32, then round
+    cpu_amx      vLLM CPU with AMX (sgl)          x * (127 / am)    (acc * s_x) * s_w   float32, then round
+    cpu_generic  vLLM CPU without AMX (oneDNN)    x * (1 / s_x)     (acc * s_w) * s_x   float32, then round
+    cpu_avx2     the same, with AVX2 only         x * (1 / s_x)     (acc * s_w) * s_x   float32, then round
+    cuda         vLLM CUDA (CUTLASS, Machete)     x * (127 / am)    s_x * (s_w * acc)   w4a16: after rounding
+
+(am = max |x| of a token, s_x = am / 127, the int8 activation scale; cpu_amx puts 1e-7 under am.)
+
+Elementwise layers, in eager mode (the mode the bridge pins): see the fields below. Sources: vLLM 0.32 CPU (run) and
+vLLM 0.25.1 CUDA (csrc/quantization, run on one H200).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Literal
+
+from qarl_jax.types import UserError
+
+PROFILES: tuple[str, ...] = ("plain", "cpu_amx", "cpu_generic", "cpu_avx2", "cuda")
+ENGINES = ("auto", "cpu", "cuda", "plain")
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """The arithmetic of one engine. Hashable: pass it as a static argument.
+
+    Attributes:
+      profile: one of PROFILES.
+    """
+
+    profile: str = "plain"
+
+    def __post_init__(self) -> None:
+        if self.profile not in PROFILES:
+            raise UserError(f"unknown numerics profile {self.profile!r}: use one of {', '.join(PROFILES)}")
+
+    # ---- quantized linear layers ----
+
+    @property
+    def amax_floor(self) -> float:
+        """Lower bound put under a row's absmax before its int8 scale is taken; 0: none."""
+        return 1e-7 if self.profile == "cpu_amx" else 0.0
+
+    @property
+    def code_from_rounded_scale(self) -> bool:
+        """int8 activation codes are RNE(x * (1 / s_x)), with the rounded s_x; otherwise RNE(x * (127 / absmax))."""
+        return self.profile in ("cpu_generic", "cpu_avx2")
+
+    @property
+    def rescale_order(self) -> Literal["x_then_w", "w_then_x"]:
+        """Whether the int32 accumulator meets the activation scale or the weight scale first."""
+        return "x_then_w" if self.profile == "cpu_amx" else "w_then_x"
+
+    @property
+    def bias_fused(self) -> bool:
+        """w8a8's last multiplication and the bias are one fused operation; otherwise two, each rounded (oneDNN)."""
+        return self.profile not in ("cpu_generic", "cpu_avx2")
+
+    @property
+    def bias_after_rounding(self) -> bool:
+        """w4a16 adds the bias to the already rounded output (two roundings)."""
+        return self.profile == "cuda"
+
+    @property
+    def fp8_divides(self) -> bool:
+        """fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x)."""
+        return self.profile == "cuda"
+
+    # ---- elementwise layers, for the models ----
+
+    @property
+    def mirrors_engine(self) -> bool:
+        """Elementwise layers round where the engine's do (otherwise: float32 inside, one rounding at the end)."""
+        return self.profile != "plain"
+
+    @property
+    def round_before_norm_weight(self) -> bool:
+        """RMSNorm is bf(bf(x * r) * w) (vLLM CPU eager); otherwise bf(x * r * w)."""
+        return self.profile in ("cpu_amx", "cpu_generic", "cpu_avx2")
+
+    @property
+    def sums_as_torch_avx2(self) -> bool:
+        """RMSNorm's mean of squares is summed in torch's order for 8-float vectors, and its rsqrt is 1 / sqrt, IEEE."""
+        return self.profile == "cpu_avx2"
+
+    @property
+    def round_sum_before_norm(self) -> bool:
+        """The residual sum is rounded before RMSNorm reads it (CUDA); otherwise the norm reads the float32 sum."""
+        return self.profile == "cuda"
+
+    @property
+    def round_silu(self) -> bool:
+        """SiLU(gate) is rounded before it is multiplied by up."""
+        return self.mirrors_engine
+
+    @property
+    def round_rope_table(self) -> bool:
+        """cos and sin are rounded to the compute dtype; the rotation itself is float32 with one rounding."""
+        return self.mirrors_engine
+
+    @property
+    def round_probabilities(self) -> bool:
+        """Attention weights exp(s - max) are rounded, unnormalised, before they multiply V; the divisor is not."""
+        return self.mirrors_engine and not self.truncates
+
+    @property
+    def truncates(self) -> bool:
+        """vLLM's own C++ ops (rope, attention) store bf16 by dropping the low bits, and attention keeps its weights in
+        float32: the AVX2 build has neither a rounding conversion nor bf16 products. Measured on an AMD Zen 3."""
+        return self.profile == "cpu_avx2"
+
+    @property
+    def round_logits(self) -> bool:
+        """Logits are rounded to the compute dtype (the engine's lm_head is not float32)."""
+        return self.mirrors_engine
+
+
+def cpu_has_amx() -> bool:
+    """Whether this host's CPU has int8 AMX tiles, which is what vLLM's CPU build selects its kernels by."""
+    return _cpu_has("amx_int8")
+
+
+def cpu_has_avx512() -> bool:
+    """Whether this host's CPU has AVX-512, without which vLLM loads its AVX2 build."""
+    return _cpu_has("avx512f")
+
+
+def _cpu_has(flag: str) -> bool:
+    try:
+        return flag in pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def resolve(engine: str) -> Numerics:
+    """The profile of an engine on this host. Call it once per run and record the result.
+
+    Args:
+      engine: "cpu" (vLLM CPU on this host's CPU), "cuda" (vLLM CUDA), "plain" (no vLLM), or "auto" (cuda where JAX runs
+        on a GPU, otherwise cpu).
+
+    Raises:
+      UserError: an unknown engine.
+    """
+    if engine in PROFILES and engine != "cuda":
+        return Numerics(engine)
+    if engine == "auto":
+        import jax  # the backend is asked for here only, so that naming an engine never initialises one
+
+        engine = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    if engine == "cuda":
+        return Numerics("cuda")
+    if engine == "cpu":
+        return Numerics("cpu_amx" if cpu_has_amx() else "cpu_generic" if cpu_has_avx512() else "cpu_avx2")
+    raise UserError(f"unknown quant.engine {engine!r}: use one of {', '.join(ENGINES)}")

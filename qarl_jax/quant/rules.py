@@ -1,0 +1,91 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which weight gets which scheme: an ordered list of (regex, scheme), first match wins.
+
+    quant:
+      rules:
+        - {match: "layers\\.(0|27)\\.", scheme: bf16}     # first and last layer stay high precision
+        - {match: "self_attn", scheme: w8a8}
+        - {match: ".*", scheme: "w4a16:g128"}
+
+A pattern is searched for anywhere in the path. A path no rule matches stays in bf16. The same rules write the engine's
+`quantization_config` (qarl_bridge.packing).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.quant.schemes import SchemeConfig, parse_scheme, quantize
+from qarl_jax.types import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Paths in which `match` (a regex) is found get `scheme` (None: bf16)."""
+
+    match: str
+    scheme: SchemeConfig | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Hashable, so it can be a static field of a model's config.
+
+    Example: Rules.parse([{"match": "mlp", "scheme": "w4a16:g64"}]).scheme_for("layers.mlp.up_proj") ==
+    w4a16.Config(64).
+    """
+
+    rules: tuple[Rule, ...] = ()
+
+    @classmethod
+    def parse(cls, rules: Iterable[Any], group_size: int | None = None) -> Rules:
+        """Reads {match, scheme} mappings, e.g. from YAML.
+
+        Args:
+          rules: in order of precedence.
+          group_size: the group size for schemes written without one.
+
+        Raises:
+          UserError: a key missing or unknown, a bad regex or scheme; it names the rule.
+        """
+        parsed = []
+        for i, rule in enumerate(rules):
+            where = f"quant.rules[{i}]"
+            if not isinstance(rule, Mapping) or set(rule) != {"match", "scheme"}:
+                raise UserError(f"{where}: needs exactly the keys 'match' and 'scheme', got {rule!r}")
+            try:
+                re.compile(rule["match"])
+            except (re.error, TypeError) as error:
+                raise UserError(f"{where}: {rule['match']!r} is not a regular expression: {error}") from None
+            try:
+                parsed.append(Rule(rule["match"], parse_scheme(str(rule["scheme"]), group_size)))
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
+        return cls(tuple(parsed))
+
+    @classmethod
+    def uniform(cls, scheme: SchemeConfig | None) -> Rules:
+        """Every path gets one scheme."""
+        return cls((Rule("", scheme),))
+
+    def scheme_for(self, path: str) -> SchemeConfig | None:
+        """The scheme of the first rule found in `path`; None (bf16) if there is none."""
+        for rule in self.rules:
+            if re.search(rule.match, path):
+                return rule.scheme
+        return None
+
+
+def quantize_tree(params: Mapping[str, Any], rules: Rules) -> dict[str, QTensor]:
+    """Path -> master array becomes path -> QTensor, for the paths whose rule names a scheme. Jit-able.
+
+    Raises:
+      UserError: a weight whose shape does not suit its scheme; the message names its path.
+    """
+    schemes = {path: rules.scheme_for(path) for path in params}
+    return {path: quantize(params[path], scheme, path) for path, scheme in schemes.items() if scheme is not None}

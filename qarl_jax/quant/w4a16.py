@@ -1,0 +1,92 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""w4a16: int4 weights in groups along the input, activations in the compute dtype.
+
+**Grid.** Symmetric, zero point 0. Per output channel and group of G = 128 (or 64, 32, or -1: the whole row) inputs,
+from the bfloat16-rounded master: s = bf16(absmax / 7.5), q = RNE(w / s) clamped to [-8, 7] against the *rounded* scale,
+because vLLM's scale parameter is bfloat16 and a float32 scale in a file would be rounded on load. A zero group gets the
+scale 2**-7.
+
+**Product.** w = bf(q * s), then an ordinary product of compute-dtype operands with float32 accumulation, rounded once.
+Machete, Marlin and Humming on sm90 and the CPU kernels without W4A8 all round the weight to bf(q * s) before they
+multiply; a float32 q * s would change 33-40 % of the outputs. The order of summation inside a kernel is the engine's
+own, so this scheme agrees to the last ulp on all but about 0.1 % of outputs, not on every bit.
+
+    CPU, plain     y = bf(acc + b)
+    CUDA           y = bf(bf(acc) + b)
+
+vLLM's CPU engine with AMX silently replaces this scheme by `w4a8` unless VLLM_CPU_INT4_W4A8=0: name the scheme you
+mean.
+
+**Backward.** Straight through: dX = dY bf(q * s), dMaster = dY^T x.
+
+**What vLLM does with the bytes.** `weight_packed` int32 [N, K/8] (nibble i of word j is q + 8 of element 8j+i),
+`weight_scale` bfloat16 [N, K/G], `weight_shape` int64 [2] (compressed-tensors `pack-quantized`).
+
+**Left out.** Zero points, activation reordering (GPTQ, arXiv 2210.17323), learned clipping. Marlin applies per-channel
+scales after the product (with a second rounding) where Machete and this file apply them before.
+
+Sources: QaRL, arXiv 2604.07853; Marlin, arXiv 2408.11743.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from qarl_jax.quant import int4
+from qarl_jax.quant.arithmetic import round_to
+from qarl_jax.quant.numerics import Numerics
+from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.types import UserError
+
+NAME = "w4a16"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """int4 weights, activations in compute dtype.
+
+    Attributes: group_size: inputs per scale: 32, 64 or 128 (Machete and Marlin support these), or -1 for one scale per
+      output channel.
+    """
+
+    group_size: int = 128
+
+    def __post_init__(self) -> None:
+        if not int4.is_group_size(self.group_size):
+            raise UserError(f"{NAME}: group size {self.group_size} is not a multiple of 8; use 32, 64, 128 or -1")
+
+    def __str__(self) -> str:
+        return f"{NAME}:g{self.group_size}"
+
+
+def check(shape: tuple[int, ...], config: Config) -> str | None:
+    """Why a weight [..., N, K] cannot be quantized, or None."""
+    return int4.check(shape, config.group_size)
+
+
+def quantize(w: Float[Array, "*L N K"], config: Config) -> QTensor:
+    """Packed codes int32 [..., N, K/8] and scales bfloat16 [..., N, K/G] from the bfloat16-rounded master."""
+    qvalue, scale = int4.quantize(w, config.group_size)
+    return QTensor(qvalue, scale, config)
+
+
+def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
+    """bf(code * scale), as float32: exactly the served weight."""
+    return int4.dequantize(qt.qvalue, qt.scale)
+
+
+def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
+    """The engine's layer; arguments and results as in `w8a8.forward`."""
+    y = product.floating(x, dequantize(qt).astype(jnp.bfloat16))
+    if bias is not None:
+        y = round_to(y, x.dtype).astype(jnp.float32) + bias if numerics.bias_after_rounding else y + bias
+    return y, x
+
+
+def saved_activation(saved, dtype):
+    """The activations the forward really used: [M, K]."""
+    return saved.astype(dtype)

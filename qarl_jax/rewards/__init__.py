@@ -1,0 +1,97 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards: verifiers, shaping terms and their weighted sum.
+
+    grader = Grader(cfg, max_response_len=256) groups, parts = grader.grade(tokenizer, prompts, completions)      #
+    RolloutGroups with rewards; {"exact": [...], ...}
+
+Adding a reward: one file with `Config` and `Reward(cfg, max_response_len)` (see `Reward`), a line in `REWARDS` and its
+name in `total.TERMS`. Every text has a defined reward: empty and malformed responses score 0 with the verifiers, and
+so do unfinished ones unless `truncated: score` says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from jaxtyping import Float
+
+from qarl_jax.rewards import exact, format, function, math_verify, overlong, reasoning_gym, total
+from qarl_jax.rewards.sample import Reward, Sample
+from qarl_jax.schema import Variants
+from qarl_jax.types import Completion, Prompt, RolloutGroup
+
+# Config type -> reward.
+REWARDS: dict[type, Any] = {
+    exact.Config: exact.Reward,
+    math_verify.Config: math_verify.Reward,
+    reasoning_gym.Config: reasoning_gym.Reward,
+    format.Config: format.Reward,
+    overlong.Config: overlong.Reward,
+    function.Config: function.Reward,
+}
+
+RewardConfig = Annotated[Any, Variants({**total.TERMS, "sum": total.Config})]
+
+
+class Grader:
+    """Grades completions under a reward config; owns what the rewards own (worker processes)."""
+
+    def __init__(self, cfg: Any, *, max_response_len: int):
+        """`cfg`: any of the reward Configs. Raises `UserError` for what a reward refuses (a missing function, ...)."""
+        terms = cfg.terms if isinstance(cfg, total.Config) else (total.Term(reward=cfg),)
+        names: list[str] = []
+        for term in terms:
+            name = next(name for name, cls in total.TERMS.items() if type(term.reward) is cls)
+            count = sum(known.split("#")[0] == name for known in names)
+            names.append(name if not count else f"{name}#{count + 1}")
+        self.names = tuple(names)
+        self.coefs = tuple(term.coef for term in terms)
+        self.rewards: tuple[Reward, ...] = tuple(REWARDS[type(t.reward)](t.reward, max_response_len) for t in terms)
+
+    def score(self, samples: Sequence[Sample]) -> tuple[Float[np.ndarray, " n"], dict[str, Float[np.ndarray, " n"]]]:
+        """Total reward of each sample, and each term before its weight, by name."""
+        parts = {name: reward.score(samples) for name, reward in zip(self.names, self.rewards, strict=True)}
+        total_reward = np.zeros(len(samples), np.float32)
+        for name, coef in zip(self.names, self.coefs, strict=True):
+            total_reward += np.float32(coef) * parts[name]
+        return total_reward, parts
+
+    def grade(
+        self, tokenizer: Any, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+    ) -> tuple[list[RolloutGroup], dict[str, Float[np.ndarray, " n"]]]:
+        """Decodes and grades the completions of each prompt.
+
+        Returns:
+          One RolloutGroup per prompt, and the terms over all samples, flat in the order of prompts and completions.
+        """
+        pairs = list(zip(prompts, completions, strict=True))
+        flat = [list(completion.tokens) for _, group in pairs for completion in group]
+        texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in flat]
+        samples: list[Sample] = []
+        for prompt, group in pairs:
+            for completion in group:
+                text = texts[len(samples)]
+                reason, length = completion.finish_reason, len(completion.tokens)
+                samples.append(Sample(prompt=prompt, text=text, num_tokens=length, finish_reason=reason))
+        rewards, parts = self.score(samples)
+        groups, at = [], 0
+        for prompt, group in pairs:
+            end = at + len(group)
+            groups.append(
+                RolloutGroup(
+                    prompt=prompt, completions=tuple(group), rewards=rewards[at:end].copy(), texts=tuple(texts[at:end])
+                )
+            )
+            at = end
+        return groups, parts
+
+    def close(self) -> None:
+        """Ends worker processes."""
+        for reward in self.rewards:
+            reward.close()
+
+
+__all__ = ["REWARDS", "Grader", "Reward", "RewardConfig", "Sample"]

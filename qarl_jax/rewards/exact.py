@@ -1,0 +1,47 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""1 for the reference answer, 0 for anything else: numbers compared by value, other answers as normalised text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float
+
+from qarl_jax.rewards import extract
+from qarl_jax.rewards.sample import Sample
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Attributes:
+    extract: where the answer is looked for (see `extract.extract`).
+    ignore_case: compare text without case.
+    truncated: what an unfinished response gets: "zero", or "score" to grade its text all the same.
+    """
+
+    extract: extract.Extraction = "auto"
+    ignore_case: bool = True
+    truncated: Literal["zero", "score"] = "zero"
+
+
+class Reward:
+    """See the module's text."""
+
+    def __init__(self, cfg: Config, max_response_len: int):
+        self.cfg = cfg
+
+    def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
+        return np.array([self._one(sample) for sample in samples], np.float32)
+
+    def _one(self, sample: Sample) -> float:
+        if not sample.finished and self.cfg.truncated == "zero":
+            return 0.0
+        given = extract.extract(sample.text, self.cfg.extract)
+        return float(given is not None and extract.same(given, sample.prompt.answer, ignore_case=self.cfg.ignore_case))
+
+    def close(self) -> None:
+        """Nothing to release."""

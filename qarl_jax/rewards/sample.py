@@ -1,0 +1,45 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a reward sees, and what it must offer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float
+
+from qarl_jax.types import Prompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One response to grade. Example: Sample(prompt=prompt, text="...42", num_tokens=31, finish_reason="stop").
+
+    Attributes:
+      prompt: the task; `prompt.answer` is the reference answer.
+      text: the decoded response, special tokens left out. It is model output: never trust it.
+      num_tokens: its length in tokens, the end token included.
+      finish_reason: "stop", "length" or "abort" (see `Completion`).
+    """
+
+    prompt: Prompt
+    text: str
+    num_tokens: int
+    finish_reason: str = "stop"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the response ended by itself, rather than at the length limit."""
+        return self.finish_reason == "stop"
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Grades responses. Any text gets a finite number; a response that cannot be graded gets 0."""
+
+    def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,59 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A weighted sum of rewards.
+
+reward:
+  name: sum
+  terms:
+    - {coef: 1.0, reward: {name: math_verify}}
+    - {coef: 0.1, reward: {name: format}}
+    - {coef: 0.5, reward: {name: overlong, buffer_len: 512}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Annotated, Any
+
+from qarl_jax.rewards import exact, format, function, math_verify, overlong, reasoning_gym
+from qarl_jax.schema import Variants
+from qarl_jax.types import UserError
+
+# The rewards that a sum can be made of: name in config files -> Config.
+TERMS: dict[str, type] = {
+    "exact": exact.Config,
+    "math_verify": math_verify.Config,
+    "reasoning_gym": reasoning_gym.Config,
+    "format": format.Config,
+    "overlong": overlong.Config,
+    "python": function.Config,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Term:
+    """Attributes:
+    reward: the reward.
+    coef: its weight.
+    """
+
+    reward: Annotated[Any, Variants(TERMS)]
+    coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.coef):
+            raise UserError(f"coef must be finite, got {self.coef}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Attributes:
+    terms: the summands, at least one.
+    """
+
+    terms: tuple[Term, ...]
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise UserError("a sum of rewards needs at least one entry in `terms`.")

@@ -1,0 +1,125 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rollout engines: what samples completions under a published policy version.
+
+    engine.publish(PolicyWeights(graphdef, params, qweights), version=3)
+    groups = engine.generate(prompts, num_samples=8, sampling=SamplingConfig(max_response_len=256), key=1234)
+    groups[i][j]        # the j-th Completion of prompts[i]
+
+Every engine computes with the QTensors it is given; none quantizes. Sampled tokens are a function of the published
+weights, the key, the prompt and the sample's number, and never of which slot or batch a sequence landed in.
+
+A new engine is one file with a `Config` and a class that satisfies `RolloutEngine`, and one line in `ENGINES`; the
+battery in tests/rollout/test_protocol.py greets it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from qarl_jax.types import Completion, Prompt, UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """The distribution tokens are drawn from.
+
+    The logits are divided by `temperature`, then all but the `top_k` largest are masked, then the tail outside the
+    smallest set of mass `top_p`; what is left is renormalized, drawn from, and reported as the token's log-probability.
+
+    Attributes:
+      max_response_len: most tokens of a response, the end token included.
+      temperature: 1.0 samples the policy itself. 0 is greedy: the most likely token, with its log-probability under the
+        undivided logits (evaluation only: there is no distribution to correct for).
+      top_p: in (0, 1]; 1 is off.
+      top_k: 0 is off.
+      stop_token_ids: a response ends with the first of these, which is part of it.
+    """
+
+    max_response_len: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_response_len < 1:
+            raise UserError(f"sampling: max_response_len must be at least 1, got {self.max_response_len}")
+        if not self.temperature >= 0:
+            raise UserError(f"sampling: temperature must not be negative, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"sampling: top_p must be in (0, 1], got {self.top_p} (1 turns it off)")
+        if self.top_k < 0:
+            raise UserError(f"sampling: top_k must not be negative, got {self.top_k} (0 turns it off)")
+
+    @property
+    def is_full_support(self) -> bool:
+        """Whether every token can be drawn, so that log-probs are those of the policy at this temperature."""
+        return self.temperature > 0 and self.top_p == 1 and self.top_k == 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyWeights:
+    """What is published: a model split at the border, its QTensors already made under `quant.rollout`.
+
+    Attributes:
+      graphdef: the model's static half (`models.split`), carrying config and scheme.
+      params: the masters. An engine reads those that have no QTensor (embedding, norms, head, biases), in its dtype.
+      qweights: the QTensors, by path; empty for a bf16 policy.
+    """
+
+    graphdef: Any
+    params: Any
+    qweights: Any
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Samples completions under the last published version.
+
+    `publish` returns metrics such as seconds spent; afterwards the engine holds no reference to the caller's arrays, so
+    that the learner may donate them. `generate` returns one list per prompt with `num_samples` completions each, in
+    order; it raises `UserError` before anything was published. `key` is any int in [0, 2**63): equal keys, weights and
+    prompts give equal completions.
+    """
+
+    version: int
+
+    def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]: ...
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int
+    ) -> list[list[Completion]]: ...
+
+    def close(self) -> None: ...
+
+
+def _jax(config: Any = None, **options: Any) -> RolloutEngine:
+    from qarl_jax.rollout import jax_sampler
+
+    return jax_sampler.JaxSampler(config or jax_sampler.Config(), **options)
+
+
+def _vllm(config: Any = None, **options: Any) -> RolloutEngine:
+    from qarl_jax.rollout import vllm  # the client of the bridge; the embedded sampler must not need its dependencies
+
+    return vllm.VllmEngine(config or vllm.Config(), **options)
+
+
+# Name in the config -> engine(config, **options). Imported when asked for.
+ENGINES: dict[str, Callable[..., RolloutEngine]] = {
+    "jax": _jax,
+    "vllm": _vllm,
+}
+
+
+def make_engine(name: str, config: Any = None, **options: Any) -> RolloutEngine:
+    """The engine `name` of `ENGINES`, built from its own Config (None: its defaults)."""
+    if name not in ENGINES:
+        raise UserError(f"rollout.engine: no engine {name!r}; there are {', '.join(ENGINES)}")
+    return ENGINES[name](config, **options)
+
+
+__all__ = ["ENGINES", "Completion", "PolicyWeights", "Prompt", "RolloutEngine", "SamplingConfig", "make_engine"]

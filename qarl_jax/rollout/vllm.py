@@ -1,0 +1,429 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM rollout engine: a client of the bridge process, which it starts, supervises and, when it dies, replaces.
+
+    engine = VllmEngine(Config())                          # nothing runs yet
+    engine.publish(PolicyWeights(graphdef, params, qweights), version=0)
+    engine.generate(prompts, num_samples=8, sampling=..., key=...)
+
+The first publish writes a model folder without weights (config.json and the list of tensors), starts the bridge on it,
+and then goes the way of every later publish: stage, validate, load in place, read back. The staged copy of the last
+version is kept (low-bit, in shared memory), so a bridge that dies during `generate` is restarted, given the same bytes
+again, and asked again; the trainer's loop does not notice. Because a draw depends on the weights, its prompt and its
+seed only, the answer is the one the dead bridge would have given.
+
+With `Config.address` set, the bridge was started by hand (`python -m qarl_bridge --help`), possibly on another host; it
+is never started or stopped from here, only reconnected to.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from qarl_bridge import packing, sender, wire
+from qarl_bridge.wire import BridgeError
+
+from qarl_jax import models
+from qarl_jax.models.transformer import quantizable
+from qarl_jax.quant import QTensor
+from qarl_jax.rollout import PolicyWeights, SamplingConfig
+from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
+
+# What a user can fix, as opposed to what broke.
+_USER_CODES = frozenset({"auth", "setup", "lease", "foreign_model", "foreign_scheme", "limits"})
+_LOG_TAIL_BYTES = 3000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Attributes:
+    python: interpreter that runs the bridge, with qarl_bridge and vLLM installed; empty: this one.
+    address: a bridge started by hand: a unix socket's path or tcp://host:port; empty: start one.
+    key_file: its key (64 hexadecimal digits, mode 0600), needed with `address`.
+    max_model_len: longest prompt + response in tokens; 0: what the model allows.
+    max_num_seqs: most sequences decoded together.
+    kv_cache_gb: size of the KV cache; 0: vLLM decides from `gpu_memory_utilization`.
+    gpu_memory_utilization: share of the device's memory vLLM may use (on a CPU: of the host's).
+    threads: CPU threads of the engine; 0: all that the process may use.
+    seed: of the engine; every draw has its own besides.
+    readback: weights compared after each publish: "off", "sampled" (16 inputs of every layer) or "full".
+    start_timeout_s: longest start of the engine.
+    request_timeout_s: longest silence of the bridge before it is taken for dead (it reports every 2 s).
+    drain_timeout_s: longest wait for running requests before a publish.
+    max_restarts: bridge deaths survived in a row, without a successful call in between.
+    log_file: where the bridge's output goes; empty: in a temporary folder, shown when it fails.
+    engine: "vllm", or "fake", an engine that computes nothing, to try a set-up.
+    """
+
+    python: str = ""
+    address: str = ""
+    key_file: str = ""
+    max_model_len: int = 0
+    max_num_seqs: int = 256
+    kv_cache_gb: float = 0.0
+    gpu_memory_utilization: float = 0.5
+    threads: int = 0
+    seed: int = 0
+    readback: Literal["off", "sampled", "full"] = "sampled"
+    start_timeout_s: float = 600.0
+    request_timeout_s: float = 120.0
+    drain_timeout_s: float = 600.0
+    max_restarts: int = 3
+    log_file: str = ""
+    engine: Literal["vllm", "fake"] = "vllm"
+
+    def __post_init__(self) -> None:
+        if self.address and not self.key_file:
+            raise UserError(
+                "rollout.engine.address names a bridge started by hand: set rollout.engine.key_file to its key"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise UserError(
+                f"rollout.engine.gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
+        for name in ("max_model_len", "kv_cache_gb", "threads", "max_restarts", "drain_timeout_s"):
+            if getattr(self, name) < 0:
+                raise UserError(f"rollout.engine.{name} must not be negative, got {getattr(self, name)}")
+        for name in ("max_num_seqs", "start_timeout_s", "request_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"rollout.engine.{name} must be positive, got {getattr(self, name)}")
+
+
+def engine_tensors(weights: PolicyWeights) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of every tensor of a checkpoint the engine loads, layer by layer; masters as bf16."""
+    config = models.config_of(weights.graphdef)
+    for name, tensor in models.export_tensors(weights.params, weights.qweights, config):
+        if isinstance(tensor, QTensor):
+            yield from packing.pack(name, tensor.qvalue, tensor.scale, str(tensor.scheme)).items()
+        else:
+            yield name, tensor
+
+
+def engine_config(graphdef: Any) -> dict[str, Any]:
+    """The config.json the engine is started with: the model's own, and the quantization_config its rules imply."""
+    config = models.config_of(graphdef)
+    names = models.hf_names(config)
+    schemes: dict[str, str] = {}
+    for path in quantizable(models.abstract_model(config)):
+        scheme = config.scheme_of(path)
+        for name in names[path].reshape(-1):
+            schemes[str(name)] = "bf16" if scheme is None else str(scheme)
+    values = models.hf_config_json(config)
+    values.pop("quantization_config", None)
+    ignore = ["lm_head"] if config.moe is None else ["lm_head", "re:.*mlp\\.gate$"]
+    section = packing.quantization_config(schemes, ignore)
+    return values if section is None else values | {"quantization_config": section}
+
+
+def draw_seed(key: int, uid: str, number: int) -> int:
+    """Seed in [0, 2**63) of sample `number` of prompt `uid` under `key`: a function of these three alone."""
+    digest = hashlib.blake2b(f"{key}/{number}/{uid}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class VllmEngine:
+    """A RolloutEngine; see the module docstring.
+
+    Args:
+      config: see Config.
+      run_id: names the run in versions; two runs cannot publish to one bridge.
+      incarnation: this start of the run; must grow when a run is resumed. None: the time in nanoseconds.
+      on_progress: called every two seconds while sampling, with (running, waiting, tokens).
+      log: called with a line when a bridge is started or replaced.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_id: str = "run",
+        incarnation: int | None = None,
+        on_progress: Callable[[int, int, int], None] | None = None,
+        log: Callable[[str], None] = lambda line: None,
+    ):
+        self._config = config
+        self._run_id = run_id
+        self._incarnation = time.time_ns() if incarnation is None else incarnation
+        self._on_progress = on_progress
+        self._log = log
+        self._folder: str | None = None
+        self._process: subprocess.Popen | None = None
+        self._client: sender.Client | None = None
+        self._staged: sender.StagedVersion | None = None
+        self._model_json: dict[str, Any] | None = None
+        self._model: tuple[bytes, bytes] | None = None  # fingerprint, scheme hash
+        self._numerics = "plain"
+        self.version = -1
+        self.restarts = 0
+
+    @property
+    def facts(self) -> wire.Facts | None:
+        """What the connected engine says of itself: versions, ISA, kernels, arithmetic profile."""
+        return None if self._client is None else self._client.facts
+
+    # RolloutEngine ---------------------------------------------------------------------------------------------------
+
+    def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
+        """Put a version into the engine, in place; returns seconds per phase, bytes, and what was compared."""
+        model_json = engine_config(weights.graphdef)
+        identity = (wire.model_fingerprint(model_json), wire.scheme_hash(model_json.get("quantization_config")))
+        if self._model is not None and identity != self._model:
+            raise UserError(
+                "publish: model or scheme differ from the first publish; make a new engine for another model"
+            )
+        self._model, self._model_json = identity, model_json
+        self._numerics = models.config_of(weights.graphdef).numerics.profile
+        staged = sender.stage(
+            engine_tensors(weights),
+            version=wire.Version(run_id=self._run_id, incarnation=self._incarnation, step=version),
+            model=identity[0],
+            scheme=identity[1],
+        )
+
+        def send(client: sender.Client) -> dict[str, float]:
+            return client.publish(staged, readback=self._config.readback, drain_timeout_s=self._config.drain_timeout_s)
+
+        try:
+            report = self._surviving(send, staged)
+        except BaseException:
+            staged.close()
+            raise
+        if self._staged is not None:
+            self._staged.close()
+        self._staged, self.version = staged, version
+        return report
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int
+    ) -> list[list[Completion]]:
+        """`num_samples` completions of each prompt, in order; a bridge that dies meanwhile is replaced."""
+        if self._staged is None:
+            raise UserError("generate: nothing was published yet")
+        if not prompts or num_samples == 0:
+            return [[] for _ in prompts]
+        seen: collections.Counter[str] = collections.Counter()
+        draws = []
+        for prompt in prompts:  # a prompt given twice goes on counting, so that its copies differ
+            first = seen[prompt.uid]
+            seen[prompt.uid] += num_samples
+            tokens = [int(token) for token in prompt.tokens]
+            draws += [wire.Draw(prompt=tokens, seed=draw_seed(key, prompt.uid, first + j)) for j in range(num_samples)]
+        request = wire.Sampling(
+            max_tokens=sampling.max_response_len,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=[int(token) for token in sampling.stop_token_ids],
+        )
+
+        def report(progress: wire.Progress) -> None:
+            if self._on_progress is not None:
+                self._on_progress(progress.running, progress.waiting, progress.tokens)
+
+        drawn = self._surviving(lambda client: client.generate(draws, request, on_progress=report), self._staged)
+        completions = [self._completion(draw, one) for draw, one in zip(draws, drawn, strict=True)]
+        return [completions[i : i + num_samples] for i in range(0, len(completions), num_samples)]
+
+    def close(self) -> None:
+        """Stop a bridge this engine started, and free the staged version. Idempotent."""
+        grace_s = 0.0
+        if self._client is not None:
+            if self._process is not None:
+                with contextlib.suppress(BridgeError):
+                    self._client.shutdown()
+                    grace_s = 10.0
+            self._client.close()
+            self._client = None
+        self._stop_process(grace_s)
+        if self._staged is not None:
+            self._staged.close()
+            self._staged = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    # Checks on what came back ----------------------------------------------------------------------------------------
+
+    def _completion(self, draw: wire.Draw, drawn: wire.Drawn) -> Completion:
+        tokens = np.frombuffer(drawn.tokens, "<i4")
+        logprobs = np.frombuffer(drawn.logprobs, "<f4").astype(np.float32)
+        spans = []
+        position = 0
+        for span in drawn.spans:
+            mine = (span.version.run_id, span.version.incarnation) == (self._run_id, self._incarnation)
+            if not mine or span.start != position:
+                raise RuntimeError(
+                    f"the bridge returned tokens drawn under {span.version}, which this run did not publish"
+                )
+            spans.append(VersionSpan(version=span.version.step, start=span.start, end=span.end))
+            position = span.end
+        if position != len(tokens) or len(logprobs) != len(tokens) or not np.isfinite(logprobs).all():
+            raise RuntimeError("the bridge returned a completion whose tokens, log-probs and versions do not match")
+        return Completion(
+            prompt_tokens=tuple(draw.prompt),
+            tokens=tuple(int(token) for token in tokens),
+            logprobs=logprobs,
+            finish_reason=drawn.finish_reason,
+            versions=tuple(spans),
+        )
+
+    # Supervision -----------------------------------------------------------------------------------------------------
+
+    def _surviving(self, call: Callable[[sender.Client], Any], staged: sender.StagedVersion) -> Any:
+        """The result of `call`; a dead bridge is replaced and given the last version first."""
+        for attempt in range(self._config.max_restarts + 1):
+            try:
+                if self._client is None:
+                    self._connect(staged)
+                assert self._client is not None
+                return call(self._client)
+            except BridgeError as error:
+                if error.code in _USER_CODES:
+                    raise UserError(f"vLLM bridge: {error}") from error
+                if error.code not in ("dead", "timeout"):
+                    raise
+                cause = self._bury(error)
+                if attempt == self._config.max_restarts:
+                    raise UserError(f"the vLLM bridge died {attempt + 1} times in a row; last: {cause}") from error
+                self.restarts += 1
+                self._log(f"the vLLM bridge died ({cause}); starting it again")
+        raise AssertionError("unreachable")
+
+    def _connect(self, staged: sender.StagedVersion) -> None:
+        """A connection with the lease, to an engine that serves the last published version (if there was one)."""
+        config = self._config
+        if config.address:
+            address, key = config.address, self._key(config.key_file)
+        else:
+            address, key = self._start(staged)
+        deadline = time.monotonic() + config.start_timeout_s
+        while True:
+            try:
+                client = sender.Client(address, key, timeout_s=max(1.0, deadline - time.monotonic()))
+                break
+            except BridgeError as error:
+                if error.code != "dead":
+                    raise
+                if self._process is not None and self._process.poll() is not None:
+                    raise UserError(f"the vLLM bridge did not start: {self._last_words()}") from error
+                if time.monotonic() > deadline:
+                    raise UserError(f"vLLM bridge: {error} (waited {config.start_timeout_s:g} s)") from error
+                time.sleep(0.1)
+        client.set_timeout(config.request_timeout_s)
+        try:
+            client.acquire(self._run_id, self._incarnation)
+            self._check_facts(client.facts)
+            if self._staged is not None:
+                client.publish(self._staged, readback=config.readback, drain_timeout_s=config.drain_timeout_s)
+        except BaseException:
+            client.close()
+            raise
+        self._client = client
+        notes = "".join(f"; {note}" for note in client.facts.notes)
+        facts = client.facts
+        self._log(
+            f"{facts.engine} {facts.engine_version} ({facts.profile}, {facts.isa}, {facts.threads} threads){notes}"
+        )
+
+    def _check_facts(self, facts: wire.Facts) -> None:
+        if facts.engine != "fake" and self._numerics not in ("plain", facts.profile):
+            raise UserError(
+                f"the learner mirrors the arithmetic of {self._numerics}, the engine computes as {facts.profile}: "
+                f"set quant.engine={facts.profile} (or plain)"
+            )
+
+    def _key(self, path: str) -> bytes:
+        return wire.read_key(path)
+
+    def _start(self, staged: sender.StagedVersion) -> tuple[str, bytes]:
+        config = self._config
+        self._stop_process()
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="qarl-bridge-")  # mode 0700; short, as unix sockets demand
+        folder = self._folder
+        model = os.path.join(folder, "model")
+        assert self._model_json is not None
+        expected = [
+            wire.Expected(name=entry.name, dtype=entry.dtype, shape=entry.shape) for entry in staged.manifest.tensors
+        ]
+        sender.write_folder(model, self._model_json, expected)
+        key_file = os.path.join(folder, "key")
+        if not os.path.exists(key_file):
+            wire.create_key(key_file)
+        python = config.python or sys.executable
+        address = os.path.join(folder, "socket")
+        command = [
+            python, "-m", "qarl_bridge", "--socket", address, "--model", model, "--key-file", key_file,
+            "--engine", config.engine, "--parent-pid", str(os.getpid()), "--max-model-len", str(config.max_model_len),
+            "--max-num-seqs", str(config.max_num_seqs), "--kv-cache-gb", str(config.kv_cache_gb),
+            "--gpu-memory-utilization", str(config.gpu_memory_utilization), "--seed", str(config.seed),
+            "--threads", str(config.threads),
+        ]  # fmt: skip
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+        try:
+            with open(self._log_path(), "ab") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C is the trainer's to handle
+                )
+        except OSError as error:
+            raise UserError(f"cannot start the vLLM bridge with {python} (rollout.engine.python): {error}") from None
+        return address, self._key(key_file)
+
+    def _log_path(self) -> str:
+        return self._config.log_file or os.path.join(self._folder or "", "bridge.log")
+
+    def _last_words(self) -> str:
+        try:
+            with open(self._log_path(), "rb") as file:
+                file.seek(max(0, os.path.getsize(self._log_path()) - _LOG_TAIL_BYTES))
+                text = file.read().decode(errors="replace").strip()
+        except OSError:
+            return "no output"
+        lines = text.splitlines()
+        errors = [line for line in lines if line.startswith("error:")]
+        return errors[-1].removeprefix("error: ") if errors else "\n".join(lines[-15:])
+
+    def _bury(self, error: BridgeError) -> str:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        code = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(2.0 if error.code == "dead" else 0.0)
+            self._process.kill()  # it broke its word or fell silent: nothing to wait for
+        self._stop_process()
+        return str(error) if code is None else f"{error}; exit code {code}"
+
+    def _stop_process(self, grace_s: float = 0.0) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+        for stop in (process.terminate, process.kill):
+            if process.poll() is not None:
+                return
+            stop()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10.0)
+
+
+__all__ = ["Config", "VllmEngine", "draw_seed", "engine_config", "engine_tensors"]

@@ -1,0 +1,255 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m qarl_jax.sft --config FILE [section.field=value ...]`: supervised fine-tuning on prompts and answers.
+
+The same learner, optimizers and low-bit forward as RL, with the negative log-likelihood of the answer tokens as the
+objective. It makes the starting policy of an RL run: from a model folder (`model.path`), or from random weights
+(`model.init`, a Hugging Face config) with a character tokenizer (`tokenizer.alphabet`) where nothing can be downloaded.
+
+The result is a Hugging Face folder (config.json, bfloat16 safetensors, tokenizer). If `out` already holds the result of
+the same resolved config, nothing is done: `make quickstart` can be run again at no cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import jax
+import numpy as np
+
+from qarl_jax import data, metrics, models, optimizer, schema, sharding
+from qarl_jax.data.traces import worked_answer
+from qarl_jax.learner import Learner, Options
+from qarl_jax.metrics import Mean, Metric, masked_mean
+from qarl_jax.types import LossInputs, TrainBatch, UserError
+
+RECEIPT = "sft.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """Where training starts: exactly one of `path` and `init`.
+
+    Attributes:
+      path: a Hugging Face model folder, tokenizer included.
+      init: a Hugging Face config.json as a mapping; the weights are random (`seed`), vocab_size is the tokenizer's.
+      dtype: compute dtype. Masters are float32.
+    """
+
+    path: str | None = None
+    init: dict[str, Any] | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    """A character tokenizer for models from scratch. Attributes: alphabet: its characters, each once."""
+
+    alphabet: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """How long. Attributes: updates: optimizer updates. rows: examples per update. row_len: tokens per row."""
+
+    updates: int = 100
+    rows: int = 128
+    row_len: int = 256
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        for field in ("updates", "rows", "row_len", "log_every"):
+            if getattr(self, field) < 1:
+                raise UserError(f"train.{field} must be at least 1, got {getattr(self, field)}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The run.
+
+    Attributes:
+      out: folder for the result.
+      worked_share: share of the examples whose answer is a solution with its steps (`data.traces`); the others have the
+        task's final answer alone. Between 0 and 1 the model learns both manners, and RL can tell which one pays.
+      quant: forward scheme while training; "bf16": none.
+    """
+
+    out: str
+    data: data.Config
+    model: Model = dataclasses.field(default_factory=Model)
+    tokenizer: Tokenizer = dataclasses.field(default_factory=Tokenizer)
+    worked_share: float = 0.0
+    quant: str = "bf16"
+    train: Train = dataclasses.field(default_factory=Train)
+    optimizer: Annotated[Any, schema.Variants(optimizer.OPTIMIZERS)] = dataclasses.field(
+        default_factory=lambda: optimizer.AdamW(lr=1e-5)
+    )
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.model.path is None) == (self.model.init is None):
+            raise UserError(
+                "give exactly one of model.path (a model folder) and model.init (a config for random weights)."
+            )
+        if not 0 <= self.worked_share <= 1:
+            raise UserError(f"worked_share is a share of the examples, in [0, 1]; got {self.worked_share}.")
+        if (self.model.init is not None) != bool(self.tokenizer.alphabet):
+            raise UserError(
+                "model.init and tokenizer.alphabet go together; with model.path the folder's tokenizer is used."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class NegativeLogLikelihood:
+    """Mean negative log-likelihood of the response tokens, in the interface of an objective."""
+
+    denominator: str = "tokens"
+
+    def __call__(self, x: LossInputs) -> tuple[Mean, dict[str, Metric]]:
+        mean = masked_mean(-x.logprobs, x.loss_mask)
+        return mean, {"loss/nll": mean}
+
+
+def rows_of(examples: Sequence[tuple[Sequence[int], Sequence[int]]], row_len: int) -> TrainBatch:
+    """(prompt tokens, answer tokens) pairs -> one row each, [len(examples), row_len] numpy arrays.
+
+    Raises:
+      UserError: an example is longer than a row.
+    """
+    shape = (len(examples), row_len)
+    tokens, positions, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    mask = np.zeros(shape, bool)
+    for row, (prompt, answer) in enumerate(examples):
+        length = len(prompt) + len(answer)
+        if length > row_len:
+            raise UserError(f"an example has {length} tokens, but train.row_len is {row_len}: raise it.")
+        tokens[row, :length] = [*prompt, *answer]
+        positions[row, :length] = np.arange(length)
+        segments[row, :length] = 1
+        mask[row, len(prompt) : length] = True
+    zeros = np.zeros(shape, np.float32)
+    return TrainBatch(
+        tokens=tokens,
+        positions=positions,
+        segment_ids=segments,
+        loss_mask=mask,
+        rollout_logprobs=zeros,
+        advantages=zeros,
+    )
+
+
+def fingerprint(cfg: Config) -> str:
+    """Hash of the resolved config: two equal ones make the same model."""
+    return hashlib.sha256(json.dumps(schema.to_dict(cfg), sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def is_done(cfg: Config) -> bool:
+    """Whether `cfg.out` already holds the result of this very config."""
+    try:
+        with open(os.path.join(cfg.out, RECEIPT), encoding="utf-8") as handle:
+            return json.load(handle).get("fingerprint") == fingerprint(cfg)
+    except (OSError, json.JSONDecodeError):
+        return False
+
+
+def run(cfg: Config) -> None:
+    """Trains and writes the folder."""
+    # ---- tokenizer and model ----------------------------------------------------------------------------------------
+    staging = cfg.out.rstrip("/") + ".partial"
+    shutil.rmtree(staging, ignore_errors=True)
+    os.makedirs(staging)
+    if cfg.model.init is not None:
+        tokenizer = data.make_char_tokenizer(cfg.tokenizer.alphabet, staging)
+        stop = int(tokenizer.eos_token_id)
+        values = cfg.model.init | {"vocab_size": len(tokenizer), "eos_token_id": stop, "bos_token_id": None}
+        model_config = models.read_config(
+            values, compute_dtype=cfg.model.dtype, param_dtype="float32", quant=models.parse_rules(cfg.quant)
+        )
+        model = models.random_model(model_config, cfg.seed)
+    else:
+        assert cfg.model.path is not None
+        tokenizer = data.load_tokenizer(cfg.model.path)
+        tokenizer.save_pretrained(staging)
+        stop = data.stop_token_ids(tokenizer, cfg.model.path)[0]
+        model = models.load_hf(cfg.model.path, dtype=cfg.model.dtype, param_dtype="float32", scheme=cfg.quant)
+    graphdef, params, _ = models.split(model)
+
+    # ---- data, learner ----------------------------------------------------------------------------------------------
+    source = data.make_source(cfg.data, tokenizer, "train")
+    stream = data.PromptStream(source, cfg.seed, cfg.train.rows)
+    transformation = optimizer.make_optimizer(cfg.optimizer, cfg.train.updates)
+    learner = Learner(
+        graphdef,
+        loss_fn=NegativeLogLikelihood(),
+        optimizer=transformation,
+        schedule=optimizer.make_schedule(cfg.optimizer.lr, cfg.optimizer.schedule, cfg.train.updates),
+        mesh=sharding.make_mesh(),
+        options=Options(max_segments=1),
+    )
+    state = learner.init(params)
+
+    # ---- loop -------------------------------------------------------------------------------------------------------
+    started = time.monotonic()
+    for update in range(cfg.train.updates):
+        examples = []
+        worked = np.random.default_rng([cfg.seed, update]).random(cfg.train.rows) < cfg.worked_share
+        for prompt, in_steps in zip(stream.batch(update), worked, strict=True):
+            answer = worked_answer(prompt) if in_steps else prompt.answer
+            examples.append((prompt.tokens, [*tokenizer.encode(answer, add_special_tokens=False), stop]))
+        batch = rows_of(examples, cfg.train.row_len)
+        qweights = learner.quantize(state.params)
+        grads, measured = learner.accumulate_grads(
+            learner.zero_grads(state),
+            state.params,
+            qweights,
+            learner.put(batch),
+            None,
+            batch.loss_mask.sum(),
+            len(examples),
+        )
+        state, applied = learner.apply_update(state, grads)
+        if update % cfg.train.log_every == 0 or update == cfg.train.updates - 1:
+            now = metrics.values(measured | applied)
+            if not np.isfinite(now["loss/nll"]) or now["optim/nonfinite"]:
+                raise RuntimeError(f"update {update}: the loss is {now['loss/nll']}; lower optimizer.lr.")
+            print(f"sft {update:5d}  nll {now['loss/nll']:.4f}  {time.monotonic() - started:.1f} s", flush=True)
+
+    # ---- write: the folder appears whole or not at all --------------------------------------------------------------
+    models.save_hf(learner.model(state.params), staging)
+    with open(os.path.join(staging, RECEIPT), "w", encoding="utf-8") as handle:
+        json.dump({"fingerprint": fingerprint(cfg), "config": schema.to_dict(cfg)}, handle, indent=2, default=str)
+    shutil.rmtree(cfg.out, ignore_errors=True)
+    os.replace(staging, cfg.out)
+    print(f"wrote {cfg.out}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m qarl_jax.sft", description=__doc__.split("\n")[0])
+    parser.add_argument("--config", required=True, help="YAML file")
+    parser.add_argument("--force", action="store_true", help="train even if `out` is up to date")
+    parser.add_argument("overrides", nargs="*", help="section.field=value")
+    args = parser.parse_args(argv)
+    try:
+        cfg = schema.load(Config, args.config, args.overrides)
+        if is_done(cfg) and not args.force:
+            print(f"{cfg.out} is up to date (same config); --force trains it again")
+            return 0
+        run(cfg)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_transfer_guard", "allow")
+    raise SystemExit(main())

@@ -1,0 +1,188 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The mesh, and which logical axis of which array lies on which mesh axis.
+
+Four mesh axes, all `Auto` (the partitioner fills in what is not said here):
+
+    data     batch rows; weights are replicated over it
+    fsdp     batch rows too, and weights are stored sharded over it
+    tensor   output features of every matrix, attention heads
+    expert   experts of a mixture-of-experts layer
+
+Weights are stored [N, K] = [out, in] and sharded on N alone. No contraction is ever split over devices in the forward
+pass, so a mesh changes neither the order of a sum nor a quantization group (groups lie along K): QTensors are bit-equal
+on every mesh. The price is an all-gather of activations instead of an all-reduce of partial sums, of the same size.
+
+A weight declares its logical axes beside its initializer (`nnx.Param(..., axes=("layers", "heads", "embed"))`);
+`RULES` maps them to mesh axes, in one place. A dimension that its mesh axes do not divide stays whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from qarl_jax.types import UserError
+
+MESH_AXES = ("data", "fsdp", "tensor", "expert")
+BATCH_AXES = ("data", "fsdp")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Logical axis -> mesh axes, for the arrays at rest (weights, optimizer state). () = replicated.
+
+    Attributes:
+      vocab: rows of the embedding and of the head.
+      heads: output features of q; kv_heads: of k and v.
+      mlp: output features of gate and up (experts included).
+      embed_out: output features of o and down (the model width as N).
+      expert: the experts of a layer.
+      layers: the stacked layers of a segment. embed, norm: contraction dims (K) and norm weights, always whole.
+    """
+
+    vocab: tuple[str, ...] = ("fsdp", "tensor")
+    heads: tuple[str, ...] = ("fsdp", "tensor")
+    kv_heads: tuple[str, ...] = ("fsdp", "tensor")
+    mlp: tuple[str, ...] = ("fsdp", "tensor")
+    embed_out: tuple[str, ...] = ("fsdp", "tensor")
+    expert: tuple[str, ...] = ("expert",)
+    layers: tuple[str, ...] = ()
+    embed: tuple[str, ...] = ()
+    norm: tuple[str, ...] = ()
+
+    def spec(self, axes: Sequence[str | None], name: str = "array") -> PartitionSpec:
+        """Logical axes of one array -> its PartitionSpec.
+
+        Raises:
+          UserError: an axis name is unknown, or two of them claim one mesh axis; the sentence names the parameter.
+        """
+        known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        owner: dict[str, str] = {}
+        entries: list[tuple[str, ...] | None] = []
+        for axis in axes:
+            if axis is not None and axis not in known:
+                raise UserError(f"{name}: unknown logical axis {axis!r}; known: {', '.join(known)}")
+            mesh_axes = () if axis is None else known[axis]
+            for mesh_axis in mesh_axes:
+                if mesh_axis in owner:
+                    raise UserError(
+                        f"{name}: logical axes {owner[mesh_axis]!r} and {axis!r} both map to mesh axis {mesh_axis!r};"
+                        " one array cannot be split over it twice. Change one of the two sharding rules."
+                    )
+                owner[mesh_axis] = str(axis)
+            entries.append(mesh_axes or None)
+        return PartitionSpec(*entries)
+
+
+RULES = Rules()
+
+
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh of data x fsdp x tensor x expert devices, the first ones of `devices`. -1 in one place: all the rest.
+
+    Raises:
+      UserError: a size is not positive, or more devices are asked for than there are.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise UserError(f"mesh: only one axis may be -1 (all remaining devices), not {' and '.join(free)}")
+    if free:
+        sizes[free[0]] = max(1, len(devices) // math.prod(size for size in sizes.values() if size != -1))
+    for axis, size in sizes.items():
+        if size < 1:
+            raise UserError(f"mesh.{axis} is {size}; it must be at least 1 (or -1 for all remaining devices)")
+    count = math.prod(sizes.values())
+    if count > len(devices):
+        wanted = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise UserError(f"the mesh {wanted} needs {count} devices, but there are {len(devices)}")
+    grid = np.array(devices[:count]).reshape(tuple(sizes.values()))
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _divisible(spec: PartitionSpec, shape: Sequence[int], sizes: dict[str, int]) -> PartitionSpec:
+    """`spec` without the entries whose mesh axes do not divide the dimension, or are not in the mesh."""
+    entries: list[Any] = []
+    for dim, entry in zip(shape, tuple(spec) + (None,) * (len(shape) - len(spec)), strict=True):
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        names = tuple(name for name in names if sizes.get(name, 1) > 1)
+        ways = math.prod(sizes[name] for name in names)
+        entries.append((names if len(names) > 1 else names[0]) if names and dim % ways == 0 else None)
+    return PartitionSpec(*entries)
+
+
+def named_sharding(
+    axes: Sequence[str | None],
+    shape: Sequence[int],
+    mesh: Mesh | AbstractMesh,
+    rules: Rules = RULES,
+    name: str = "array",
+):
+    """The NamedSharding of one array of `shape` with logical `axes`. A dimension that does not divide stays whole."""
+    if len(axes) != len(shape):
+        raise UserError(f"{name}: {len(axes)} logical axes {tuple(axes)} for an array of shape {tuple(shape)}")
+    return NamedSharding(mesh, _divisible(rules.spec(axes, name), shape, dict(mesh.shape)))
+
+
+def param_shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Rules = RULES) -> Any:
+    """Shardings for everything that holds model variables, in the same structure.
+
+    Args:
+      tree: a model, an abstract model (`nnx.eval_shape`), an `nnx.State` (params or qweights), or any pytree around
+        such states (an optimizer state). A variable's `axes` metadata say how its arrays lie; the arrays of a QTensor
+        ([.., N, K], [.., N, K/8], [.., N, G]) all lie like its master. Arrays outside any variable are replicated.
+      mesh: the mesh.
+      rules: logical axis -> mesh axes.
+
+    Returns:
+      The pytree (a State for a model) with a NamedSharding in place of every array.
+    """
+    if isinstance(tree, nnx.Module):
+        tree = nnx.state(tree)
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def one(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, nnx.Variable):
+            return replicated
+        axes = leaf.get_metadata().get("axes")
+        name = jax.tree_util.keystr(path)
+
+        def sharding(array: Any) -> NamedSharding:
+            shape = np.shape(array)
+            if axes is None or len(shape) != len(axes):  # e.g. a factored or scalar optimizer statistic
+                return replicated
+            return named_sharding(axes, shape, mesh, rules, name)
+
+        return jax.tree.map(sharding, leaf)
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Batch rows (the leading dim of [B, ...]) over data and fsdp. B must be a multiple of both together."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Pins how an activation (or a weight in use) lies, where a mesh is in force (`jax.set_mesh`); otherwise x itself.
+
+    Args:
+      x: an array.
+      axes: per dim "batch", a mesh axis name, or None (whole). A dimension that does not divide stays whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    spec = PartitionSpec(*(BATCH_AXES if axis == "batch" else axis for axis in axes))
+    return jax.lax.with_sharding_constraint(x, _divisible(spec, x.shape, dict(mesh.shape)))

@@ -1,0 +1,161 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which sampled responses a step trains on: dynamic sampling and overlong filtering (DAPO, arXiv 2503.14476, sec. 3).
+
+Dynamic sampling. A group whose rewards are all alike has no gradient. Such groups are left out, and more prompts are
+sampled until the step is full or `max_batches` batches have been drawn; then the step is cut to its size. Where even
+that leaves it short, groups without a signal fill it up: they weigh in the denominators, as they do without dynamic
+sampling, so a step never grows for want of data.
+
+Batch 0 of a step is the prompt stream's; batch k > 0 is drawn from all other prompts by (seed, step, k). So which
+prompts a step sees depends on its number, the seed and the policy alone, a resumed run repeats it, and turning the
+strategy on leaves the order of the stream as it was.
+
+Overlong filtering. A response cut off at the length limit has a reward that says little about it; masked, it takes part
+in its group's advantages but not in the loss or its denominators. verl leaves this out, TRL's recipe has it: off here.
+
+Left out: sampling ahead of need (more prompts than a step holds, at once), which trades waste for fewer rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from qarl_jax.data import PromptStream
+from qarl_jax.types import Prompt, RolloutGroup, UserError
+
+# Keeps these draws apart from others of the same seed.
+_EXTRA = 0xDA90
+_SAME = 1e-8  # rewards closer than this are alike, as in `loss.advantages`
+
+Parts = Mapping[str, Float[np.ndarray, " n"]]
+Sampler = Callable[[list[Prompt], int], tuple[list[RolloutGroup], Parts]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Dynamic sampling.
+
+    Attributes:
+      max_batches: most batches of prompts sampled per step; 1: off, every group is trained on. DAPO, verl: 10.
+      metric: name of the reward term that decides (a verifier's, with reward.name=sum); empty: the total reward. A
+        length penalty makes totals differ where the answers are all wrong.
+    """
+
+    max_batches: int = 1
+    metric: str = ""
+
+    def __post_init__(self) -> None:
+        if self.max_batches < 1:
+            raise UserError(f"max_batches must be at least 1 (1: off), got {self.max_batches}.")
+        if self.metric and self.max_batches == 1:
+            raise UserError(f"metric={self.metric} decides nothing at max_batches=1 (dynamic sampling off); raise it.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collected:
+    """What a step sampled.
+
+    Attributes:
+      groups: those to train on, as many as a step has prompts.
+      sampled: all of them, in the order they were drawn.
+      parts: the reward terms over all samples of `sampled`, flat.
+      metrics: `rollout/batches` drawn, `rollout/groups_dropped` (share of all groups that have no signal) and
+        `rollout/groups_filled` (share of the step that has none all the same).
+    """
+
+    groups: list[RolloutGroup]
+    sampled: list[RolloutGroup]
+    parts: dict[str, Float[np.ndarray, " n"]]
+    metrics: dict[str, float]
+
+
+def informative(groups: Sequence[RolloutGroup], parts: Parts, metric: str = "") -> Bool[np.ndarray, " g"]:
+    """Per group, whether its responses differ in `metric` (a key of `parts`; empty: the total reward).
+
+    Raises:
+      UserError: no reward term of that name.
+    """
+    if metric and metric not in parts:
+        raise UserError(f"rollout.dynamic.metric={metric}: the reward has no such term; it has {', '.join(parts)}.")
+    out, at = np.zeros(len(groups), bool), 0
+    for i, group in enumerate(groups):
+        size = len(group.completions)
+        values = np.asarray(parts[metric][at : at + size] if metric else group.rewards, np.float64)
+        out[i] = size > 1 and values.max() - values.min() >= _SAME
+        at += size
+    return out
+
+
+def more_indices(stream: PromptStream, step: int, batch: int, taken: Sequence[int]) -> list[int]:
+    """Source indices of batch `batch` > 0 of a step: a step's worth of prompts that it has not seen, or what is left.
+
+    A pure function of (seed, step, batch, taken).
+    """
+    rest = np.setdiff1d(np.arange(len(stream.source)), np.asarray(taken, np.int64))
+    rng = np.random.default_rng([_EXTRA, stream.seed, step, batch])
+    return [int(i) for i in rng.choice(rest, size=min(stream.prompts_per_step, len(rest)), replace=False)]
+
+
+def collect(cfg: Config, stream: PromptStream, step: int, sample: Sampler) -> Collected:
+    """Samples a step's groups.
+
+    Args:
+      cfg: dynamic sampling.
+      stream: the prompts.
+      step: the step.
+      sample: (prompts, number of the batch) -> their groups and the reward terms over all their samples.
+    """
+    size = stream.prompts_per_step
+    taken = stream.indices(step)
+    prompts = [stream.source.prompt(i) for i in taken]
+    sampled: list[RolloutGroup] = []
+    terms: list[Parts] = []
+    kept: list[int] = []
+    batches = 0
+    while True:
+        groups, parts = sample(prompts, batches)
+        batches += 1
+        if cfg.max_batches == 1:
+            return Collected(groups=groups, sampled=groups, parts=dict(parts), metrics={})
+        useful = informative(groups, parts, cfg.metric)
+        kept += [len(sampled) + int(i) for i in np.flatnonzero(useful)]
+        sampled += groups
+        terms.append(parts)
+        more = more_indices(stream, step, batches, taken)
+        if len(kept) >= size or batches == cfg.max_batches or not more:
+            break
+        taken = [*taken, *more]
+        prompts = [stream.source.prompt(i) for i in more]
+    signal = set(kept)
+    idle = [i for i in range(len(sampled)) if i not in signal]
+    chosen = [*kept[:size], *idle[: max(0, size - len(kept))]]
+    return Collected(
+        groups=[sampled[i] for i in chosen],
+        sampled=sampled,
+        parts={key: np.concatenate([parts[key] for parts in terms]) for key in terms[0]},
+        metrics={
+            "rollout/batches": float(batches),
+            "rollout/groups_dropped": len(idle) / len(sampled),
+            "rollout/groups_filled": max(0, size - len(kept)) / size,
+        },
+    )
+
+
+def without_truncated(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """The groups with unfinished responses emptied: rewards and places stay, no token of theirs is trained on."""
+
+    def finished(group: RolloutGroup) -> RolloutGroup:
+        completions = tuple(
+            c
+            if c.finish_reason == "stop"
+            else dataclasses.replace(c, tokens=(), logprobs=np.zeros(0, np.float32), versions=(), routed_experts=None)
+            for c in group.completions
+        )
+        return dataclasses.replace(group, completions=completions)
+
+    return [finished(group) for group in groups]

@@ -1,0 +1,415 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m qarl_jax.train --config FILE [section.field=value ...]`: quantization-aware RL, top to bottom.
+
+     prompts -> rollout engine -> completions + rollout_logprobs -> rewards -> advantages -> packed rows
+                  ^                                                                             |
+             publish(v + 1) <- quantize <- optimizer <- STE gradient <- loss <- low-bit forward <-+
+
+Step n consumes completions drawn under version n and publishes version n + 1. Everything random is a function of
+(seed, step), and the whole state is in the checkpoint, so that a killed run started again with the same command goes
+on as if nothing had happened. Ctrl-C and SIGTERM finish or drop the step in hand, save, and exit with 0.
+
+Exit codes: 0 done or interrupted after saving; 1 an error of ours or a diverged run; 2 a mistake in the input, told in
+one sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from qarl_jax import build, config, data, error_tokens, metrics, observe, plan, strategies, uaq
+from qarl_jax import evaluate as evaluations
+from qarl_jax.checkpoint import Checkpoints
+from qarl_jax.config import RunConfig
+from qarl_jax.data import packing
+from qarl_jax.learner import Learner, TrainState, code_flips
+from qarl_jax.loss import diagnostics
+from qarl_jax.loss.advantages import group_advantages
+from qarl_jax.metrics import Metric
+from qarl_jax.rollout import PolicyWeights, RolloutEngine
+from qarl_jax.types import Prompt, RolloutGroup, UserError
+
+# Reported once more over the updates after a step's first, where alone the ratio bands can act (the first has ratio 1).
+LATER = ("clip/", "loss/ratio", "loss/seq_ratio", "proximal/")
+# Of these only the updates after the first count, where there are any.
+MOVED = ("hist/ratio", "hist/seq_ratio")
+# Of the first update alone: nothing has moved, so this is the noise between the scoring and the gradient program.
+NOISE = ("proximal/noise",)
+
+
+class Interrupt:
+    """Turns the first SIGINT/SIGTERM into a flag that the loop looks at; a second one acts at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Interrupt:
+        self._previous = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError):  # not in the main thread (a notebook's executor, a test)
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        print(f"\n{signal.Signals(number).name}: saving at the next safe point (again: stop at once)", file=sys.stderr)
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+def run(cfg: RunConfig) -> None:
+    """One run, from its last checkpoint or from the start, to `train.steps`, an interrupt or an error."""
+    with contextlib.ExitStack() as stack:
+        # ---- what is cheap and can refuse, before what takes minutes -------------------------------------------------
+        interrupt = stack.enter_context(Interrupt())
+        observer = stack.enter_context(observe.Observer(cfg.run_dir, cfg.log, total_steps=cfg.train.steps))
+        grader = stack.enter_context(contextlib.closing(build.make_grader(cfg)))
+        # Entered, so that leaving by an interrupt waits for a save in the background and tells if it failed.
+        checkpoints = stack.enter_context(Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint))
+        mesh = build.make_mesh(cfg)
+        tokenizer = data.load_tokenizer(cfg.model.path)
+        stop = data.stop_token_ids(tokenizer, cfg.model.path)
+        sampling = cfg.rollout.sampling(stop)
+        source = data.make_source(cfg.data, tokenizer, "train")
+        stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step)
+        if source.skipped.total:
+            observer.say(f"prompts left out: {source.skipped}")
+        evaluates = cfg.eval.every or cfg.eval.at_start or cfg.eval.at_end
+        held_out = build.eval_prompts(cfg, tokenizer) if evaluates else []
+
+        # ---- policy, learner, engine ---------------------------------------------------------------------------------
+        graphdef, params = build.load_model(cfg, mesh)
+        learner = build.make_learner(cfg, graphdef, mesh)
+        # The reference is the policy the run starts from, whatever checkpoint it resumes from.
+        reference = learner.reference(params) if cfg.kl.coef else None
+        state = learner.init(params)
+        del params  # donated with the state from here on
+        start = 0
+        if checkpoints.latest_step() is not None:
+            restored = checkpoints.restore(state.entries())
+            stream.check_state(restored.extra["data"])
+            state, start = TrainState(**restored.state), restored.step
+            observer.say(f"resuming {cfg.run_dir} after step {start}")
+        observer.start(config=config.to_dict(cfg), facts=plan.facts(cfg, graphdef))
+        observer.write("config.yaml", config.to_yaml(cfg))
+        observer.truncate_to(start - 1)
+        evaluations.history(cfg.run_dir, up_to=start)
+        engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, observer.say)))
+        publisher = Publisher(cfg, learner, engine)
+
+        def save(step: int) -> None:
+            extra = {"data": stream.state(step), "policy_version": step, "seed": cfg.seed}
+            checkpoints.save(step, state.entries(), extra)
+
+        def evaluate(version: int) -> dict[str, float]:
+            result = evaluations.evaluate(
+                engine,
+                held_out,
+                grader,
+                tokenizer,
+                sampling=build.eval_sampling(cfg, stop),
+                num_samples=cfg.eval.num_samples,
+                key=build.seed_of(cfg.seed, 0, "eval"),
+                ks=cfg.eval.ks,
+            ).metrics
+            evaluations.record(cfg.run_dir, version, result)
+            return result
+
+        # ---- the loop ------------------------------------------------------------------------------------------------
+        publisher.publish(state, start)
+        if cfg.eval.at_start and start == 0 and not evaluations.history(cfg.run_dir):
+            observer.say(f"held-out reward before training: {evaluate(0)['eval/reward/mean']:.3f}")
+
+        timer = observe.PhaseTimer()
+
+        def sample(step: int, prompts: list[Prompt], batch: int) -> tuple[list[RolloutGroup], dict[str, np.ndarray]]:
+            with timer("rollout"):
+                completions = engine.generate(
+                    prompts,
+                    num_samples=cfg.rollout.num_samples_per_prompt,
+                    sampling=sampling,
+                    key=build.seed_of(cfg.seed, step, f"rollout/{batch}" if batch else "rollout"),
+                )
+            with timer("reward"):
+                return grader.grade(tokenizer, prompts, completions)
+
+        for step in range(start, cfg.train.steps):
+            timer.take()
+            profile = jax.profiler.trace(os.path.join(cfg.run_dir, "profile"))
+            with profile if step in cfg.train.profile_steps else contextlib.nullcontext():
+                # ---- sample and grade: nothing has changed yet, so an interrupt drops the step -----------------------
+                collected = strategies.collect(cfg.rollout.dynamic, stream, step, functools.partial(sample, step))
+                groups = collected.groups
+                if interrupt.requested:
+                    save(step)
+                    checkpoints.wait()
+                    observer.say(f"interrupted: saved after step {step}; the same command resumes")
+                    return
+
+                # ---- learn -------------------------------------------------------------------------------------------
+                advantages = group_advantages(np.stack([group.rewards for group in groups]), cfg.advantage.name)
+                if cfg.train.shuffle_advantages:
+                    rng = np.random.default_rng(build.seed_of(cfg.seed, step, "shuffle"))
+                    advantages = rng.permutation(advantages.reshape(-1)).reshape(advantages.shape)
+                if cfg.train.mask_truncated:
+                    groups = strategies.without_truncated(groups)
+                state, learned, histograms = learn(
+                    cfg, learner, publisher, state, groups, advantages, step, timer, reference
+                )
+                with timer("publish"):
+                    published = publisher.publish(state, step + 1)
+
+            # ---- report and save -------------------------------------------------------------------------------------
+            done = step + 1
+            last = done == cfg.train.steps
+            record = rollout_metrics(collected.sampled, collected.parts, advantages) | collected.metrics
+            record |= learned | published
+            if (cfg.eval.every and done % cfg.eval.every == 0 and not last) or (last and cfg.eval.at_end):
+                with timer("eval"):
+                    record |= evaluate(done)
+            observer.log(step, record | speed(record, timer.take()))
+            observer.samples(step, collected.groups)
+            observer.histograms(step, histograms)
+            if checkpoints.should_save(done) or last or interrupt.requested:
+                save(done)
+            if interrupt.requested and not last:
+                checkpoints.wait()
+                observer.say(f"interrupted: saved after step {done}; the same command resumes")
+                return
+        checkpoints.wait()
+        observer.say(summary(cfg))
+
+
+class Publisher:
+    """Makes QTensors of the masters and hands them to the engine: quantize once per update, publish once per step.
+
+    Where learner and sampler share a scheme (QaRL), what is published are the learner's own tensors, those its forward
+    reads in the next update; else (quantized rollout under a bf16 learner) the sampler's are made here.
+    """
+
+    def __init__(self, cfg: RunConfig, learner: Learner, engine: RolloutEngine):
+        self.learner, self.engine = learner, engine
+        self.graphdef = build.rollout_graphdef(cfg, learner.graphdef)
+        self._quantize = None if self.graphdef == learner.graphdef else learner.quantizer(self.graphdef)
+        self._qweights: Any = None
+        self._published: Any = None
+
+    def qweights(self, state: TrainState) -> Any:
+        """The learner's QTensors for `state`: those just published, where they are its own."""
+        if self._qweights is None:
+            self._qweights = self.learner.quantize(state.params)
+        return self._qweights
+
+    def updated(self) -> None:
+        """The masters moved: the tensors at hand are old."""
+        self._qweights = None
+
+    def publish(self, state: TrainState, version: int) -> dict[str, float]:
+        """Publishes `state` as `version`; returns the engine's timings and the share of codes that changed."""
+        qweights = self.qweights(state) if self._quantize is None else self._quantize(state.params)
+        weights = PolicyWeights(graphdef=self.graphdef, params=state.params, qweights=qweights)
+        report = timed(self.engine.publish(weights, version))
+        if jax.tree.leaves(qweights):
+            report["quant/error"] = float(jax.device_get(uaq.quantization_error(state.params, qweights)))
+        if self._published is not None and jax.tree.leaves(qweights):
+            # QuRL's "frozen actor" alarm: a policy whose codes do not change samples the same way for ever.
+            report["quant/code_flips"] = float(jax.device_get(code_flips(self._published, qweights).value))
+        self._published = qweights
+        return report
+
+
+def learn(
+    cfg: RunConfig,
+    learner: Learner,
+    publisher: Publisher,
+    state: TrainState,
+    groups: list[RolloutGroup],
+    advantages: np.ndarray,
+    step: int,
+    timer: observe.PhaseTimer,
+    reference: tuple[Any, Any] | None = None,
+) -> tuple[TrainState, dict[str, float], dict[str, list[int]]]:
+    """All optimizer updates of a step. Returns the new state, the step's reduced metrics and its histograms.
+
+    `reference`: masters and QTensors of the reference policy (`Learner.reference`), where the run has a KL term.
+
+    The proximal policy is scored once, before the first update, on the very rows the updates use. A step with a single
+    update needs no scoring: there the proximal policy is the current one.
+
+    Raises:
+      RuntimeError: a gradient is not finite; names the step and the update, and leaves the last checkpoint untouched.
+    """
+    with timer("pack"):
+        packs = []
+        for epoch in range(cfg.train.update_epochs):
+            for chosen in packing.mini_batches(
+                len(groups), cfg.train.mini_batch_prompts, seed=cfg.seed, step=step, epoch=epoch
+            ):
+                packed = packing.pack(
+                    [groups[i] for i in chosen],
+                    advantages[chosen],
+                    row_len=cfg.row_len,
+                    rows_multiple=cfg.train.micro_batch_rows,
+                    max_segments=cfg.train.max_segments,
+                    unpacked=cfg.train.packing == "unpacked",
+                )
+                micros = [learner.put(micro) for micro in packed.micro_batches(cfg.train.micro_batch_rows)]
+                packs.append((packed, micros))
+    old: list[list[Any]] = [[None] * len(micros) for _, micros in packs]
+    if len(packs) > 1:
+        with timer("old_logprobs"):
+            qweights = publisher.qweights(state)
+            old = [[learner.score(state.params, qweights, micro)[0] for micro in micros] for _, micros in packs]
+            jax.block_until_ready(old)
+    extra: list[list[dict[str, Any]]] = [[{}] * len(micros) for _, micros in packs]
+    if reference is not None:
+        with timer("ref_logprobs"):
+            extra = [[{"ref_logprobs": learner.score(*reference, micro)[0]} for micro in micros] for _, micros in packs]
+            jax.block_until_ready(extra)
+    total: dict[str, Metric] = {}
+    moved: dict[str, Metric] = {}
+    first: dict[str, Metric] = {}
+    later: dict[str, Metric] = {}
+    for number, (packed, micros) in enumerate(packs):
+        with timer("update"):
+            qweights = publisher.qweights(state)
+            grads = learner.zero_grads(state)
+            inner: dict[str, Metric] = {}
+            for micro, old_logprobs, more in zip(micros, old[number], extra[number], strict=True):
+                counts = packed.num_tokens, packed.num_sequences
+                grads, measured = learner.accumulate_grads(
+                    grads, state.params, qweights, micro, old_logprobs, *counts, **more
+                )
+                inner = metrics.merge(inner, measured)
+            state, applied = learner.apply_update(state, grads)
+            publisher.updated()
+            if float(jax.device_get(applied["optim/nonfinite"].value)):
+                raise RuntimeError(
+                    f"step {step}, update {number + 1} of {len(packs)}: the gradient is not finite. The run stops here;"
+                    " its last checkpoint is intact. Lower optimizer.lr, or inspect samples.jsonl."
+                )
+        total = metrics.merge(total, inner | applied)
+        ratios = {key: value for key, value in inner.items() if key.startswith(MOVED)}
+        moved = ratios if number <= 1 else metrics.merge(moved, ratios)
+        if number == 0:
+            # Nothing has moved yet: what differs from the scored log-probs is the noise between the two programs.
+            first = {key: inner[key] for key in NOISE if key in inner}
+        else:
+            later = metrics.merge(later, {f"later/{k}": v for k, v in inner.items() if k.startswith(LATER)})
+    histograms = metrics.histograms(total | moved)
+    numbers = metrics.values(total | first | later) | {
+        "train/padding_share": float(np.mean([packed.padding_share for packed, _ in packs])),
+        "train/tokens": float(sum(packed.num_tokens for packed, _ in packs)),
+        "train/updates": float(len(packs)),
+    }
+    return state, numbers | quantiles(histograms), histograms
+
+
+def quantiles(histograms: dict[str, list[int]]) -> dict[str, float]:
+    """Log-ratios at the 1st, 50th and 99th percentile of every histogram that is not empty."""
+    out: dict[str, float] = {}
+    for key, counts in histograms.items():
+        if any(counts):
+            found = diagnostics.quantiles(counts, (0.01, 0.5, 0.99))
+            name = key.removeprefix("hist/")
+            out |= {f"quantile/{name}/p{level}": value for level, value in zip(("01", "50", "99"), found, strict=True)}
+    return out
+
+
+def rollout_metrics(
+    groups: list[RolloutGroup], parts: dict[str, np.ndarray], advantages: np.ndarray
+) -> dict[str, float]:
+    """What was sampled and how it was graded."""
+    rewards = np.stack([group.rewards for group in groups]).astype(np.float64)
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = np.array([len(completion.tokens) for completion in completions])
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/best": float(rewards.max(1).mean()),
+        "reward/zero_advantage_groups": float((advantages == 0).all(1).mean()),
+        **{f"reward/{name}": float(values.mean()) for name, values in parts.items() if len(parts) > 1},
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated": float(np.mean([c.finish_reason != "stop" for c in completions])),
+        "rollout/version": float(min(c.policy_version for c in completions)),
+        "response/tokens": float(lengths.sum()),
+        **error_tokens.text_metrics([c.tokens for c in completions], [t for group in groups for t in group.texts]),
+    }
+
+
+def speed(record: dict[str, float], times: dict[str, float]) -> dict[str, float]:
+    """Seconds per phase, and tokens per second of the sampler and of the whole step."""
+    tokens = record["response/tokens"]
+    return times | {
+        "time/rollout_tok_per_s": tokens / max(times.get("time/rollout_s", 0.0), 1e-9),
+        "time/tok_per_s": tokens / max(times["time/step_s"], 1e-9),
+    }
+
+
+def summary(cfg: RunConfig) -> str:
+    """The run in a few lines: reward of the first and last five steps, held-out evaluations, the curve."""
+    records = observe.read_lines(os.path.join(cfg.run_dir, "metrics.jsonl"))
+    rewards = [record["reward/mean"] for record in records]
+    lines = [
+        f"done: {cfg.run_dir}",
+        f"reward/mean       {np.mean(rewards[:5]):.3f} (first five steps) -> {np.mean(rewards[-5:]):.3f} (last five)",
+        f"                  {observe.sparkline(rewards)}",
+    ]
+    held_out = evaluations.history(cfg.run_dir)
+    if len(held_out) > 1:
+        first, last = held_out[0], held_out[-1]
+        lines.append(
+            f"held-out reward   {first['eval/reward/mean']:.3f} (+-{first['eval/reward/stderr']:.3f}, version"
+            f" {first['version']}) -> {last['eval/reward/mean']:.3f} (+-{last['eval/reward/stderr']:.3f}, version"
+            f" {last['version']})"
+        )
+    dropped = [record["later/clip/seq_dropped"] for record in records if "later/clip/seq_dropped" in record]
+    if dropped:
+        lines.append(f"sequences dropped {np.mean(dropped):.1%} (after each step's first update)")
+    return "\n".join(lines)
+
+
+def timed(published: dict[str, float]) -> dict[str, float]:
+    """An engine's timings under `time/`, where wall-clock numbers live (they differ between equal runs)."""
+    return {f"time/{key.removeprefix('time/')}": value for key, value in published.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
+    parser.add_argument("--config", required=True, help="YAML file (see configs/)")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plans, then stop")
+    parser.add_argument("overrides", nargs="*", help="section.field=value")
+    args = parser.parse_args(argv)
+    try:
+        cfg = config.load(args.config, args.overrides)
+        if args.dry_run:
+            print(config.to_yaml(cfg))
+        print(config.describe(cfg))
+        if args.dry_run:
+            print(plan.describe(cfg))
+            return 0
+        run(cfg)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

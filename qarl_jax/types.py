@@ -1,0 +1,168 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The records that flow through a training step.
+
+Dimension legend, used in every signature and suffix of the project:
+
+    B batch rows   T time (token positions)   D model width   F ffn width   V vocabulary
+    N q-heads      K kv-heads                 H head width    E experts     G quantization groups
+    S segments (responses) per packed row
+
+(In `quant/`, weights are [N, K] = [out, in], as on disk and in vLLM.)
+
+Off-by-ones, written once:
+
+  * `logprobs[b, t]` scores `tokens[b, t]`, given everything before it in its segment. The first token of a segment is
+    scored by nothing and is never in `loss_mask`. No other file shifts by one: `logprobs.py` does it.
+  * Step n consumes completions drawn under version n-1-lag and publishes version n; version 0 is the initial policy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VersionSpan:
+    """Response tokens [start, end) were drawn under policy `version`.
+
+    Example: VersionSpan(version=3, start=0, end=17).
+    """
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sampled response.
+
+    Example: prompt "2+2=" and response "4<eos>" under version 3:
+    Completion(prompt_tokens=(12, 10, 12, 5), tokens=(14, 1), logprobs=array([-0.2, -0.01]), finish_reason="stop",
+    versions=(VersionSpan(version=3, start=0, end=2),))
+
+    Attributes:
+      prompt_tokens: token ids of the prompt.
+      tokens: token ids of the response, the end-of-sequence token included when it was drawn.
+      logprobs: [len(tokens)] float32, log-probability of each response token under the sampler's distribution, after
+        temperature, and at top_p = 1 / top_k = off exactly the distribution drawn from.
+      finish_reason: "stop" (an end token was drawn), "length" (the limit was hit) or "abort" (unfinished).
+      versions: policy versions the tokens were drawn under, in order, covering [0, len(tokens)).
+      routed_experts: optional [len(prompt)+len(tokens)-1, layers, top_k] expert ids (MoE engines that record them).
+    """
+
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: np.ndarray
+    finish_reason: str
+    versions: tuple[VersionSpan, ...]
+    routed_experts: np.ndarray | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version any token was drawn under."""
+        return min((span.version for span in self.versions), default=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One task to answer. Example: Prompt(uid="chain_sum/17", tokens=(12, 10), text="1+2=", answer="3", meta={})."""
+
+    uid: str
+    tokens: tuple[int, ...]
+    text: str
+    answer: str
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutGroup:
+    """The responses to one prompt, the unit over which advantages are normalized.
+
+    Attributes:
+      prompt: the prompt.
+      completions: the sampled responses.
+      rewards: [len(completions)] float32.
+      texts: decoded responses, special tokens stripped.
+    """
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    rewards: np.ndarray
+    texts: tuple[str, ...] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """Packed rows, ready for the learner. Several responses (each with its prompt) may share a row.
+
+    Example, one row holding two segments of prompt+response and one padding position, T = 8:
+      tokens       [[5, 6, 7, 1,  8, 9, 1,  0]]
+      positions    [[0, 1, 2, 3,  0, 1, 2,  0]]
+      segment_ids  [[1, 1, 1, 1,  2, 2, 2,  0]]
+      loss_mask    [[0, 0, 1, 1,  0, 1, 1,  0]]   (responses: "7 1" and "9 1")
+
+    Attributes (B rows, T positions):
+      tokens: [B, T] int32.
+      positions: [B, T] int32, position within the segment (RoPE).
+      segment_ids: [B, T] int32, 1.. per row, 0 = padding.
+      loss_mask: [B, T] bool, response tokens (holes allowed).
+      rollout_logprobs: [B, T] float32, what the sampler reported; 0 elsewhere.
+      advantages: [B, T] float32, broadcast over each response; 0 elsewhere.
+    """
+
+    tokens: Any
+    positions: Any
+    segment_ids: Any
+    loss_mask: Any
+    rollout_logprobs: Any
+    advantages: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """What every objective sees (DESIGN: one signature).
+
+    Values outside `loss_mask` may be anything, NaN included; they never reach a sum or a gradient.
+
+    Attributes (B rows, T positions):
+      logprobs: [B, T] float32, learner now. The only differentiated field.
+      old_logprobs: [B, T] float32, learner at the start of the update (proximal policy).
+      rollout_logprobs: [B, T] float32, what the sampler reported (behaviour policy).
+      advantages: [B, T] float32, broadcast per response.
+      loss_mask: [B, T] bool, response tokens; holes allowed.
+      segment_ids: [B, T] int32, which response of the row a token belongs to; 0 = padding.
+      num_tokens: float32 scalar, response tokens of the whole optimizer mini-batch; None: this batch is the whole.
+      num_sequences: float32 scalar, non-empty responses of the whole mini-batch; None: this batch is the whole.
+      ref_logprobs: [B, T] float32, reference policy, where a KL term is used.
+      values, old_values, returns: [B, T] float32, where a critic is used.
+      max_segments: static upper bound on segment_ids; None: T.
+    """
+
+    logprobs: Any
+    old_logprobs: Any
+    rollout_logprobs: Any
+    advantages: Any
+    loss_mask: Any
+    segment_ids: Any
+    num_tokens: Any = None
+    num_sequences: Any = None
+    ref_logprobs: Any = None
+    values: Any = None
+    old_values: Any = None
+    returns: Any = None
+    max_segments: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+class UserError(Exception):
+    """Something the user can fix: bad config, file, shape or environment.
+
+    Entry points print its message and exit with code 2; nothing on disk is lost.
+    """

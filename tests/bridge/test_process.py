@@ -1,0 +1,410 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The bridge as a process, and the trainer's engine that supervises it. The engine inside is the fake one."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+from flax import nnx
+from qarl_bridge import sender, wire
+from qarl_bridge.wire import BridgeError
+
+from qarl_jax import models, quant
+from qarl_jax.rollout import PolicyWeights, SamplingConfig, make_engine
+from qarl_jax.rollout.vllm import Config, VllmEngine, draw_seed, engine_config, engine_tensors
+from qarl_jax.types import Prompt, UserError
+from tests.reference import bridge_world
+
+pytestmark = pytest.mark.slow
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+FAKE = Config(engine="fake", max_model_len=128, start_timeout_s=60, request_timeout_s=30)
+SAMPLING = SamplingConfig(max_response_len=6)
+PROMPTS = [Prompt(uid=f"p{i}", tokens=(1, 2, i), text="", answer="") for i in range(3)]
+
+
+@functools.cache
+def weights(seed=0, scheme="w4a16:g32", profile="plain"):
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "config.json"), "w") as file:
+            json.dump(MODEL, file)
+        config = models.read_config(
+            folder,
+            compute_dtype="float32",
+            param_dtype="float32",
+            quant=models.parse_rules(scheme),
+            numerics=quant.resolve(profile),
+        )
+    graphdef, params, qweights = models.split(models.Transformer(config, nnx.Rngs(seed)))
+    qweights = models.quantize_params(graphdef, params)
+    return PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
+
+
+@contextlib.contextmanager
+def engine(config=FAKE, **options):
+    e = VllmEngine(config, **options)
+    try:
+        yield e
+    finally:
+        e.close()
+
+
+def tokens(groups):
+    return [[c.tokens for c in group] for group in groups]
+
+
+def generate(e, key=1, n=2):
+    return e.generate(PROMPTS, num_samples=n, sampling=SAMPLING, key=key)
+
+
+# ---- the trainer's engine -------------------------------------------------------------------------------------------
+
+
+def test_the_engine_publishes_samples_and_cleans_up():
+    with engine() as e:
+        report = e.publish(weights(0), 0)
+        assert report["tensors"] == len(list(engine_tensors(weights(0))))
+        groups = generate(e)
+        assert [len(g) for g in groups] == [2, 2, 2]
+        completion = groups[2][1]
+        assert completion.prompt_tokens == (1, 2, 2)
+        assert len(completion.tokens) == len(completion.logprobs) == 6
+        assert completion.logprobs.dtype == np.float32
+        assert completion.finish_reason == "length"
+        assert completion.policy_version == 0
+        e.publish(weights(1), 1)
+        assert generate(e)[0][0].policy_version == e.version == 1
+        process, folder = e._process, e._folder
+    assert process.returncode == 0
+    assert not os.path.exists(folder)
+
+
+def test_it_is_the_registrys_vllm_engine():
+    e = make_engine("vllm", FAKE)
+    assert isinstance(e, VllmEngine)
+    with pytest.raises(UserError, match="nothing was published"):
+        generate(e)
+    e.close()
+
+
+def test_a_killed_bridge_is_replaced_and_answers_as_the_dead_one_would_have():
+    lines = []
+    with engine(log=lines.append) as e:
+        e.publish(weights(0), 3)
+        before = generate(e)
+        e._process.kill()
+        after = generate(e)
+        assert tokens(after) == tokens(before)
+        assert after[0][0].policy_version == 3
+        assert e.restarts == 1
+        assert any("died" in line and "exit code -9" in line for line in lines)
+        e._process.kill()
+        e.publish(weights(1), 4)
+        assert generate(e)[0][0].policy_version == 4
+
+
+def test_a_bridge_killed_while_it_samples_is_replaced():
+    with engine() as e:
+        e.publish(weights(0), 0)
+        before = generate(e)
+        # Stopped, so that the request is surely in flight when it dies.
+        os.kill(e._process.pid, signal.SIGSTOP)
+        killer = threading.Timer(0.3, e._process.kill)
+        killer.start()
+        assert tokens(generate(e)) == tokens(before)
+        assert e.restarts == 1
+
+
+def test_a_bridge_that_hangs_is_replaced():
+    with engine(dataclasses.replace(FAKE, request_timeout_s=1.0)) as e:
+        e.publish(weights(0), 0)
+        before = generate(e)
+        os.kill(e._process.pid, signal.SIGSTOP)
+        assert tokens(generate(e)) == tokens(before)
+
+
+def test_a_bridge_that_keeps_dying_is_reported(monkeypatch):
+    with engine(dataclasses.replace(FAKE, max_restarts=1)) as e:
+        e.publish(weights(0), 0)
+
+        def die(client, *args, **options):
+            os.kill(client.facts.pid, signal.SIGKILL)
+            return client.status()
+
+        monkeypatch.setattr(sender.Client, "generate", die)
+        with pytest.raises(UserError, match=r"died 2 times in a row.*exit code -9"):
+            generate(e)
+
+
+def test_what_stops_a_bridge_from_starting_is_told_in_its_own_words():
+    with (
+        engine(dataclasses.replace(FAKE, python="/nowhere/python")) as e,
+        pytest.raises(UserError, match=r"cannot start.*/nowhere/python.*rollout\.engine\.python"),
+    ):
+        e.publish(weights(0), 0)
+    with engine(dataclasses.replace(FAKE, python="/bin/false")) as e, pytest.raises(UserError, match="did not start"):
+        e.publish(weights(0), 0)
+
+
+def test_limits_of_the_engine_are_the_users_to_fix():
+    with engine() as e:
+        e.publish(weights(0), 0)
+        with pytest.raises(UserError, match="max_model_len 128"):
+            e.generate(PROMPTS, num_samples=1, sampling=SamplingConfig(max_response_len=126), key=0)
+        assert e.restarts == 0
+        generate(e)
+
+
+def test_another_model_or_scheme_needs_another_engine():
+    with engine() as e:
+        e.publish(weights(0), 0)
+        with pytest.raises(UserError, match="another model"):
+            e.publish(weights(0, "w8a8"), 1)
+        assert generate(e)[0][0].policy_version == 0
+
+
+def test_a_learner_that_mirrors_another_arithmetic_is_refused():
+    other = VllmEngine(FAKE)
+    other._numerics = "cuda"
+    facts = bridge_world.FakeEngine(bridge_world.CONFIG, {}, has_weights=False).facts
+    real = msgspec.structs.replace(facts, engine="vllm", profile="cpu_generic")
+    with pytest.raises(UserError, match=r"set quant\.engine=cpu_generic"):
+        other._check_facts(real)
+    other._numerics = "cpu_generic"
+    other._check_facts(real)
+
+
+def test_copies_of_a_prompt_and_samples_draw_differently_and_keys_decide():
+    seeds = {draw_seed(key, uid, number) for key in (0, 1) for uid in ("a", "b", "1/a") for number in range(50)}
+    assert len(seeds) == 300
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+    with engine() as e:
+        e.publish(weights(0), 0)
+        twice = e.generate([PROMPTS[0], PROMPTS[0]], num_samples=2, sampling=SAMPLING, key=1)
+        once = e.generate([PROMPTS[0]], num_samples=4, sampling=SAMPLING, key=1)
+        assert tokens(twice)[0] + tokens(twice)[1] == tokens(once)[0]
+        assert len(set(tokens(once)[0])) == 4
+        assert tokens(generate(e, key=1)) == tokens(generate(e, key=1)) != tokens(generate(e, key=2))
+        assert e.generate([], num_samples=2, sampling=SAMPLING, key=0) == []
+
+
+def test_the_engine_holds_no_reference_to_the_learners_arrays():
+    with engine() as e:
+        w = weights(0)
+        copy = PolicyWeights(graphdef=w.graphdef, params=jax.tree.map(lambda x: x + 0, w.params), qweights=w.qweights)
+        e.publish(copy, 0)
+        jax.tree.map(lambda x: x.delete(), copy.params)  # as donation does
+        e._process.kill()
+        generate(e)  # republished from the staged copy
+        assert e.restarts == 1
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w8a8", "w4a16:g32"])
+def test_the_exported_config_lists_the_scheme_and_the_tensors_fit_it(scheme):
+    w = weights(0, scheme)
+    section = engine_config(w.graphdef).get("quantization_config")
+    named = dict(engine_tensors(w))
+    suffixes = {name.rpartition(".")[2] for name in named if "q_proj" in name}
+    if scheme == "bf16":
+        assert section is None
+        assert suffixes == {"weight"}
+    else:
+        assert section["config_groups"]["group_0"]["weights"]["num_bits"] == (8 if scheme == "w8a8" else 4)
+        wanted = {"weight", "weight_scale"} if scheme == "w8a8" else {"weight_packed", "weight_scale", "weight_shape"}
+        assert suffixes == wanted
+    assert "lm_head.weight" not in named  # tied
+    layers = [int(n.split(".")[2]) for n in named if n.startswith("model.layers")]
+    assert layers == sorted(layers)  # layer by layer: the loader holds one module at a time
+
+
+def test_bad_settings_are_refused():
+    for options in (
+        {"address": "tcp://h:1"},
+        {"gpu_memory_utilization": 0.0},
+        {"max_num_seqs": 0},
+        {"threads": -1},
+    ):
+        with pytest.raises(UserError, match=r"rollout\.engine\."):
+            Config(**options)
+
+
+# ---- the process ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def by_hand(tmp_path, *extra, address=None):
+    """A bridge a user started, on a model folder without weights; yields (process, address, key file)."""
+    w = weights(0)
+    expected = [
+        wire.Expected(name=n, dtype=wire.dtype_name(a.dtype), shape=list(a.shape)) for n, a in engine_tensors(w)
+    ]
+    sender.write_folder(str(tmp_path / "model"), engine_config(w.graphdef), expected)
+    address = address or str(tmp_path / "s")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qarl_bridge", "--socket", address, "--model", str(tmp_path / "model"),
+         "--key-file", str(tmp_path / "key"), "--engine", "fake", "--max-model-len", "128", *extra],
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    try:
+        yield process, address, str(tmp_path / "key")
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def connected(address, key_file):
+    """A client, once the bridge listens."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return sender.Client(address, wire.read_key(key_file), timeout_s=30)
+        except BridgeError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def free_port():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        return holder.getsockname()[1]
+
+
+def test_a_bridge_started_by_hand_serves_trainers_and_outlives_them(tmp_path):
+    with by_hand(tmp_path) as (process, address, key_file):
+        connected(address, key_file).close()
+        config = dataclasses.replace(FAKE, address=address, key_file=key_file)
+        with engine(config, run_id="a", incarnation=1) as e:
+            e.publish(weights(0), 5)
+            before = generate(e)
+            with engine(config, run_id="b") as second, pytest.raises(UserError, match="another trainer"):
+                second.publish(weights(1), 0)
+        assert process.poll() is None
+        time.sleep(0.1)
+        with engine(config, run_id="a", incarnation=2) as resumed:  # steps back
+            resumed.publish(weights(0), 2)
+            assert tokens(generate(resumed)) == tokens(before)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert not os.path.exists(address)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_trainer_that_was_killed_leaves_its_lease_to_the_next_at_once(tmp_path, kind):
+    wire.create_key(str(tmp_path / "key"))
+    address = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else str(tmp_path / "s")
+    with by_hand(tmp_path, address=address) as (_, _, key_file):
+        connected(address, key_file).close()
+        code = f"""
+import time
+from qarl_bridge import sender, wire
+client = sender.Client({address!r}, wire.read_key({key_file!r}))
+client.acquire("run", 1)
+print("holds", flush=True)
+time.sleep(60)
+"""
+        trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert trainer.stdout.readline() == "holds\n"
+        trainer.stdout.close()
+        second = connected(address, key_file)
+        with pytest.raises(BridgeError, match="another trainer"):
+            second.acquire("run", 2)
+        trainer.kill()
+        trainer.wait()
+        second.acquire("run", 2)
+        assert second.status().holder == "run"
+        second.close()
+
+
+def test_over_tcp_the_key_is_a_must_and_bytes_travel_in_chunks(tmp_path):
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with by_hand(tmp_path, address=address) as (process, _, _):
+        assert process.wait(20) == 2  # no key file yet: a TCP bridge does not make one up
+        assert "needs an existing key file" in process.stderr.read()
+    wire.create_key(str(tmp_path / "key"))
+    with by_hand(tmp_path, address=address) as (process, _, key_file):
+        connected(address, key_file).close()
+        with engine(dataclasses.replace(FAKE, address=address, key_file=key_file)) as e:
+            e.publish(weights(0), 0)
+            generate(e)
+        wrong = tmp_path / "wrong"
+        wire.create_key(str(wrong))
+        config = dataclasses.replace(FAKE, address=address, key_file=str(wrong))
+        with engine(config) as e, pytest.raises(UserError, match="does not hold this bridge's key"):
+            e.publish(weights(0), 0)
+
+
+def test_a_taken_socket_a_bad_folder_and_an_open_key_exit_with_two_and_a_sentence(tmp_path):
+    with by_hand(tmp_path) as (_, address, key_file):
+        connected(address, key_file).close()
+        with by_hand(tmp_path) as (second, _, _):
+            assert second.wait(20) == 2
+            assert second.stderr.read() == f"error: {address} is taken: another bridge is listening there\n"
+    os.chmod(tmp_path / "key", 0o644)
+    with by_hand(tmp_path) as (process, _, _):
+        assert process.wait(20) == 2
+        assert "chmod 600" in process.stderr.read()
+    os.chmod(tmp_path / "key", 0o600)
+    with by_hand(tmp_path, "--model", str(tmp_path / "nothing")) as (process, _, _):
+        assert process.wait(20) == 2
+        assert "is not a model folder" in process.stderr.read()
+
+
+def test_a_bridge_does_not_outlive_the_trainer_that_started_it(tmp_path):
+    code = f"""
+import subprocess, sys, time, os
+p = subprocess.Popen([sys.executable, "-m", "qarl_bridge", "--socket", {str(tmp_path / "s")!r},
+    "--model", {str(tmp_path / "model")!r}, "--key-file", {str(tmp_path / "key")!r}, "--engine", "fake",
+    "--parent-pid", str(os.getpid())], start_new_session=True)
+print(p.pid, flush=True)
+time.sleep(60)
+"""
+    with by_hand(tmp_path):
+        pass  # writes the folder
+    (tmp_path / "s").unlink(missing_ok=True)
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(trainer.stdout.readline())
+    trainer.stdout.close()
+    connected(str(tmp_path / "s"), str(tmp_path / "key")).close()
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        with open(f"/proc/{pid}/stat") as file:
+            if file.read().split()[2] == "Z":
+                break
+        time.sleep(0.05)
+    assert time.monotonic() < deadline
+    assert not os.path.exists(tmp_path / "s")

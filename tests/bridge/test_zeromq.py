@@ -1,0 +1,269 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Who holds the key comes in, on every kind of address; everybody else learns so at once; the dead are found out."""
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+
+import pytest
+import zmq
+from qarl_bridge import sender, wire
+from qarl_bridge.transport import zeromq
+from qarl_bridge.wire import BridgeError
+
+from tests.reference.bridge_world import staged, world
+
+KEY, OTHER = bytes(32), bytes(range(32))
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def address(request, tmp_path):
+    return "tcp://127.0.0.1:0" if request.param == "tcp" else str(tmp_path / "s")
+
+
+@contextlib.contextmanager
+def listening(address, key=KEY):
+    """A listener whose peers are answered Ok, message by message; yields (listener, peers, gone peers)."""
+    listener, peers, gone = zeromq.Listener(address, key), [], queue.SimpleQueue()
+
+    def answer(peer):
+        while peer.receive() is not None:
+            peer.send(wire.Ok())
+
+    def on_peer(peer):
+        peers.append(peer)
+        threading.Thread(target=answer, args=(peer,), daemon=True).start()
+
+    listener.start(on_peer=on_peer, on_gone=gone.put, on_end=lambda: None)
+    try:
+        yield listener, peers, gone
+    finally:
+        listener.close()
+        for peer in peers:
+            peer.inbox.put(None)
+
+
+def asked(channel):
+    channel.send(wire.Status())
+    return wire.decode(channel.receive(5), wire.REPLY_DECODER)
+
+
+def test_who_holds_the_key_is_answered(address):
+    with listening(address) as (listener, _, _):
+        channel = zeromq.Channel(listener.address, KEY, 5)
+        assert asked(channel) == wire.Ok()
+        channel.close()
+        with pytest.raises(BridgeError, match="was closed"):
+            channel.send(wire.Status())
+
+
+def test_a_trainer_with_a_wrong_key_is_refused_at_once_by_name_of_the_setting(address):
+    with listening(address) as (listener, peers, _):
+        start = time.monotonic()
+        with pytest.raises(BridgeError, match=r"does not hold this bridge's key.*key_file") as error:
+            zeromq.Channel(listener.address, OTHER, 60)
+        assert error.value.code == "auth"
+        assert time.monotonic() - start < 5
+        assert peers == []
+
+
+def test_knowing_the_bridges_public_key_is_not_enough(address, monkeypatch):
+    real = zeromq._key_pair
+    with listening(address) as (listener, peers, _):
+        monkeypatch.setattr(zeromq, "_key_pair", lambda key, owner: real(OTHER if owner == b"trainer" else key, owner))
+        with pytest.raises(BridgeError) as error:
+            zeromq.Channel(listener.address, KEY, 60)
+        assert error.value.code == "auth"
+        assert peers == []
+
+
+def test_a_bridge_without_the_key_is_refused_by_the_trainer(address):
+    # An impostor that lets anybody in, under a key pair of its own, which is all it can have.
+    context = zmq.Context()
+    impostor = context.socket(zmq.ROUTER)
+    impostor.curve_server = True
+    impostor.curve_publickey, impostor.curve_secretkey = zmq.curve_keypair()
+    impostor.bind(zeromq._endpoint(address))
+    where = impostor.last_endpoint.decode().rstrip("\0").replace("ipc://", "")
+    with pytest.raises(BridgeError) as error:
+        zeromq.Channel(where, KEY, 60)
+    assert error.value.code == "auth"
+    assert not impostor.poll(100)
+    impostor.close(linger=0)
+    context.term()
+
+
+@pytest.mark.parametrize("mechanism", ["null", "plain"])
+def test_a_client_that_does_not_encrypt_stays_outside(address, mechanism):
+    with listening(address) as (listener, peers, _):
+        context = zmq.Context()
+        naked = context.socket(zmq.DEALER)
+        naked.linger = 0
+        if mechanism == "plain":
+            naked.plain_username, naked.plain_password = b"a", b"b"
+        naked.connect(zeromq._endpoint(listener.address))
+        naked.send(wire.encode(wire.Status()))
+        assert not naked.poll(300)
+        assert peers == []
+        naked.close()
+        context.term()
+
+
+def test_nobody_there_and_nobody_who_speaks_are_told_apart(address, tmp_path):
+    nowhere = "tcp://127.0.0.1:9" if address.startswith("tcp") else str(tmp_path / "nothing")
+    with pytest.raises(BridgeError, match="nobody is listening") as error:
+        zeromq.Channel(nowhere, KEY, 5)
+    assert error.value.code == "dead"
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(str(tmp_path / "deaf"))
+        deaf.listen()
+        with pytest.raises(BridgeError, match="does not answer") as error:
+            zeromq.Channel(str(tmp_path / "deaf"), KEY, 0.2)
+    assert error.value.code == "timeout"
+
+
+def test_a_bridge_that_ends_is_noticed_at_once_and_its_last_words_are_read(address):
+    with listening(address) as (listener, peers, _):
+        channel = zeromq.Channel(listener.address, KEY, 5)
+        asked(channel)
+        peers[0].send(wire.Error(code="dead", message="bye"))
+        listener.close()
+        assert wire.decode(channel.receive(60), wire.REPLY_DECODER).message == "bye"
+        start = time.monotonic()
+        with pytest.raises(BridgeError, match="closed by the other side") as error:
+            channel.receive(60)
+        assert error.value.code == "dead"
+        assert time.monotonic() - start < 5
+        channel.close()
+
+
+def test_a_trainer_that_ends_is_found_by_a_sweep(address):
+    with listening(address) as (listener, peers, gone):
+        first, second = zeromq.Channel(listener.address, KEY, 5), zeromq.Channel(listener.address, KEY, 5)
+        asked(first)
+        asked(second)
+        first.close()
+        deadline = time.monotonic() + 5
+        while gone.empty() and time.monotonic() < deadline:
+            listener.sweep()
+        assert gone.get_nowait() is peers[0]
+        assert (peers[0].gone, peers[1].gone) == (True, False)
+        listener.sweep()
+        assert asked(second) == wire.Ok()  # signs of life are not taken for answers
+        second.close()
+
+
+def test_messages_beyond_a_frame_are_not_sent_and_not_taken(address):
+    with listening(address) as (listener, _, _):
+        channel = zeromq.Channel(listener.address, KEY, 5)
+        asked(channel)
+        with pytest.raises(BridgeError, match="exceeds a frame"):
+            channel.send(wire.Error(code="x", message="x" * (wire.MAX_FRAME + 1)))
+        assert asked(channel) == wire.Ok()
+        channel._socket.send(bytes(wire.MAX_FRAME + 2000))
+        with pytest.raises(BridgeError, match="closed by the other side"):
+            channel.receive(20)
+        channel.close()
+
+
+def test_another_protocol_is_refused_in_words(tmp_path):
+    with world(tmp_path) as w:
+        client = w.client()
+        with pytest.raises(BridgeError, match="install matching versions") as error:
+            client.request(wire.Hello(protocol=wire.PROTOCOL + 1), wire.Welcome)
+        assert error.value.code == "setup"
+        client.status()
+
+
+def test_over_tcp_tensors_cross_the_network_encrypted(tmp_path):
+    with world(tmp_path, tcp=True) as w:
+        seen = bytearray()
+        with eavesdropped(w.address, seen) as address:
+            client = sender.Client(address, w.key, timeout_s=20)
+            client.acquire("run", 1)
+            version = staged(0)
+            client.publish(version)
+            client.close()
+        data = os.pread(version.fd, version.manifest.total_bytes, 0)
+        assert len(seen) > len(data)
+        assert not any(data[i : i + 16] in seen for i in range(0, len(data) - 16, 16) if any(data[i : i + 16]))
+        assert b"q_proj" not in seen
+
+
+def test_over_tcp_a_host_that_vanishes_is_noticed_by_both_ends(monkeypatch):
+    monkeypatch.setattr(zeromq, "_HEARTBEAT_MS", 100)
+    monkeypatch.setattr(zeromq, "_HEARTBEAT_TIMEOUT_MS", 400)
+    cable = threading.Event()
+    with (
+        listening("tcp://127.0.0.1:0") as (listener, peers, gone),
+        eavesdropped(listener.address, bytearray(), cut=cable) as address,
+    ):
+        channel = zeromq.Channel(address, KEY, 5)
+        asked(channel)
+        time.sleep(1)
+        assert asked(channel) == wire.Ok()  # silence alone is no death
+        cable.set()
+        with pytest.raises(BridgeError, match="closed by the other side"):
+            channel.receive(20)
+        deadline = time.monotonic() + 20
+        while gone.empty() and time.monotonic() < deadline:
+            listener.sweep()
+        assert gone.get_nowait() is peers[0]
+        channel.close()
+
+
+@contextlib.contextmanager
+def eavesdropped(address, seen, cut=None):
+    """A relay in front of `address` that keeps all bytes that pass; once `cut` is set, none do."""
+    kind, where = wire.parse_address(address)
+    assert kind == "tcp"
+    with socket.create_server(("127.0.0.1", 0)) as front:
+
+        def pump(source, target):
+            with contextlib.suppress(OSError):
+                while data := source.recv(65536):
+                    seen.extend(data)
+                    if cut is None or not cut.is_set():
+                        target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+        def relay():
+            near, _ = front.accept()
+            with near, socket.create_connection(where) as far:
+                back = threading.Thread(target=pump, args=(far, near))
+                back.start()
+                pump(near, far)
+                back.join()
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        yield f"tcp://127.0.0.1:{front.getsockname()[1]}"
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_taken_address_is_an_error_and_a_stale_socket_is_not(tmp_path):
+    path = str(tmp_path / "s")
+    first = zeromq.Listener(path, KEY)
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    with pytest.raises(BridgeError, match="taken"):
+        zeromq.Listener(path, KEY)
+    first.close()
+    assert not os.path.exists(path)
+    with socket.socket(socket.AF_UNIX) as crashed:  # the file stays behind, as after a crash
+        crashed.bind(path)
+    zeromq.Listener(path, KEY).close()
+    (tmp_path / "s").write_text("precious")
+    with pytest.raises(BridgeError, match="not a socket"):
+        zeromq.Listener(path, KEY)
+    assert (tmp_path / "s").read_text() == "precious"
+    with pytest.raises(BridgeError, match="cannot listen"):
+        zeromq.Listener(str(tmp_path / "no" / "s"), KEY)
+    port = zeromq.Listener("tcp://127.0.0.1:0", KEY)
+    with pytest.raises(BridgeError, match=r"cannot listen on .*in use"):
+        zeromq.Listener(port.address, KEY)
+    port.close()

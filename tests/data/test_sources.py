@@ -1,0 +1,297 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts are pure functions of their index; the splits share nothing; a broken file is told by line."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from qarl_jax import data
+from qarl_jax.data import files, reasoning_gym
+from qarl_jax.data.files import final_answer
+from qarl_jax.data.source import is_heldout
+from qarl_jax.types import UserError
+
+CHARACTERS = "".join(chr(c) for c in range(32, 127)) + "\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+    )
+    return data.make_char_tokenizer(CHARACTERS, tmp_path_factory.mktemp("tokenizer"), chat_template=template)
+
+
+def gym(template="{{ meta.expression }}=", holdout=0.2, max_prompt_len=200, **source):
+    source = {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 3, "max_digits": 2}, "size": 300} | source
+    config = reasoning_gym.Config(**source)
+    return data.Config(source=config, template=template, holdout=holdout, max_prompt_len=max_prompt_len)
+
+
+# ---- reasoning-gym -------------------------------------------------------------------------------------------------
+
+
+def test_prompts_do_not_depend_on_the_order_of_asking(tokenizer):
+    forward, backward = data.make_source(gym(), tokenizer), data.make_source(gym(), tokenizer)
+    first = [forward.prompt(i) for i in range(40)]
+    second = [backward.prompt(i) for i in reversed(range(40))][::-1]
+    assert first == second
+
+
+def test_the_answer_belongs_to_the_prompt(tokenizer):
+    source = data.make_source(gym(), tokenizer)
+    for i in range(50):
+        prompt = source.prompt(i)
+        assert eval(prompt.text.removesuffix("=")) == int(prompt.answer)
+        assert tokenizer.decode(prompt.tokens) == prompt.text
+
+
+def test_no_held_out_prompt_is_ever_trained_on(tokenizer):
+    train, heldout = data.make_source(gym(), tokenizer), data.make_source(gym(), tokenizer, "heldout")
+    assert (len(train), len(heldout)) == (300, 60)
+    train_texts = {train.prompt(i).text for i in range(len(train))}
+    heldout_texts = {heldout.prompt(i).text for i in range(len(heldout))}
+    assert len(heldout_texts) > 30
+    assert not train_texts & heldout_texts
+    assert {train.prompt(i).uid for i in range(300)}.isdisjoint(heldout.prompt(i).uid for i in range(60))
+
+
+def test_the_held_out_share_of_texts_is_the_one_asked_for():
+    # 20,000 draws at 0.2: the standard error is sqrt(0.16 / 20000) = 0.0028.
+    share = sum(is_heldout(f"prompt {i}", 0.2) for i in range(20_000)) / 20_000
+    assert abs(share - 0.2) < 5 * 0.0028
+
+
+def test_a_mix_draws_tasks_by_weight(tokenizer):
+    mix = (
+        reasoning_gym.Task(dataset="gcd", weight=3.0, config={"max_numbers": 2}),
+        reasoning_gym.Task(dataset="chain_sum", config={"max_terms": 2}),
+    )
+    source = data.make_source(gym(dataset="", config={}, mix=mix, template="raw"), tokenizer)
+    kinds = [source.prompt(i).meta["origin"]["dataset"] for i in range(200)]
+    # 200 draws at 0.75: standard deviation 6.1 around 150.
+    assert abs(kinds.count("gcd") - 150) < 31
+
+
+def test_over_long_prompts_are_replaced_and_counted(tokenizer):
+    source = data.make_source(gym(max_prompt_len=7), tokenizer)
+    assert all(len(source.prompt(i).tokens) <= 7 for i in range(50))
+    assert source.skipped.too_long > 0
+
+
+def test_characters_that_the_tokenizer_lacks_are_never_fed_as_unknown_tokens(tmp_path):
+    digits = data.make_char_tokenizer("0123456789+= ", tmp_path)
+    source = data.make_source(gym(), digits)
+    assert all("-" not in source.prompt(i).text for i in range(50))
+    assert source.skipped.unknown_characters > 0
+
+
+def test_meta_says_how_to_make_the_task_again(tokenizer):
+    source = data.make_source(gym(), tokenizer, "heldout")
+    prompt = source.prompt(3)
+    origin = prompt.meta["origin"]
+    again = reasoning_gym.make_dataset(origin["dataset"], origin["config"], seed=origin["seed"], size=origin["size"])[
+        origin["index"]
+    ]
+    assert (again["question"], again["answer"]) == (prompt.meta["question"], prompt.answer)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"dataset": "chain_summ"}, "unknown reasoning_gym data set 'chain_summ'. Did you mean chain_sum"),
+        ({"config": {"min_term": 2}}, "chain_sum has no parameter 'min_term'. Did you mean min_terms?"),
+        ({"config": {"min_terms": 5, "max_terms": 2}}, "chain_sum refuses .*max_terms must be >= min_terms"),
+        ({"dataset": ""}, "either `dataset`"),
+        ({"size": 0}, "size must be at least 1"),
+    ],
+)
+def test_a_wrong_task_is_refused_in_one_sentence(tokenizer, source, message):
+    with pytest.raises(UserError, match=message):
+        data.make_source(gym(**source), tokenizer)
+
+
+def test_a_task_that_never_fits_gives_up_with_the_reason(tokenizer, monkeypatch):
+    monkeypatch.setattr(reasoning_gym, "MAX_CANDIDATES", 20)
+    with pytest.raises(UserError, match=r"no usable train prompt in 20 tries \(left out: .* longer than"):
+        data.make_source(gym(max_prompt_len=2), tokenizer)
+
+
+# ---- templates -----------------------------------------------------------------------------------------------------
+
+
+def test_templates_render_raw_chat_and_jinja(tokenizer):
+    def text(template, system=""):
+        return data.Template(tokenizer, template, system, {}, 100).render("1+1?", {"n": 7})
+
+    assert text("raw") == "1+1?"
+    assert text("raw", "Add.") == "Add.\n1+1?"
+    assert text("chat", "Add.") == "[system]Add.[user]1+1?[a]"
+    assert text("{{ system }}|{{ question }}|{{ meta.n }}", "S") == "S|1+1?|7"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("chatt", "expected raw, chat or a Jinja template"),
+        ("{{ question", "not a valid Jinja template"),
+        ("{{ meta.nothing }}", "nothing"),
+        ("{{ ''.__class__ }}", "unsafe"),
+    ],
+)
+def test_a_broken_template_is_refused(tokenizer, template, message):
+    with pytest.raises(UserError, match=message):
+        data.make_source(gym(template=template), tokenizer)
+
+
+def test_a_tokenizer_without_chat_template_asks_for_another_template(tmp_path):
+    plain = data.make_char_tokenizer(CHARACTERS, tmp_path)
+    with pytest.raises(UserError, match="no chat template; set data"):
+        data.make_source(gym(template="chat"), plain)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+LAYOUT_ROWS = {
+    "gsm8k": ({"question": "2 apples and 3?", "answer": "2+3=<<2+3=5>>5\n#### 1,005"}, "2 apples and 3?", "1005"),
+    "deepscaler": ({"problem": "2+3?", "answer": "5", "solution": "..."}, "2+3?", "5"),
+    "dapo": (
+        {
+            "prompt": [{"role": "user", "content": "2+3?"}],
+            "reward_model": {"ground_truth": "5", "style": "rule"},
+            "data_source": "math_dapo",
+        },
+        "2+3?",
+        "5",
+    ),
+    "openr1-46k": (
+        {
+            "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": "2+3?"}],
+            "target": [{"role": "assistant", "content": "5"}],
+            "reward_model": {"ground_truth": "5"},
+        },
+        "2+3?",
+        "5",
+    ),
+    "plain": ({"prompt": "2+3?", "answer": 5}, "2+3?", "5"),
+}
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def file_config(cls, path, template="raw", holdout=0.0, **options):
+    return data.Config(source=cls(path=str(path), **options), template=template, holdout=holdout)
+
+
+@pytest.mark.parametrize("layout", LAYOUT_ROWS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_known_layouts_are_recognised(tokenizer, tmp_path, layout, kind):
+    row, question, answer = LAYOUT_ROWS[layout]
+    path = tmp_path / f"set.{kind}"
+    if kind == "jsonl":
+        write_jsonl(path, [row])
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    cls = files.Jsonl if kind == "jsonl" else files.Parquet
+    source = data.make_source(file_config(cls, path), tokenizer)
+    assert len(source) == 1
+    prompt = source.prompt(0)
+    assert (prompt.text, prompt.answer, prompt.uid) == (question, answer, "set/1")
+
+
+def test_system_messages_of_a_file_reach_the_chat_template(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [LAYOUT_ROWS["openr1-46k"][0]])
+    prompt = data.make_source(file_config(files.Jsonl, path, "chat"), tokenizer).prompt(0)
+    assert prompt.text == "[system]Think.[user]2+3?[a]"
+
+
+def test_named_columns_win_and_may_reach_inside(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"q": {"text": "1?"}, "answer": "no", "prompt": "no", "gold.value": 1}])
+    cfg = file_config(files.Jsonl, path, prompt_key="q.text", answer_key="gold.value")
+    prompt = data.make_source(cfg, tokenizer).prompt(0)
+    assert (prompt.text, prompt.answer) == ("1?", "1")
+
+
+def test_file_splits_are_disjoint_and_complete(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}?", "answer": i} for i in range(300)])
+    train = data.make_source(file_config(files.Jsonl, path, holdout=0.3), tokenizer)
+    heldout = data.make_source(file_config(files.Jsonl, path, holdout=0.3), tokenizer, "heldout")
+    left, right = ({s.prompt(i).text for i in range(len(s))} for s in (train, heldout))
+    assert not left & right
+    assert left | right == {f"{i}?" for i in range(300)}
+    assert 50 < len(right) < 130
+
+
+def test_over_long_rows_are_left_out_and_counted(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * n, "answer": 1} for n in (5, 2000, 6)])
+    source = data.make_source(file_config(files.Jsonl, path), tokenizer)
+    assert (len(source), source.skipped.too_long) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["", "\n"], "the data set is empty"),
+        (['{"prompt": "a", "answer": "1"}\n', '{"prompt": "b",\n'], r"a.jsonl:2: not a JSON object"),
+        (["[1, 2]\n"], r"a.jsonl:1: expected a JSON object with columns, got list"),
+        (['{"text": "a", "label": "1"}\n'], r"a.jsonl:1: cannot tell which columns .* among text, label"),
+        (['{"prompt": "a", "answer": "1"}\n', '{"prompt": "", "answer": "1"}\n'], r"a.jsonl:2: column 'prompt'"),
+        (['{"prompt": "a", "answer": null}\n'], r"a.jsonl:1: column 'answer': expected an answer"),
+        (['{"prompt": [{"role": "user"}], "answer": "1"}\n'], r"a.jsonl:1: .* chat messages with"),
+        (["\xff\xfe\n"], r"a.jsonl:1: not a JSON object"),
+        (['{"prompt": "' + "x" * 3000 + '", "answer": "1"}\n'], "none of its 1 rows is usable .*1 longer than"),
+    ],
+)
+def test_a_broken_jsonl_names_file_and_line(tokenizer, tmp_path, lines, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes("".join(lines).encode("latin-1"))
+    with pytest.raises(UserError, match=message):
+        data.make_source(file_config(files.Jsonl, path), tokenizer)
+
+
+def test_a_missing_named_column_lists_the_columns(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"q": "1", "a": "2"}])
+    cfg = file_config(files.Jsonl, path, prompt_key="q", answer_key="gold")
+    with pytest.raises(UserError, match=r"a.jsonl:1: column 'gold' is missing; the columns are q, a"):
+        data.make_source(cfg, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.parquet", None, "no such file"),
+        ("bad.parquet", b"PAR1 not really", "not a readable parquet file"),
+        ("*.parquet", None, "no file matches this pattern"),
+        (".", None, "it is a folder"),
+    ],
+)
+def test_an_unreadable_data_file_is_named(tokenizer, tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        data.make_source(file_config(files.Parquet, path), tokenizer)
+
+
+def test_a_pattern_reads_files_in_sorted_order(tokenizer, tmp_path):
+    for name in ("b", "a"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": 1}])
+    source = data.make_source(file_config(files.Jsonl, tmp_path / "*.jsonl"), tokenizer)
+    assert [source.prompt(i).text for i in range(2)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(("text", "answer"), [("a\n#### 1,234 ", "1234"), ("#### -3", "-3"), (" x + 1 ", "x + 1")])
+def test_final_answer_of_gsm8k(text, answer):
+    assert final_answer(text) == answer
+
+
+def test_no_held_out_prompts_is_an_error_that_names_the_setting(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": 1}])
+    with pytest.raises(UserError, match=r"data\.holdout=0\.0 leaves no held-out prompt"):
+        data.make_source(file_config(files.Jsonl, path), tokenizer, "heldout")

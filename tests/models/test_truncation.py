@@ -1,0 +1,52 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Under the cpu_avx2 profile rope and attention store bf16 by truncation, as vLLM does there; gradients do not mind."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qarl_jax.models.attention import attention
+from qarl_jax.models.layers import apply_rope, store_truncated
+from qarl_jax.quant import Numerics
+
+
+def truncated(x):
+    return (np.asarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(jnp.bfloat16)
+
+
+def test_store_truncated_drops_the_low_bits_and_passes_the_gradient_through():
+    x = jax.random.normal(jax.random.key(0), (4096,), jnp.float32) * 100
+    got = jax.jit(lambda x: store_truncated(x, jnp.bfloat16))(x)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(got, np.float32), truncated(x))
+    np.testing.assert_array_equal(jax.grad(lambda x: store_truncated(x, jnp.bfloat16).astype(jnp.float32).sum())(x), 1)
+    assert store_truncated(x, jnp.float32) is x
+
+
+def test_rope_truncates_on_request():
+    x, angle = normal(1, 2, 5, 3, 8), jnp.arange(40, dtype=jnp.float32).reshape(2, 5, 1, 4)
+    cos, sin = (f(angle).astype(jnp.bfloat16).astype(jnp.float32) for f in (jnp.cos, jnp.sin))
+    first, second = np.split(np.asarray(x, np.float32), 2, axis=-1)
+    want = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    got = np.asarray(apply_rope(x, (cos, sin), truncate=True), np.float32)
+    # One float32 ulp (a fused multiply-add, or not) moves a value across a truncation boundary about once in 10^4.
+    assert (got == truncated(want)).mean() > 0.99
+
+
+def test_attention_keeps_its_weights_in_float32_and_truncates_the_output():
+    q, k, v = normal(2, 1, 7, 4, 8), normal(3, 1, 7, 2, 8), normal(4, 1, 7, 2, 8)
+    qf, kf, vf = (np.asarray(x, np.float64)[0] for x in (q, k, v))
+    kf, vf = np.repeat(kf, 2, axis=1), np.repeat(vf, 2, axis=1)
+    scores = np.einsum("tnh,snh->nts", qf, kf) * 8**-0.5
+    scores = np.where(np.tril(np.ones((7, 7), bool)), scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    want = np.einsum("nts,snh->tnh", p / p.sum(-1, keepdims=True), vf)
+    got = np.asarray(attention(q, k, v, numerics=Numerics("cpu_avx2")), np.float32)[0]
+    assert (got == truncated(want)).mean() > 0.98
+    rounded = np.asarray(attention(q, k, v), np.float32)[0]
+    assert (rounded == truncated(want)).mean() < 0.7

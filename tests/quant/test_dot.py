@@ -1,0 +1,421 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The seam: engine arithmetic forward, straight-through gradients backward, one path for dense and expert weights."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qarl_jax import quant
+from qarl_jax.quant import PROFILES, Numerics, fp8, w4a8, w4a16, w8a8
+from qarl_jax.quant.dot import Dense
+from qarl_jax.quant.int8 import quantize_rows
+from tests.reference import quant_reference as ref
+
+CONFIGS = [w8a8.Config(), fp8.Config(), w4a16.Config(32), w4a16.Config(-1), w4a8.Config(32)]
+M, N, K = 24, 48, 128
+
+
+def data(seed=0, m=M, n=N, k=K):
+    rng = np.random.default_rng(seed)
+    x = ref.bf(rng.normal(size=(m, k)) * np.exp(rng.normal(size=(m, 1))))
+    w = (rng.normal(size=(n, k)) * 0.1).astype(np.float32)
+    b = ref.bf(rng.normal(size=n))
+    return x, w, b
+
+
+def ulps(a, b):
+    """Distance in bfloat16 steps."""
+    order = [np.asarray(v).astype(ref.BF16).view(np.int16).astype(np.int32) for v in (a, b)]
+    order = [np.where(v < 0, -(v & 0x7FFF), v) for v in order]
+    return np.abs(order[0] - order[1])
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_w8a8_equals_the_engine_formula_bit_for_bit(profile, with_bias):
+    x, w, b = data()
+    codes, scale = ref.int8_weight(w)
+    bias = b if with_bias else None
+    qt = quant.quantize(w, w8a8.Config())
+    for dtype in (jnp.bfloat16, jnp.float32):
+        y = quant.dot(jnp.asarray(x, dtype), jnp.asarray(w), qt, bias, numerics=Numerics(profile))
+        assert y.dtype == dtype
+        want = ref.w8a8_layer(x, codes, scale, profile, bias, fused=profile not in ("cpu_generic", "cpu_avx2"))
+        np.testing.assert_array_equal(np.asarray(y, np.float32), ref.bf(want) if dtype == jnp.bfloat16 else want)
+
+
+@pytest.mark.parametrize("group", [32, 64, -1])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_w4a8_equals_the_engine_formula_bit_for_bit(group, with_bias):
+    x, w, b = data(1)
+    codes, scale = ref.int4_weight(w, group)
+    bias = b if with_bias else None
+    qt = quant.quantize(w, w4a8.Config(group))
+    want = ref.w4a8_layer(x, codes, scale, bias)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        y = np.asarray(quant.dot(jnp.asarray(x, dtype), w, qt, bias), np.float32)
+        np.testing.assert_array_equal(y, ref.bf(want) if dtype == jnp.bfloat16 else want)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("group", [32, -1])
+def test_w4a16_multiplies_the_bf16_rounded_weight(profile, group):
+    x, w, b = data(2)
+    value = ref.int4_value(*ref.int4_weight(w, group)).astype(np.float64)
+    acc = x.astype(np.float64) @ value.T
+    qt = quant.quantize(w, w4a16.Config(group))
+    y = quant.dot(jnp.asarray(x), w, qt, b, numerics=Numerics(profile))
+    np.testing.assert_allclose(y, acc + b, rtol=2e-6, atol=2e-6 * np.abs(acc).max())
+    y = np.asarray(quant.dot(jnp.asarray(x, jnp.bfloat16), w, qt, b, numerics=Numerics(profile)))
+    want = ref.bf(ref.bf(acc) + b) if profile == "cuda" else ref.bf(acc + b)
+    off = ulps(y, want)
+    assert (off > 0).mean() < 0.01  # float32 against float64 accumulation, next to a rounding boundary
+    assert (np.abs(y.astype(np.float32) - want) <= 2.0**-7 * (np.abs(acc) + np.abs(b))).all()
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_fp8_equals_its_formula(profile):
+    x, w, b = data(3)
+    codes, s_w = ref.fp8_weight(w)
+    x_q, s_x = ref.fp8_rows(x, profile)
+    acc = x_q.astype(np.float64) @ codes.astype(np.float64).T
+    want = s_x * (s_w[:, 0] * acc) + b
+    y = quant.dot(jnp.asarray(x), w, quant.quantize(w, fp8.Config()), b, numerics=Numerics(profile))
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+def test_the_rescale_order_is_visible_and_the_integers_are_not_affected():
+    x, w, _ = data(4, m=200, n=200)
+    qt = quant.quantize(w, w8a8.Config())
+    x = jnp.asarray(x)
+    a, b = (np.asarray(quant.dot(x, w, qt, numerics=Numerics(p))) for p in ("cpu_amx", "cuda"))
+    # The same integers, two roundings in another order: at most one float32 step apart, and often that one.
+    distance = np.abs(a.view(np.int32) - b.view(np.int32))
+    assert 0.1 < (distance > 0).mean() < 0.6
+    assert distance.max() <= 2
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_int8_rows_equal_numpy_ieee_under_jit(profile):
+    rng = np.random.default_rng(5)
+    x = (rng.normal(size=(4000, 64)) * np.exp(3 * rng.normal(size=(4000, 1)))).astype(np.float32)
+    x[7] = 0
+    x[8] = 1e-9
+    numerics = Numerics(profile)
+    for value in (x, ref.bf(x)):
+        codes, scale = jax.jit(
+            lambda x: quantize_rows(
+                x, amax_floor=numerics.amax_floor, from_rounded_scale=numerics.code_from_rounded_scale
+            )
+        )(value)
+        want_codes, want_scale = ref.int8_rows(value, profile)
+        np.testing.assert_array_equal(np.asarray(scale), want_scale)
+        np.testing.assert_array_equal(np.asarray(codes), want_codes)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_zero_rows_give_the_bias_and_nothing_else(config, profile):
+    x, w, b = data(6)
+    x[3] = 0
+    y = quant.dot(jnp.asarray(x), w, quant.quantize(w, config), b, numerics=Numerics(profile))
+    assert np.isfinite(np.asarray(y)).all()
+    np.testing.assert_array_equal(np.asarray(y)[3], b)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_masters_value_is_never_read(config):
+    x, w, b = data(7)
+    qt = quant.quantize(w, config)
+    nan = jnp.full_like(w, jnp.nan)
+
+    def loss(x, master, bias):
+        return jnp.sum(quant.dot(x, master, qt, bias) ** 2)
+
+    x = jnp.asarray(x)
+    np.testing.assert_array_equal(quant.dot(x, nan, qt, b), quant.dot(x, jnp.asarray(w), qt, b))
+    for got, want in zip(
+        jax.grad(loss, (0, 1, 2))(x, nan, jnp.asarray(b)),
+        jax.grad(loss, (0, 1, 2))(x, jnp.asarray(w), jnp.asarray(b)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, want)
+        assert np.isfinite(np.asarray(got)).all()
+
+
+@pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 1, 3)])
+def test_leading_dims_of_any_rank_are_rows(config, lead):
+    x, w, _ = data(8)
+    x = jnp.asarray(x[: int(np.prod(lead, dtype=int))])
+    qt = None if config is None else quant.quantize(w, config)
+    flat = quant.dot(x, w, qt)
+    y = quant.dot(x.reshape(*lead, K), w, qt)
+    assert y.shape == (*lead, N)
+    np.testing.assert_allclose(y.reshape(-1, N), flat, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_jit_equals_eager(config, dtype):
+    x, w, b = data(9)
+    x = jnp.asarray(x, dtype)
+    qt = None if config is None else quant.quantize(w, config)
+
+    def run(x, w):
+        return quant.dot(x, w, qt, b)
+
+    np.testing.assert_array_equal(np.asarray(jax.jit(run)(x, w)), np.asarray(run(x, w)))
+
+
+def test_bf16_dot_rounds_once_and_keeps_the_dtype():
+    x, w, b = data(10)
+    y = quant.dot(jnp.asarray(x, jnp.bfloat16), w, None, b)
+    want = x.astype(np.float64) @ ref.bf(w).astype(np.float64).T + b
+    assert y.dtype == jnp.bfloat16
+    assert (ulps(y, ref.bf(want)) > 0).mean() < 0.01
+    y = quant.dot(jnp.asarray(x), w, None, b)
+    np.testing.assert_allclose(y, x.astype(np.float64) @ w.astype(np.float64).T + b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_qtensor_of_another_weight_is_refused():
+    x, w, _ = data()
+    with pytest.raises(ValueError, match="does not belong"):
+        quant.dot(jnp.asarray(x), w[:8], quant.quantize(w, w8a8.Config()))
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+def fake_quant_dot(x, master, config, bias, profile):
+    """An independent QAT layer: round(x), round(w) with a straight-through gradient, in float32."""
+    codes, scale = (
+        ref.int8_weight(master)
+        if isinstance(config, w8a8.Config)
+        else ref.fp8_weight(master)
+        if isinstance(config, fp8.Config)
+        else ref.int4_weight(master, config.group_size)
+    )
+    w_q = ref.int4_value(codes, scale) if codes.dtype == np.int8 and scale.dtype == ref.BF16 else codes * scale
+    if isinstance(config, w4a16.Config):
+        x_q = np.asarray(x)
+    else:
+        rows = ref.fp8_rows if isinstance(config, fp8.Config) else ref.int8_rows
+        x_codes, s_x = rows(x, "cpu_amx" if isinstance(config, w4a8.Config) else profile)
+        x_q = x_codes.astype(np.float32) * s_x
+
+    def forward(x, master, bias):
+        x_used = x + jax.lax.stop_gradient(x_q - x)
+        w_used = master + jax.lax.stop_gradient(w_q.astype(np.float32) - master)
+        return jnp.matmul(x_used, w_used.T, precision="highest") + bias[None, :]
+
+    return forward
+
+
+@pytest.mark.parametrize("profile", ["plain", "cpu_generic"])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_gradients_equal_an_explicit_fake_quant_layer(config, profile):
+    x, w, b = (jnp.asarray(v) for v in data(11))
+    reference = fake_quant_dot(np.asarray(x), np.asarray(w), config, b, profile)
+    qt = quant.quantize(w, config)
+    target = jnp.asarray(np.random.default_rng(0).normal(size=(M, N)), jnp.float32)
+
+    def ours(x, w, b):
+        return jnp.sum(quant.dot(x, w, qt, b, numerics=Numerics(profile)) * target)
+
+    def theirs(x, w, b):
+        return jnp.sum(reference(x, w, b) * target)
+
+    for got, want in zip(jax.grad(ours, (0, 1, 2))(x, w, b), jax.grad(theirs, (0, 1, 2))(x, w, b), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
+
+
+@pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
+@pytest.mark.parametrize("master_dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_have_the_dtype_of_what_they_belong_to(config, master_dtype):
+    x, w, b = data(12)
+    x, w = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, master_dtype)
+    qt = None if config is None else quant.quantize(w, config)
+
+    def loss(x, w, b):
+        return jnp.sum(quant.dot(x, w, qt, b).astype(jnp.float32))
+
+    dx, dw, db = jax.grad(loss, (0, 1, 2))(x, w, jnp.asarray(b))
+    assert (dx.dtype, dw.dtype, db.dtype) == (jnp.bfloat16, master_dtype, jnp.float32)
+    # dY is all ones, so both have closed forms in the operands the forward used.
+    weight = w if qt is None else quant.dequantize(qt)
+    np.testing.assert_allclose(
+        np.asarray(dx[0], np.float32), ref.bf(np.asarray(weight, np.float32)).sum(0), rtol=0.01, atol=0.01
+    )
+    np.testing.assert_array_equal(db, np.full(N, M, np.float32))
+
+
+def test_master_gradients_of_bf16_activations_are_summed_in_float32():
+    """4096 rows of 1 + 2**-7 sum exactly in float32; a bfloat16 accumulator would stop at 512 or so."""
+    x = jnp.full((4096, 8), 1.0078125, jnp.bfloat16)
+    w = jnp.ones((8, 8), jnp.float32)
+    dw = jax.grad(lambda w: jnp.sum(quant.dot(x, w).astype(jnp.float32)))(w)
+    np.testing.assert_array_equal(dw, np.full((8, 8), 4096 * 1.0078125, np.float32))
+
+
+def test_what_is_kept_for_the_backward_of_w8a8_is_low_bit():
+    x, w, _ = data(13)
+    x = jnp.asarray(x, jnp.bfloat16)
+    qt = quant.quantize(w, w8a8.Config())
+    _, vjp = jax.vjp(lambda x, w: quant.dot(x, w, qt), x, jnp.asarray(w))
+    kept = [leaf for leaf in jax.tree.leaves(vjp) if hasattr(leaf, "dtype")]
+    sizes = {str(leaf.dtype): leaf.size for leaf in kept if leaf.size >= M * K}
+    assert set(sizes) == {"int8"}, sizes
+
+
+def test_dot_works_inside_scan_remat_and_vmap():
+    x, w, _ = data(14, n=K)
+    x, w = jnp.asarray(x), jnp.stack([jnp.asarray(w)] * 3)
+    qt = quant.quantize(w, w4a16.Config(32))
+
+    def loss(w, x):
+        @jax.checkpoint
+        def layer(x, weights):
+            return jnp.tanh(quant.dot(x, *weights)), None
+
+        return jnp.sum(jax.lax.scan(layer, x, (w, qt))[0])
+
+    grads = jax.jit(jax.grad(loss))(w, x)
+    unrolled = jax.grad(
+        lambda w: jnp.sum(
+            jnp.tanh(
+                quant.dot(
+                    jnp.tanh(
+                        quant.dot(jnp.tanh(quant.dot(x, w[0], _take(qt, 0))), w[1], _take(qt, 1)),
+                    ),
+                    w[2],
+                    _take(qt, 2),
+                )
+            )
+        )
+    )(w)
+    np.testing.assert_allclose(grads, unrolled, rtol=1e-5, atol=1e-5)
+    batched = jax.vmap(lambda x: quant.dot(x, w[0], _take(qt, 0)))(x.reshape(4, -1, K))
+    np.testing.assert_allclose(batched.reshape(-1, K), quant.dot(x, w[0], _take(qt, 0)), rtol=1e-6, atol=1e-5)
+
+
+def _take(tree, i):
+    return jax.tree.map(lambda a: a[i], tree)
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
+@pytest.mark.parametrize("profile", ["plain", "cpu_amx"])
+def test_expert_dot_is_dot_per_expert_in_value_and_gradient(config, profile):
+    numerics = Numerics(profile)
+    rng = np.random.default_rng(15)
+    sizes = [5, 0, 11, 8]
+    x = jnp.asarray(data(15)[0])
+    w = jnp.asarray(rng.normal(size=(4, N, K)) * 0.1, jnp.float32)
+    qt = None if config is None else quant.quantize(w, config)
+    target = jnp.asarray(rng.normal(size=(M, N)), jnp.float32)
+
+    def together(x, w):
+        y = quant.expert_dot(x, w, qt, jnp.array(sizes, jnp.int32), numerics=numerics)
+        return jnp.sum(y * target), y
+
+    def apart(x, w):
+        parts, start = [], 0
+        for e, size in enumerate(sizes):
+            rows = x[start : start + size]
+            parts.append(quant.dot(rows, w[e], None if qt is None else _take(qt, e), numerics=numerics))
+            start += size
+        y = jnp.concatenate(parts)
+        return jnp.sum(y * target), y
+
+    (got_dx, got_dw), got = jax.jit(jax.grad(together, (0, 1), has_aux=True))(x, w)
+    (want_dx, want_dw), want = jax.jit(jax.grad(apart, (0, 1), has_aux=True))(x, w)
+    if isinstance(config, w8a8.Config | w4a8.Config):
+        np.testing.assert_array_equal(got, want)
+    else:
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got_dx, want_dx, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got_dw, want_dw, rtol=1e-5, atol=1e-5)
+    assert not np.asarray(got_dw)[1].any()  # an expert nobody chose
+
+
+def test_rows_beyond_the_last_group_give_zeros_and_no_gradient():
+    x, w, _ = data(16)
+    w = jnp.stack([jnp.asarray(w)] * 2)
+    qt = quant.quantize(w, w8a8.Config())
+    sizes = jnp.array([4, 6], jnp.int32)
+    y = quant.expert_dot(jnp.asarray(x), w, qt, sizes)
+    assert not np.asarray(y)[10:].any()
+    dx = jax.grad(lambda x: jnp.sum(quant.expert_dot(x, w, qt, sizes)))(jnp.asarray(x))
+    assert not np.asarray(dx)[10:].any()
+
+
+# ---- AQT and lowering ------------------------------------------------------------------------------------------------
+
+
+def test_the_integer_product_through_aqt_is_exact():
+    rng = np.random.default_rng(17)
+    for k in (8, 1024, 6144):
+        x, w = rng.integers(-127, 128, (5, k), dtype=np.int8), rng.integers(-128, 128, (7, k), dtype=np.int8)
+        x[0], w[0] = -127, -128  # the largest sum an int8 row can make
+        got = jax.jit(Dense().integer)(x, w)
+        assert got.dtype == jnp.int32
+        np.testing.assert_array_equal(got, x.astype(np.int64) @ w.astype(np.int64).T)
+
+
+def lowered(config, platform, dtype=jnp.bfloat16):
+    w = jnp.zeros((N, K))
+    qt = quant.quantize(w, config) if config else None
+    x = jax.ShapeDtypeStruct((M, K), dtype)
+    traced = jax.jit(lambda x: quant.dot(x, w, qt, numerics=Numerics("cuda"))).trace(x)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_w8a8_lowers_to_one_integer_dot_general_and_no_float_product(platform):
+    text = lowered(w8a8.Config(), platform)
+    dots = re.findall(r"stablehlo\.dot_general.*", text)
+    assert len(dots) == 1
+    assert "xi8>" in dots[0]
+    assert "xi32>" in dots[0].rsplit("->", 1)[1]
+    # AQT's unused conversion of the codes must not survive: the only int32 tensor is the accumulator.
+    assert not re.search(r"convert.*tensor<\d+x\d+xi8>\) -> tensor<\d+x\d+xi32>", text)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("config", [None, w4a16.Config(32)], ids=str)
+def test_bf16_products_stay_bf16_off_cpu_and_accumulate_in_float32(platform, config):
+    (dot,) = re.findall(r"stablehlo\.dot_general.*", lowered(config, platform))
+    assert dot.count("xbf16>") == 2
+    assert "xf32>" in dot.rsplit("->", 1)[1]
+
+
+def test_bf16_products_on_cpu_are_full_float32_products():
+    (dot,) = re.findall(r"stablehlo\.dot_general.*", lowered(w4a16.Config(32), "cpu"))
+    assert "bf16" not in dot
+    assert "HIGHEST" in dot
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
+def test_gradients_lower_for_every_accelerator_from_a_cpu_host(platform, config):
+    w = jnp.zeros((4, N, K))
+    qt = None if config is None else quant.quantize(w, config)
+
+    def loss(x, w):
+        y = quant.dot(x, w[0], None if qt is None else _take(qt, 0))
+        z = quant.expert_dot(x, w, qt, jnp.array([1, 2, 3, 4], jnp.int32))
+        return jnp.sum((y + z).astype(jnp.float32))
+
+    x = jax.ShapeDtypeStruct((M, K), jnp.bfloat16)
+    text = jax.jit(jax.grad(loss, (0, 1))).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
+    assert "dot_general" in text

@@ -1,0 +1,96 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision by rule, and which engine's arithmetic a run mirrors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qarl_jax.quant import Numerics, Rules, numerics, quantize, quantize_tree, resolve, w4a16, w8a8
+from qarl_jax.types import UserError
+
+RULES = [
+    {"match": r"layers\.0\.", "scheme": "bf16"},
+    {"match": "self_attn", "scheme": "w8a8"},
+    {"match": ".*", "scheme": "w4a16:g32"},
+]
+
+
+def test_the_first_rule_found_in_the_path_wins():
+    rules = Rules.parse(RULES)
+    assert rules.scheme_for("layers.0.self_attn.q_proj") is None
+    assert rules.scheme_for("layers.1.self_attn.q_proj") == w8a8.Config()
+    assert rules.scheme_for("layers.1.mlp.up_proj") == w4a16.Config(32)
+    assert Rules().scheme_for("anything") is None
+    assert Rules.uniform(w8a8.Config()).scheme_for("anything") == w8a8.Config()
+
+
+def test_rules_are_hashable_and_take_the_default_group_size():
+    assert hash(Rules.parse(RULES)) == hash(Rules.parse(RULES))
+    assert Rules.parse([{"match": "x", "scheme": "w4a16"}], group_size=64).scheme_for("x") == w4a16.Config(64)
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ({"match": "x"}, "scheme"),
+        ({"match": "x", "scheme": "w8a8", "group": 1}, "exactly the keys"),
+        ({"match": "(", "scheme": "w8a8"}, "regular expression"),
+        ({"match": "x", "scheme": "w9"}, "w9"),
+        ("x", "exactly the keys"),
+    ],
+)
+def test_a_bad_rule_is_named_by_its_number(rule, says):
+    with pytest.raises(UserError, match=r"quant\.rules\[1\]") as error:
+        Rules.parse([RULES[0], rule])
+    assert says in str(error.value)
+
+
+def test_quantize_tree_quantizes_what_the_rules_say_under_jit():
+    params = {
+        path: jnp.asarray(np.random.default_rng(i).normal(size=(16, 64)), jnp.float32)
+        for i, path in enumerate(["layers.0.mlp.up_proj", "layers.1.mlp.up_proj", "layers.1.self_attn.q_proj"])
+    }
+    rules = Rules.parse(RULES)
+    out = jax.jit(quantize_tree, static_argnums=1)(params, rules)
+    assert set(out) == {"layers.1.mlp.up_proj", "layers.1.self_attn.q_proj"}
+    for path, qt in out.items():
+        want = quantize(params[path], rules.scheme_for(path))
+        assert qt.scheme == want.scheme
+        np.testing.assert_array_equal(qt.qvalue, want.qvalue)
+
+
+def test_quantize_tree_names_the_path_that_does_not_fit():
+    with pytest.raises(UserError, match=r"layers\.7\.mlp"):
+        quantize_tree({"layers.7.mlp": jnp.ones((4, 40))}, Rules.parse(RULES))
+
+
+def test_engines_resolve_to_profiles_by_what_the_host_is(monkeypatch):
+    monkeypatch.setattr(numerics, "cpu_has_amx", lambda: True)
+    assert resolve("cpu") == Numerics("cpu_amx")
+    assert resolve("auto") == Numerics("cpu_amx")  # tests run on CPU
+    monkeypatch.setattr(numerics, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(numerics, "cpu_has_avx512", lambda: False)
+    assert resolve("cpu") == Numerics("cpu_avx2")
+    monkeypatch.setattr(numerics, "cpu_has_avx512", lambda: True)
+    assert resolve("cpu") == Numerics("cpu_generic")
+    assert resolve("cuda") == Numerics("cuda")
+    assert resolve("plain") == Numerics()
+    with pytest.raises(UserError, match="auto, cpu, cuda, plain"):
+        resolve("tpu")
+    with pytest.raises(UserError, match="cpu_amx"):
+        Numerics("amx")
+
+
+def test_the_plain_profile_rounds_nothing_the_engine_rounds():
+    plain = Numerics()
+    assert not any(
+        (
+            plain.round_before_norm_weight,
+            plain.round_silu,
+            plain.round_rope_table,
+            plain.round_probabilities,
+            plain.round_logits,
+        )
+    )

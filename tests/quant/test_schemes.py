@@ -1,0 +1,269 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The battery every scheme passes (a registry line enrols it), and each grid against references and oracles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qarl_jax import quant
+from qarl_jax.quant import QTensor, fp8, w4a8, w4a16, w8a8
+from qarl_jax.types import UserError
+from tests.reference import quant_reference as ref
+
+CONFIGS = [config() for config in quant.SCHEMES] + [
+    w4a16.Config(32),
+    w4a16.Config(64),
+    w4a16.Config(-1),
+    w4a8.Config(32),
+]
+INT4 = (w4a16.Config, w4a8.Config)
+
+
+def weight(*shape, seed=0, scale=0.05):
+    """Gaussian, with an outlier in every row and a few exact ties."""
+    rng = np.random.default_rng(seed)
+    w = rng.normal(size=shape).astype(np.float32) * scale
+    w[..., 0] *= 6
+    w[..., 1] = w[..., 0] / 2
+    return w
+
+
+def reference(w, config):
+    """(codes unpacked, scale) by the numpy formulas."""
+    if isinstance(config, w8a8.Config):
+        return ref.int8_weight(w)
+    if isinstance(config, fp8.Config):
+        return ref.fp8_weight(w)
+    return ref.int4_weight(w, config.group_size)
+
+
+def codes_of(qt: QTensor):
+    return np.asarray(quant.unpack_int4(qt.qvalue) if qt.packing == 8 else qt.qvalue)
+
+
+def as_bits(x):
+    x = np.asarray(x)
+    return x.view({1: np.int8, 2: np.int16, 4: np.int32}[x.dtype.itemsize])
+
+
+def assert_same_bytes(a: QTensor, b: QTensor):
+    assert a.scheme == b.scheme
+    np.testing.assert_array_equal(as_bits(a.qvalue), as_bits(b.qvalue))
+    np.testing.assert_array_equal(as_bits(a.scale), as_bits(b.scale))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+class TestContract:
+    def test_dtypes_and_shapes_of_the_contract(self, config):
+        for lead in ((), (3,), (2, 3)):
+            qt = jax.eval_shape(
+                lambda w: quant.quantize(w, config), jax.ShapeDtypeStruct((*lead, 16, 256), jnp.float32)
+            )
+            assert qt.shape == (*lead, 16, 256)
+            if isinstance(config, INT4):
+                groups = 1 if config.group_size == -1 else 256 // config.group_size
+                assert qt.qvalue.dtype == jnp.int32
+                assert qt.qvalue.shape == (*lead, 16, 32)
+                assert qt.scale.dtype == jnp.bfloat16
+                assert qt.scale.shape == (*lead, 16, groups)
+            else:
+                assert qt.qvalue.dtype == (jnp.int8 if isinstance(config, w8a8.Config) else jnp.float8_e4m3fn)
+                assert qt.qvalue.shape == (*lead, 16, 256)
+                assert qt.scale.dtype == jnp.float32
+                assert qt.scale.shape == (*lead, 16, 1)
+
+    def test_codes_and_scales_equal_the_numpy_formula_bit_for_bit(self, config):
+        for seed in range(3):
+            w = weight(16, 256, seed=seed, scale=10.0 ** (seed * 3 - 4))
+            codes, scale = reference(w, config)
+            qt = quant.quantize(w, config)
+            np.testing.assert_array_equal(as_bits(codes_of(qt)), as_bits(codes))
+            np.testing.assert_array_equal(as_bits(qt.scale), as_bits(scale))
+
+    def test_jitted_equals_eager(self, config):
+        w = jnp.asarray(weight(16, 256))
+        assert_same_bytes(jax.jit(lambda w: quant.quantize(w, config))(w), quant.quantize(w, config))
+
+    def test_a_float32_master_and_its_bfloat16_export_have_the_same_bytes(self, config):
+        w = jnp.asarray(weight(16, 256))
+        assert_same_bytes(quant.quantize(w, config), quant.quantize(w.astype(jnp.bfloat16), config))
+
+    def test_stacked_layers_quantize_as_they_do_one_by_one(self, config):
+        w = jnp.asarray(weight(2, 3, 16, 256))
+        stacked = quant.quantize(w, config)
+        for i in np.ndindex(2, 3):
+            assert_same_bytes(jax.tree.map(lambda x: x[i], stacked), quant.quantize(w[i], config))  # noqa: B023
+
+    def test_rows_are_independent_of_each_other(self, config):
+        w = weight(16, 256)
+        other = w.copy()
+        other[3] *= 17
+        a, b = quant.quantize(w, config), quant.quantize(other, config)
+        keep = np.arange(16) != 3
+        np.testing.assert_array_equal(as_bits(codes_of(a))[keep], as_bits(codes_of(b))[keep])
+        np.testing.assert_array_equal(as_bits(a.scale)[keep], as_bits(b.scale)[keep])
+
+    def test_dequantize_is_the_served_weight_bit_for_bit(self, config):
+        w = weight(16, 256)
+        codes, scale = reference(w, config)
+        if isinstance(config, INT4):
+            want = ref.int4_value(codes, scale)
+        else:
+            want = codes.astype(np.float32) * scale
+        got = jax.jit(lambda w: quant.dequantize(quant.quantize(w, config), jnp.float32))(w)
+        np.testing.assert_array_equal(as_bits(got), as_bits(want))
+
+    def test_a_zero_row_gives_zeros_and_a_safe_scale(self, config):
+        w = weight(16, 256)
+        w[2] = 0
+        qt = quant.quantize(w, config)
+        scale = np.asarray(qt.scale, np.float32)
+        assert (scale > 0).all()
+        assert (scale[2] == (2.0**-7 if isinstance(config, INT4) else 2.0**-23)).all()
+        assert not np.asarray(quant.dequantize(qt, jnp.float32))[2].any()
+
+    @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e6, 1e30])
+    def test_extreme_magnitudes_stay_finite_and_on_the_grid(self, config, magnitude):
+        w = (weight(16, 256) * magnitude).astype(np.float32)
+        codes, scale = reference(w, config)
+        qt = quant.quantize(w, config)
+        np.testing.assert_array_equal(as_bits(codes_of(qt)), as_bits(codes))
+        np.testing.assert_array_equal(as_bits(qt.scale), as_bits(scale))
+        assert np.isfinite(np.asarray(quant.dequantize(qt, jnp.float32))).all()
+
+    def test_the_largest_error_is_half_a_step(self, config):
+        w = weight(16, 256)
+        qt = quant.quantize(w, config)
+        error = np.abs(np.asarray(quant.dequantize(qt, jnp.float32)) - ref.bf(w))
+        scale = np.asarray(qt.scale, np.float32)
+        step = np.repeat(scale, 256 // scale.shape[-1], -1)
+        if isinstance(config, fp8.Config):
+            # A floating grid: half a step is 2**-4 of the value, or of the smallest normal.
+            largest = np.maximum(np.abs(ref.bf(w)) * 2.0**-4, step * 2.0**-10)
+            assert (error <= largest * (1 + 1e-6)).all()
+        else:
+            # The largest weight sits at 7.5 (127.5) steps, up to the scale's own rounding, and is clamped to 7 (127).
+            # The served int4 weight is rounded once more, to bfloat16.
+            half = step * (0.5 + 7.5 * 2.0**-8) + np.abs(ref.bf(w)) * 2.0**-8
+            assert (error <= half).all()
+
+    def test_quantizing_the_served_weight_again_moves_no_value_by_more_than_one_step(self, config):
+        """Exact idempotence is impossible with absmax / 7.5 (code 7 shrinks the next absmax); the drift is bounded."""
+        once = quant.dequantize(quant.quantize(weight(16, 256), config), jnp.float32)
+        again = quant.quantize(once, config)
+        scale = np.asarray(again.scale, np.float32)
+        step = np.repeat(scale, 256 // scale.shape[-1], -1)
+        if isinstance(config, fp8.Config):
+            step = np.maximum(np.abs(np.asarray(once)) * 2.0**-3, step * 2.0**-9)
+        assert (np.abs(np.asarray(quant.dequantize(again, jnp.float32)) - np.asarray(once)) <= step).all()
+
+
+def test_int4_codes_of_a_negative_extreme_are_idempotent():
+    """With the absmax on the -8 side, scale = 8 s / 7.5 differs from s; on exact powers the codes still reproduce."""
+    codes = np.tile(np.arange(-8, 8), 8)[None].astype(np.float32)  # one row, group of 128, absmax 8
+    qt = quant.quantize(codes * 0.9375, w4a16.Config(128))  # scale = bf16(7.5 / 7.5) = 1
+    assert float(qt.scale[0, 0]) == 1.0
+    want = np.clip(np.rint(codes * 0.9375), -8, 7)
+    np.testing.assert_array_equal(codes_of(qt), want)
+    assert_same_bytes(quant.quantize(np.where(want == -8, -7.5, want), w4a16.Config(128)), qt)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # mean |error| / mean |w| of N(0, 1): a step s = absmax / 7.5 errs by s / 4 on average, mean |w| = 0.798, the
+        # expected absmax of 32, 64, 128, 1024 normals is 2.347, 2.596, 2.827, 3.446. The clamp at 7 adds 1-3 %.
+        (w4a16.Config(32), 2.347 / 7.5 / 4 / 0.798),
+        (w4a16.Config(64), 2.596 / 7.5 / 4 / 0.798),
+        (w4a16.Config(128), 2.827 / 7.5 / 4 / 0.798),
+        (w4a16.Config(-1), 3.446 / 7.5 / 4 / 0.798),
+        (w4a8.Config(128), 2.827 / 7.5 / 4 / 0.798),
+        (w8a8.Config(), 3.446 / 127.5 / 4 / 0.798),
+        # Three mantissa bits: a relative error uniform in +-2**-4 / m, m in [1, 2): 2**-5 ln 2 on average, over |w|.
+        (fp8.Config(), 2.0**-5 * 0.693),
+    ],
+    ids=str,
+)
+def test_expected_relative_error_of_gaussian_weights(config, expected):
+    w = np.random.default_rng(0).normal(size=(256, 1024)).astype(np.float32)
+    error = np.abs(np.asarray(quant.dequantize(quant.quantize(w, config), jnp.float32)) - ref.bf(w)).mean()
+    assert error / np.abs(w).mean() == pytest.approx(expected, rel=0.04)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(CONFIGS), st.floats(-30, 30))
+@settings(max_examples=25, deadline=None)
+def test_heavy_tailed_sparse_weights_of_any_size_give_the_reference_codes(seed, config, exponent):
+    rng = np.random.default_rng(seed)
+    w = (rng.standard_t(2, size=(4, 128)) * 2.0**exponent).astype(np.float32)
+    w[rng.random(w.shape) < 0.2] = 0
+    codes, scale = reference(w, config)
+    qt = quant.quantize(w, config)
+    np.testing.assert_array_equal(as_bits(codes_of(qt)), as_bits(codes))
+    np.testing.assert_array_equal(as_bits(qt.scale), as_bits(scale))
+
+
+@given(st.floats(0.01, 100), st.integers(0, 1000))
+@settings(max_examples=20, deadline=None)
+def test_scaling_a_weight_by_a_power_of_two_scales_its_scale_and_keeps_its_codes(factor, seed):
+    factor = 2.0 ** round(np.log2(factor))
+    w = weight(4, 128, seed=seed)
+    for config in CONFIGS:
+        a, b = quant.quantize(w, config), quant.quantize((w * factor).astype(np.float32), config)
+        np.testing.assert_array_equal(as_bits(a.qvalue), as_bits(b.qvalue))
+        np.testing.assert_array_equal(np.asarray(a.scale, np.float32) * factor, np.asarray(b.scale, np.float32))
+
+
+def test_every_finite_float8_value_is_its_own_code():
+    values = np.arange(256, dtype=np.uint8).view(ref.F8)
+    values = values[np.isfinite(values.astype(np.float32))]
+    np.testing.assert_array_equal(as_bits(jax.jit(fp8.to_e4m3)(values.astype(np.float32))), as_bits(values))
+
+
+def test_to_e4m3_rounds_as_ml_dtypes_does_everywhere():
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.normal(size=200_000) * s for s in (1e-4, 1e-2, 1, 100)]).astype(np.float32)
+    grid = np.arange(127, dtype=np.uint8).view(ref.F8).astype(np.float32)
+    ties = (grid[1:] + grid[:-1]) / 2
+    x = np.concatenate([x, ties, -ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(1e3))])
+    x = x.astype(np.float32)
+    np.testing.assert_array_equal(as_bits(jax.jit(fp8.to_e4m3)(x)), as_bits(np.clip(x, -448, 448).astype(ref.F8)))
+
+
+# ---- what the user sees --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "group", "hint"), [((4, 100), 128, "8"), ((4, 96), 128, "32"), ((4, 192), 128, "64")]
+)
+def test_a_group_size_that_does_not_divide_is_a_sentence_naming_the_weight_and_what_is_allowed(shape, group, hint):
+    with pytest.raises(UserError, match=r"layers\.mlp\.down_proj") as error:
+        quant.quantize(jnp.ones(shape), w4a16.Config(group), name="layers.mlp.down_proj")
+    assert hint in str(error.value)
+    assert str(shape[-1]) in str(error.value)
+
+
+def test_parse_scheme_reads_every_name_and_prints_back():
+    assert quant.parse_scheme("bf16") is None
+    assert quant.parse_scheme("w8a8", group_size=64) == w8a8.Config()
+    assert quant.parse_scheme("w4a16") == w4a16.Config(128)
+    assert quant.parse_scheme("w4a16", group_size=64) == w4a16.Config(64)
+    assert quant.parse_scheme("w4a16:g32", group_size=64) == w4a16.Config(32)
+    assert quant.parse_scheme("w4a16:g-1") == w4a16.Config(-1)
+    for config in CONFIGS:
+        assert quant.parse_scheme(str(config)) == config
+
+
+@pytest.mark.parametrize(
+    "text", ["w4", "W8A8", "w8a8:g32", "w4a16:32", "w4a16:gx", "w4a16:g12", "w4a16:g0", "bf16:g2", ""]
+)
+def test_a_scheme_nobody_knows_is_a_user_error(text):
+    with pytest.raises(UserError):
+        quant.parse_scheme(text)
+
+
+def test_schemes_are_hashable_and_distinct():
+    assert len({str(c) for c in CONFIGS}) == len(set(CONFIGS))

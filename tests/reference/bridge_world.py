@@ -1,0 +1,98 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A small world for the bridge's tests: a model folder of two tensors per layer, a bridge in threads, its clients."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from qarl_bridge import sender, server, wire
+from qarl_bridge.fake import FakeEngine
+from qarl_bridge.transport.zeromq import Listener
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 100,
+    "hidden_size": 8,
+    "quantization_config": {"format": "int-quantized"},
+}
+
+
+def tensors(seed: int) -> dict[str, np.ndarray]:
+    """A version's tensors, by name; the two shards of a fused module among them."""
+    rng = np.random.default_rng(seed)
+    named: dict[str, np.ndarray] = {"model.norm.weight": rng.normal(size=8).astype(ml_dtypes.bfloat16)}
+    for shard in ("q_proj", "k_proj"):
+        prefix = f"model.layers.0.self_attn.{shard}"
+        named[f"{prefix}.weight"] = rng.integers(-128, 128, size=(8, 8)).astype(np.int8)
+        named[f"{prefix}.weight_scale"] = rng.uniform(0.01, 1, size=(8, 1)).astype(np.float32)
+    return named
+
+
+def expected(named: dict[str, np.ndarray]) -> dict[str, wire.Expected]:
+    """What the engine would demand."""
+    return {n: wire.Expected(name=n, dtype=wire.dtype_name(a.dtype), shape=list(a.shape)) for n, a in named.items()}
+
+
+def staged(step: int, *, seed: int | None = None, run: str = "run", incarnation: int = 1, **changes: Any):
+    """A staged version; `changes` replace tensors (None removes)."""
+    named = tensors(step if seed is None else seed)
+    model = changes.pop("model", wire.model_fingerprint(CONFIG))
+    scheme = changes.pop("scheme", wire.scheme_hash(CONFIG["quantization_config"]))
+    for name, value in changes.pop("replace", {}).items():
+        if value is None:
+            del named[name]
+        else:
+            named[name] = value
+    version = wire.Version(run_id=run, incarnation=incarnation, step=step)
+    return sender.stage(named.items(), version=version, model=model, scheme=scheme)
+
+
+@dataclasses.dataclass
+class World:
+    """A running bridge around a fake engine."""
+
+    engine: FakeEngine
+    bridge: server.Bridge
+    address: str
+    key: bytes
+    clients: list[sender.Client] = dataclasses.field(default_factory=list)
+
+    def client(self, **options: Any) -> sender.Client:
+        """A new authenticated connection."""
+        self.clients.append(sender.Client(self.address, self.key, timeout_s=options.pop("timeout_s", 20.0), **options))
+        return self.clients[-1]
+
+    def trainer(self, run: str = "run", incarnation: int = 1) -> sender.Client:
+        """A connection that holds the lease."""
+        client = self.client()
+        client.acquire(run, incarnation)
+        return client
+
+
+@contextlib.contextmanager
+def world(path: os.PathLike[str], *, tcp: bool = False, has_weights: bool = False) -> Iterator[World]:
+    """Start a bridge in threads of this process; stop it at the end."""
+    key = bytes(range(32))
+    engine = FakeEngine(CONFIG, expected(tensors(0)), has_weights=has_weights)
+    bridge = server.Bridge(engine)
+    listener = Listener("tcp://127.0.0.1:0" if tcp else os.path.join(path, "s"), key)
+    bridge.serve(listener)
+    running = threading.Thread(target=bridge.run)
+    running.start()
+    w = World(engine, bridge, listener.address, key)
+    try:
+        yield w
+    finally:
+        for client in w.clients:
+            client.close()
+        bridge.stop()
+        running.join(10)
+        assert not running.is_alive()

@@ -1,0 +1,116 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Grids and engine arithmetic in numpy, from the formulas: numpy's float32 division is IEEE, float64 does the rest."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+BF16 = ml_dtypes.bfloat16
+F8 = ml_dtypes.float8_e4m3fn
+
+
+def bf(x: np.ndarray) -> np.ndarray:
+    """Round to bfloat16, kept as float32."""
+    return np.asarray(x, np.float32).astype(BF16).astype(np.float32)
+
+
+def int8_weight(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[..., N, K] -> int8 codes, float32 scales [..., N, 1]."""
+    w = bf(w)
+    scale = np.abs(w).max(-1, keepdims=True) / np.float32(127.5)
+    scale = np.where(scale == 0, np.finfo(np.float32).eps, scale).astype(np.float32)
+    return np.clip(np.rint(w / scale), -128, 127).astype(np.int8), scale
+
+
+def fp8_weight(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[..., N, K] -> e4m3 codes, float32 scales [..., N, 1]."""
+    w = bf(w)
+    scale = np.abs(w).max(-1, keepdims=True) / np.float32(448)
+    scale = np.where(scale == 0, np.finfo(np.float32).eps, scale).astype(np.float32)
+    return np.clip(w / scale, -448, 448).astype(F8), scale
+
+
+def int4_weight(w: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """[..., N, K] -> unpacked int8 codes [..., N, K], bfloat16 scales [..., N, K/G]."""
+    *lead, k = w.shape
+    g = k if group == -1 else group
+    w = bf(w).reshape(*lead, k // g, g)
+    scale = bf(np.abs(w).max(-1) / np.float32(7.5))
+    scale = np.where(scale == 0, np.float32(2.0**-7), scale)
+    codes = np.clip(np.rint(w / scale[..., None]), -8, 7).astype(np.int8)
+    return codes.reshape(*lead, k), scale.astype(BF16)
+
+
+def int4_value(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """bf(code * scale), as float32."""
+    repeat = codes.shape[-1] // scale.shape[-1]
+    return bf(codes.astype(np.float32) * np.repeat(scale.astype(np.float32), repeat, -1))
+
+
+def pack(codes: np.ndarray) -> np.ndarray:
+    """uint4b8, one element at a time."""
+    out = np.zeros((*codes.shape[:-1], codes.shape[-1] // 8), np.uint32)
+    for i in range(8):
+        out |= (codes[..., i::8].astype(np.int32) + 8).astype(np.uint32) << np.uint32(4 * i)
+    return out.view(np.int32)
+
+
+def int8_rows(x: np.ndarray, profile: str) -> tuple[np.ndarray, np.ndarray]:
+    """[M, K] activations -> int8 codes, float32 scales [M, 1], as the engine of `profile` makes them."""
+    x = np.asarray(x, np.float32)
+    amax = np.abs(x).max(-1, keepdims=True)
+    if profile == "cpu_amx":
+        amax = np.maximum(amax, np.float32(1e-7))
+    scale = amax / np.float32(127)
+    with np.errstate(divide="ignore"):
+        inverse = 1 / scale if profile in ("cpu_generic", "cpu_avx2") else np.float32(127) / amax
+    inverse = np.where(amax == 0, np.float32(0), inverse).astype(np.float32)
+    return np.clip(np.rint(x * inverse), -128, 127).astype(np.int8), scale
+
+
+def fp8_rows(x: np.ndarray, profile: str) -> tuple[np.ndarray, np.ndarray]:
+    x = np.asarray(x, np.float32)
+    scale = np.maximum(np.abs(x).max(-1, keepdims=True) / np.float32(448), np.float32(1 / (448 * 512)))
+    scaled = x / scale if profile == "cuda" else x * (np.float32(1) / scale)
+    return np.clip(scaled, -448, 448).astype(F8), scale
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """float32 fused multiply-add. The float64 product is exact; the float64 sum is rounded to odd, so that the final
+    rounding to float32 is the only one that counts."""
+    p = a.astype(np.float64) * b.astype(np.float64)
+    c = np.broadcast_to(c, p.shape).astype(np.float64)
+    s = p + c
+    t = s - p
+    error = (p - (s - t)) + (c - t)
+    bits = s.view(np.int64).copy()
+    inexact_even = (error != 0) & ((bits & 1) == 0)
+    away = (error > 0) == (s > 0)
+    bits = np.where(inexact_even, np.where(away, bits + 1, bits - 1), bits)
+    return bits.view(np.float64).astype(np.float32)
+
+
+def w8a8_layer(x, codes, scale, profile, bias=None, fused=True) -> np.ndarray:
+    """float32 [M, N], before the rounding to the compute dtype."""
+    x_q, s_x = int8_rows(x, profile)
+    acc = (x_q.astype(np.int64) @ codes.astype(np.int64).T).astype(np.float32)
+    s_w = scale[:, 0][None, :]
+    first, last = (acc * s_x, np.broadcast_to(s_w, acc.shape)) if profile == "cpu_amx" else (acc * s_w, s_x)
+    if bias is None:
+        return first * last
+    return fma(first, np.broadcast_to(last, first.shape), bias[None, :]) if fused else first * last + bias[None, :]
+
+
+def w4a8_layer(x, codes, scale, bias=None) -> np.ndarray:
+    """float32 [M, N]: one fused multiply-add per group, in order."""
+    x_q, s_x = int8_rows(x, "cpu_amx")
+    n, k = codes.shape
+    g = k // scale.shape[-1]
+    acc = np.zeros((x.shape[0], n), np.float32) if bias is None else np.broadcast_to(bias, (x.shape[0], n))
+    for i in range(k // g):
+        part = slice(i * g, (i + 1) * g)
+        p = (x_q[:, part].astype(np.int64) @ codes[:, part].astype(np.int64).T).astype(np.float32)
+        acc = fma(p * s_x, np.broadcast_to(scale[:, i].astype(np.float32)[None, :], p.shape), acc)
+    return acc

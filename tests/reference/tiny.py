@@ -1,0 +1,182 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A whole run in miniature: a random model folder with a character tokenizer, a data file, a config, a reward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import pathlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import yaml
+from jax.experimental.compilation_cache import compilation_cache
+
+from qarl_jax import config, data, models
+from qarl_jax.models import ModelConfig
+
+ALPHABET = "0123456789+=abcdefghijklmno"  # 30 tokens with padding, end and unknown
+ROW_LEN = 24
+ROOT = pathlib.Path(__file__).parents[2]
+CACHE = {
+    "jax_compilation_cache_dir": None,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+
+def model_config(hidden: int = 64, **fields: Any) -> ModelConfig:
+    """Two Qwen3 layers with opinions (large weights): groups of 32 divide every K."""
+    return ModelConfig(
+        **{
+            "architecture": "Qwen3ForCausalLM",
+            "vocab_size": len(ALPHABET) + 3,
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 32,
+            "qk_norm": True,
+            "initializer_range": 0.15,
+            "max_position_embeddings": 128,
+        }
+        | fields
+    )
+
+
+@functools.lru_cache
+def random_model(hidden: int = 64, seed: int = 0) -> models.Transformer:
+    """The model of `model_config`, weights drawn from `seed`. Do not change it: it is shared."""
+    return models.random_model(model_config(hidden), seed)
+
+
+def model_folder(folder: pathlib.Path, hidden: int = 64, seed: int = 0) -> pathlib.Path:
+    """Writes `random_model` with its tokenizer as a Hugging Face folder."""
+    tokenizer = data.make_char_tokenizer(ALPHABET, folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        models.save_hf(random_model(hidden, seed), folder)
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | {"model_type": "qwen3", "eos_token_id": tokenizer.eos_token_id}
+    path.write_text(json.dumps(values))
+    return folder
+
+
+def data_file(path: pathlib.Path) -> pathlib.Path:
+    """One hundred sums of digits, {"prompt": "3+4=", "answer": "7"}."""
+    rows = [{"prompt": f"{i}+{j}=", "answer": str(i + j)} for i in range(10) for j in range(10)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def leaves() -> list[jax.Array]:
+    """The masters of `random_model`."""
+    return jax.tree.leaves(models.split(random_model())[1])
+
+
+@contextlib.contextmanager
+def compiled_programs(tmp_path_factory: Any) -> Iterator[str]:
+    """While open, programs compiled by this test session are shared through a folder, which is yielded."""
+    folder = str(tmp_path_factory.getbasetemp() / "compiled")
+    before = {name: getattr(jax.config, name) for name in CACHE}
+    try:
+        for name, value in (CACHE | {"jax_compilation_cache_dir": folder}).items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield folder
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def nothing(text: str, answer: str, meta: dict[str, Any]) -> float:
+    """A reward that is always 0."""
+    return 0.0
+
+
+def digit_share(text: str, answer: str, meta: dict[str, Any]) -> float:
+    """A reward that a random policy already varies in: the share of digits in the response."""
+    return sum(character.isdigit() for character in text) / max(1, len(text))
+
+
+class World:
+    """A folder with model and data, and the config of a two-step run over them; `tree` may be changed."""
+
+    def __init__(self, folder: pathlib.Path, hidden: int = 64, seed: int = 0):
+        self.folder = folder
+        self.model = model_folder(folder / "model", hidden, seed)
+        self.data = data_file(folder / "sums.jsonl")
+        self.tree: dict[str, Any] = {
+            "seed": 3,
+            "run_dir": str(folder / "run"),
+            "model": {"path": str(self.model), "dtype": "float32", "remat": "none"},
+            "quant": {"forward": "w4a16:g32", "engine": "plain"},
+            "data": {
+                "source": {"name": "jsonl", "path": str(self.data)},
+                "template": "raw",
+                "max_prompt_len": 8,
+                "holdout": 0.2,
+            },
+            "reward": {"name": "python", "path": f"{__file__}:digit_share"},
+            "rollout": {
+                "num_samples_per_prompt": 4,
+                "max_response_len": 12,
+                "engine": {
+                    "name": "jax",
+                    "batch_size": 16,
+                    "min_slots": 16,
+                    "prompt_bucket": 8,
+                    "response_bucket": 12,
+                },
+            },
+            "loss": {"name": "tbpo", "clip_high": 0.02, "neg_clip_low": 0.02, "neg_clip_high": 0.02},
+            "optimizer": {"name": "muon", "lr": 0.02},
+            "train": {
+                "steps": 2,
+                "prompts_per_step": 4,
+                "prompts_per_update": 2,
+                "micro_batch_rows": 4,
+                "row_len": ROW_LEN,
+                "max_segments": 4,
+            },
+            "checkpoint": {"every": 1, "keep": 2},
+            "eval": {"num_prompts": 4},
+            "log": {"view": "off", "tensorboard": False},
+        }
+
+    def changed(self, **sections: Any) -> World:
+        """The same world with sections of the config updated, e.g. changed(train={"steps": 1}, seed=4)."""
+        other = copy.copy(self)
+        other.tree = copy.deepcopy(self.tree)
+        for key, value in sections.items():
+            merges = isinstance(value, dict) and "name" not in value  # a variant is replaced whole
+            other.tree[key] = self.tree.get(key, {}) | value if merges else value
+        return other
+
+    @property
+    def run_dir(self) -> pathlib.Path:
+        return pathlib.Path(self.tree["run_dir"])
+
+    @property
+    def config(self) -> config.RunConfig:
+        return config.from_dict(copy.deepcopy(self.tree), "tiny")
+
+    def command(self, *overrides: str) -> list[str]:
+        """Arguments for `train.main`."""
+        path = self.folder / f"{self.run_dir.name}.yaml"
+        path.write_text(yaml.safe_dump(self.tree))
+        return ["--config", str(path), *overrides]
+
+    def records(self, name: str = "metrics") -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl (or eval, samples), without what depends on the clock."""
+        lines = (self.run_dir / f"{name}.jsonl").read_text().splitlines()
+        return [
+            {key: value for key, value in json.loads(line).items() if not key.startswith("time/")} for line in lines
+        ]

@@ -1,0 +1,116 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Finding and comparing final answers, hostile text included."""
+
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qarl_jax.rewards.extract import extract, number, same
+
+
+@pytest.mark.parametrize(
+    ("text", "how", "expected"),
+    [
+        ("  42 \n", "whole", "42"),
+        ("", "whole", None),
+        ("so\n\n 42 \n \n", "last_line", "42"),
+        ("\n\n", "last_line", None),
+        ("1 and 2,500.5 apples", "last_number", "2,500.5"),
+        ("none", "last_number", None),
+        ("<answer> 4 </answer> no <answer>5</answer>", "tag", "5"),
+        ("<answer>5", "tag", None),
+        ("</answer>5<answer>", "tag", None),
+        ("<answer></answer>", "tag", None),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}.", "boxed", r"\frac{1}{2}"),
+        (r"\boxed{1", "boxed", None),
+        (r"x = \boxed{3} <answer>4</answer>", "auto", "3"),
+        ("<answer>4</answer> 5", "auto", "4"),
+        ("12 + 30 = 42\n#### 42\n", "auto", "42"),
+        ("Hence the answer is: 7.", "auto", "7."),
+        ("**Answer:** 7", "auto", "7"),
+        ("3 + 4 =\n7", "auto", "7"),
+        ("", "auto", None),
+        ("   \n\t", "auto", None),
+        ("the answer is", "auto", "the answer is"),
+        ("İ" * 3 + "answer: 7", "auto", "İ" * 3 + "answer: 7"),  # lower case is longer here: offsets would be wrong
+    ],
+)
+def test_extraction_table(text, how, expected):
+    assert extract(text, how) == expected
+
+
+@pytest.mark.parametrize(
+    ("given_text", "expected", "equal"),
+    [
+        ("42", "42", True),
+        ("42.0", "42", True),
+        ("42.", "42", True),
+        ("1,234", "1234", True),
+        ("$5.50", "5.5", True),
+        ("1/2", "0.5", True),
+        ("-3", "3", False),
+        ("\u22123", "-3", True),  # a typographic minus
+        ("12%", "12", True),
+        ("  Yes ", "yes", True),
+        ('"yes"', "yes", True),
+        ("a  b", "a b", True),
+        ("42 apples", "42", False),
+        ("4 2", "42", False),
+        ("1e2", "100", False),  # no exponents: see number()
+        ("1/0", "1/0", True),
+        ("1/0", "0", False),
+        ("", "0", False),
+        ("nan", "0", False),
+        ("٤", "4", False),  # digits of another script are text
+    ],
+)
+def test_comparison_table(given_text, expected, equal):
+    assert same(given_text, expected) is equal
+
+
+def test_case_counts_when_asked_to():
+    assert same("AbC", "abc")
+    assert not same("AbC", "abc", ignore_case=False)
+
+
+@given(numerator=st.integers(-(10**12), 10**12), denominator=st.integers(1, 10**6))
+def test_a_written_fraction_is_read_exactly(numerator, denominator):
+    assert number(f"{numerator}/{denominator}") == Fraction(numerator, denominator)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 100_000,
+        "1e999999999",
+        "1/" + "0" * 1000,
+        "\\boxed{" * 50_000,
+        "<answer>" * 50_000,
+        "{" * 100_000,
+        "answer is " * 20_000,
+        "1," * 50_000,
+        "-" * 100_000,
+        "\x00\ud800",
+        "\r" * 100_000,
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+def test_hostile_text_is_read_quickly_and_without_error(text):
+    start = time.monotonic()
+    for how in ("auto", "whole", "last_line", "last_number", "tag", "boxed"):
+        found = extract(text, how)
+        if found is not None:
+            same(found, "42")
+    assert time.monotonic() - start < 2.0
+
+
+@given(text=st.text(max_size=200), answer=st.text(max_size=20))
+def test_any_text_has_an_answer_or_none(text, answer):
+    for how in ("auto", "whole", "last_line", "last_number", "tag", "boxed"):
+        found = extract(text, how)
+        assert found is None or (found and found == found.strip())
+        assert same(found or "", answer) in (True, False)

@@ -1,0 +1,120 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The pool's deadline holds whatever a worker does, and its processes go when it goes."""
+
+import os
+import time
+
+import pytest
+
+from qarl_jax.rewards import pool as pool_module
+from qarl_jax.rewards.pool import PoolConfig, WorkerPool
+from qarl_jax.types import UserError
+
+# A worker that does what its task says, speaking the protocol of _worker.py.
+SCRIPT = """
+import json, os, sys, time
+print(json.dumps({"ready": True}), flush=True)
+served = 0
+for line in sys.stdin:
+    task = json.loads(line)
+    served += 1
+    if task["do"] == "hang":
+        time.sleep(1000)
+    if task["do"] == "spin":
+        10 ** 10 ** 10  # inside one native call: no signal handler of this process can run
+    if task["do"] == "die":
+        os._exit(7)
+    if task["do"] == "half":
+        sys.stdout.write('{"score"'); sys.stdout.flush(); time.sleep(1000)
+    answer = {"pid": os.getpid(), "served": served}.get(task["do"], task["do"])
+    print(json.dumps({"score": answer}), flush=True)
+"""
+
+
+@pytest.fixture
+def make_pool(tmp_path, monkeypatch):
+    script = tmp_path / "worker.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setattr(pool_module, "_SCRIPT", str(script))
+    pools = []
+
+    def make(**options):
+        pools.append(WorkerPool("test", PoolConfig(**{"workers": 2, "timeout_s": 0.5} | options)))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def do(*words):
+    return [{"do": word} for word in words]
+
+
+def test_scores_come_back_in_order(make_pool):
+    pool = make_pool(workers=3)
+    assert pool.map(do(*range(50))) == list(range(50))
+    assert pool.map([]) == []
+
+
+@pytest.mark.parametrize("trouble", ["hang", "spin", "die", "half"])
+def test_a_bad_task_gets_none_and_harms_no_other(make_pool, trouble):
+    pool = make_pool()
+    start = time.monotonic()
+    scores = pool.map(do(1, trouble, 2, trouble, 3, 4))
+    assert scores == [1, None, 2, None, 3, 4]
+    assert pool.restarts == 2
+    assert time.monotonic() - start < 15
+    assert pool.map(do(5)) == [5]
+
+
+def test_a_worker_is_replaced_after_its_share_of_tasks(make_pool):
+    pool = make_pool(workers=1, recycle_after=3)
+    assert pool.map(do(*["served"] * 7)) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def alive(pid):
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_no_process_outlives_the_pool(make_pool, how):
+    pool = WorkerPool("test", PoolConfig(workers=1, timeout_s=5.0))
+    make_pool()
+    (pid,) = pool.map(do("pid"))
+    assert alive(pid)
+    if how == "close":
+        pool.close()
+    del pool
+    assert not alive(pid)
+
+
+def test_a_worker_that_cannot_start_says_why(make_pool, tmp_path):
+    pool = make_pool()
+    (tmp_path / "worker.py").write_text("import no_such_package_here")
+    with pytest.raises(UserError, match="did not start: ModuleNotFoundError: No module named 'no_such_package_here'"):
+        pool.map(do(1))
+
+
+def test_hostile_mathematics_cannot_hold_up_a_run():
+    pool = WorkerPool("math", PoolConfig(workers=2, timeout_s=2.0))
+    texts = [
+        "\\boxed{9^{9^{9^{9^9}}}}",
+        "\\boxed{" + "\\frac{1}{" * 300 + "2" + "}" * 300 + "}",
+        "\\boxed{42}",
+        "((" * 2000,
+    ]
+    texts += ["\\boxed{\\int_0^1 x^{x^{x^{x}}} dx}", "\\boxed{100000!}", "$" * 4000]
+    try:
+        start = time.monotonic()
+        scores = pool.map([{"text": text, "answer": "42"} for text in texts])
+        # At most the deadline per task, on two workers, and the starts of replaced workers.
+        assert time.monotonic() - start < 120
+        assert [score or 0.0 for score in scores] == [float(text == "\\boxed{42}") for text in texts]
+    finally:
+        pool.close()

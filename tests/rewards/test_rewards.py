@@ -1,0 +1,310 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Every reward gives every text a defined number, and the right one to the tables below."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from qarl_jax.rewards import (
+    REWARDS,
+    Grader,
+    Sample,
+    exact,
+    format,
+    function,
+    math_verify,
+    overlong,
+    reasoning_gym,
+    total,
+)
+from qarl_jax.types import Completion, Prompt, UserError
+
+ORIGIN = {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 2}, "seed": 3, "size": 10, "index": 4}
+
+HOSTILE = [
+    "",
+    " \n",
+    "\x00",
+    "\ud800",
+    "<answer>",
+    "</think><think>",
+    "\\boxed{",
+    "\\boxed{}" * 200,
+    "9" * 5000,
+    "((((" * 500,
+    "__import__('os')._exit(1)",
+    "\u202e42",
+]
+
+
+def prompt(answer="42", **meta):
+    return Prompt(uid="t/0", tokens=(3,), text="?", answer=answer, meta=meta)
+
+
+def sample(text, answer="42", finish_reason="stop", num_tokens=10, **meta):
+    return Sample(prompt=prompt(answer, **meta), text=text, num_tokens=num_tokens, finish_reason=finish_reason)
+
+
+def user_reward(text, answer, meta, bonus=0.0):
+    return (text == answer) + bonus + meta.get("extra", 0.0)
+
+
+def broken_reward(text, answer, meta):
+    raise KeyError("oops")
+
+
+def infinite_reward(text, answer, meta):
+    return float("inf")
+
+
+HERE = __file__
+POOL = {"workers": 1, "timeout_s": 2.0}
+CONFIGS = {
+    exact.Config: exact.Config(),
+    math_verify.Config: math_verify.Config(**POOL),
+    reasoning_gym.Config: reasoning_gym.Config(**POOL),
+    format.Config: format.Config(),
+    overlong.Config: overlong.Config(buffer_len=8),
+    function.Config: function.Config(path=f"{HERE}:user_reward"),
+}
+
+
+# ---- the battery: a line in REWARDS enrols the newcomer
+# ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config_type", REWARDS, ids=lambda t: t.__module__.rsplit(".", 1)[-1])
+def test_any_text_gets_a_finite_reward_in_order(config_type):
+    reward = REWARDS[config_type](CONFIGS[config_type], 32)
+    reasons = ("stop", "length", "abort")
+    samples = [sample(text, finish_reason=reason, origin=ORIGIN) for text in HOSTILE for reason in reasons]
+    try:
+        scores = reward.score(samples)
+        assert scores.shape == (len(samples),)
+        assert scores.dtype == np.float32
+        assert np.isfinite(scores).all()
+        assert (scores <= 0).all()  # none of these texts is a good answer
+        np.testing.assert_array_equal(reward.score(samples[::-1]), scores[::-1])
+        assert reward.score([]).shape == (0,)
+    finally:
+        reward.close()
+
+
+@pytest.mark.parametrize("config_type", REWARDS, ids=lambda t: t.__module__.rsplit(".", 1)[-1])
+def test_every_reward_has_a_name_in_config_files(config_type):
+    assert config_type in total.TERMS.values()
+
+
+# ---- tables
+# -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "cfg", "expected"),
+    [
+        ("42", "stop", {}, 1),
+        ("the sum is\n42", "stop", {}, 1),
+        ("42", "length", {}, 0),
+        ("42", "abort", {}, 0),
+        ("42", "length", {"truncated": "score"}, 1),
+        ("41", "stop", {}, 0),
+        ("<answer>42</answer>", "stop", {"extract": "tag"}, 1),
+        ("42", "stop", {"extract": "tag"}, 0),
+    ],
+)
+def test_exact_table(text, reason, cfg, expected):
+    assert exact.Reward(exact.Config(**cfg), 32).score([sample(text, finish_reason=reason)]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "cfg", "expected"),
+    [
+        ("<think>a</think><answer>b</answer>", {}, 1),
+        (" <think>a</think>\n<answer>b</answer>\n", {}, 1),
+        ("<think>a</think> so <answer>b</answer>", {}, 0),
+        ("<answer>b</answer><think>a</think>", {}, 0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", {}, 0),
+        ("<think><answer>b</answer></think>", {}, 0),
+        ("a</think><answer>b</answer>", {"opened": True}, 1),
+        ("<think>a</think><answer>b</answer>", {"opened": True}, 0),
+        ("<r>x</r>", {"sections": ("r",)}, 1),
+        ("", {}, 0),
+    ],
+)
+def test_format_table(text, cfg, expected):
+    assert format.Reward(format.Config(**cfg), 32).score([sample(text)]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("length", "reason", "expected"),
+    # DAPO eq. 13 with L = 100, C = 20: zero up to 80, then (80 - n) / 20.
+    [
+        (0, "stop", 0.0),
+        (80, "stop", 0.0),
+        (85, "stop", -0.25),
+        (100, "stop", -1.0),
+        (100, "length", -1.0),
+        (120, "stop", -1.0),
+    ],
+)
+def test_overlong_table(length, reason, expected):
+    reward = overlong.Reward(overlong.Config(buffer_len=20), 100)
+    assert reward.score([sample("x", finish_reason=reason, num_tokens=length)]) == [np.float32(expected)]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("\\boxed{\\frac{1}{2}}", "0.5", 1),
+        ("so $x = \\frac{3}{6}$", "\\frac{1}{2}", 1),
+        ("\\boxed{2\\sqrt{2}}", "\\sqrt{8}", 1),
+        ("\\boxed{(1, 2)}", "(1,2)", 1),
+        ("\\boxed{x^2+2x+1}", "(x+1)^2", 1),
+        ("The answer is 42.", "42", 1),
+        ("\\boxed{41}", "42", 0),
+        ("\\boxed{}", "42", 0),
+        ("I do not know.", "42", 0),
+    ],
+)
+def test_math_verify_table(math_reward, text, answer, expected):
+    assert math_reward.score([sample(text, answer)]) == [expected]
+
+
+@pytest.fixture(scope="module")
+def math_reward():
+    reward = math_verify.Reward(math_verify.Config(**{**POOL, "timeout_s": 60.0}), 32)
+    yield reward
+    reward.close()
+
+
+@pytest.fixture(scope="module")
+def gym_entry():
+    import reasoning_gym as gym
+
+    config = dict(ORIGIN["config"])
+    return gym.create_dataset("chain_sum", seed=ORIGIN["seed"], size=ORIGIN["size"], **config)[ORIGIN["index"]]
+
+
+def test_the_gym_scorer_sees_its_own_task_and_only_a_full_score_counts(gym_entry):
+    answer = gym_entry["answer"]
+    texts = [answer, f"I think\n{answer}", f"<answer>{answer}</answer>", f"{answer} or so", str(int(answer) + 1)]
+    samples = [sample(text, answer, origin=ORIGIN) for text in texts]
+    for threshold, expected in ((1.0, [1, 1, 1, 0, 0]), (None, None)):
+        reward = reasoning_gym.Reward(reasoning_gym.Config(threshold=threshold, **POOL), 32)
+        try:
+            scores = reward.score(samples)
+        finally:
+            reward.close()
+        if expected is not None:
+            assert scores.tolist() == expected
+        else:  # the library's partial credit: the answer's share of the text
+            assert scores[3] == np.float32(len(answer) / len(f"{answer} or so"))
+
+
+def test_the_gym_scorer_refuses_prompts_of_another_source():
+    with pytest.raises(UserError, match=r"is not from data\.source"):
+        reasoning_gym.Reward(reasoning_gym.Config(), 32).score([sample("1")])
+
+
+# ---- user functions
+# ---------------------------------------------------------------------------------------------------
+
+
+def test_a_user_function_gets_text_answer_meta_and_options():
+    cfg = function.Config(path=f"{HERE}:user_reward", options={"bonus": 0.5})
+    assert function.Reward(cfg, 32).score([sample("42", extra=0.25)]) == [1.75]
+
+
+def test_a_user_function_is_found_by_module_name():
+    assert function.load_function("math:sqrt")(4.0) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("math", "expected package.module:function"),
+        ("math:no_such", "has no function 'no_such'"),
+        ("no_such_module:f", "importing no_such_module failed"),
+        ("/nowhere/file.py:f", "no such file"),
+    ],
+)
+def test_a_wrong_function_path_is_refused(path, message):
+    with pytest.raises(UserError, match=message):
+        function.Reward(function.Config(path=path), 32)
+
+
+def test_a_failing_user_function_stops_the_run_and_names_the_prompt():
+    cases = {"broken_reward": "failed on prompt t/0: KeyError: 'oops'", "infinite_reward": "returned inf"}
+    for name, message in cases.items():
+        with pytest.raises(UserError, match=message):
+            function.Reward(function.Config(path=f"{HERE}:{name}"), 32).score([sample("1")])
+
+
+# ---- sums and grading
+# ---------------------------------------------------------------------------------------------------
+
+
+def test_a_sum_weighs_its_terms_and_reports_each():
+    terms = (
+        total.Term(reward=exact.Config()),
+        total.Term(reward=format.Config(sections=("answer",)), coef=0.1),
+        total.Term(reward=overlong.Config(buffer_len=10), coef=0.5),
+        total.Term(reward=exact.Config(extract="tag"), coef=0.0),
+    )
+    grader = Grader(total.Config(terms=terms), max_response_len=20)
+    values, parts = grader.score([sample("<answer>42</answer>", num_tokens=15), sample("41", num_tokens=5)])
+    # 1 + 0.1 - 0.5 * 0.5, and nothing.
+    np.testing.assert_allclose(values, [0.85, 0.0], rtol=1e-6)
+    assert {name: part.tolist() for name, part in parts.items()} == {
+        "exact": [1, 0],
+        "format": [1, 0],
+        "overlong": [-0.5, 0],
+        "exact#2": [1, 0],
+    }
+
+
+class Characters:
+    """Decodes token i to character i."""
+
+    def decode(self, tokens, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(map(chr, tokens))
+
+
+def test_grading_keeps_prompts_samples_and_rewards_together():
+    prompts = [dataclasses.replace(prompt(str(i)), uid=str(i)) for i in range(3)]
+
+    def completion(text):
+        tokens = tuple(map(ord, text))
+        logprobs = np.zeros(len(tokens), np.float32)
+        return Completion(prompt_tokens=(3,), tokens=tokens, logprobs=logprobs, finish_reason="stop", versions=())
+
+    texts = [["0", "1"], ["1"], ["", "2", "x"]]
+    completions = [[completion(text) for text in group] for group in texts]
+    groups, parts = Grader(exact.Config(), max_response_len=4).grade(Characters(), prompts, completions)
+    assert [group.rewards.tolist() for group in groups] == [[1, 0], [1], [0, 1, 0]]
+    assert [group.prompt.uid for group in groups] == ["0", "1", "2"]
+    assert groups[2].texts == ("", "2", "x")
+    assert parts["exact"].tolist() == [1, 0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: total.Config(terms=()),
+        lambda: total.Term(reward=exact.Config(), coef=float("nan")),
+        lambda: format.Config(sections=()),
+        lambda: overlong.Config(buffer_len=0),
+        lambda: overlong.Reward(overlong.Config(buffer_len=50), 32),
+        lambda: math_verify.Config(timeout_s=0.0),
+        lambda: math_verify.Config(workers=-1),
+        lambda: math_verify.Config(memory_mb=1),
+        lambda: math_verify.Config(recycle_after=0),
+        lambda: reasoning_gym.Config(threshold=2.0),
+    ],
+)
+def test_impossible_settings_are_refused(make):
+    with pytest.raises(UserError):
+        make()

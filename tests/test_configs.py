@@ -1,0 +1,202 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Every file in configs/ is a runnable document: it parses, plans without weights, and says what it is.
+
+The papers' comparison (configs/papers/<model>/<run>.yaml) must differ between runs only in what the papers vary.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import pytest
+import yaml
+
+from qarl_jax import config, optimizer, schema, sft, train
+from qarl_jax.loss import grpo, gspo, sapo, tbpo
+from tests.reference import tiny
+
+ROOT = pathlib.Path(__file__).parents[1]
+FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "models"
+FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+PAPERS = ROOT / "configs" / "papers"
+MODELS = sorted(path.name for path in PAPERS.iterdir() if path.is_dir())
+RUNS = sorted(path.stem for path in (PAPERS / "qwen3_8b_base").glob("*.yaml"))
+# What a run may change against its model's TBPO run, the folder aside.
+VARIED = {"quant.forward", "quant.rollout", "quant.uaq_scale", "train.prompts_per_update", "optimizer.lr"}
+
+
+def name(path):
+    return str(path.relative_to(ROOT / "configs").with_suffix(""))
+
+
+def is_supervised(path):
+    return "out" in yaml.safe_load(path.read_text())
+
+
+@functools.cache
+def load(model, run):
+    return config.load(PAPERS / model / f"{run}.yaml")
+
+
+def flat(tree, prefix=""):
+    out = {}
+    for key, value in tree.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return out
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_it_parses_and_its_header_says_how_it_is_run(path):
+    header = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+    assert f"configs/{name(path)}.yaml" in header or "make quickstart" in header  # its own command, not a copied one
+    assert "hardware" in header
+    if is_supervised(path):
+        assert schema.load(sft.Config, path).train.updates > 0
+    else:
+        assert "micro-batch" in config.describe(config.load(path))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Model folders without weights: config.json of the published models, and of the quickstart's."""
+    root = tmp_path_factory.mktemp("models")
+    values = {path.stem: json.loads(path.read_text())["config"] for path in FIXTURES.glob("*.json")}
+    for path in FILES:  # what a supervised config will make, for the configs that start from it
+        if is_supervised(path):
+            made = yaml.safe_load(path.read_text())
+            vocab = len(made["tokenizer"]["alphabet"]) + 3
+            values[pathlib.Path(made["out"]).name] = made["model"]["init"] | {"vocab_size": vocab}
+    for stem, content in values.items():
+        (root / stem).mkdir()
+        (root / stem / "config.json").write_text(json.dumps(content))
+    return root
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if not is_supervised(path)], ids=name)
+def test_a_dry_run_plans_it_without_weights(path, folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # a config may say nothing that depends on where it is run
+    folder = folders / pathlib.Path(config.load(path).model.path).name
+    assert train.main(["--config", str(path), "--dry-run", f"model.path={folder}"]) == 0
+    said = capsys.readouterr().out
+    for part in ("scheme", "micro-batch", "masters", "optimizer", "GiB"):
+        assert part in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A tiny model with its data; the runs over it share their compiled programs."""
+    with tiny.compiled_programs(tmp_path_factory):
+        yield tiny.World(tmp_path_factory.mktemp("world"))
+
+
+# ---- the papers' comparison ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_has_every_run_in_a_folder_of_its_own(model):
+    assert sorted(path.stem for path in (PAPERS / model).glob("*.yaml")) == RUNS
+    assert {load(model, run).run_dir for run in RUNS} == {f"runs/papers/{model}/{run}" for run in RUNS}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_differs_only_in_what_the_papers_vary(model, run):
+    if run != "tbpo":
+        assert yaml.safe_load((PAPERS / model / f"{run}.yaml").read_text())["base"] == "tbpo.yaml"
+    base, this = (flat(config.to_dict(load(model, which))) for which in ("tbpo", run))
+    changed = {key for key in base.keys() | this.keys() if base.get(key) != this.get(key)} - {"run_dir"}
+    assert {key for key in changed if not key.startswith("loss.")} <= VARIED
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_is_the_same_change_for_every_model(run):
+    def recipe(model):
+        cfg = load(model, run)
+        return cfg.quant, cfg.loss, cfg.train.updates_per_step == 1, cfg.optimizer.lr / load(model, "tbpo").optimizer.lr
+
+    published = [recipe(model) for model in MODELS if model != "quickstart"]
+    assert all(one == published[0] for one in published)
+    # The quickstart's short responses need wider bands (see quickstart.yaml) and its scales are plain arithmetic.
+    quant, loss, single, lr = recipe("quickstart")
+    assert dataclasses.replace(quant, engine="auto") == published[0][0]
+    bands = {"clip_high", "clip_low", "neg_clip_low", "neg_clip_high"} if loss.name in ("tbpo", "gspo") else set()
+    kept = {f.name: getattr(published[0][1], f.name) for f in dataclasses.fields(loss) if f.name in bands}
+    assert dataclasses.replace(loss, **kept) == published[0][1]
+    assert (single, lr) == published[0][2:]
+
+
+def test_the_quickstarts_bands_are_widened_alike():
+    main, aligned = load("quickstart", "tbpo").loss, load("quickstart", "gspo").loss
+    published = tbpo.Config(), gspo.Config()
+    wider = main.clip_high / published[0].clip_high
+    for key in ("neg_clip_low", "neg_clip_high"):
+        assert getattr(main, key) == pytest.approx(wider * getattr(published[0], key))
+    for key in ("clip_low", "clip_high"):
+        assert getattr(aligned, key) == pytest.approx(wider * getattr(published[1], key))
+
+
+def test_the_main_run_has_the_settings_of_the_paper():
+    for model in MODELS:
+        if model == "quickstart":
+            continue
+        cfg = load(model, "tbpo")
+        assert cfg.loss == tbpo.Config(clip_high=4e-4, neg_clip_low=3e-4, neg_clip_high=7e-4, mismatch_cap=2.0)
+        assert (cfg.quant.forward, cfg.quant.rollout_scheme, cfg.quant.group_size) == ("w4a16", "w4a16", 128)
+        assert (cfg.optimizer.lr, cfg.optimizer.weight_decay) == (1e-6, 0.01)
+        assert isinstance(cfg.optimizer, optimizer.Muon)
+        assert (cfg.train.prompts_per_step, cfg.train.updates_per_step) == (512, 8)
+        assert cfg.rollout.num_samples_per_prompt == 8
+    long = load("qwen3_8b_base", "tbpo")
+    assert (long.data.max_prompt_len, long.rollout.max_response_len) == (2048, 16384)
+
+
+@pytest.mark.parametrize(
+    ("run", "forward", "rollout", "loss"),
+    [
+        ("bf16_grpo", "bf16", "bf16", grpo.Config(mismatch="tis", mismatch_cap=2.0)),
+        ("bf16_gspo", "bf16", "bf16", gspo.Config(mismatch="tis", mismatch_cap=2.0)),
+        ("rollout_grpo", "bf16", "w4a16", grpo.Config(mismatch="tis", mismatch_cap=2.0)),
+        ("rollout_gspo", "bf16", "w4a16", gspo.Config(mismatch="tis", mismatch_cap=2.0)),
+        ("rollout_tbpo", "bf16", "w4a16", tbpo.Config()),
+        ("grpo", "w4a16", "w4a16", grpo.Config(mismatch="tis", mismatch_cap=2.0)),
+        ("gspo", "w4a16", "w4a16", gspo.Config(mismatch="tis", mismatch_cap=2.0)),
+        ("mis_gspo", "w4a16", "w4a16", gspo.Config(mismatch="seq_mis", mismatch_cap=2.0)),
+        ("positive_grpo", "w4a16", "w4a16", grpo.Config(mismatch="tis", positive_only=True)),
+        ("on_policy_grpo", "w4a16", "w4a16", grpo.Config(mismatch="tis", on_policy=True)),
+        ("dual_clip_grpo", "w4a16", "w4a16", grpo.Config(mismatch="tis", dual_clip=3.0)),
+        ("sapo", "w4a16", "w4a16", sapo.Config(mismatch="tis")),
+        ("flashrl_tis", "bf16", "w8a8", grpo.Config(mismatch="tis", mismatch_cap=2.0)),
+        ("qurl_acr", "bf16", "w8a8", grpo.Config(mismatch="acr", aggregation="seq-mean-token-mean")),
+        ("qurl_acr_uaq", "bf16", "w8a8", grpo.Config(mismatch="acr", aggregation="seq-mean-token-mean")),
+        ("qurl_acr_lr", "bf16", "w8a8", grpo.Config(mismatch="acr", aggregation="seq-mean-token-mean")),
+    ],
+)
+def test_a_run_is_what_its_name_says(run, forward, rollout, loss):
+    cfg = load("qwen3_8b_base", run)
+    assert (cfg.quant.forward, cfg.quant.rollout_scheme, cfg.loss) == (forward, rollout, loss)
+    assert (cfg.train.updates_per_step == 1) == (run == "on_policy_grpo")
+    assert (cfg.quant.uaq_scale == 1.5) == (run == "qurl_acr_uaq")
+    assert (cfg.optimizer.lr == pytest.approx(1.5e-6)) == (run == "qurl_acr_lr")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_every_run_trains_two_steps_on_a_tiny_model(run, world):
+    cfg = load("quickstart", run)
+    sections = {"loss": schema.to_dict(cfg)["loss"], "run_dir": str(world.folder / run)}
+    schemes = {key: None if value is None else value.replace("w4a16", "w4a16:g32") for key, value in
+               {"forward": cfg.quant.forward, "rollout": cfg.quant.rollout}.items()}  # fmt: skip
+    sections["quant"] = schemes | {"uaq_scale": cfg.quant.uaq_scale}
+    if cfg.train.updates_per_step == 1:
+        sections["train"] = {"prompts_per_update": 0}
+    changed = world.changed(**sections)
+    assert train.main(changed.command()) == 0
+    records = changed.records()
+    assert len(records) == 2
+    for record in records:
+        assert "nonfinite" not in record
+        assert record["train/updates"] == (1 if run == "on_policy_grpo" else 2)
+        assert record["optim/update_norm"] > 0

@@ -1,0 +1,247 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents name is there: files, links, make targets, commands, settings, metrics, tests, extras, schemes.
+
+The notebook is run from top to bottom, on a policy small enough for it.
+"""
+
+import ast
+import importlib
+import json
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from qarl_jax import config, data, loss, quant, rewards, rollout, schema, sft
+from qarl_jax.models import MODELS
+from tests.reference import tiny
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+WRITTEN = ("README.md", "bridge/README.md", "docs/adding.md", "docs/log.md", "docs/numerics.md", "docs/scaling.md")
+DOCUMENTS = sorted({*WRITTEN, "docs/algorithms.md"})
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+VERBS = sorted({*re.findall(r"python -m qarl_jax\.(\w+)", "".join((ROOT / d).read_text() for d in DOCUMENTS))})
+FOLDERS = ("qarl_jax", "bridge", "configs", "tests", "docs", "examples", "benchmarks")
+
+
+def text_of(document):
+    return (ROOT / document).read_text()
+
+
+def code_spans(text):
+    """What stands between single backticks, code blocks left out."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def blocks(text, language):
+    """The fenced blocks of a language ("": none)."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    return [block for name, block in fences if name == language]
+
+
+def commands(text):
+    """Lines of shell blocks, comments and continuations resolved, as lists of words."""
+    for block in blocks(text, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                yield words
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_link_inside_the_repository_resolves(document):
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text_of(document))
+    missing = [link for link in links if "://" not in link and not (ROOT / document).parent.joinpath(link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", WRITTEN)
+def test_every_file_named_in_the_text_exists(document):
+    paths = {span for span in code_spans(text_of(document)) if span.split("/")[0] in FOLDERS and "/" in span}
+    paths = {path.split(":")[0].split("::")[0] for path in paths if "<" not in path and " " not in path}
+    # A reader of bridge/README.md stands in bridge/ or at the root.
+    assert not [path for path in sorted(paths) if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("document", WRITTEN)
+def test_every_test_named_in_the_text_exists(document):
+    named = {span for span in code_spans(text_of(document)) if re.fullmatch(r"test_\w+", span)}
+    written = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
+    assert not [name for name in sorted(named) if f"def {name}(" not in written]
+
+
+@pytest.mark.parametrize("document", WRITTEN)
+def test_every_setting_named_in_the_text_exists(document):
+    known = set(schema.dotted_keys(config.RunConfig))
+    sections = {key.split(".")[0] for key in known if "." in key}
+    pattern = re.compile(r"([a-z]+(?:\.[a-z_]+)+)(=.*)?")
+    named = {m.group(1) for span in code_spans(text_of(document)) if (m := pattern.fullmatch(span))}
+    named = {name for name in named if name.split(".")[0] in sections and not name.endswith((".py", ".yaml", ".md"))}
+    named -= {"quant.dot"}  # a function
+    assert not [
+        name for name in sorted(named) if name not in known and not any(k.startswith(f"{name}.") for k in known)
+    ]
+
+
+def test_every_metric_named_in_the_readme_is_logged():
+    named = {s for s in code_spans(README) if re.fullmatch(r"(mismatch|quant|optim|proximal|reward|rollout)/\w+", s)}
+    assert len(named) > 6
+    sources = "".join(path.read_text() for path in sorted((ROOT / "qarl_jax").rglob("*.py")))
+    assert not [name for name in sorted(named) if f'"{name}"' not in sources]
+
+
+def test_every_make_target_named_exists():
+    named = {words[1] for document in DOCUMENTS for words in commands(text_of(document)) if words[0] == "make"}
+    named |= {span.split()[1] for span in code_spans(README) if span.startswith("make ")}
+    assert {"quickstart", "test", "test-fast", "test-slow", "lint"} <= named
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert named <= targets
+
+
+def test_every_verb_has_a_main_and_is_in_the_readme():
+    verbs = {path.stem for path in (ROOT / "qarl_jax").glob("*.py") if "prog=" in path.read_text()}
+    assert {"train", "sft", "evaluate", "export", "plot", "doctor"} <= verbs
+    assert not [verb for verb in sorted(verbs) if f"python -m qarl_jax.{verb}" not in README]
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "loss"])
+def test_every_command_named_shows_its_usage(verb, capsys):
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(f"qarl_jax.{verb}").main(["--help"])
+    assert stop.value.code == 0
+    assert f"python -m qarl_jax.{verb}" in capsys.readouterr().out
+
+
+def test_the_bridge_shows_its_usage_and_has_every_option_named():
+    done = subprocess.run([sys.executable, "-m", "qarl_bridge", "--help"], capture_output=True, text=True, check=True)
+    named = {
+        word
+        for words in commands(text_of("bridge/README.md"))
+        if words[:3] == ["python", "-m", "qarl_bridge"]
+        for word in words
+        if word.startswith("--")
+    }
+    assert named == {"--socket", "--key-file", "--model"}
+    assert not [option for option in named if option not in done.stdout]
+
+
+@pytest.mark.parametrize("document", ["README.md", "bridge/README.md"])
+def test_every_configuration_on_a_command_line_loads(document, tmp_path):
+    key = tmp_path / "bridge.key"
+    key.write_text("0" * 64)
+    loaded = 0
+    for words in commands(text_of(document)):
+        if words[:2] != ["python", "-m"] or "--config" not in words:
+            continue
+        file = words[words.index("--config") + 1]
+        file = str(ROOT / ("configs/quickstart.yaml" if file == "FILE" else file))
+        overrides = [w for w in words[3:] if re.match(r"[a-z_.]+=", w)]
+        if words[2] == "qarl_jax.sft":
+            schema.load(sft.Config, file, overrides)
+        else:
+            config.load(file, overrides)
+        loaded += 1
+    assert loaded
+
+
+@pytest.mark.parametrize("document", ["README.md", "bridge/README.md"])
+def test_every_extra_named_exists(document):
+    extras = {
+        "qarl-jax": tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"],
+        "bridge": tomllib.loads(text_of("bridge/pyproject.toml"))["project"]["optional-dependencies"],
+    }
+    named = re.findall(r'"(\./bridge|bridge|\.)\[([\w,-]+)\]"', text_of(document))
+    assert named
+    for where, names in named:
+        known = extras["qarl-jax" if where == "." else "bridge"]
+        assert set(names.split(",")) <= set(known), (where, names)
+    if document == "README.md":
+        mentioned = {name for _, names in named for name in names.split(",")} | {"cuda12"}
+        assert set(extras["qarl-jax"]) <= mentioned
+        assert "`cuda12`" in README
+
+
+def test_the_tree_names_every_package_and_verb_and_nothing_else():
+    tree = next(block for block in blocks(README, "") if block.startswith("qarl_jax/"))
+    verbs = [path.name for path in (ROOT / "qarl_jax").glob("*.py") if "prog=" in path.read_text()]
+    packages = [f"{path.parent.name}/" for path in (ROOT / "qarl_jax").glob("*/__init__.py")]
+    assert not [name for name in sorted(verbs + packages) if name not in tree]
+    named = re.findall(r"\b([a-z_]+\.py)\b", tree)
+    there = {path.name for path in (ROOT / "qarl_jax").rglob("*.py")}
+    assert not [name for name in named if name not in there]
+
+
+def test_tables_name_every_scheme_profile_and_registry():
+    assert not [name for name in quant.scheme_names() if f"| `{name}` |" not in README]
+    numerics = text_of("docs/numerics.md")
+    assert not [name for name in (*quant.PROFILES, *quant.scheme_names()) if f"`{name}`" not in numerics]
+    rows = {"LOSSES": loss.LOSSES, "SCHEMES": quant.SCHEMES, "MODELS": MODELS, "ENGINES": rollout.ENGINES}
+    rows |= {"REWARDS": rewards.REWARDS}
+    for name, registry in rows.items():
+        assert registry
+        (file,) = re.findall(rf"`{name}` in `([\w/.]+)`", README)
+        assert f"\n{name}" in text_of(file)
+        assert file in text_of("docs/adding.md")
+    assert data.SOURCES
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_documents_are_for_readers_of_the_repository_alone(document):
+    assert not re.search(r"/work\b|/tmp/venv|\bTODO\b|\bFIXME\b|\bTBD\b", text_of(document))
+
+
+# ---- the notebook ----------------------------------------------------------------------------------------------------
+
+
+def cells(kind):
+    return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+def test_the_notebook_is_valid_and_carries_no_output():
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    names = [cell["id"] for cell in notebook["cells"]]
+    assert len(names) == len(set(names))
+    assert all(re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name) for name in names)
+    for cell in cells("code"):
+        assert cell["outputs"] == []
+        assert cell["execution_count"] is None
+        ast.parse("".join(cell["source"]))
+    for cell in cells("markdown"):
+        assert "".join(cell["source"]).strip()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    monkeypatch.chdir(tmp_path)
+    world = tiny.World(tmp_path)
+    file = world.command()[1]
+    parameters, *others = cells("code")
+    assert parameters["metadata"]["tags"] == ["parameters"]
+    names = {node.targets[0].id for node in ast.parse("".join(parameters["source"])).body}
+    space = {
+        "__name__": "__main__",
+        "CONFIG": file,
+        "BASE_CONFIG": "unused.yaml",
+        "OVERRIDES": [],
+        "SCHEMES": ("w8a8", "w4a16:g32"),
+        "STEPS": 3,
+    }
+    assert names == set(space) - {"__name__"}
+    for cell in others:
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), space)
+    pyplot.close("all")
+    bf16, quantized = space["differences"].values()
+    # The claim the notebook makes: the int4 learner is the sampler's policy, the bf16 learner is not.
+    assert abs(quantized).max() < 1e-4 < abs(bf16).mean()
+    assert len(space["history"]) == 3
+    assert space["engine"].version == 3
+    assert 0 < space["flips"] < 1

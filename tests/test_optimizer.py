@@ -1,0 +1,410 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Claims about Muon, AdamW, their schedules and the update of a master weight."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import TypeCheckError
+
+from qarl_jax import optimizer
+from qarl_jax.optimizer import AdamW, Muon, Schedule
+from qarl_jax.types import UserError
+from tests.reference.muon import adamw_steps, muon_steps, newton_schulz
+
+FREE = {"clip_norm": None, "weight_decay": 0.0}
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def run(cfg, params, grads_per_step, **kwargs):
+    """Parameters after one update per gradient tree."""
+    tx = optimizer.make_optimizer(cfg, **kwargs)
+    params = jax.tree.map(jnp.asarray, params)
+    state = optimizer.init(tx, params)
+    step = jax.jit(lambda g, s, p: optimizer.update(tx, g, s, p))
+    for grads in grads_per_step:
+        params, state, _ = step(jax.tree.map(jnp.asarray, grads), state, params)
+    return params
+
+
+# ----------------------------------------------------------------------------------------------------------------- Muon
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (24, 8), (8, 24), (1, 7), (7, 1)])
+def test_orthogonalize_keeps_singular_vectors_and_sends_singular_values_near_one(shape):
+    u = normal(0, *shape) * 1e-3
+    x = np.asarray(optimizer.orthogonalize(jnp.asarray(u)))
+    np.testing.assert_allclose(x, newton_schulz(u), atol=2e-5)
+    # A square Gaussian matrix has one tiny singular value, for which five rounds are too few; the others are near 1.
+    sigma = np.linalg.svd(x, compute_uv=False)
+    assert sigma.max() < 1.25
+    assert np.median(sigma) > 0.65
+
+
+def test_orthogonalize_does_not_depend_on_the_gradient_s_size_or_orientation():
+    u = jnp.asarray(normal(1, 12, 20))
+    x = optimizer.orthogonalize(u)
+    np.testing.assert_allclose(optimizer.orthogonalize(1e-4 * u), x, atol=1e-4)
+    np.testing.assert_allclose(optimizer.orthogonalize(u.T), x.T, atol=1e-6)
+
+
+def test_a_zero_gradient_gives_a_zero_direction():
+    np.testing.assert_array_equal(optimizer.orthogonalize(jnp.zeros((5, 3))), np.zeros((5, 3)))
+
+
+@pytest.mark.parametrize(
+    ("leading", "scale", "nesterov"),
+    [((), "match_rms", True), ((3,), "original", True), ((3,), "match_rms", False), ((2, 2), "match_rms", True)],
+)
+def test_every_stacked_matrix_follows_the_float64_reference_on_its_own(leading, scale, nesterov):
+    w, grads = normal(0, *leading, 12, 8), [normal(i, *leading, 12, 8) for i in (1, 2, 3)]
+    cfg = Muon(lr=0.02, weight_decay=0.1, clip_norm=None, scale=scale, nesterov=nesterov)
+    got = np.asarray(run(cfg, {"kernel": w}, [{"kernel": g} for g in grads])["kernel"])
+    for index in np.ndindex(*leading):
+        want = muon_steps(
+            w[index], [g[index] for g in grads], lr=0.02, weight_decay=0.1, nesterov=nesterov, scale=scale
+        )
+        np.testing.assert_allclose(got[index], want, atol=2e-6)
+
+
+@pytest.mark.parametrize("scale", ["match_rms", "original"])
+def test_without_nesterov_each_matrix_moves_as_under_optax_muon(scale):
+    # optax corrects the momentum's bias, which Newton-Schulz cannot see unless Nesterov mixes in the gradient.
+    # It reads a kernel as [in, out], we as [out, in]: its output axis is our first.
+    shapes = {"tall": (12, 8), "wide": (8, 12)}
+    params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    grads = [jax.tree.map(lambda p, i=i: jnp.asarray(normal(10 + i, *p.shape)), params) for i in range(3)]
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    tx = optax.contrib.muon(
+        0.02,
+        nesterov=False,
+        weight_decay=0.1,
+        consistent_rms=0.2 if scale == "match_rms" else None,
+        muon_weight_dimension_numbers=dict.fromkeys(shapes, axes),
+    )
+    want = jax.tree.map(jnp.asarray, params)
+    state = tx.init(want)
+
+    @jax.jit
+    def step(g, state, want):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(g, state, want)
+            return state, optax.apply_updates(want, updates)
+
+    for g in grads:
+        state, want = step(g, state, want)
+    cfg = Muon(lr=0.02, weight_decay=0.1, clip_norm=None, nesterov=False, scale=scale)
+    got = run(cfg, params, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-6), got, want)
+
+
+def test_matched_updates_have_the_rms_of_an_adamw_update():
+    # 0.2 sqrt(max) times an orthogonal matrix: RMS 0.2 lr; Newton-Schulz leaves singular values a little under 1.
+    shapes = {"square": (64, 64), "tall": (96, 32), "wide": (32, 128)}
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    moved = run(Muon(lr=1.0, **FREE), zeros, [{name: normal(1, *shape) for name, shape in shapes.items()}])
+    for w in moved.values():
+        assert 0.15 < float(jnp.sqrt(jnp.mean(w**2))) < 0.22
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for sub in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(sub, "jaxpr"):
+                    yield from equations(sub.jaxpr)
+                elif hasattr(sub, "eqns"):
+                    yield from equations(sub)
+
+
+@pytest.mark.parametrize("leading", [(5,), (2, 3)])
+def test_newton_schulz_never_sees_more_than_one_matrix(leading):
+    params = {"kernel": jnp.zeros((*leading, 12, 8))}
+    tx = optimizer.make_optimizer(Muon())
+    jaxpr = jax.make_jaxpr(lambda g, s, p: optimizer.update(tx, g, s, p))(params, tx.init(params), params)
+    products = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
+    assert len(products) == 3 * 5  # three products a round, traced once for the whole stack
+    for eqn in products:
+        assert all(v.aval.ndim == 2 for v in (*eqn.invars, *eqn.outvars))
+    for eqn in equations(jaxpr.jaxpr):  # and no stack of Gram matrices is ever formed
+        assert all(getattr(v.aval, "shape", ())[-2:] != (8, 8) or v.aval.ndim == 2 for v in eqn.outvars)
+
+
+def test_newton_schulz_temporaries_are_one_copy_of_the_stack_and_a_few_matrices():
+    def temporaries(layers):
+        params = {"kernel": jnp.zeros((layers, 64, 64))}
+        tx = optimizer.scale_by_muon(Muon())
+        compiled = jax.jit(tx.update, donate_argnums=(1,)).lower(params, tx.init(params)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    matrix = 64 * 64 * 4
+    # The loop returns one stack; a batched iteration would also hold the iterates, their Gram matrices and squares.
+    assert temporaries(32) <= (32 + 8) * matrix
+
+
+# --------------------------------------------------------------------------------------------------------------- labels
+
+
+@pytest.mark.parametrize(
+    ("path", "ndim", "expected"),
+    [
+        ("layers.attn.q_proj.kernel", 3, "muon"),
+        ("layers.mlp.gate_proj.kernel", 3, "muon"),
+        ("segments.0.moe.experts.down_proj", 4, "muon"),
+        ("layers.attn.q_proj.bias", 2, "adamw"),  # stacked over layers, still a bias
+        ("layers.attn.q_norm.scale", 2, "adamw"),  # stacked over layers, still a norm
+        ("layers.input_layernorm.weight", 2, "adamw"),
+        ("final_norm.scale", 1, "adamw"),
+        ("embed.embedding", 2, "adamw"),
+        ("embed_tokens.weight", 2, "adamw"),
+        ("lm_head.kernel", 2, "adamw"),
+        ("head.kernel", 2, "adamw"),
+        ("layers.moe.router.kernel", 3, "adamw"),
+        ("layers.something", 1, "adamw"),
+    ],
+)
+def test_only_matrices_of_the_layers_are_orthogonalised(path, ndim, expected):
+    assert optimizer.label(path, ndim) == expected
+    assert optimizer.label(tuple(path.split(".")), ndim) == expected
+
+
+def test_labels_see_through_nnx_variables():
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.up_proj = nnx.Linear(4, 6, rngs=rngs)
+            self.norm = nnx.RMSNorm(4, rngs=rngs)
+
+    params = nnx.split(Block(nnx.Rngs(0)))[1]
+    named = {optimizer.path_name(p): v for p, v in jax.tree_util.tree_leaves_with_path(optimizer.labels(params))}
+    assert named == {"up_proj.kernel": "muon", "up_proj.bias": "adamw", "norm.scale": "adamw"}
+    moved = run(Muon(lr=0.1, weight_decay=0.0), params, [params])
+    assert jax.tree.structure(moved) == jax.tree.structure(params)
+
+
+def test_embeddings_under_muon_follow_adamw_and_experts_follow_muon():
+    params = {"embed": {"embedding": normal(0, 10, 4)}, "experts": {"up": normal(1, 2, 3, 6, 4)}}
+    grads = [jax.tree.map(lambda p, i=i: normal(10 + i, *p.shape), params) for i in range(3)]
+    cfg = Muon(lr=0.01, adamw_lr=0.03, adamw_b2=0.9, clip_norm=None)
+    got = run(cfg, params, grads)
+    want = adamw_steps(params["embed"]["embedding"], [g["embed"]["embedding"] for g in grads], lr=0.03, b2=0.9)
+    np.testing.assert_allclose(got["embed"]["embedding"], want, atol=1e-6)
+    want = muon_steps(
+        params["experts"]["up"][1, 2], [g["experts"]["up"][1, 2] for g in grads], lr=0.01, weight_decay=0.01
+    )
+    np.testing.assert_allclose(got["experts"]["up"][1, 2], want, atol=2e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------- AdamW
+
+
+def test_adamw_follows_the_float64_reference_and_spares_norms_and_biases_from_decay():
+    params = {"kernel": normal(0, 6, 4), "norm": {"scale": normal(1, 4)}, "bias": normal(2, 6)}
+    grads = [jax.tree.map(lambda p, i=i: normal(10 + i, *p.shape), params) for i in range(4)]
+    got = run(AdamW(lr=0.01, weight_decay=0.3, clip_norm=None), params, grads)
+    for pick, decay in [(lambda t: t["kernel"], 0.3), (lambda t: t["norm"]["scale"], 0.0), (lambda t: t["bias"], 0.0)]:
+        want = adamw_steps(pick(params), [pick(g) for g in grads], lr=0.01, weight_decay=decay)
+        np.testing.assert_allclose(pick(got), want, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------ schedules
+
+
+def test_schedules_pass_through_the_hand_computed_points():
+    cosine = optimizer.make_schedule(2.0, Schedule(kind="cosine", warmup_updates=4, end_ratio=0.1), total_updates=14)
+    assert [float(cosine(t)) for t in (0, 1, 3)] == [0.5, 1.0, 2.0]  # (t + 1) / 4 of the peak
+    # Half way through the decay (update 9 of 4..14) the cosine is 0: 2 (0.1 + 0.9 / 2) = 1.1; afterwards 2 * 0.1.
+    np.testing.assert_allclose([float(cosine(t)) for t in (4, 9, 14, 99)], [2.0, 1.1, 0.2, 0.2], rtol=1e-6)
+    linear = optimizer.make_schedule(1.0, Schedule(kind="linear", decay_updates=10))
+    np.testing.assert_allclose([float(linear(t)) for t in (0, 5, 10)], [1.0, 0.5, 0.0], atol=1e-7)
+    constant = optimizer.make_schedule(3.0, Schedule())
+    assert float(constant(0)) == float(constant(10**6)) == 3.0
+
+
+def test_schedules_are_traceable_and_float32():
+    schedule = optimizer.make_schedule(1.0, Schedule(kind="cosine", decay_updates=7))
+    values = jax.jit(jax.vmap(schedule))(jnp.arange(8))
+    assert values.dtype == jnp.float32
+    assert np.all(np.diff(values) < 0)
+
+
+def test_the_learning_rate_of_update_n_is_schedule_of_n():
+    w, grads = np.zeros((1, 3), np.float32), [{"kernel": np.ones((1, 3), np.float32)}] * 3
+    cfg = AdamW(lr=0.1, schedule=Schedule(kind="linear", decay_updates=2), **FREE)
+    # Constant gradient: Adam's direction is 1, so the weight moves by the lr: 0.1, 0.05, 0.
+    np.testing.assert_allclose(run(cfg, {"kernel": w}, grads)["kernel"], -0.15, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ clipping and applying
+
+
+def test_gradients_are_clipped_by_their_global_norm_and_the_unclipped_norm_is_reported():
+    # |(3, 4)| = 5 clipped to 1 is (0.6, 0.8); under SGD-like AdamW with b1 = b2 = 0 only the sign would show, so look
+    # at the first moment: (1 - b1) times the clipped gradient.
+    params = {"a": jnp.zeros((1,)), "b": jnp.zeros((1,))}
+    grads = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}
+    tx = optimizer.make_optimizer(AdamW(b1=0.5, clip_norm=1.0))
+    _, state, stats = optimizer.update(tx, grads, tx.init(params), params)
+    mu = optax.tree.get(state, "mu")
+    np.testing.assert_allclose([mu["a"][0], mu["b"][0]], [0.3, 0.4], rtol=1e-6)
+    np.testing.assert_allclose(stats["grad_norm"], 5.0)
+
+
+@pytest.mark.parametrize(("cfg", "bad"), [(Muon(lr=0.1), np.nan), (AdamW(lr=0.1), np.inf)])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(cfg, bad):
+    params = {"kernel": jnp.asarray(normal(0, 4, 3)), "bias": jnp.asarray(normal(1, 4))}
+    tx = optimizer.make_optimizer(cfg)
+    good = jax.tree.map(jnp.ones_like, params)
+    params, state, stats = optimizer.update(tx, good, tx.init(params), params)
+    assert bool(stats["finite"])
+    broken = {**good, "bias": good["bias"].at[2].set(bad)}
+    new_params, new_state, stats = jax.jit(lambda g, s, p: optimizer.update(tx, g, s, p))(broken, state, params)
+    assert not bool(stats["finite"])
+    assert not np.isfinite(stats["grad_norm"])
+    jax.tree.map(np.testing.assert_array_equal, new_params, params)
+    jax.tree.map(np.testing.assert_array_equal, new_state, state)
+
+
+@pytest.mark.parametrize("cfg", [Muon(lr=0.1), AdamW(lr=0.1)])
+def test_a_bfloat16_master_is_updated_in_float32_and_rounded_once(cfg):
+    w = jnp.asarray(normal(0, 2, 6, 4)).astype(jnp.bfloat16)
+    g = jnp.asarray(normal(1, 2, 6, 4)).astype(jnp.bfloat16)
+    tx = optimizer.make_optimizer(cfg)
+    state = tx.init({"kernel": w})
+    assert {x.dtype for x in jax.tree.leaves(state)} <= {jnp.dtype("float32"), jnp.dtype("int32")}
+    low, _, _ = optimizer.update(tx, {"kernel": g}, state, {"kernel": w})
+    high = run(cfg, {"kernel": w.astype(jnp.float32)}, [{"kernel": g.astype(jnp.float32)}])
+    np.testing.assert_array_equal(low["kernel"], high["kernel"].astype(jnp.bfloat16))
+
+
+def test_moments_may_be_bfloat16_but_second_moments_stay_float32():
+    params = {"kernel": jnp.zeros((6, 4)), "bias": jnp.zeros((6,))}
+    tx = optimizer.make_optimizer(Muon(moment_dtype="bfloat16"))
+    state = tx.init(params)
+    new_state = jax.eval_shape(lambda s: optimizer.update(tx, params, s, params)[1], state)
+    dtypes = {
+        optimizer.path_name(path): leaf.dtype.name
+        for path, leaf in jax.tree_util.tree_leaves_with_path(new_state)
+        if leaf.ndim
+    }
+    kinds = {name.split(".")[-2]: dtype for name, dtype in dtypes.items()}
+    assert kinds == {"momentum": "bfloat16", "mu": "bfloat16", "nu": "float32"}
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, new_state)
+
+
+# ------------------------------------------------------------------------------------------------------------- sharding
+
+
+@pytest.mark.parametrize("cfg", [Muon(lr=0.02), AdamW(lr=0.02)], ids=["muon", "adamw"])
+def test_weights_sharded_on_their_outputs_follow_the_single_device_run(cfg):
+    params = {
+        "layers": {"kernel": normal(0, 3, 32, 12), "norm": normal(2, 3, 12)},
+        "experts": normal(3, 2, 2, 8, 16),  # wide, where the layers are tall
+        "embed": normal(4, 16, 12),
+    }
+    grads = [jax.tree.map(lambda p, i=i: normal(20 + i, *p.shape), params) for i in range(2)]
+    single = run(cfg, params, grads)
+
+    mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    outputs = ("fsdp", "tensor")
+    specs = {
+        "layers": {
+            "kernel": PartitionSpec(None, outputs, None),
+            "norm": PartitionSpec(),
+        },
+        "experts": PartitionSpec(None, None, outputs, None),
+        "embed": PartitionSpec(outputs, None),
+    }
+
+    def place(tree):
+        return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
+
+    tx = optimizer.make_optimizer(cfg)
+    sharded = place(params)
+    state = optimizer.init(tx, sharded)
+    step = jax.jit(lambda g, s, p: optimizer.update(tx, g, s, p), donate_argnums=(1, 2))
+    for g in grads:
+        sharded, state, _ = step(place(g), state, sharded)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), sharded, single)
+    moments = optax.tree.get(state, "momentum" if isinstance(cfg, Muon) else "mu")
+    kernel = moments["layers"]["kernel"]
+    assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, specs["layers"]["kernel"]), kernel.ndim)
+
+
+def test_optimizer_state_is_born_in_its_parameter_s_sharding():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    on_outputs = NamedSharding(mesh, PartitionSpec(None, "fsdp", None))
+    params = {"layers": {"kernel": jax.device_put(normal(0, 2, 16, 4), on_outputs)}}
+    state = optimizer.init(optimizer.make_optimizer(Muon()), params)
+    momentum = optax.tree.get(state, "momentum")["layers"]["kernel"]
+    assert momentum.sharding == on_outputs
+    counters = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 0]
+    assert counters
+    assert all(c.sharding.is_fully_replicated for c in counters)
+
+
+# --------------------------------------------------------------------------------------------------------------- config
+
+
+@pytest.mark.parametrize("config_type", optimizer.OPTIMIZERS.values(), ids=optimizer.OPTIMIZERS.keys())
+def test_every_optimizer_descends_a_quadratic_and_accepts_an_abstract_tree(config_type):
+    target = {"layers": {"kernel": normal(0, 2, 6, 4)}, "norm": normal(1, 4)}
+    params = jax.tree.map(jnp.zeros_like, target)
+    cfg = config_type(lr=0.1, weight_decay=0.0)
+    tx = optimizer.make_optimizer(cfg)
+    abstract = jax.eval_shape(tx.init, jax.eval_shape(lambda: params))
+    assert jax.tree.structure(abstract) == jax.tree.structure(tx.init(params))
+
+    def distance(p):
+        return sum(jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.sum((a - b) ** 2)), p, target)))
+
+    state = tx.init(params)
+    before = distance(params)
+    step = jax.jit(lambda s, p: optimizer.update(tx, jax.tree.map(jnp.subtract, p, target), s, p))
+    for _ in range(100):
+        params, state, _ = step(state, params)
+    assert distance(params) < 0.1 * before
+    assert hash(cfg) == hash(dataclasses.replace(cfg))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Muon(momentum=1.0), "^momentum must"),
+        (lambda: Muon(newton_schulz_steps=0), "newton_schulz_steps"),
+        (lambda: AdamW(lr=-1.0), "^lr must"),
+        (lambda: AdamW(lr=math.nan), "^lr must"),
+        (lambda: AdamW(clip_norm=0.0), "clip_norm"),
+        (lambda: AdamW(b2=1.0), "^b2 must"),
+        (lambda: Schedule(warmup_updates=5, decay_updates=5), "warmup_updates"),
+        (lambda: optimizer.make_schedule(1.0, Schedule(kind="linear")), "decay_updates"),
+        (lambda: optimizer.make_schedule(1.0, Schedule(kind="linear", warmup_updates=9), 9), "warmup_updates"),
+    ],
+)
+def test_impossible_settings_are_refused_with_the_field_s_name(make, says):
+    with pytest.raises(UserError, match=says):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Muon(scale="rms"), "'?match_rms'?, '?original'?"),
+        (lambda: AdamW(moment_dtype="float16"), "'?float32'?, '?bfloat16'?"),
+        (lambda: Schedule(kind="cosin"), "'?constant'?, '?linear'?, '?cosine'?"),
+    ],
+)
+def test_a_misspelt_choice_is_refused_with_the_choices(make, says):
+    # Where annotations are checked (--jaxtyping-packages), a wrong Literal is caught before our sentence.
+    with pytest.raises((UserError, TypeCheckError), match=says):
+        make()

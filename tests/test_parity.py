@@ -1,0 +1,139 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The parity ladder: its estimators by hand, its exact rungs, its exit codes; the whole of it against vLLM (slow)."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from qarl_jax import models, parity
+from qarl_jax.types import Completion, VersionSpan
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(MODEL))
+    config = models.read_config(path, compute_dtype="bfloat16", param_dtype="float32", quant=models.parse_rules("bf16"))
+    models.save_hf(models.random_model(config, 0), path)
+    return str(path)
+
+
+def completion(prompt, tokens, logprobs):
+    spans = (VersionSpan(version=0, start=0, end=len(tokens)),)
+    return Completion(
+        prompt_tokens=prompt,
+        tokens=tokens,
+        logprobs=np.asarray(logprobs, np.float32),
+        finish_reason="length",
+        versions=spans,
+    )
+
+
+def test_the_estimators_equal_the_numbers_worked_by_hand():
+    # d = log 2 and log 0.5: exp(d) - 1 - d = 1 - log 2 and -0.5 + log 2, whose mean is 0.25.
+    learner, engine = np.log([[2.0, 0.5, 9.0]]).astype(np.float32), np.zeros((1, 3), np.float32)
+    entropy = np.array([[1.0, 0.6, 0.4]])
+    stats = parity.mismatch(learner, engine, entropy, np.ones((1, 3), bool))
+    assert stats["tokens"] == 2, "the third position is nearly certain and does not count"
+    assert stats["k1"] == pytest.approx(0, abs=1e-6)
+    assert stats["k3"] == pytest.approx(0.25, rel=1e-6)
+    assert stats["max_abs"] == stats["mean_abs"] == pytest.approx(np.log(2), rel=1e-6)
+    assert stats["within_1e-4"] == 0
+
+
+def test_equal_logprobs_have_no_mismatch_and_k3_is_never_negative():
+    rng = np.random.default_rng(0)
+    x, mask = rng.normal(size=(4, 50)), rng.random((4, 50)) < 0.5
+    assert parity.mismatch(x, x, np.ones_like(x), mask)["k3"] == 0
+    noisy = x + 1e-3 * rng.normal(size=x.shape)
+    assert 0 < parity.mismatch(noisy, x, np.ones_like(x), mask)["k3"] < 1e-6
+
+
+def test_completions_become_padded_rows():
+    sampled = parity.Sampled.of([completion((5, 6), (7,), [-1.0]), completion((8,), (9, 4), [-2.0, -3.0])])
+    assert sampled.tokens.shape == (2, 32)
+    np.testing.assert_array_equal(sampled.tokens[:, :4], [[5, 6, 7, 0], [8, 9, 4, 0]])
+    np.testing.assert_array_equal(sampled.segment_ids[:, :4], [[1, 1, 1, 0]] * 2)
+    np.testing.assert_array_equal(sampled.response[:, :4], [[0, 0, 1, 0], [0, 1, 1, 0]])
+    np.testing.assert_array_equal(sampled.logprobs[:, :4], [[0, 0, -1, 0], [0, -2, -3, 0]])
+
+
+def test_scores_are_those_of_the_models_logits(folder):
+    weights = parity.load(folder, "bf16", "plain")
+    sampled = parity.Sampled.of([completion((5, 6), (7, 8), [0, 0]), completion((8,), (9, 4), [0, 0])])
+    logprobs, entropy = parity.score(weights, sampled)
+    model = models.merge(weights.graphdef, weights.params, weights.qweights)
+    z = np.asarray(model(sampled.tokens), np.float64)
+    logp = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    for row, t in zip(*np.nonzero(sampled.response), strict=True):
+        assert logprobs[row, t] == pytest.approx(logp[row, t - 1, sampled.tokens[row, t]], abs=1e-4)
+        assert entropy[row, t] == pytest.approx(-(np.exp(logp) * logp)[row, t - 1].sum(), abs=1e-3)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16:g64"])
+def test_the_exact_rungs_hold_and_break_with_one_code(folder, scheme):
+    weights = parity.load(folder, scheme, "plain")
+    assert [rung.ok for rung in parity.exact_rungs(weights)] == [True, True]
+    leaves, structure = jax.tree.flatten(weights.qweights)
+    first = np.asarray(leaves[0]).copy()
+    first.reshape(-1)[0] ^= 1
+    broken = dataclasses.replace(weights, qweights=jax.tree.unflatten(structure, [first, *leaves[1:]]))
+    assert next(parity.exact_rungs(broken)).ok is False
+
+
+def test_an_unquantized_scheme_leaves_the_first_rungs_out(folder):
+    assert [rung.ok for rung in parity.exact_rungs(parity.load(folder, "bf16", "plain"))] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--scheme", "w3a3"],
+        ["--scheme", "w8a8", "--model", "/nowhere"],
+        ["--scheme", "w8a8", "--prompts", "0"],
+    ],
+)
+def test_user_errors_exit_with_2_and_one_sentence(folder, arguments, capsys):
+    assert parity.main(["--model", folder, "--engine", "cpu", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize(("broken", "code"), [(None, 0), ("read-back", 1)])
+def test_the_exit_code_says_whether_a_promise_is_broken(folder, monkeypatch, capsys, broken, code):
+    monkeypatch.setattr(parity, "climb", lambda *args: {"rungs": [], "first_broken": broken})
+    assert parity.main(["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["first_broken"] == broken
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_whole_ladder_holds_on_a_live_vllm(folder):
+    pytest.importorskip("vllm")
+    options = parity.Options(prompts=8, prompt_len=4, response_len=12, threads=1, unaligned=False, bf16_pair=False)
+    result = parity.climb(folder, "w8a8", "cpu", options)
+    assert result["first_broken"] is None
+    assert len(result["rungs"]) == 7
+    assert all(rung["ok"] for rung in result["rungs"])
+    assert result["aligned"]["tokens"] == 8 * 12

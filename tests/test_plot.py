@@ -1,0 +1,157 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Claims about plots: every panel with data and only those, whatever the runs lack."""
+
+import builtins
+import json
+
+import numpy as np
+import pytest
+
+from qarl_jax import plot
+from qarl_jax.types import UserError
+
+
+def write_run(path, steps=20, seed=0, **extra):
+    rng = np.random.default_rng(seed)
+    path.mkdir(parents=True)
+    with (path / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            record = {
+                "step": step,
+                "reward/mean": 0.2 + 0.5 * step / steps + 0.05 * rng.standard_normal(),
+                "response/length_mean": 40 - step / 2 + rng.standard_normal(),
+                "entropy/mean": 1.2 - step / 40,
+                "mismatch/k3": 1e-4 * float(np.exp(rng.standard_normal())),
+                "mismatch/max_abs": 0.3 * float(np.exp(rng.standard_normal())),
+                "clip/seq_dropped": 0.1 + 0.02 * rng.standard_normal(),
+                "time/step_s": 4.0 + rng.random(),
+            } | {k: v(step) for k, v in extra.items()}
+            file.write(json.dumps(record) + "\n")
+    return path
+
+
+def titles(fig):
+    return [axes.get_title() for axes in fig.axes]
+
+
+def test_two_runs_make_one_png_with_a_panel_for_each_metric_they_have(tmp_path, capsys):
+    runs = [str(write_run(tmp_path / name, seed=i)) for i, name in enumerate(("tbpo", "grpo"))]
+    assert plot.main([*runs, "--out", str(tmp_path / "figures")]) == 0
+    png = tmp_path / "figures" / "curves.png"
+    assert capsys.readouterr().out.strip() == str(png)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    fig = plot.figure(plot.load_runs(runs))
+    assert titles(fig) == [
+        "Reward",
+        "Response length (tokens)",
+        "Entropy (nats per token)",
+        "Learner and sampler apart",
+        "Sequences dropped by the loss",
+        "Seconds per step",
+    ]
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["tbpo", "grpo"]
+
+
+def test_the_strong_line_is_the_running_mean_of_what_was_recorded(tmp_path):
+    run = write_run(tmp_path / "a")
+    (loaded,) = plot.load_runs([run])
+    steps, values = loaded.series("reward/mean")
+    faint, strong = plot.figure([loaded], window=4).axes[0].lines
+    np.testing.assert_allclose(faint.get_xydata(), np.column_stack([steps, values]))
+    np.testing.assert_allclose(strong.get_ydata()[10], np.mean(values[7:11]))
+    assert plot.running_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+
+
+def test_missing_null_and_zero_values_leave_gaps_not_errors(tmp_path):
+    holes = write_run(
+        tmp_path / "holes",
+        **{
+            "reward/mean": lambda step: None if step % 2 else 0.5,
+            "mismatch/k3": lambda step: 0.0,  # no place on a logarithmic axis
+            "eval/reward/mean": lambda step: 0.4 if step == 20 else None,
+        },
+    )
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.1}\n{"step": 2, "rew')
+    runs = plot.load_runs([holes, tmp_path / "bare"])
+    assert runs[0].series("reward/mean")[0] == list(range(2, 21, 2))
+    fig = plot.figure(runs)
+    assert "Reward" in titles(fig)
+    assert {text.get_text() for text in fig.axes[0].get_legend().get_texts()} == {"mean", "held-out"}
+    fig.savefig(tmp_path / "x.png")
+
+
+def test_any_metric_can_be_added(tmp_path):
+    run = write_run(tmp_path / "a", **{"my/own": lambda step: step})
+    assert titles(plot.figure(plot.load_runs([run]), extra=["my/own"]))[-1] == "my/own"
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    runs = plot.load_runs([write_run(tmp_path / seed / "quickstart") for seed in ("s0", "s1")])
+    assert [run.name for run in runs] == ["s0/quickstart", "s1/quickstart"]
+
+
+def test_mistakes_are_one_sentence_and_exit_code_2(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").write_text("")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.jsonl").write_text('{"step": 1, "x": 2}\n')
+    good = str(write_run(tmp_path / "good"))
+    for args, says in [
+        ([str(tmp_path)], "is not a run"),
+        ([str(tmp_path / "none")], "is not a run"),
+        ([str(tmp_path / "empty")], "holds no step yet"),
+        ([str(tmp_path / "other")], "--metric"),
+        ([good, "--window", "0"], "--window"),
+        ([good, "--out", good + "/metrics.jsonl"], "Cannot write"),
+    ]:
+        assert plot.main(args) == 2
+        error = capsys.readouterr().err
+        assert says in error
+        assert error.count("\n") == 1
+
+
+def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
+    runs = plot.load_runs([write_run(tmp_path / "a")])
+    real = builtins.__import__
+
+    def missing(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(UserError, match=r"qarl-jax\[plot\]"):
+        plot.figure(runs)
+
+
+# ---- histograms ----------------------------------------------------------------------------------------------------
+
+
+def histogram_line(step, at, bins=82):
+    """A step whose every histogram holds 10 counts in bin `at`."""
+    counts = [10 if i == at else 0 for i in range(bins)]
+    keys = [f"hist/{name}_{sign}" for name, _ in plot.HISTOGRAMS for sign in ("pos", "neg")]
+    return json.dumps({"step": step, **dict.fromkeys(keys, counts)})
+
+
+def test_histograms_of_the_last_steps_are_summed(tmp_path):
+    lines = [histogram_line(step, at) for step, at in ((0, 3), (1, 40), (2, 40), (3, 41))]
+    (tmp_path / "histograms.jsonl").write_text("\n".join(lines) + "\n")
+    got = plot.load_histograms(tmp_path, last=3)
+    assert (got["ratio_pos"][3], got["ratio_pos"][40], got["ratio_pos"][41]) == (0, 20, 10)
+    assert plot.load_histograms(tmp_path / "metrics.jsonl", last=3) == got
+    (tmp_path / "none").mkdir()
+    assert plot.load_histograms(tmp_path / "none") == {}
+
+
+def test_the_ratio_figure_draws_each_run_once_per_panel(tmp_path):
+    counts = {"a": {"ratio_pos": [0] * 40 + [5, 5] + [0] * 40, "ratio_neg": [0] * 82}, "b": {}}
+    fig = plot.ratio_figure(counts)
+    drawn = [len(panel.patches) for panel in fig.axes]
+    assert drawn == [1, 0, 0, 0, 0, 0, 0, 0]
+    values = fig.axes[0].patches[0].get_data().values
+    assert sum(values) == 1
+    fig.savefig(tmp_path / "ratios.png")
+    assert (tmp_path / "ratios.png").stat().st_size > 10_000

@@ -1,0 +1,216 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing is lost: a run that is killed or interrupted, and started again with the same command, ends as if it had not.
+
+Each kill happens in a process of its own, at a named point of the program or at a random moment, and each start uses
+the same command. What is compared is metrics.jsonl, eval.jsonl, samples.jsonl and the final checkpoint, bit for bit
+(except for what depends on the clock).
+"""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from qarl_jax import models, train
+from qarl_jax.checkpoint import Checkpoints
+from tests.reference import tiny
+
+STEPS = 8
+PATIENCE_S = 400  # for one process, on a machine that does other things as well
+
+# Runs the trainer, and kills it without warning when a function is entered, or has returned, for the n-th time.
+KILLER = """
+import importlib, os, signal, sys
+module, path, when, nth = sys.argv[1:5]
+*parents, name = path.split(".")
+owner = importlib.import_module(module)
+for parent in parents:
+    owner = getattr(owner, parent)
+function, calls = getattr(owner, name), [0]
+
+def dying(*args, **kwargs):
+    calls[0] += 1
+    if when == "before" and calls[0] == int(nth):
+        os.kill(os.getpid(), signal.SIGKILL)
+    out = function(*args, **kwargs)
+    if when == "after" and calls[0] == int(nth):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return out
+
+setattr(owner, name, dying)
+from qarl_jax import train
+sys.exit(train.main(sys.argv[5:]))
+"""
+
+# In this order on one run: (module, function, before or after, n-th call of this start).
+KILLS = [
+    ("qarl_jax.evaluate", "record", "after", 1),  # evaluated, nothing logged
+    ("qarl_jax.checkpoint", "Checkpoints._start", "after", 1),  # arrays written, not yet a checkpoint
+    ("qarl_jax.train", "learn", "after", 2),  # updated, not published
+    ("qarl_jax.checkpoint", "_write", "before", 2),  # a checkpoint without its manifest
+    ("qarl_jax.observe", "Observer.log", "after", 2),  # a line whose step is not in any checkpoint
+    ("qarl_jax.checkpoint", "Checkpoints._retire", "before", 2),  # one checkpoint too many
+    ("qarl_jax.observe", "Observer.samples", "after", 1),
+    ("qarl_jax.evaluate", "record", "after", 1),  # the last evaluation, not the last step
+]
+# A save in the background waits for the one before it, so that the fourth step begins when two are on disk.
+BACKGROUND_KILLS = [("qarl_jax.train", "learn", "after", 4), ("qarl_jax.checkpoint", "_write", "before", 4)]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """That of the processes: programs are compiled once for all of them."""
+    with tiny.compiled_programs(tmp_path_factory) as folder:
+        names = {name.upper(): str(value) for name, value in tiny.CACHE.items()}
+        yield os.environ | names | {"JAX_COMPILATION_CACHE_DIR": folder}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    world = tiny.World(tmp_path_factory.mktemp("world"))
+    return world.changed(train={"steps": STEPS}, eval={"every": 3}, log={"view": "lines"})
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(world, environment):
+    """Records of the run that nobody disturbed."""
+    whole = world.changed(run_dir=str(world.folder / "whole"))
+    assert wait(start(whole, environment))[0] == 0
+    return outcome(whole)
+
+
+def start(world, environment, kill=None):
+    command = ["-m", "qarl_jax.train"] if kill is None else ["-c", KILLER, *map(str, kill)]
+    return subprocess.Popen(
+        [sys.executable, *command, *world.command()],
+        cwd=tiny.ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait(process):
+    """(exit code, output)."""
+    try:
+        said, _ = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+def outcome(world):
+    """Everything that two equal runs have in common."""
+    state = models.split(tiny.random_model())[1]
+    back = Checkpoints(world.run_dir / "checkpoints").restore({"params": state})
+    assert back.step == STEPS
+    bits = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(back.state)]
+    return {name: world.records(name) for name in ("metrics", "eval", "samples")} | {"params": bits}
+
+
+def assert_equal(world, uninterrupted):
+    found = outcome(world)
+    for name, wanted in uninterrupted.items():
+        assert len(found[name]) == len(wanted), name
+        for number, (one, other) in enumerate(zip(found[name], wanted, strict=True)):
+            assert one == other, (name, number)
+
+
+def lines(world):
+    with contextlib.suppress(FileNotFoundError):
+        return (world.run_dir / "metrics.jsonl").read_bytes().count(b"\n")
+    return 0
+
+
+def wait_for_lines(world, process, count):
+    """Until the run has logged `count` steps."""
+    deadline = time.monotonic() + PATIENCE_S
+    while lines(world) < count and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "asynchronous", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["", "background-checkpoints"]
+)
+def test_a_run_killed_at_every_dangerous_point_equals_one_that_was_not(world, environment, uninterrupted, asynchronous):
+    section = {"checkpoint": {"asynchronous": asynchronous}}
+    victim = world.changed(run_dir=str(world.folder / f"killed{asynchronous:d}"), **section)
+    for kill in BACKGROUND_KILLS if asynchronous else KILLS:
+        code, said = wait(start(victim, environment, kill))
+        assert code == -signal.SIGKILL, (kill, said)
+    code, said = wait(start(victim, environment))
+    assert code == 0, said
+    assert f"resuming {victim.run_dir} after step" in said
+    assert_equal(victim, uninterrupted)
+    left = sorted(path.name for path in (victim.run_dir / "checkpoints").iterdir())
+    assert left == [f"step_{step:08d}" for step in (STEPS - 1, STEPS)]  # no debris
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_run_killed_at_random_moments_equals_one_that_was_not(world, environment, uninterrupted):
+    victim = world.changed(run_dir=str(world.folder / "random"))
+    for after in (1, 4):
+        process = start(victim, environment)
+        wait_for_lines(victim, process, after)
+        delay_s = random.SystemRandom().uniform(0, 0.3)
+        time.sleep(delay_s)
+        process.kill()
+        code, said = wait(process)
+        assert code in (-signal.SIGKILL, 0), (delay_s, said)
+    code, said = wait(start(victim, environment))
+    assert code == 0, said
+    assert_equal(victim, uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_an_interrupt_saves_exits_with_0_and_the_same_command_goes_on(world, environment, uninterrupted, number):
+    # Checkpoints are far apart, so that what is saved is saved because of the signal.
+    section = {"checkpoint": {"every": 100, "asynchronous": number == signal.SIGINT}}
+    victim = world.changed(run_dir=str(world.folder / number.name), **section)
+    process = start(victim, environment)
+    wait_for_lines(victim, process, 2)
+    process.send_signal(number)
+    code, said = wait(process)
+    assert code == 0, said
+    assert f"{number.name}: saving" in said
+    assert "interrupted: saved after step" in said
+    assert "Traceback" not in said
+    done = lines(victim)
+    assert 2 <= done < STEPS
+    assert Checkpoints(victim.run_dir / "checkpoints").steps() == [done]
+    if number == signal.SIGTERM:  # nor does it matter that every program is compiled anew
+        environment = {key: value for key, value in environment.items() if key != "JAX_COMPILATION_CACHE_DIR"}
+    code, said = wait(start(victim, environment))
+    assert code == 0, said
+    assert f"after step {done}" in said
+    assert_equal(victim, uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_over_the_same_data_only(world, environment, capsys):
+    changed = world.changed(run_dir=str(world.folder / "data"), train={"steps": 1})
+    assert train.main(changed.command()) == 0
+    capsys.readouterr()
+    for override, name in [
+        ("data.max_prompt_len=9", "the data set"),
+        ("data.holdout=0.3", "the number of prompts"),
+        ("train.prompts_per_step=2", "train.prompts_per_step"),
+        ("seed=4", "seed"),
+    ]:
+        assert train.main(changed.command("train.steps=2", override)) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: cannot resume: {name} changed since the checkpoint")
+        assert "Restore it, or start a new run_dir" in said
+    assert lines(changed) == 1

@@ -1,0 +1,160 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning: the likelihood of the answers rises, and the result is a model folder."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+from qarl_jax import data, models, sft
+from qarl_jax.types import LossInputs, UserError
+from tests.reference import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sft")
+    tiny.data_file(folder / "sums.jsonl")
+    return folder
+
+
+def tree(folder, out, **sections):
+    """A run from random weights over sums of digits."""
+    return {
+        "out": str(folder / out),
+        "model": {
+            "init": {
+                "architectures": ["Qwen3ForCausalLM"],
+                "model_type": "qwen3",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 16,
+                "max_position_embeddings": 64,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 10000.0,
+                "tie_word_embeddings": True,
+                "hidden_act": "silu",
+            }
+        },
+        "tokenizer": {"alphabet": tiny.ALPHABET},
+        "data": {"source": {"name": "jsonl", "path": str(folder / "sums.jsonl")}, "template": "raw", "holdout": 0.0},
+        "train": {"updates": 30, "rows": 16, "row_len": 8, "log_every": 1},
+        "optimizer": {"name": "adamw", "lr": 0.01},
+    } | sections
+
+
+def run(folder, values, *arguments, name="sft.yaml"):
+    path = folder / name
+    path.write_text(yaml.safe_dump(values))
+    return sft.main(["--config", str(path), *arguments])
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """(folder of the result, lines printed)."""
+    import contextlib
+    import io
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert run(folder, tree(folder, "base")) == 0
+    return folder / "base", said.getvalue().splitlines()
+
+
+def likelihoods(lines):
+    return [float(line.split("nll ")[1].split()[0]) for line in lines if line.startswith("sft ")]
+
+
+def test_the_likelihood_of_the_answers_rises(trained):
+    losses = likelihoods(trained[1])
+    assert len(losses) == 30
+    assert losses[0] == pytest.approx(np.log(30), rel=0.2)  # small random weights: uniform over 30 tokens
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_the_result_is_a_model_folder_with_tokenizer_and_receipt(trained):
+    out, _ = trained
+    model = models.load_hf(out, dtype="float32")
+    assert (model.config.num_layers, model.config.vocab_size) == (1, 30)
+    tokenizer = data.load_tokenizer(out)
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == tokenizer.eos_token_id
+    prompt = tokenizer("3+4=")["input_ids"]
+    logits = np.asarray(model(jnp.asarray([prompt], jnp.int32)))[0, -1]
+    assert tokenizer.decode([logits.argmax()]).isdigit()  # it has learned what answers are made of
+    assert not out.with_name("base.partial").exists()
+    assert "fingerprint" in json.loads((out / "sft.json").read_text())
+
+
+def test_an_equal_config_is_not_trained_again_and_another_one_is(folder, trained, capsys):
+    before = (folder / "base" / "model.safetensors").stat().st_mtime_ns
+    assert run(folder, tree(folder, "base")) == 0
+    assert "up to date" in capsys.readouterr().out
+    assert (folder / "base" / "model.safetensors").stat().st_mtime_ns == before
+    assert run(folder, tree(folder, "base"), "train.updates=1") == 0
+    assert "wrote" in capsys.readouterr().out
+    assert (folder / "base" / "model.safetensors").stat().st_mtime_ns > before
+
+
+@pytest.mark.slow
+def test_a_folder_is_trained_further_through_low_bit_weights(folder, capsys):
+    model = tiny.model_folder(folder / "start")
+    values = tree(
+        folder, "further", model={"path": str(model)}, quant="w4a16:g32", optimizer={"name": "muon", "lr": 0.02}
+    )
+    del values["tokenizer"]
+    assert run(folder, values, name="further.yaml") == 0
+    losses = likelihoods(capsys.readouterr().out.splitlines())
+    assert losses[-1] < 0.6 * losses[0]
+    assert models.load_hf(folder / "further", dtype="float32").config.hidden_size == 64
+    assert data.load_tokenizer(folder / "further")("1+")["input_ids"] == [4, 13]
+
+
+def test_rows_hold_prompt_and_answer_and_only_the_answer_counts():
+    batch = sft.rows_of([((5, 6), (7, 1)), ((8,), (9, 9, 1))], 6)
+    np.testing.assert_array_equal(batch.tokens, [[5, 6, 7, 1, 0, 0], [8, 9, 9, 1, 0, 0]])
+    np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 0, 0]] * 2)
+    np.testing.assert_array_equal(batch.segment_ids, [[1, 1, 1, 1, 0, 0]] * 2)
+    np.testing.assert_array_equal(batch.loss_mask, [[0, 0, 1, 1, 0, 0], [0, 1, 1, 1, 0, 0]])
+    with pytest.raises(UserError, match=r"5 tokens, but train.row_len is 4"):
+        sft.rows_of([((1, 2), (3, 4, 5))], 4)
+
+
+def test_the_loss_is_the_mean_negative_logprob_of_the_answers():
+    logprobs = jnp.asarray([[-9.0, -1.0, -2.0], [jnp.nan, -6.0, -9.0]])
+    mask = jnp.asarray([[False, True, True], [False, True, False]])
+    zeros = jnp.zeros((2, 3))
+    inputs = LossInputs(
+        logprobs=logprobs,
+        old_logprobs=logprobs,
+        rollout_logprobs=zeros,
+        advantages=zeros,
+        loss_mask=mask,
+        segment_ids=jnp.ones((2, 3), jnp.int32),
+    )
+    mean, metrics = sft.NegativeLogLikelihood()(inputs)
+    assert (float(mean.total), float(mean.count)) == (9.0, 3.0)
+    assert float(metrics["loss/nll"].value) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"model": {}}, "exactly one of model.path"),
+        ({"tokenizer": {"alphabet": ""}}, "go together"),
+        ({"train": {"updates": 0}}, "train.updates must be at least 1"),
+        ({"train": {"updates": 1, "rows": 4, "row_len": 4}}, "train.row_len is 4: raise it"),
+        ({"train": {"updates": 1, "rows": 101, "row_len": 8}}, "101"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(folder, capsys, sections, expected):
+    assert run(folder, tree(folder, "bad", **sections), name="bad.yaml") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert expected in said
+    assert not (folder / "bad").exists()

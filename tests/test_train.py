@@ -1,0 +1,197 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m qarl_jax.train` end to end in miniature: what a run does and what it leaves behind.
+
+The runs share one folder of compiled programs, because most of their time is XLA's.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+from qarl_jax import config, observe, train
+from tests.reference import tiny
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled(tmp_path_factory):
+    with tiny.compiled_programs(tmp_path_factory):
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny.World(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def run(world):
+    """Two steps of two updates each: w4a16, TBPO, Muon, embedded sampler."""
+    assert train.main(world.command()) == 0
+    return world
+
+
+def other(world, name, **sections):
+    """Records of a run that differs from `world` in these sections."""
+    changed = world.changed(run_dir=str(world.folder / name), **sections)
+    assert train.main(changed.command()) == 0
+    return changed.records()
+
+
+# ---- what a run leaves behind --------------------------------------------------------------------------------------
+
+
+def test_every_step_has_one_line_with_the_promised_keys(run):
+    lines = observe.read_lines(run.run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1]
+    promised = {
+        *("reward/mean", "reward/std", "response/length_mean", "response/truncated", "entropy/mean", "rollout/version"),
+        *("mismatch/k1", "mismatch/k3", "mismatch/max_abs", "mismatch/mean_abs", "proximal/noise", "loss/total"),
+        *("clip/seq_dropped", "clip/seq_pos_high", "clip/seq_neg_low", "clip/seq_neg_high", "later/clip/seq_dropped"),
+        *("quant/code_flips", "optim/grad_norm", "optim/lr", "train/updates", "train/padding_share"),
+        *(f"time/{phase}_s" for phase in ("rollout", "reward", "pack", "old_logprobs", "update", "publish", "step")),
+        *("time/tok_per_s", "time/rollout_tok_per_s"),
+    }
+    for line in lines:
+        assert promised <= line.keys(), promised - line.keys()
+        numbers = {key: value for key, value in line.items() if isinstance(value, float)}
+        assert all(np.isfinite(list(numbers.values()))), numbers
+        assert "nonfinite" not in line
+        assert line["train/updates"] == 2
+    assert [line["rollout/version"] for line in lines] == [0, 1]  # step n samples from version n
+
+
+def test_sampler_and_learner_are_the_same_policy(run):
+    for line in run.records():
+        assert line["mismatch/max_abs"] < 1e-5
+        assert line["mismatch/k3"] < 6e-8  # exp(x) - 1 - x is 0 up to half a unit in the last place of 1
+        assert line["proximal/noise"] < 3e-5  # a tenth of the published band
+
+
+def test_the_policy_moves_and_its_codes_with_it(run):
+    for line in run.records():
+        assert 0 < line["quant/code_flips"] < 1
+        assert line["optim/skipped"] == 0
+        assert line["later/proximal/noise"] > 100 * line["proximal/noise"]
+
+
+def test_error_tokens_and_histograms_cover_every_response_token(run):
+    for line, counts in zip(run.records(), run.records("histograms"), strict=True):
+        assert counts["step"] == line["step"]
+        assert 0 <= line["error/tok_learner"] < 1
+        # Sampler and learner are one policy, so neither is surprised alone, but for a token right at the limit.
+        assert line["error/tok_hidden"] < 0.01
+        assert line["error/tok_sampler"] == pytest.approx(line["error/tok_learner"], abs=0.01)
+        assert line["text/zlib_ratio"] > 0
+        assert 0 < line["quant/weight_change"] < line["quant/error"] < 1
+        signed = sum(counts["hist/weight_pos"]) + sum(counts["hist/weight_neg"])
+        assert line["train/tokens"] * (1 - line["loss/seq_zero_adv"]) * 0.5 < signed <= line["train/tokens"]
+        # The ratios are those of the second update alone: about half the tokens, and they have moved.
+        assert 0 < sum(counts["hist/ratio_pos"]) + sum(counts["hist/ratio_neg"]) < signed
+        assert line["quantile/ratio_pos/p01"] < line["quantile/ratio_pos/p99"]
+
+
+def test_the_policy_is_evaluated_before_and_after(run):
+    first, last = run.records("eval")
+    assert (first["version"], last["version"]) == (0, 2)
+    assert {"eval/reward/mean", "eval/reward/stderr", "eval/response_len/mean", "eval/truncated"} <= first.keys()
+    assert run.records()[-1]["eval/reward/mean"] == last["eval/reward/mean"]
+
+
+def test_samples_tell_prompt_response_and_version(run):
+    samples = run.records("samples")
+    assert len(samples) == 2 * 4
+    assert {sample["step"] for sample in samples} == {0, 1}
+    for sample in samples:
+        assert sample["policy_version"] == sample["step"]
+        assert sample["reward"] == pytest.approx(tiny.digit_share(sample["response"], "", {}))
+
+
+def test_run_json_holds_the_resolved_config_and_the_facts(run):
+    manifest = json.loads((run.run_dir / "run.json").read_text())
+    assert config.from_dict(manifest["config"]) == run.config
+    start = manifest["starts"][0]
+    assert start["forward"] == start["rollout"] == "w4a16:g32"
+    assert start["parameters"] == sum(leaf.size for leaf in tiny.leaves())
+    assert start["versions"]["jax"]
+
+
+def test_a_finished_run_started_again_does_nothing(run):
+    before = (run.run_dir / "metrics.jsonl").read_bytes()
+    assert train.main(run.command()) == 0
+    assert (run.run_dir / "metrics.jsonl").read_bytes() == before
+    assert len(json.loads((run.run_dir / "run.json").read_text())["starts"]) > 1
+
+
+# ---- variants ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_grpo_runs_with_token_level_clipping(world):
+    for line in other(world, "grpo", loss={"name": "grpo", "mismatch": "tis"}):
+        assert line["mismatch/max_abs"] < 1e-5
+        assert "clip/frac" in line
+
+
+@pytest.mark.slow
+def test_a_bf16_learner_under_a_low_bit_sampler_shows_its_mismatch(world, run):
+    for line in other(world, "baseline", quant={"forward": "bf16", "rollout": "w4a16:g32"}):
+        assert line["mismatch/mean_abs"] > 1e-2  # int4 against full precision; the aligned run has 1e-6
+        assert 0 < line["quant/code_flips"] < 1  # the sampler's codes
+
+
+@pytest.mark.slow
+def test_a_single_update_per_step_needs_no_scoring_pass(world, run):
+    changed = world.changed(run_dir=str(world.folder / "single"), train={"prompts_per_update": 0})
+    assert train.main(changed.command()) == 0
+    for line in observe.read_lines(changed.run_dir / "metrics.jsonl"):
+        assert "time/old_logprobs_s" not in line
+        assert not any(key.startswith("later/") for key in line)
+        assert line["train/updates"] == 1
+        assert line["proximal/max_abs"] == 0
+        assert line["mismatch/max_abs"] < 1e-5
+
+
+@pytest.mark.slow
+def test_shuffled_advantages_change_the_update_but_not_the_samples(world, run):
+    plain, shuffled = run.records(), other(world, "shuffled", train={"shuffle_advantages": True})
+    assert shuffled[0]["reward/mean"] == plain[0]["reward/mean"]
+    assert shuffled[0]["optim/grad_norm"] != plain[0]["optim/grad_norm"]
+    assert shuffled[1]["reward/mean"] != plain[1]["reward/mean"]
+
+
+@pytest.mark.slow
+def test_a_reward_that_never_differs_moves_nothing(world):
+    for line in other(world, "constant", reward={"name": "python", "path": f"{tiny.__file__}:nothing"}):
+        assert line["reward/zero_advantage_groups"] == 1
+        assert line["optim/skipped"] == 1
+        assert line["quant/code_flips"] == 0
+
+
+@pytest.mark.slow
+def test_a_diverged_run_stops_names_the_step_and_keeps_its_checkpoint(world, run):
+    changed = world.changed(run_dir=str(world.folder / "diverged"), train={"steps": 1})
+    assert train.main(changed.command()) == 0
+    with pytest.raises(RuntimeError, match="step 1, update 2 of 2: the gradient is not finite"):
+        train.main(changed.command("train.steps=2", "optimizer.lr=1.0e+37"))
+    assert [path.name for path in (changed.run_dir / "checkpoints").iterdir()] == ["step_00000001"]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_mesh_of_devices_gives_the_same_first_step(world, run):
+    (line,) = other(world, "mesh", train={"steps": 1, "micro_batch_rows": 4}, mesh={"fsdp": 2, "tensor": 2})
+    one = run.records()[0]
+    assert line["reward/mean"] == one["reward/mean"]
+    assert line["mismatch/max_abs"] < 1e-5
+    assert line["optim/grad_norm"] == pytest.approx(one["optim/grad_norm"], rel=1e-3)
+
+
+def test_a_dry_run_prints_config_and_plans_and_writes_nothing(world, capsys):
+    changed = world.changed(run_dir=str(world.folder / "dry"))
+    assert train.main([*changed.command(), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    for part in ("forward: w4a16:g32", "micro-batch", "masters", "QTensors", "one device", "mlp.down_proj.weight"):
+        assert part in said
+    assert not changed.run_dir.exists()

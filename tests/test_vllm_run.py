@@ -1,0 +1,191 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A whole run through the real vLLM: published in place after every step, killed once on the way, exported at the end.
+
+What vLLM serves after the last publish must be what a fresh vLLM serves from the exported folder, to the bit.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from qarl_bridge import sender, wire
+
+from qarl_jax import build, export, models, train
+from qarl_jax.checkpoint import Checkpoints
+from qarl_jax.data import packing
+from qarl_jax.rollout import SamplingConfig
+from qarl_jax.types import Prompt, RolloutGroup
+from tests.reference import tiny
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+GREEDY = SamplingConfig(max_response_len=16, temperature=0.0)
+PROMPTS = [Prompt(uid=str(i), tokens=(3 + i, 13, 5, 14), text="", answer="") for i in range(6)]
+LIMITS = {"max_model_len": 64, "kv_cache_gb": 0.1, "threads": 1}
+
+
+class Run:
+    """A two-step run, and what its engine served just before it was closed."""
+
+    def __init__(self, folder, scheme, kill_at_step=None):
+        self.world = tiny.World(folder, hidden=128).changed(
+            model={"dtype": "bfloat16"},
+            quant={"forward": scheme, "engine": "cpu"},
+            rollout={"engine": {"name": "vllm", "readback": "full", "log_file": str(folder / "bridge.log")} | LIMITS},
+            eval={"at_start": False, "at_end": False},
+        )
+        self.kill_at_step, self.killed, self.restarts = kill_at_step, None, None
+        self.served, self.kernels, self.pids = None, None, []
+
+    def train(self, monkeypatch):
+        make = build.make_engine
+
+        def watched(*args):
+            engine = make(*args)
+            generate, close = engine.generate, engine.close
+
+            def generating(*prompts, **options):
+                if engine.version == self.kill_at_step and self.killed is None:
+                    self.killed = engine.facts.pid
+                    threading.Timer(0.02, os.kill, (self.killed, signal.SIGKILL)).start()
+                return generate(*prompts, **options)
+
+            def closing():
+                if self.served is None and engine.version == 2:
+                    self.served = [group[0] for group in generate(PROMPTS, num_samples=1, sampling=GREEDY, key=0)]
+                    self.kernels, self.restarts = engine.facts.kernels, engine.restarts
+                self.pids.append(engine.facts.pid if engine.facts else None)
+                close()
+
+            engine.generate, engine.close = generating, closing
+            return engine
+
+        monkeypatch.setattr(build, "make_engine", watched)
+        assert train.main(self.world.command()) == 0
+        monkeypatch.undo()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled(tmp_path_factory):
+    with tiny.compiled_programs(tmp_path_factory):
+        yield
+
+
+@pytest.fixture(scope="module", params=["w8a8", "w4a16:g32"])
+def run(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        kill = 1 if request.param == "w8a8" else None
+        made = Run(tmp_path_factory.mktemp("run"), request.param, kill_at_step=kill)
+        made.train(monkeypatch)
+        yield made
+
+
+def ask_fresh(folder, tmp_path):
+    """(greedy completions, kernels) of a vLLM that loads `folder` itself."""
+    socket, key, log = str(tmp_path / "s"), str(tmp_path / "key"), tmp_path / "log"
+    limits = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
+    command = [sys.executable, "-m", "qarl_bridge", "--socket", socket, "--model", str(folder), "--key-file", key]
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, *limits], stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 400
+        while not os.path.exists(socket):
+            assert process.poll() is None, log.read_text()[-2000:]
+            assert time.monotonic() < deadline, log.read_text()[-2000:]
+            time.sleep(0.1)
+        client = sender.Client(socket, wire.read_key(key), timeout_s=400)
+        draws = [wire.Draw(prompt=list(prompt.tokens), seed=0) for prompt in PROMPTS]
+        drawn = client.generate(draws, wire.Sampling(max_tokens=GREEDY.max_response_len, temperature=0.0))
+        kernels = client.facts.kernels
+        client.close()
+        return drawn, kernels
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_what_vllm_serves_after_the_run_is_what_a_fresh_vllm_serves_from_the_export(run, tmp_path):
+    out = tmp_path / "out"
+    command = ["--checkpoint", str(run.world.run_dir), "--format", "compressed-tensors", "--out", str(out)]
+    assert export.main(command) == 0
+    fresh, kernels = ask_fresh(out, tmp_path)
+    assert kernels == run.kernels
+    assert len(fresh) == len(run.served) == len(PROMPTS)
+    for theirs, ours in zip(fresh, run.served, strict=True):
+        assert ours.policy_version == 2
+        assert theirs.tokens == np.asarray(ours.tokens, "<i4").tobytes()
+        assert theirs.logprobs == np.asarray(ours.logprobs, "<f4").tobytes()
+    assert len({completion.tokens for completion in run.served}) > 1
+
+
+def test_every_step_samples_from_the_version_before_it_and_moves_the_codes(run):
+    lines = run.world.records()
+    assert [line["step"] for line in lines] == [0, 1]
+    assert [line["rollout/version"] for line in lines] == [0, 1]
+    for line in lines:
+        assert 0 < line["quant/code_flips"] < 1
+        assert np.isfinite(line["loss/total"])
+
+
+def test_the_learner_is_the_policy_that_vllm_samples(run):
+    """What is left is bfloat16: 8 bits of mantissa in every activation, and another order of sums."""
+    for line in run.world.records():
+        assert line["mismatch/k3"] < 1e-4
+        assert line["mismatch/mean_abs"] < 1e-2
+        assert line["mismatch/max_abs"] < 0.1
+
+
+def test_a_full_precision_learner_would_not_be_that_policy(run):
+    """The log-probs that vLLM served under the last version, against the learner's, and against a bf16 forward's."""
+    cfg = run.world.config
+    graphdef, params = build.load_model(cfg, build.make_mesh(cfg))
+    params = Checkpoints(run.world.run_dir / "checkpoints").restore({"params": params}).state["params"]
+    groups = [
+        RolloutGroup(prompt=prompt, completions=(served,), rewards=np.zeros(1, np.float32))
+        for prompt, served in zip(PROMPTS, run.served, strict=True)
+    ]
+    rows = packing.pack(groups, np.zeros((len(groups), 1)), row_len=tiny.ROW_LEN, unpacked=True)
+
+    def error(graphdef):
+        learner = build.make_learner(cfg, graphdef, build.make_mesh(cfg))
+        logprobs, _ = learner.score(params, learner.quantize(params), learner.put(rows.batch))
+        return np.abs(np.asarray(logprobs) - rows.batch.rollout_logprobs)[rows.batch.loss_mask].mean()
+
+    aligned, unaligned = error(graphdef), error(models.with_scheme(graphdef, "bf16"))
+    print(
+        f"{cfg.quant.forward}: mean |difference of log-probs| {aligned:.2e} aligned, {unaligned:.2e} with bf16 forward"
+    )
+    assert aligned < 1e-2
+    assert unaligned > 2 * aligned
+
+
+def test_a_bridge_killed_while_it_samples_is_replaced_and_the_run_goes_on(run):
+    if run.kill_at_step is None:
+        assert run.restarts == 0
+        return
+    assert run.restarts == 1
+    assert run.killed not in run.pids
+    log = (run.world.folder / "bridge.log").read_text()
+    assert log
+    assert not alive(run.killed)
+
+
+def test_no_bridge_outlives_the_run(run):
+    assert run.pids
+    for pid in run.pids:
+        assert pid is not None
+        assert not alive(pid)
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
