@@ -440,7 +440,11 @@ def lowered(name, scheme, mesh, platform):
         advantages=floats,
     )
     count = jax.ShapeDtypeStruct((), jnp.float32)
-    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
+    # Placed as the learner places them: a donated buffer must have its successor's sharding.
+    params = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), params, made.param_shardings
+    )
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), params)
     state = TrainState(
         params=params,
         opt_state=jax.eval_shape(made.optimizer.init, params),

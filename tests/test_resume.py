@@ -204,7 +204,7 @@ def test_a_run_resumes_over_the_same_data_only(world, environment, capsys):
     assert train.main(changed.command()) == 0
     capsys.readouterr()
     for override, name in [
-        ("data.max_prompt_len=9", "the data set"),
+        ("data.max_prompt_len=9", "the data set (its file, parameters, template or split)"),
         ("data.holdout=0.3", "the number of prompts"),
         ("train.prompts_per_step=2", "train.prompts_per_step"),
         ("seed=4", "seed"),
