@@ -88,6 +88,8 @@ def _isa(torch: Any) -> str:
         return f"sm{major}{minor}"
     if torch.cpu._is_amx_tile_supported():
         return "amx"
+    if torch.cpu._is_avx512_bf16_supported():
+        return "avx512_bf16"
     return "avx512" if torch.cpu._is_avx512_supported() else "avx2"
 
 
@@ -108,7 +110,7 @@ def _numpy(tensor: Any) -> np.ndarray:
 
 
 # ISA -> the learner's `quant.numerics` profile.
-_CPU_PROFILES = {"amx": "cpu_amx", "avx512": "cpu_generic", "avx2": "cpu_avx2"}
+_CPU_PROFILES = {"amx": "cpu_amx", "avx512_bf16": "cpu_avx512_bf16", "avx512": "cpu_avx2", "avx2": "cpu_avx2"}
 _PORTABLE_NOTES = {
     "PortableWNA16LinearKernel": "vLLM has no int4 kernel for this CPU; qarl_bridge's own computes bf16(x @ bf16(q*s))",
     "PortableLinear": "vLLM has no fast bf16 matmul for this CPU; qarl_bridge's computes bf16(x_f32 @ w_f32)",

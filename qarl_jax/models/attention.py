@@ -5,7 +5,8 @@
 The arithmetic is that of a one-pass flash kernel (and of vLLM's CPU kernel): scores in float32, p = exp(s - max) kept
 unnormalized and rounded to the compute dtype for the second product, which accumulates in float32 and is divided at the
 end by the float32 sum of the *unrounded* p. In float32 that is plain softmax attention. vLLM's kernel for CPUs without
-bf16 instructions differs: p stays float32, and the output is truncated (`Numerics.truncates`).
+AMX differs (`Numerics.vector_attention`): the queries are scaled first, p stays float32, and without bf16 instructions
+the output is truncated (`Numerics.truncates`).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def attention(
         mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
 
-    attend = functools.partial(_attend, truncates=numerics.truncates)
+    attend = functools.partial(_attend, numerics=numerics)
     q_BTKGH = q.reshape(B, T, K, N // K, H)
     if q_slots is not None:
         seen_BTS = jnp.arange(S)[None, None, :] <= q_slots[:, :, None]
@@ -81,17 +82,20 @@ def attention(
     return out.reshape(B, T, N, H)
 
 
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, *, truncates: bool) -> jax.Array:
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, *, numerics: Numerics) -> jax.Array:
     """q [B, T, K, G, H], k, v [B, S, K, H], seen bool [B or 1, T, S] -> [B, T, K, G, H]."""
     dtype, scale = q.dtype, jnp.float32(q.shape[-1] ** -0.5)
-    if truncates:  # float32 throughout, the queries scaled first
+    vector = numerics.vector_attention
+    if vector:  # float32 throughout, the queries scaled first
         q, k, v = q.astype(jnp.float32) * scale, k.astype(jnp.float32), v.astype(jnp.float32)
     precision = matmul_precision(q.dtype)
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, precision=precision, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen[:, None, None], scores if truncates else scores * scale, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(seen[:, None, None], scores if vector else scores * scale, jnp.finfo(jnp.float32).min)
     # The maximum only guards exp against overflow; it cancels, so no gradient flows through it.
     p = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
     total = jnp.moveaxis(p.sum(axis=-1), 3, 1)[..., None]
-    p = p if truncates else store(p, dtype)
+    p = p if vector else store(p, dtype)
     out = jnp.einsum("bkgts,bskh->btkgh", p, v, precision=precision, preferred_element_type=jnp.float32)
-    return store_truncated(out * (1 / total), dtype) if truncates else store(out / total, dtype)
+    if vector:
+        return (store_truncated if numerics.truncates else store)(out * (1 / total), dtype)
+    return store(out / total, dtype)
