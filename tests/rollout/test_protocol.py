@@ -173,11 +173,11 @@ def test_what_is_added_comes_alone_in_order_and_within_each_limit(served):
         assert completion.finish_reason == "length"
         assert completion.policy_version == served.version
         assert completion.versions[-1].end == len(completion.tokens) == len(completion.logprobs)
-        # The log-prob of a token that was added is that of the token after prompt and response.
-        whole = dataclasses.replace(request.prompt, tokens=request.context)
-        greedy = SamplingConfig(max_response_len=1, temperature=0.0)
-        (one,) = served.extend([dataclasses.replace(request, max_tokens=1)], sampling=greedy)
-        ((other,),) = served.generate([whole], num_samples=1, sampling=greedy, key=0)
+    # The first token that was added is the one that comes after prompt and response, in whichever way they are given.
+    greedy = SamplingConfig(max_response_len=1, temperature=0.0)
+    wholes = [dataclasses.replace(request.prompt, tokens=request.context) for request in wanted]
+    others = served.generate(wholes, num_samples=1, sampling=greedy, key=0)
+    for one, (other,) in zip(served.extend(wanted, sampling=greedy), others, strict=True):
         assert one.tokens == other.tokens
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
