@@ -442,17 +442,66 @@ def test_a_run_trains_on_responses_of_several_versions(run):
         assert line["rollout/version"] == line["step"] - line["rollout/lag_max"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", [1, 3])
-def test_a_run_that_is_stopped_and_started_again_ends_as_if_it_had_not(run, cut):
-    changed = run.changed(run_dir=str(run.folder / f"cut{cut}"))
-    assert train.main(changed.command(f"train.steps={cut}")) == 0
+def unfinished(changed):
+    """Unfinished responses in the newest checkpoint."""
     kept = Checkpoints(changed.run_dir / "checkpoints").extra()["partial"]["groups"]
-    assert any(response["finish_reason"] == "abort" for group in kept for response in group["responses"])
-    # The rest of the learning-rate schedule is constant, so a shorter run is the beginning of a longer one.
+    return sum(response["finish_reason"] == "abort" for group in kept for response in group["responses"])
+
+
+def assert_ends_as(changed, whole):
     assert train.main(changed.command()) == 0
-    assert changed.records() == run.records()
-    assert changed.records("samples") == run.records("samples")
+    assert changed.records() == whole.records()
+    assert changed.records("samples") == whole.records("samples")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_and_started_again_ends_as_if_it_had_not(run):
+    changed = run.changed(run_dir=str(run.folder / "cut"))
+    # The learning rate is constant, so a shorter run is the beginning of a longer one.
+    assert train.main(changed.command("train.steps=3")) == 0
+    assert unfinished(changed) > 0
+    assert_ends_as(changed, run)
+
+
+@pytest.mark.slow
+def test_a_step_dropped_by_an_interrupt_is_sampled_again_from_what_was_in_hand(run, monkeypatch):
+    changed = run.changed(run_dir=str(run.folder / "interrupted"), checkpoint={"every": 0})
+    collect, interrupts = partial.collect, []
+
+    class Interrupt(train.Interrupt):
+        def __init__(self):
+            super().__init__()
+            interrupts.append(self)
+
+    def interrupted(cfg, dynamic, stream, step, *args, **options):
+        interrupts[0].requested = step == 3
+        return collect(cfg, dynamic, stream, step, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "Interrupt", Interrupt)
+        patch.setattr(partial, "collect", interrupted)
+        assert train.main(changed.command()) == 0
+    assert len(changed.records()) == 3
+    assert unfinished(changed) == run.records()[2]["rollout/partial_buffered"] > 0
+    assert_ends_as(changed, run)
+
+
+@pytest.mark.slow
+def test_a_run_over_the_bridge_goes_on_with_its_responses_too(world, monkeypatch):
+    """The engine behind the bridge is the fake one: its tokens are a hash, of which every third one ends a response."""
+    monkeypatch.setattr(train.data, "stop_token_ids", lambda tokenizer, path: tuple(range(10)))
+    engine = {"name": "vllm", "engine": "fake", "max_model_len": 24, "start_timeout_s": 60}
+    rollout = world.tree["rollout"] | {"engine": engine}
+    whole = world.changed(run_dir=str(world.folder / "bridge"), rollout=rollout)
+    assert train.main(whole.command()) == 0
+    lines = whole.records()
+    assert sum(line["rollout/partial_continued"] for line in lines) > 0
+    assert 0 < max(line["rollout/lag_max"] for line in lines) <= 2
+    changed = whole.changed(run_dir=str(world.folder / "bridge_cut"))
+    cut = next(line["step"] + 1 for line in lines if line["rollout/partial_buffered"])
+    assert train.main(changed.command(f"train.steps={cut}")) == 0
+    assert unfinished(changed) > 0
+    assert_ends_as(changed, whole)
 
 
 @pytest.mark.slow
