@@ -270,11 +270,10 @@ class VllmEngine:
             if self._on_progress is not None:
                 self._on_progress(progress.running, progress.waiting, progress.tokens)
 
-        drawn: list[wire.Drawn] = []
-        for batch in _batches(draws):
-            drawn += self._surviving(
-                lambda client, batch=batch: client.generate(batch, common, on_progress=report), self._staged
-            )
+        def ask(batch: list[wire.Draw]) -> Callable[[sender.Client], list[wire.Drawn]]:
+            return lambda client: client.generate(batch, common, on_progress=report)
+
+        drawn = [one for batch in _batches(draws) for one in self._surviving(ask(batch), self._staged)]
         return [self._completion(request, one) for request, one in zip(requests, drawn, strict=True)]
 
     def close(self) -> None:
