@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 import signal
@@ -28,7 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qarl_jax import build, config, data, error_tokens, metrics, observe, plan, strategies, uaq
+from qarl_jax import build, config, data, error_tokens, metrics, observe, partial, plan, strategies, uaq
 from qarl_jax import evaluate as evaluations
 from qarl_jax.checkpoint import Checkpoints
 from qarl_jax.config import RunConfig
@@ -37,8 +38,8 @@ from qarl_jax.learner import Learner, TrainState, code_flips
 from qarl_jax.loss import diagnostics
 from qarl_jax.loss.advantages import group_advantages
 from qarl_jax.metrics import Metric
-from qarl_jax.rollout import PolicyWeights, RolloutEngine
-from qarl_jax.types import Prompt, RolloutGroup, UserError
+from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine
+from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError
 
 # Reported once more over the updates after a step's first, where alone the ratio bands can act (the first has ratio 1).
 LATER = ("clip/", "loss/ratio", "loss/seq_ratio", "proximal/")
@@ -84,7 +85,6 @@ def run(cfg: RunConfig) -> None:
         mesh = build.make_mesh(cfg)
         tokenizer = data.load_tokenizer(cfg.model.path)
         stop = data.stop_token_ids(tokenizer, cfg.model.path)
-        sampling = cfg.rollout.sampling(stop)
         source = data.make_source(cfg.data, tokenizer, "train")
         stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step)
         if source.skipped.total:
@@ -99,12 +99,15 @@ def run(cfg: RunConfig) -> None:
         reference = learner.reference(params) if cfg.kl.coef else None
         state = learner.init(params)
         del params  # donated with the state from here on
-        start = 0
+        start, unfinished = 0, None
         if checkpoints.latest_step() is not None:
             restored = checkpoints.restore(state.entries())
             stream.check_state(restored.extra["data"])
             state, start = TrainState(**restored.state), restored.step
+            unfinished = restored.extra.get("partial")
             observer.say(f"resuming {cfg.run_dir} after step {start}")
+        # Responses that were interrupted, where `rollout.partial` is on: state of the run as much as the weights are.
+        buffer = partial.restore(cfg.rollout.partial, unfinished, stream, start, cfg.rollout.num_samples_per_prompt)
         observer.start(config=config.to_dict(cfg), facts=plan.facts(cfg, graphdef))
         observer.write("config.yaml", config.to_yaml(cfg))
         observer.truncate_to(start - 1)
@@ -114,6 +117,8 @@ def run(cfg: RunConfig) -> None:
 
         def save(step: int) -> None:
             extra = {"data": stream.state(step), "policy_version": step, "seed": cfg.seed}
+            if cfg.rollout.partial.is_on:
+                extra["partial"] = buffer.state()
             checkpoints.save(step, state.entries(), extra)
 
         def evaluate(version: int) -> dict[str, float]:
@@ -142,24 +147,51 @@ def run(cfg: RunConfig) -> None:
                 completions = engine.generate(
                     prompts,
                     num_samples=cfg.rollout.num_samples_per_prompt,
-                    sampling=sampling,
+                    sampling=cfg.rollout.sampling(stop, step),
                     key=build.seed_of(cfg.seed, step, f"rollout/{batch}" if batch else "rollout"),
                 )
+            return grade(step, prompts, completions)
+
+        def grade(
+            step: int, prompts: list[Prompt], completions: Sequence[Sequence[Completion]]
+        ) -> tuple[list[RolloutGroup], dict[str, np.ndarray]]:
             with timer("reward"):
-                return grader.grade(tokenizer, prompts, completions)
+                return grader.grade(tokenizer, prompts, completions, cfg.rollout.max_response_len_at(step))
+
+        def extend(step: int, requests: list[Request]) -> list[Completion]:
+            sampling = cfg.rollout.sampling(stop, step)
+            chunk = cfg.rollout.partial.tokens(sampling.max_response_len)
+            with timer("rollout"):
+                return engine.extend(requests, sampling=dataclasses.replace(sampling, max_response_len=chunk))
 
         for step in range(start, cfg.train.steps):
             timer.take()
             profile = jax.profiler.trace(os.path.join(cfg.run_dir, "profile"))
             with profile if step in cfg.train.profile_steps else contextlib.nullcontext():
                 # ---- sample and grade: nothing has changed yet, so an interrupt drops the step -----------------------
-                collected = strategies.collect(cfg.rollout.dynamic, stream, step, functools.partial(sample, step))
+                if cfg.rollout.partial.is_on:
+                    collected, left = partial.collect(
+                        cfg.rollout.partial,
+                        cfg.rollout.dynamic,
+                        stream,
+                        step,
+                        buffer,
+                        num_samples=cfg.rollout.num_samples_per_prompt,
+                        max_response_len=cfg.rollout.max_response_len_at(step),
+                        key=lambda begun: build.seed_of(cfg.seed, begun, "rollout"),
+                        extend=functools.partial(extend, step),
+                        grade=functools.partial(grade, step),
+                    )
+                else:
+                    sample_step = functools.partial(sample, step)
+                    collected, left = strategies.collect(cfg.rollout.dynamic, stream, step, sample_step), buffer
                 groups = collected.groups
                 if interrupt.requested:
                     save(step)
                     checkpoints.wait()
                     observer.say(f"interrupted: saved after step {step}; the same command resumes")
                     return
+                buffer = left
 
                 # ---- learn -------------------------------------------------------------------------------------------
                 advantages = group_advantages(np.stack([group.rewards for group in groups]), cfg.advantage.name)
@@ -263,7 +295,7 @@ def learn(
                 packed = packing.pack(
                     [groups[i] for i in chosen],
                     advantages[chosen],
-                    row_len=cfg.row_len,
+                    row_len=cfg.row_len_at(step),
                     rows_multiple=cfg.train.micro_batch_rows,
                     max_segments=cfg.train.max_segments,
                     unpacked=cfg.train.packing == "unpacked",
@@ -356,8 +388,9 @@ def rollout_metrics(
 def speed(record: dict[str, float], times: dict[str, float]) -> dict[str, float]:
     """Seconds per phase, and tokens per second of the sampler and of the whole step."""
     tokens = record["response/tokens"]
+    drawn = record.get("rollout/partial_tokens", tokens)
     return times | {
-        "time/rollout_tok_per_s": tokens / max(times.get("time/rollout_s", 0.0), 1e-9),
+        "time/rollout_tok_per_s": drawn / max(times.get("time/rollout_s", 0.0), 1e-9),
         "time/tok_per_s": tokens / max(times["time/step_s"], 1e-9),
     }
 

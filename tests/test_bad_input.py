@@ -150,6 +150,9 @@ def refused(world, capsys):
         (["quant.forward=w3a16"], ["quant", "'w3a16'", "w4a16"]),
         (["quant.rules=[{match: '[', scheme: bf16}]"], ["quant", "regular expression"]),
         (["reward.name=python", "reward.path=nowhere"], ["reward", "package.module:function", "'nowhere'"]),
+        (["rollout.stages=[{until: 3, max_response_len: 9}]"], ["stages.0", "9", "rollout.max_response_len=8"]),
+        (["rollout.partial.over_provision=3"], ["rollout.partial", "[1, 2]", "max_lag"]),
+        (["rollout.partial={over_provision: 2, chunk: 8}"], ["partial.chunk=8", "max_response_len=8", "Lower it"]),
         (["mesh.fsdp=3"], ["train.micro_batch_rows=4", "3"]),
     ],
 )
