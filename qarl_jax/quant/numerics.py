@@ -123,6 +123,11 @@ class Numerics:
         return self.profile in ("cpu_avx512_bf16", "cpu_avx2")
 
     @property
+    def polynomial_exp(self) -> bool:
+        """That kernel's exp is a polynomial of degree 5, up to 3e-7 off (AVX-512); otherwise the C library's."""
+        return self.profile == "cpu_avx512_bf16"
+
+    @property
     def truncates(self) -> bool:
         """vLLM's own C++ ops (rope, attention) store bf16 by dropping the low bits: the builds for CPUs without bf16
         instructions have no rounding conversion. Measured with both of them."""

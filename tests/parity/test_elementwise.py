@@ -165,7 +165,8 @@ def test_attention_equals_the_engines_on_nearly_every_element(vllm, length, head
     v, v_jax = bf16(vllm, rng.normal(size=(length, 2, head_dim)))
     want = engine_attention(vllm, q, k, v)
     run = jax.jit(functools.partial(attention, numerics=NUMERICS))
-    assert equal(run(q_jax[None], k_jax[None], v_jax[None])[0], want) > 0.999
+    share = equal(run(q_jax[None], k_jax[None], v_jax[None])[0], want)
+    assert share == 1 if NUMERICS.polynomial_exp else share > 0.999
     plain = attention(q_jax[None], k_jax[None], v_jax[None])[0]
     if NUMERICS.vector_attention and length > 1:
         assert equal(plain, want) < 0.8, "the profile changes nothing"
