@@ -80,6 +80,7 @@ class Config:
       out: folder for the result.
       worked_share: share of the examples whose answer is a solution with its steps (`data.traces`); the others have the
         task's final answer alone. Between 0 and 1 the model learns both manners, and RL can tell which one pays.
+      slip_rate: probability that a step of a worked answer is wrong, and what follows builds on it (`data.traces`).
       quant: forward scheme while training; "bf16": none.
     """
 
@@ -88,6 +89,7 @@ class Config:
     model: Model = dataclasses.field(default_factory=Model)
     tokenizer: Tokenizer = dataclasses.field(default_factory=Tokenizer)
     worked_share: float = 0.0
+    slip_rate: float = 0.0
     quant: str = "bf16"
     train: Train = dataclasses.field(default_factory=Train)
     optimizer: Annotated[Any, schema.Variants(optimizer.OPTIMIZERS)] = dataclasses.field(
@@ -102,6 +104,10 @@ class Config:
             )
         if not 0 <= self.worked_share <= 1:
             raise UserError(f"worked_share is a share of the examples, in [0, 1]; got {self.worked_share}.")
+        if not 0 <= self.slip_rate < 1:
+            raise UserError(f"slip_rate is a probability below 1, got {self.slip_rate}.")
+        if self.slip_rate and not self.worked_share:
+            raise UserError("slip_rate concerns worked answers only; set worked_share, or slip_rate=0.")
         if (self.model.init is not None) != bool(self.tokenizer.alphabet):
             raise UserError(
                 "model.init and tokenizer.alphabet go together; with model.path the folder's tokenizer is used."
@@ -201,9 +207,10 @@ def run(cfg: Config) -> None:
     started = time.monotonic()
     for update in range(cfg.train.updates):
         examples = []
-        worked = np.random.default_rng([cfg.seed, update]).random(cfg.train.rows) < cfg.worked_share
+        rng = np.random.default_rng([cfg.seed, update])
+        worked = rng.random(cfg.train.rows) < cfg.worked_share
         for prompt, in_steps in zip(stream.batch(update), worked, strict=True):
-            answer = worked_answer(prompt) if in_steps else prompt.answer
+            answer = worked_answer(prompt, cfg.slip_rate, rng) if in_steps else prompt.answer
             examples.append((prompt.tokens, [*tokenizer.encode(answer, add_special_tokens=False), stop]))
         batch = rows_of(examples, cfg.train.row_len)
         qweights = learner.quantize(state.params)
