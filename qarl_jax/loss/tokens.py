@@ -63,9 +63,9 @@ def effects(x: LossInputs, loss: Loss) -> Effects:
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only)
     weights = mismatch_weights(r, cfg.weight, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     push = -jax.grad(lambda logprobs: loss(dataclasses.replace(x, logprobs=logprobs))[0].total)(x.logprobs)
-    share = jax.grad(
-        lambda terms: aggregate(terms, r, cfg.aggregation, max_response_len=cfg.max_response_len).total
-    )(jnp.zeros_like(r.logprobs))
+    share = jax.grad(lambda terms: aggregate(terms, r, cfg.aggregation, max_response_len=cfg.max_response_len).total)(
+        jnp.zeros_like(r.logprobs)
+    )
     signal = r.mask & (r.advantages != 0)
     gain = jnp.where(signal, push / jnp.where(signal, share * r.advantages, 1.0), 0.0)
 
