@@ -75,6 +75,10 @@ class Rows:
 
     parts: tuple[Any, ...]
 
+    @property
+    def value(self) -> jax.Array:
+        return jnp.concatenate(self.parts)
+
     def __add__(self, other: Rows) -> Rows:
         return Rows(self.parts + other.parts)
 

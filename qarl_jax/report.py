@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,8 @@ def _sample(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def visible(text: str) -> str:
-    """Control characters as their pictures (a line break keeps breaking the line), lone surrogates as U+FFFD."""
+    """Control characters as their pictures (a line break keeps breaking the line), other characters that are not seen,
+    among them those that turn text around, as [U+202E]; lone surrogates as U+FFFD."""
     out = []
     for character in text:
         code = ord(character)
@@ -214,9 +216,14 @@ def visible(text: str) -> str:
             out.append("␡")
         elif 0x80 <= code < 0xA0 or 0xD800 <= code < 0xE000:
             out.append("\ufffd")
+        elif unicodedata.category(character) == "Cf" and character not in _JOINERS:
+            out.append(f"[U+{code:04X}]")
         else:
             out.append(character)
     return "".join(out)
+
+
+_JOINERS = "\u200c\u200d"  # part of words in some scripts, and of emoji
 
 
 def scales(columns: Iterable[Mapping[str, Sequence[float | None]]]) -> dict[str, float]:

@@ -139,6 +139,7 @@ def test_rows_are_strung_together_and_are_no_number():
     merged = merge({"x": Rows((a,))}, {"x": Rows((b,))})
     assert [part is given for part, given in zip(merged["x"].parts, (a, b), strict=True)] == [True, True]
     assert values(merged) == {}
+    np.testing.assert_array_equal(merged["x"].value, np.concatenate([a, b]))
     assert len(jax.tree.leaves(merged)) == 2
 
 
