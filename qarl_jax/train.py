@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qarl_jax import build, config, data, error_tokens, metrics, observe, partial, plan, strategies, uaq
+from qarl_jax import build, config, data, error_tokens, metrics, observe, partial, plan, strategies, trace, uaq
 from qarl_jax import evaluate as evaluations
 from qarl_jax.checkpoint import Checkpoints
 from qarl_jax.config import RunConfig
@@ -200,8 +200,12 @@ def run(cfg: RunConfig) -> None:
                     advantages = rng.permutation(advantages.reshape(-1)).reshape(advantages.shape)
                 if cfg.train.mask_truncated:
                     groups = strategies.without_truncated(groups)
+                picks = observe.picks(groups, cfg.log.samples_per_step)
+                follow = trace.Follower(
+                    picks, learner.loss_fn, most=cfg.log.sample_tokens, rows=cfg.log.samples_per_step
+                )
                 state, learned, histograms = learn(
-                    cfg, learner, publisher, state, groups, advantages, step, timer, reference
+                    cfg, learner, publisher, state, groups, advantages, step, timer, reference, follow
                 )
                 with timer("publish"):
                     published = publisher.publish(state, step + 1)
@@ -214,8 +218,10 @@ def run(cfg: RunConfig) -> None:
             if (cfg.eval.every and done % cfg.eval.every == 0 and not last) or (last and cfg.eval.at_end):
                 with timer("eval"):
                     record |= evaluate(done)
+            with timer("trace"):
+                traces = follow.records(groups, tokenizer)
             observer.log(step, record | speed(record, timer.take()))
-            observer.samples(step, collected.groups)
+            observer.samples(step, collected.groups, traces)
             observer.histograms(step, histograms)
             if checkpoints.should_save(done) or last or interrupt.requested:
                 save(done)
@@ -275,10 +281,12 @@ def learn(
     step: int,
     timer: observe.PhaseTimer,
     reference: tuple[Any, Any] | None = None,
+    follow: trace.Follower | None = None,
 ) -> tuple[TrainState, dict[str, float], dict[str, list[int]]]:
     """All optimizer updates of a step. Returns the new state, the step's reduced metrics and its histograms.
 
     `reference`: masters and QTensors of the reference policy (`Learner.reference`), where the run has a KL term.
+    `follow`: is told what happens to the responses it follows.
 
     The proximal policy is scored once, before the first update, on the very rows the updates use. A step with a single
     update needs no scoring: there the proximal policy is the current one.
@@ -302,6 +310,8 @@ def learn(
                 )
                 micros = [learner.put(micro) for micro in packed.micro_batches(cfg.train.micro_batch_rows)]
                 packs.append((packed, micros))
+                if follow is not None:
+                    follow.packed(chosen, packed)
     old: list[list[Any]] = [[None] * len(micros) for _, micros in packs]
     if len(packs) > 1:
         with timer("old_logprobs"):
@@ -328,6 +338,9 @@ def learn(
                     grads, state.params, qweights, micro, old_logprobs, *counts, **more
                 )
                 inner = metrics.merge(inner, measured)
+            logprobs = inner.pop(trace.LOGPROBS, None)
+            if follow is not None:
+                follow.updated(number, micros, old[number], logprobs)
             state, applied = learner.apply_update(state, grads)
             publisher.updated()
             if float(jax.device_get(applied["optim/nonfinite"].value)):
