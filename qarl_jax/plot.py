@@ -86,6 +86,7 @@ PANELS: tuple[Panel, ...] = (
         percent=True,
     ),
     Panel(title="Repeated 4-grams", metrics={"text/repeated": "share"}, percent=True),
+    Panel(title="Critic: variance of the returns explained", metrics={"critic/explained_variance": "share"}),
     Panel(title="Gradient norm", metrics={"optim/grad_norm": "before clipping"}, log=True),
     Panel(
         title="Weights: update and quantization error",
