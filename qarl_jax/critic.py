@@ -177,22 +177,32 @@ class Critic:
         self.mesh, self.max_segments, self.schedule = mesh, max_segments, schedule
         self.replicated = NamedSharding(mesh, PartitionSpec())
         rows = sharding.batch_sharding(mesh)
-        places = sharding.param_shardings(params, mesh)
-        params = jax.device_put(params, places)
-        self.state = CriticState(
-            params=params,
-            opt_state=optimizers.init(optimizer, params),
-            updates=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
-        )
+        self.places = places = sharding.param_shardings(params, mesh)
+        self.state = self.init(params)
         self._judge = jax.jit(self._judge_fn, out_shardings=rows)
         self._whiten = jax.jit(whiten, out_shardings=rows)
         self._zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), out_shardings=places)
         self._accumulate = jax.jit(self._accumulate_fn, donate_argnums=(0,), out_shardings=(places, self.replicated))
         self._apply = jax.jit(self._apply_fn, donate_argnums=(0,))
 
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def init(self, params: Any) -> CriticState:
+        """A fresh state around `params`, placed on the mesh."""
+        params = jax.device_put(params, self.places)
+        return CriticState(
+            params=params,
+            opt_state=optimizers.init(self.optimizer, params),
+            updates=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
+        )
+
     def entries(self) -> dict[str, Any]:
         """The state as a checkpoint's entry, beside the learner's."""
         return {"critic": self.state}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Takes over `entries` read back from a checkpoint."""
+        self.state = saved["critic"]
 
     # ---- values and advantages --------------------------------------------------------------------------------------
 
@@ -327,7 +337,3 @@ class Critic:
                 total = merge(total, measured)
             self.state, applied = self._apply(self.state, grads)
         return total | applied
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Takes over `entries` read back from a checkpoint."""
-        self.state = saved["critic"]
