@@ -195,7 +195,7 @@ def merge(cls: type, below: Layer, above: Layer) -> None:
 
 
 def apply_overrides(cls: type, layer: Layer, overrides: Sequence[str]) -> Layer:
-    """Applies "a.b=c" overrides, in place, in order; but a variant's name before all else that is set in its section."""
+    """Applies "a.b=c" overrides, in place and in order, but a variant's name before all else set in its section."""
     ordered: list[tuple[Path, _Text, str]] = []
     for item in map(_parse_override, overrides):
         own, section = item[0], item[0][:-1]

@@ -36,7 +36,7 @@ from qarl_jax.critic import Critic, Targets
 from qarl_jax.data import packing
 from qarl_jax.learner import Learner, TrainState, code_flips
 from qarl_jax.loss import diagnostics
-from qarl_jax.loss.advantages import group_advantages
+from qarl_jax.loss.advantages import finite, group_advantages
 from qarl_jax.metrics import Metric
 from qarl_jax.rollout import PolicyWeights, RolloutEngine
 from qarl_jax.types import Prompt, RolloutGroup, UserError
@@ -170,7 +170,7 @@ def run(cfg: RunConfig) -> None:
                     return
 
                 # ---- learn -------------------------------------------------------------------------------------------
-                advantages = np.stack([group.rewards for group in groups])
+                advantages = finite(np.stack([group.rewards for group in groups]))
                 if critic is None:  # else the reward itself, of which the critic makes an advantage per token
                     advantages = group_advantages(advantages, cfg.advantage.name)
                 if cfg.train.shuffle_advantages:

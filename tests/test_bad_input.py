@@ -151,6 +151,8 @@ def refused(world, capsys):
         (["quant.rules=[{match: '[', scheme: bf16}]"], ["quant", "regular expression"]),
         (["reward.name=python", "reward.path=nowhere"], ["reward", "package.module:function", "'nowhere'"]),
         (["mesh.fsdp=3"], ["train.micro_batch_rows=4", "3"]),
+        (["loss.name=ppo"], ["loss.name=ppo", "set advantage.name=gae and `critic: {}`"]),
+        (["loss.name=ppo", "advantage.name=gae", "critic.path=nowhere"], ["nowhere", "no config.json there"]),
     ],
 )
 def test_a_wrong_setting_is_told_with_place_and_remedy(refused, overrides, expected):

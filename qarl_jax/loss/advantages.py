@@ -95,8 +95,8 @@ def group_advantages(rewards: Any, kind: str = "grpo", *, valid: Any = None) -> 
     rewards = xp.asarray(rewards).astype(dtype)
     valid = xp.ones(rewards.shape, bool) if valid is None else xp.asarray(valid).astype(bool)
     rewards = xp.where(valid, rewards, 0.0)
-    if not on_device and not np.isfinite(rewards).all():
-        raise UserError("a reward is not finite: every completion, broken ones included, needs a finite reward")
+    if not on_device:
+        finite(rewards)
     count = valid.sum(1, keepdims=True).astype(dtype)
     mean = rewards.sum(1, keepdims=True) / xp.maximum(count, 1.0)
     centred = xp.where(valid, rewards - mean, 0.0)
@@ -107,6 +107,17 @@ def group_advantages(rewards: Any, kind: str = "grpo", *, valid: Any = None) -> 
         std = xp.sqrt((centred * centred).sum(1, keepdims=True) / xp.maximum(count - 1.0, 1.0))
         centred = centred / (std + _EPS)
     return xp.where((spread < _SAME) | (count < 2), 0.0, centred).astype(jnp.float32 if on_device else np.float32)
+
+
+def finite(rewards: np.ndarray) -> np.ndarray:
+    """The rewards as they are.
+
+    Raises:
+      UserError: one of them is not finite.
+    """
+    if not np.isfinite(rewards).all():
+        raise UserError("a reward is not finite: every completion, broken ones included, needs a finite reward")
+    return rewards
 
 
 def group_metrics(rewards: Any, *, valid: Any = None) -> dict[str, Mean]:

@@ -10,6 +10,7 @@ from qarl_jax.loss.advantages import (
     ADVANTAGES,
     KINDS,
     Gae,
+    finite,
     gae,
     group_advantages,
     group_metrics,
@@ -70,6 +71,8 @@ def test_bad_rewards_are_refused():
         group_advantages(REWARDS, "dr_grpo")
     with pytest.raises(UserError, match="not finite"):
         group_advantages(np.array([[1.0, np.nan]]))
+    with pytest.raises(UserError, match="not finite"):
+        finite(np.array([[1.0], [np.inf]]))
     with pytest.raises(UserError, match="shape"):
         group_advantages(np.zeros(3))
 
