@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from qarl_jax import critic as critics
 from qarl_jax import data, models, optimizer, rollout, sharding, uaq
 from qarl_jax.config import RunConfig
 from qarl_jax.learner import Learner, Options
@@ -64,18 +65,23 @@ def rollout_graphdef(cfg: RunConfig, graphdef: Any) -> Any:
     return models.with_scheme(graphdef, schemes(cfg, cfg.quant.rollout_scheme), cfg.quant.group_size)
 
 
+def max_segments(cfg: RunConfig) -> int:
+    """Most responses in a row."""
+    return cfg.train.max_segments if cfg.train.packing == "packed" else 1
+
+
 def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
     """The learner with the run's objective and optimizer."""
     return Learner(
         graphdef,
         loss_fn=loss_from_config(cfg.loss, max_response_len=cfg.rollout.max_response_len),
-        optimizer=optimizer.make_optimizer(cfg.optimizer, cfg.train.total_updates),
-        schedule=optimizer.make_schedule(cfg.optimizer.lr, cfg.optimizer.schedule, cfg.train.total_updates),
+        optimizer=optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates),
+        schedule=optimizer.make_schedule(cfg.optimizer.lr, cfg.optimizer.schedule, cfg.policy_updates),
         mesh=mesh,
         options=Options(
             temperature=cfg.rollout.temperature,
             logprob_chunk=cfg.train.logprob_chunk,
-            max_segments=cfg.train.max_segments if cfg.train.packing == "packed" else 1,
+            max_segments=max_segments(cfg),
             entropy_coef=cfg.train.entropy_coef,
             kl_coef=cfg.kl.coef,
             kl=get_term("kl", kind=cfg.kl.kind, aggregation=cfg.kl.aggregation),
@@ -83,6 +89,49 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
             histograms=cfg.train.histograms,
             token_logprobs=bool(cfg.log.samples_per_step and cfg.log.sample_tokens),
         ),
+    )
+
+
+def critic_body(cfg: RunConfig, policy: models.ModelConfig) -> models.ModelConfig:
+    """The config of the critic's body; reads no weights.
+
+    Raises:
+      UserError: `critic.path` is no model folder, or one with another vocabulary.
+    """
+    assert cfg.critic is not None
+    dtype = cfg.critic.dtype or cfg.model.dtype
+    if cfg.critic.path is None:
+        return critics.body_config(policy, dtype)
+    own = models.read_config(cfg.critic.path, remat=cfg.model.remat, attention=cfg.model.attention)
+    if own.vocab_size < policy.vocab_size:
+        raise UserError(
+            f"critic.path={cfg.critic.path} has a vocabulary of {own.vocab_size} tokens, the policy one of"
+            f" {policy.vocab_size}; a critic reads the policy's tokens, so take a model of the same family."
+        )
+    return critics.body_config(own, dtype)
+
+
+def make_critic(cfg: RunConfig, graphdef: Any, params: Any, mesh: Mesh) -> critics.Critic | None:
+    """The run's critic, None without one.
+
+    Args:
+      graphdef, params: the policy the run starts from; its masters are copied.
+    """
+    if cfg.critic is None:
+        return None
+    config = critic_body(cfg, models.config_of(graphdef))
+    if cfg.critic.path is not None:
+        params = models.split(models.load_hf(cfg.critic.path, dtype="float32", mesh=mesh))[1]
+    chosen, updates = cfg.critic.optimizer, cfg.train.total_updates
+    return critics.Critic(
+        config,
+        critics.init_params(params, config.hidden_size),
+        term=get_term("value", clip=cfg.critic.clip),
+        advantage=cfg.advantage,
+        optimizer=optimizer.make_optimizer(chosen, updates),
+        schedule=optimizer.make_schedule(chosen.lr, chosen.schedule, updates),
+        mesh=mesh,
+        max_segments=max_segments(cfg),
     )
 
 
@@ -132,13 +181,16 @@ def eval_sampling(cfg: RunConfig, stop: tuple[int, ...]) -> SamplingConfig:
 
 __all__ = [
     "PolicyWeights",
+    "critic_body",
     "eval_prompts",
     "eval_sampling",
     "load_model",
+    "make_critic",
     "make_engine",
     "make_grader",
     "make_learner",
     "make_mesh",
+    "max_segments",
     "rollout_graphdef",
     "schemes",
     "seed_of",

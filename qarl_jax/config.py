@@ -26,9 +26,11 @@ from typing import Annotated, Any, Literal
 
 from qarl_jax import optimizer, quant, schema, strategies
 from qarl_jax.checkpoint import Config as CheckpointConfig
+from qarl_jax.critic import Config as CriticConfig
 from qarl_jax.data import Config as DataConfig
 from qarl_jax.data import reasoning_gym as gym_source
-from qarl_jax.loss import LOSSES, tbpo
+from qarl_jax.loss import LOSSES, ppo, tbpo
+from qarl_jax.loss.advantages import ADVANTAGES, Gae, Grpo
 from qarl_jax.observe import Config as LogConfig
 from qarl_jax.partial import Config as PartialConfig
 from qarl_jax.rewards import RewardConfig, exact
@@ -184,13 +186,6 @@ class RolloutConfig:
             top_k=self.top_k,
             stop_token_ids=stop_token_ids,
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AdvantageConfig:
-    """How rewards of a group become advantages: grpo (over the standard deviation) or drgrpo (mean only)."""
-
-    name: Literal["grpo", "drgrpo"] = "grpo"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -354,6 +349,8 @@ class RunConfig:
     Attributes:
       run_dir: where the run writes; empty: runs/<name of the config file>.
       seed: of everything random: order of prompts, sampling, shuffles.
+      advantage: how rewards become advantages: grpo, drgrpo (relative to the group) or gae (to a critic).
+      critic: PPO's critic, which advantage.name=gae needs; null: none.
     """
 
     model: ModelConfig
@@ -363,7 +360,8 @@ class RunConfig:
     quant: QuantConfig = dataclasses.field(default_factory=QuantConfig)
     reward: RewardConfig = dataclasses.field(default_factory=exact.Config)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
-    advantage: AdvantageConfig = dataclasses.field(default_factory=AdvantageConfig)
+    advantage: Annotated[Any, Variants(ADVANTAGES)] = dataclasses.field(default_factory=Grpo)
+    critic: CriticConfig | None = None
     loss: Annotated[Any, Variants(LOSS_NAMES)] = dataclasses.field(default_factory=tbpo.Config)
     kl: KLConfig = dataclasses.field(default_factory=KLConfig)
     optimizer: Annotated[Any, Variants(optimizer.OPTIMIZERS)] = dataclasses.field(default_factory=optimizer.Muon)
@@ -390,11 +388,18 @@ class RunConfig:
                 " training needs temperature > 0, top_p=1 and top_k=0. A cut-off distribution has other log-probs than"
                 " the learner's softmax, so every importance ratio would be off. Evaluation has eval.temperature."
             )
+        self._check_critic()
         if self.rollout.num_samples_per_prompt < 2:
-            raise UserError(
-                f"rollout.num_samples_per_prompt=1: advantage.name={self.advantage.name} compares the responses to a"
-                " prompt, and a single response always gets advantage 0. Use at least 2."
-            )
+            if self.critic is None:
+                raise UserError(
+                    f"rollout.num_samples_per_prompt=1: advantage.name={self.advantage.name} compares the responses to"
+                    " a prompt, and a single response always gets advantage 0. Use at least 2."
+                )
+            if self.rollout.dynamic.max_batches > 1:
+                raise UserError(
+                    f"rollout.dynamic.max_batches={self.rollout.dynamic.max_batches} keeps groups whose responses"
+                    " differ, and with rollout.num_samples_per_prompt=1 there are none; set one of the two otherwise."
+                )
         shards = self.mesh.data * self.mesh.fsdp
         if shards > 0 and self.train.micro_batch_rows % shards:
             raise UserError(
@@ -409,6 +414,31 @@ class RunConfig:
             )
         for term in self.reward_terms:
             self._check_reward(term)
+
+    def _check_critic(self) -> None:
+        wanted, name = isinstance(self.advantage, Gae), self.loss.name
+        if wanted and self.critic is None:
+            raise UserError("advantage.name=gae is relative to a critic, and the run has none: add `critic: {}`.")
+        if self.critic is not None and not wanted:
+            raise UserError(
+                f"critic is set, but advantage.name={self.advantage.name} does not ask it; set advantage.name=gae, or"
+                " critic=null."
+            )
+        if isinstance(self.loss, ppo.Config) and not wanted:
+            raise UserError(
+                "loss.name=ppo is the actor of a critic: set advantage.name=gae and `critic: {}`, or take"
+                " loss.name=grpo, the same clip on advantages relative to a group."
+            )
+        if isinstance(self.loss, tbpo.Config) and wanted:
+            raise UserError(
+                f"loss.name={name} weighs a response by a single advantage, but advantage.name=gae gives one to every"
+                " token; use loss.name=ppo."
+            )
+        if self.critic is not None and self.critic.warmup_steps >= self.train.steps:
+            raise UserError(
+                f"critic.warmup_steps={self.critic.warmup_steps} leaves none of train.steps={self.train.steps} to the"
+                " policy; lower it."
+            )
 
     def _check_reward(self, reward: Any) -> None:
         if isinstance(reward, gym_reward.Config) and not isinstance(self.data.source, gym_source.Config):
@@ -432,6 +462,12 @@ class RunConfig:
         if isinstance(self.reward, reward_sum.Config):
             return tuple(term.reward for term in self.reward.terms)
         return (self.reward,)
+
+    @property
+    def policy_updates(self) -> int:
+        """Optimizer updates of the policy: all of the run's, but for those it waits for its critic."""
+        waits = 0 if self.critic is None else self.critic.warmup_steps
+        return (self.train.steps - waits) * self.train.updates_per_step
 
     @property
     def row_len(self) -> int:
@@ -497,6 +533,7 @@ def describe(cfg: RunConfig) -> str:
         ("lengths", f"prompt <= {cfg.data.max_prompt_len}, response <= {cfg.rollout.max_response_len} tokens"),
         *[("" if number else "stages", text) for number, text in enumerate(_stages(cfg))],
         *[("" if number else "partial", text) for number, text in enumerate(_partial(cfg))],
+        ("critic", "none" if cfg.critic is None else _critic_words(cfg.critic)),
         ("mesh", mesh or "one device"),
         ("evaluation", f"{evaluated}, {', '.join(when)}" if when else "none"),
         ("checkpoints", f"{saved}, {cfg.checkpoint.keep or 'all'} kept, in {cfg.run_dir}/checkpoints"),
@@ -530,6 +567,12 @@ def _partial(cfg: RunConfig) -> list[str]:
         f"{hand}; a step ends when {per_step} are complete, which is looked at every {chunk} tokens",
         f"a group is trained on at most {partial.max_lag} steps after it was begun",
     ]
+
+
+def _critic_words(cfg: CriticConfig) -> str:
+    name = next(name for name, cls in optimizer.OPTIMIZERS.items() if type(cfg.optimizer) is cls)
+    waits = f"; the policy waits {cfg.warmup_steps} steps" if cfg.warmup_steps else ""
+    return f"from {cfg.path or 'the policy itself'}, {name} at lr {cfg.optimizer.lr:g}{waits}"
 
 
 def _at_least(name: str, value: int, least: int) -> None:

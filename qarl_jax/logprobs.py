@@ -18,7 +18,8 @@ devices that hold them. The chosen logit is read by comparing an iota with the t
 gather along a vocabulary sharded over devices makes the partitioner collect the whole of z first; compare, select and
 reduce stay local and end in an all-reduce of [B, chunk / B] numbers.
 
-This is the one file that shifts: `logprobs[b, t]` scores `tokens[b, t]` from the hidden state at t - 1.
+This is the one file that shifts: `logprobs[b, t]` scores `tokens[b, t]` from the hidden state at t - 1, and a critic's
+value of token t comes from there too (`preceding`).
 
 What is left out: logit soft-capping and bias (no supported family has them), and skipping prompt positions (packing
 decides what is in a row).
@@ -31,7 +32,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from qarl_jax.types import UserError
 
@@ -47,6 +48,16 @@ def scored_mask(segment_ids: Int[Array, "B T"]) -> jax.Array:
     """
     previous = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))  # 0 before the row: its first token starts a segment
     return (segment_ids != 0) & (segment_ids == previous)
+
+
+def preceding(x: Shaped[Array, "B T *rest"], segment_ids: Int[Array, "B T"]) -> Shaped[Array, "B T *rest"]:
+    """[B, T, ...]: per token what `x` holds one position before it, where it was decided; 0 where nothing is scored.
+
+    Example: x [[a, b, c, d]], segment_ids [[1, 1, 1, 0]] -> [[0, a, b, 0]].
+    """
+    shifted = jnp.pad(x[:, :-1], ((0, 0), (1, 0)) + ((0, 0),) * (x.ndim - 2))
+    scored = scored_mask(segment_ids).reshape(segment_ids.shape + (1,) * (x.ndim - 2))
+    return jnp.where(scored, shifted, jnp.zeros((), x.dtype))
 
 
 def token_logprobs(

@@ -497,6 +497,15 @@ ROWS: Sequence[tuple[str, Cells]] = (
             ("noise", "proximal/noise", ".1e"),
         ),
     ),
+    (
+        "critic",
+        (
+            ("loss", "critic/loss", ".4f"),
+            ("explained", "critic/explained_variance", ".2f"),
+            ("clipped", "critic/clip_fraction", ".1%"),
+            ("return", "return/mean", ".3f"),
+        ),
+    ),
 )
 
 

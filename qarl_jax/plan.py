@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from qarl_jax import build, models, optimizer, sharding
+from qarl_jax import build, critic, models, optimizer, sharding
 from qarl_jax.config import RunConfig
 from qarl_jax.rollout import jax_sampler
 
@@ -57,8 +57,33 @@ def nbytes(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any = None
     return sum(math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=True))
 
 
+def abstract_critic(cfg: RunConfig, graphdef: Any) -> tuple[models.ModelConfig, Any, Any]:
+    """(config of the body, abstract params, abstract optimizer state) of the run's critic; reads no weights."""
+    assert cfg.critic is not None
+    body = build.critic_body(cfg, models.config_of(graphdef))
+    policy = models.split(models.abstract_model(body))[1]
+    params = jax.eval_shape(lambda p: critic.init_params(p, body.hidden_size), policy)
+    transformation = optimizer.make_optimizer(cfg.critic.optimizer, cfg.train.total_updates)
+    return body, params, jax.eval_shape(transformation.init, params)
+
+
+def activations(model: models.ModelConfig, positions: int) -> int:
+    """Bytes of what the backward of `positions` tokens keeps, roughly (see `parts`)."""
+    width = model.compute_dtype.itemsize
+    layer = positions * (16 * model.hidden_size + 3 * model.intermediate_size) * width
+    kept = positions * model.hidden_size * width * 2 * model.num_layers
+    return {
+        "none": layer * model.num_layers,
+        "dots": layer * (model.num_layers + 1) // 2,
+        "full": kept + layer,
+    }[model.remat]
+
+
 def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
     """Bytes by part: what one update holds at once, over the whole mesh or on one of its devices.
+
+    Policy and critic are updated in turn, so that gradients and activations are those of the larger of the two. The
+    reference policy of a KL term is a copy in the compute dtype with QTensors of its own.
 
     activations is an estimate, an upper one where the tensor axis splits them: under full recomputation the input of
     every layer plus the working set of one layer; with nothing recomputed about sixteen [rows, row_len, hidden] tensors
@@ -68,27 +93,26 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
     graphdef, params = abstract_policy(cfg)
     model = models.config_of(graphdef)
     qweights = jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params)
-    opt_state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.train.total_updates).init, params)
+    opt_state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
     mesh = planned_mesh(cfg) if per_device else None
     batch_shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)
     positions = cfg.train.micro_batch_rows // batch_shards * cfg.row_len
-    width = jnp.dtype(cfg.model.dtype).itemsize
-    layer = positions * (16 * model.hidden_size + 3 * model.intermediate_size) * width
-    kept = positions * model.hidden_size * width * 2 * model.num_layers
-    activations = {
-        "none": layer * model.num_layers,
-        "dots": layer * (model.num_layers + 1) // 2,
-        "full": kept + layer,
-    }
     chunk = min(cfg.train.logprob_chunk, positions) * model.vocab_size * 4 * 2
     out = {
         "masters": nbytes(params, mesh),
         "optimizer": nbytes(opt_state, mesh),
         "gradients": nbytes(params, mesh, jnp.float32),
         "QTensors": nbytes(qweights, mesh),
-        "activations (estimate)": activations[cfg.model.remat],
+        "activations (estimate)": activations(model, positions),
         "log-prob chunk": chunk,
     }
+    if cfg.kl.coef:
+        out["reference policy"] = nbytes(params, mesh, model.compute_dtype) + nbytes(qweights, mesh)
+    if cfg.critic is not None:
+        body, own, moments = abstract_critic(cfg, graphdef)
+        out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": nbytes(moments, mesh)}
+        out["gradients"] = max(out["gradients"], nbytes(own, mesh, jnp.float32))
+        out["activations (estimate)"] = max(out["activations (estimate)"], activations(body, positions))
     if isinstance(cfg.rollout.engine, jax_sampler.Config):
         sampled = build.rollout_graphdef(cfg, graphdef)
         prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial

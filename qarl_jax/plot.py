@@ -139,6 +139,7 @@ PANELS: tuple[Panel, ...] = (
         percent=True,
     ),
     Panel(title="Responses, compressed / plain bytes", metrics={"text/zlib_ratio": "mean"}),
+    Panel(title="Critic: variance of the returns explained", metrics={"critic/explained_variance": "share"}),
     Panel(title="Gradient norm", metrics={"optim/grad_norm": "before clipping"}, log=True),
     Panel(
         title="Weights: update and quantization error",

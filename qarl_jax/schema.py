@@ -195,9 +195,13 @@ def merge(cls: type, below: Layer, above: Layer) -> None:
 
 
 def apply_overrides(cls: type, layer: Layer, overrides: Sequence[str]) -> Layer:
-    """Applies "a.b=c" overrides, in place. Variant names go first: their order on the command line does not matter."""
-    parsed = [_parse_override(text) for text in overrides]
-    for path, value, origin in sorted(parsed, key=lambda item: item[0][-1] != "name"):
+    """Applies "a.b=c" overrides, in place and in order, but a variant's name before all else set in its section."""
+    ordered: list[tuple[Path, _Text, str]] = []
+    for item in map(_parse_override, overrides):
+        own, section = item[0], item[0][:-1]
+        inside = [i for i, (path, *_) in enumerate(ordered) if path != own and path[:-1][: len(section)] == section]
+        ordered.insert(inside[0] if own[-1] == "name" and inside else len(ordered), item)
+    for path, value, origin in ordered:
         at: Any = layer.tree
         for depth, key in enumerate(path[:-1], start=1):
             place: Any = _list_index(at, key, path[:depth], origin) if isinstance(at, list) else key

@@ -33,10 +33,11 @@ from qarl_jax import build, config, data, error_tokens, metrics, observe, partia
 from qarl_jax import evaluate as evaluations
 from qarl_jax.checkpoint import Checkpoints
 from qarl_jax.config import RunConfig
+from qarl_jax.critic import Critic, Targets
 from qarl_jax.data import packing
 from qarl_jax.learner import Learner, TrainState, code_flips
 from qarl_jax.loss import diagnostics
-from qarl_jax.loss.advantages import group_advantages
+from qarl_jax.loss.advantages import finite, group_advantages
 from qarl_jax.metrics import Metric
 from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine
 from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError
@@ -97,13 +98,20 @@ def run(cfg: RunConfig) -> None:
         learner = build.make_learner(cfg, graphdef, mesh)
         # The reference is the policy the run starts from, whatever checkpoint it resumes from.
         reference = learner.reference(params) if cfg.kl.coef else None
+        critic = build.make_critic(cfg, graphdef, params, mesh)
         state = learner.init(params)
         del params  # donated with the state from here on
+
+        def entries() -> dict[str, Any]:
+            return state.entries() | (critic.entries() if critic is not None else {})
+
         start, unfinished = 0, None
         if checkpoints.latest_step() is not None:
-            restored = checkpoints.restore(state.entries())
+            restored = checkpoints.restore(entries())
             stream.check_state(restored.extra["data"])
-            state, start = TrainState(**restored.state), restored.step
+            state, start = TrainState(**{name: restored.state[name] for name in state.entries()}), restored.step
+            if critic is not None:
+                critic.restore(restored.state)
             unfinished = restored.extra.get("partial")
             observer.say(f"resuming {cfg.run_dir} after step {start}")
         # Responses that were interrupted, where `rollout.partial` is on: state of the run as much as the weights are.
@@ -119,7 +127,7 @@ def run(cfg: RunConfig) -> None:
             extra = {"data": stream.state(step), "policy_version": step, "seed": cfg.seed}
             if cfg.rollout.partial.is_on:
                 extra["partial"] = buffer.state()
-            checkpoints.save(step, state.entries(), extra)
+            checkpoints.save(step, entries(), extra)
 
         def evaluate(version: int) -> dict[str, float]:
             result = evaluations.evaluate(
@@ -194,7 +202,9 @@ def run(cfg: RunConfig) -> None:
                 buffer = left
 
                 # ---- learn -------------------------------------------------------------------------------------------
-                advantages = group_advantages(np.stack([group.rewards for group in groups]), cfg.advantage.name)
+                advantages = finite(np.stack([group.rewards for group in groups]))
+                if critic is None:  # else the reward itself, of which the critic makes an advantage per token
+                    advantages = group_advantages(advantages, cfg.advantage.name)
                 if cfg.train.shuffle_advantages:
                     rng = np.random.default_rng(build.seed_of(cfg.seed, step, "shuffle"))
                     advantages = rng.permutation(advantages.reshape(-1)).reshape(advantages.shape)
@@ -205,7 +215,7 @@ def run(cfg: RunConfig) -> None:
                     picks, learner.loss_fn, most=cfg.log.sample_tokens, rows=cfg.log.samples_per_step
                 )
                 state, learned, histograms = learn(
-                    cfg, learner, publisher, state, groups, advantages, step, timer, reference, follow
+                    cfg, learner, publisher, state, groups, advantages, step, timer, reference, critic, follow
                 )
                 with timer("publish"):
                     published = publisher.publish(state, step + 1)
@@ -213,7 +223,8 @@ def run(cfg: RunConfig) -> None:
             # ---- report and save -------------------------------------------------------------------------------------
             done = step + 1
             last = done == cfg.train.steps
-            record = rollout_metrics(collected.sampled, collected.parts, advantages) | collected.metrics
+            relative = advantages if critic is None else None
+            record = rollout_metrics(collected.sampled, collected.parts, relative) | collected.metrics
             record |= learned | published
             if (cfg.eval.every and done % cfg.eval.every == 0 and not last) or (last and cfg.eval.at_end):
                 with timer("eval"):
@@ -281,11 +292,13 @@ def learn(
     step: int,
     timer: observe.PhaseTimer,
     reference: tuple[Any, Any] | None = None,
+    critic: Critic | None = None,
     follow: trace.Follower | None = None,
 ) -> tuple[TrainState, dict[str, float], dict[str, list[int]]]:
     """All optimizer updates of a step. Returns the new state, the step's reduced metrics and its histograms.
 
     `reference`: masters and QTensors of the reference policy (`Learner.reference`), where the run has a KL term.
+    `critic`: where the run has one; `advantages` are then the rewards, and its own state moves on with the policy's.
     `follow`: is told what happens to the responses it follows.
 
     The proximal policy is scored once, before the first update, on the very rows the updates use. A step with a single
@@ -312,14 +325,22 @@ def learn(
                 packs.append((packed, micros))
                 if follow is not None:
                     follow.packed(chosen, packed)
+    judged: dict[str, float] = {}
+    targets: list[list[Targets]] = []
+    waiting = critic is not None and cfg.critic is not None and step < cfg.critic.warmup_steps
+    if critic is not None:
+        with timer("values"):
+            judgement = critic.judge([micros for _, micros in packs], len(packs) // cfg.train.update_epochs)
+            packs = [(packed, micros) for (packed, _), micros in zip(packs, judgement.updates, strict=True)]
+            targets, judged = judgement.targets, judgement.metrics
     old: list[list[Any]] = [[None] * len(micros) for _, micros in packs]
-    if len(packs) > 1:
+    if len(packs) > 1 and not waiting:
         with timer("old_logprobs"):
             qweights = publisher.qweights(state)
             old = [[learner.score(state.params, qweights, micro)[0] for micro in micros] for _, micros in packs]
             jax.block_until_ready(old)
     extra: list[list[dict[str, Any]]] = [[{}] * len(micros) for _, micros in packs]
-    if reference is not None:
+    if reference is not None and not waiting:
         with timer("ref_logprobs"):
             extra = [[{"ref_logprobs": learner.score(*reference, micro)[0]} for micro in micros] for _, micros in packs]
             jax.block_until_ready(extra)
@@ -328,6 +349,18 @@ def learn(
     first: dict[str, Metric] = {}
     later: dict[str, Metric] = {}
     for number, (packed, micros) in enumerate(packs):
+        place = f"step {step}, update {number + 1} of {len(packs)}"
+        if critic is not None:
+            with timer("critic"):
+                fitted = critic.update(micros, targets[number], packed.num_tokens, packed.num_sequences)
+                if float(jax.device_get(fitted["critic/nonfinite"].value)):
+                    raise RuntimeError(
+                        f"{place}: the critic's gradient is not finite. The run stops here; its last checkpoint is"
+                        " intact. Lower critic.optimizer.lr, or inspect samples.jsonl."
+                    )
+            total = metrics.merge(total, fitted)
+        if waiting:
+            continue
         with timer("update"):
             qweights = publisher.qweights(state)
             grads = learner.zero_grads(state)
@@ -345,7 +378,7 @@ def learn(
             publisher.updated()
             if float(jax.device_get(applied["optim/nonfinite"].value)):
                 raise RuntimeError(
-                    f"step {step}, update {number + 1} of {len(packs)}: the gradient is not finite. The run stops here;"
+                    f"{place}: the gradient is not finite. The run stops here;"
                     " its last checkpoint is intact. Lower optimizer.lr, or inspect samples.jsonl."
                 )
         total = metrics.merge(total, inner | applied)
@@ -360,9 +393,9 @@ def learn(
     numbers = metrics.values(total | first | later) | {
         "train/padding_share": float(np.mean([packed.padding_share for packed, _ in packs])),
         "train/tokens": float(sum(packed.num_tokens for packed, _ in packs)),
-        "train/updates": float(len(packs)),
+        "train/updates": 0.0 if waiting else float(len(packs)),
     }
-    return state, numbers | quantiles(histograms), histograms
+    return state, numbers | judged | quantiles(histograms), histograms
 
 
 def quantiles(histograms: dict[str, list[int]]) -> dict[str, float]:
@@ -377,9 +410,9 @@ def quantiles(histograms: dict[str, list[int]]) -> dict[str, float]:
 
 
 def rollout_metrics(
-    groups: list[RolloutGroup], parts: dict[str, np.ndarray], advantages: np.ndarray
+    groups: list[RolloutGroup], parts: dict[str, np.ndarray], advantages: np.ndarray | None
 ) -> dict[str, float]:
-    """What was sampled and how it was graded."""
+    """What was sampled and how it was graded. `advantages`: where they are relative to a group."""
     rewards = np.stack([group.rewards for group in groups]).astype(np.float64)
     completions = [completion for group in groups for completion in group.completions]
     lengths = np.array([len(completion.tokens) for completion in completions])
@@ -387,7 +420,7 @@ def rollout_metrics(
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/best": float(rewards.max(1).mean()),
-        "reward/zero_advantage_groups": float((advantages == 0).all(1).mean()),
+        **({} if advantages is None else {"reward/zero_advantage_groups": float((advantages == 0).all(1).mean())}),
         **{f"reward/{name}": float(values.mean()) for name, values in parts.items() if len(parts) > 1},
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),

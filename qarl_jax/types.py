@@ -14,6 +14,7 @@ Off-by-ones, written once:
 
   * `logprobs[b, t]` scores `tokens[b, t]`, given everything before it in its segment. The first token of a segment is
     scored by nothing and is never in `loss_mask`. No other file shifts by one: `logprobs.py` does it.
+  * `values[b, t]` is a critic's value of the state in which `tokens[b, t]` is drawn: of everything before it.
   * Step n consumes completions drawn under version n-1-lag and publishes version n; version 0 is the initial policy.
 """
 
@@ -114,7 +115,8 @@ class TrainBatch:
       segment_ids: [B, T] int32, 1.. per row, 0 = padding.
       loss_mask: [B, T] bool, response tokens (holes allowed).
       rollout_logprobs: [B, T] float32, what the sampler reported; 0 elsewhere.
-      advantages: [B, T] float32, broadcast over each response; 0 elsewhere.
+      advantages: [B, T] float32, broadcast over each response; 0 elsewhere. With a critic: its reward, until the critic
+        has put an advantage per token there (`critic.Critic.judge`).
     """
 
     tokens: Any
@@ -136,7 +138,7 @@ class LossInputs:
       logprobs: [B, T] float32, learner now. The only differentiated field.
       old_logprobs: [B, T] float32, learner at the start of the update (proximal policy).
       rollout_logprobs: [B, T] float32, what the sampler reported (behaviour policy).
-      advantages: [B, T] float32, broadcast per response.
+      advantages: [B, T] float32, broadcast per response; a critic's differ from token to token.
       loss_mask: [B, T] bool, response tokens; holes allowed.
       segment_ids: [B, T] int32, which response of the row a token belongs to; 0 = padding.
       num_tokens: float32 scalar, response tokens of the whole optimizer mini-batch; None: this batch is the whole.

@@ -154,6 +154,8 @@ def refused(world, capsys):
         (["rollout.partial.over_provision=3"], ["rollout.partial", "[1, 2]", "max_lag"]),
         (["rollout.partial={over_provision: 2, chunk: 8}"], ["partial.chunk=8", "max_response_len=8", "Lower it"]),
         (["mesh.fsdp=3"], ["train.micro_batch_rows=4", "3"]),
+        (["loss.name=ppo"], ["loss.name=ppo", "set advantage.name=gae and `critic: {}`"]),
+        (["loss.name=ppo", "advantage.name=gae", "critic.path=nowhere"], ["nowhere", "no config.json there"]),
     ],
 )
 def test_a_wrong_setting_is_told_with_place_and_remedy(refused, overrides, expected):

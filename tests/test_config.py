@@ -204,6 +204,12 @@ def test_items_of_lists_of_variants_can_be_overridden():
         thing({"color": {"name": "mixed", "parts": [{"name": "red"}] * 2}}, "color.parts.2.size=1")
 
 
+def test_a_section_given_whole_does_not_undo_what_is_named_in_it_later():
+    assert thing(None, "color={name: red}", "color.name=blue", "color.depth=3").color == Blue(depth=3)
+    assert thing(None, "color.depth=3", "color.name=blue", "color={name: red}").color == Red()
+    assert thing(None, "color.depth=3", "color.name=red", "color.name=blue").color == Blue(depth=3)
+
+
 def test_later_overrides_win():
     assert thing(None, "count=1", "count=2").count == 2
     assert thing(None, "inner={x: 0, y: 1}", "inner.y=5").inner == Inner(x=0, y=5.0)
@@ -407,6 +413,9 @@ def test_stages_and_partial_rollouts_are_printed(load):
     assert "in hand" not in config.describe(load())
 
 
+PPO = ("loss.name=ppo", "advantage.name=gae", "critic={}")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -422,6 +431,16 @@ def test_stages_and_partial_rollouts_are_printed(load):
             "train.row_len=100 is shorter than data.max_prompt_len=64 + rollout.",
         ),
         (["rollout.num_samples_per_prompt=1"], "a single response always gets advantage 0"),
+        (["advantage.name=gae"], "the run has none: add `critic: {}`"),
+        (["critic={}"], "advantage.name=grpo does not ask it; set advantage.name=gae, or critic=null"),
+        (["loss.name=ppo"], "loss.name=ppo is the actor of a critic: set advantage.name=gae and `critic: {}`"),
+        (["advantage.name=gae", "critic={}"], "loss.name=tbpo weighs a response by a single advantage"),
+        ([*PPO, "critic.warmup_steps=10", "train.steps=10"], "critic.warmup_steps=10 leaves none of train.steps=10"),
+        (["advantage.name=drgrpo", "advantage.gamma=1"], "this field belongs to advantage.name=gae"),
+        (
+            [*PPO, "rollout.num_samples_per_prompt=1", "rollout.dynamic.max_batches=2"],
+            "rollout.dynamic.max_batches=2 keeps groups whose responses differ",
+        ),
         (["rollout.top_p=0.9"], "training needs temperature > 0, top_p=1 and top_k=0"),
         (["rollout.top_k=5"], "training needs temperature > 0, top_p=1 and top_k=0"),
         (["rollout.temperature=0"], "training needs temperature > 0"),
@@ -487,7 +506,34 @@ def test_impossible_settings_are_refused_before_anything_starts(load, overrides,
     assert all(o.split("=")[0].split(".")[0] in str(caught.value) for o in overrides)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("critic.warmup_steps=-1", "warmup_steps must be at least 0, got -1"),
+        ("critic.clip=0", "clip must be positive, or null"),
+        ("critic.optimizer.name=sgd", "critic.optimizer.name: unknown name 'sgd'"),
+        ("critic.lr=1e-5", "critic.lr: unknown key. Did you mean"),
+        ("advantage.gamma=1.5", "gamma = 1.5: must be at most 1"),
+    ],
+)
+def test_bad_settings_of_a_critic_are_told_where_they_stand(load, override, message):
+    with pytest.raises(UserError) as caught:
+        load(*PPO, override)
+    assert f"override '{override}'" in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_critic_takes_groups_of_one_and_leaves_the_policy_the_rest_of_the_updates(load):
+    cfg = load(*PPO, "rollout.num_samples_per_prompt=1", "train.steps=10", "critic={warmup_steps: 4}")
+    assert cfg.policy_updates == 6 * cfg.train.updates_per_step
+    assert "adamw at lr 1e-05; the policy waits 4 steps" in config.describe(cfg)
+    assert "none" in next(line for line in config.describe(load()).splitlines() if line.startswith("critic"))
+    assert load().policy_updates == load().train.total_updates
+
+
 def test_the_resolved_config_of_a_run_reads_back(load, write):
+    cfg = load(*PPO, "advantage.lam=0.9", "critic={path: x, optimizer: {name: muon, lr: 1.0e-4}}")
+    assert config.load(write(config.to_yaml(cfg), "critic.yaml")) == cfg
     cfg = load(
         "reward={name: sum, terms: [{reward: {name: exact}}, {reward: {name: format}, coef: 0.1}]}",
         "quant.rules=[{match: 'layers.0', scheme: bf16}]",

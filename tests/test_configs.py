@@ -13,8 +13,8 @@ import pathlib
 import pytest
 import yaml
 
-from qarl_jax import config, optimizer, schema, sft, train
-from qarl_jax.loss import grpo, gspo, sapo, tbpo
+from qarl_jax import config, critic, optimizer, schema, sft, train
+from qarl_jax.loss import grpo, gspo, ppo, sapo, tbpo
 from tests.reference import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -25,6 +25,8 @@ MODELS = sorted(path.name for path in PAPERS.iterdir() if path.is_dir())
 RUNS = sorted(path.stem for path in (PAPERS / "qwen3_8b_base").glob("*.yaml"))
 # What a run may change against its model's TBPO run, the folder aside.
 VARIED = {"quant.forward", "quant.rollout", "quant.uaq_scale", "train.prompts_per_update", "optimizer.lr"}
+# And one with a critic, which no other has.
+CRITICS = {"ppo"}
 
 
 def name(path):
@@ -108,24 +110,29 @@ def test_a_run_differs_only_in_what_the_papers_vary(model, run):
         assert yaml.safe_load((PAPERS / model / f"{run}.yaml").read_text())["base"] == "tbpo.yaml"
     base, this = (flat(config.to_dict(load(model, which))) for which in ("tbpo", run))
     changed = {key for key in base.keys() | this.keys() if base.get(key) != this.get(key)} - {"run_dir"}
-    assert {key for key in changed if not key.startswith("loss.")} <= VARIED
+    own = ("loss.", "critic", "advantage.") if run in CRITICS else ("loss.",)
+    assert {key for key in changed if not key.startswith(own)} <= VARIED
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_is_the_same_change_for_every_model(run):
     def recipe(model):
         cfg = load(model, run)
-        return cfg.quant, cfg.loss, cfg.train.updates_per_step == 1, cfg.optimizer.lr / load(model, "tbpo").optimizer.lr
+        lr = cfg.optimizer.lr / load(model, "tbpo").optimizer.lr
+        return cfg.quant, cfg.loss, cfg.train.updates_per_step == 1, lr, cfg.advantage
 
     published = [recipe(model) for model in MODELS if model != "quickstart"]
     assert all(one == published[0] for one in published)
     # The quickstart's short responses need wider bands (see quickstart.yaml) and its scales are plain arithmetic.
-    quant, loss, single, lr = recipe("quickstart")
+    quant, loss, *others = recipe("quickstart")
     assert dataclasses.replace(quant, engine="auto") == published[0][0]
     bands = {"clip_high", "clip_low", "neg_clip_low", "neg_clip_high"} if loss.name in ("tbpo", "gspo") else set()
     kept = {f.name: getattr(published[0][1], f.name) for f in dataclasses.fields(loss) if f.name in bands}
     assert dataclasses.replace(loss, **kept) == published[0][1]
-    assert (single, lr) == published[0][2:]
+    assert tuple(others) == published[0][2:]
+    critics = {load(model, run).critic for model in MODELS if model != "quickstart"}
+    assert critics == {critic.Config() if run in CRITICS else None}
+    assert (load("quickstart", run).critic is None) == (run not in CRITICS)
 
 
 def test_the_quickstarts_bands_are_widened_alike():
@@ -168,6 +175,7 @@ def test_the_main_run_has_the_settings_of_the_paper():
         ("on_policy_grpo", "w4a16", "w4a16", grpo.Config(mismatch="tis", on_policy=True)),
         ("dual_clip_grpo", "w4a16", "w4a16", grpo.Config(mismatch="tis", dual_clip=3.0)),
         ("sapo", "w4a16", "w4a16", sapo.Config(mismatch="tis")),
+        ("ppo", "w4a16", "w4a16", ppo.Config(mismatch="tis", mismatch_cap=2.0)),
         ("flashrl_tis", "bf16", "w8a8", grpo.Config(mismatch="tis", mismatch_cap=2.0)),
         ("qurl_acr", "bf16", "w8a8", grpo.Config(mismatch="acr", aggregation="seq-mean-token-mean")),
         ("qurl_acr_uaq", "bf16", "w8a8", grpo.Config(mismatch="acr", aggregation="seq-mean-token-mean")),
@@ -190,6 +198,7 @@ def test_every_run_trains_two_steps_on_a_tiny_model(run, world):
     schemes = {key: None if value is None else value.replace("w4a16", "w4a16:g32") for key, value in
                {"forward": cfg.quant.forward, "rollout": cfg.quant.rollout}.items()}  # fmt: skip
     sections["quant"] = schemes | {"uaq_scale": cfg.quant.uaq_scale}
+    sections |= {"advantage": schema.to_dict(cfg)["advantage"], "critic": {} if run in CRITICS else None}
     if cfg.train.updates_per_step == 1:
         sections["train"] = {"prompts_per_update": 0}
     changed = world.changed(**sections)

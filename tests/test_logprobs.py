@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qarl_jax.logprobs import scored_mask, token_logprobs
+from qarl_jax.logprobs import preceding, scored_mask, token_logprobs
 from qarl_jax.types import UserError
 
 # Two packed segments and padding; one segment that fills the row; a row of padding; a segment of one token.
@@ -269,3 +269,15 @@ def test_bad_temperature_and_chunk_are_refused():
         scores(hidden, head, tokens, SEGMENTS, temperature=0.0)
     with pytest.raises(UserError, match="chunk must be at least 1"):
         scores(hidden, head, tokens, SEGMENTS, chunk=0)
+
+
+def test_what_precedes_a_token_is_found_one_position_before_it_in_its_own_segment():
+    segment_ids = jnp.asarray([[1, 1, 1, 2, 2, 0], [1, 0, 0, 0, 0, 0]], jnp.int32)
+    x = jnp.arange(1, 13, dtype=jnp.float32).reshape(2, 6)
+    np.testing.assert_array_equal(preceding(x, segment_ids), [[0, 1, 2, 0, 4, 0], [0, 0, 0, 0, 0, 0]])
+    wide = jnp.stack([x, -x], axis=-1)
+    np.testing.assert_array_equal(preceding(wide, segment_ids)[..., 1], -preceding(x, segment_ids))
+    # What stands where nothing is scored from reaches neither value nor gradient.
+    broken = jnp.where(segment_ids > 0, x, jnp.nan).at[0, 2].set(jnp.inf).at[1, 0].set(jnp.nan)
+    gradient = jax.grad(lambda w: (w * preceding(broken, segment_ids)).sum())(jnp.float32(1.0))
+    assert float(gradient) == 1 + 2 + 4

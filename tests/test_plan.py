@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qarl_jax import models, optimizer, plan, rollout, sharding
+from qarl_jax import build, models, optimizer, plan, rollout, sharding
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
@@ -31,6 +31,30 @@ def test_planned_bytes_are_those_of_the_arrays(world, forward):
     assert sizes["QTensors"] == really(qweights)
     transformation = optimizer.make_optimizer(cfg.optimizer, cfg.train.total_updates)
     assert sizes["optimizer"] == really(transformation.init(params))
+
+
+@pytest.mark.parametrize("hidden", [None, 128])
+def test_a_critic_and_a_reference_are_counted_as_they_are_held(world, tmp_path, hidden):
+    """The critic from the policy's masters, or from a larger model: then gradients and activations are the critic's."""
+    plain = world.changed(quant={"forward": "w4a16:g32"})
+    path = None if hidden is None else str(tiny.model_folder(tmp_path / "critic", hidden))
+    cfg = plain.changed(
+        loss={"name": "ppo"}, advantage={"name": "gae"}, critic={"path": path, "warmup_steps": 1}, kl={"coef": 1e-3}
+    ).config
+    without, sizes = plan.parts(plain.config), plan.parts(cfg)
+    mesh = build.make_mesh(cfg)
+    graphdef, params = build.load_model(cfg, mesh)
+    critic = build.make_critic(cfg, graphdef, params, mesh)
+    assert sizes["critic's masters"] == really(critic.state.params)
+    assert sizes["critic's optimizer"] == really(critic.state.opt_state)
+    assert sizes["reference policy"] == really(build.make_learner(cfg, graphdef, mesh).reference(params))
+    assert sizes["gradients"] == max(really(params), really(critic.state.params))
+    assert (sizes["activations (estimate)"] > without["activations (estimate)"]) == (hidden == 128)
+    assert {key for key in sizes if sizes[key] != without.get(key)} == (
+        {"critic's masters", "critic's optimizer", "reference policy"}
+        | ({"gradients", "activations (estimate)"} if hidden else set())
+    )
+    assert "critic's masters" in plan.describe(cfg)
 
 
 def test_low_bit_tensors_take_their_bits_and_their_scales(world):

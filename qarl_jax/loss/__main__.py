@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from qarl_jax.loss import LOSSES, MISMATCH, TERMS
+from qarl_jax.loss.advantages import ADVANTAGES
 from qarl_jax.loss.aggregation import denominator
 from qarl_jax.loss.options import AGGREGATIONS, Shared
 
@@ -92,6 +93,17 @@ def document() -> str:
         parts.append(_table(_OPTION_HEADER, own))
     parts.append("## Aggregation\n")
     parts.append(_table(["mode", "value"], [[f"`{mode}`", _AGGREGATION[mode]] for mode in AGGREGATIONS]))
+    parts.append("## Advantages (`advantage`)\n")
+    parts.append(
+        "R is the reward of a response, R_t that of its token t: R at the last one and 0 before. `gae` needs a critic\n"
+        "(`qarl_jax.critic`) and takes groups of any size, one response included.\n"
+    )
+    rows = [[f"`{name}`", f"`{c.formula}`", c.source] for name, c in ADVANTAGES.items()]
+    parts.append(_table(["name", "advantage", "source"], rows))
+    for name, config_type in ADVANTAGES.items():
+        if dataclasses.fields(config_type):
+            parts.append(f"### `{name}`\n")
+            parts.append(_table(_OPTION_HEADER, _options(config_type)))
     parts.append("## Sampler corrections (`mismatch`)\n")
     parts.append(
         "Each names its level: the same rule at another level differs by orders of magnitude. All work with\n"

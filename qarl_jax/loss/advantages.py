@@ -2,23 +2,65 @@
 # SPDX-License-Identifier: Apache-2.0
 """From rewards to advantages: relative to the group (GRPO, Dr. GRPO) or to a critic (GAE).
 
-Group advantages are computed over the whole group, before any split into mini-batches, on the host.
+Group advantages are computed over the whole group, before any split into mini-batches, on the host. Those of a critic
+are computed on the packed rows (`qarl_jax.critic`), and whitened over the rollout batch, before its first update.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from qarl_jax.loss.options import nearest
+from qarl_jax.loss.options import check, nearest, option
 from qarl_jax.metrics import Mean
 from qarl_jax.types import UserError
 
-KINDS = ("grpo", "drgrpo")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grpo:
+    """Relative to the group, over its standard deviation."""
+
+    name: ClassVar[str] = "grpo"
+    formula: ClassVar[str] = "(R - mean) / (std + 1e-6), std with ddof = 1; 0 for a group of equal rewards"
+    source: ClassVar[str] = "GRPO, arXiv 2402.03300, sec. 4.1.2; verl"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrGrpo:
+    """Relative to the group's mean."""
+
+    name: ClassVar[str] = "drgrpo"
+    formula: ClassVar[str] = "R - mean"
+    source: ClassVar[str] = "Dr. GRPO, arXiv 2503.20783, sec. 3.2"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gae:
+    """Generalized advantage estimation: relative to a critic, token by token."""
+
+    name: ClassVar[str] = "gae"
+    formula: ClassVar[str] = "A_t = delta_t + gamma lam A_(t+1), delta_t = R_t + gamma V_(t+1) - V_t; return A_t + V_t"
+    source: ClassVar[str] = "GAE, arXiv 1506.02438, eq. 16"
+
+    gamma: float = option(1.0, "discount per token", "verl", at_least=0.0, at_most=1.0)
+    lam: float = option(1.0, "decay of the trace; 1: A = reward to go - V", "verl", at_least=0.0, at_most=1.0)
+    whiten: bool = option(True, "advantages to mean 0, variance 1 over the rollout batch; returns stay", "verl")
+
+    def __post_init__(self) -> None:
+        check(self, "advantage")
+
+
+ADVANTAGES: dict[str, type] = {
+    "grpo": Grpo,
+    "drgrpo": DrGrpo,
+    "gae": Gae,
+}
+KINDS = ("grpo", "drgrpo")  # of `group_advantages`
 # Eight rewards of 0.1 have a float32 mean one ulp off and std 0; divided by 1e-6 that is an advantage of 7e-3 from
 # nothing. A group whose rewards differ by less than this has advantage exactly 0.
 _SAME = 1e-8
@@ -53,8 +95,8 @@ def group_advantages(rewards: Any, kind: str = "grpo", *, valid: Any = None) -> 
     rewards = xp.asarray(rewards).astype(dtype)
     valid = xp.ones(rewards.shape, bool) if valid is None else xp.asarray(valid).astype(bool)
     rewards = xp.where(valid, rewards, 0.0)
-    if not on_device and not np.isfinite(rewards).all():
-        raise UserError("a reward is not finite: every completion, broken ones included, needs a finite reward")
+    if not on_device:
+        finite(rewards)
     count = valid.sum(1, keepdims=True).astype(dtype)
     mean = rewards.sum(1, keepdims=True) / xp.maximum(count, 1.0)
     centred = xp.where(valid, rewards - mean, 0.0)
@@ -65,6 +107,17 @@ def group_advantages(rewards: Any, kind: str = "grpo", *, valid: Any = None) -> 
         std = xp.sqrt((centred * centred).sum(1, keepdims=True) / xp.maximum(count - 1.0, 1.0))
         centred = centred / (std + _EPS)
     return xp.where((spread < _SAME) | (count < 2), 0.0, centred).astype(jnp.float32 if on_device else np.float32)
+
+
+def finite(rewards: np.ndarray) -> np.ndarray:
+    """The rewards as they are.
+
+    Raises:
+      UserError: one of them is not finite.
+    """
+    if not np.isfinite(rewards).all():
+        raise UserError("a reward is not finite: every completion, broken ones included, needs a finite reward")
+    return rewards
 
 
 def group_metrics(rewards: Any, *, valid: Any = None) -> dict[str, Mean]:
@@ -153,11 +206,15 @@ def gae(
     return jax.lax.stop_gradient(advantages), jax.lax.stop_gradient(returns)
 
 
-def whiten(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """(x - mean) / sqrt(var + 1e-8) over masked tokens, var with ddof = 1; unchanged below two tokens."""
-    x = jnp.where(mask, x.astype(jnp.float32), 0.0)
-    count = mask.astype(jnp.float32).sum()
-    mean = x.sum() / jnp.maximum(count, 1.0)
-    centred = jnp.where(mask, x - mean, 0.0)
-    variance = (centred * centred).sum() / jnp.maximum(count - 1.0, 1.0)
-    return jnp.where(count < 2, x, centred / jnp.sqrt(variance + _SAME))
+def moments(x: Float[np.ndarray, " n"]) -> tuple[float, float]:
+    """(mean, variance with ddof = 1) of the advantages to be whitened, in float64; (0, 1) for fewer than two."""
+    x = np.asarray(x, np.float64)
+    return (float(x.mean()), float(x.var(ddof=1))) if x.size > 1 else (0.0, 1.0)
+
+
+def whiten(x: Float[Array, "B T"], mask: Bool[Array, "B T"], mean: Any, variance: Any) -> Float[Array, "B T"]:
+    """(x - mean) / sqrt(variance + 1e-8) on the mask, 0 elsewhere.
+
+    Mean and variance are those of the whole rollout batch (`moments`), of which `x` may be a micro-batch.
+    """
+    return jnp.where(mask, (x.astype(jnp.float32) - mean) / jnp.sqrt(variance + _SAME), 0.0)

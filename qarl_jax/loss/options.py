@@ -30,10 +30,11 @@ def option(
     *,
     at_least: float | None = None,
     above: float | None = None,
+    at_most: float | None = None,
     choices: tuple[str, ...] | None = None,
 ) -> Any:
     """A dataclass field with its meaning, the source of its default and its allowed range."""
-    checks = {"at_least": at_least, "above": above, "choices": choices}
+    checks = {"at_least": at_least, "above": above, "at_most": at_most, "choices": choices}
     return dataclasses.field(default=default, metadata={"doc": doc, "source": source, **checks})
 
 
@@ -52,8 +53,8 @@ def canonical_aggregation(word: Any) -> Any:
     return _SHORT.get(word, word.replace("_", "-"))
 
 
-def check(config: Any) -> None:
-    """Refuses a field of the wrong type or out of range, naming it.
+def check(config: Any, what: str = "loss") -> None:
+    """Refuses a field of the wrong type or out of range, naming it and what (a loss, an advantage) it belongs to.
 
     Raises:
       UserError: one sentence with the field, its value and what is allowed.
@@ -61,7 +62,7 @@ def check(config: Any) -> None:
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value, meta = getattr(config, field.name), field.metadata
-        where = f"loss {type(config).name!r}: {field.name} = {value!r}"
+        where = f"{what} {type(config).name!r}: {field.name} = {value!r}"
         kinds = typing.get_args(hints[field.name]) or (hints[field.name],)
         if value is None and type(None) in kinds:
             continue
@@ -76,6 +77,8 @@ def check(config: Any) -> None:
                 raise UserError(f"{where}: must be at least {meta['at_least']:g}")
             if meta.get("above") is not None and value <= meta["above"]:
                 raise UserError(f"{where}: must be greater than {meta['above']:g}")
+            if meta.get("at_most") is not None and value > meta["at_most"]:
+                raise UserError(f"{where}: must be at most {meta['at_most']:g}")
         elif not isinstance(value, str) or (meta.get("choices") and value not in meta["choices"]):
             raise UserError(f"{where}: {nearest(value, meta.get('choices') or ())}")
 

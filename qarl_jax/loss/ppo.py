@@ -6,10 +6,12 @@ Before the mini-batches of an update, once per rollout batch, over packed rows:
 
     rewards    = token_rewards(scores, ...)          the score at the last token, KL in the reward if wanted
     adv, ret   = gae(rewards, values, ...)           backward over each segment, holes carried through
-    advantages = whiten(adv, mask)                   the returns are not whitened
+    advantages = whiten(adv, mask, ...)              over the rollout batch; the returns are not whitened
 
-The token objective is then GRPO's. The critic's loss is a term of its own (`value.py`); a sampler correction weighs the
-actor only, no source reweighs the critic.
+The token objective is then GRPO's. The critic (`qarl_jax.critic`) has a loss (`value.py`) and an optimizer of its own.
+A sampler correction weighs the actor only; no source reweighs the critic. In a config all three are named:
+
+    loss: {name: ppo}        advantage: {name: gae}        critic: {}
 """
 
 from __future__ import annotations

@@ -6,7 +6,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qarl_jax.loss.advantages import KINDS, gae, group_advantages, group_metrics, token_rewards, whiten
+from qarl_jax.loss.advantages import (
+    ADVANTAGES,
+    KINDS,
+    Gae,
+    finite,
+    gae,
+    group_advantages,
+    group_metrics,
+    moments,
+    token_rewards,
+    whiten,
+)
 from qarl_jax.types import UserError
 from tests.reference import loss_reference as reference
 from tests.reference.loss_batches import make_batch
@@ -60,6 +71,8 @@ def test_bad_rewards_are_refused():
         group_advantages(REWARDS, "dr_grpo")
     with pytest.raises(UserError, match="not finite"):
         group_advantages(np.array([[1.0, np.nan]]))
+    with pytest.raises(UserError, match="not finite"):
+        finite(np.array([[1.0], [np.inf]]))
     with pytest.raises(UserError, match="shape"):
         group_advantages(np.zeros(3))
 
@@ -83,14 +96,72 @@ def test_score_lands_on_the_last_token_of_each_response_and_kl_on_all():
     np.testing.assert_array_equal(token_rewards(scores, mask, seg, kl=kl, kl_coef=0.5), [[0, -1, 0, 2, 0, 4, 0, 0]])
 
 
-def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_mask():
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.95, 0.0)])
+def test_gae_is_the_weighted_sum_of_temporal_differences(gamma, lam):
+    """Another route than the recursion: A_t = sum over k of (gamma lam)^k delta_(t+k), within the response alone."""
+    batch, rng = make_batch(), np.random.default_rng(1)
+    rewards, values = (np.where(batch.mask, rng.normal(size=batch.mask.shape), np.nan) for _ in range(2))
+    expected = np.zeros(values.shape)
+    for b, ts in batch.responses():
+        v = np.append(values[b, ts], 0.0)  # nothing follows the last token
+        delta = rewards[b, ts] + gamma * v[1:] - v[:-1]
+        for k in range(len(ts)):
+            expected[b, ts[k]] = (delta[k:] * (gamma * lam) ** np.arange(len(ts) - k)).sum()
+    f32 = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
+    got, returns = gae(f32(rewards), f32(values), jnp.asarray(batch.mask), jnp.asarray(batch.seg), gamma=gamma, lam=lam)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(returns, np.where(batch.mask, expected + np.nan_to_num(values), 0), rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_of_one_response_reaches_another_in_its_row():
+    batch, rng = make_batch(), np.random.default_rng(2)
+    f32 = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
+    rewards, values = (np.where(batch.mask, rng.normal(size=batch.mask.shape), 0) for _ in range(2))
+    seg, mask = jnp.asarray(batch.seg), jnp.asarray(batch.mask)
+    before = [np.asarray(x) for x in gae(f32(rewards), f32(values), mask, seg, gamma=0.9, lam=0.8)]
+    second = batch.seg == 2
+    after = gae(f32(rewards + 1e3 * second), f32(values - 1e2 * second), mask, seg, gamma=0.9, lam=0.8)
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a[~second], np.asarray(b)[~second])
+        assert (a != np.asarray(b))[second & batch.mask].all()
+
+
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_rollout_batch():
     batch = make_batch()
-    x = jnp.asarray(
-        np.where(batch.mask, np.random.default_rng(1).normal(2.0, 3.0, batch.mask.shape), np.nan), jnp.float32
-    )
-    out = np.asarray(whiten(x, jnp.asarray(batch.mask)))
+    x = np.where(batch.mask, np.random.default_rng(1).normal(2.0, 3.0, batch.mask.shape), np.nan)
+    mean, variance = moments(x[batch.mask])
+    parts = [  # two micro-batches of one rollout batch
+        whiten(jnp.asarray(x[i], jnp.float32), jnp.asarray(batch.mask[i]), jnp.float32(mean), jnp.float32(variance))
+        for i in (slice(0, 3), slice(3, None))
+    ]
+    out = np.concatenate(parts)
     np.testing.assert_allclose(out[batch.mask].mean(), 0, atol=1e-6)
     np.testing.assert_allclose(out[batch.mask].var(ddof=1), 1, rtol=1e-5)
     assert (out[~batch.mask] == 0).all()
-    one = jnp.zeros_like(x, bool).at[0, 0].set(True)
-    np.testing.assert_array_equal(whiten(jnp.ones_like(x), one)[0, 0], 1.0)
+    assert abs(np.asarray(parts[0])[batch.mask[:3]].mean()) > 1e-3  # of a part it is not
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_fewer_than_two_tokens_are_not_whitened(count):
+    assert moments(np.full(count, 5.0)) == (0.0, 1.0)
+    one = whiten(jnp.full((1, 2), 5.0), jnp.asarray([[True, False]]), jnp.float32(0.0), jnp.float32(1.0))
+    np.testing.assert_array_equal(one, [[5.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gamma": 1.1}, "advantage 'gae': gamma = 1.1: must be at most 1"),
+        ({"lam": -0.1}, "advantage 'gae': lam = -0.1: must be at least 0"),
+        ({"whiten": 1}, "advantage 'gae': whiten = 1: must be true or false"),
+    ],
+    ids=str,
+)
+def test_bad_options_of_gae_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        Gae(**options)
+
+
+def test_every_kind_of_advantage_is_known_by_its_name():
+    assert {name: kind.name for name, kind in ADVANTAGES.items()} == {name: name for name in ADVANTAGES}
+    assert set(KINDS) | {"gae"} == set(ADVANTAGES)

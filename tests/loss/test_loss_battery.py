@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qarl_jax.loss import LOSSES, get_loss, normalized, responses
+from qarl_jax.loss.advantages import KINDS, group_advantages
 from qarl_jax.metrics import Max, Mean, merge
 from tests.reference.loss_batches import inputs, make_batch, objective, rows, unpack, value_and_grad
 
@@ -25,6 +26,11 @@ def assert_same_metrics(a, b, rtol=2e-5):
     assert a.keys() == b.keys()
     for key in a:
         np.testing.assert_allclose(a[key].value, b[key].value, rtol=rtol, atol=1e-6, err_msg=key)
+
+
+def assert_same_gradient(found, wanted, rtol=1e-5):
+    np.testing.assert_allclose(found, wanted, rtol=rtol, atol=1e-9)
+    np.testing.assert_array_equal(found == 0, wanted == 0)  # who is kept and who is dropped does not depend on it
 
 
 def test_defaults_give_a_float32_mean_and_typed_metrics(name):
@@ -69,7 +75,7 @@ def test_micro_batches_sum_to_the_full_batch(name):
     assembled = np.empty_like(grad)
     for share, part in zip(shares, parts, strict=True):
         assembled[share] = part[1]
-    np.testing.assert_allclose(assembled, grad, rtol=1e-5, atol=1e-9)
+    assert_same_gradient(assembled, grad)
     merged = functools.reduce(lambda a, b: a + b, (p[2] for p in parts))
     np.testing.assert_allclose(merged.value, mean.value, rtol=1e-5, atol=1e-6)
     assert_same_metrics(functools.reduce(merge, (p[3] for p in parts)), metrics)
@@ -93,7 +99,7 @@ def test_permuted_rows_give_the_permuted_gradient(name):
     value, grad, _, metrics = value_and_grad(loss, x)
     value2, grad2, _, metrics2 = value_and_grad(loss, rows(x, order))
     np.testing.assert_allclose(value2, value, rtol=1e-5)
-    np.testing.assert_allclose(grad2, grad[order], rtol=1e-6)
+    assert_same_gradient(grad2, grad[order], rtol=1e-6)
     assert_same_metrics(metrics2, metrics)
 
 
@@ -106,7 +112,7 @@ def test_eight_devices_and_jit_equal_one_device_and_eager(name):
     (value8, (_, metrics8)), grad8 = step(x.logprobs, x, loss)
     assert len(grad8.sharding.device_set) == 8
     np.testing.assert_allclose(value8, value, rtol=1e-5)
-    np.testing.assert_allclose(grad8, grad, rtol=1e-5, atol=1e-9)
+    assert_same_gradient(np.asarray(grad8), grad)
     assert_same_metrics(metrics8, metrics)
 
 
@@ -163,6 +169,25 @@ def test_zero_advantages_and_empty_masks_are_zero_not_nan(name):
         assert all(np.isfinite(m.value) for m in metrics.values())
         clips = [float(m.value) for k, m in metrics.items() if k.startswith("clip/")]
         assert not any(clips)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_of_equal_rewards_has_no_gradient_and_stays_in_the_counts(name, kind):
+    loss, batch = get_loss(name, **CORRECTED), make_batch()
+    responses, size = batch.responses(), 5
+    rewards = np.random.default_rng(0).normal(size=(-(-len(responses) // size), size))
+    rewards[1] = np.float32(0.1)  # its mean in float32 is an ulp off
+    advantages = group_advantages(rewards, kind).reshape(-1)
+    adv = batch.adv.copy()
+    for (b, ts), a in zip(responses, advantages, strict=False):
+        adv[b, ts] = a
+    _, grad, mean, metrics = value_and_grad(loss, inputs(dataclasses.replace(batch, adv=adv)))
+    for i, (b, ts) in enumerate(responses):
+        assert i // size != 1 or (grad[b, ts] == 0).all()
+    assert (grad != 0).any()
+    counts = {"tokens": batch.mask.sum(), "sequences": len(responses)}
+    assert float(mean.count) == counts[loss.denominator]
+    assert float(metrics["loss/seq_zero_adv"].total) == size
 
 
 @pytest.mark.parametrize("length", [0, 1])
