@@ -43,7 +43,7 @@ class Line:
 
     label: str
     run: int
-    steps: Sequence[float]
+    steps: Sequence[int]
     values: Sequence[float]
     style: int = 0
     faint: bool = False
@@ -263,7 +263,7 @@ def _drawn(chart: Chart) -> dict[str, Any]:
     if y1 - y0 < 1e-12:
         y0, y1 = (0.0, 0.05) if y0 == 0 else (y0 - 0.5 * abs(y0), y1 + 0.5 * abs(y1))
 
-    def right(x: float) -> float:
+    def right(x: int) -> float:
         share = (x - x0) / (x1 - x0) if x1 > x0 else 0.5
         return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
 

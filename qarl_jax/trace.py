@@ -108,11 +108,10 @@ class Follower:
             completion = groups[group].completions[sample]
             seen = self._seen[group, sample]
             where = np.flatnonzero(x.loss_mask[row])
-            text = pieces(tokenizer, completion.tokens)
             shown, left_out = _shown(len(where), self._most)
             at = where[shown]
             columns: dict[str, Any] = {
-                "text": [text[int(i) - seen.segment.response.start] for i in at],
+                "text": _texts(tokenizer, completion.tokens, at - seen.segment.response.start, left_out[0]),
                 "rollout": _rounded(x.rollout_logprobs[row, at]),
                 "old": _rounded(x.old_logprobs[row, at]),
                 "now": _rounded(x.logprobs[row, at]),
@@ -164,6 +163,16 @@ def _shown(count: int, most: int) -> tuple[list[int], list[int]]:
         return list(range(count)), [0, 0]
     head = most - most // 2
     return [*range(head), *range(count - most // 2, count)], [head, count - most]
+
+
+def _texts(tokenizer: Tokenizer, response: Sequence[int], at: np.ndarray, cut: int) -> list[str]:
+    """Text of the tokens at `at`, those before and after `cut` decoded apart: what lies between is not looked at."""
+    out: list[str] = []
+    for part in (at[:cut], at[cut:]):
+        if len(part):
+            text = pieces(tokenizer, response[part[0] : part[-1] + 1])
+            out += [text[i - part[0]] for i in part]
+    return out
 
 
 def _rounded(values: Any) -> Any:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 from qarl_jax.loss import Loss
 from qarl_jax.loss.aggregation import aggregate
@@ -35,7 +35,7 @@ advantage is 0 (or counts as 0). All but the first have no gradient."""
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Effects:
-    """Per token [B, T]; 0 (or "kept") outside the mask.
+    """Per token [B, T], float32 (`fate` int32), on device or host; 0 (or "kept") outside the mask.
 
     Attributes:
       log_ratio: learner now minus learner at the start of the update.
@@ -47,14 +47,14 @@ class Effects:
       fate: index into `FATES`.
     """
 
-    log_ratio: Float[Array, "B T"]
-    log_mismatch: Float[Array, "B T"]
-    seq_log_ratio: Float[Array, "B T"]
-    seq_log_mismatch: Float[Array, "B T"]
-    weight: Float[Array, "B T"]
-    gain: Float[Array, "B T"]
-    advantages: Float[Array, "B T"]
-    fate: Int[Array, "B T"]
+    log_ratio: Any
+    log_mismatch: Any
+    seq_log_ratio: Any
+    seq_log_mismatch: Any
+    weight: Any
+    gain: Any
+    advantages: Any
+    fate: Any
 
 
 def effects(x: LossInputs, loss: Loss) -> Effects:
