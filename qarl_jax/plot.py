@@ -30,7 +30,7 @@ from typing import Any
 
 from qarl_jax import report
 from qarl_jax.observe import read_lines
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, entry_point
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette: told apart under every common colour blindness, and in grey."""
@@ -378,6 +378,7 @@ def _positive(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int],
     return [s for s, _ in kept], [v for _, v in kept]
 
 
+@entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.plot", description="Curves of runs, side by side.")
@@ -389,29 +390,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--report-steps", type=int, default=12, help="steps per run whose samples the report shows (default: 12)"
     )
     args = parser.parse_args(argv)
-    try:
-        if args.window < 1:
-            raise UserError(f"--window must be at least 1, got {args.window}.")
-        if args.report_steps < 0:
-            raise UserError(f"--report-steps must be 0 or more, got {args.report_steps}.")
-        runs = load_runs(args.runs)
-        figures = {"curves.png": figure(runs, window=args.window, extra=args.metric)}
-        counts = {run.name: load_histograms(path) for run, path in zip(runs, args.runs, strict=True)}
-        if any(counts.values()):
-            figures["ratios.png"] = ratio_figure(counts)
-        for name, fig in figures.items():
-            target = Path(args.out) / name
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                fig.savefig(target, dpi=150)
-            except OSError as error:
-                raise UserError(f"Cannot write {target}: {error.strerror or error}.") from None
-        names = {run.name: path for run, path in zip(runs, args.runs, strict=True)}
-        page = report.render(names, charts(runs, window=args.window, extra=args.metric), steps=args.report_steps)
-        report.write(Path(args.out) / "report.html", page)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.window < 1:
+        raise UserError(f"--window must be at least 1, got {args.window}.")
+    if args.report_steps < 0:
+        raise UserError(f"--report-steps must be 0 or more, got {args.report_steps}.")
+    runs = load_runs(args.runs)
+    figures = {"curves.png": figure(runs, window=args.window, extra=args.metric)}
+    counts = {run.name: load_histograms(path) for run, path in zip(runs, args.runs, strict=True)}
+    if any(counts.values()):
+        figures["ratios.png"] = ratio_figure(counts)
+    for name, fig in figures.items():
+        target = Path(args.out) / name
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            fig.savefig(target, dpi=150)
+        except OSError as error:
+            raise UserError(f"Cannot write {target}: {error.strerror or error}.") from None
+    names = {run.name: path for run, path in zip(runs, args.runs, strict=True)}
+    page = report.render(names, charts(runs, window=args.window, extra=args.metric), steps=args.report_steps)
+    report.write(Path(args.out) / "report.html", page)
     for name in [*figures, "report.html"]:
         print(Path(args.out) / name)
     return 0

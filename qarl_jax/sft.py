@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -30,7 +29,7 @@ from qarl_jax import data, metrics, models, optimizer, schema, sharding
 from qarl_jax.data.traces import worked_answer
 from qarl_jax.learner import Learner, Options
 from qarl_jax.metrics import Mean, Metric, masked_mean
-from qarl_jax.types import LossInputs, TrainBatch, UserError
+from qarl_jax.types import LossInputs, TrainBatch, UserError, entry_point
 
 RECEIPT = "sft.json"
 
@@ -239,21 +238,18 @@ def run(cfg: Config) -> None:
     print(f"wrote {cfg.out}")
 
 
+@entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.sft", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_argument("--force", action="store_true", help="train even if `out` is up to date")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
-    try:
-        cfg = schema.load(Config, args.config, args.overrides)
-        if is_done(cfg) and not args.force:
-            print(f"{cfg.out} is up to date (same config); --force trains it again")
-            return 0
-        run(cfg)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    cfg = schema.load(Config, args.config, args.overrides)
+    if is_done(cfg) and not args.force:
+        print(f"{cfg.out} is up to date (same config); --force trains it again")
+        return 0
+    run(cfg)
     return 0
 
 

@@ -40,7 +40,7 @@ from qarl_jax.loss import diagnostics
 from qarl_jax.loss.advantages import finite, group_advantages
 from qarl_jax.metrics import Metric
 from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine
-from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError
+from qarl_jax.types import Completion, Prompt, RolloutGroup, entry_point
 
 # Reported once more over the updates after a step's first, where alone the ratio bands can act (the first has ratio 1).
 LATER = ("clip/", "loss/ratio", "loss/seq_ratio", "proximal/")
@@ -469,24 +469,21 @@ def timed(published: dict[str, float]) -> dict[str, float]:
     return {f"time/{key.removeprefix('time/')}": value for key, value in published.items()}
 
 
+@entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="YAML file (see configs/)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plans, then stop")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
-    try:
-        cfg = config.load(args.config, args.overrides)
-        if args.dry_run:
-            print(config.to_yaml(cfg))
-        print(config.describe(cfg))
-        if args.dry_run:
-            print(plan.describe(cfg))
-            return 0
-        run(cfg)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    cfg = config.load(args.config, args.overrides)
+    if args.dry_run:
+        print(config.to_yaml(cfg))
+    print(config.describe(cfg))
+    if args.dry_run:
+        print(plan.describe(cfg))
+        return 0
+    run(cfg)
     return 0
 
 
