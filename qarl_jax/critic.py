@@ -331,7 +331,8 @@ class Critic:
         """
         counts = jax.device_put((np.float32(num_tokens), np.float32(num_sequences)), self.replicated)
         with jax.set_mesh(self.mesh):
-            grads, total = self._zeros(self.state.params), {}
+            total: dict[str, Metric] = {}
+            grads = self._zeros(self.state.params)
             for micro, target in zip(micros, targets, strict=True):
                 grads, measured = self._accumulate(grads, self.state.params, micro, target, *counts)
                 total = merge(total, measured)

@@ -281,6 +281,39 @@ def test_a_critic_learns_a_fixed_batch_within_a_few_updates():
     assert int(critic.state.updates) == 12
 
 
+def test_the_gradient_is_that_of_the_plain_loss_of_each_response():
+    """Body and head, against autodiff of 0.5 (V - ret)^2 over a padded row per response, the critic's code left aside."""
+    rows, critic = packed(), make(head=True)
+    (micro,) = put(critic, rows)
+    (target,) = critic.judge([[micro]], per_pass=1).targets[0]
+    params = jax.tree.map(lambda x: jnp.array(x, copy=True), critic.state.params)
+    with jax.set_mesh(critic.mesh):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        counts = jnp.float32(rows.num_tokens), jnp.float32(rows.num_sequences)
+        found, _ = critic._accumulate(zeros, params, micro, target, *counts)
+
+    responses = [(groups()[s.group].completions[s.sample], s) for s in rows.segments]
+    returns = np.asarray(target.returns)
+    tokens, wanted = np.zeros((2, len(responses), tiny.ROW_LEN))
+    decided = np.zeros(tokens.shape, bool)  # where a response token is drawn from
+    for row, (completion, s) in enumerate(responses):
+        known = [*completion.prompt_tokens, *completion.tokens]
+        tokens[row, : len(known)] = known
+        here = slice(s.prompt_len - 1, s.prompt_len + s.response_len - 1)
+        decided[row, here], wanted[row, here] = True, returns[s.row, s.response]
+
+    def plain(params):
+        model = models.merge(critic.graphdef, params["body"], build.no_qweights())
+        values = model.hidden_states(jnp.asarray(tokens, jnp.int32)) @ params["head"]["weight"] + params["head"]["bias"]
+        return 0.5 * jnp.where(decided, jnp.square(values - wanted), 0).sum() / rows.num_tokens
+
+    expected = jax.jit(jax.grad(plain))(params)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True)
+    for (path, a), b in pairs:
+        assert np.abs(b).max() > 0, path
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(), err_msg=jax.tree_util.keystr(path))
+
+
 def test_the_clip_holds_values_near_the_old_ones():
     """Values that have moved further than the clip from where the step began pull no more."""
     rows, critic = packed(), make(head=True)

@@ -55,7 +55,7 @@ class Gae:
         check(self, "advantage")
 
 
-ADVANTAGES: dict[str, type] = {
+ADVANTAGES: dict[str, Any] = {
     "grpo": Grpo,
     "drgrpo": DrGrpo,
     "gae": Gae,
