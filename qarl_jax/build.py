@@ -87,6 +87,7 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
             kl=get_term("kl", kind=cfg.kl.kind, aggregation=cfg.kl.aggregation),
             error_prob=cfg.train.error_prob,
             histograms=cfg.train.histograms,
+            token_logprobs=bool(cfg.log.samples_per_step and cfg.log.sample_tokens),
         ),
     )
 

@@ -32,6 +32,7 @@ from qarl_jax.data import reasoning_gym as gym_source
 from qarl_jax.loss import LOSSES, ppo, tbpo
 from qarl_jax.loss.advantages import ADVANTAGES, Gae, Grpo
 from qarl_jax.observe import Config as LogConfig
+from qarl_jax.partial import Config as PartialConfig
 from qarl_jax.rewards import RewardConfig, exact
 from qarl_jax.rewards import overlong as overlong_reward
 from qarl_jax.rewards import reasoning_gym as gym_reward
@@ -107,6 +108,18 @@ class QuantConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One entry of `rollout.stages`: in steps before `until`, responses have at most `max_response_len` tokens."""
+
+    until: int
+    max_response_len: int
+
+    def __post_init__(self) -> None:
+        for name in ("until", "max_response_len"):
+            _at_least(name, getattr(self, name), 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Sampling.
 
@@ -114,32 +127,60 @@ class RolloutConfig:
       engine: jax (in this process) or vllm (behind the bridge), with its own settings.
       num_samples_per_prompt: responses per prompt, the group over which advantages are formed.
       max_response_len: most tokens of a response.
+      stages: shorter limits to begin with (DeepScaleR: 8k, then 16k, then 24k), in order; after the last one's `until`
+        it is max_response_len, which evaluation, and a loss that divides by the limit, use throughout.
       temperature: 1 samples the policy itself; the learner divides its logits by the same number.
       top_p, top_k: must stay off (1 and 0) for training; see `RunConfig`.
       dynamic: DAPO's dynamic sampling; off by default (see `strategies.py`).
+      partial: APRIL's partial rollouts; off by default (see `partial.py`).
     """
 
     engine: Annotated[Any, Variants(ENGINE_CONFIGS)] = dataclasses.field(default_factory=jax_sampler.Config)
     num_samples_per_prompt: int = 8
     max_response_len: int = 1024
+    stages: tuple[Stage, ...] = ()
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     dynamic: strategies.Config = dataclasses.field(default_factory=strategies.Config)
+    partial: PartialConfig = dataclasses.field(default_factory=PartialConfig)
 
     def __post_init__(self) -> None:
         _at_least("num_samples_per_prompt", self.num_samples_per_prompt, 1)
         self.sampling()
+        last = 0
+        for number, stage in enumerate(self.stages):
+            if stage.until <= last:
+                raise UserError(
+                    f"stages.{number}: until={stage.until} does not come after the stage before it, which lasts until"
+                    f" step {last}; list the stages in order."
+                )
+            if stage.max_response_len > self.max_response_len:
+                raise UserError(
+                    f"stages.{number}: max_response_len={stage.max_response_len} exceeds rollout.max_response_len="
+                    f"{self.max_response_len}, for which rows and memory are planned; raise that, or lower the stage's."
+                )
+            last = stage.until
+        if self.partial.chunk >= self.max_response_len:
+            raise UserError(
+                f"partial.chunk={self.partial.chunk} is not below max_response_len={self.max_response_len}: every"
+                " response would be finished in its step. Lower it."
+            )
 
     @property
     def engine_name(self) -> str:
         """The engine's key in `rollout.ENGINES`."""
         return next(name for name, cls in ENGINE_CONFIGS.items() if type(self.engine) is cls)
 
-    def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> SamplingConfig:
-        """What the engines take."""
+    def max_response_len_at(self, step: int) -> int:
+        """Most tokens of a response at a step: of that alone, so that a resumed run is at its place."""
+        limits = (stage.max_response_len for stage in self.stages if step < stage.until)
+        return next(limits, self.max_response_len)
+
+    def sampling(self, stop_token_ids: tuple[int, ...] = (), step: int | None = None) -> SamplingConfig:
+        """What the engines take at a step (None: after the last stage)."""
         return SamplingConfig(
-            max_response_len=self.max_response_len,
+            max_response_len=self.max_response_len if step is None else self.max_response_len_at(step),
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -176,7 +217,7 @@ class TrainConfig:
       prompts_per_update: prompts per optimizer update; 0: all of the step in one update.
       update_epochs: passes over a step's samples.
       micro_batch_rows: rows per forward/backward pass.
-      row_len: tokens per row; 0: data.max_prompt_len + rollout.max_response_len.
+      row_len: tokens per row; 0: data.max_prompt_len + rollout.max_response_len (in a stage of it, the stage's).
       packing: packed (several responses share a row) or unpacked (one each).
       max_segments: most responses in a packed row.
       logprob_chunk: tokens per chunk of the fused output head.
@@ -406,11 +447,13 @@ class RunConfig:
                 " reward.name=exact or math_verify."
             )
         if isinstance(reward, overlong_reward.Config):
-            limit = reward.max_len or self.rollout.max_response_len
+            shortest = min((stage.max_response_len for stage in self.rollout.stages), default=None)
+            limit = reward.max_len or shortest or self.rollout.max_response_len
             if reward.buffer_len > limit:
+                place = "max_len" if reward.max_len else "rollout.stages" if shortest else "rollout.max_response_len"
                 raise UserError(
-                    f"reward overlong: buffer_len={reward.buffer_len} exceeds the limit of {limit} tokens"
-                    f" ({'max_len' if reward.max_len else 'rollout.max_response_len'}); lower it."
+                    f"reward overlong: buffer_len={reward.buffer_len} exceeds the limit of {limit} tokens ({place});"
+                    " lower it."
                 )
 
     @property
@@ -428,8 +471,12 @@ class RunConfig:
 
     @property
     def row_len(self) -> int:
-        """Tokens per training row, resolved."""
+        """Tokens per training row, resolved; the longest, where stages have rows of their own."""
         return self.train.row_len or self.data.max_prompt_len + self.rollout.max_response_len
+
+    def row_len_at(self, step: int) -> int:
+        """Tokens per training row of a step: as many values as stages, and the learner compiles once for each."""
+        return self.train.row_len or self.data.max_prompt_len + self.rollout.max_response_len_at(step)
 
 
 def load(file: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -484,6 +531,8 @@ def describe(cfg: RunConfig) -> str:
         ("micro-batch", f"{cfg.train.micro_batch_rows} rows of {cfg.row_len} tokens, {rows}; {passes}"),
         ("run", f"{cfg.train.steps} steps = {cfg.train.total_updates} updates = {responses} responses"),
         ("lengths", f"prompt <= {cfg.data.max_prompt_len}, response <= {cfg.rollout.max_response_len} tokens"),
+        *[("" if number else "stages", text) for number, text in enumerate(_stages(cfg))],
+        *[("" if number else "partial", text) for number, text in enumerate(_partial(cfg))],
         ("critic", "none" if cfg.critic is None else _critic_words(cfg.critic)),
         ("mesh", mesh or "one device"),
         ("evaluation", f"{evaluated}, {', '.join(when)}" if when else "none"),
@@ -491,6 +540,33 @@ def describe(cfg: RunConfig) -> str:
     ]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+def _stages(cfg: RunConfig) -> list[str]:
+    """A line per stage that the run reaches, and what changing costs."""
+    if not cfg.rollout.stages:
+        return []
+    lines, begin = [], 0
+    for end in [*(stage.until for stage in cfg.rollout.stages), cfg.train.steps]:
+        end = min(end, cfg.train.steps)
+        if begin < end:
+            limit, row = cfg.rollout.max_response_len_at(begin), cfg.row_len_at(begin)
+            lines.append(f"steps {begin} to {end - 1}: response <= {limit} tokens, rows of {row}")
+            begin = end
+    rows = len({cfg.row_len_at(step) for step in range(cfg.train.steps)})
+    return [*lines, f"the learner's programs are compiled {rows} time{'s' * (rows > 1)}, once for each length of a row"]
+
+
+def _partial(cfg: RunConfig) -> list[str]:
+    partial = cfg.rollout.partial
+    if not partial.is_on:
+        return []
+    per_step, chunk = cfg.train.prompts_per_step, partial.tokens(cfg.rollout.max_response_len)
+    hand = f"{partial.groups(per_step)} prompts in hand"
+    return [
+        f"{hand}; a step ends when {per_step} are complete, which is looked at every {chunk} tokens",
+        f"a group is trained on at most {partial.max_lag} steps after it was begun",
+    ]
 
 
 def _critic_words(cfg: CriticConfig) -> str:

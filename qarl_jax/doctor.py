@@ -36,7 +36,7 @@ from qarl_jax.config import RunConfig
 from qarl_jax.models import hf
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant.dot import Dense
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, entry_point
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -515,17 +515,14 @@ def render(line: Check) -> str:
     return f"{text}\n{'':<24} -> {line.todo}" if line.todo else text
 
 
+@entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.doctor", description=__doc__.split("\n")[0])
     parser.add_argument("--config", help="YAML file of a run (see configs/); default: the machine alone")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
-    try:
-        cfg = config.load(args.config, args.overrides) if args.config or args.overrides else None
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    cfg = config.load(args.config, args.overrides) if args.config or args.overrides else None
     lines = []
     for line in examine(cfg):
         lines.append(line)

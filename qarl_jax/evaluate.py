@@ -39,7 +39,7 @@ from qarl_jax import build, checkpoint, config, data, export, models
 from qarl_jax.config import RunConfig
 from qarl_jax.rewards import Grader, extract
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
-from qarl_jax.types import Prompt, RolloutGroup, UserError
+from qarl_jax.types import Prompt, RolloutGroup, UserError, entry_point
 
 # Rewards that say whether an answer is right; the others shape it.
 VERIFIERS = ("exact", "math_verify", "reasoning_gym", "python")
@@ -358,6 +358,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     raise UserError("give --config FILE, --checkpoint RUN or both: nothing says what to evaluate on.")
 
 
+@entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--config", help="YAML file; default: the config of the run that --checkpoint belongs to")
@@ -369,31 +370,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="FILE.jsonl", help="write one line per prompt, with its responses")
     parser.add_argument("overrides", nargs="*", help="section.field=value, e.g. eval.num_samples=16")
     args = parser.parse_args(argv)
-    try:
-        cfg = _config(args)
-        out = None if args.out is None else Path(args.out).absolute()
-        if out is not None and (out.is_dir() or not out.parent.is_dir()):
-            raise UserError(f"--out {out}: not a file in a folder that exists.")
-        result, version = run(cfg, source=args.checkpoint, scheme=args.scheme)
-        if out is not None:
-            try:
-                out.write_text("".join(json.dumps(record) + "\n" for record in result.prompts))
-            except OSError as error:
-                raise UserError(f"--out {out}: cannot be written ({error.strerror or error}).") from None
-        if args.json:
-            print(json.dumps(result.metrics))
-        else:
-            e = cfg.eval
-            name = f"{args.checkpoint} version {version}" if args.checkpoint else cfg.model.path
-            print(f"policy   {name}, {args.scheme or cfg.quant.rollout_scheme}, engine {cfg.rollout.engine_name}")
-            print(
-                f"data     {len(result.prompts)} prompts x {e.num_samples} samples, temperature {e.temperature:g},"
-                f" top_p {e.top_p:g}, at most {e.max_response_len or cfg.rollout.max_response_len} tokens\n"
-            )
-            print(table(result.metrics))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    cfg = _config(args)
+    out = None if args.out is None else Path(args.out).absolute()
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise UserError(f"--out {out}: not a file in a folder that exists.")
+    result, version = run(cfg, source=args.checkpoint, scheme=args.scheme)
+    if out is not None:
+        try:
+            out.write_text("".join(json.dumps(record) + "\n" for record in result.prompts))
+        except OSError as error:
+            raise UserError(f"--out {out}: cannot be written ({error.strerror or error}).") from None
+    if args.json:
+        print(json.dumps(result.metrics))
+    else:
+        e = cfg.eval
+        name = f"{args.checkpoint} version {version}" if args.checkpoint else cfg.model.path
+        print(f"policy   {name}, {args.scheme or cfg.quant.rollout_scheme}, engine {cfg.rollout.engine_name}")
+        print(
+            f"data     {len(result.prompts)} prompts x {e.num_samples} samples, temperature {e.temperature:g},"
+            f" top_p {e.top_p:g}, at most {e.max_response_len or cfg.rollout.max_response_len} tokens\n"
+        )
+        print(table(result.metrics))
     return 0
 
 

@@ -16,7 +16,6 @@ import json
 import os
 import pathlib
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from qarl_jax import build, checkpoint, config, models
 from qarl_jax.config import RunConfig
 from qarl_jax.models import safetensors
 from qarl_jax.rollout import PolicyWeights
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, entry_point
 
 FORMATS = ("hf", "compressed-tensors")
 MAX_SHARD_BYTES = 5 * 10**9
@@ -139,17 +138,14 @@ def _shards(
     yield write()
 
 
+@entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.export", description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", required=True, help="run folder, or one step_* folder of its checkpoints")
     parser.add_argument("--format", required=True, choices=FORMATS)
     parser.add_argument("--out", required=True, help="folder to write")
     args = parser.parse_args(argv)
-    try:
-        export(args.checkpoint, args.out, args.format)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    export(args.checkpoint, args.out, args.format)
     print(f"wrote {args.out}")
     return 0
 

@@ -29,11 +29,11 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qarl_jax import error_tokens, models, sharding, uaq
+from qarl_jax import error_tokens, models, sharding, trace, uaq
 from qarl_jax import optimizer as optimizers
 from qarl_jax.logprobs import token_logprobs
 from qarl_jax.loss import Loss, Objective, diagnostics, normalized
-from qarl_jax.metrics import Counts, Max, Mean, Metric, masked_mean
+from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, masked_mean
 from qarl_jax.quant import QTensor
 from qarl_jax.types import LossInputs, TrainBatch
 
@@ -72,6 +72,7 @@ class Options:
       kl: that term, from `loss.get_term`.
       error_prob: response tokens below this probability are counted as error tokens (0: none are).
       histograms: count log-ratios per bin, by the sign of the advantage.
+      token_logprobs: return the log-probs a gradient was taken at, as `trace.LOGPROBS` among the metrics.
     """
 
     temperature: float = 1.0
@@ -82,6 +83,7 @@ class Options:
     kl: Loss | None = None
     error_prob: float = 0.0
     histograms: bool = False
+    token_logprobs: bool = False
 
 
 @jax.jit
@@ -263,6 +265,8 @@ class Learner:
                 metrics |= error_tokens.token_metrics(inputs, self.options.error_prob)
             if self.options.histograms:
                 metrics |= {f"hist/{key}": Counts(n) for key, n in diagnostics.histograms(inputs).items()}
+            if self.options.token_logprobs:
+                metrics[trace.LOGPROBS] = Rows((jax.lax.stop_gradient(logprobs),))
             return total, metrics
 
         new, metrics = jax.grad(objective, has_aux=True)(params)

@@ -68,7 +68,22 @@ class Counts:
         return Counts(self.counts + other.counts)
 
 
-Metric = Mean | Max | Counts
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """An array [B, T] per micro-batch, in order; merging strings them together. Not a number either."""
+
+    parts: tuple[Any, ...]
+
+    @property
+    def value(self) -> jax.Array:
+        return jnp.concatenate(self.parts)
+
+    def __add__(self, other: Rows) -> Rows:
+        return Rows(self.parts + other.parts)
+
+
+Metric = Mean | Max | Counts | Rows
 
 
 def merge(a: dict[str, Metric], b: dict[str, Metric]) -> dict[str, Metric]:
@@ -92,7 +107,7 @@ def masked_max(x: jax.Array, mask: jax.Array, *, empty: float = 0.0) -> Max:
 
 def values(metrics: dict[str, Metric]) -> dict[str, float]:
     """The reduced numbers, fetched to the host. Histograms have their own function."""
-    reduced = jax.device_get({key: metric.value for key, metric in metrics.items() if not isinstance(metric, Counts)})
+    reduced = jax.device_get({key: metric.value for key, metric in metrics.items() if isinstance(metric, Mean | Max)})
     return {key: float(value) for key, value in reduced.items()}
 
 

@@ -5,7 +5,7 @@
     <run_dir>/run.json        the resolved config, and one entry per start: time, command, git, versions, devices, facts
               config.yaml     the resolved config once more, as a file to start another run from
               metrics.jsonl   one JSON object per step: {"step": 12, "reward/mean": 0.53, ..., "time/rollout_s": 1.2}
-              samples.jsonl   a few completions per step, in full
+              samples.jsonl   a few completions per step, in full, token by token
               histograms.jsonl  counts of log-ratios per step, for the bins of `loss.diagnostics.EDGES`
               tensorboard/    the same numbers as metrics.jsonl
 
@@ -37,7 +37,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -61,17 +61,22 @@ class Config:
         terminal, lines elsewhere.
       tensorboard: write event files.
       samples_per_step: completions per step in samples.jsonl; 0: none.
+      sample_tokens: tokens of each of them recorded with their log-probs, ratio, weight and fate (see `trace.py`); of a
+        longer response the first and the last half of as many; 0: none.
     """
 
     view: Literal["auto", "table", "lines", "off"] = "auto"
     tensorboard: bool = True
     samples_per_step: int = 4
+    sample_tokens: int = 1024
 
     def __post_init__(self) -> None:
         if self.view not in ("auto", "table", "lines", "off"):
             raise UserError(f"view is {self.view!r}; it must be one of auto, table, lines, off.")
         if self.samples_per_step < 0:
             raise UserError(f"samples_per_step must be 0 or more, got {self.samples_per_step}.")
+        if self.sample_tokens < 0:
+            raise UserError(f"sample_tokens must be 0 or more, got {self.sample_tokens}.")
 
 
 # ---------------------------------------------------------------------------------------------------------------- times
@@ -181,13 +186,21 @@ def _replace(path: Path, data: bytes) -> None:
 # -------------------------------------------------------------------------------------------------------------- samples
 
 
-def sample_records(groups: Iterable[RolloutGroup], limit: int) -> list[dict[str, Any]]:
-    """One completion of each of the first `limit` groups; group n shows its n-th, so that all get their turn."""
+def picks(groups: Sequence[RolloutGroup], limit: int) -> list[tuple[int, int]]:
+    """Which completions to show, as (group, sample): one of each of `limit` groups spread over the step, the last among
+    them (the first update alone sees ratios of 1); the n-th shows its n-th sample, so that all get their turn."""
+    limit = min(limit, len(groups))
+    chosen = [(n + 1) * len(groups) // limit - 1 for n in range(limit)]
+    return [(g, n % len(groups[g].completions)) for n, g in enumerate(chosen) if groups[g].completions]
+
+
+def sample_records(
+    groups: Sequence[RolloutGroup], limit: int, traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Some completions (`picks`) in full, with what is known of their tokens."""
     out = []
-    for index, group in zip(range(limit), groups, strict=False):
-        if not group.completions:
-            continue
-        pick = index % len(group.completions)
+    for index, pick in picks(groups, limit):
+        group = groups[index]
         completion = group.completions[pick]
         out.append(
             {
@@ -199,6 +212,7 @@ def sample_records(groups: Iterable[RolloutGroup], limit: int) -> list[dict[str,
                 "finish_reason": completion.finish_reason,
                 "response_len": len(completion.tokens),
                 "policy_version": completion.policy_version,
+                **(traces or {}).get((index, pick), {}),
             }
         )
     return out
@@ -349,9 +363,14 @@ class Observer:
         self._view.show(record)
         return record
 
-    def samples(self, step: int, groups: Iterable[RolloutGroup]) -> None:
-        """Record a few completions of a step (`Config.samples_per_step`)."""
-        records = sample_records(groups, self.config.samples_per_step)
+    def samples(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record a few completions of a step (`Config.samples_per_step`), with `trace.Follower.records` of them."""
+        records = sample_records(groups, self.config.samples_per_step, traces)
         if records:
             self._append(self.samples_path, [{"step": step, **record} for record in records])
 

@@ -34,7 +34,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -49,7 +48,7 @@ from qarl_jax.logprobs import token_logprobs
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
 from qarl_jax.rollout.vllm import Config, VllmEngine
-from qarl_jax.types import Completion, Prompt, UserError
+from qarl_jax.types import Completion, Prompt, UserError, entry_point
 
 ENTROPY_FLOOR = 0.5  # nat
 _BATCH = 16  # rows scored at once
@@ -326,6 +325,7 @@ def line(stats: dict[str, float]) -> str:
     )
 
 
+@entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     defaults = Options()
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.parity", description=__doc__.split("\n")[0])
@@ -359,9 +359,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError("--prompts, --prompt-len and --response-len must be at least 1")
         quant.parse_scheme(args.scheme)
         result = climb(args.model, args.scheme, args.engine, options, show)
-    except (UserError, BridgeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except BridgeError as error:
+        raise UserError(str(error)) from None
     if args.json:
         print(json.dumps(result))
     else:

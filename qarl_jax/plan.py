@@ -115,14 +115,19 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         out["activations (estimate)"] = max(out["activations (estimate)"], activations(body, positions))
     if isinstance(cfg.rollout.engine, jax_sampler.Config):
         sampled = build.rollout_graphdef(cfg, graphdef)
+        prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial
+        prompt_len, response_len = cfg.data.max_prompt_len, cfg.rollout.max_response_len
+        if partial.is_on:  # what goes on with a response takes it for a prompt, and adds a chunk
+            prompts = partial.groups(prompts)
+            prompt_len, response_len = prompt_len + response_len - 1, partial.tokens(response_len)
         weights, cache = jax_sampler.footprint(
             cfg.rollout.engine,
             sampled,
             params,
             jax.eval_shape(lambda p: models.quantize_params(sampled, p), params),
-            prompt_len=cfg.data.max_prompt_len,
-            response_len=cfg.rollout.max_response_len,
-            sequences=cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt,
+            prompt_len=prompt_len,
+            response_len=response_len,
+            sequences=prompts * cfg.rollout.num_samples_per_prompt,
         )
         out |= {"sampler's policy": nbytes(weights, mesh), "sampler's KV cache": nbytes(cache)}
     return out

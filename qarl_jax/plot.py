@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m qarl_jax.plot RUN [RUN ...] [--out DIR]`: curves of one or more runs from their metrics.jsonl.
 
-Writes <out>/curves.png, and where runs recorded histograms <out>/ratios.png.
+Writes <out>/curves.png, <out>/report.html, and where runs recorded histograms <out>/ratios.png.
 
 Curves: one panel per question a run raises (does it learn, how long does it answer, does it still
 explore, how far are learner and sampler apart, how much does the loss clip, is training steady), one colour per run.
@@ -10,6 +10,9 @@ The faint line is what was measured, the strong one its running mean. A panel th
 
 Ratios: how far the updates moved the policy, and how far sampler and learner are apart, per token and per response, by
 the sign of A, summed over each run's last steps.
+
+The report (`report.py`) is for a browser: the curves once more, and samples whose tokens are shaded by ratio, weight
+and probability, with what the loss dropped marked.
 
 Needs matplotlib (`pip install qarl-jax[plot]`).
 """
@@ -25,8 +28,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qarl_jax import report
 from qarl_jax.observe import read_lines
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, entry_point
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette: told apart under every common colour blindness, and in grey."""
@@ -37,13 +41,23 @@ STYLES: tuple[Any, ...] = ("-", "--", ":", "-.")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One set of axes. `metrics` maps a metric's name to what the legend calls it."""
+    """One set of axes. `metrics` maps a metric's name to what the legend calls it.
+
+    `log` is for numbers that may span orders of magnitude; the axis is logarithmic where they do. `needs` is a metric
+    without which, or at 0, a step has nothing to show here.
+    """
 
     title: str
     metrics: Mapping[str, str]
     log: bool = False
     percent: bool = False
     markers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    needs: str = ""
+
+    def series(self, run: Run, metric: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one of its metrics that it can show."""
+        steps, values = run.series(metric, self.needs)
+        return _positive(steps, values) if self.log else (steps, values)
 
 
 PANELS: tuple[Panel, ...] = (
@@ -72,7 +86,25 @@ PANELS: tuple[Panel, ...] = (
     ),
     Panel(
         title="Tokens clipped, by sign of advantage",
-        metrics={"clip/pos_high": "A > 0", "clip/neg_low": "A < 0"},
+        metrics={
+            "clip/pos_high": "A > 0, above",
+            "clip/neg_low": "A < 0, below",
+            "clip/dual_neg_high": "A < 0, above (dual clip)",
+        },
+        percent=True,
+    ),
+    Panel(
+        title="Largest token ratio and weight",
+        metrics={"loss/ratio_max": "learner now / start", "mismatch/w_max": "weight in the loss"},
+        log=True,
+    ),
+    Panel(
+        title="Mismatch weights cut, by edge",
+        metrics={
+            "mismatch/w_cap_high": "above",
+            "mismatch/w_cap_low": "below",
+            "mismatch/seq_rejected": "whole response rejected",
+        },
         percent=True,
     ),
     Panel(
@@ -81,11 +113,32 @@ PANELS: tuple[Panel, ...] = (
         log=True,
     ),
     Panel(
+        title="Error tokens of the learner, by sign of A",
+        metrics={"error/tok_learner_pos": "A > 0", "error/tok_learner_neg": "A < 0"},
+        percent=True,
+    ),
+    Panel(
+        title="Error tokens in clusters",
+        metrics={"error/cluster_tok_learner": "learner", "error/cluster_tok_sampler": "sampler"},
+        percent=True,
+    ),
+    Panel(
         title="Responses with a cluster of error tokens",
         metrics={"error/seq_learner_pos": "A > 0", "error/seq_learner_neg": "A < 0"},
         percent=True,
     ),
-    Panel(title="Repeated 4-grams", metrics={"text/repeated": "share"}, percent=True),
+    Panel(
+        title="Where the first cluster begins (share of the response)",
+        metrics={"error/onset_share": "mean"},
+        percent=True,
+        needs="error/seq_learner",
+    ),
+    Panel(
+        title="Repetition",
+        metrics={"text/repeated": "repeated 4-grams", "text/loops": "responses that loop"},
+        percent=True,
+    ),
+    Panel(title="Responses, compressed / plain bytes", metrics={"text/zlib_ratio": "mean"}),
     Panel(title="Critic: variance of the returns explained", metrics={"critic/explained_variance": "share"}),
     Panel(title="Gradient norm", metrics={"optim/grad_norm": "before clipping"}, log=True),
     Panel(
@@ -105,12 +158,13 @@ class Run:
     name: str
     records: Sequence[Mapping[str, Any]]
 
-    def series(self, metric: str) -> tuple[list[int], list[float]]:
-        """Steps and values where the metric is a finite number."""
+    def series(self, metric: str, needs: str = "") -> tuple[list[int], list[float]]:
+        """Steps and values where the metric is a finite number, and `needs` (where given) is positive."""
         points = [
             (record["step"], float(record[metric]))
             for record in self.records
             if isinstance(record.get(metric), (int, float)) and math.isfinite(record[metric])
+            if not needs or (record.get(needs) or 0) > 0
         ]
         return [step for step, _ in points], [value for _, value in points]
 
@@ -174,7 +228,7 @@ def figure(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -
         raise UserError("Plots need matplotlib: pip install qarl-jax[plot].") from None
 
     panels = [*PANELS, *(Panel(title=metric, metrics={metric: ""}) for metric in extra)]
-    drawn = [p for p in panels if any(run.series(m)[0] for run in runs for m in (*p.metrics, *p.markers))]
+    drawn = [p for p in panels if any(p.series(run, m)[0] for run in runs for m in (*p.metrics, *p.markers))]
     if not drawn:
         raise UserError("No run has any of the metrics that plots show; name some with --metric.")
 
@@ -246,6 +300,8 @@ def ratio_figure(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> Any:
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(which="both", labelsize=7)
+            if column == 0:
+                axes.set_ylabel("share", fontsize=9)
             if row == len(HISTOGRAMS) - 1:
                 axes.set_xlabel("log-ratio", fontsize=9)
     handles = [
@@ -256,18 +312,42 @@ def ratio_figure(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> Any:
     return fig
 
 
+def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> list[report.Chart]:
+    """The panels of `figure`, as the report draws them."""
+    out = []
+    for panel in [*PANELS, *(Panel(title=metric, metrics={metric: ""}) for metric in extra)]:
+        lines = []
+        for index, run in enumerate(runs):
+            for style, (metric, label) in enumerate(panel.metrics.items()):
+                steps, values = panel.series(run, metric)
+                mean = running_mean(values, window)
+                if steps and window > 1:
+                    lines.append(
+                        report.Line(label=label, run=index, style=style, steps=steps, values=values, faint=True)
+                    )
+                if steps:
+                    lines.append(report.Line(label=label, run=index, style=style, steps=steps, values=mean))
+            for metric, label in panel.markers.items():
+                steps, values = panel.series(run, metric)
+                if steps:
+                    lines.append(report.Line(label=label, run=index, steps=steps, values=values, marks=True))
+        if lines:
+            out.append(report.Chart(title=panel.title, lines=lines, percent=panel.percent, log=panel.log))
+    return out
+
+
 def _draw(axes: Any, panel: Panel, runs: Sequence[Run], window: int) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+    drawn: list[float] = []
     shown: dict[str, Any] = {}  # what the panel's own legend explains: line styles and markers; colours are runs
     for color, run in zip(itertools.cycle(COLORS), runs, strict=False):
         for style, (metric, label) in zip(itertools.cycle(STYLES), panel.metrics.items(), strict=False):
-            steps, values = run.series(metric)
-            if panel.log:
-                steps, values = _positive(steps, values)
+            steps, values = panel.series(run, metric)
             if not steps:
                 continue
+            drawn += values
             if window > 1:
                 axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8, linestyle=style)
             dot = "o" if len(steps) == 1 else None
@@ -275,11 +355,11 @@ def _draw(axes: Any, panel: Panel, runs: Sequence[Run], window: int) -> None:
             axes.plot(steps, mean, color=color, linewidth=1.8, linestyle=style, marker=dot, markersize=4)
             shown[label] = Line2D([], [], color="0.3", linestyle=style, label=label)
         for metric, label in panel.markers.items():
-            steps, values = run.series(metric)
+            steps, values = panel.series(run, metric)
             if steps:
                 axes.plot(steps, values, color=color, linestyle="none", marker="D", markersize=5, markeredgecolor="w")
                 shown[label] = Line2D([], [], color="0.3", linestyle="none", marker="D", label=label)
-    if panel.log and axes.lines:
+    if panel.log and drawn and max(drawn) > 10 * min(drawn):  # below that a logarithmic axis has hardly a tick
         axes.set_yscale("log")
     if panel.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -290,7 +370,7 @@ def _draw(axes: Any, panel: Panel, runs: Sequence[Run], window: int) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(which="both", labelsize=8)
     if len(shown) > 1:
-        axes.legend(handles=list(shown.values()), fontsize=8, frameon=False)
+        axes.legend(handles=list(shown.values()), fontsize=8, framealpha=0.7, edgecolor="none")
 
 
 def _positive(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
@@ -298,33 +378,38 @@ def _positive(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int],
     return [s for s, _ in kept], [v for _, v in kept]
 
 
+@entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.plot", description="Curves of runs, side by side.")
     parser.add_argument("runs", nargs="+", help="run directories")
-    parser.add_argument("--out", default="figures", help="directory for curves.png (default: figures)")
+    parser.add_argument("--out", default="figures", help="directory for figures and report (default: figures)")
     parser.add_argument("--window", type=int, default=5, help="steps of the running mean (default: 5)")
     parser.add_argument("--metric", action="append", default=[], help="one more metric to show; may be repeated")
+    parser.add_argument(
+        "--report-steps", type=int, default=12, help="steps per run whose samples the report shows (default: 12)"
+    )
     args = parser.parse_args(argv)
-    try:
-        if args.window < 1:
-            raise UserError(f"--window must be at least 1, got {args.window}.")
-        runs = load_runs(args.runs)
-        figures = {"curves.png": figure(runs, window=args.window, extra=args.metric)}
-        counts = {run.name: load_histograms(path) for run, path in zip(runs, args.runs, strict=True)}
-        if any(counts.values()):
-            figures["ratios.png"] = ratio_figure(counts)
-        for name, fig in figures.items():
-            target = Path(args.out) / name
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                fig.savefig(target, dpi=150)
-            except OSError as error:
-                raise UserError(f"Cannot write {target}: {error.strerror or error}.") from None
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    for name in figures:
+    if args.window < 1:
+        raise UserError(f"--window must be at least 1, got {args.window}.")
+    if args.report_steps < 0:
+        raise UserError(f"--report-steps must be 0 or more, got {args.report_steps}.")
+    runs = load_runs(args.runs)
+    figures = {"curves.png": figure(runs, window=args.window, extra=args.metric)}
+    counts = {run.name: load_histograms(path) for run, path in zip(runs, args.runs, strict=True)}
+    if any(counts.values()):
+        figures["ratios.png"] = ratio_figure(counts)
+    for name, fig in figures.items():
+        target = Path(args.out) / name
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            fig.savefig(target, dpi=150)
+        except OSError as error:
+            raise UserError(f"Cannot write {target}: {error.strerror or error}.") from None
+    names = {run.name: path for run, path in zip(runs, args.runs, strict=True)}
+    page = report.render(names, charts(runs, window=args.window, extra=args.metric), steps=args.report_steps)
+    report.write(Path(args.out) / "report.html", page)
+    for name in [*figures, "report.html"]:
         print(Path(args.out) / name)
     return 0
 

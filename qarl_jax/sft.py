@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -30,7 +29,7 @@ from qarl_jax import data, metrics, models, optimizer, schema, sharding
 from qarl_jax.data.traces import worked_answer
 from qarl_jax.learner import Learner, Options
 from qarl_jax.metrics import Mean, Metric, masked_mean
-from qarl_jax.types import LossInputs, TrainBatch, UserError
+from qarl_jax.types import LossInputs, TrainBatch, UserError, entry_point
 
 RECEIPT = "sft.json"
 
@@ -80,6 +79,7 @@ class Config:
       out: folder for the result.
       worked_share: share of the examples whose answer is a solution with its steps (`data.traces`); the others have the
         task's final answer alone. Between 0 and 1 the model learns both manners, and RL can tell which one pays.
+      slip_rate: probability that a step of a worked answer is wrong, and what follows builds on it (`data.traces`).
       quant: forward scheme while training; "bf16": none.
     """
 
@@ -88,6 +88,7 @@ class Config:
     model: Model = dataclasses.field(default_factory=Model)
     tokenizer: Tokenizer = dataclasses.field(default_factory=Tokenizer)
     worked_share: float = 0.0
+    slip_rate: float = 0.0
     quant: str = "bf16"
     train: Train = dataclasses.field(default_factory=Train)
     optimizer: Annotated[Any, schema.Variants(optimizer.OPTIMIZERS)] = dataclasses.field(
@@ -102,6 +103,10 @@ class Config:
             )
         if not 0 <= self.worked_share <= 1:
             raise UserError(f"worked_share is a share of the examples, in [0, 1]; got {self.worked_share}.")
+        if not 0 <= self.slip_rate < 1:
+            raise UserError(f"slip_rate is a probability below 1, got {self.slip_rate}.")
+        if self.slip_rate and not self.worked_share:
+            raise UserError("slip_rate concerns worked answers only; set worked_share, or slip_rate=0.")
         if (self.model.init is not None) != bool(self.tokenizer.alphabet):
             raise UserError(
                 "model.init and tokenizer.alphabet go together; with model.path the folder's tokenizer is used."
@@ -201,9 +206,10 @@ def run(cfg: Config) -> None:
     started = time.monotonic()
     for update in range(cfg.train.updates):
         examples = []
-        worked = np.random.default_rng([cfg.seed, update]).random(cfg.train.rows) < cfg.worked_share
+        rng = np.random.default_rng([cfg.seed, update])
+        worked = rng.random(cfg.train.rows) < cfg.worked_share
         for prompt, in_steps in zip(stream.batch(update), worked, strict=True):
-            answer = worked_answer(prompt) if in_steps else prompt.answer
+            answer = worked_answer(prompt, cfg.slip_rate, rng) if in_steps else prompt.answer
             examples.append((prompt.tokens, [*tokenizer.encode(answer, add_special_tokens=False), stop]))
         batch = rows_of(examples, cfg.train.row_len)
         qweights = learner.quantize(state.params)
@@ -232,21 +238,18 @@ def run(cfg: Config) -> None:
     print(f"wrote {cfg.out}")
 
 
+@entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.sft", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_argument("--force", action="store_true", help="train even if `out` is up to date")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
-    try:
-        cfg = schema.load(Config, args.config, args.overrides)
-        if is_done(cfg) and not args.force:
-            print(f"{cfg.out} is up to date (same config); --force trains it again")
-            return 0
-        run(cfg)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    cfg = schema.load(Config, args.config, args.overrides)
+    if is_done(cfg) and not args.force:
+        print(f"{cfg.out} is up to date (same config); --force trains it again")
+        return 0
+    run(cfg)
     return 0
 
 

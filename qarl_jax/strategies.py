@@ -14,7 +14,8 @@ strategy on leaves the order of the stream as it was.
 Overlong filtering. A response cut off at the length limit has a reward that says little about it; masked, it takes part
 in its group's advantages but not in the loss or its denominators. verl leaves this out, TRL's recipe has it: off here.
 
-Left out: sampling ahead of need (more prompts than a step holds, at once), which trades waste for fewer rounds.
+Left out: sampling ahead of need (more prompts than a step holds, at once), which trades waste for fewer rounds; with
+partial rollouts (`partial.py`) nothing of it is wasted.
 """
 
 from __future__ import annotations

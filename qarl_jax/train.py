@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 import signal
@@ -28,7 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qarl_jax import build, config, data, error_tokens, metrics, observe, plan, strategies, uaq
+from qarl_jax import build, config, data, error_tokens, metrics, observe, partial, plan, strategies, trace, uaq
 from qarl_jax import evaluate as evaluations
 from qarl_jax.checkpoint import Checkpoints
 from qarl_jax.config import RunConfig
@@ -38,8 +39,8 @@ from qarl_jax.learner import Learner, TrainState, code_flips
 from qarl_jax.loss import diagnostics
 from qarl_jax.loss.advantages import finite, group_advantages
 from qarl_jax.metrics import Metric
-from qarl_jax.rollout import PolicyWeights, RolloutEngine
-from qarl_jax.types import Prompt, RolloutGroup, UserError
+from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine
+from qarl_jax.types import Completion, Prompt, RolloutGroup, entry_point
 
 # Reported once more over the updates after a step's first, where alone the ratio bands can act (the first has ratio 1).
 LATER = ("clip/", "loss/ratio", "loss/seq_ratio", "proximal/")
@@ -85,7 +86,6 @@ def run(cfg: RunConfig) -> None:
         mesh = build.make_mesh(cfg)
         tokenizer = data.load_tokenizer(cfg.model.path)
         stop = data.stop_token_ids(tokenizer, cfg.model.path)
-        sampling = cfg.rollout.sampling(stop)
         source = data.make_source(cfg.data, tokenizer, "train")
         stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step)
         if source.skipped.total:
@@ -105,14 +105,17 @@ def run(cfg: RunConfig) -> None:
         def entries() -> dict[str, Any]:
             return state.entries() | (critic.entries() if critic is not None else {})
 
-        start = 0
+        start, unfinished = 0, None
         if checkpoints.latest_step() is not None:
             restored = checkpoints.restore(entries())
             stream.check_state(restored.extra["data"])
             state, start = TrainState(**{name: restored.state[name] for name in state.entries()}), restored.step
             if critic is not None:
                 critic.restore(restored.state)
+            unfinished = restored.extra.get("partial")
             observer.say(f"resuming {cfg.run_dir} after step {start}")
+        # Responses that were interrupted, where `rollout.partial` is on: state of the run as much as the weights are.
+        buffer = partial.restore(cfg.rollout.partial, unfinished, stream, start, cfg.rollout.num_samples_per_prompt)
         observer.start(config=config.to_dict(cfg), facts=plan.facts(cfg, graphdef))
         observer.write("config.yaml", config.to_yaml(cfg))
         observer.truncate_to(start - 1)
@@ -122,6 +125,8 @@ def run(cfg: RunConfig) -> None:
 
         def save(step: int) -> None:
             extra = {"data": stream.state(step), "policy_version": step, "seed": cfg.seed}
+            if cfg.rollout.partial.is_on:
+                extra["partial"] = buffer.state()
             checkpoints.save(step, entries(), extra)
 
         def evaluate(version: int) -> dict[str, float]:
@@ -150,24 +155,51 @@ def run(cfg: RunConfig) -> None:
                 completions = engine.generate(
                     prompts,
                     num_samples=cfg.rollout.num_samples_per_prompt,
-                    sampling=sampling,
+                    sampling=cfg.rollout.sampling(stop, step),
                     key=build.seed_of(cfg.seed, step, f"rollout/{batch}" if batch else "rollout"),
                 )
+            return grade(step, prompts, completions)
+
+        def grade(
+            step: int, prompts: list[Prompt], completions: Sequence[Sequence[Completion]]
+        ) -> tuple[list[RolloutGroup], dict[str, np.ndarray]]:
             with timer("reward"):
-                return grader.grade(tokenizer, prompts, completions)
+                return grader.grade(tokenizer, prompts, completions, cfg.rollout.max_response_len_at(step))
+
+        def extend(step: int, requests: list[Request]) -> list[Completion]:
+            sampling = cfg.rollout.sampling(stop, step)
+            chunk = cfg.rollout.partial.tokens(sampling.max_response_len)
+            with timer("rollout"):
+                return engine.extend(requests, sampling=dataclasses.replace(sampling, max_response_len=chunk))
 
         for step in range(start, cfg.train.steps):
             timer.take()
             profile = jax.profiler.trace(os.path.join(cfg.run_dir, "profile"))
             with profile if step in cfg.train.profile_steps else contextlib.nullcontext():
                 # ---- sample and grade: nothing has changed yet, so an interrupt drops the step -----------------------
-                collected = strategies.collect(cfg.rollout.dynamic, stream, step, functools.partial(sample, step))
+                if cfg.rollout.partial.is_on:
+                    collected, left = partial.collect(
+                        cfg.rollout.partial,
+                        cfg.rollout.dynamic,
+                        stream,
+                        step,
+                        buffer,
+                        num_samples=cfg.rollout.num_samples_per_prompt,
+                        max_response_len=cfg.rollout.max_response_len_at(step),
+                        key=lambda begun: build.seed_of(cfg.seed, begun, "rollout"),
+                        extend=functools.partial(extend, step),
+                        grade=functools.partial(grade, step),
+                    )
+                else:
+                    sample_step = functools.partial(sample, step)
+                    collected, left = strategies.collect(cfg.rollout.dynamic, stream, step, sample_step), buffer
                 groups = collected.groups
                 if interrupt.requested:
                     save(step)
                     checkpoints.wait()
                     observer.say(f"interrupted: saved after step {step}; the same command resumes")
                     return
+                buffer = left
 
                 # ---- learn -------------------------------------------------------------------------------------------
                 advantages = finite(np.stack([group.rewards for group in groups]))
@@ -178,8 +210,12 @@ def run(cfg: RunConfig) -> None:
                     advantages = rng.permutation(advantages.reshape(-1)).reshape(advantages.shape)
                 if cfg.train.mask_truncated:
                     groups = strategies.without_truncated(groups)
+                picks = observe.picks(groups, cfg.log.samples_per_step)
+                follow = trace.Follower(
+                    picks, learner.loss_fn, most=cfg.log.sample_tokens, rows=cfg.log.samples_per_step
+                )
                 state, learned, histograms = learn(
-                    cfg, learner, publisher, state, groups, advantages, step, timer, reference, critic
+                    cfg, learner, publisher, state, groups, advantages, step, timer, reference, critic, follow
                 )
                 with timer("publish"):
                     published = publisher.publish(state, step + 1)
@@ -193,8 +229,10 @@ def run(cfg: RunConfig) -> None:
             if (cfg.eval.every and done % cfg.eval.every == 0 and not last) or (last and cfg.eval.at_end):
                 with timer("eval"):
                     record |= evaluate(done)
+            with timer("trace"):
+                traces = follow.records(groups, tokenizer)
             observer.log(step, record | speed(record, timer.take()))
-            observer.samples(step, collected.groups)
+            observer.samples(step, collected.groups, traces)
             observer.histograms(step, histograms)
             if checkpoints.should_save(done) or last or interrupt.requested:
                 save(done)
@@ -255,11 +293,13 @@ def learn(
     timer: observe.PhaseTimer,
     reference: tuple[Any, Any] | None = None,
     critic: Critic | None = None,
+    follow: trace.Follower | None = None,
 ) -> tuple[TrainState, dict[str, float], dict[str, list[int]]]:
     """All optimizer updates of a step. Returns the new state, the step's reduced metrics and its histograms.
 
     `reference`: masters and QTensors of the reference policy (`Learner.reference`), where the run has a KL term.
     `critic`: where the run has one; `advantages` are then the rewards, and its own state moves on with the policy's.
+    `follow`: is told what happens to the responses it follows.
 
     The proximal policy is scored once, before the first update, on the very rows the updates use. A step with a single
     update needs no scoring: there the proximal policy is the current one.
@@ -276,13 +316,15 @@ def learn(
                 packed = packing.pack(
                     [groups[i] for i in chosen],
                     advantages[chosen],
-                    row_len=cfg.row_len,
+                    row_len=cfg.row_len_at(step),
                     rows_multiple=cfg.train.micro_batch_rows,
                     max_segments=cfg.train.max_segments,
                     unpacked=cfg.train.packing == "unpacked",
                 )
                 micros = [learner.put(micro) for micro in packed.micro_batches(cfg.train.micro_batch_rows)]
                 packs.append((packed, micros))
+                if follow is not None:
+                    follow.packed(chosen, packed)
     judged: dict[str, float] = {}
     targets: list[list[Targets]] = []
     waiting = critic is not None and cfg.critic is not None and step < cfg.critic.warmup_steps
@@ -329,6 +371,9 @@ def learn(
                     grads, state.params, qweights, micro, old_logprobs, *counts, **more
                 )
                 inner = metrics.merge(inner, measured)
+            logprobs = inner.pop(trace.LOGPROBS, None)
+            if follow is not None:
+                follow.updated(number, micros, old[number], logprobs)
             state, applied = learner.apply_update(state, grads)
             publisher.updated()
             if float(jax.device_get(applied["optim/nonfinite"].value)):
@@ -389,8 +434,9 @@ def rollout_metrics(
 def speed(record: dict[str, float], times: dict[str, float]) -> dict[str, float]:
     """Seconds per phase, and tokens per second of the sampler and of the whole step."""
     tokens = record["response/tokens"]
+    drawn = record.get("rollout/partial_tokens", tokens)
     return times | {
-        "time/rollout_tok_per_s": tokens / max(times.get("time/rollout_s", 0.0), 1e-9),
+        "time/rollout_tok_per_s": drawn / max(times.get("time/rollout_s", 0.0), 1e-9),
         "time/tok_per_s": tokens / max(times["time/step_s"], 1e-9),
     }
 
@@ -423,24 +469,21 @@ def timed(published: dict[str, float]) -> dict[str, float]:
     return {f"time/{key.removeprefix('time/')}": value for key, value in published.items()}
 
 
+@entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="YAML file (see configs/)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plans, then stop")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
-    try:
-        cfg = config.load(args.config, args.overrides)
-        if args.dry_run:
-            print(config.to_yaml(cfg))
-        print(config.describe(cfg))
-        if args.dry_run:
-            print(plan.describe(cfg))
-            return 0
-        run(cfg)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    cfg = config.load(args.config, args.overrides)
+    if args.dry_run:
+        print(config.to_yaml(cfg))
+    print(config.describe(cfg))
+    if args.dry_run:
+        print(plan.describe(cfg))
+        return 0
+    run(cfg)
     return 0
 
 

@@ -21,6 +21,9 @@ Off-by-ones, written once:
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -168,3 +171,17 @@ class UserError(Exception):
 
     Entry points print its message and exit with code 2; nothing on disk is lost.
     """
+
+
+def entry_point(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """Decorates `main(argv) -> exit code`: what the user can fix is told in one line on stderr, with exit code 2."""
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    return run

@@ -1,15 +1,25 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Strict JAX for every test: 8 simulated devices, no silent promotion, no silent broadcasting over ranks."""
+"""Strict JAX for every test: 8 simulated devices, no silent promotion, no silent broadcasting over ranks.
+
+Eight devices on two cores need patience. A simulated device that reaches a collective blocks one thread of XLA's pool
+until all eight are there, and XLA ends the process when one is 40 s late; a pool of one thread per device (the default)
+leaves none for whatever else has to run before the last can arrive. So: more threads, and longer limits.
+"""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-_FLAG = "--xla_force_host_platform_device_count=8"
-if _FLAG not in os.environ.get("XLA_FLAGS", "") and os.environ["JAX_PLATFORMS"] == "cpu":
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+os.environ.setdefault("PJRT_NPROC", "16")
+_FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+)
+if _FLAGS[0] not in os.environ.get("XLA_FLAGS", "") and os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
 
 import jax  # noqa: E402  (the flags above must be set first)
 

@@ -378,6 +378,41 @@ def test_derived_numbers_are_in_prompts_and_printed(load):
     assert "10 steps = 80 updates = 1280 responses" in text
 
 
+STAGES = "rollout.stages=[{until: 3, max_response_len: 16}, {until: 5, max_response_len: 32}]"
+
+
+def test_stages_are_resolved_by_the_step_alone(load):
+    cfg = load("train.steps=8", STAGES)
+    assert [cfg.rollout.max_response_len_at(step) for step in range(8)] == [16] * 3 + [32] * 2 + [64] * 3
+    assert [cfg.rollout.sampling((1,), step).max_response_len for step in (2, 3, 5)] == [16, 32, 64]
+    assert cfg.rollout.sampling().max_response_len == 64  # evaluation's, and what is planned for
+    assert [cfg.row_len_at(step) for step in (2, 3, 5)] == [80, 96, 128]
+    assert cfg.row_len == 128
+    fixed = load("train.row_len=130", STAGES)
+    assert {fixed.row_len_at(step) for step in range(8)} == {130}
+    assert [load().rollout.max_response_len_at(step) for step in (0, 10**6)] == [64, 64]
+
+
+def test_stages_and_partial_rollouts_are_printed(load):
+    text = config.describe(load("train.steps=8", STAGES))
+    for part in (
+        "stages       steps 0 to 2: response <= 16 tokens, rows of 80",
+        "             steps 3 to 4: response <= 32 tokens, rows of 96",
+        "             steps 5 to 7: response <= 64 tokens, rows of 128",
+        "the learner's programs are compiled 3 times, once for each length of a row",
+    ):
+        assert part in text
+    short = config.describe(load("train.steps=4", "train.row_len=130", STAGES))
+    assert "steps 3 to 3: response <= 32 tokens, rows of 130" in short
+    assert "steps 5" not in short  # never reached
+    assert "compiled 1 time," in short
+    text = config.describe(load("train.prompts_per_step=8", "rollout.partial={over_provision: 1.5, max_lag: 2}"))
+    assert "12 prompts in hand; a step ends when 8 are complete, which is looked at every 8 tokens" in text
+    assert "trained on at most 2 steps after" in text
+    assert "stages" not in text
+    assert "in hand" not in config.describe(load())
+
+
 PPO = ("loss.name=ppo", "advantage.name=gae", "critic={}")
 
 
@@ -436,6 +471,29 @@ PPO = ("loss.name=ppo", "advantage.name=gae", "critic={}")
             "give both prompt_key and",
         ),
         (["rollout.engine.name=vllm", "rollout.engine.max_model_len=100"], "rollout.engine.max_model_len=100 is below"),
+        (
+            ["rollout.stages=[{until: 5, max_response_len: 8}, {until: 5, max_response_len: 16}]"],
+            "stages.1: until=5 does not come after the stage before it, which lasts until step 5",
+        ),
+        (
+            ["rollout.stages=[{until: 5, max_response_len: 65}]"],
+            "stages.0: max_response_len=65 exceeds rollout.max_response_len=64",
+        ),
+        (["rollout.stages=[{until: 0, max_response_len: 8}]"], "until must be at least 1, got 0"),
+        (["rollout.stages=[{until: 5, max_response_len: 0}]"], "max_response_len must be at least 1, got 0"),
+        (["rollout.stages=[{until: 5}]"], "rollout.stages.0.max_response_len is required"),
+        (["rollout.stages={until: 5}"], "rollout.stages: expected a list"),
+        (
+            ["rollout.stages=[{until: 5, max_response_len: 8}]", "reward.name=overlong", "reward.buffer_len=9"],
+            "buffer_len=9 exceeds the limit of 8 tokens (rollout.stages)",
+        ),
+        (["rollout.partial.over_provision=3"], "over_provision must lie in [1, 2] (1: off), got 3.0"),
+        (
+            ["rollout.partial.over_provision=1.5", "rollout.partial.chunk=64"],
+            "chunk=64 is not below max_response_len=64",
+        ),
+        (["rollout.partial.chunk=8"], "chunk=8 decides nothing at over_provision=1"),
+        (["rollout.partial.over_provision=2", "rollout.partial.max_lag=0"], "max_lag must be at least 1"),
         (["checkpoint.every=-1"], "every must be 0 (never) or more"),
         (["optimizer.lr=-1"], "lr"),
         (["loss.clip_high=-1"], "clip_high"),
@@ -482,6 +540,8 @@ def test_the_resolved_config_of_a_run_reads_back(load, write):
         "loss.name=grpo",
         "optimizer.name=adamw",
         "rollout.engine.name=vllm",
+        STAGES,
+        "rollout.partial={over_provision: 1.5, chunk: 4}",
         "eval.data={source: {name: jsonl, path: x}, template: raw}",
     )
     assert config.load(write(config.to_yaml(cfg), "dump.yaml")) == cfg

@@ -225,7 +225,6 @@ def check_mesh(scheme, mesh, loss_tol, update_tol):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", ["fsdp2-tensor4"])
 def test_a_mesh_gives_the_gradient_of_one_device(mesh):
     wanted, found = (gradient(*fresh("bf16", where), packed(), ROWS)[0] for where in ("", mesh))
@@ -233,21 +232,18 @@ def test_a_mesh_gives_the_gradient_of_one_device(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_mesh_of_eight_equals_one_device_in_float32(mesh):
     check_mesh("bf16", mesh, 1e-5, 1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", ["fsdp2-tensor4", "tensor8"])
 def test_int4_tensors_are_bit_equal_on_a_mesh_and_the_loss_agrees(mesh):
     check_mesh("w4a16:g32", mesh, 1e-5, 1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", ["fsdp8", "data2-fsdp4"])
 def test_int8_tensors_are_bit_equal_on_a_mesh_and_the_loss_agrees(mesh):
     # An activation code flips where float32 noise moves a value over a rounding edge, and the gradient with it.

@@ -129,18 +129,18 @@ def test_a_torn_last_line_is_left_out_but_a_broken_one_before_it_is_an_error(tmp
 # ------------------------------------------------------------------------------------------------- samples and manifest
 
 
-def test_samples_show_one_completion_of_each_of_the_first_groups(observer):
-    observer.samples(5, [group(uid=f"t/{i}") for i in range(9)])
+def test_samples_show_one_completion_of_each_of_some_groups_spread_over_the_step(observer):
+    observer.samples(5, [group(uid=f"t/{i}") for i in range(9)], {(3, 1): {"advantage": 0.5}})
     records = read_lines(observer.samples_path)
     assert [(r["step"], r["uid"], r["response"], r["reward"]) for r in records] == [
-        (5, "t/0", "no", 0.0),
-        (5, "t/1", "yes", 1.0),
-        (5, "t/2", "no", 0.0),
+        (5, "t/1", "no", 0.0),
         (5, "t/3", "yes", 1.0),
+        (5, "t/5", "no", 0.0),
+        (5, "t/8", "yes", 1.0),
     ]
     assert records[1] == {
         "step": 5,
-        "uid": "t/1",
+        "uid": "t/3",
         "prompt": "1+1=",
         "response": "yes",
         "answer": "2",
@@ -148,6 +148,7 @@ def test_samples_show_one_completion_of_each_of_the_first_groups(observer):
         "finish_reason": "stop",
         "response_len": 2,
         "policy_version": 4,
+        "advantage": 0.5,
     }
 
 
@@ -228,7 +229,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(observer, monkeypatch):
         observer.log(1, {})
 
 
-@pytest.mark.parametrize("options", [{"view": "rich"}, {"samples_per_step": -1}])
+@pytest.mark.parametrize("options", [{"view": "rich"}, {"samples_per_step": -1}, {"sample_tokens": -1}])
 def test_impossible_settings_are_refused_with_the_field_s_name(options):
     # Where annotations are checked (--jaxtyping-packages), a wrong Literal is caught before our sentence.
     with pytest.raises((UserError, TypeCheckError), match=next(iter(options))):

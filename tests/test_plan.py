@@ -143,6 +143,14 @@ def test_the_embedded_sampler_holds_what_is_planned(world):
     assert not any("sampler" in name for name in plan.parts(vllm))
 
 
+def test_partial_rollouts_are_planned_with_a_response_for_a_prompt(world):
+    cfg = world.changed(rollout={"partial": {"over_provision": 1.5, "chunk": 4}}).config
+    model = models.config_of(plan.abstract_policy(cfg)[0])
+    rows, length = 16, 32 + 12  # 8 + 12 - 1 tokens in buckets of 8, 16, 32; a chunk in a bucket of 12
+    keys = model.num_layers * rows * length * model.num_kv_heads * model.head_dim * 4
+    assert plan.parts(cfg)["sampler's KV cache"] == 2 * keys + rows * 4
+
+
 def test_a_group_that_does_not_divide_is_refused_by_the_plan(world):
     with pytest.raises(UserError, match=r"model\.layers\.\{0\.\.1\}\..*48"):
         plan.describe(world.changed(quant={"forward": "w4a16:g48"}).config)

@@ -39,7 +39,7 @@ def test_two_runs_make_one_png_with_a_panel_for_each_metric_they_have(tmp_path, 
     runs = [str(write_run(tmp_path / name, seed=i)) for i, name in enumerate(("tbpo", "grpo"))]
     assert plot.main([*runs, "--out", str(tmp_path / "figures")]) == 0
     png = tmp_path / "figures" / "curves.png"
-    assert capsys.readouterr().out.strip() == str(png)
+    assert capsys.readouterr().out.split() == [str(png), str(tmp_path / "figures" / "report.html")]
     assert png.read_bytes().startswith(b"\x89PNG")
     fig = plot.figure(plot.load_runs(runs))
     assert titles(fig) == [
@@ -82,6 +82,34 @@ def test_missing_null_and_zero_values_leave_gaps_not_errors(tmp_path):
     fig.savefig(tmp_path / "x.png")
 
 
+def test_a_logarithmic_panel_is_one_only_where_its_numbers_span_a_factor_of_ten(tmp_path):
+    wide = write_run(tmp_path / "wide", **{"optim/grad_norm": lambda step: 10.0**-step})
+    narrow = write_run(tmp_path / "narrow", **{"optim/grad_norm": lambda step: 1.0 + step / 20})
+    for run, scale in ((wide, "log"), (narrow, "linear")):
+        fig = plot.figure(plot.load_runs([run]))
+        (axes,) = [axes for axes in fig.axes if axes.get_title() == "Gradient norm"]
+        assert axes.get_yscale() == scale
+
+
+def test_an_onset_is_shown_only_where_there_was_a_cluster(tmp_path):
+    metrics = {"error/onset_share": lambda step: 0.5 * (step > 10), "error/seq_learner": lambda step: 0.1 * (step > 10)}
+    runs = plot.load_runs([write_run(tmp_path / "a", **metrics)])
+    (chart,) = [chart for chart in plot.charts(runs) if chart.title.startswith("Where the first cluster begins")]
+    assert [list(line.steps) for line in chart.lines] == [list(range(11, 21))] * 2
+    assert set(chart.lines[1].values) == {0.5}
+    none = plot.load_runs([write_run(tmp_path / "b", **metrics | {"error/seq_learner": lambda step: 0.0})])
+    assert not [chart for chart in plot.charts(none) if chart.title.startswith("Where")]
+
+
+def test_the_report_draws_the_figures_panels(tmp_path):
+    runs = plot.load_runs([write_run(tmp_path / name, seed=i) for i, name in enumerate("ab")])
+    charts = plot.charts(runs, window=3, extra=["time/step_s"])
+    assert [chart.title for chart in charts] == titles(plot.figure(runs, extra=["time/step_s"]))
+    faint, strong, *other = charts[0].lines
+    assert (faint.faint, strong.faint, strong.run, other[-1].run) == (True, False, 0, 1)
+    assert strong.values == plot.running_mean(faint.values, 3)
+
+
 def test_any_metric_can_be_added(tmp_path):
     run = write_run(tmp_path / "a", **{"my/own": lambda step: step})
     assert titles(plot.figure(plot.load_runs([run]), extra=["my/own"]))[-1] == "my/own"
@@ -104,6 +132,7 @@ def test_mistakes_are_one_sentence_and_exit_code_2(tmp_path, capsys):
         ([str(tmp_path / "empty")], "holds no step yet"),
         ([str(tmp_path / "other")], "--metric"),
         ([good, "--window", "0"], "--window"),
+        ([good, "--report-steps", "-1"], "--report-steps"),
         ([good, "--out", good + "/metrics.jsonl"], "Cannot write"),
     ]:
         assert plot.main(args) == 2

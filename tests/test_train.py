@@ -135,6 +135,35 @@ def test_grpo_runs_with_token_level_clipping(world):
 
 
 @pytest.mark.slow
+def test_the_limit_grows_by_stages_and_a_resumed_run_is_at_its_place(world, monkeypatch):
+    rows, limits, pack, grade = [], [], train.packing.pack, train.build.Grader.grade
+
+    def packing(*args, **options):
+        rows.append(options["row_len"])
+        return pack(*args, **options)
+
+    def grading(self, tokenizer, prompts, completions, max_response_len=0):
+        limits.append(max_response_len)
+        return grade(self, tokenizer, prompts, completions, max_response_len)
+
+    monkeypatch.setattr(train.packing, "pack", packing)
+    monkeypatch.setattr(train.build.Grader, "grade", grading)
+    sections = {
+        "rollout": {"stages": [{"until": 1, "max_response_len": 4}]},
+        "train": {"row_len": 0, "prompts_per_update": 0},
+        "eval": {"at_start": False},
+    }
+    whole = other(world, "stages", **sections)
+    assert (rows, limits) == ([8 + 4, 8 + 12], [4, 12, 0])  # and evaluation, with the run's own limit
+    assert whole[0]["response/length_max"] == 4
+    assert 4 < whole[1]["response/length_max"] <= 12
+    changed = world.changed(run_dir=str(world.folder / "stages_cut"), **sections)
+    assert train.main(changed.command("train.steps=1", "eval.at_end=false")) == 0
+    assert train.main(changed.command()) == 0
+    assert changed.records() == whole
+
+
+@pytest.mark.slow
 def test_a_bf16_learner_under_a_low_bit_sampler_shows_its_mismatch(world, run):
     for line in other(world, "baseline", quant={"forward": "bf16", "rollout": "w4a16:g32"}):
         assert line["mismatch/mean_abs"] > 1e-2  # int4 against full precision; the aligned run has 1e-6
@@ -179,7 +208,6 @@ def test_a_diverged_run_stops_names_the_step_and_keeps_its_checkpoint(world, run
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_a_mesh_of_devices_gives_the_same_first_step(world, run):
     (line,) = other(world, "mesh", train={"steps": 1, "micro_batch_rows": 4}, mesh={"fsdp": 2, "tensor": 2})
     one = run.records()[0]

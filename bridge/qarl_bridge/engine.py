@@ -88,6 +88,8 @@ def _isa(torch: Any) -> str:
         return f"sm{major}{minor}"
     if torch.cpu._is_amx_tile_supported():
         return "amx"
+    if torch.cpu._is_avx512_bf16_supported():
+        return "avx512_bf16"
     return "avx512" if torch.cpu._is_avx512_supported() else "avx2"
 
 
@@ -108,7 +110,7 @@ def _numpy(tensor: Any) -> np.ndarray:
 
 
 # ISA -> the learner's `quant.numerics` profile.
-_CPU_PROFILES = {"amx": "cpu_amx", "avx512": "cpu_generic", "avx2": "cpu_avx2"}
+_CPU_PROFILES = {"amx": "cpu_amx", "avx512_bf16": "cpu_avx512_bf16", "avx512": "cpu_avx2", "avx2": "cpu_avx2"}
 _PORTABLE_NOTES = {
     "PortableWNA16LinearKernel": "vLLM has no int4 kernel for this CPU; qarl_bridge's own computes bf16(x @ bf16(q*s))",
     "PortableLinear": "vLLM has no fast bf16 matmul for this CPU; qarl_bridge's computes bf16(x_f32 @ w_f32)",
@@ -187,6 +189,7 @@ class VllmEngine:
         self._worker = self._engine.model_executor.driver_worker.worker
         self._model = self._worker.get_model()
         self._modules = dict(self._model.named_modules())
+        self._tied = self._tied_heads()
         isa = _isa(torch)
         self._portable_bf16 = isa == "avx2"
         self._after_load()
@@ -300,7 +303,26 @@ class VllmEngine:
 
         return set_current_vllm_config(self._engine.vllm_config)
 
+    def _tied_heads(self) -> dict[str, str]:
+        """Heads that share their weight with an embedding: name of the head -> name of the embedding."""
+        kinds = {name: type(module).__name__ for name, module in self._modules.items()}
+        return {
+            head: embedding
+            for head in kinds
+            for embedding in kinds
+            if kinds[head] == "ParallelLMHead"
+            and kinds[embedding] == "VocabParallelEmbedding"
+            and self._modules[head].weight is self._modules[embedding].weight
+        }
+
     def _after_load(self) -> None:
+        if not self._torch.cuda.is_available():
+            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+            # vLLM packs a copy of the weight for its CPU product, and a reload packs anew only what was sent by name: a
+            # tied head would go on multiplying with the weights before.
+            for head in self._tied:
+                dispatch_cpu_unquantized_gemm(self._modules[head], remove_weight=False)
         if self._portable_bf16:
             from qarl_bridge.portable_kernels import portable_linear
 
@@ -351,6 +373,9 @@ class VllmEngine:
         return layers, rows
 
     def _shards(self, name: str, tensors: Mapping[str, np.ndarray]) -> list[_Shard] | None:
+        if name in self._tied:  # published as the embedding, which is stored; here it is multiplied with
+            shared = _Shard.find(self._tied[name], tensors)
+            return None if shared is None else [dataclasses.replace(shared, kind="dense")]
         prefix, _, leaf = name.rpartition(".")
         parts = _FUSED.get(leaf, (leaf,))
         shards = [_Shard.find(f"{prefix}.{part}" if prefix else part, tensors) for part in parts]

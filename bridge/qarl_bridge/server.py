@@ -266,7 +266,8 @@ class Bridge:
             if batch not in self._batches:
                 continue
             request_id = f"{batch.number}-{index}"
-            self._engine.submit(request_id, batch.message.draws[index], batch.message.sampling)
+            draw = batch.message.draws[index]
+            self._engine.submit(request_id, draw, draw.under(batch.message.sampling))
             self._running[request_id] = (batch, index, self.version)
 
     def _step(self) -> None:
@@ -619,9 +620,10 @@ class Bridge:
     def _check_generate(self, request: wire.Generate) -> None:
         facts, sampling = self._engine.facts, request.sampling
         for index, draw in enumerate(request.draws):
-            if len(draw.prompt) + sampling.max_tokens > facts.max_model_len:
+            limit = draw.under(sampling).max_tokens
+            if len(draw.prompt) + limit > facts.max_model_len:
                 raise BridgeError(
-                    f"draw {index}: {len(draw.prompt)} prompt + {sampling.max_tokens} response tokens exceed the "
+                    f"draw {index}: {len(draw.prompt)} prompt + {limit} response tokens exceed the "
                     f"engine's max_model_len {facts.max_model_len}",
                     "limits",
                 )

@@ -31,7 +31,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME = 64 << 20  # a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights never travel in one frame
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
 MAX_STAGE_BYTES = 1 << 41
@@ -226,10 +226,21 @@ class Sampling(_Struct):
 
 
 class Draw(_Struct):
-    """One completion wanted. The seed makes it independent of what else is in the batch."""
+    """One completion wanted. The seed makes it independent of what else is in the batch.
+
+    A response is gone on with by a prompt that ends with its tokens so far; `max_tokens` is then what it may still add
+    (0: what Sampling says).
+    """
 
     prompt: Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=1 << 22)]
     seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0
+
+    def under(self, sampling: Sampling) -> Sampling:
+        """`sampling` with this draw's own, lower limit on tokens, where it has one."""
+        if not self.max_tokens:
+            return sampling
+        return msgspec.structs.replace(sampling, max_tokens=min(self.max_tokens, sampling.max_tokens))
 
 
 class Drawn(_Struct):
@@ -246,7 +257,7 @@ class Facts(_Struct):
 
     engine: Text
     engine_version: Text
-    profile: Annotated[str, msgspec.Meta(pattern="^(plain|cpu_amx|cpu_generic|cpu_avx2|cuda)$")]
+    profile: Annotated[str, msgspec.Meta(pattern="^(plain|cpu_amx|cpu_avx512_bf16|cpu_avx2|cuda)$")]
     isa: Text
     kernels: dict[Name, Text]
     model: Digest

@@ -42,9 +42,12 @@ class PromptStream:
         """Source indices of a step, in order."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
+        return self.positions(step * self.prompts_per_step, self.prompts_per_step)
+
+    def positions(self, start: int, count: int) -> list[int]:
+        """Source indices at positions [start, start + count) of the endless sequence."""
         size = len(self.source)
-        start = step * self.prompts_per_step
-        return [int(self._permutation(p // size)[p % size]) for p in range(start, start + self.prompts_per_step)]
+        return [int(self._permutation(p // size)[p % size]) for p in range(start, start + count)]
 
     def batch(self, step: int) -> list[Prompt]:
         """The prompts of a step; the same ones however often and in whatever order it is called."""

@@ -86,6 +86,32 @@ def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+_LONGEST = 8  # tokens waited for; a character has at most four bytes, garbage never becomes one
+
+
+def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """Text of each token of a response, special tokens included; strung together they are the whole text.
+
+    A character that takes several tokens belongs to its last one, and the others are "". What never becomes a character
+    (a response cut in the middle of one) is "\ufffd".
+    """
+
+    def text(start: int, end: int) -> str:
+        return tokenizer.decode(list(tokens[start:end]), clean_up_tokenization_spaces=False)
+
+    out: list[str] = []
+    # Decoded together with what came before it, a token keeps its leading space. [start, done): that context.
+    start = done = 0
+    for end in range(1, len(tokens) + 1):
+        before, after = text(start, done), text(start, end)
+        if after.endswith("\ufffd") and end < len(tokens) and end - done < _LONGEST:
+            out.append("")
+            continue
+        out.append(after[len(before) :])
+        start, done = done, end
+    return out
+
+
 def make_char_tokenizer(
     alphabet: str, path: str | os.PathLike[str], *, chat_template: str | None = None, extra_tokens: Sequence[str] = ()
 ) -> Tokenizer:

@@ -3,8 +3,14 @@
 """Worked answers to procedural tasks: what a model should write before the final answer, for supervised fine-tuning.
 
 reasoning-gym gives a question and its final answer; a tracer writes the steps between. Every trace ends in a line that
-holds the final answer alone, so `reward: {name: exact, extraction: last_line}` grades it. Adding one: a function of
-(question, answer), and a line in `TRACES`.
+holds the final answer alone, so `reward: {name: exact, extract: last_line}` grades it.
+
+A teacher may slip: with probability `rate` a step comes out wrong and the rest builds on it, as in any corpus people
+wrote. A model that imitates such answers to convergence slips as often, at every temperature above 0, which is what
+reinforcement learning can take away; one that imitates flawless answers has next to no entropy, and nothing to learn
+from the reward.
+
+Adding a task: a function of (question, answer, slip), and a line in `TRACES`.
 """
 
 from __future__ import annotations
@@ -12,39 +18,68 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import numpy as np
+
 from qarl_jax.types import Prompt, UserError
 
-_TERM = re.compile(r"([+-]?)\s*(\d+)")
+_TERM = re.compile(r"([+-]?)\s*(-?\d+)")  # the operation and a number with a sign of its own
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def chain_sum(question: str, answer: str) -> str:
+class Slip:
+    """Decides, step by step, whether the teacher slips. made: whether it ever did."""
+
+    def __init__(self, rate: float, rng: np.random.Generator):
+        self.rate, self.rng, self.made = rate, rng, False
+
+    def number(self, value: int) -> int:
+        """The value, or one up to 3 off."""
+        return value + int(self.rng.choice([-3, -2, -1, 1, 2, 3])) if self._now() else value
+
+    def letter(self, letter: str) -> str:
+        """The letter, or another one."""
+        return str(self.rng.choice([x for x in _LETTERS if x != letter.lower()])) if self._now() else letter
+
+    def _now(self) -> bool:
+        if not self.rate or self.rng.random() >= self.rate:
+            return False
+        self.made = True
+        return True
+
+
+def chain_sum(question: str, answer: str, slip: Slip) -> str:
     """Left to right, one operation a line. Example: "...: 12 + 34 - 7 =" -> "12+34=46\\n46-7=39\\n39"."""
     terms = _TERM.findall(question.rpartition(":")[2])
     total, lines = int(f"{terms[0][0]}{terms[0][1]}"), []
-    for sign, digits in terms[1:]:
-        step = total + int(f"{sign}{digits}")
-        lines.append(f"{total}{sign}{digits}={step}")
+    for sign, number in terms[1:]:
+        step = slip.number(total - int(number) if sign == "-" else total + int(number))
+        lines.append(f"{total}{sign}{number}={step}")
         total = step
-    if str(total) != answer:
+    if str(total) != answer and not slip.made:
         raise ValueError(f"the trace of {question!r} gives {total}, the task says {answer}")
-    return "\n".join([*lines, answer])
+    return "\n".join([*lines, str(total)])
 
 
-def spell_backward(question: str, answer: str) -> str:
+def spell_backward(question: str, answer: str, slip: Slip) -> str:
     """The letters one by one, then the word. Example: "...: ward" -> "d r a w\\ndraw"."""
     del question
-    return f"{' '.join(answer)}\n{answer}"
+    letters = [slip.letter(letter) for letter in answer]
+    return f"{' '.join(letters)}\n{''.join(letters)}"
 
 
 # reasoning-gym data set -> tracer.
-TRACES: dict[str, Callable[[str, str], str]] = {
+TRACES: dict[str, Callable[[str, str, Slip], str]] = {
     "chain_sum": chain_sum,
     "spell_backward": spell_backward,
 }
 
 
-def worked_answer(prompt: Prompt) -> str:
+def worked_answer(prompt: Prompt, slip_rate: float = 0.0, rng: np.random.Generator | None = None) -> str:
     """The worked answer to a reasoning-gym prompt.
+
+    Args:
+      prompt: the prompt.
+      slip_rate: probability that a step is wrong; needs `rng`.
 
     Raises:
       UserError: the prompt's task has no tracer.
@@ -55,4 +90,5 @@ def worked_answer(prompt: Prompt) -> str:
             f"worked_share > 0: there is no tracer for {dataset or prompt.uid!r}, only for {', '.join(TRACES)}; use"
             " worked_share=0, or add one in qarl_jax/data/traces.py."
         )
-    return TRACES[dataset](prompt.meta["question"], prompt.answer)
+    slip = Slip(slip_rate, rng or np.random.default_rng(0))
+    return TRACES[dataset](prompt.meta["question"], prompt.answer, slip)

@@ -35,6 +35,7 @@ class Config(Shared):
     name = "gspo"
     formula = "w_t min(s A, clip(s, 1-clip_low, 1+clip_high) A), s = exp(mean_t log r_t)"
     source = "GSPO, arXiv 2507.18071"
+    level = "response"
 
     aggregation: str = option(
         "seq-mean-token-mean",

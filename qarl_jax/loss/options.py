@@ -85,11 +85,15 @@ def check(config: Any, what: str = "loss") -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shared:
-    """Fields every objective has."""
+    """Fields every objective has.
+
+    `level` says whose ratio the band holds: a "token"'s, or a whole "response"'s.
+    """
 
     name: ClassVar[str] = ""
     formula: ClassVar[str] = ""
     source: ClassVar[str] = ""
+    level: ClassVar[str] = "token"
 
     aggregation: str = option(
         "token-mean",
@@ -131,3 +135,8 @@ class Shared:
         low, high = self.mismatch_low, self.mismatch_high
         if low is not None and high is not None and low >= high:
             raise UserError(f"loss {self.name!r}: mismatch_low = {low} must be below mismatch_high = {high}")
+
+    @property
+    def weight(self) -> str:
+        """Key of `importance.MISMATCH` in force."""
+        return self.mismatch

@@ -45,6 +45,7 @@ class Config(Shared):
     name = "tbpo"
     formula = "w clip(r, 0, 1+clip_high) A for A > 0; w clip(r, 1-neg_clip_low, 1+neg_clip_high) A for A < 0"
     source = "QaRL, arXiv 2604.07853, eq. 5"
+    level = "response"
 
     aggregation: str = option(
         "seq-mean-token-mean",

@@ -5,12 +5,14 @@
 The arithmetic is that of a one-pass flash kernel (and of vLLM's CPU kernel): scores in float32, p = exp(s - max) kept
 unnormalized and rounded to the compute dtype for the second product, which accumulates in float32 and is divided at the
 end by the float32 sum of the *unrounded* p. In float32 that is plain softmax attention. vLLM's kernel for CPUs without
-bf16 instructions differs: p stays float32, and the output is truncated (`Numerics.truncates`).
+AMX differs (`Numerics.vector_attention`): queries are scaled first, p stays float32, sums have an order of their own.
+Without bf16 instructions the output is truncated (`Numerics.truncates`).
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +64,7 @@ def attention(
         mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
 
-    attend = functools.partial(_attend, truncates=numerics.truncates)
+    attend = functools.partial(_attend, numerics=numerics)
     q_BTKGH = q.reshape(B, T, K, N // K, H)
     if q_slots is not None:
         seen_BTS = jnp.arange(S)[None, None, :] <= q_slots[:, :, None]
@@ -81,17 +83,94 @@ def attention(
     return out.reshape(B, T, N, H)
 
 
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, *, truncates: bool) -> jax.Array:
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, *, numerics: Numerics) -> jax.Array:
     """q [B, T, K, G, H], k, v [B, S, K, H], seen bool [B or 1, T, S] -> [B, T, K, G, H]."""
+    dtype = q.dtype
+    if numerics.vector_attention:
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        out = _attend_in_order(numerics.polynomial_exp, q, k, v, seen)
+        return (store_truncated if numerics.truncates else store)(out, dtype)
+    return store(_softmax_attention(q, k, v, seen), dtype)
+
+
+def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+    """As `_attend`, float32: products in the compute dtype with float32 sums, exp(s - max) rounded to it."""
     dtype, scale = q.dtype, jnp.float32(q.shape[-1] ** -0.5)
-    if truncates:  # float32 throughout, the queries scaled first
-        q, k, v = q.astype(jnp.float32) * scale, k.astype(jnp.float32), v.astype(jnp.float32)
-    precision = matmul_precision(q.dtype)
+    precision = matmul_precision(dtype)
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, precision=precision, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen[:, None, None], scores if truncates else scores * scale, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(seen[:, None, None], scores * scale, jnp.finfo(jnp.float32).min)
     # The maximum only guards exp against overflow; it cancels, so no gradient flows through it.
     p = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
     total = jnp.moveaxis(p.sum(axis=-1), 3, 1)[..., None]
-    p = p if truncates else store(p, dtype)
-    out = jnp.einsum("bkgts,bskh->btkgh", p, v, precision=precision, preferred_element_type=jnp.float32)
-    return store_truncated(out * (1 / total), dtype) if truncates else store(out / total, dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", store(p, dtype), v, precision=precision, preferred_element_type=jnp.float32)
+    return out / total
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_in_order(polynomial: bool, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+    """Attention of vLLM's `vec` kernel: float32 throughout, queries scaled first, every sum in the kernel's order.
+
+    Both products are chains of fused multiply-adds, over head_dim and over keys (the compiler makes one of acc + a * b,
+    here as there). The weights' sum has 16 lanes, their exp is the kernel's (`polynomial`). Against another order one
+    element in 3,000 falls on the other side of a bf16 boundary, and under w8a8 each of those may move codes. The chains
+    cost a pass over the scores per term, so this is for engines without matrix units; the backward is that of plain
+    attention.
+    """
+    scale = jnp.float32(q.shape[-1] ** -0.5)
+    B, T, K, G, H = q.shape
+    S = k.shape[1]
+    q_HBKGT = jnp.transpose(q * scale, (4, 0, 2, 3, 1))
+    k_HBKS = jnp.transpose(k, (3, 0, 2, 1))
+
+    def score(acc: jax.Array, terms: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        q_BKGT, k_BKS = terms
+        return acc + q_BKGT[..., None] * k_BKS[:, :, None, None, :], None
+
+    scores, _ = jax.lax.scan(score, jnp.zeros((B, K, G, T, S), jnp.float32), (q_HBKGT, k_HBKS), unroll=8)
+    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    below = scores - scores.max(axis=-1, keepdims=True)
+    p = _polynomial_exp(below) if polynomial else jnp.exp(below)
+
+    def weigh(acc: jax.Array, terms: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        p_BKGT, v_BKH = terms
+        return acc + p_BKGT[..., None] * v_BKH[:, :, None, None, :], None
+
+    terms = (jnp.moveaxis(p, -1, 0), jnp.moveaxis(v, 1, 0))
+    out, _ = jax.lax.scan(weigh, jnp.zeros((B, K, G, T, H), jnp.float32), terms, unroll=8)
+    return jnp.transpose(out * (1 / _sum_of_lanes(p)), (0, 3, 1, 2, 4))
+
+
+def _polynomial_exp(x: jax.Array) -> jax.Array:
+    """exp(x), x <= 0, as vLLM's AVX-512 kernels compute it: 2^n p(r) with r = x - n log 2 and a p of degree 5."""
+    n = jnp.floor(x * jnp.float32(1.44269504) + jnp.float32(0.5))
+    r = x - n * jnp.float32(0.693147182)
+    p = jnp.float32(0.00828929059)
+    for coefficient in (0.0418978221, 0.166676521, 0.499991506, 0.999999701, 1.0):
+        p = p * r + jnp.float32(coefficient)
+    exponent = (n.astype(jnp.int32) + 126) << 23
+    power = jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    return jnp.where(x < jnp.float32(-87.3365479), 0.0, p * power * 2)
+
+
+def _sum_of_lanes(x: jax.Array) -> jax.Array:
+    """[..., S] -> [..., 1]: 16 running sums, then halves added until one is left."""
+    *lead, size = x.shape
+    blocks = jnp.pad(x, (*((0, 0) for _ in lead), (0, -size % 16))).reshape(*lead, -1, 16)
+    lanes, _ = jax.lax.scan(lambda acc, x: (acc + x, None), jnp.zeros((*lead, 16)), jnp.moveaxis(blocks, -2, 0))
+    while lanes.shape[-1] > 1:
+        low, high = jnp.split(lanes, 2, axis=-1)
+        lanes = low + high
+    return lanes
+
+
+def _in_order_fwd(polynomial: bool, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> tuple[jax.Array, Any]:
+    return _attend_in_order(polynomial, q, k, v, seen), (q, k, v, seen)
+
+
+def _in_order_bwd(polynomial: bool, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    del polynomial
+    q, k, v, seen = saved
+    return (*jax.vjp(lambda q, k, v: _softmax_attention(q, k, v, seen), q, k, v)[1](g), None)
+
+
+_attend_in_order.defvjp(_in_order_fwd, _in_order_bwd)

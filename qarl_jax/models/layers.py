@@ -103,20 +103,20 @@ class Linear(nnx.Module):
         return checkpoint_name(y, LINEAR_OUTPUT)
 
 
-def inverse_rms(x: Float[Array, "*B D"], eps: float, *, as_torch_avx2: bool = False) -> Float[Array, "*B 1"]:
+def inverse_rms(x: Float[Array, "*B D"], eps: float, *, as_torch: bool = False) -> Float[Array, "*B 1"]:
     """1 / sqrt(mean(x^2) + eps), float32.
 
-    as_torch_avx2: to the last bit what torch computes on AVX2 hosts (x.pow(2).mean(-1), then rsqrt), for D a multiple
-    of 32. An ulp of this moves one element of a norm in some 10^5 across a rounding boundary, and under w8a8 one moved
-    element moves int8 codes downstream.
+    as_torch: to the last bit what torch computes on x86 (x.pow(2).mean(-1), then rsqrt), for D a multiple of 32. An ulp
+    of this moves one element of a norm in some 10^5 across a rounding boundary, and under w8a8 one moved element moves
+    int8 codes downstream.
     """
-    if as_torch_avx2 and x.shape[-1] % 32 == 0:
-        return _inverse_rms_torch_avx2(x, eps)
+    if as_torch and x.shape[-1] % 32 == 0:
+        return _inverse_rms_torch(x, eps)
     return jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + jnp.float32(eps))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _inverse_rms_torch_avx2(x: jax.Array, eps: float) -> jax.Array:
+def _inverse_rms_torch(x: jax.Array, eps: float) -> jax.Array:
     squares = jnp.square(x)
     # The squares are rounded before they are summed. To keep the compiler from fusing the two, their bits meet a zero
     # that only the data knows to be zero: the sign bit of a maximum of absolute values.
@@ -125,18 +125,18 @@ def _inverse_rms_torch_avx2(x: jax.Array, eps: float) -> jax.Array:
     )
     squares = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(squares, jnp.int32) ^ zero, jnp.float32)
     width = jnp.full((*x.shape[:-1], 1), x.shape[-1], jnp.float32)
-    mean = divide(_sum_torch_avx2(squares), width) + jnp.float32(eps)
+    mean = divide(_sum_torch(squares), width) + jnp.float32(eps)
     return divide(jnp.ones_like(mean), jnp.sqrt(mean))
 
 
-@_inverse_rms_torch_avx2.defjvp
+@_inverse_rms_torch.defjvp
 def _inverse_rms_jvp(eps: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
-    r = _inverse_rms_torch_avx2(x, eps)
+    r = _inverse_rms_torch(x, eps)
     return r, -(r * r * r) * jnp.mean(x * dx, axis=-1, keepdims=True)
 
 
-def _sum_torch_avx2(x: jax.Array) -> jax.Array:
+def _sum_torch(x: jax.Array) -> jax.Array:
     """[*B, D] -> [*B, 1], added in the order of torch's cascade sum with 8-float vectors, for D < 8192 (above it, one
     more level is summed in sequence): four interleaved accumulators, a fresh set every 16 additions; the sets are
     added, then the four, then the eight lanes."""
@@ -174,7 +174,7 @@ class RMSNorm(nnx.Module):
         """x (compute dtype, or float32 when not yet rounded) -> compute dtype."""
         x = x.astype(jnp.float32)
         weight = store(self.weight.get_value(), self.dtype).astype(jnp.float32)
-        y = x * inverse_rms(x, self.eps, as_torch_avx2=self.numerics.sums_as_torch_avx2)
+        y = x * inverse_rms(x, self.eps, as_torch=self.numerics.sums_as_torch)
         if self.numerics.round_before_norm_weight:
             y = store(y, self.dtype).astype(jnp.float32)
         return store(y * weight.reshape((1,) * (y.ndim - 1) + weight.shape), self.dtype)
@@ -194,18 +194,21 @@ def silu_and_mul(gate: jax.Array, up: jax.Array, rounded: bool = False) -> jax.A
     return store(act * up.astype(jnp.float32), gate.dtype)
 
 
+def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " H/2"]:
+    """theta^(-2i/H), in float32 as transformers and vLLM compute it: at position 4096 one ulp of it is 2e-4 rad."""
+    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    # The power in float64, rounded once: numpy's own float32 power is another on CPUs with AVX-512.
+    power = np.power(np.float64(config.rope_theta), exponent.astype(np.float64)).astype(np.float32)
+    return np.float32(1.0) / power
+
+
 def rope_table(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[jax.Array, jax.Array]:
     """cos and sin of position * theta^(-2i/H), each [B, T, 1, H/2] float32 (arXiv 2104.09864).
 
     Engines keep the table in the model dtype: under their profiles it is rounded to the compute dtype.
     """
-    H = config.head_dim
-    # In float32 throughout, as transformers and vLLM compute it: at position 4096 one ulp of a frequency is 2e-4 rad.
-    exponent = np.arange(0, H, 2, dtype=np.float32) / np.float32(H)
-    frequency = np.float32(1.0) / np.power(np.float32(config.rope_theta), exponent, dtype=np.float32)
-    angle = (
-        jnp.maximum(positions, 0).astype(jnp.float32)[:, :, None, None] * jnp.asarray(frequency)[None, None, None, :]
-    )
+    frequency = jnp.asarray(rope_frequencies(config))[None, None, None, :]
+    angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, :, None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if config.numerics.round_rope_table:
         cos, sin = (store(part, config.compute_dtype).astype(jnp.float32) for part in (cos, sin))

@@ -6,17 +6,20 @@ The integer codes and scales of the weights are the same everywhere. What differ
 activations are scaled, in which order the integer accumulator is rescaled, and where elementwise layers round. A
 profile names one combination; nothing else in the project asks what machine this is.
 
-    profile      engine                           activation code   rescale             bias
-    plain        none: embedded sampler           x * (127 / am)    s_x * (s_w * acc)   float32, then round
-    cpu_amx      vLLM CPU with AMX (sgl)          x * (127 / am)    (acc * s_x) * s_w   float32, then round
-    cpu_generic  vLLM CPU without AMX (oneDNN)    x * (1 / s_x)     (acc * s_w) * s_x   float32, then round
-    cpu_avx2     the same, with AVX2 only         x * (1 / s_x)     (acc * s_w) * s_x   float32, then round
-    cuda         vLLM CUDA (CUTLASS, Machete)     x * (127 / am)    s_x * (s_w * acc)   w4a16: after rounding
+    profile          engine                        activation code   rescale             bias
+    plain            none: embedded sampler        x * (127 / am)    s_x * (s_w * acc)   float32, then round
+    cpu_amx          vLLM CPU, AMX (sgl)           x * (127 / am)    (acc * s_x) * s_w   float32, then round
+    cpu_avx512_bf16  vLLM CPU, AVX-512 with bf16   x * (1 / s_x)     (acc * s_w) * s_x   float32, then round
+    cpu_avx2         vLLM CPU, less than that      x * (1 / s_x)     (acc * s_w) * s_x   float32, then round
+    cuda             vLLM CUDA (CUTLASS, Machete)  x * (127 / am)    s_x * (s_w * acc)   w4a16: after rounding
 
 (am = max |x| of a token, s_x = am / 127, the int8 activation scale; cpu_amx puts 1e-7 under am.)
 
-Elementwise layers, in eager mode (the mode the bridge pins): see the fields below. Sources: vLLM 0.32 CPU (run) and
-vLLM 0.25.1 CUDA (csrc/quantization, run on one H200).
+vLLM's CPU wheel holds three builds and loads one by the CPU's flags: `_C` (AVX-512 with bf16; AMX is a switch inside
+it), `_C_AVX512` and `_C_AVX2`. The last two have no rounding conversion to bf16 and share a profile.
+
+Elementwise layers, in eager mode (the mode the bridge pins): see the fields below. Sources: vLLM 0.32 CPU (run on an
+AMD Zen 3 and a Zen 5; AMX as in its sources) and vLLM 0.25.1 CUDA (csrc/quantization, run on one H200).
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from typing import Literal
 
 from qarl_jax.types import UserError
 
-PROFILES: tuple[str, ...] = ("plain", "cpu_amx", "cpu_generic", "cpu_avx2", "cuda")
+PROFILES: tuple[str, ...] = ("plain", "cpu_amx", "cpu_avx512_bf16", "cpu_avx2", "cuda")
 ENGINES = ("auto", "cpu", "cuda", "plain")
 
 
@@ -55,7 +58,7 @@ class Numerics:
     @property
     def code_from_rounded_scale(self) -> bool:
         """int8 activation codes are RNE(x * (1 / s_x)), with the rounded s_x; otherwise RNE(x * (127 / absmax))."""
-        return self.profile in ("cpu_generic", "cpu_avx2")
+        return self.profile in ("cpu_avx512_bf16", "cpu_avx2")
 
     @property
     def rescale_order(self) -> Literal["x_then_w", "w_then_x"]:
@@ -64,8 +67,8 @@ class Numerics:
 
     @property
     def bias_fused(self) -> bool:
-        """w8a8's last multiplication and the bias are one fused operation; otherwise two, each rounded (oneDNN)."""
-        return self.profile not in ("cpu_generic", "cpu_avx2")
+        """w8a8's last multiplication and the bias are one operation; otherwise two, each rounded (oneDNN on AVX2)."""
+        return self.profile != "cpu_avx2"
 
     @property
     def bias_after_rounding(self) -> bool:
@@ -87,12 +90,12 @@ class Numerics:
     @property
     def round_before_norm_weight(self) -> bool:
         """RMSNorm is bf(bf(x * r) * w) (vLLM CPU eager); otherwise bf(x * r * w)."""
-        return self.profile in ("cpu_amx", "cpu_generic", "cpu_avx2")
+        return self.profile in ("cpu_amx", "cpu_avx512_bf16", "cpu_avx2")
 
     @property
-    def sums_as_torch_avx2(self) -> bool:
-        """RMSNorm's mean of squares is summed in torch's order for 8-float vectors, and its rsqrt is 1 / sqrt, IEEE."""
-        return self.profile == "cpu_avx2"
+    def sums_as_torch(self) -> bool:
+        """RMSNorm's mean of squares is summed in torch's order (8-float vectors on x86), and its rsqrt is 1 / sqrt."""
+        return self.profile in ("cpu_amx", "cpu_avx512_bf16", "cpu_avx2")
 
     @property
     def round_sum_before_norm(self) -> bool:
@@ -112,12 +115,22 @@ class Numerics:
     @property
     def round_probabilities(self) -> bool:
         """Attention weights exp(s - max) are rounded, unnormalised, before they multiply V; the divisor is not."""
-        return self.mirrors_engine and not self.truncates
+        return self.mirrors_engine and not self.vector_attention
+
+    @property
+    def vector_attention(self) -> bool:
+        """Attention is vLLM's `vec` kernel: float32 throughout, the queries scaled first, exp(s - max) not rounded."""
+        return self.profile in ("cpu_avx512_bf16", "cpu_avx2")
+
+    @property
+    def polynomial_exp(self) -> bool:
+        """That kernel's exp is a polynomial of degree 5, up to 3e-7 off (AVX-512); otherwise the C library's."""
+        return self.profile == "cpu_avx512_bf16"
 
     @property
     def truncates(self) -> bool:
-        """vLLM's own C++ ops (rope, attention) store bf16 by dropping the low bits, and attention keeps its weights in
-        float32: the AVX2 build has neither a rounding conversion nor bf16 products. Measured on an AMD Zen 3."""
+        """vLLM's own C++ ops (rope, attention) store bf16 by dropping the low bits: the builds for CPUs without bf16
+        instructions have no rounding conversion. Measured with both of them."""
         return self.profile == "cpu_avx2"
 
     @property
@@ -131,9 +144,9 @@ def cpu_has_amx() -> bool:
     return _cpu_has("amx_int8")
 
 
-def cpu_has_avx512() -> bool:
-    """Whether this host's CPU has AVX-512, without which vLLM loads its AVX2 build."""
-    return _cpu_has("avx512f")
+def cpu_has_avx512_bf16() -> bool:
+    """Whether this host's CPU converts to bf16 with AVX-512, without which vLLM loads one of its truncating builds."""
+    return _cpu_has("avx512_bf16")
 
 
 def _cpu_has(flag: str) -> bool:
@@ -162,5 +175,5 @@ def resolve(engine: str) -> Numerics:
     if engine == "cuda":
         return Numerics("cuda")
     if engine == "cpu":
-        return Numerics("cpu_amx" if cpu_has_amx() else "cpu_generic" if cpu_has_avx512() else "cpu_avx2")
+        return Numerics("cpu_amx" if cpu_has_amx() else "cpu_avx512_bf16" if cpu_has_avx512_bf16() else "cpu_avx2")
     raise UserError(f"unknown quant.engine {engine!r}: use one of {', '.join(ENGINES)}")

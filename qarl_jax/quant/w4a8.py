@@ -34,54 +34,29 @@ Sources: QaRL, arXiv 2604.07853; QQQ, arXiv 2406.09904; vLLM csrc/cpu.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from qarl_jax.quant import int4
 from qarl_jax.quant.arithmetic import unpack_int4
 from qarl_jax.quant.int8 import dequantize_rows, quantize_rows
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
-from qarl_jax.types import UserError
 
 NAME = "w4a8"
 _AMAX_FLOOR = 1e-7
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """int4 weights, dynamic int8 activations per token.
+class Config(int4.Config):
+    """int4 weights, dynamic int8 activations per token. See `int4.Config`."""
 
-    Attributes:
-      group_size: inputs per weight scale: 32, 64, 128, or -1 for one scale per output channel.
-    """
-
-    group_size: int = 128
-
-    def __post_init__(self) -> None:
-        if not int4.is_group_size(self.group_size):
-            raise UserError(f"{NAME}: group size {self.group_size} is not a multiple of 8; use 32, 64, 128 or -1")
-
-    def __str__(self) -> str:
-        return f"{NAME}:g{self.group_size}"
+    name: ClassVar[str] = NAME
 
 
-def check(shape: tuple[int, ...], config: Config) -> str | None:
-    """Why a weight [..., N, K] cannot be quantized, or None."""
-    return int4.check(shape, config.group_size)
-
-
-def quantize(w: Float[Array, "*L N K"], config: Config) -> QTensor:
-    """Packed codes int32 [..., N, K/8] and scales bfloat16 [..., N, K/G] from the bfloat16-rounded master."""
-    qvalue, scale = int4.quantize(w, config.group_size)
-    return QTensor(qvalue, scale, config)
-
-
-def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
-    """bf(code * scale), as float32."""
-    return int4.dequantize(qt.qvalue, qt.scale)
+check, quantize, dequantize = int4.check, int4.quantize, int4.dequantize
 
 
 def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):

@@ -60,9 +60,18 @@ class Grader:
         return total_reward, parts
 
     def grade(
-        self, tokenizer: Any, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+        self,
+        tokenizer: Any,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[Completion]],
+        max_response_len: int = 0,
     ) -> tuple[list[RolloutGroup], dict[str, Float[np.ndarray, " n"]]]:
         """Decodes and grades the completions of each prompt.
+
+        Args:
+          tokenizer: the policy's.
+          prompts, completions: completions[i] belong to prompts[i].
+          max_response_len: the limit they were drawn under, where it is not the run's (0).
 
         Returns:
           One RolloutGroup per prompt, and the terms over all samples, flat in the order of prompts and completions.
@@ -75,7 +84,15 @@ class Grader:
             for completion in group:
                 text = texts[len(samples)]
                 reason, length = completion.finish_reason, len(completion.tokens)
-                samples.append(Sample(prompt=prompt, text=text, num_tokens=length, finish_reason=reason))
+                samples.append(
+                    Sample(
+                        prompt=prompt,
+                        text=text,
+                        num_tokens=length,
+                        finish_reason=reason,
+                        max_tokens=max_response_len,
+                    )
+                )
         rewards, parts = self.score(samples)
         groups, at = [], 0
         for prompt, group in pairs:

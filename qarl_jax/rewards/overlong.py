@@ -22,7 +22,7 @@ from qarl_jax.types import UserError
 class Config:
     """Attributes:
     buffer_len: tokens before the limit over which the penalty grows. DAPO: 4096 of 20480.
-    max_len: the limit in tokens; 0: rollout.max_response_len.
+    max_len: the limit in tokens; 0: rollout.max_response_len, or that of the stage (`rollout.stages`).
     """
 
     buffer_len: int = 4096
@@ -41,6 +41,7 @@ class Reward:
     def __init__(self, cfg: Config, max_response_len: int):
         self.buffer_len = cfg.buffer_len
         self.max_len = cfg.max_len or max_response_len
+        self.is_own = cfg.max_len > 0
         if self.buffer_len > self.max_len:
             raise UserError(
                 f"reward overlong: buffer_len={self.buffer_len} exceeds the limit of {self.max_len} tokens; lower it."
@@ -48,7 +49,8 @@ class Reward:
 
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
         lengths = np.array([sample.num_tokens for sample in samples], np.float32)
-        penalty = np.clip((self.max_len - self.buffer_len - lengths) / self.buffer_len, -1.0, 0.0)
+        limits = np.array([(not self.is_own and s.max_tokens) or self.max_len for s in samples], np.float32)
+        penalty = np.clip((limits - self.buffer_len - lengths) / self.buffer_len, -1.0, 0.0)
         finished = np.array([sample.finished for sample in samples], bool)
         return np.where(finished, penalty, -1.0).astype(np.float32)
 

@@ -23,12 +23,14 @@ class Sample:
       text: the decoded response, special tokens left out. It is model output: never trust it.
       num_tokens: its length in tokens, the end token included.
       finish_reason: "stop", "length" or "abort" (see `Completion`).
+      max_tokens: most tokens it could have; 0: the run's `rollout.max_response_len`.
     """
 
     prompt: Prompt
     text: str
     num_tokens: int
     finish_reason: str = "stop"
+    max_tokens: int = 0
 
     @property
     def finished(self) -> bool:

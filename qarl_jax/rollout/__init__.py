@@ -5,6 +5,7 @@
     engine.publish(PolicyWeights(graphdef, params, qweights), version=3)
     groups = engine.generate(prompts, num_samples=8, sampling=SamplingConfig(max_response_len=256), key=1234)
     groups[i][j]        # the j-th Completion of prompts[i]
+    more = engine.extend(requests, sampling=SamplingConfig(max_response_len=64))    # go on with some (`partial.py`)
 
 Every engine computes with the QTensors it is given; none quantizes. Sampled tokens are a function of the published
 weights, the key, the prompt and the sample's number, and never of which slot or batch a sequence landed in.
@@ -75,6 +76,30 @@ class PolicyWeights:
     qweights: Any
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """One response to begin, or to go on with. What is drawn depends on the weights and on these fields alone.
+
+    Attributes:
+      prompt: the prompt.
+      number: number of the sample among the prompt's; `generate` counts from 0.
+      key: as in `generate`.
+      tokens: the response so far; empty: begin it.
+      max_tokens: most tokens to add.
+    """
+
+    prompt: Prompt
+    number: int
+    key: int
+    max_tokens: int
+    tokens: tuple[int, ...] = ()
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """What the next token is drawn after."""
+        return (*self.prompt.tokens, *self.tokens)
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Samples completions under the last published version.
@@ -83,6 +108,11 @@ class RolloutEngine(Protocol):
     that the learner may donate them. `generate` returns one list per prompt with `num_samples` completions each, in
     order; it raises `UserError` before anything was published. `key` is any int in [0, 2**63): equal keys, weights and
     prompts give equal completions.
+
+    `extend` adds to responses: its completions, in the order of the requests, hold the tokens added alone, "length"
+    meaning that the request's `max_tokens` (or the limit of `sampling`) was reached. Begun with the key and number of
+    `generate`, a response draws as it does there. Whether one made in pieces equals one made at once is the engine's:
+    the embedded sampler's does, under equal weights; vLLM's randomness starts anew with every piece.
     """
 
     version: int
@@ -92,6 +122,8 @@ class RolloutEngine(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int
     ) -> list[list[Completion]]: ...
+
+    def extend(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> list[Completion]: ...
 
     def close(self) -> None: ...
 
@@ -122,4 +154,13 @@ def make_engine(name: str, config: Any = None, **options: Any) -> RolloutEngine:
     return ENGINES[name](config, **options)
 
 
-__all__ = ["ENGINES", "Completion", "PolicyWeights", "Prompt", "RolloutEngine", "SamplingConfig", "make_engine"]
+__all__ = [
+    "ENGINES",
+    "Completion",
+    "PolicyWeights",
+    "Prompt",
+    "Request",
+    "RolloutEngine",
+    "SamplingConfig",
+    "make_engine",
+]

@@ -17,7 +17,8 @@ buckets: a call compiles at most one prefill and insert, and one decode per halv
 Randomness: the number drawn at position t of sample j of prompt uid under key k is a function of (k, uid, j, t) alone.
 It inverts the distribution function with one uniform per token, which costs one pass over the vocabulary; the Gumbel
 trick would need a random number per vocabulary entry. A prompt that appears twice in a call continues its numbering,
-so that copies differ.
+so that copies differ. A response that is interrupted and gone on with (`extend`) is prefilled, prompt and all, and its
+positions count on: under the same weights it becomes what it would have become.
 
 Log-probabilities are float32, log-softmax over exactly the distribution drawn from (temperature, then top-k, then
 top-p, renormalized), computed by the same `logits_of` as the learner's `token_logprobs`.
@@ -47,7 +48,7 @@ from qarl_jax.logprobs import logits_of
 from qarl_jax.models.state import path_keys
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import w4a16
-from qarl_jax.rollout import PolicyWeights, SamplingConfig
+from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
 from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
 
 # Vocabulary entries per block of the two-level search for the drawn token.
@@ -242,13 +243,14 @@ class _Slots:
     """Device state of B slots with room for R response tokens.
 
     cache: the model's KVCache of B rows. last: [B] int32, the token to feed next. keys: [B, 2] uint32, raw key data.
-    count: [B] int32, tokens drawn. limit: [B] int32, most tokens. done: [B] bool, also true for empty slots.
-    tokens: [B, R] int32. logprobs: [B, R] float32.
+    start: [B] int32, position in its response of the first token drawn here. count: [B] int32, tokens drawn. limit: [B]
+    int32, most of them. done: [B] bool, also true for empty slots. tokens: [B, R] int32. logprobs: [B, R] float32.
     """
 
     cache: Any
     last: Any
     keys: Any
+    start: Any
     count: Any
     limit: Any
     done: Any
@@ -273,6 +275,7 @@ def _empty(policy: _Policy, weights: Any, slots: int, length: int, response: int
         cache=policy.model(weights).init_cache(slots, length),
         last=zeros(slots),
         keys=jnp.zeros((slots, 2), jnp.uint32),
+        start=zeros(slots),
         count=zeros(slots),
         limit=zeros(slots),
         done=jnp.ones(slots, bool),
@@ -289,7 +292,7 @@ def _draw_next(
     def number(key: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(_typed_key(key), position), (), jnp.float32)
 
-    uniform = jax.vmap(number)(slots.keys, slots.count)
+    uniform = jax.vmap(number)(slots.keys, slots.start + slots.count)
     tokens, logprobs = draw(logits_of(hidden, head.astype(hidden.dtype)), uniform, sampling)
     here = active[:, None] & (jnp.arange(slots.tokens.shape[1])[None] == slots.count[:, None])
     count = slots.count + active.astype(jnp.int32)
@@ -308,11 +311,14 @@ def _draw_next(
 @dataclasses.dataclass(frozen=True)
 class _Arrivals:
     """What `_insert` starts, by slot. row: [B] int32, row of the prefilled pool, -1 = keep what the slot holds.
-    prompt: [B, 2] uint32, fingerprint of the prompt. sample: [B] int32, number of the sample. limit: [] int32."""
+    key: [B, 2] uint32. prompt: [B, 2] uint32, fingerprint of the prompt. sample: [B] int32, number of the sample.
+    start: [B] int32, tokens of the response that the pool already holds. limit: [B] int32, most tokens to add."""
 
     row: Any
+    key: Any
     prompt: Any
     sample: Any
+    start: Any
     limit: Any
 
 
@@ -324,14 +330,13 @@ def _insert(
     pool: Any,
     hidden: jax.Array,
     arrivals: _Arrivals,
-    key: jax.Array,
     stop: jax.Array,
 ) -> _Slots:
     """Starts sequences from a prefilled `pool` and its last `hidden` states [P, D], and draws their first token."""
     fresh = arrivals.row >= 0
     row = jnp.maximum(arrivals.row, 0)
 
-    def seed(prompt: jax.Array, sample: jax.Array) -> jax.Array:
+    def seed(key: jax.Array, prompt: jax.Array, sample: jax.Array) -> jax.Array:
         folded = _typed_key(key)
         for number in (prompt[0], prompt[1], sample):
             folded = jax.random.fold_in(folded, number)
@@ -351,7 +356,8 @@ def _insert(
     slots = dataclasses.replace(
         slots,
         cache=dataclasses.replace(slots.cache, k=k, v=v, length=length),
-        keys=jnp.where(fresh[:, None], jax.vmap(seed)(arrivals.prompt, arrivals.sample), slots.keys),
+        keys=jnp.where(fresh[:, None], jax.vmap(seed)(arrivals.key, arrivals.prompt, arrivals.sample), slots.keys),
+        start=jnp.where(fresh, arrivals.start, slots.start),
         count=jnp.where(fresh, 0, slots.count),
         limit=jnp.where(fresh, arrivals.limit, slots.limit),
         done=slots.done & ~fresh,
@@ -396,16 +402,6 @@ def _compact(slots: _Slots, keep: jax.Array) -> _Slots:
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    """One sequence to sample: where its completion goes, and what its randomness depends on."""
-
-    prompt: int
-    sample: int
-    fingerprint: tuple[int, int]
-    number: int
-
-
 def fingerprint(uid: str) -> tuple[int, int]:
     """64 bits of a prompt's identity, the same in every process (unlike `hash`)."""
     digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
@@ -426,8 +422,8 @@ class JaxSampler:
     Attributes:
       version: the version published last; -1 before the first.
       compiled_programs: programs compiled so far; it stops growing once every shape of a run has been seen.
-      stats: of the last `generate`: decode_steps, slot_steps (steps x slots: tokens that could have been drawn),
-        tokens, refills, prefilled prompts, seconds.
+      stats: of the last call: decode_steps, slot_steps (steps x slots: tokens that could have been drawn), tokens,
+        refills, prefilled contexts, seconds.
     """
 
     def __init__(self, config: Config | None = None):
@@ -477,60 +473,85 @@ class JaxSampler:
         Raises:
           UserError: nothing was published, num_samples < 1, an empty prompt, or a token outside the vocabulary.
         """
-        if self._policy is None:
-            raise UserError("rollout: generate was called before publish; publish version 0 first")
         if num_samples < 1:
             raise UserError(f"rollout: num_samples must be at least 1, got {num_samples}")
+        seen: collections.Counter[str] = collections.Counter()
+        requests = []
         for prompt in prompts:
-            if not prompt.tokens:
-                raise UserError(f"rollout: prompt {prompt.uid!r} has no tokens; give it at least a start token")
-            if not 0 <= min(prompt.tokens) <= max(prompt.tokens) < self._policy.vocab_size:
+            first = seen[prompt.uid]
+            seen[prompt.uid] += num_samples
+            requests += [
+                Request(prompt=prompt, number=first + j, key=key, max_tokens=sampling.max_response_len)
+                for j in range(num_samples)
+            ]
+        drawn = self._call(requests, sampling, num_samples)
+        return [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
+
+    def extend(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> list[Completion]:
+        """Adds at most `sampling.max_response_len` tokens to every response; see `RolloutEngine`.
+
+        Shapes are those of the longest context, in buckets: a few more programs than `generate`, one set for every
+        doubling of it. Raises as `generate` does.
+        """
+        return self._call(requests, sampling, None)
+
+    def _call(self, requests: Sequence[Request], sampling: SamplingConfig, sharing: int | None) -> list[Completion]:
+        if self._policy is None:
+            raise UserError("rollout: nothing can be sampled before publish; publish version 0 first")
+        for request in requests:
+            uid, context = request.prompt.uid, request.context
+            if not request.prompt.tokens:
+                raise UserError(f"rollout: prompt {uid!r} has no tokens; give it at least a start token")
+            if not 0 <= min(context) <= max(context) < self._policy.vocab_size:
                 raise UserError(
-                    f"rollout: prompt {prompt.uid!r} has a token outside the model's vocabulary of"
+                    f"rollout: prompt {uid!r} has a token outside the model's vocabulary of"
                     f" {self._policy.vocab_size}; is it another model's tokenizer?"
                 )
-        if not prompts:
+        if not requests:
             self.stats = {}
             return []
-        return _Call(self, self._policy, prompts, num_samples, sampling, key).run()
+        return _Call(self, self._policy, requests, sampling, sharing).run()
 
 
 class _Call:
-    """One `generate`: the queue, the slots, and the host loop that connects them."""
+    """One `generate` or `extend`: the queue, the slots, and the host loop that connects them.
+
+    Neighbours among the requests that have the same context share a prefill. `sharing`: how many do; None: unknown.
+    """
 
     def __init__(
         self,
         engine: JaxSampler,
         policy: _Policy,
-        prompts: Sequence[Prompt],
-        num_samples: int,
+        requests: Sequence[Request],
         sampling: SamplingConfig,
-        key: int,
+        sharing: int | None,
     ):
         config = engine.config
         self.engine, self.policy, self.weights = engine, policy, engine._weights
-        self.prompts, self.sampling = prompts, sampling
-        seen: collections.Counter[str] = collections.Counter()
-        requests = []
-        for i, prompt in enumerate(prompts):
-            first = seen[prompt.uid] * num_samples
-            seen[prompt.uid] += 1
-            print_ = fingerprint(prompt.uid)
-            requests += [_Request(i, j, print_, first + j) for j in range(num_samples)]
-        self.waiting = collections.deque(requests)
-        self.results: list[list[Completion | None]] = [[None] * num_samples for _ in prompts]
+        self.requests, self.sampling = requests, sampling
+        self.waiting = collections.deque(range(len(requests)))
+        self.results: list[Completion | None] = [None] * len(requests)
+        self.contexts: list[tuple[int, ...]] = []
+        self.context_of: list[int] = []
+        for request in requests:
+            context = request.context
+            if not self.contexts or context != self.contexts[-1]:
+                self.contexts.append(context)
+            self.context_of.append(len(self.contexts) - 1)
 
         self.num_slots = min(config.batch_size, bucket(len(requests), min(config.min_slots, config.batch_size)))
-        self.prompt_len = bucket(max(len(prompt.tokens) for prompt in prompts), config.prompt_bucket)
+        self.prompt_len = bucket(max(map(len, self.contexts)), config.prompt_bucket)
         unit = config.response_bucket
         self.response_len = -(-sampling.max_response_len // unit) * unit
-        # Enough prompts to fill every slot: the pool is used up before the next one is made.
-        self.pool_size = min(len(prompts), -(-self.num_slots // num_samples))
-        self.pool_prompts: list[int] = []
+        # Enough to fill every slot: the pool is used up before the next one is made. Where every sequence may have a
+        # context of its own that would be as much memory as the slots take, so then it is a quarter.
+        self.pool_size = -(-self.num_slots // (sharing or 4))
+        if sharing:
+            self.pool_size = min(self.pool_size, len(requests) // sharing)
+        self.pool_contexts: list[int] = []
         self.pool: Any = None
-        self.owner: list[_Request | None] = [None] * self.num_slots
-        # The key is 64 bits of data, whatever the default width of integers.
-        self.key = np.array([(key >> 32) & 0xFFFFFFFF, key & 0xFFFFFFFF], np.uint32)
+        self.owner: list[int | None] = [None] * self.num_slots
         self.stop = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
         # The limit is an array, so that calls differing in it share programs.
         self.static = dataclasses.replace(sampling, max_response_len=self.response_len, stop_token_ids=())
@@ -540,7 +561,7 @@ class _Call:
     def program(self, name: str, fn: Any, **options: Any) -> Any:
         return self.engine._program((name, self.static), fn, **options)
 
-    def run(self) -> list[list[Completion]]:
+    def run(self) -> list[Completion]:
         start = time.perf_counter()
         policy, static = self.policy, self.static
         decode = self.program("decode", functools.partial(_decode, policy, static), donate_argnums=1)
@@ -550,7 +571,7 @@ class _Call:
         quantum = max(1, int(self.num_slots * self.engine.config.refill_fraction))
         while True:
             self.refill()
-            live = sum(request is not None for request in self.owner)
+            live = sum(owner is not None for owner in self.owner)
             if not live:
                 break
             if self.waiting:
@@ -579,13 +600,13 @@ class _Call:
         """Files the completions of finished slots and frees these."""
         slots = self.slots
         done, count, tokens, logprobs = jax.device_get((slots.done, slots.count, slots.tokens, slots.logprobs))
-        for slot, request in enumerate(self.owner):
-            if request is None or not done[slot]:
+        for slot, owner in enumerate(self.owner):
+            if owner is None or not done[slot]:
                 continue
             n = int(count[slot])
             ids = tuple(int(token) for token in tokens[slot, :n])
-            self.results[request.prompt][request.sample] = Completion(
-                prompt_tokens=tuple(self.prompts[request.prompt].tokens),
+            self.results[owner] = Completion(
+                prompt_tokens=tuple(self.requests[owner].prompt.tokens),
                 tokens=ids,
                 logprobs=logprobs[slot, :n].copy(),
                 finish_reason="stop" if ids[-1] in self.sampling.stop_token_ids else "length",
@@ -598,37 +619,42 @@ class _Call:
         """Starts waiting sequences in free slots until either runs out."""
         insert = self.program("insert", functools.partial(_insert, self.policy, self.static), donate_argnums=1)
         while self.waiting and None in self.owner:
-            if self.waiting[0].prompt not in self.pool_prompts:
+            if self.context_of[self.waiting[0]] not in self.pool_contexts:
                 self.fill_pool()
             row = np.full(self.num_slots, -1, np.int32)
-            prompt = np.zeros((self.num_slots, 2), np.uint32)
-            sample = np.zeros(self.num_slots, np.int32)
+            pairs = {name: np.zeros((self.num_slots, 2), np.uint32) for name in ("key", "prompt")}
+            numbers = {name: np.zeros(self.num_slots, np.int32) for name in ("sample", "start", "limit")}
             for slot, owner in enumerate(self.owner):
-                if owner is not None or not self.waiting or self.waiting[0].prompt not in self.pool_prompts:
+                if owner is not None or not self.waiting:
                     continue
-                request = self.waiting.popleft()
-                self.owner[slot] = request
-                row[slot] = self.pool_prompts.index(request.prompt)
-                prompt[slot], sample[slot] = request.fingerprint, request.number
-            limit = np.int32(self.sampling.max_response_len)
-            arrivals = _Arrivals(row=row, prompt=prompt, sample=sample, limit=limit)
-            self.slots = insert(self.weights, self.slots, *self.pool, arrivals, self.key, self.stop)
+                if self.context_of[self.waiting[0]] not in self.pool_contexts:
+                    break
+                self.owner[slot] = this = self.waiting.popleft()
+                request = self.requests[this]
+                row[slot] = self.pool_contexts.index(self.context_of[this])
+                # The key is 64 bits of data, whatever the default width of integers.
+                pairs["key"][slot] = request.key >> 32 & 0xFFFFFFFF, request.key & 0xFFFFFFFF
+                pairs["prompt"][slot] = fingerprint(request.prompt.uid)
+                numbers["sample"][slot], numbers["start"][slot] = request.number, len(request.tokens)
+                numbers["limit"][slot] = min(request.max_tokens, self.sampling.max_response_len)
+            arrivals = _Arrivals(row=row, **pairs, **numbers)
+            self.slots = insert(self.weights, self.slots, *self.pool, arrivals, self.stop)
             self.refills += 1
             # A first token may already end a sequence (a limit of one, or a stop).
             self.collect()
 
     def fill_pool(self) -> None:
-        """Prefills the next prompts of the queue, `pool_size` at a time."""
-        first = self.waiting[0].prompt
-        self.pool_prompts = list(range(first, min(first + self.pool_size, len(self.prompts))))
+        """Prefills the next contexts of the queue, `pool_size` at a time."""
+        first = self.context_of[self.waiting[0]]
+        self.pool_contexts = list(range(first, min(first + self.pool_size, len(self.contexts))))
         tokens = np.zeros((self.pool_size, self.prompt_len), np.int32)
         lengths = np.zeros(self.pool_size, np.int32)
-        for row, index in enumerate(self.pool_prompts):
-            ids = self.prompts[index].tokens
+        for row, index in enumerate(self.pool_contexts):
+            ids = self.contexts[index]
             tokens[row, : len(ids)], lengths[row] = ids, len(ids)
         prefill = self.engine._program("prefill", functools.partial(_prefill, self.policy))
         self.pool = prefill(self.weights, tokens, lengths)
-        self.prefilled += len(self.pool_prompts)
+        self.prefilled += len(self.pool_contexts)
 
     def compact(self, live: int) -> None:
         """Halves the slots while the live ones fit."""

@@ -38,7 +38,7 @@ from qarl_bridge.wire import BridgeError
 from qarl_jax import models
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import QTensor
-from qarl_jax.rollout import PolicyWeights, SamplingConfig
+from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
 from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
 
 # What a user can fix, as opposed to what broke.
@@ -127,10 +127,33 @@ def engine_config(graphdef: Any) -> dict[str, Any]:
     return values if section is None else values | {"quantization_config": section}
 
 
-def draw_seed(key: int, uid: str, number: int) -> int:
-    """Seed in [0, 2**63) of sample `number` of prompt `uid` under `key`: a function of these three alone."""
-    digest = hashlib.blake2b(f"{key}/{number}/{uid}".encode(), digest_size=8).digest()
+def draw_seed(key: int, uid: str, number: int, start: int = 0) -> int:
+    """Seed in [0, 2**63) of sample `number` of prompt `uid` under `key`, from position `start`: of these four alone.
+
+    vLLM starts a request's randomness from its seed; the same one for a piece that goes on would draw with the numbers
+    its beginning was drawn with.
+    """
+    place = f"{number}@{start}" if start else f"{number}"
+    digest = hashlib.blake2b(f"{key}/{place}/{uid}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _batches(draws: Sequence[wire.Draw], most: int = wire.MAX_FRAME // 4 * 3) -> Iterator[list[wire.Draw]]:
+    """The draws in order, in as few requests as surely fit a frame each, and their replies too.
+
+    A token takes up to 5 bytes on the way there, 8 on the way back (with its log-prob).
+    """
+    batch: list[wire.Draw] = []
+    there = back = 0
+    for draw in draws:
+        question, answer = 5 * len(draw.prompt) + 64, 8 * draw.max_tokens + 512
+        if batch and (there + question > most or back + answer > most):
+            yield batch
+            batch, there, back = [], 0, 0
+        batch.append(draw)
+        there, back = there + question, back + answer
+    if batch:
+        yield batch
 
 
 class VllmEngine:
@@ -209,18 +232,33 @@ class VllmEngine:
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int
     ) -> list[list[Completion]]:
         """`num_samples` completions of each prompt, in order; a bridge that dies meanwhile is replaced."""
-        if self._staged is None:
-            raise UserError("generate: nothing was published yet")
-        if not prompts or num_samples == 0:
-            return [[] for _ in prompts]
         seen: collections.Counter[str] = collections.Counter()
-        draws = []
+        requests = []
         for prompt in prompts:  # a prompt given twice goes on counting, so that its copies differ
             first = seen[prompt.uid]
             seen[prompt.uid] += num_samples
-            tokens = [int(token) for token in prompt.tokens]
-            draws += [wire.Draw(prompt=tokens, seed=draw_seed(key, prompt.uid, first + j)) for j in range(num_samples)]
-        request = wire.Sampling(
+            requests += [
+                Request(prompt=prompt, number=first + j, key=key, max_tokens=sampling.max_response_len)
+                for j in range(num_samples)
+            ]
+        completions = self.extend(requests, sampling=sampling)
+        return [completions[i * num_samples : (i + 1) * num_samples] for i in range(len(prompts))]
+
+    def extend(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> list[Completion]:
+        """What is added to each response; a bridge that dies meanwhile is replaced. See `RolloutEngine`."""
+        if self._staged is None:
+            raise UserError("generate: nothing was published yet")
+        if not requests:
+            return []
+        draws = [
+            wire.Draw(
+                prompt=[int(token) for token in request.context],
+                seed=draw_seed(request.key, request.prompt.uid, request.number, len(request.tokens)),
+                max_tokens=request.max_tokens,
+            )
+            for request in requests
+        ]
+        common = wire.Sampling(
             max_tokens=sampling.max_response_len,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -232,9 +270,11 @@ class VllmEngine:
             if self._on_progress is not None:
                 self._on_progress(progress.running, progress.waiting, progress.tokens)
 
-        drawn = self._surviving(lambda client: client.generate(draws, request, on_progress=report), self._staged)
-        completions = [self._completion(draw, one) for draw, one in zip(draws, drawn, strict=True)]
-        return [completions[i : i + num_samples] for i in range(0, len(completions), num_samples)]
+        def ask(batch: list[wire.Draw]) -> Callable[[sender.Client], list[wire.Drawn]]:
+            return lambda client: client.generate(batch, common, on_progress=report)
+
+        drawn = [one for batch in _batches(draws) for one in self._surviving(ask(batch), self._staged)]
+        return [self._completion(request, one) for request, one in zip(requests, drawn, strict=True)]
 
     def close(self) -> None:
         """Stop a bridge this engine started, and free the staged version. Idempotent."""
@@ -256,7 +296,7 @@ class VllmEngine:
 
     # Checks on what came back ----------------------------------------------------------------------------------------
 
-    def _completion(self, draw: wire.Draw, drawn: wire.Drawn) -> Completion:
+    def _completion(self, request: Request, drawn: wire.Drawn) -> Completion:
         tokens = np.frombuffer(drawn.tokens, "<i4")
         logprobs = np.frombuffer(drawn.logprobs, "<f4").astype(np.float32)
         spans = []
@@ -272,7 +312,7 @@ class VllmEngine:
         if position != len(tokens) or len(logprobs) != len(tokens) or not np.isfinite(logprobs).all():
             raise RuntimeError("the bridge returned a completion whose tokens, log-probs and versions do not match")
         return Completion(
-            prompt_tokens=tuple(draw.prompt),
+            prompt_tokens=tuple(request.prompt.tokens),
             tokens=tuple(int(token) for token in tokens),
             logprobs=logprobs,
             finish_reason=drawn.finish_reason,

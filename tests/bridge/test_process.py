@@ -23,8 +23,8 @@ from qarl_bridge import sender, wire
 from qarl_bridge.wire import BridgeError
 
 from qarl_jax import models, quant
-from qarl_jax.rollout import PolicyWeights, SamplingConfig, make_engine
-from qarl_jax.rollout.vllm import Config, VllmEngine, draw_seed, engine_config, engine_tensors
+from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, make_engine
+from qarl_jax.rollout.vllm import Config, VllmEngine, _batches, draw_seed, engine_config, engine_tensors
 from qarl_jax.types import Prompt, UserError
 from tests.reference import bridge_world
 
@@ -197,10 +197,10 @@ def test_a_learner_that_mirrors_another_arithmetic_is_refused():
     other = VllmEngine(FAKE)
     other._numerics = "cuda"
     facts = bridge_world.FakeEngine(bridge_world.CONFIG, {}, has_weights=False).facts
-    real = msgspec.structs.replace(facts, engine="vllm", profile="cpu_generic")
-    with pytest.raises(UserError, match=r"set quant\.engine=cpu_generic"):
+    real = msgspec.structs.replace(facts, engine="vllm", profile="cpu_avx512_bf16")
+    with pytest.raises(UserError, match=r"set quant\.engine=cpu_avx512_bf16"):
         other._check_facts(real)
-    other._numerics = "cpu_generic"
+    other._numerics = "cpu_avx512_bf16"
     other._check_facts(real)
 
 
@@ -216,6 +216,50 @@ def test_copies_of_a_prompt_and_samples_draw_differently_and_keys_decide():
         assert len(set(tokens(once)[0])) == 4
         assert tokens(generate(e, key=1)) == tokens(generate(e, key=1)) != tokens(generate(e, key=2))
         assert e.generate([], num_samples=2, sampling=SAMPLING, key=0) == []
+
+
+def test_a_response_is_gone_on_with_from_its_tokens_over_the_bridge():
+    asked = [
+        Request(prompt=prompt, number=j, key=1, tokens=(9,) * (3 * j), max_tokens=6 - 3 * j)
+        for prompt in PROMPTS
+        for j in (0, 1)
+    ]
+    with engine() as e:
+        e.publish(weights(0), 0)
+        e.publish(weights(1), 1)
+        begun = generate(e, key=1, n=1)
+        added = e.extend(asked, sampling=SAMPLING)
+        assert [len(c.tokens) for c in added] == [6, 3] * 3
+        assert [c.tokens for c in added[::2]] == [group[0].tokens for group in begun]
+        for request, completion in zip(asked, added, strict=True):
+            assert completion.prompt_tokens == request.prompt.tokens
+            assert completion.finish_reason == "length"
+            assert [(s.version, s.start, s.end) for s in completion.versions] == [(1, 0, len(completion.tokens))]
+        short = e.extend(asked[:1], sampling=dataclasses.replace(SAMPLING, max_response_len=2))
+        assert short[0].tokens == added[0].tokens[:2]
+        # A response of 120 tokens has room for 5 more, whatever the limit of a whole one is.
+        long = dataclasses.replace(asked[0], tokens=(9,) * 120, max_tokens=5)
+        assert len(e.extend([long], sampling=SAMPLING)[0].tokens) == 5
+        with pytest.raises(UserError, match="max_model_len 128"):
+            e.extend([dataclasses.replace(long, max_tokens=6)], sampling=SAMPLING)
+
+
+def test_a_piece_that_goes_on_draws_with_other_numbers_than_the_beginning():
+    seeds = [draw_seed(1, "a", number, start) for number in (0, 1) for start in (0, 1, 2, 10)]
+    assert len(set(seeds)) == 8
+    assert draw_seed(1, "a", 0, 0) == draw_seed(1, "a", 0)
+
+
+def test_requests_are_split_so_that_they_and_their_replies_fit_a_frame():
+    def draw(prompt, limit):
+        return wire.Draw(prompt=[1] * prompt, seed=0, max_tokens=limit)
+
+    draws = [draw(2, 1), draw(100, 1), draw(100, 1), draw(2, 400), draw(2, 400), draw(5000, 5000)]
+    split = list(_batches(draws, most=8000))
+    assert [len(batch) for batch in split] == [4, 1, 1]  # 8 x 400 + 512 twice is too much, and one is sent whatever
+    assert [one for batch in split for one in batch] == draws
+    assert list(_batches([])) == []
+    assert len(list(_batches([draw(1000, 1000)] * 4096))) == 1  # 4,096 responses of 1,024 tokens, as wire.py says
 
 
 def test_the_engine_holds_no_reference_to_the_learners_arrays():

@@ -39,6 +39,16 @@ def test_anything_but_a_well_formed_request_is_a_bridge_error(payload):
     assert error.value.code == "bad_message"
 
 
+def test_a_draw_may_lower_the_limit_and_never_raise_it():
+    sampling = wire.Sampling(max_tokens=5, temperature=0.5)
+    limits = {own: wire.Draw(prompt=[1], seed=0, max_tokens=own).under(sampling) for own in (0, 3, 5, 9)}
+    assert {own: limit.max_tokens for own, limit in limits.items()} == {0: 5, 3: 3, 5: 5, 9: 5}
+    assert {limit.temperature for limit in limits.values()} == {0.5}
+    draws = [{"prompt": [1], "seed": 0, "max_tokens": -1}]
+    with pytest.raises(BridgeError):
+        wire.decode(msgspec.msgpack.encode({"t": "Generate", "draws": draws, "sampling": {"max_tokens": 1}}))
+
+
 def test_key_files_are_private_and_well_formed(tmp_path):
     path = str(tmp_path / "key")
     key = wire.create_key(path)

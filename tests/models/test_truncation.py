@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Under the cpu_avx2 profile rope and attention store bf16 by truncation, as vLLM does there; gradients do not mind."""
+"""vLLM's CPU attention without AMX has float32 weights; without bf16 instructions, it and rope store by truncation."""
 
 import jax
 import jax.numpy as jnp
@@ -48,5 +48,27 @@ def test_attention_keeps_its_weights_in_float32_and_truncates_the_output():
     want = np.einsum("nts,snh->tnh", p / p.sum(-1, keepdims=True), vf)
     got = np.asarray(attention(q, k, v, numerics=Numerics("cpu_avx2")), np.float32)[0]
     assert (got == truncated(want)).mean() > 0.98
+    nearest = np.asarray(jnp.asarray(want, jnp.float32).astype(jnp.bfloat16), np.float32)
+    got = np.asarray(attention(q, k, v, numerics=Numerics("cpu_avx512_bf16")), np.float32)[0]
+    assert (got == nearest).mean() > 0.98
+    amx = np.asarray(attention(q, k, v, numerics=Numerics("cpu_amx")), np.float32)[0]
+    assert (amx == nearest).mean() < 0.95  # its weights are rounded
     rounded = np.asarray(attention(q, k, v), np.float32)[0]
     assert (rounded == truncated(want)).mean() < 0.7
+
+
+def test_the_kernels_order_of_sums_changes_no_gradient():
+    q, k, v, g = (jax.random.normal(jax.random.key(i), (2, 9, n, 16), jnp.float32) for i, n in enumerate((4, 2, 2, 4)))
+    segments = jnp.asarray([[1] * 5 + [2] * 4, [1] * 7 + [0] * 2], jnp.int32)
+
+    def value(numerics):
+        def run(q, k, v):
+            return (attention(q, k, v, segment_ids=segments, numerics=numerics) * g).sum()
+
+        return jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2)))(q, k, v)
+
+    wanted = value(Numerics())
+    for profile in ("cpu_avx512_bf16", "cpu_avx2"):
+        found = value(Numerics(profile))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

@@ -25,7 +25,7 @@ from qarl_bridge.wire import BridgeError
 from safetensors.numpy import save_file
 
 from qarl_jax import models, quant
-from qarl_jax.rollout import PolicyWeights, SamplingConfig
+from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
 from qarl_jax.rollout.vllm import Config, VllmEngine, engine_config, engine_tensors
 from qarl_jax.types import Prompt
 
@@ -303,3 +303,25 @@ def test_a_bridge_killed_in_the_middle_of_a_publish_is_replaced(served, monkeypa
     again = engine.generate(PROMPTS, num_samples=1, sampling=GREEDY, key=0)
     assert same(again, served.zero)
     assert {c.policy_version for (c,) in again} == {1000}
+
+
+def test_a_response_is_gone_on_with_from_its_tokens(served):
+    """Greedy, against the rest of the uninterrupted response: a prefill and a decode may round to other neighbours."""
+    served.engine.publish(weights(served.scheme, 1), 1000)
+    cut = 9
+    asked = [
+        Request(prompt=prompt, number=0, key=0, tokens=whole.tokens[:cut], max_tokens=5 + i)
+        for i, (prompt, (whole,)) in enumerate(zip(PROMPTS, served.one, strict=True))
+    ]
+    added = served.engine.extend(asked, sampling=GREEDY)
+    equal = []
+    for request, piece, (whole,) in zip(asked, added, served.one, strict=True):
+        count = min(request.max_tokens, GREEDY.max_response_len)
+        assert len(piece.tokens) == len(piece.logprobs) == count
+        assert (piece.prompt_tokens, piece.finish_reason) == (request.prompt.tokens, "length")
+        assert [(span.version, span.start, span.end) for span in piece.versions] == [(1000, 0, count)]
+        rest = whole.tokens[cut : cut + count]
+        equal += [a == b for a, b in zip(piece.tokens, rest, strict=False)]
+        assert piece.tokens[0] == rest[0]
+        assert abs(piece.logprobs[0] - whole.logprobs[cut]) < 0.1
+    assert np.mean(equal) > 0.8

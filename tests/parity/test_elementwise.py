@@ -66,8 +66,7 @@ def test_rms_norm_equals_the_engines_on_every_element(vllm, width):
     x, x_jax = bf16(vllm, rng.normal(size=(300, width)) * np.exp(rng.normal(size=(300, 1))))
     w, w_jax = bf16(vllm, 1 + 0.3 * rng.normal(size=width))
     got = jax.jit(rms_norm(width, w_jax))(x_jax)
-    share = equal(got, vllm.ir.ops.rms_norm(x, w, 1e-6))
-    assert share == 1 if NUMERICS.sums_as_torch_avx2 else share > 0.9999
+    assert equal(got, vllm.ir.ops.rms_norm(x, w, 1e-6)) == 1
 
 
 @pytest.mark.parametrize("width", [64, 256, 1536])
@@ -79,16 +78,14 @@ def test_residual_add_and_norm_equal_the_engines_on_every_element(vllm, width):
     got, residual = jax.jit(rms_norm(width, w_jax).add)(x_jax, r_jax)
     want, want_residual = vllm.ir.ops.fused_add_rms_norm(x, r.clone(), w, 1e-6)
     assert equal(residual, want_residual) == 1
-    share = equal(got, want)
-    assert share == 1 if NUMERICS.sums_as_torch_avx2 else share > 0.9999
+    assert equal(got, want) == 1
 
 
-@pytest.mark.skipif(not NUMERICS.sums_as_torch_avx2, reason="torch adds in another order on this CPU")
 @pytest.mark.parametrize("width", [32, 64, 96, 1536, 4096, 5120])
 def test_the_inverse_rms_is_torchs_to_the_last_bit(vllm, width):
     x = np.random.default_rng(width).normal(size=(500, width)).astype(np.float32)
     want = vllm.torch.rsqrt(vllm.torch.from_numpy(x).pow(2).mean(-1, keepdim=True) + 1e-6).numpy()
-    exact = jax.jit(functools.partial(layers.inverse_rms, eps=1e-6, as_torch_avx2=True))(x)
+    exact = jax.jit(functools.partial(layers.inverse_rms, eps=1e-6, as_torch=True))(x)
     np.testing.assert_array_equal(exact, want)
     usual = jax.jit(functools.partial(layers.inverse_rms, eps=1e-6))(x)
     assert (np.asarray(usual) == want).mean() < 0.95, "XLA's own sum and rsqrt would do"
@@ -125,6 +122,18 @@ def test_rope_equals_the_engines_on_every_element(vllm, theta, head_dim):
     assert equal(got, want) > 0.9999
 
 
+def test_the_frequencies_of_rope_are_torchs_on_every_host(vllm):
+    """numpy's float32 power is another on CPUs with AVX-512: a fifth of the frequencies was an ulp or two off."""
+    torch = vllm.torch
+    for theta, head_dim in [(1e4, 64), (1e6, 128), (1e6, 64), (5e6, 64)]:
+        config = types.SimpleNamespace(head_dim=head_dim, rope_theta=theta)
+        want = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)).numpy()
+        off = np.abs(layers.rope_frequencies(config).view(np.int32) - want.view(np.int32))
+        # torch's own power is not always the nearest float32: one frequency of 64 for theta = 1e6.
+        assert off.max() <= 1
+        assert np.mean(off > 0) < 0.02
+
+
 def engine_attention(vllm, q, k, v):
     """vLLM's op on one request without a past: q [T, N, H], k, v [T, K, H] -> [T, N, H]."""
     torch, ops = vllm.torch, vllm.ops
@@ -156,7 +165,8 @@ def test_attention_equals_the_engines_on_nearly_every_element(vllm, length, head
     v, v_jax = bf16(vllm, rng.normal(size=(length, 2, head_dim)))
     want = engine_attention(vllm, q, k, v)
     run = jax.jit(functools.partial(attention, numerics=NUMERICS))
-    assert equal(run(q_jax[None], k_jax[None], v_jax[None])[0], want) > 0.999
+    share = equal(run(q_jax[None], k_jax[None], v_jax[None])[0], want)
+    assert share == 1 if NUMERICS.polynomial_exp else share > 0.999
     plain = attention(q_jax[None], k_jax[None], v_jax[None])[0]
-    if NUMERICS.truncates and length > 1:
-        assert equal(plain, want) < 0.7, "the profile changes nothing"
+    if NUMERICS.vector_attention and length > 1:
+        assert equal(plain, want) < 0.8, "the profile changes nothing"

@@ -5,7 +5,7 @@
 Two facts about oneDNN on CPUs without VNNI (AVX2 only), both measured here rather than assumed:
 
   * it adds pairs of u8 * s8 products in saturating int16, so its "int32" product is wrong for large codes;
-  * vLLM's AVX2 build truncates float32 to bfloat16 where other builds round to nearest.
+  * vLLM's builds for CPUs without bf16 instructions truncate float32 to bfloat16 where the other rounds to nearest.
 
 The bridge replaces that kernel (qarl_bridge.portable_kernels), so both layers are compared: oneDNN's on codes small
 enough for its product to be exact, the bridge's on all.
@@ -53,10 +53,10 @@ def case(k, n, m, largest):
     return x, codes, scale, ref.bf(rng.normal(size=n))
 
 
-def learner(x, codes, scale, bias, dtype):
+def learner(x, codes, scale, bias, dtype, numerics):
     qt = quant.QTensor(jnp.asarray(codes), jnp.asarray(scale), w8a8.Config())
     master = jnp.zeros(codes.shape)
-    y = quant.dot(jnp.asarray(x, dtype), master, qt, bias, numerics=quant.Numerics("cpu_generic"))
+    y = quant.dot(jnp.asarray(x, dtype), master, qt, bias, numerics=numerics)
     return np.asarray(y, np.float32)
 
 
@@ -92,8 +92,8 @@ def test_onednn_layers_equal_the_learners_bit_for_bit(ops, torch):
         y = torch.empty((m, n), dtype=torch.bfloat16)
         ops.onednn_scaled_mm(handler, x_q, y, x_s, None, None, b)
         # In float32 the learner returns what the engine has before its conversion to bfloat16.
-        mine = learner(x, codes, scale, bias if with_bias else None, jnp.float32)
-        mine = ref.bf(mine) if has_flag("avx512f") else truncated(mine)
+        mine = learner(x, codes, scale, bias if with_bias else None, jnp.float32, quant.resolve("cpu"))
+        mine = ref.bf(mine) if has_flag("avx512_bf16") else truncated(mine)
         if (y.float().numpy() != mine).any():
             unequal.append((k, n, m, with_bias, (y.float().numpy() != mine).mean()))
     assert not unequal, f"{len(unequal)} of {len(CASES)} cases differ: {unequal[:5]}"
@@ -114,7 +114,7 @@ def test_the_bridges_portable_int8_layers_equal_the_learners_bit_for_bit(torch):
         kernel.process_weights_after_loading(layer)
         b = torch.from_numpy(bias).to(torch.bfloat16) if with_bias else None
         y = kernel.apply_weights(layer, torch.from_numpy(x).to(torch.bfloat16), b).float().numpy()
-        mine = learner(x, codes, scale, bias if with_bias else None, jnp.bfloat16)
+        mine = learner(x, codes, scale, bias if with_bias else None, jnp.bfloat16, quant.Numerics("cpu_avx2"))
         if (y != mine).any():
             unequal.append((k, n, m, with_bias, (y != mine).mean()))
     assert not unequal, f"{len(unequal)} of {len(CASES)} cases differ: {unequal[:5]}"

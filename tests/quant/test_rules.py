@@ -71,10 +71,10 @@ def test_engines_resolve_to_profiles_by_what_the_host_is(monkeypatch):
     assert resolve("cpu") == Numerics("cpu_amx")
     assert resolve("auto") == Numerics("cpu_amx")  # tests run on CPU
     monkeypatch.setattr(numerics, "cpu_has_amx", lambda: False)
-    monkeypatch.setattr(numerics, "cpu_has_avx512", lambda: False)
+    monkeypatch.setattr(numerics, "cpu_has_avx512_bf16", lambda: False)
     assert resolve("cpu") == Numerics("cpu_avx2")
-    monkeypatch.setattr(numerics, "cpu_has_avx512", lambda: True)
-    assert resolve("cpu") == Numerics("cpu_generic")
+    monkeypatch.setattr(numerics, "cpu_has_avx512_bf16", lambda: True)
+    assert resolve("cpu") == Numerics("cpu_avx512_bf16")
     assert resolve("cuda") == Numerics("cuda")
     assert resolve("plain") == Numerics()
     with pytest.raises(UserError, match="auto, cpu, cuda, plain"):

@@ -65,7 +65,7 @@ def int8_rows(x: np.ndarray, profile: str) -> tuple[np.ndarray, np.ndarray]:
         amax = np.maximum(amax, np.float32(1e-7))
     scale = amax / np.float32(127)
     with np.errstate(divide="ignore"):
-        inverse = 1 / scale if profile in ("cpu_generic", "cpu_avx2") else np.float32(127) / amax
+        inverse = 1 / scale if profile in ("cpu_avx512_bf16", "cpu_avx2") else np.float32(127) / amax
     inverse = np.where(amax == 0, np.float32(0), inverse).astype(np.float32)
     return np.clip(np.rint(x * inverse), -128, 127).astype(np.int8), scale
 

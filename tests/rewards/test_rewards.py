@@ -154,6 +154,14 @@ def test_overlong_table(length, reason, expected):
     assert reward.score([sample("x", finish_reason=reason, num_tokens=length)]) == [np.float32(expected)]
 
 
+def test_overlong_follows_the_limit_a_response_had():
+    reward = overlong.Reward(overlong.Config(buffer_len=20), 100)
+    samples = [dataclasses.replace(sample("x", num_tokens=45), max_tokens=limit) for limit in (0, 50, 60)]
+    assert reward.score(samples).tolist() == [0.0, -0.75, -0.25]
+    own = overlong.Reward(overlong.Config(buffer_len=20, max_len=100), 200)
+    assert own.score(samples).tolist() == [0.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("text", "answer", "expected"),
     [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qarl_jax import rollout
-from qarl_jax.rollout import RolloutEngine, SamplingConfig
+from qarl_jax.rollout import Request, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.jax_sampler import Config
 from qarl_jax.types import UserError
 from tests.reference.tiny_policies import VOCAB, policy, prompts
@@ -139,6 +139,57 @@ def test_empty_prompts_and_zero_samples_are_refused(served):
         served.generate([empty], num_samples=1, sampling=SAMPLING, key=0)
     with pytest.raises(UserError, match="num_samples"):
         served.generate(prompts(1), num_samples=0, sampling=SAMPLING, key=0)
+
+
+# ---- going on with a response ---------------------------------------------------------------------------------------
+
+
+def requests_of(asked, num_samples, tokens=None, **fields):
+    """A request per sample, as `generate` numbers them; `tokens`: the response so far, by prompt and sample."""
+    return [
+        Request(prompt=prompt, number=j, tokens=tokens[i][j] if tokens else (), **{"key": 1, "max_tokens": 12} | fields)
+        for i, prompt in enumerate(asked)
+        for j in range(num_samples)
+    ]
+
+
+def test_a_response_begun_draws_as_it_does_in_generate(served):
+    asked = prompts(3)
+    groups = served.generate(asked, num_samples=2, sampling=SAMPLING, key=1)
+    begun = served.extend(requests_of(asked, 2), sampling=SAMPLING)
+    assert [c.tokens for c in begun] == [c.tokens for group in groups for c in group]
+    assert [c.finish_reason for c in begun] == [c.finish_reason for group in groups for c in group]
+
+
+def test_what_is_added_comes_alone_in_order_and_within_each_limit(served):
+    asked = prompts(4)
+    so_far = [[(5, 7, 11)[: 1 + i % 3], ()] for i in range(4)]
+    wanted = requests_of(asked, 2, so_far)
+    wanted = [dataclasses.replace(request, max_tokens=1 + i) for i, request in enumerate(wanted)]
+    added = served.extend(wanted, sampling=SamplingConfig(max_response_len=6))
+    assert [len(c.tokens) for c in added] == [1, 2, 3, 4, 5, 6, 6, 6]  # the request's own limit, and the call's
+    for request, completion in zip(wanted, added, strict=True):
+        assert completion.prompt_tokens == request.prompt.tokens
+        assert completion.finish_reason == "length"
+        assert completion.policy_version == served.version
+        assert completion.versions[-1].end == len(completion.tokens) == len(completion.logprobs)
+    # The first token that was added is the one that comes after prompt and response, in whichever way they are given.
+    greedy = SamplingConfig(max_response_len=1, temperature=0.0)
+    wholes = [dataclasses.replace(request.prompt, tokens=request.context) for request in wanted]
+    others = served.generate(wholes, num_samples=1, sampling=greedy, key=0)
+    for one, (other,) in zip(served.extend(wanted, sampling=greedy), others, strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_what_is_added_depends_on_the_place_and_not_on_the_company(served):
+    asked = prompts(5)
+    so_far = [[(3,), (3, 4)]] * 5
+    many = served.extend(requests_of(asked, 2, so_far), sampling=SAMPLING)
+    one = served.extend(requests_of(asked, 2, so_far)[7:8], sampling=SAMPLING)
+    assert one[0].tokens == many[7].tokens
+    assert served.extend(requests_of(asked, 2, so_far, key=2), sampling=SAMPLING)[7].tokens != many[7].tokens
+    assert served.extend([], sampling=SAMPLING) == []
 
 
 def test_unknown_engines_name_the_known_ones():
