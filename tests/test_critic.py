@@ -282,7 +282,7 @@ def test_a_critic_learns_a_fixed_batch_within_a_few_updates():
 
 
 def test_the_gradient_is_that_of_the_plain_loss_of_each_response():
-    """Body and head, against autodiff of 0.5 (V - ret)^2 over one padded row per response, without critic, mask or packs."""
+    """Body and head, against autodiff of 0.5 (V - ret)^2 over a padded row per response, by other code."""
     rows, critic = packed(), make(head=True)
     (micro,) = put(critic, rows)
     (target,) = critic.judge([[micro]], per_pass=1).targets[0]
