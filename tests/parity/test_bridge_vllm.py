@@ -307,7 +307,7 @@ def test_a_bridge_killed_in_the_middle_of_a_publish_is_replaced(served, monkeypa
 
 def test_a_response_is_gone_on_with_from_its_tokens(served):
     """Greedy, against the rest of the uninterrupted response: a prefill and a decode may round to other neighbours."""
-    served.engine.publish(weights(served.scheme, 1), 1000)
+    served.engine.publish(weights(served.scheme, 1), 1001)
     cut = 9
     asked = [
         Request(prompt=prompt, number=0, key=0, tokens=whole.tokens[:cut], max_tokens=5 + i)
@@ -319,7 +319,7 @@ def test_a_response_is_gone_on_with_from_its_tokens(served):
         count = min(request.max_tokens, GREEDY.max_response_len)
         assert len(piece.tokens) == len(piece.logprobs) == count
         assert (piece.prompt_tokens, piece.finish_reason) == (request.prompt.tokens, "length")
-        assert [(span.version, span.start, span.end) for span in piece.versions] == [(1000, 0, count)]
+        assert [(span.version, span.start, span.end) for span in piece.versions] == [(1001, 0, count)]
         rest = whole.tokens[cut : cut + count]
         equal += [a == b for a, b in zip(piece.tokens, rest, strict=False)]
         assert piece.tokens[0] == rest[0]
