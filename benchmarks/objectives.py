@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every objective trains the quickstart's policy for a few steps, each under the settings it is usually run with.
 
-    python benchmarks/objectives.py [--steps 20] [--only tbpo grpo ...]
+    python benchmarks/objectives.py [--steps 20] [--only tbpo grpo ...] [section.field=value ...]
 
 Where configs/papers/quickstart has a run of that objective, it is that run; the others are the quickstart with the
 objective's defaults. A run has diverged if it stopped, if a number of it is not finite, or if reward/mean over its last
@@ -34,12 +34,21 @@ EXTRA = {
 SLACK = 0.05
 
 
-def run(name: str, steps: int) -> dict[str, float]:
+def run(name: str, steps: int, overrides: list[str]) -> dict[str, float]:
     """One run in a process of its own; its rewards, and whether it diverged."""
     folder = ROOT / "runs" / "objectives" / name
     config = RUNS / f"{name}.yaml" if (RUNS / f"{name}.yaml").exists() else ROOT / "configs" / "quickstart.yaml"
     settings = [f"run_dir={folder}", f"train.steps={steps}", "log.view=off", "eval.at_start=false", "eval.at_end=false"]
-    command = [sys.executable, "-m", "qarl_jax.train", "--config", str(config), *EXTRA.get(name, ()), *settings]
+    command = [
+        sys.executable,
+        "-m",
+        "qarl_jax.train",
+        "--config",
+        str(config),
+        *EXTRA.get(name, ()),
+        *settings,
+        *overrides,
+    ]
     code = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward/mean"] for line in lines]
@@ -62,10 +71,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results" / "objectives_cpu.json")
+    parser.add_argument("overrides", nargs="*", help="section.field=value, for every run")
     args = parser.parse_args()
     results = {}
     for name in args.only:
-        results[name] = result = run(name, args.steps)
+        results[name] = result = run(name, args.steps, args.overrides)
         print(f"{name:8s}", "  ".join(f"{key} {value:.4g}" for key, value in result.items()), flush=True)
         record = {"command": " ".join(["python", *sys.argv]), "steps": args.steps, "results": results}
         args.out.write_text(json.dumps(record, indent=1) + "\n")
