@@ -11,32 +11,17 @@ import pytest
 from qarl_jax import partial, strategies, train
 from qarl_jax.checkpoint import Checkpoints
 from qarl_jax.data import PromptStream
-from qarl_jax.data.source import Skipped
 from qarl_jax.partial import Buffer, Config
 from qarl_jax.rollout import SamplingConfig
 from qarl_jax.rollout.jax_sampler import Config as SamplerConfig
 from qarl_jax.rollout.jax_sampler import JaxSampler
-from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, VersionSpan
+from qarl_jax.types import Completion, RolloutGroup, UserError, VersionSpan
 from tests.reference import tiny
+from tests.reference.numbered import Source
 from tests.reference.tiny_policies import VOCAB, policy, prompts
 
 OFF = strategies.Config()
 LIMIT = 10
-
-
-class Source:
-    """`size` prompts named by their index."""
-
-    fingerprint = "numbers"
-
-    def __init__(self, size):
-        self.size, self.skipped = size, Skipped()
-
-    def __len__(self):
-        return self.size
-
-    def prompt(self, i):
-        return Prompt(uid=str(i), tokens=(3, 4), text="", answer="")
 
 
 class Engine:

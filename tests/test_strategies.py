@@ -7,24 +7,9 @@ import pytest
 
 from qarl_jax import strategies
 from qarl_jax.data import PromptStream, packing
-from qarl_jax.data.source import Skipped
 from qarl_jax.strategies import Config
-from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, VersionSpan
-
-
-class Source:
-    """`size` prompts named by their index."""
-
-    fingerprint = "numbers"
-
-    def __init__(self, size):
-        self.size, self.skipped = size, Skipped()
-
-    def __len__(self):
-        return self.size
-
-    def prompt(self, i):
-        return Prompt(uid=str(i), tokens=(3, 4), text="", answer="")
+from qarl_jax.types import Completion, RolloutGroup, UserError, VersionSpan
+from tests.reference.numbered import Source
 
 
 def completion(reason="stop", length=2):
