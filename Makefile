@@ -19,7 +19,7 @@ help:
 	@echo "make quickstart-vllm  the same task with vLLM (CPU build) as the sampler"
 	@echo "make install          .venv with everything: learner, bridge, vLLM (CPU build), test tools"
 	@echo "make test             every test but the slowest, the real vLLM included (under 25 minutes)"
-	@echo "make test-fast        the tests that need neither vLLM nor patience (over five minutes; three is the aim)"
+	@echo "make test-fast        the tests that need neither vLLM nor patience (under three minutes)"
 	@echo "make test-slow        the slowest tests; the last run is recorded in docs/log.md"
 	@echo "make lint             ruff, import contracts, type checks"
 

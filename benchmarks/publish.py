@@ -1,17 +1,36 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds per publish into a running vLLM, by phase: quantize, copy out and hash, validate, load in place, read back.
+"""Seconds per publish into a running vLLM, by phase, and a soak: a hundred publishes with generation in between.
 
-    python benchmarks/publish.py --out benchmarks/results/publish_cpu.json
+    python benchmarks/publish.py --shapes tiny 100mb                           # on a CPU
+    python benchmarks/publish.py --shapes 8b --schemes w4a16 w8a8 bf16 --engine cuda --out .../publish_h200.json
+    python benchmarks/publish.py --model assets/tiny-qwen3 --schemes w8a8 --soak 100
 
-Random weights in the shapes of Qwen3: `tiny` has about a million parameters, `100mb` about 50 million (100 MB in bf16).
-The first publish starts the engine and is not counted; the median of the next ones is.
+Random weights in the shapes of a Qwen3, or the model of a folder. A publish goes from "update applied" to "the engine
+serves the new version":
+
+    quantize   masters -> QTensors (jitted; part of an update, not of total_s)
+    stage      cast, copy and fingerprint: into a memory file, or (transport cuda_ipc) into a buffer on the GPU
+    open       the bridge maps it
+    validate   every fingerprint, every float
+    drain      waiting for running requests (none here)
+    load       into the live layers, fingerprints checked at the door
+    readback   one-hot rows through the live layers
+    other      messages
+
+`copy_s` is what a plain copy of the same bytes takes there (host memory or GPU): total_s cannot be less than a few of
+them. The first publish starts the engine and is not counted; the median of the next ones is.
+
+The soak publishes the model and a slightly moved one in turn, samples after each, checks the version of every
+completion, and compares the memory of both processes (and of the GPU) after a tenth of the way and at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import functools
 import json
 import os
 import platform
@@ -20,30 +39,44 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the engine shares the card
 
 import jax
+import numpy as np
+from flax import nnx
+from qarl_bridge import sender
+from qarl_bridge.wire import BridgeError
 
-from qarl_jax import models, quant
-from qarl_jax.rollout import PolicyWeights
+from qarl_jax import models, parity, quant
+from qarl_jax.rollout import PolicyWeights, SamplingConfig
 from qarl_jax.rollout.vllm import Config, VllmEngine
 
-# hidden, intermediate, layers, q-heads, kv-heads, vocabulary
-SIZES = {"tiny": (128, 256, 4, 2, 1, 512), "100mb": (512, 2048, 12, 8, 4, 4096)}
-PHASES = ("quantize_s", "stage_s", "transfer_s", "validate_s", "drain_s", "load_s", "readback_s", "total_s")
+# hidden, intermediate, layers, q-heads, kv-heads, head_dim, vocabulary, experts (0: dense), expert's intermediate
+SHAPES = {
+    "tiny": (128, 256, 4, 2, 1, 64, 512, 0, 0),
+    "100mb": (512, 2048, 12, 8, 4, 64, 4096, 0, 0),
+    "0.6b": (1024, 3072, 28, 16, 8, 128, 151936, 0, 0),
+    "8b": (4096, 12288, 36, 32, 8, 128, 151936, 0, 0),
+    "30b-a3b": (2048, 6144, 48, 32, 4, 128, 151936, 128, 768),
+}
+PHASES = ("stage_s", "open_s", "validate_s", "drain_s", "load_s", "readback_s", "other_s", "total_s")
 
 
-def graph(size: str, scheme: str, engine: str):
-    hidden, inter, layers, heads, kv_heads, vocab = SIZES[size]
-    values = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+def shaped(shape: str, layers: int, scheme: str, engine: str) -> PolicyWeights:
+    """A random policy in the shapes of a Qwen3, masters in bfloat16 (what is published is the same)."""
+    hidden, inter, depth, heads, kv_heads, head_dim, vocab, experts, expert_inter = SHAPES[shape]
+    values: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if experts else "qwen3",
         "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": inter,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": layers or depth,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": 64,
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-6,
@@ -51,73 +84,282 @@ def graph(size: str, scheme: str, engine: str):
         "tie_word_embeddings": False,
         "attention_bias": False,
     }
+    if experts:
+        values |= {
+            "num_experts": experts,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": expert_inter,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(values))
         config = models.read_config(
             folder,
             compute_dtype="bfloat16",
-            param_dtype="float32",
+            param_dtype="bfloat16",
             quant=models.parse_rules(scheme),
             numerics=quant.resolve(engine),
         )
-    graphdef, params, _ = models.split(models.random_model(config, 0))
-    return graphdef, params
+    graphdef, abstract, _ = models.split(models.abstract_model(config))
+    params = {}
+    for number, (keys, variable) in enumerate(nnx.to_flat_state(abstract)):
+        like = variable.get_value()
+        if keys[-1] == "kernel":
+            value = _noise(jax.random.key(number), like.shape, like.dtype)
+        else:
+            value = jax.numpy.ones(like.shape, like.dtype)
+        params[keys] = variable.replace(value)
+    state = nnx.from_flat_state(params)
+    return PolicyWeights(graphdef=graphdef, params=state, qweights=_quantize(graphdef, state))
 
 
-def measure(size: str, scheme: str, engine_name: str, repeats: int, readback: str) -> dict:
-    graphdef, params = graph(size, scheme, engine_name)
-    quantize = jax.jit(lambda params: models.quantize_params(graphdef, params))
-    engine = VllmEngine(Config(kv_cache_gb=0.1, max_model_len=256, readback=readback), run_id="publish")
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _noise(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return 0.02 * jax.random.normal(key, shape, dtype)
+
+
+def _quantize(graphdef: Any, params: Any) -> Any:
+    return jax.jit(lambda p: models.quantize_params(graphdef, p))(params)
+
+
+def moved(weights: PolicyWeights, scale: float) -> PolicyWeights:
+    """The same policy with its matrices a little larger: other scales, other bytes."""
+    params = jax.tree.map(lambda x: x * np.asarray(scale, x.dtype) if x.ndim > 1 else x, weights.params)
+    return dataclasses.replace(weights, params=params, qweights=_quantize(weights.graphdef, params))
+
+
+def copy_seconds(nbytes: int, on_gpu: bool) -> float:
+    """A plain copy of that many bytes (at most 1 GiB, scaled): on the device, or in host memory."""
+    size = min(nbytes, 1 << 30)
+    if on_gpu:
+        source = jax.block_until_ready(jax.numpy.zeros(size // 4, jax.numpy.int32))
+        copy = jax.jit(lambda x: x + 1)  # reads and writes every byte once
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            jax.block_until_ready(copy(source))
+            times.append(time.perf_counter() - start)
+    else:
+        host = np.zeros(size, np.uint8)
+        target = np.empty_like(host)
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            np.copyto(target, host)
+            times.append(time.perf_counter() - start)
+    return min(times[1:]) * nbytes / size
+
+
+def engine_for(args: argparse.Namespace, log: list[str]) -> VllmEngine:
+    def note(line: str) -> None:
+        log.append(line)
+        print(f"# {line}", file=sys.stderr, flush=True)
+
+    return VllmEngine(
+        Config(
+            kv_cache_gb=args.kv_cache_gb,
+            max_model_len=256,
+            max_num_seqs=16,
+            readback=args.readback,
+            transport=args.transport,
+            loader=args.loader,
+            int4_kernel=args.int4_kernel,
+            execution=args.execution,
+            threads=args.threads,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            profile=args.profile,
+            log_file=args.log_file,
+            python=args.python,
+        ),
+        run_id="publish",
+        log=note,
+    )
+
+
+def measure(name: str, weights: PolicyWeights, scheme: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Median seconds per phase over `args.repeats` publishes."""
+    log: list[str] = []
+    engine = engine_for(args, log)
     reports = []
     try:
-        for version in range(repeats + 1):
+        for version in range(args.repeats + 1):
             start = time.perf_counter()
-            qweights = jax.block_until_ready(quantize(params))
+            qweights = jax.block_until_ready(_quantize(weights.graphdef, weights.params))
             quantized = time.perf_counter()
-            report = engine.publish(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights), version)
+            weights = dataclasses.replace(weights, qweights=qweights)
+            report = engine.publish(weights, version)
             report["quantize_s"] = quantized - start
-            report["total_s"] = time.perf_counter() - start
+            report["total_s"] = time.perf_counter() - quantized
+            report["other_s"] = report["total_s"] - sum(report[p] for p in PHASES[:-2])
             reports.append(report)
+            print(f"# {scheme} version {version}: {report['total_s']:.3f} s", file=sys.stderr, flush=True)
+        notes = engine.status().facts.notes
+        facts = engine.facts
     finally:
         engine.close()
-    median = {phase: statistics.median(r[phase] for r in reports[1:]) for phase in PHASES}
-    size_bytes = reports[-1]["bytes"]
+    median = {phase: statistics.median(r[phase] for r in reports[1:]) for phase in ("quantize_s", *PHASES)}
+    nbytes = int(reports[-1]["bytes"])
+    on_gpu = jax.default_backend() == "gpu"
+    copy_s = copy_seconds(nbytes, on_gpu)
+    assert facts is not None
     return {
-        "size": size,
+        "shapes": name,
         "scheme": scheme,
-        "readback": readback,
-        "parameters": int(sum(x.size for x in jax.tree.leaves(params))),
-        "bytes": int(size_bytes),
-        "gb_per_s": size_bytes / median["total_s"] / 1e9,
-        "repeats": repeats,
+        "engine": f"{facts.engine} {facts.engine_version} {facts.isa}",
+        "kernels": sorted(set(facts.kernels.values())),
+        "notes": [*notes, *log],
+        "readback": args.readback,
+        "parameters": int(sum(x.size for x in jax.tree.leaves(weights.params))),
+        "bytes": nbytes,
+        "tensors": int(reports[-1]["tensors"]),
+        "gb_per_s": nbytes / median["total_s"] / 1e9,
+        "copy_s": copy_s,
+        "share_of_copy_bandwidth": copy_s / median["total_s"],
+        "repeats": args.repeats,
         **median,
+        "first_publish_s": reports[0]["total_s"],
+        "all_total_s": [r["total_s"] for r in reports[1:]],
     }
 
 
-def main() -> int:
+def rss_bytes(pid: int) -> int:
+    """Resident memory of a process."""
+    with open(f"/proc/{pid}/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) * 1024
+
+
+@functools.cache
+def _gpu() -> Any:
+    """The first GPU; None without one. Kept: every new handle would take memory of its own."""
+    try:
+        return sender.gpu_buffers(0).device
+    except BridgeError:
+        return None
+
+
+def gpu_bytes() -> int | None:
+    """Memory in use on the first GPU, whoever uses it; None without one."""
+    if _gpu() is None:
+        return None
+    free, total = _gpu().memory()
+    return total - free
+
+
+def soak(name: str, weights: PolicyWeights, scheme: str, args: argparse.Namespace) -> dict[str, Any]:
+    """`args.soak` publishes with generation in between.
+
+    Raises:
+      RuntimeError: a completion carries another version than the one published last.
+    """
+    policies = (weights, moved(weights, 1.01))
+    vocab = models.config_of(weights.graphdef).vocab_size
+    prompts = parity.random_prompts(vocab, 4, 8, 0)
+    sampling = SamplingConfig(max_response_len=8)
+    log: list[str] = []
+    engine = engine_for(args, log)
+    sizes: list[tuple[int, int, int | None]] = []
+    completions, totals = 0, []
+    outputs: dict[int, Any] = {}
+    start = time.perf_counter()
+    try:
+        for version in range(args.soak):
+            totals.append(engine.publish(policies[version % 2], version)["total_s"])
+            drawn = engine.generate(prompts, num_samples=2, sampling=sampling, key=7)
+            for group in drawn:
+                for completion in group:
+                    spans = [(span.version, span.start, span.end) for span in completion.versions]
+                    if spans != [(version, 0, len(completion.tokens))]:
+                        raise RuntimeError(f"after publishing {version} a completion carries {spans}")
+                    completions += 1
+            tokens = [[c.tokens for c in group] for group in drawn]
+            if outputs.setdefault(version % 2, tokens) != tokens:
+                raise RuntimeError(f"version {version} does not sample what the same weights sampled before")
+            assert engine.facts is not None
+            sizes.append((rss_bytes(os.getpid()), rss_bytes(engine.facts.pid), gpu_bytes()))
+        notes = engine.status().facts.notes
+    finally:
+        engine.close()
+    early = sizes[min(max(2, args.soak // 10), len(sizes)) - 1]
+    growth = [None if a is None or b is None else b - a for a, b in zip(early, sizes[-1], strict=True)]
+    return {
+        "shapes": name,
+        "scheme": scheme,
+        "publishes": args.soak,
+        "completions": completions,
+        "wrong_versions": 0,
+        "distinct_outputs": outputs[0] != outputs[1],
+        "restarts": engine.restarts,
+        "seconds": time.perf_counter() - start,
+        "median_total_s": statistics.median(totals[1:]),
+        "trainer_rss_bytes": [early[0], sizes[-1][0]],
+        "engine_rss_bytes": [early[1], sizes[-1][1]],
+        "gpu_bytes": [early[2], sizes[-1][2]],
+        "growth_bytes_trainer_engine_gpu": growth,
+        "notes": [*notes, *log],
+    }
+
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=tuple(SIZES))
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=[])
+    parser.add_argument("--model", default="", help="a Hugging Face folder instead of shapes")
+    parser.add_argument("--layers", type=int, default=0, help="layers of a shape; 0: all")
     parser.add_argument("--schemes", nargs="+", default=("bf16", "w8a8", "w4a16"))
     parser.add_argument("--engine", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--soak", type=int, default=0, help="that many publishes with generation in between")
     parser.add_argument("--readback", default="sampled", choices=("off", "sampled", "full"))
+    parser.add_argument("--transport", default="auto", choices=("auto", "cuda_ipc", "host"))
+    parser.add_argument("--loader", default="auto", choices=("auto", "vllm"))
+    parser.add_argument("--int4-kernel", default="auto", choices=("auto", "machete", "marlin"))
+    parser.add_argument("--execution", default="eager", choices=("eager", "compiled"))
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--kv-cache-gb", type=float, default=0.1)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
+    parser.add_argument("--profile", default="", help="folder for profiles of the engine's loads")
+    parser.add_argument("--log-file", default="", help="where the bridge's output goes")
+    parser.add_argument("--python", default="", help="interpreter of the bridge")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/publish_cpu.json"))
-    args = parser.parse_args()
-    record = {
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    if args.model and args.shapes:
+        raise SystemExit("--model and --shapes exclude each other")
+    record: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "device": str(jax.devices()[0].device_kind),
+        },
         "results": [],
     }
-    print("| size | scheme | MB | " + " | ".join(p.removesuffix("_s") for p in PHASES) + " | GB/s |")
-    print("|" + "---|" * (len(PHASES) + 4))
-    for size in args.sizes:
+    print("| shapes | scheme | MB | " + " | ".join(p.removesuffix("_s") for p in PHASES) + " | GB/s | of a copy |")
+    print("|" + "---|" * (len(PHASES) + 5))
+    for name in (args.model,) if args.model else args.shapes or ("tiny", "100mb"):
         for scheme in args.schemes:
-            r = measure(size, scheme, args.engine, args.repeats, args.readback)
+            load = parity.load if args.model else None
+            weights = load(name, scheme, args.engine) if load else shaped(name, args.layers, scheme, args.engine)
+            if args.soak:
+                r = soak(name, weights, scheme, args)
+                print(json.dumps(r), flush=True)
+            else:
+                r = measure(name, weights, scheme, args)
+                cells = " | ".join(f"{r[p]:.3f}" for p in PHASES)
+                print(
+                    f"| {name} | {scheme} | {r['bytes'] / 1e6:.1f} | {cells} | {r['gb_per_s']:.2f} | "
+                    f"{r['share_of_copy_bandwidth']:.1%} |",
+                    flush=True,
+                )
             record["results"].append(r)
+            args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(record, indent=1) + "\n")
-            cells = " | ".join(f"{r[p]:.3f}" for p in PHASES)
-            print(f"| {size} | {scheme} | {r['bytes'] / 1e6:.1f} | {cells} | {r['gb_per_s']:.2f} |", flush=True)
+            del weights
     return 0
 
 

@@ -21,7 +21,7 @@ from qarl_jax.config import RunConfig
 from qarl_jax.learner import Learner, Options
 from qarl_jax.loss import get_term, loss_from_config
 from qarl_jax.rewards import Grader
-from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
+from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig, vllm
 from qarl_jax.types import UserError
 
 
@@ -31,8 +31,15 @@ def seed_of(seed: int, step: int, purpose: str) -> int:
     return int(words[0] >> np.uint64(1))
 
 
+def leave_memory_to_vllm(cfg: RunConfig) -> None:
+    """Call before JAX first asks for its devices (`make_mesh` does); see `rollout.vllm.leave_memory_to_vllm`."""
+    if cfg.rollout.engine_name == "vllm":
+        vllm.leave_memory_to_vllm()
+
+
 def make_mesh(cfg: RunConfig) -> Mesh:
     """The device mesh of `cfg.mesh`."""
+    leave_memory_to_vllm(cfg)
     return sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
 
 
@@ -51,10 +58,14 @@ def load_model(cfg: RunConfig, mesh: Mesh) -> tuple[Any, Any]:
         group_size=cfg.quant.group_size,
         engine=cfg.quant.engine,
         attention=cfg.model.attention,
-        remat=cfg.model.remat,
+        remat=cfg.model.remat_or_full,
         mesh=mesh,
     )
     graphdef, params, _ = models.split(model)
+    if cfg.rollout.router_replay and model.config.moe is None:
+        raise UserError(
+            f"rollout.router_replay=true, but {cfg.model.path} is no mixture of experts: there is no routing to replay."
+        )
     return graphdef, uaq.invariant_scaling(params, cfg.quant.uaq_scale)
 
 
@@ -81,6 +92,8 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
         options=Options(
             temperature=cfg.rollout.temperature,
             logprob_chunk=cfg.train.logprob_chunk,
+            grad_dtype=cfg.train.grad_dtype,
+            one_program=cfg.micro_batches_per_update[1] == 1,
             max_segments=max_segments(cfg),
             entropy_coef=cfg.train.entropy_coef,
             kl_coef=cfg.kl.coef,
@@ -102,7 +115,7 @@ def critic_body(cfg: RunConfig, policy: models.ModelConfig) -> models.ModelConfi
     dtype = cfg.critic.dtype or cfg.model.dtype
     if cfg.critic.path is None:
         return critics.body_config(policy, dtype)
-    own = models.read_config(cfg.critic.path, remat=cfg.model.remat, attention=cfg.model.attention)
+    own = models.read_config(cfg.critic.path, remat=cfg.model.remat_or_full, attention=cfg.model.attention)
     if own.vocab_size < policy.vocab_size:
         raise UserError(
             f"critic.path={cfg.critic.path} has a vocabulary of {own.vocab_size} tokens, the policy one of"
@@ -146,10 +159,12 @@ def make_engine(cfg: RunConfig, log: Callable[[str], None] = print) -> RolloutEn
     A bridge knows the run by its folder: a resumed trainer is the same run, a second one is refused.
     """
     options: dict[str, Any] = {}
+    engine = cfg.rollout.engine
     if cfg.rollout.engine_name == "vllm":
+        engine = dataclasses.replace(engine, record_routing=cfg.rollout.router_replay or engine.record_routing)
         folder = os.path.abspath(cfg.run_dir)
         options = {"run_id": hashlib.blake2b(folder.encode(), digest_size=8).hexdigest(), "log": log}
-    return rollout.make_engine(cfg.rollout.engine_name, cfg.rollout.engine, **options)
+    return rollout.make_engine(cfg.rollout.engine_name, engine, **options)
 
 
 def no_qweights() -> Any:
@@ -184,6 +199,7 @@ __all__ = [
     "critic_body",
     "eval_prompts",
     "eval_sampling",
+    "leave_memory_to_vllm",
     "load_model",
     "make_critic",
     "make_engine",

@@ -53,15 +53,22 @@ class ModelConfig:
       path: Hugging Face model folder (config.json, safetensors, tokenizer).
       dtype: compute dtype of the forward and backward.
       param_dtype: dtype of the master weights. At lr 1e-6 a bfloat16 master hardly ever moves; keep float32.
-      remat: what the backward recomputes: none, full (every layer), dots (all but matrix products).
-      attention: implementation; auto picks by device.
+      remat: what the backward recomputes: full (every layer), attention (all but softmax attention), mixer (the MLPs
+        alone), dots (all but matrix products and attention), none. From least memory to least work; auto takes the
+        last of them before none whose memory plan fits the device.
+      attention: implementation: xla (anywhere), cudnn (GPU), splash (TPU); auto picks by device.
     """
 
     path: str
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: Literal["none", "full", "dots"] = "full"
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    remat: Literal["auto", "full", "attention", "mixer", "dots", "none"] = "full"
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+
+    @property
+    def remat_or_full(self) -> str:
+        """`remat` where no plan was made (`plan.with_remat` does, in a training run): full for auto."""
+        return "full" if self.remat == "auto" else self.remat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,6 +140,8 @@ class RolloutConfig:
       top_p, top_k: must stay off (1 and 0) for training; see `RunConfig`.
       dynamic: DAPO's dynamic sampling; off by default (see `strategies.py`).
       partial: APRIL's partial rollouts; off by default (see `partial.py`).
+      router_replay: the learner sends each token to the experts the engine sent it to (R3, arXiv 2510.11370): a mixture
+        of experts, with vLLM.
     """
 
     engine: Annotated[Any, Variants(ENGINE_CONFIGS)] = dataclasses.field(default_factory=jax_sampler.Config)
@@ -144,8 +153,19 @@ class RolloutConfig:
     top_k: int = 0
     dynamic: strategies.Config = dataclasses.field(default_factory=strategies.Config)
     partial: PartialConfig = dataclasses.field(default_factory=PartialConfig)
+    router_replay: bool = False
 
     def __post_init__(self) -> None:
+        if self.router_replay and self.engine_name != "vllm":
+            raise UserError(
+                "router_replay=true needs rollout.engine.name=vllm: the embedded sampler routes with the learner's own"
+                " arithmetic, and records nothing."
+            )
+        if self.router_replay and self.partial.is_on:
+            raise UserError(
+                "router_replay=true and partial rollouts do not go together: a response gone on with is routed anew."
+                " Switch one of them off."
+            )
         _at_least("num_samples_per_prompt", self.num_samples_per_prompt, 1)
         self.sampling()
         last = 0
@@ -221,12 +241,14 @@ class TrainConfig:
       packing: packed (several responses share a row) or unpacked (one each).
       max_segments: most responses in a packed row.
       logprob_chunk: tokens per chunk of the fused output head.
+      grad_dtype: dtype of gradients and of their sum over micro-batches; bfloat16 halves them (see `learner.Options`).
       entropy_coef: weight of an entropy bonus.
       mask_truncated: leave unfinished responses out of the loss (DAPO's overlong filtering).
       error_prob: response tokens below this probability are counted as error tokens (`error/*`); 0: not counted.
       histograms: count ratios and mismatch weights per bin (histograms.jsonl, `ratio/*` quantiles).
       shuffle_advantages: a control, which must not learn: permutes the advantages of a step over its samples.
       profile_steps: steps during which a JAX profile is written.
+      compile_cache: folder for compiled programs; auto: ~/.cache/qarl_jax/xla on an accelerator; off: none.
     """
 
     steps: int = 100
@@ -238,14 +260,18 @@ class TrainConfig:
     packing: Literal["packed", "unpacked"] = "packed"
     max_segments: int = 16
     logprob_chunk: int = 2048
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
     entropy_coef: float = 0.0
     mask_truncated: bool = False
     error_prob: float = 1e-3
     histograms: bool = True
     shuffle_advantages: bool = False
     profile_steps: tuple[int, ...] = ()
+    compile_cache: str = "auto"
 
     def __post_init__(self) -> None:
+        if not self.compile_cache:
+            raise UserError("compile_cache is empty: give auto, off, or a folder.")
         for name in ("steps", "prompts_per_step", "update_epochs", "micro_batch_rows", "max_segments", "logprob_chunk"):
             _at_least(name, getattr(self, name), 1)
         for name in ("prompts_per_update", "row_len"):
@@ -470,6 +496,15 @@ class RunConfig:
         return (self.train.steps - waits) * self.train.updates_per_step
 
     @property
+    def micro_batches_per_update(self) -> tuple[int, int]:
+        """Fewest and most micro-batches of an update: as rows fill up, or one response to a row."""
+        responses = self.train.mini_batch_prompts * self.rollout.num_samples_per_prompt
+        most = -(-responses // self.train.micro_batch_rows)
+        if self.train.packing == "unpacked":
+            return most, most
+        return -(-responses // (self.train.micro_batch_rows * self.train.max_segments)), most
+
+    @property
     def row_len(self) -> int:
         """Tokens per training row, resolved; the longest, where stages have rows of their own."""
         return self.train.row_len or self.data.max_prompt_len + self.rollout.max_response_len
@@ -516,9 +551,8 @@ def describe(cfg: RunConfig) -> str:
     rows = "several responses each" if cfg.train.packing == "packed" else "one response each"
     updates = f"{cfg.train.updates_per_step} updates per step ({cfg.train.update_epochs}x over its responses)"
     responses = cfg.train.steps * per_step * samples
-    most = -(-per_update * samples // cfg.train.micro_batch_rows)
-    least = -(-per_update * samples // (cfg.train.micro_batch_rows * cfg.train.max_segments))
-    passes = f"{most} per update" if cfg.train.packing == "unpacked" else f"{max(1, least)} to {most} per update"
+    least, most = cfg.micro_batches_per_update
+    passes = f"{most} per update" if cfg.train.packing == "unpacked" else f"{least} to {most} per update"
     mesh = ", ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(cfg.mesh).items() if size != 1)
     evaluated = f"{cfg.eval.num_prompts or 'all'} prompts x {cfg.eval.num_samples} samples"
     when = [f"every {cfg.eval.every} steps"] * bool(cfg.eval.every)

@@ -209,7 +209,7 @@ class Critic:
     def _values(self, params: Any, batch: TrainBatch) -> Float[Array, "B T"]:
         model = models.merge(self.graphdef, params["body"], nnx.State({}))
         segment_ids = None if self.max_segments == 1 else batch.segment_ids
-        hidden = model.hidden_states(batch.tokens, batch.positions, segment_ids)
+        hidden = model.hidden_states(batch.tokens, batch.positions, segment_ids, self.max_segments)
         with jax.named_scope("value_head"):
             # Masked before the product: no gradient of the head may meet what stands in padding.
             states = preceding(hidden, batch.segment_ids).astype(jnp.float32)
@@ -303,9 +303,7 @@ class Critic:
         return jax.tree.map(jnp.add, grads, new), metrics
 
     def _apply_fn(self, state: CriticState, grads: Any) -> tuple[CriticState, dict[str, Metric]]:
-        params, opt_state, stats = optimizers.update(self.optimizer, grads, state.opt_state, state.params)
-        # Without a single token there is nothing to learn: momentum and weight decay must not move on.
-        keep = stats["finite"] & (stats["grad_norm"] > 0)
+        new_state, stats = optimizers.advance(self.optimizer, state, grads)
         one = jnp.ones((), jnp.float32)
         metrics: dict[str, Metric] = {
             "critic/grad_norm": Mean(stats["grad_norm"], one),
@@ -313,11 +311,6 @@ class Critic:
         }
         if self.schedule is not None:
             metrics["critic/lr"] = Mean(jnp.asarray(self.schedule(state.updates), jnp.float32), one)
-        new_state = CriticState(
-            params=optimizers.select(keep, params, state.params),
-            opt_state=optimizers.select(keep, opt_state, state.opt_state),
-            updates=state.updates + keep.astype(jnp.int32),
-        )
         return new_state, metrics
 
     def update(

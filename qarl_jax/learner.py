@@ -5,10 +5,11 @@
 One update, as `train.py` drives it:
 
     qweights = learner.quantize(state.params)                   # once per update, shared by everything below
-    grads = learner.zero_grads(state)
-    for micro in micro_batches:
-        grads, metrics = learner.accumulate_grads(grads, state.params, qweights, micro, old, num_tokens, num_sequences)
-    state, metrics = learner.apply_update(state, grads)
+    state, metrics = learner.update(state, qweights, micro_batches, old_logprobs, num_tokens, num_sequences)
+
+Where every mini-batch is a single micro-batch, gradient and optimizer are one compiled program and no accumulator
+exists; otherwise `update` is `zero_grads`, `accumulate_grads` per micro-batch, `apply_update`. Both give the same
+numbers.
 
 The forward reads only the QTensors (and the masters of what is not quantized: norms, embeddings, lm_head); the
 gradient reaches the masters through the straight-through estimator in `quant.dot` (QaRL, arXiv 2604.07853, sec. 3.1).
@@ -19,8 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ from qarl_jax import error_tokens, models, sharding, trace, uaq
 from qarl_jax import optimizer as optimizers
 from qarl_jax.logprobs import token_logprobs
 from qarl_jax.loss import Loss, Objective, diagnostics, normalized
-from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, masked_mean
+from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, masked_mean, merge
 from qarl_jax.quant import QTensor
 from qarl_jax.types import LossInputs, TrainBatch
 
@@ -66,6 +67,10 @@ class Options:
       temperature: sampling temperature; the learner divides its logits by the same number (algorithms: ls, lo and lp
         are log-probabilities of one distribution).
       logprob_chunk: tokens per chunk of the fused head (see `logprobs.py`).
+      grad_dtype: dtype of the gradient between backward and optimizer. "bfloat16" halves it, accumulator included; with
+        many micro-batches their sum then loses bits (eight are kept), so use it with one or a few.
+      one_program: compute an update of a single micro-batch in one program. Off where other updates have several, so
+        that a run never needs both.
       max_segments: static bound on responses per packed row.
       entropy_coef: weight of the entropy bonus (0: entropy is only a metric).
       kl_coef: weight of the KL to the reference policy (0: none, and no reference is needed).
@@ -77,6 +82,8 @@ class Options:
 
     temperature: float = 1.0
     logprob_chunk: int = 2048
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    one_program: bool = True
     max_segments: int = 1
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
@@ -147,6 +154,7 @@ class Learner:
             self._accumulate_fn, donate_argnums=(0,), out_shardings=(self.param_shardings, self.replicated)
         )
         self._apply = jax.jit(self._apply_fn, donate_argnums=(0,))
+        self._update = jax.jit(self._update_fn, donate_argnums=(0,))
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -197,7 +205,9 @@ class Learner:
         model = models.merge(self.graphdef, params, qweights)
         # One response to a row, padding behind it: causality alone keeps them apart, and attention needs no mask.
         segment_ids = None if self.options.max_segments == 1 else batch.segment_ids
-        hidden = model.hidden_states(batch.tokens, batch.positions, segment_ids)
+        hidden = model.hidden_states(
+            batch.tokens, batch.positions, segment_ids, self.options.max_segments, batch.routed_experts
+        )
         with jax.named_scope("logprobs"):
             return token_logprobs(
                 hidden,
@@ -206,6 +216,7 @@ class Learner:
                 batch.segment_ids,
                 temperature=self.options.temperature,
                 chunk=self.options.logprob_chunk,
+                entropy_gradient=bool(self.options.entropy_coef),
             )
 
     def score(self, params: Any, qweights: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array]:
@@ -215,17 +226,20 @@ class Learner:
 
     # ---- gradient ---------------------------------------------------------------------------------------------------
 
+    @property
+    def grad_dtype(self) -> jnp.dtype:
+        """Dtype of the accumulated gradient."""
+        return jnp.dtype(self.options.grad_dtype)
+
     def zero_grads(self, state: TrainState) -> Any:
-        """Float32 zeros shaped like the masters."""
+        """Zeros in `grad_dtype`, shaped like the masters."""
         return self._zero_grads(state.params)
 
-    @staticmethod
-    def _zeros(params: Any) -> Any:
-        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    def _zeros(self, params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, self.grad_dtype), params)
 
-    def _accumulate_fn(
+    def _gradient(
         self,
-        grads: Any,
         params: Any,
         qweights: Any,
         batch: TrainBatch,
@@ -234,6 +248,7 @@ class Learner:
         num_sequences: jax.Array,
         ref_logprobs: jax.Array | None = None,
     ) -> tuple[Any, dict[str, Metric]]:
+        """The gradient of one micro-batch, in `grad_dtype` or its masters', and its metrics."""
         mask = batch.loss_mask
 
         def objective(params: Any) -> tuple[jax.Array, dict[str, Metric]]:
@@ -269,8 +284,16 @@ class Learner:
                 metrics[trace.LOGPROBS] = Rows((jax.lax.stop_gradient(logprobs),))
             return total, metrics
 
-        new, metrics = jax.grad(objective, has_aux=True)(params)
-        return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new), metrics
+        if self.config.compute_dtype == self.grad_dtype:
+            # A gradient has the dtype of what is differentiated. Every master is rounded to the compute dtype before it
+            # is used, so rounding all of them first changes no number, and no float32 gradient is ever formed.
+            params = jax.tree.map(lambda p: p.astype(self.grad_dtype), params)
+        return jax.grad(objective, has_aux=True)(params)
+
+    def _accumulate_fn(self, grads: Any, params: Any, *rest: Any) -> tuple[Any, dict[str, Metric]]:
+        new, metrics = self._gradient(params, *rest)
+        add = lambda a, g: (a.astype(jnp.float32) + g.astype(jnp.float32)).astype(a.dtype)  # noqa: E731
+        return jax.tree.map(add, grads, new), metrics
 
     def accumulate_grads(
         self,
@@ -294,37 +317,76 @@ class Learner:
         Returns:
           The new accumulator and this micro-batch's metrics (merge them with `metrics.merge`).
         """
-        counts = jax.device_put((np.float32(num_tokens), np.float32(num_sequences)), self.replicated)
+        counts = self._counts(num_tokens, num_sequences)
         with jax.set_mesh(self.mesh):
             return self._accumulate(grads, params, qweights, batch, old_logprobs, *counts, ref_logprobs)
+
+    def _counts(self, num_tokens: float, num_sequences: float) -> tuple[jax.Array, jax.Array]:
+        return jax.device_put((np.float32(num_tokens), np.float32(num_sequences)), self.replicated)
 
     # ---- update -----------------------------------------------------------------------------------------------------
 
     def _apply_fn(self, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, Metric]]:
-        grad_norm = optimizers.global_norm(grads)
-        finite = jnp.isfinite(grad_norm)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        params = optimizers.apply_updates(state.params, updates)
-        # Every source of signal gone (all sequences masked or dropped): momentum and weight decay must not move on.
-        keep = finite & (grad_norm > 0)
-        one = jnp.ones((), jnp.float32)
+        new_state, stats = optimizers.advance(self.optimizer, state, grads)
+        moved, one = stats["moved"], jnp.ones((), jnp.float32)
+        change = jnp.where(moved, uaq.relative_norm(stats["updates"], state.params), 0.0)
         metrics: dict[str, Metric] = {
-            "optim/grad_norm": Mean(grad_norm, one),
-            "optim/update_norm": Mean(jnp.where(keep, optimizers.global_norm(updates), 0.0), one),
-            "quant/weight_change": Mean(jnp.where(keep, uaq.relative_norm(updates, state.params), 0.0), one),
-            "optim/nonfinite": Max(jnp.where(finite, 0.0, 1.0)),
-            "optim/skipped": Mean(jnp.where(keep, 0.0, 1.0), one),
+            "optim/grad_norm": Mean(stats["grad_norm"], one),
+            "optim/update_norm": Mean(stats["update_norm"], one),
+            "quant/weight_change": Mean(change, one),
+            "optim/nonfinite": Max(jnp.where(stats["finite"], 0.0, 1.0)),
+            "optim/skipped": Mean(jnp.where(moved, 0.0, 1.0), one),
         }
         if self.schedule is not None:
             metrics["optim/lr"] = Mean(jnp.asarray(self.schedule(state.updates), jnp.float32), one)
-        new_state = TrainState(
-            params=optimizers.select(keep, params, state.params),
-            opt_state=optimizers.select(keep, opt_state, state.opt_state),
-            updates=state.updates + keep.astype(jnp.int32),
-        )
         return new_state, metrics
 
     def apply_update(self, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, Metric]]:
         """One optimizer update; `state` is donated. A zero or non-finite gradient leaves the state as it is."""
         with jax.set_mesh(self.mesh):
             return self._apply(state, grads)
+
+    def _update_fn(self, state: TrainState, *rest: Any) -> tuple[TrainState, dict[str, Metric]]:
+        grads, metrics = self._gradient(state.params, *rest)
+        grads = jax.tree.map(lambda g: g.astype(self.grad_dtype), grads)
+        # Said once each, as the split programs say it at their borders: gradients and masters lie where masters do.
+        grads = jax.lax.with_sharding_constraint(grads, self.param_shardings)
+        new_state, applied = self._apply_fn(state, grads)
+        params = jax.lax.with_sharding_constraint(new_state.params, self.param_shardings)
+        metrics = jax.lax.with_sharding_constraint(metrics | applied, self.replicated)
+        return dataclasses.replace(new_state, params=params), metrics
+
+    def update(
+        self,
+        state: TrainState,
+        qweights: Any,
+        micros: Sequence[TrainBatch],
+        old_logprobs: Sequence[jax.Array | None],
+        num_tokens: float,
+        num_sequences: float,
+        ref_logprobs: Sequence[jax.Array | None] | None = None,
+    ) -> tuple[TrainState, dict[str, Metric]]:
+        """One optimizer update from all micro-batches of its mini-batch; `state` is donated.
+
+        Args:
+          qweights: `quantize(state.params)`.
+          micros: the rows, by micro-batch (`put`).
+          old_logprobs, ref_logprobs: per micro-batch, as in `accumulate_grads`.
+          num_tokens, num_sequences: response tokens and non-empty responses in all of them.
+
+        Returns:
+          The new state, and the metrics of loss and optimizer.
+        """
+        refs = [None] * len(micros) if ref_logprobs is None else ref_logprobs
+        if len(micros) == 1 and self.options.one_program:
+            counts = self._counts(num_tokens, num_sequences)
+            with jax.set_mesh(self.mesh):
+                return self._update(state, qweights, micros[0], old_logprobs[0], *counts, refs[0])
+        grads, total = self.zero_grads(state), dict[str, Metric]()
+        for micro, old, ref in zip(micros, old_logprobs, refs, strict=True):
+            grads, measured = self.accumulate_grads(
+                grads, state.params, qweights, micro, old, num_tokens, num_sequences, ref
+            )
+            total = merge(total, measured)
+        state, applied = self.apply_update(state, grads)
+        return state, total | applied

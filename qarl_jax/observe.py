@@ -12,9 +12,9 @@
 Rules that make the files worth comparing:
 
   * Steps rise strictly and each is written in one piece, so that a killed process leaves at most one torn last line.
-  * Whatever depends on the clock has a key under `time/` (tokens per second too). The rest of a line is a function of
-    config and seed: after a resume, `truncate_to` drops what the resumed run is about to write again, and the file
-    becomes that of a run that was never interrupted.
+  * Whatever depends on clock or process has a key under `time/` (tokens per second too) or `perf/`. The rest of a line
+    is a function of config and seed: after a resume, `truncate_to` drops what the resumed run is about to write again,
+    and the file becomes that of a run that was never interrupted.
   * JSON has no NaN: a number that is not finite is null, and `"nonfinite": {"loss/total": "nan"}` says what it was.
 
 In a terminal a table stays at the bottom and log lines scroll above it; elsewhere (files, CI) each step is one line.
@@ -49,6 +49,7 @@ from qarl_jax.types import RolloutGroup, UserError
 log = logging.getLogger(__name__)
 
 TIME = "time/"
+PERF = "perf/"
 """Prefix of every metric that depends on the clock."""
 
 
@@ -144,8 +145,8 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def without_time(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What an interrupted and an uninterrupted run have in common: everything but `time/`."""
-    return {key: value for key, value in record.items() if not key.startswith(TIME)}
+    """What an interrupted and an uninterrupted run have in common: everything but `time/` and `perf/`."""
+    return {key: value for key, value in record.items() if not key.startswith((TIME, PERF))}
 
 
 def _records(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
@@ -518,8 +519,18 @@ def _row(record: Mapping[str, Any], cells: Cells) -> list[tuple[str, str]]:
 
 
 def _speed(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Tokens per second, seconds per step, then the phases from slow to fast."""
-    cells = _row(record, (("tokens/s", f"{TIME}tok_per_s", ",.0f"), ("step", f"{TIME}step_s", ".2f")))
+    """Tokens per second, seconds per step, the learner's FLOP/s, then the phases from slow to fast."""
+    cells = _row(
+        record,
+        (
+            ("tokens/s", f"{TIME}tok_per_s", ",.0f"),
+            ("step", f"{TIME}step_s", ".2f"),
+            ("TFLOP/s", f"{PERF}model_tflops", ",.3g"),
+            ("MFU", f"{PERF}mfu", ".1%"),
+            ("padding", "train/padding_share", ".0%"),
+            ("recompiles", f"{PERF}recompiles", ".0f"),
+        ),
+    )
     phases = {
         key[len(TIME) : -2]: value
         for key, value in record.items()

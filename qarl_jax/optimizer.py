@@ -38,6 +38,7 @@ steps would change) and QK-clip (a pre-training remedy).
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -102,8 +103,9 @@ class Muon:
       eps: added to the Frobenius norm; a zero gradient gives a zero update.
       adamw_lr: peak learning rate of the other parameters; None: `lr`.
       adamw_b1, adamw_b2, adamw_eps, adamw_weight_decay: AdamW on the other parameters. Norms and biases never decay.
-      moment_dtype: dtype of the stored momentum and first moments, "float32" or "bfloat16". Second moments stay
-        float32: with b2 = 0.999 a bfloat16 average (8 bits) would absorb no new square.
+      moment_dtype: dtype of the stored momentum and first moments, "float32" or "bfloat16".
+      second_moment_dtype: of the stored second moments. "bfloat16" is rounded stochastically (`round_stochastically`):
+        rounded to nearest, an average of 8 bits with b2 = 0.999 would absorb no new square.
       clip_norm: bound on the global gradient norm; None: no clipping.
       schedule: the shape of lr over updates.
     """
@@ -122,6 +124,7 @@ class Muon:
     adamw_eps: float = 1e-8
     adamw_weight_decay: float = 0.0
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    second_moment_dtype: Literal["float32", "bfloat16"] = "float32"
     clip_norm: float | None = 1.0
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
 
@@ -144,7 +147,7 @@ class AdamW:
       lr: peak learning rate.
       weight_decay: decoupled, multiplied by lr; norms and biases never decay.
       b1, b2, eps: decay of the two moments, and the term added to the root of the second.
-      moment_dtype, clip_norm, schedule: as in `Muon`.
+      moment_dtype, second_moment_dtype, clip_norm, schedule: as in `Muon`.
     """
 
     lr: float = 1e-6
@@ -153,6 +156,7 @@ class AdamW:
     b2: float = 0.999
     eps: float = 1e-8
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    second_moment_dtype: Literal["float32", "bfloat16"] = "float32"
     clip_norm: float | None = 1.0
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
 
@@ -181,7 +185,8 @@ def _in_unit_interval(cfg: Any, *names: str) -> None:
 
 
 def _check_common(cfg: Any) -> None:
-    _one_of("moment_dtype", cfg.moment_dtype, ("float32", "bfloat16"))
+    for field in ("moment_dtype", "second_moment_dtype"):
+        _one_of(field, getattr(cfg, field), ("float32", "bfloat16"))
     if not cfg.lr >= 0:
         raise UserError(f"lr must be 0 or more, got {cfg.lr}.")
     if not cfg.weight_decay >= 0:
@@ -326,21 +331,65 @@ def scale_by_muon(cfg: Muon) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+# ------------------------------------------------------------------------------------------------- stochastic rounding
+
+
+def round_stochastically(x: Float[Array, "*S"], seed: Array) -> Float[Array, "*S"]:
+    """float32 -> bfloat16, up or down with probabilities that make its expectation x (Gupta et al., arXiv 1502.02551).
+
+    16 random bits are added below the last bit kept, and what is then below it is dropped. The bits are a hash of
+    (seed, position) and nothing else (MurmurHash3's finalizer): no buffer of random numbers, the same on every mesh.
+
+    Args:
+      x: float32; what is not finite is kept.
+      seed: uint32 scalar, another one for every rounding.
+    """
+    h = jnp.full(x.shape, seed, jnp.uint32)
+    for dim, size in enumerate(x.shape):
+        # Position in row-major order, modulo 2^32.
+        stride = jnp.uint32(math.prod(x.shape[dim + 1 :]) % 2**32)
+        h = h + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) * stride if size > 1 else h
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = (h ^ (h >> jnp.uint32(shift))) * jnp.uint32(factor)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (h >> jnp.uint32(16))
+    rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+def _round_tree(tree: Any, count: Any) -> Any:
+    """Every leaf rounded stochastically, from the update's number and the leaf's: a resumed run rounds alike."""
+    leaves, structure = jax.tree.flatten(tree)
+    # Multiplied by odd constants, so that neither neighbouring updates nor neighbouring leaves share their bits.
+    seeds = [
+        jnp.asarray(count).astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(number * 0x7FEB352D % 2**32)
+        for number in range(len(leaves))
+    ]
+    return jax.tree.unflatten(structure, [round_stochastically(x, s) for x, s in zip(leaves, seeds, strict=True)])
+
+
 # ------------------------------------------------------------------------------------------------------------- builders
 
 
 def _adamw(
-    *, b1: float, b2: float, eps: float, weight_decay: float, moment_dtype: str, schedule: Any
+    cfg: Muon | AdamW, *, b1: float, b2: float, eps: float, weight_decay: float, schedule: Any
 ) -> optax.GradientTransformation:
-    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=jnp.dtype(moment_dtype))
+    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=jnp.dtype(cfg.moment_dtype))
+    nu_dtype = jnp.dtype(cfg.second_moment_dtype)
 
-    def adam_update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def init(params: Any) -> Any:
+        state = adam.init(params)
+        return state._replace(nu=jax.tree.map(lambda x: x.astype(nu_dtype), state.nu))
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         # optax raises a Python float to an int32 counter, which strict promotion (ours) refuses.
         with jax.numpy_dtype_promotion("standard"):
-            return adam.update(grads, state, params)
+            updates, new = adam.update(grads, state._replace(nu=_float32(state.nu)), params)
+        if nu_dtype == jnp.bfloat16:
+            new = new._replace(nu=_round_tree(new.nu, state.count))
+        return updates, new
 
     return optax.chain(
-        optax.GradientTransformation(adam.init, adam_update),
+        optax.GradientTransformation(init, update),
         optax.add_decayed_weights(weight_decay, mask=_decays),
         optax.scale_by_learning_rate(schedule),
     )
@@ -348,11 +397,11 @@ def _adamw(
 
 def _build_adamw(cfg: AdamW, total_updates: int | None) -> optax.GradientTransformation:
     return _adamw(
+        cfg,
         b1=cfg.b1,
         b2=cfg.b2,
         eps=cfg.eps,
         weight_decay=cfg.weight_decay,
-        moment_dtype=cfg.moment_dtype,
         schedule=make_schedule(cfg.lr, cfg.schedule, total_updates),
     )
 
@@ -365,11 +414,11 @@ def _build_muon(cfg: Muon, total_updates: int | None) -> optax.GradientTransform
         optax.scale_by_learning_rate(make_schedule(cfg.lr, cfg.schedule, total_updates)),
     )
     others = _adamw(
+        cfg,
         b1=cfg.adamw_b1,
         b2=cfg.adamw_b2,
         eps=cfg.adamw_eps,
         weight_decay=cfg.adamw_weight_decay,
-        moment_dtype=cfg.moment_dtype,
         schedule=make_schedule(other_lr, cfg.schedule, total_updates),
     )
     return optax.partition({"muon": matrices, "adamw": others}, labels)
@@ -458,19 +507,38 @@ def select(condition: Any, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
-def update(optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any) -> tuple[Any, Any, dict]:
-    """One update of the masters. Pure; safe to jit with `state` and `params` donated.
+def update(
+    optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+    """One guarded update of the masters. Pure; safe to jit with `state` and `params` donated.
 
-    A gradient that is not finite changes neither parameters nor state. The caller sees `grad_norm` and decides to stop.
+    A gradient that is not finite changes neither parameters nor state; the caller sees `grad_norm` and decides to stop.
+    Nor does one that is zero: every source of signal is gone, and momentum and weight decay must not move on.
 
     Returns:
-      (params, state, {"grad_norm": before clipping, "update_norm": of the applied update, "finite": bool}), float32
-      scalars.
+      (params, state, stats): float32 scalars `grad_norm` (before clipping) and `update_norm` (0 where nothing moved),
+      bool scalars `finite` and `moved`, and `updates`, what was added to the parameters where `moved`.
     """
     grad_norm = global_norm(grads)
     finite = jnp.isfinite(grad_norm)
+    moved = finite & (grad_norm > 0)
     updates, new_state = optimizer.update(grads, state, params)
-    new_params = select(finite, apply_updates(params, updates), params)
-    update_norm = jnp.where(finite, global_norm(updates), 0.0)
-    stats = {"grad_norm": grad_norm, "update_norm": update_norm, "finite": finite}
-    return new_params, select(finite, new_state, state), stats
+    stats = {
+        "grad_norm": grad_norm,
+        "update_norm": jnp.where(moved, global_norm(updates), 0.0),
+        "finite": finite,
+        "moved": moved,
+        "updates": updates,
+    }
+    return select(moved, apply_updates(params, updates), params), select(moved, new_state, state), stats
+
+
+def advance(optimizer: optax.GradientTransformation, state: Any, grads: Any) -> tuple[Any, dict[str, Any]]:
+    """`update` for a frozen dataclass with `params`, `opt_state` and `updates`, the count of those that moved it.
+
+    Returns:
+      (the state after it, `update`'s stats).
+    """
+    params, opt_state, stats = update(optimizer, grads, state.opt_state, state.params)
+    count = state.updates + stats["moved"].astype(jnp.int32)
+    return dataclasses.replace(state, params=params, opt_state=opt_state, updates=count), stats

@@ -7,13 +7,17 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
     pack, unpack       the engine's tensors, unpacked, are those QTensors, bit for bit
     hash at the door   every tensor hashed as it is handed to the engine's loader
     read-back          one-hot rows pushed through every live layer return the weight it really holds
+    linear layers      live linear layers on the engine's own activations: first, middle and last block
+    blocks             whole live blocks on the engine's own activations
     prefill            log-probs of a first token, which comes out of a prefill
     decode, prefill    inside the engine: each token of a greedy response, decoded and then prefilled again
     sampled tokens     log-probs of whole sampled responses
 
-The first four are exact or broken. The last three are judged by k3 (below) against `--max-k3`, and the last must also
-beat the unaligned pair. Run it on your own model before a long run. Exit code 0: all promises kept; 1: one is broken
-(the first broken rung is named); 2: user error.
+The first four are exact or broken. A linear layer must equal the engine's to the last bit under w8a8 and w4a8, and on
+99.8 % of outputs under w4a16; its relative error, and that of a block, must stay below the bounds of RELATIVE under
+every scheme. The last three are judged by k3 (below) against `--max-k3`; the last must also beat the unaligned pair.
+Run it on your own model before a long run. Exit code 0: all promises kept; 1: one is broken (the first broken rung is
+named); 2: user error.
 
 The same samples are then scored by an unaligned learner (bf16, plain arithmetic), which is what quantized rollouts
 usually meet; and, for scale, a bf16 learner scores a bf16 engine's samples of the same prompts and seeds. With
@@ -24,8 +28,12 @@ d = log p_learner - log p_engine over positions whose entropy exceeds 0.5 nat (e
 Log-probs are compared with the logits rounded as the engine rounds them. In training they are not, so that two passes
 of the learner differ as little as possible; `--float32-logits` compares that instead.
 
-What is left out: a single linear layer and a single block inside the live engine (the bridge offers no such probe;
-tests/parity compares the kernels themselves), and top-p or top-k sampling.
+In a mixture of experts the tokens are scored with the experts the engine sent them to (`rollout.router_replay`), and
+once more with the learner's own choice: router logits are rounded to bf16, many tie, and an engine breaks ties its way.
+
+The engine runs eagerly and with the kernels it chooses; `--execution compiled` and `--int4-kernel` compare others.
+
+What is left out: single modules of a compiled engine (they are not called one by one), and top-p or top-k sampling.
 """
 
 from __future__ import annotations
@@ -35,7 +43,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -43,14 +51,20 @@ import numpy as np
 from qarl_bridge import packing
 from qarl_bridge.wire import BridgeError
 
-from qarl_jax import models, quant
+from qarl_jax import live_layers, models, quant
 from qarl_jax.logprobs import token_logprobs
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
-from qarl_jax.rollout.vllm import Config, VllmEngine
+from qarl_jax.rollout.vllm import Config, VllmEngine, leave_memory_to_vllm
 from qarl_jax.types import Completion, Prompt, UserError, entry_point
 
 ENTROPY_FLOOR = 0.5  # nat
+# Smallest share of a linear layer's outputs that equal the engine's to the last bit. Integer sums are exact; a float
+# sum has an order of its own in every kernel.
+EQUAL = {"w8a8": 1.0, "w4a8": 1.0, "w4a16": 0.998}
+# Largest L2 norm of the differences over that of the outputs. bfloat16's own rounding error is 2^-9 of a value at most;
+# a block rounds some twenty times in a row.
+RELATIVE = {"linear layers": 2.0**-8, "blocks": 2.0**-6}
 _BATCH = 16  # rows scored at once
 
 
@@ -61,12 +75,14 @@ class Sampled:
     Attributes:
       tokens: [N, T] int32, prompt then response, padded with 0. segment_ids: [N, T] int32, 0 on padding.
       response: [N, T] bool. logprobs: [N, T] float32, the engine's, 0 outside responses.
+      routed: [N, T, L, k] int16, the experts the engine sent each position to, -1 where not known; None: not recorded.
     """
 
     tokens: np.ndarray
     segment_ids: np.ndarray
     response: np.ndarray
     logprobs: np.ndarray
+    routed: np.ndarray | None = None
 
     @staticmethod
     def of(completions: Sequence[Completion]) -> Sampled:
@@ -81,7 +97,13 @@ class Sampled:
             segment_ids[row, :end] = 1
             response[row, start:end] = True
             logprobs[row, start:end] = c.logprobs
-        return Sampled(tokens, segment_ids, response, logprobs)
+        routed = None
+        if completions[0].routed_experts is not None:
+            routed = np.full((*shape, *completions[0].routed_experts.shape[1:]), -1, np.int16)
+            for row, c in enumerate(completions):
+                assert c.routed_experts is not None
+                routed[row, : len(c.routed_experts)] = c.routed_experts
+        return Sampled(tokens, segment_ids, response, logprobs, routed)
 
 
 def load(path: str, scheme: str, engine: str) -> PolicyWeights:
@@ -91,21 +113,29 @@ def load(path: str, scheme: str, engine: str) -> PolicyWeights:
     return PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
 
 
-def score(weights: PolicyWeights, sampled: Sampled, *, round_logits: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """(log-probs, entropies) [N, T] float32 of the learner for every token of `sampled`."""
+def score(
+    weights: PolicyWeights, sampled: Sampled, *, round_logits: bool = True, replay: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """(log-probs, entropies) [N, T] float32 of the learner for every token of `sampled`.
+
+    `replay`: tokens go to the experts the engine sent them to, where it recorded them.
+    """
     numerics = models.config_of(weights.graphdef).numerics if round_logits else None
 
     @jax.jit
-    def run(params: Any, qweights: Any, tokens: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(
+        params: Any, qweights: Any, tokens: jax.Array, segment_ids: jax.Array, routed: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
         model = models.merge(weights.graphdef, params, qweights)
-        hidden = model.hidden_states(tokens, None, segment_ids)
+        hidden = model.hidden_states(tokens, None, segment_ids, routed_experts=routed)
         return token_logprobs(hidden, model.head_weight(), tokens, segment_ids, numerics=numerics)
 
     parts = []
     rows = len(sampled.tokens)
     for start in range(0, rows, _BATCH):
         picked = np.minimum(np.arange(start, start + _BATCH), rows - 1)  # the last batch repeats a row
-        parts.append(run(weights.params, weights.qweights, sampled.tokens[picked], sampled.segment_ids[picked]))
+        routed = sampled.routed[picked] if replay and sampled.routed is not None else None
+        parts.append(run(weights.params, weights.qweights, sampled.tokens[picked], sampled.segment_ids[picked], routed))
     logprobs, entropy = (np.concatenate([np.asarray(p[i]) for p in parts])[:rows] for i in range(2))
     return logprobs, entropy
 
@@ -177,6 +207,31 @@ def published(engine: VllmEngine, weights: PolicyWeights) -> list[Rung]:
     ]
 
 
+def module_rungs(engine: VllmEngine, weights: PolicyWeights, scheme: str, prompt: Sequence[int]) -> Iterator[Rung]:
+    """Live linear layers and blocks against the learner's, on what the engine itself feeds them."""
+    config = models.config_of(weights.graphdef)
+    for name, names, linear in (
+        ("linear layers", live_layers.linear_names(config), True),
+        ("blocks", live_layers.block_names(config), False),
+    ):
+        try:
+            found = live_layers.compare(weights, engine.probe(prompt, names), linear)
+        except UserError as error:  # a compiled engine, or a reply too large: not a broken promise
+            yield Rung(name, None, str(error))
+            continue
+        outputs = sum(d.count for d in found)
+        share = sum(d.equal * d.count for d in found) / outputs
+        worst = max(found, key=lambda d: d.relative)
+        ok = worst.relative <= RELATIVE[name] and (not linear or share >= EQUAL.get(scheme.partition(":")[0], 0.0))
+        yield Rung(
+            name,
+            ok,
+            f"{len(found)} modules, {share:.3%} of {outputs} outputs equal, largest difference "
+            f"{max(d.max_abs for d in found):.1e} ({max(d.max_ulp for d in found):.0f} ulp), relative error "
+            f"{worst.relative:.1e} in {worst.module}",
+        )
+
+
 def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[Prompt]:
     """`count` prompts of `length` random tokens."""
     rng = np.random.default_rng(seed)
@@ -213,7 +268,7 @@ def decode_and_prefill(engine: VllmEngine, prompts: Sequence[Prompt], length: in
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Attributes: prompts, prompt_len, response_len: size of the comparison. max_k3: see the module docstring.
-    unaligned, bf16_pair: whether to measure these two baselines."""
+    execution, int4_kernel: as in rollout.engine. unaligned, bf16_pair: whether to measure these two baselines."""
 
     prompts: int = 64
     prompt_len: int = 16
@@ -222,6 +277,8 @@ class Options:
     max_k3: float = 1e-4
     float32_logits: bool = False
     threads: int = 0
+    execution: Literal["eager", "compiled"] = "eager"
+    int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
     unaligned: bool = True
     bf16_pair: bool = True
 
@@ -232,6 +289,8 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
     Returns:
       {"rungs": [...], "aligned": mismatch, "unaligned": mismatch, "bf16": mismatch, "first_broken": name or None, ...}
     """
+    if engine_name == "cuda":
+        leave_memory_to_vllm()
     weights = load(path, scheme, engine_name)
     config = models.config_of(weights.graphdef)
     rungs: list[Rung] = []
@@ -250,6 +309,9 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
         max_num_seqs=64,
         readback="full",
         threads=options.threads,
+        execution=options.execution,
+        int4_kernel=options.int4_kernel,
+        record_routing=config.moe is not None and options.execution == "eager",
         max_model_len=options.prompt_len + options.response_len,
     )
     round_logits = not options.float32_logits
@@ -262,8 +324,10 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
             assert facts is not None
             result["engine"] = f"{facts.engine} {facts.engine_version} {facts.isa}"
             result["kernels"] = sorted(set(facts.kernels.values()))
+            for rung in module_rungs(engine, weights, scheme, prompts[0].tokens):
+                add(rung)
             first = Sampled.of(_flat(engine.generate(prompts, num_samples=4, sampling=_one_token(), key=options.seed)))
-            logprobs, entropy = score(weights, first, round_logits=round_logits)
+            logprobs, entropy = score(weights, first, round_logits=round_logits, replay=True)
             result["prefill"] = stats = mismatch(logprobs, first.logprobs, entropy, first.response)
             add(Rung("prefill", stats["k3"] <= options.max_k3, line(stats)))
             result["decode_prefill"] = inside = decode_and_prefill(engine, prompts[:8], min(options.response_len, 16))
@@ -279,7 +343,10 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
     finally:
         engine.close()
     if all(rung.ok is not False for rung in rungs[:4]):
-        logprobs, entropy = score(weights, sampled, round_logits=round_logits)
+        logprobs, entropy = score(weights, sampled, round_logits=round_logits, replay=True)
+        if sampled.routed is not None:
+            own, own_entropy = score(weights, sampled, round_logits=round_logits)
+            result["own_routing"] = mismatch(own, sampled.logprobs, own_entropy, sampled.response)
         result["aligned"] = aligned = mismatch(logprobs, sampled.logprobs, entropy, sampled.response)
         ok = aligned["k3"] <= options.max_k3
         if options.unaligned and scheme != "bf16":
@@ -313,7 +380,7 @@ def _bf16_pair(
         sampled = Sampled.of(_flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
     finally:
         engine.close()
-    logprobs, entropy = score(weights, sampled, round_logits=not options.float32_logits)
+    logprobs, entropy = score(weights, sampled, round_logits=not options.float32_logits, replay=True)
     return mismatch(logprobs, sampled.logprobs, entropy, sampled.response)
 
 
@@ -339,6 +406,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--max-k3", type=float, default=defaults.max_k3, help="largest k3 that keeps the promise")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU engine; 0: all")
+    parser.add_argument("--execution", choices=("eager", "compiled"), default=defaults.execution)
+    parser.add_argument("--int4-kernel", choices=("auto", "machete", "marlin"), default=defaults.int4_kernel)
     parser.add_argument("--float32-logits", action="store_true", help="compare as training does: logits not rounded")
     args = parser.parse_args(argv)
     options = Options(
@@ -365,6 +434,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(result))
     else:
         for key, title in (
+            ("own_routing", "the same samples, experts chosen by the learner itself (above: by the engine)"),
             ("unaligned", "the same samples, bf16 learner with plain arithmetic"),
             ("bf16", "bf16 learner, bf16 engine"),
         ):

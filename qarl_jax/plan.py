@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from qarl_jax import build, critic, models, optimizer, sharding
 from qarl_jax.config import RunConfig
-from qarl_jax.rollout import jax_sampler
+from qarl_jax.rollout import jax_sampler, vllm
 
 GIB = 2.0**30
 
@@ -26,7 +27,7 @@ def abstract_policy(cfg: RunConfig) -> tuple[Any, Any]:
         compute_dtype=cfg.model.dtype,
         param_dtype=cfg.model.param_dtype,
         quant=models.parse_rules(build.schemes(cfg, cfg.quant.forward), cfg.quant.group_size),
-        remat=cfg.model.remat,
+        remat=cfg.model.remat_or_full,
     )
     graphdef, params, _ = models.split(models.abstract_model(config))
     return graphdef, params
@@ -67,16 +68,100 @@ def abstract_critic(cfg: RunConfig, graphdef: Any) -> tuple[models.ModelConfig, 
     return body, params, jax.eval_shape(transformation.init, params)
 
 
-def activations(model: models.ModelConfig, positions: int) -> int:
-    """Bytes of what the backward of `positions` tokens keeps, roughly (see `parts`)."""
+def _widths(model: models.ModelConfig) -> tuple[int, int, int, int]:
+    """Elements per token of the residual, of all query heads, of q, k and v together, and of the MLP's inner width."""
+    heads = model.num_heads * model.head_dim
+    inner = model.intermediate_size
+    if model.moe is not None:
+        inner = model.moe.intermediate_size * model.moe.num_experts_per_tok
+    return model.hidden_size, heads, heads + 2 * model.num_kv_heads * model.head_dim, inner
+
+
+def _kept(model: models.ModelConfig, max_segments: int) -> int:
+    """Bytes per token and layer that the recomputation policy keeps beyond the layer's two inputs."""
     width = model.compute_dtype.itemsize
-    layer = positions * (16 * model.hidden_size + 3 * model.intermediate_size) * width
-    kept = positions * model.hidden_size * width * 2 * model.num_layers
+    hidden, heads, projected, inner = _widths(model)
+    # A fused kernel's statistics: a float32 per head and token, and per segment where rows are packed.
+    statistics = 4 * model.num_heads * (max_segments + 1 if max_segments > 1 else 1)
     return {
-        "none": layer * model.num_layers,
-        "dots": layer * (model.num_layers + 1) // 2,
-        "full": kept + layer,
+        "full": 0,
+        "attention": heads * width + statistics,
+        "mixer": (heads + projected + hidden) * width + statistics,
+        "dots": (heads + projected + 2 * hidden + 2 * inner) * width + statistics,
+        # Every tensor that a backward reads, those in float32 too.
+        "none": (8 * hidden + 2 * heads + 3 * projected + 5 * inner) * width
+        + 4 * (8 * hidden + 6 * inner)
+        + statistics,
     }[model.remat]
+
+
+def saved_activations(model: models.ModelConfig, positions: int, max_segments: int = 1) -> int:
+    """Bytes that the forward of `positions` tokens leaves for its backward: each layer's two inputs, and what the
+    recomputation policy keeps (`transformer._SAVED`)."""
+    inputs = 2 * model.hidden_size * model.compute_dtype.itemsize
+    return model.num_layers * positions * (inputs + _kept(model, max_segments))
+
+
+def layer_activations(model: models.ModelConfig, positions: int, max_segments: int = 1) -> int:
+    """Bytes alive at once while one layer is recomputed and differentiated, without what is saved of it anyway.
+
+    The three numbers are fitted to what XLA allocates for an H200 at Qwen3-0.6B, 1.7B and 8B under full recomputation
+    (benchmarks/memory.py); everything else in the plan is counted.
+    """
+    hidden, _, projected, inner = _widths(model)
+    whole = (14.0 * hidden + 2.5 * projected + 7.0 * inner) * model.compute_dtype.itemsize
+    return round(positions * max(whole - _kept(model, max_segments), whole / 4))
+
+
+def update_parts(
+    model: models.ModelConfig,
+    params: Any,
+    qweights: Any,
+    opt_state: Any,
+    *,
+    rows: int,
+    row_len: int,
+    chunk: int,
+    grad_dtype: Any,
+    max_segments: int = 1,
+    one_program: bool = True,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> dict[str, int]:
+    """Bytes by part at the fullest moment of an update.
+
+    Two moments compete. In the layers' backward there are the saved activations, one layer's own and all gradients;
+    where those are bfloat16, the head's float32 sum stands beside them. In the log-probs' backward there are no
+    gradients of layers yet, but a chunk of logits (float32, and their gradient in the compute dtype) and the head's
+    float32 gradient twice, before and after the chunk. "log-prob chunk" is what the second needs beyond the first.
+
+    Args:
+      params, qweights, opt_state: abstract or not.
+      rows, row_len: of one micro-batch on one device.
+      chunk: tokens whose logits exist at once (`train.logprob_chunk`).
+      grad_dtype: `train.grad_dtype`.
+      max_segments: static bound on responses per row.
+      one_program: whether gradient and optimizer are one program; otherwise an accumulator stands beside the gradient.
+      mesh: count what one of its devices holds; None: everything.
+    """
+    positions, grad_dtype = rows * row_len, jnp.dtype(grad_dtype)
+    own = grad_dtype if model.compute_dtype == grad_dtype else None  # None: the masters'
+    gradient = nbytes(params, mesh, own)
+    # Embedding and head get their gradients as float32 sums.
+    ways = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.RULES.vocab)
+    vocabulary = model.vocab_size * model.hidden_size * 4 // ways
+    saved = saved_activations(model, positions, max_segments)
+    layers = saved + layer_activations(model, positions, max_segments)
+    if nbytes(params, mesh, own) != nbytes(params, mesh, jnp.float32):
+        layers += vocabulary
+    logits = min(chunk, positions) * model.vocab_size * (4 + model.compute_dtype.itemsize)
+    return {
+        "masters": nbytes(params, mesh),
+        "optimizer": nbytes(opt_state, mesh),
+        "gradients": gradient + (0 if one_program else nbytes(params, mesh, grad_dtype)),
+        "QTensors": nbytes(qweights, mesh),
+        "activations (estimate)": layers,
+        "log-prob chunk": max(0, saved + logits + 2 * vocabulary - layers - gradient),
+    }
 
 
 def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
@@ -85,9 +170,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
     Policy and critic are updated in turn, so that gradients and activations are those of the larger of the two. The
     reference policy of a KL term is a copy in the compute dtype with QTensors of its own.
 
-    activations is an estimate, an upper one where the tensor axis splits them: under full recomputation the input of
-    every layer plus the working set of one layer; with nothing recomputed about sixteen [rows, row_len, hidden] tensors
-    per layer and three of the MLP's width; with dots half of that, and one layer's other half. The embedded sampler
+    activations is an estimate (`update_parts`), an upper one where the tensor axis splits them. The embedded sampler
     keeps a copy of the policy and its keys and values between updates; vLLM's memory is its own (`rollout.engine`).
     """
     graphdef, params = abstract_policy(cfg)
@@ -96,23 +179,27 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
     opt_state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
     mesh = planned_mesh(cfg) if per_device else None
     batch_shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)
-    positions = cfg.train.micro_batch_rows // batch_shards * cfg.row_len
-    chunk = min(cfg.train.logprob_chunk, positions) * model.vocab_size * 4 * 2
-    out = {
-        "masters": nbytes(params, mesh),
-        "optimizer": nbytes(opt_state, mesh),
-        "gradients": nbytes(params, mesh, jnp.float32),
-        "QTensors": nbytes(qweights, mesh),
-        "activations (estimate)": activations(model, positions),
-        "log-prob chunk": chunk,
+    shape: dict[str, Any] = {
+        "rows": cfg.train.micro_batch_rows // batch_shards,
+        "row_len": cfg.row_len,
+        "chunk": cfg.train.logprob_chunk,
+        "grad_dtype": cfg.train.grad_dtype,
+        "max_segments": build.max_segments(cfg),
+        "one_program": cfg.micro_batches_per_update[1] == 1,
+        "mesh": mesh,
     }
+    out = update_parts(model, params, qweights, opt_state, **shape)
     if cfg.kl.coef:
         out["reference policy"] = nbytes(params, mesh, model.compute_dtype) + nbytes(qweights, mesh)
     if cfg.critic is not None:
         body, own, moments = abstract_critic(cfg, graphdef)
         out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": nbytes(moments, mesh)}
-        out["gradients"] = max(out["gradients"], nbytes(own, mesh, jnp.float32))
-        out["activations (estimate)"] = max(out["activations (estimate)"], activations(body, positions))
+        # Its gradient is float32, with an accumulator of its own, and it has no logits.
+        out["gradients"] = max(out["gradients"], 2 * nbytes(own, mesh, jnp.float32))
+        positions = shape["rows"] * cfg.row_len
+        segments = shape["max_segments"]
+        needed = saved_activations(body, positions, segments) + layer_activations(body, positions, segments)
+        out["activations (estimate)"] = max(out["activations (estimate)"], needed)
     if isinstance(cfg.rollout.engine, jax_sampler.Config):
         sampled = build.rollout_graphdef(cfg, graphdef)
         prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial
@@ -131,6 +218,88 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         )
         out |= {"sampler's policy": nbytes(weights, mesh), "sampler's KV cache": nbytes(cache)}
     return out
+
+
+def device_bytes(cfg: RunConfig) -> int | None:
+    """What the learner may take of a device, beside vLLM where they share it; None where a device does not say (a CPU).
+
+    Asks JAX for its devices, so that from here on it is settled whether it preallocates.
+    """
+    build.leave_memory_to_vllm(cfg)
+    found = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if not found:
+        return None
+    engine = cfg.rollout.engine
+    if isinstance(engine, vllm.Config) and not engine.address.startswith("tcp://"):
+        card = found / learner_share()
+        found = min(found, card * (1 - engine.gpu_memory_utilization) - staging_bytes(cfg))
+    return int(found)
+
+
+def with_remat(cfg: RunConfig, limit: int | None) -> RunConfig:
+    """`cfg` with `model.remat=auto` replaced: the policy that recomputes least among those whose plan fits.
+
+    Nothing but time and memory depends on it. "none" is not considered: it keeps float32 intermediates as well.
+
+    Args:
+      limit: bytes of a device (`device_bytes`); None: unknown, everything is recomputed. A tenth is left free, for
+        compiled programs and fragmentation.
+    """
+    if cfg.model.remat != "auto":
+        return cfg
+    for remat in ("dots", "mixer", "attention"):
+        choice = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, remat=remat))
+        if limit is not None and sum(parts(choice, per_device=True).values()) <= 0.9 * limit:
+            return choice
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, remat="full"))
+
+
+JAX_SHARE = 0.75  # of a card, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (JAX's documentation)
+
+
+def learner_share() -> float:
+    """The largest share of a card that JAX will take."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or JAX_SHARE)
+
+
+def staging_bytes(cfg: RunConfig) -> int:
+    """Of two versions in buffers on the card, where they are published through its memory."""
+    assert isinstance(cfg.rollout.engine, vllm.Config)
+    return 0 if cfg.rollout.engine.transport == "host" else 2 * published_bytes(cfg)
+
+
+def published_bytes(cfg: RunConfig) -> int:
+    """Bytes of one version as the engine is given it: QTensors, and the rest of the policy in bfloat16."""
+    graphdef, params = abstract_policy(cfg)
+    graphdef = build.rollout_graphdef(cfg, graphdef)
+    qweights = jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params)
+    covered = models.by_path(qweights)
+    rest = {path: leaf for path, leaf in models.by_path(params).items() if path not in covered}
+    return nbytes(qweights) + nbytes(rest, dtype=jnp.bfloat16)
+
+
+def colocation(cfg: RunConfig) -> list[str]:
+    """Lines on how learner and vLLM share one card, where they do; none without vLLM."""
+    if not isinstance(cfg.rollout.engine, vllm.Config):
+        return []
+    engine = cfg.rollout.engine
+    if engine.address.startswith("tcp://"):
+        return ["vLLM         on another host: weights go over the socket"]
+    learner, staged = learner_share(), staging_bytes(cfg)
+    cache = f"{engine.kv_cache_gb:g} GiB" if engine.kv_cache_gb else "what that leaves"
+    share, version = engine.gpu_memory_utilization, published_bytes(cfg) / GIB
+    rows = {
+        "vLLM": f"{share:.0%} of the card at most (gpu_memory_utilization), KV cache {cache} (kv_cache_gb)",
+        "learner": f"as it needs, up to {learner:.0%} of the card (XLA_PYTHON_CLIENT_MEM_FRACTION)",
+        "staging": f"{staged / GIB:.3f} GiB: two versions of {version:.3f} GiB, or none over host memory",
+    }
+    lines = ["vLLM         where it shares a GPU with the learner (rollout.engine):"]
+    lines += [f"  {name:<24}{what}" for name, what in rows.items()]
+    if share + learner > 1:
+        lines.append(
+            f"  the limits add up to {share + learner:.0%}: the learner's sum above must fit beside vLLM's share"
+        )
+    return lines
 
 
 def quantized(cfg: RunConfig, *, rollout: bool = False) -> list[str]:
@@ -161,6 +330,7 @@ def describe(cfg: RunConfig) -> str:
     rows = [(name, whole[name], own[name]) for name in whole]
     rows.append(("sum", sum(whole.values()), sum(own.values())))
     lines += [f"  {name:<24}{a / GIB:9.3f} GiB{b / GIB:10.3f} GiB" for name, a, b in rows]
+    lines += colocation(cfg)
     split = cfg.quant.rollout_scheme != cfg.quant.forward
     for rollout in (False, True) if split else (False,):
         names = quantized(cfg, rollout=rollout)

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from qarl_jax import data, metrics, models, optimizer, schema, sharding
-from qarl_jax.data.traces import worked_answer
+from qarl_jax.data.traces import Manner, worked_answer
 from qarl_jax.learner import Learner, Options
 from qarl_jax.metrics import Mean, Metric, masked_mean
 from qarl_jax.types import LossInputs, TrainBatch, UserError, entry_point
@@ -79,7 +79,8 @@ class Config:
       out: folder for the result.
       worked_share: share of the examples whose answer is a solution with its steps (`data.traces`); the others have the
         task's final answer alone. Between 0 and 1 the model learns both manners, and RL can tell which one pays.
-      slip_rate: probability that a step of a worked answer is wrong, and what follows builds on it (`data.traces`).
+      manner: of worked answers: short, a step for each operation, or longhand, one for each digit (`data.longhand`).
+      slip_rate: probability that a step of a worked answer is wrong, and what follows builds on it (`data.slip`).
       quant: forward scheme while training; "bf16": none.
     """
 
@@ -88,6 +89,7 @@ class Config:
     model: Model = dataclasses.field(default_factory=Model)
     tokenizer: Tokenizer = dataclasses.field(default_factory=Tokenizer)
     worked_share: float = 0.0
+    manner: Manner = "short"
     slip_rate: float = 0.0
     quant: str = "bf16"
     train: Train = dataclasses.field(default_factory=Train)
@@ -209,22 +211,14 @@ def run(cfg: Config) -> None:
         rng = np.random.default_rng([cfg.seed, update])
         worked = rng.random(cfg.train.rows) < cfg.worked_share
         for prompt, in_steps in zip(stream.batch(update), worked, strict=True):
-            answer = worked_answer(prompt, cfg.slip_rate, rng) if in_steps else prompt.answer
+            answer = worked_answer(prompt, cfg.slip_rate, rng, cfg.manner) if in_steps else prompt.answer
             examples.append((prompt.tokens, [*tokenizer.encode(answer, add_special_tokens=False), stop]))
         batch = rows_of(examples, cfg.train.row_len)
         qweights = learner.quantize(state.params)
-        grads, measured = learner.accumulate_grads(
-            learner.zero_grads(state),
-            state.params,
-            qweights,
-            learner.put(batch),
-            None,
-            batch.loss_mask.sum(),
-            len(examples),
-        )
-        state, applied = learner.apply_update(state, grads)
+        counts = batch.loss_mask.sum(), len(examples)
+        state, measured = learner.update(state, qweights, [learner.put(batch)], [None], *counts)
         if update % cfg.train.log_every == 0 or update == cfg.train.updates - 1:
-            now = metrics.values(measured | applied)
+            now = metrics.values(measured)
             if not np.isfinite(now["loss/nll"]) or now["optim/nonfinite"]:
                 raise RuntimeError(f"update {update}: the loss is {now['loss/nll']}; lower optimizer.lr.")
             print(f"sft {update:5d}  nll {now['loss/nll']:.4f}  {time.monotonic() - started:.1f} s", flush=True)

@@ -29,7 +29,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from qarl_jax import build, config, data, error_tokens, metrics, observe, partial, plan, strategies, trace, uaq
+from qarl_jax import (
+    build,
+    compilation,
+    config,
+    data,
+    error_tokens,
+    flops,
+    metrics,
+    observe,
+    partial,
+    plan,
+    strategies,
+    trace,
+    uaq,
+)
 from qarl_jax import evaluate as evaluations
 from qarl_jax.checkpoint import Checkpoints
 from qarl_jax.config import RunConfig
@@ -83,7 +97,8 @@ def run(cfg: RunConfig) -> None:
         grader = stack.enter_context(contextlib.closing(build.make_grader(cfg)))
         # Entered, so that leaving by an interrupt waits for a save in the background and tells if it failed.
         checkpoints = stack.enter_context(Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint))
-        mesh = build.make_mesh(cfg)
+        mesh = build.make_mesh(cfg)  # first: before it, nothing may ask JAX for its devices
+        compilation.enable_cache(cfg.train.compile_cache)
         tokenizer = data.load_tokenizer(cfg.model.path)
         stop = data.stop_token_ids(tokenizer, cfg.model.path)
         source = data.make_source(cfg.data, tokenizer, "train")
@@ -148,7 +163,8 @@ def run(cfg: RunConfig) -> None:
         if cfg.eval.at_start and start == 0 and not evaluations.history(cfg.run_dir):
             observer.say(f"held-out reward before training: {evaluate(0)['eval/reward/mean']:.3f}")
 
-        timer = observe.PhaseTimer()
+        timer, recompiles = observe.PhaseTimer(), compilation.Recompiles()
+        peak_flops = flops.of_devices(mesh.devices.flat)
 
         def sample(step: int, prompts: list[Prompt], batch: int) -> tuple[list[RolloutGroup], dict[str, np.ndarray]]:
             with timer("rollout"):
@@ -174,6 +190,8 @@ def run(cfg: RunConfig) -> None:
 
         for step in range(start, cfg.train.steps):
             timer.take()
+            if step == start + 1:
+                recompiles.take()  # a process's first step warms up
             profile = jax.profiler.trace(os.path.join(cfg.run_dir, "profile"))
             with profile if step in cfg.train.profile_steps else contextlib.nullcontext():
                 # ---- sample and grade: nothing has changed yet, so an interrupt drops the step -----------------------
@@ -227,15 +245,17 @@ def run(cfg: RunConfig) -> None:
             record = rollout_metrics(collected.sampled, collected.parts, relative) | collected.metrics
             record |= learned | published
             if (cfg.eval.every and done % cfg.eval.every == 0 and not last) or (last and cfg.eval.at_end):
-                with timer("eval"):
+                with timer("eval"), recompiles.paused():
                     record |= evaluate(done)
             with timer("trace"):
                 traces = follow.records(groups, tokenizer)
-            observer.log(step, record | speed(record, timer.take()))
+            record |= {"perf/recompiles": float(recompiles.take()) if step > start else 0.0}
+            observer.log(step, record | speed(record, timer.take(), mesh.devices.size, peak_flops))
             observer.samples(step, collected.groups, traces)
             observer.histograms(step, histograms)
             if checkpoints.should_save(done) or last or interrupt.requested:
-                save(done)
+                with recompiles.paused():
+                    save(done)
             if interrupt.requested and not last:
                 checkpoints.wait()
                 observer.say(f"interrupted: saved after step {done}; the same command resumes")
@@ -339,11 +359,11 @@ def learn(
             qweights = publisher.qweights(state)
             old = [[learner.score(state.params, qweights, micro)[0] for micro in micros] for _, micros in packs]
             jax.block_until_ready(old)
-    extra: list[list[dict[str, Any]]] = [[{}] * len(micros) for _, micros in packs]
+    refs: list[list[Any] | None] = [None] * len(packs)
     if reference is not None and not waiting:
         with timer("ref_logprobs"):
-            extra = [[{"ref_logprobs": learner.score(*reference, micro)[0]} for micro in micros] for _, micros in packs]
-            jax.block_until_ready(extra)
+            refs = [[learner.score(*reference, micro)[0] for micro in micros] for _, micros in packs]
+            jax.block_until_ready(refs)
     total: dict[str, Metric] = {}
     moved: dict[str, Metric] = {}
     first: dict[str, Metric] = {}
@@ -363,25 +383,18 @@ def learn(
             continue
         with timer("update"):
             qweights = publisher.qweights(state)
-            grads = learner.zero_grads(state)
-            inner: dict[str, Metric] = {}
-            for micro, old_logprobs, more in zip(micros, old[number], extra[number], strict=True):
-                counts = packed.num_tokens, packed.num_sequences
-                grads, measured = learner.accumulate_grads(
-                    grads, state.params, qweights, micro, old_logprobs, *counts, **more
-                )
-                inner = metrics.merge(inner, measured)
+            counts = packed.num_tokens, packed.num_sequences
+            state, inner = learner.update(state, qweights, micros, old[number], *counts, refs[number])
             logprobs = inner.pop(trace.LOGPROBS, None)
             if follow is not None:
                 follow.updated(number, micros, old[number], logprobs)
-            state, applied = learner.apply_update(state, grads)
             publisher.updated()
-            if float(jax.device_get(applied["optim/nonfinite"].value)):
+            if float(jax.device_get(inner["optim/nonfinite"].value)):
                 raise RuntimeError(
                     f"{place}: the gradient is not finite. The run stops here;"
                     " its last checkpoint is intact. Lower optimizer.lr, or inspect samples.jsonl."
                 )
-        total = metrics.merge(total, inner | applied)
+        total = metrics.merge(total, inner)
         ratios = {key: value for key, value in inner.items() if key.startswith(MOVED)}
         moved = ratios if number <= 1 else metrics.merge(moved, ratios)
         if number == 0:
@@ -394,8 +407,15 @@ def learn(
         "train/padding_share": float(np.mean([packed.padding_share for packed, _ in packs])),
         "train/tokens": float(sum(packed.num_tokens for packed, _ in packs)),
         "train/updates": 0.0 if waiting else float(len(packs)),
+        "train/flops": 0.0 if waiting else sum(model_flops(learner, state.params, packed) for packed, _ in packs),
     }
     return state, numbers | judged | quantiles(histograms), histograms
+
+
+def model_flops(learner: Learner, params: Any, packed: packing.Packed) -> float:
+    """Model FLOPs of one update on these rows."""
+    lengths = (segment.prompt_len + segment.response_len for segment in packed.segments)
+    return flops.training(learner.config, flops.active_parameters(learner.config, params), lengths)
 
 
 def quantiles(histograms: dict[str, list[int]]) -> dict[str, float]:
@@ -431,14 +451,27 @@ def rollout_metrics(
     }
 
 
-def speed(record: dict[str, float], times: dict[str, float]) -> dict[str, float]:
-    """Seconds per phase, and tokens per second of the sampler and of the whole step."""
+def speed(
+    record: dict[str, float], times: dict[str, float], devices: int = 1, peak_flops: float | None = None
+) -> dict[str, float]:
+    """Seconds per phase; tokens per second of the sampler and of the whole step; model FLOP/s of the updates.
+
+    Args:
+      devices: devices of the mesh; FLOP/s are those of one of them.
+      peak_flops: what all of them could do, where it is known: then MFU is reported too.
+    """
     tokens = record["response/tokens"]
     drawn = record.get("rollout/partial_tokens", tokens)
-    return times | {
+    out = times | {
         "time/rollout_tok_per_s": drawn / max(times.get("time/rollout_s", 0.0), 1e-9),
         "time/tok_per_s": tokens / max(times["time/step_s"], 1e-9),
     }
+    if times.get("time/update_s", 0.0) > 0 and "train/flops" in record:
+        achieved = record["train/flops"] / times["time/update_s"]
+        out["perf/model_tflops"] = achieved / devices / 1e12
+        if peak_flops is not None:
+            out["perf/mfu"] = achieved / peak_flops
+    return out
 
 
 def summary(cfg: RunConfig) -> str:
@@ -477,6 +510,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides)
+    if cfg.model.remat == "auto":  # only then: a dry run of any other config leaves the device alone
+        cfg = plan.with_remat(cfg, plan.device_bytes(cfg))
     if args.dry_run:
         print(config.to_yaml(cfg))
     print(config.describe(cfg))

@@ -120,6 +120,8 @@ class TrainBatch:
       rollout_logprobs: [B, T] float32, what the sampler reported; 0 elsewhere.
       advantages: [B, T] float32, broadcast over each response; 0 elsewhere. With a critic: its reward, until the critic
         has put an advantage per token there (`critic.Critic.judge`).
+      routed_experts: [B, T, L, k] int16, the experts the sampler sent each position to in each of the L layers; -1: not
+        recorded, the model's own choice is taken. None where no choice is replayed.
     """
 
     tokens: Any
@@ -128,6 +130,7 @@ class TrainBatch:
     loss_mask: Any
     rollout_logprobs: Any
     advantages: Any
+    routed_experts: Any = None
 
 
 @jax.tree_util.register_dataclass

@@ -128,6 +128,7 @@ def refused(world, capsys):
 # ---- what the config file or the command line says -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -147,12 +148,18 @@ def refused(world, capsys):
         (["train.row_len=10"], ["train.row_len=10", "24", "never split"]),
         (["rollout.num_samples_per_prompt=1"], ["num_samples_per_prompt=1", "Use at least 2"]),
         (["rollout.top_p=0.9"], ["top_p=0.9", "importance ratio"]),
-        (["quant.forward=w3a16"], ["quant", "'w3a16'", "w4a16"]),
+        (["quant.forward=w5a16"], ["quant", "'w5a16'", "w4a16"]),
         (["quant.rules=[{match: '[', scheme: bf16}]"], ["quant", "regular expression"]),
         (["reward.name=python", "reward.path=nowhere"], ["reward", "package.module:function", "'nowhere'"]),
         (["rollout.stages=[{until: 3, max_response_len: 9}]"], ["stages.0", "9", "rollout.max_response_len=8"]),
         (["rollout.partial.over_provision=3"], ["rollout.partial", "[1, 2]", "max_lag"]),
         (["rollout.partial={over_provision: 2, chunk: 8}"], ["partial.chunk=8", "max_response_len=8", "Lower it"]),
+        (["rollout.router_replay=true"], ["router_replay=true", "rollout.engine.name=vllm"]),
+        (
+            ["rollout.engine.name=vllm", "rollout.router_replay=true", "rollout.partial.over_provision=2"],
+            ["router_replay=true", "partial rollouts"],
+        ),
+        (["rollout.engine.name=vllm", "rollout.router_replay=true"], ["router_replay=true", "no mixture of experts"]),
         (["mesh.fsdp=3"], ["train.micro_batch_rows=4", "3"]),
         (["loss.name=ppo"], ["loss.name=ppo", "set advantage.name=gae and `critic: {}`"]),
         (["loss.name=ppo", "advantage.name=gae", "critic.path=nowhere"], ["nowhere", "no config.json there"]),

@@ -234,6 +234,7 @@ leaves = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(tree=leaves)
 def test_the_dumped_config_reads_back_as_the_same_config(tree, tmp_path_factory):
@@ -451,7 +452,7 @@ PPO = ("loss.name=ppo", "advantage.name=gae", "critic={}")
         ),
         (["mesh.data=0"], "data=0: a mesh axis has at least 1 device"),
         (["mesh.data=-1", "mesh.fsdp=-1"], "only one mesh axis may be -1"),
-        (["quant.forward=w3a16"], "'w3a16'"),
+        (["quant.forward=w5a16"], "'w5a16'"),
         (["quant.rollout=int4"], "'int4'"),
         (["quant.rules=[{match: '(', scheme: w8a8}]"], "is not a regular expression"),
         (["quant.rules=[{match: mlp}]"], "quant.rules.0.scheme is required"),

@@ -76,6 +76,7 @@ def folders(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in FILES if not is_supervised(path)], ids=name)
 def test_a_dry_run_plans_it_without_weights(path, folders, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # a config may say nothing that depends on where it is run
@@ -190,8 +191,13 @@ def test_a_run_is_what_its_name_says(run, forward, rollout, loss):
     assert (cfg.optimizer.lr == pytest.approx(1.5e-6)) == (run == "qurl_acr_lr")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("run", RUNS)
+# One of each kind of learner, sampler, loss and correction; the others differ from them in a number or a name.
+KINDS = {"bf16_grpo", "tbpo", "rollout_tbpo", "mis_gspo", "on_policy_grpo", "sapo", "ppo", "qurl_acr_uaq"}
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=pytest.mark.slow if run in KINDS else pytest.mark.nightly) for run in RUNS]
+)
 def test_every_run_trains_two_steps_on_a_tiny_model(run, world):
     cfg = load("quickstart", run)
     sections = {"loss": schema.to_dict(cfg)["loss"], "run_dir": str(world.folder / run)}

@@ -172,6 +172,7 @@ def test_a_value_is_that_of_everything_before_its_token():
             assert values[t] == pytest.approx(hidden @ params["head"]["weight"] + 0.3, abs=2e-5)
 
 
+@pytest.mark.slow
 def test_a_fresh_critic_values_everything_at_zero_and_first_moves_its_head():
     critic, rows = make(), packed()
     micros = put(critic, rows)
@@ -281,6 +282,7 @@ def test_a_critic_learns_a_fixed_batch_within_a_few_updates():
     assert int(critic.state.updates) == 12
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_plain_loss_of_each_response():
     """Body and head, against autodiff of 0.5 (V - ret)^2 over a padded row per response, by other code."""
     rows, critic = packed(), make(head=True)

@@ -23,11 +23,20 @@ from tests.reference import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-WRITTEN = ("README.md", "bridge/README.md", "docs/adding.md", "docs/log.md", "docs/numerics.md", "docs/scaling.md")
-DOCUMENTS = sorted({*WRITTEN, "docs/algorithms.md"})
+EXPERIMENT = ("experiments/alignment/README.md", "experiments/alignment/PLAN.md")
+WRITTEN = (
+    *EXPERIMENT,
+    "README.md",
+    "bridge/README.md",
+    "docs/adding.md",
+    "docs/log.md",
+    "docs/numerics.md",
+    "docs/scaling.md",
+)
+DOCUMENTS = sorted({*WRITTEN, "docs/algorithms.md", "docs/results.md"})
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 VERBS = sorted({*re.findall(r"python -m qarl_jax\.(\w+)", "".join((ROOT / d).read_text() for d in DOCUMENTS))})
-FOLDERS = ("qarl_jax", "bridge", "configs", "tests", "docs", "examples", "benchmarks")
+FOLDERS = ("qarl_jax", "bridge", "configs", "tests", "docs", "examples", "benchmarks", "experiments")
 
 
 def text_of(document):

@@ -47,6 +47,7 @@ def planted():
     return batch(old, rollout, advantages, ids)
 
 
+@pytest.mark.slow
 def test_planted_tokens_are_counted_by_who_was_surprised_and_by_sign():
     got = values(error_tokens.token_metrics(planted()))
     assert got["error/tok_learner"] == pytest.approx(5 / 30)
@@ -72,6 +73,7 @@ def test_the_onset_is_counted_from_the_response_that_has_it():
     assert got["error/onset_share"] == pytest.approx(0.4)
 
 
+@pytest.mark.slow
 def test_nothing_low_means_zeros_and_no_nan():
     ids = np.ones((1, 6), np.int32)
     got = values(error_tokens.token_metrics(batch(np.full((1, 6), HIGH), np.full((1, 6), HIGH), np.ones((1, 6)), ids)))
@@ -80,6 +82,7 @@ def test_nothing_low_means_zeros_and_no_nan():
     assert set(values(error_tokens.token_metrics(empty)).values()) == {0.0}
 
 
+@pytest.mark.slow
 def test_rows_apart_add_up_to_rows_together():
     x = planted()
     rows = [jax.tree.map(lambda a, i=i: a[i : i + 1], x) for i in range(2)]

@@ -197,6 +197,7 @@ def as_json(capsys, *arguments):
     return json.loads(line)
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_as_it_evaluated_itself(run, capsys, tmp_path):
     out = tmp_path / "responses.jsonl"
     found = as_json(capsys, "--checkpoint", run.run_dir, "--out", out)
@@ -215,6 +216,7 @@ def test_a_run_is_evaluated_as_it_evaluated_itself(run, capsys, tmp_path):
     assert np.mean(rewards) == pytest.approx(found["eval/reward/mean"])
 
 
+@pytest.mark.slow
 def test_steps_folders_schemes_and_sampling_can_be_chosen(run, capsys):
     own = as_json(capsys, "--checkpoint", run.run_dir)
     step = as_json(capsys, "--checkpoint", run.run_dir / "checkpoints" / "step_00000001")
@@ -229,6 +231,7 @@ def test_steps_folders_schemes_and_sampling_can_be_chosen(run, capsys):
     assert "eval/pass_at_3" in narrow
 
 
+@pytest.mark.slow
 def test_other_data_can_be_evaluated(run, capsys, tmp_path):
     file = tmp_path / "other.jsonl"
     file.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')

@@ -62,6 +62,7 @@ def low_bit_folder(run, tmp_path_factory):
 # ---- hf ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_hf_export_has_the_names_shapes_and_dtypes_of_the_folder_training_started_from(run, hf_folder):
     before, after = load_file(run.model / "model.safetensors"), load_file(hf_folder / "model.safetensors")
     assert {name: (x.shape, x.dtype) for name, x in after.items()} == {

@@ -76,6 +76,7 @@ def test_the_gradient_is_linear_in_the_coefficient():
     np.testing.assert_allclose(whole - none, 2 * (half - none), atol=1e-5 * np.abs(whole).max())
 
 
+@pytest.mark.slow
 def test_a_reference_equal_to_the_policy_has_no_kl_and_no_pull():
     none, _ = gradient(0.0, None)
     own, metrics = gradient(1.0, own_scores())

@@ -128,6 +128,7 @@ def whole(loss):
     return jax.device_get(gradient(made, state, packed(), ROWS))
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_sum_to_its_gradient():
     """Each row in one of three passes, the other rows empty: the same program as for the whole."""
     rows, made, state = packed(), *fresh()
@@ -290,27 +291,28 @@ class Recorder:
         return {}
 
 
+@pytest.mark.slow
 def test_weights_are_quantized_once_per_update_and_the_published_tensors_are_read_next(monkeypatch, tmp_path):
     settings = {"prompts_per_update": 2, "micro_batch_rows": ROWS, "max_segments": 6}
     cfg = tiny.World(tmp_path).changed(train=settings).config
     world_learner, state = fresh()
     quantized, read = [], []
-    quantize, accumulate, score = world_learner.quantize, world_learner.accumulate_grads, world_learner.score
+    quantize, update, score = world_learner.quantize, world_learner.update, world_learner.score
 
     def quantizing(params):
         quantized.append(quantize(params))
         return quantized[-1]
 
-    def accumulating(grads, params, qweights, *rest):
+    def updating(state, qweights, *rest):
         read.append(qweights)
-        return accumulate(grads, params, qweights, *rest)
+        return update(state, qweights, *rest)
 
     def scoring(params, qweights, batch):
         read.append(qweights)
         return score(params, qweights, batch)
 
     monkeypatch.setattr(world_learner, "quantize", quantizing)
-    monkeypatch.setattr(world_learner, "accumulate_grads", accumulating)
+    monkeypatch.setattr(world_learner, "update", updating)
     monkeypatch.setattr(world_learner, "score", scoring)
     engine = Recorder()
     publisher = train.Publisher(cfg, world_learner, engine)
@@ -405,6 +407,98 @@ def test_a_batch_without_responses_has_no_gradient_and_moves_nothing(moved):
     assert values(metrics)["optim/skipped"] == 1
 
 
+@functools.cache
+def updated(micro_rows, **options):
+    """(state on the host, metrics) after one `update` of w4a16 in bfloat16 compute, `micro_rows` rows at a time."""
+    config = dataclasses.replace(tiny.random_model().config, compute_dtype="bfloat16", qkv_bias=True)
+    graphdef, params, _ = models.split(models.random_model(config))
+    made = Learner(
+        models.with_scheme(graphdef, "w4a16:g32"),
+        loss_fn=get_loss("grpo"),
+        optimizer=optimizer.make_optimizer(optimizer.AdamW(lr=0.01, eps=1e-3)),
+        mesh=sharding.make_mesh(),
+        options=Options(max_segments=6, logprob_chunk=64, **options),
+    )
+    state, rows = made.init(params), packed()
+    micros = [made.put(micro) for micro in rows.micro_batches(micro_rows)]
+    state, metrics = made.update(
+        state, made.quantize(state.params), micros, [None] * len(micros), rows.num_tokens, rows.num_sequences
+    )
+    return jax.device_get(state), values(metrics)
+
+
+@pytest.mark.slow
+def test_one_program_for_an_update_gives_the_numbers_of_three():
+    made, state = fresh()
+    rows, other = packed(), fresh()[1]
+    qweights, micro = made.quantize(state.params), made.put(rows.batch)
+    counts = rows.num_tokens, rows.num_sequences
+    old = made.score(state.params, qweights, micro)[0]
+    grads, measured = made.accumulate_grads(made.zero_grads(other), other.params, qweights, micro, old, *counts)
+    other, applied = made.apply_update(other, grads)
+    state, together = made.update(state, qweights, [micro], [old], *counts)
+    assert_close(state, other, 1e-6)
+    apart = values(measured | applied)
+    assert values(together) == {key: pytest.approx(value, rel=1e-5, abs=1e-7) for key, value in apart.items()}
+    assert apart["optim/skipped"] == 0
+    assert int(state.updates) == 1
+
+
+def test_a_batch_of_nothing_moves_nothing_in_one_program_either(moved):
+    made, host, where = moved
+    rows = packed()
+    batch = made.put(dataclasses.replace(rows.batch, loss_mask=np.zeros_like(rows.batch.loss_mask)))
+    state = again(host, where)
+    state, metrics = made.update(state, made.quantize(state.params), [batch], [batch.rollout_logprobs], 0, 0)
+    assert_same_bits(state, host)
+    assert values(metrics)["optim/skipped"] == 1
+
+
+@pytest.mark.slow
+def test_a_bfloat16_gradient_is_the_float32_one_rounded():
+    (full, also), (half, metrics) = (updated(ROWS, grad_dtype=dtype) for dtype in ("float32", "bfloat16"))
+    # Rounding all masters first changes nothing that is computed; but they are two programs.
+    assert metrics["loss/total"] == pytest.approx(also["loss/total"], rel=1e-5, abs=1e-7)
+    assert metrics["optim/grad_norm"] == pytest.approx(also["optim/grad_norm"], rel=2**-8)
+    # One AdamW step is lr g / (|g| + eps): a relative error of 2^-8 (bfloat16 keeps 8 bits) in g moves it by less.
+    for a, b in zip(jax.tree.leaves(half.params), jax.tree.leaves(full.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=0.01 * 2**-8)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(half.params)} == {"float32"}
+
+
+@pytest.mark.nightly
+def test_a_bfloat16_accumulator_over_two_micro_batches_stays_within_its_rounding():
+    one, two = (updated(rows, grad_dtype="bfloat16")[1] for rows in (ROWS, ROWS // 2))
+    assert two["optim/grad_norm"] == pytest.approx(one["optim/grad_norm"], rel=2**-6)
+    assert two["loss/total"] == pytest.approx(one["loss/total"], rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_an_entropy_bonus_pulls_and_raises_entropy():
+    """Without advantages the bonus is all there is; along its gradient the entropy rises by the step times |grad|^2."""
+    rows = packed()
+    batch = dataclasses.replace(rows.batch, advantages=np.zeros_like(rows.batch.advantages))
+    graphdef, params, _ = models.split(tiny.random_model())
+    made = Learner(
+        graphdef,
+        loss_fn=get_loss("grpo"),
+        optimizer=optimizer.make_optimizer(optimizer.AdamW()),
+        mesh=sharding.make_mesh(),
+        options=Options(max_segments=6, logprob_chunk=64, entropy_coef=1.0),
+    )
+    state = made.init(jax.tree.map(lambda x: jnp.array(x, copy=True), params))
+    pull = gradient(made, state, dataclasses.replace(rows, batch=batch), ROWS, scored=False)[0]
+    size = float(optimizer.global_norm(pull))
+    assert size > 1e-3
+    step = 1e-2 / size
+    placed, mask = made.put(batch), batch.loss_mask
+    entropy = [
+        float(np.asarray(made.score(params, made.quantize(params), placed)[1])[mask].mean())
+        for params in (state.params, jax.tree.map(lambda p, g: p - step * g, state.params, pull))
+    ]
+    assert entropy[1] - entropy[0] == pytest.approx(1e-2 * size, rel=0.1)
+
+
 # ---- other platforms -----------------------------------------------------------------------------------------------
 
 
@@ -451,10 +545,12 @@ def lowered(name, scheme, mesh, platform):
             jax.jit(functools.partial(models.quantize_params, graphdef)).trace(params),
             made._accumulate.trace(grads, params, qweights, batch, floats, count, count),
             made._apply.trace(state, grads),
+            made._update.trace(state, qweights, batch, floats, count, count, None),
         ]
         return [trace.lower(lowering_platforms=(platform,)).as_text() for trace in traces]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_the_train_step_lowers_for_every_platform(platform):
     for text in lowered("Qwen3-8B", "w4a16", {}, platform):
@@ -464,6 +560,6 @@ def test_the_train_step_lowers_for_every_platform(platform):
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_the_train_step_of_a_mixture_of_experts_lowers_on_a_mesh(platform):
-    quantize, accumulate, _ = lowered("Qwen3-30B-A3B", "w8a8", {"fsdp": 2, "expert": 4}, platform)
+    quantize, accumulate, *_ = lowered("Qwen3-30B-A3B", "w8a8", {"fsdp": 2, "expert": 4}, platform)
     assert "sharding" in accumulate
     assert "xi8>" in quantize

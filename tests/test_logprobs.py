@@ -64,6 +64,7 @@ def reference_grads(hidden, head, tokens, segments, d_logprobs, d_entropy, tempe
     return d_hidden, d_head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [1, 12, 13, 1024])
 def test_values_equal_float64_for_every_chunk_size(chunk, temperature):
@@ -75,6 +76,7 @@ def test_values_equal_float64_for_every_chunk_size(chunk, temperature):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, 12, 1024])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_gradients_equal_float64(chunk, entropy_gradient):
@@ -89,6 +91,7 @@ def test_gradients_equal_float64(chunk, entropy_gradient):
         np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_chunking_does_not_change_a_logprob():
     hidden, head, tokens = example(3)
     whole = scores(hidden, head, tokens, SEGMENTS)
@@ -97,6 +100,7 @@ def test_chunking_does_not_change_a_logprob():
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_logprob_at_t_scores_token_t_from_the_state_before_it():
     _, head, tokens = example()
     segments = np.ones((1, 3), np.int32)
@@ -121,6 +125,7 @@ def test_first_token_of_each_segment_and_padding_score_zero():
     assert (np.asarray(logprobs)[want] < 0).all()
 
 
+@pytest.mark.slow
 def test_packed_rows_equal_separate_rows():
     hidden, head, tokens = example(4)
     packed, _ = scores(hidden, head, tokens, SEGMENTS)
@@ -128,6 +133,7 @@ def test_packed_rows_equal_separate_rows():
     np.testing.assert_allclose(packed[0, 3:7], alone[0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_unscored_positions_may_hold_nan_and_get_exactly_zero_gradient():
     hidden, head, tokens = example(5)
     scored = np.asarray(scored_mask(jnp.asarray(SEGMENTS)))
@@ -145,6 +151,7 @@ def test_unscored_positions_may_hold_nan_and_get_exactly_zero_gradient():
     assert (np.asarray(d_hidden)[~source] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-6, 1e3, 1e6])
 def test_extreme_logits_stay_finite_and_exact(scale):
     hidden, head, tokens = example(6, scale=scale)
@@ -165,6 +172,7 @@ def test_equal_logits_give_log_vocab_entropy_and_logprob():
     np.testing.assert_allclose(entropy[0, 1:], np.log(V), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [("data",), ("tensor",), ("data", "tensor")])
 def test_sharded_batch_and_vocabulary_give_the_same_numbers(axes):
     rng = np.random.default_rng(7)
@@ -197,6 +205,7 @@ def test_sharded_batch_and_vocabulary_give_the_same_numbers(axes):
         assert f"f32[{rows},3,64]" not in hlo
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("differentiate", [False, True])
 def test_peak_memory_holds_one_chunk_of_logits(differentiate):
     rows, length, width, vocab, chunk = 8, 128, 16, 2048, 64
@@ -220,6 +229,7 @@ def test_peak_memory_holds_one_chunk_of_logits(differentiate):
     assert peak(chunk) < 6 * chunk * vocab * 4 + 8 * vocab * width * 4 + 8 * rows * length * width * 4
 
 
+@pytest.mark.slow
 def test_bfloat16_states_give_float32_logprobs_and_a_float32_head_gradient():
     hidden, head, tokens = example(8)
     hidden16 = jnp.asarray(hidden, jnp.bfloat16)

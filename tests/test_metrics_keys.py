@@ -25,6 +25,7 @@ PROMISED = {
         f"time/{phase}_s" for phase in ("rollout", "reward", "pack", "old_logprobs", "update", "publish", "step")
     ),
     "tokens per second": ("time/tok_per_s", "time/rollout_tok_per_s"),
+    "the learner's speed": ("train/flops", "perf/model_tflops", "perf/recompiles", "train/padding_share"),
 }
 BY_LOSS = {
     "tbpo": ("clip/seq_dropped", "clip/seq_pos_high", "clip/seq_neg_low", "clip/seq_neg_high"),
@@ -69,6 +70,7 @@ def check(lines, loss):
             assert low < high  # the second update's ratios, which have moved
 
 
+@pytest.mark.slow
 def test_every_step_reports_what_is_promised(tbpo):
     check(observe.read_lines(tbpo.run_dir / "metrics.jsonl"), "tbpo")
 
@@ -78,6 +80,13 @@ def test_a_token_level_objective_reports_it_too(world):
     changed = world.changed(run_dir=str(world.folder / "grpo"), loss={"name": "grpo", "mismatch": "tis"})
     assert train.main(changed.command()) == 0
     check(observe.read_lines(changed.run_dir / "metrics.jsonl"), "grpo")
+
+
+def test_rollouts_of_other_lengths_compile_nothing_after_the_first_step(tbpo):
+    lines = observe.read_lines(tbpo.run_dir / "metrics.jsonl")
+    assert lines[0]["response/tokens"] != lines[1]["response/tokens"]
+    assert [line["perf/recompiles"] for line in lines] == [0, 0]
+    assert "perf/mfu" not in lines[0]  # no peak is known of a CPU
 
 
 def test_the_resolved_config_lies_beside_the_metrics_and_starts_the_same_run(tbpo):

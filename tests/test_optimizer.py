@@ -62,6 +62,7 @@ def test_a_zero_gradient_gives_a_zero_direction():
     np.testing.assert_array_equal(optimizer.orthogonalize(jnp.zeros((5, 3))), np.zeros((5, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leading", "scale", "nesterov"),
     [((), "match_rms", True), ((3,), "original", True), ((3,), "match_rms", False), ((2, 2), "match_rms", True)],
@@ -77,6 +78,7 @@ def test_every_stacked_matrix_follows_the_float64_reference_on_its_own(leading, 
         np.testing.assert_allclose(got[index], want, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["match_rms", "original"])
 def test_without_nesterov_each_matrix_moves_as_under_optax_muon(scale):
     # optax corrects the momentum's bias, which Newton-Schulz cannot see unless Nesterov mixes in the gradient.
@@ -179,6 +181,7 @@ def test_only_matrices_of_the_layers_are_orthogonalised(path, ndim, expected):
     assert optimizer.label(tuple(path.split(".")), ndim) == expected
 
 
+@pytest.mark.slow
 def test_labels_see_through_nnx_variables():
     class Block(nnx.Module):
         def __init__(self, rngs):
@@ -260,6 +263,7 @@ def test_gradients_are_clipped_by_their_global_norm_and_the_unclipped_norm_is_re
     np.testing.assert_allclose(stats["grad_norm"], 5.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cfg", "bad"), [(Muon(lr=0.1), np.nan), (AdamW(lr=0.1), np.inf)])
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(cfg, bad):
     params = {"kernel": jnp.asarray(normal(0, 4, 3)), "bias": jnp.asarray(normal(1, 4))}
@@ -275,6 +279,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(cfg, bad)
     jax.tree.map(np.testing.assert_array_equal, new_state, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cfg", [Muon(lr=0.1), AdamW(lr=0.1)])
 def test_a_bfloat16_master_is_updated_in_float32_and_rounded_once(cfg):
     w = jnp.asarray(normal(0, 2, 6, 4)).astype(jnp.bfloat16)
@@ -287,9 +292,10 @@ def test_a_bfloat16_master_is_updated_in_float32_and_rounded_once(cfg):
     np.testing.assert_array_equal(low["kernel"], high["kernel"].astype(jnp.bfloat16))
 
 
-def test_moments_may_be_bfloat16_but_second_moments_stay_float32():
+@pytest.mark.parametrize("second", ["float32", "bfloat16"])
+def test_moments_have_the_configured_dtypes(second):
     params = {"kernel": jnp.zeros((6, 4)), "bias": jnp.zeros((6,))}
-    tx = optimizer.make_optimizer(Muon(moment_dtype="bfloat16"))
+    tx = optimizer.make_optimizer(Muon(moment_dtype="bfloat16", second_moment_dtype=second))
     state = tx.init(params)
     new_state = jax.eval_shape(lambda s: optimizer.update(tx, params, s, params)[1], state)
     dtypes = {
@@ -298,13 +304,75 @@ def test_moments_may_be_bfloat16_but_second_moments_stay_float32():
         if leaf.ndim
     }
     kinds = {name.split(".")[-2]: dtype for name, dtype in dtypes.items()}
-    assert kinds == {"momentum": "bfloat16", "mu": "bfloat16", "nu": "float32"}
+    assert kinds == {"momentum": "bfloat16", "mu": "bfloat16", "nu": second}
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, new_state)
+    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, new_state)
+
+
+# ------------------------------------------------------------------------------------------------- stochastic rounding
+
+
+def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average():
+    x = np.exp(np.random.default_rng(0).normal(size=512)).astype(np.float32)
+    low = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    high = (low.view(np.uint32) + np.uint32(0x10000)).view(np.float32)
+    seeds = jnp.arange(2000, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    many = np.asarray(jax.vmap(optimizer.round_stochastically, (None, 0))(x, seeds), np.float64)
+    assert ((many == low) | (many == high)).all()
+    # Share of roundings up: its expectation is p = (x - low) / (high - low), its deviation sqrt(p (1 - p) / 2000).
+    p = (x.astype(np.float64) - low) / (high - low)
+    error = (many == high).mean(0) - p
+    assert np.abs(error).max() < 5 * 0.5 / np.sqrt(2000)
+    assert abs(error.mean()) < 5 * 0.5 / np.sqrt(2000 * 512)
+    # Neighbouring elements are rounded independently: their joint frequency is the product.
+    up = (many == high) - p
+    assert abs((up[:, 1:] * up[:, :-1]).mean()) < 5 * 0.25 / np.sqrt(2000 * 511)
+
+
+def test_stochastic_rounding_keeps_what_bfloat16_holds_and_what_is_not_finite():
+    x = jnp.array([0.0, -0.0, 1.0, -2.5, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
+    for seed in range(5):
+        out = optimizer.round_stochastically(x, jnp.uint32(seed))
+        np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(x))
+
+
+def test_a_bfloat16_second_moment_forgets_as_a_float32_one_does():
+    """b2 = 0.999 moves an average by a thousandth: rounded to nearest it would stay at its first value for ever."""
+    params = {"kernel": jnp.zeros((64, 64))}
+    cfg = AdamW(lr=0.0, second_moment_dtype="bfloat16", clip_norm=None)
+    tx = optimizer.make_optimizer(cfg)
+    state = tx.init(params)
+    step = jax.jit(lambda s, g: tx.update({"kernel": jnp.full((64, 64), g)}, s, params)[1])
+    state = step(state, jnp.float32(1.0))
+    for _ in range(200):
+        state = step(state, jnp.float32(0.0))
+    nu = np.asarray(optax.tree.get(state, "nu")["kernel"], np.float64)
+    # 4,096 independent averages: (1 - 0.999) 0.999^200, to within what their mean may be off.
+    assert nu.mean() == pytest.approx(0.001 * 0.999**200, rel=0.01)
+
+
+def test_second_moments_round_alike_on_every_mesh():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = normal(0, 16, 24)
+    placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp")))
+    one, many = (jax.jit(optimizer.round_stochastically)(part, jnp.uint32(7)) for part in (x, placed))
+    np.testing.assert_array_equal(one, many)
+
+
+def test_a_zero_gradient_changes_nothing_and_is_reported():
+    params = {"kernel": jnp.asarray(normal(0, 4, 3))}
+    tx = optimizer.make_optimizer(Muon(lr=0.1))
+    params, state, stats = optimizer.update(tx, params, tx.init(params), params)
+    assert bool(stats["moved"])
+    after, new_state, stats = optimizer.update(tx, jax.tree.map(jnp.zeros_like, params), state, params)
+    assert (bool(stats["moved"]), bool(stats["finite"]), float(stats["update_norm"])) == (False, True, 0.0)
+    jax.tree.map(np.testing.assert_array_equal, (after, new_state), (params, state))
 
 
 # ------------------------------------------------------------------------------------------------------------- sharding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cfg", [Muon(lr=0.02), AdamW(lr=0.02)], ids=["muon", "adamw"])
 def test_weights_sharded_on_their_outputs_follow_the_single_device_run(cfg):
     params = {
@@ -356,6 +424,7 @@ def test_optimizer_state_is_born_in_its_parameter_s_sharding():
 # --------------------------------------------------------------------------------------------------------------- config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config_type", optimizer.OPTIMIZERS.values(), ids=optimizer.OPTIMIZERS.keys())
 def test_every_optimizer_descends_a_quadratic_and_accepts_an_abstract_tree(config_type):
     target = {"layers": {"kernel": normal(0, 2, 6, 4)}, "norm": normal(1, 4)}

@@ -80,6 +80,7 @@ def test_completions_become_padded_rows():
     np.testing.assert_array_equal(sampled.logprobs[:, :4], [[0, 0, -1, 0], [0, -2, -3, 0]])
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_models_logits(folder):
     weights = parity.load(folder, "bf16", "plain")
     sampled = parity.Sampled.of([completion((5, 6), (7, 8), [0, 0]), completion((8,), (9, 4), [0, 0])])
@@ -92,6 +93,7 @@ def test_scores_are_those_of_the_models_logits(folder):
         assert entropy[row, t] == pytest.approx(-(np.exp(logp) * logp)[row, t - 1].sum(), abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16:g64"])
 def test_the_exact_rungs_hold_and_break_with_one_code(folder, scheme):
     weights = parity.load(folder, scheme, "plain")
@@ -134,9 +136,40 @@ def test_the_whole_ladder_holds_on_a_live_vllm(folder):
     options = parity.Options(prompts=8, prompt_len=4, response_len=12, threads=1, unaligned=False, bf16_pair=False)
     result = parity.climb(folder, "w8a8", "cpu", options)
     assert result["first_broken"] is None
-    assert len(result["rungs"]) == 7
+    assert [rung["name"] for rung in result["rungs"]][4:6] == ["linear layers", "blocks"]
+    assert len(result["rungs"]) == 9
     assert all(rung["ok"] for rung in result["rungs"])
     assert result["aligned"]["tokens"] == 8 * 12
     if quant.resolve("cpu").polynomial_exp:  # there the learner is the engine to the last bit, but for log-softmax
+        assert result["aligned"]["k3"] < 1e-12
+        assert result["aligned"]["max_abs"] < 2e-6
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["bf16", "w8a8"])
+def test_a_mixture_of_experts_climbs_the_ladder_too(tmp_path, scheme):
+    """vLLM's CPU engine must pack bf16 experts anew at every load; quantized ones run through the bridge's methods."""
+    pytest.importorskip("vllm")
+    model = MODEL | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
+    models.save_hf(models.random_model(config, 0), tmp_path)
+    options = parity.Options(prompts=6, prompt_len=16, response_len=12, threads=1, unaligned=False, bf16_pair=False)
+    result = parity.climb(str(tmp_path), scheme, "cpu", options)
+    assert result["first_broken"] is None, result["rungs"]
+    ok = {rung["name"]: rung["ok"] for rung in result["rungs"]}
+    assert all(ok[name] for name in ("read-back", "linear layers", "blocks", "sampled tokens"))
+    assert result["own_routing"]["tokens"] == result["aligned"]["tokens"]
+    if scheme == "w8a8" and quant.resolve("cpu").polynomial_exp:  # on the engine's routing: but for log-softmax, equal
         assert result["aligned"]["k3"] < 1e-12
         assert result["aligned"]["max_abs"] < 2e-6

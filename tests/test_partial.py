@@ -344,6 +344,7 @@ def test_numbers_are_resolved():
 # ---- with the embedded sampler --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_interrupted_response_becomes_what_it_would_have_become():
     """Token for token: pieces of 4 tokens, over prompts of many lengths, against one call of `generate`."""
     engine = JaxSampler(SamplerConfig(batch_size=8, min_slots=8, prompt_bucket=32, response_bucket=16))

@@ -2,14 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory plan counts the bytes that a run really holds, without making an array."""
 
+import dataclasses
+import json
+import os
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import shapes
 from qarl_jax import build, models, optimizer, plan, rollout, sharding
+from qarl_jax.rollout import vllm
 from qarl_jax.types import UserError
 from tests.reference import tiny
+
+NAMES = ("model", "scheme", "rows", "seq", "remat", "master", "grad", "optimizer", "chunk", "segments", "layers")
 
 
 @pytest.fixture(scope="module")
@@ -21,18 +30,20 @@ def really(tree):
     return sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", ["w4a16:g32", "w8a8", "bf16"])
 def test_planned_bytes_are_those_of_the_arrays(world, forward):
     cfg = world.changed(quant={"forward": forward}).config
     sizes = plan.parts(cfg)
     _, params, qweights = models.split(models.load_hf(cfg.model.path, dtype="float32", scheme=forward))
     assert sizes["masters"] == really(params)
-    assert sizes["gradients"] == really(params)
+    assert sizes["gradients"] == 2 * really(params)  # one micro-batch's and the accumulator: updates have up to two
     assert sizes["QTensors"] == really(qweights)
     transformation = optimizer.make_optimizer(cfg.optimizer, cfg.train.total_updates)
     assert sizes["optimizer"] == really(transformation.init(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", [None, 128])
 def test_a_critic_and_a_reference_are_counted_as_they_are_held(world, tmp_path, hidden):
     """The critic from the policy's masters, or from a larger model: then gradients and activations are the critic's."""
@@ -48,7 +59,7 @@ def test_a_critic_and_a_reference_are_counted_as_they_are_held(world, tmp_path, 
     assert sizes["critic's masters"] == really(critic.state.params)
     assert sizes["critic's optimizer"] == really(critic.state.opt_state)
     assert sizes["reference policy"] == really(build.make_learner(cfg, graphdef, mesh).reference(params))
-    assert sizes["gradients"] == max(really(params), really(critic.state.params))
+    assert sizes["gradients"] == 2 * max(really(params), really(critic.state.params))
     assert (sizes["activations (estimate)"] > without["activations (estimate)"]) == (hidden == 128)
     assert {key for key in sizes if sizes[key] != without.get(key)} == (
         {"critic's masters", "critic's optimizer", "reference policy"}
@@ -76,17 +87,52 @@ def test_recomputation_and_shorter_chunks_plan_for_less(world):
     def parts(remat, chunk):
         return plan.parts(world.changed(model={"remat": remat}, train={"logprob_chunk": chunk}).config)
 
-    activations = [parts(remat, 2048)["activations (estimate)"] for remat in ("none", "dots", "full")]
-    assert activations == sorted(activations, reverse=True)
-    assert parts("full", 16)["log-prob chunk"] == 16 * 30 * 4 * 2 < parts("full", 2048)["log-prob chunk"]
+    activations = [parts(remat, 2048)["activations (estimate)"] for remat in models.REMAT]
+    assert activations == sorted(activations)
+    assert sum(parts("full", 16).values()) <= sum(parts("full", 2048).values())
+
+
+def test_a_single_micro_batch_needs_no_accumulator_and_bfloat16_gradients_half(world):
+    def gradients(**options):
+        changed = {"micro_batch_rows": 64, "logprob_chunk": 2048} | options
+        return plan.parts(world.changed(model={"dtype": "bfloat16"}, train=changed).config)["gradients"]
+
+    many, one, half = gradients(micro_batch_rows=2), gradients(), gradients(grad_dtype="bfloat16")
+    assert many == 2 * one == 4 * half
+
+
+def test_auto_recomputes_as_little_as_fits(world):
+    auto = world.changed(model={"remat": "auto"}, train={"micro_batch_rows": 64}).config
+    assert plan.with_remat(auto, None).model.remat == "full"
+    sizes = []
+    for remat in ("full", "attention", "mixer", "dots"):
+        fixed = world.changed(model={"remat": remat}, train={"micro_batch_rows": 64}).config
+        sizes.append(sum(plan.parts(fixed, per_device=True).values()))
+        assert plan.with_remat(auto, int(sizes[-1] / 0.9) + 1).model.remat == remat
+        assert plan.with_remat(fixed, None) == fixed
+    assert sizes == sorted(set(sizes))
+
+
+RECORDED = json.loads((pathlib.Path(__file__).parents[1] / "benchmarks/results/memory_h200.json").read_text())[
+    "results"
+]
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=lambda case: "-".join(str(case[key]) for key in NAMES))
+def test_the_plan_is_within_a_tenth_of_what_the_compiler_allocates(case):
+    """For an H200, compiled ahead of time by `python -m benchmarks.memory`; the plan is computed here and now."""
+    setting = shapes.Setting(**{field.name: case[field.name] for field in dataclasses.fields(shapes.Setting)})
+    compiled = case["arguments"] + case["results"] + case["temporaries"]
+    assert sum(shapes.planned(setting).values()) == pytest.approx(compiled, rel=0.1)
 
 
 def test_the_plan_makes_no_array_and_reads_no_weights(world, monkeypatch):
     (world.model / "model.safetensors").rename(world.folder / "elsewhere")
     try:
-        before = len(jax.live_arrays())
+        before = jax.live_arrays()  # held, so that none of them is collected meanwhile and its address used again
         text = plan.describe(world.config)
-        assert len(jax.live_arrays()) == before
+        known = {id(array) for array in before}
+        assert [array.shape for array in jax.live_arrays() if id(array) not in known] == []
     finally:
         (world.folder / "elsewhere").rename(world.model / "model.safetensors")
     total = sum(plan.parts(world.config).values()) / plan.GIB
@@ -159,3 +205,65 @@ def test_a_group_that_does_not_divide_is_refused_by_the_plan(world):
 def test_nbytes_counts_shapes_as_it_counts_arrays():
     tree = {"a": jax.ShapeDtypeStruct((3, 5), jnp.bfloat16), "b": jnp.zeros((7,), jnp.int8)}
     assert plan.nbytes(tree) == 2 * 15 + 7
+
+
+def with_vllm(world, **engine):
+    return world.changed(rollout={"engine": {"name": "vllm", **engine}}).config
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w8a8", "w4a16:g32"])
+def test_a_published_version_has_the_planned_bytes(world, scheme):
+    cfg = world.changed(quant={"forward": scheme}).config
+    model = models.load_hf(cfg.model.path, dtype="float32", scheme=scheme)
+    graphdef, params, qweights = models.split(model)
+    tensors = dict(vllm.engine_tensors(rollout.PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)))
+    shapes = sum(array.nbytes for name, array in tensors.items() if not name.endswith("weight_shape"))
+    assert plan.published_bytes(cfg) == shapes
+
+
+def test_the_plan_says_how_a_card_is_shared(world, monkeypatch):
+    assert plan.colocation(world.config) == []
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    lines = "\n".join(plan.colocation(with_vllm(world, gpu_memory_utilization=0.4, kv_cache_gb=2)))
+    assert "40% of the card" in lines
+    assert "KV cache 2 GiB" in lines
+    assert "up to 75% of the card" in lines
+    assert "limits add up to 115%" in lines
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    lines = "\n".join(plan.colocation(with_vllm(world, gpu_memory_utilization=0.4, transport="host")))
+    assert "up to 50% of the card" in lines
+    assert "0.000 GiB: two" in lines
+    assert "add up" not in lines
+    assert lines in plan.describe(with_vllm(world, gpu_memory_utilization=0.4, transport="host"))
+    far = with_vllm(world, address="tcp://h:1", key_file="k")
+    assert plan.colocation(far) == ["vLLM         on another host: weights go over the socket"]
+
+
+def test_jax_leaves_memory_to_vllm_unless_told_otherwise(world, monkeypatch):
+    name = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    monkeypatch.delenv(name, raising=False)
+    build.make_mesh(world.config)
+    assert name not in os.environ
+    build.make_mesh(with_vllm(world))
+    assert os.environ[name] == "false"
+    monkeypatch.setenv(name, "true")
+    build.make_mesh(with_vllm(world))
+    assert os.environ[name] == "true"
+
+
+def test_what_the_learner_may_take_of_a_card_leaves_vllm_and_staging_theirs(world, monkeypatch):
+    class Card:
+        def memory_stats(self):
+            return {"bytes_limit": 75 * 2**30}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Card()])
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    assert plan.device_bytes(world.config) == 75 * 2**30
+    assert plan.device_bytes(with_vllm(world, gpu_memory_utilization=0.2, transport="host")) == 75 * 2**30
+    # A card of 100 GiB, of which vLLM takes 40.
+    assert plan.device_bytes(with_vllm(world, gpu_memory_utilization=0.4, transport="host")) == 60 * 2**30
+    shared = with_vllm(world, gpu_memory_utilization=0.4)
+    assert plan.device_bytes(shared) == 60 * 2**30 - 2 * plan.published_bytes(shared)
+    Card.memory_stats = lambda self: None
+    assert plan.device_bytes(shared) is None

@@ -71,6 +71,7 @@ def likelihoods(lines):
     return [float(line.split("nll ")[1].split()[0]) for line in lines if line.startswith("sft ")]
 
 
+@pytest.mark.slow
 def test_the_likelihood_of_the_answers_rises(trained):
     losses = likelihoods(trained[1])
     assert len(losses) == 30
@@ -91,6 +92,7 @@ def test_the_result_is_a_model_folder_with_tokenizer_and_receipt(trained):
     assert "fingerprint" in json.loads((out / "sft.json").read_text())
 
 
+@pytest.mark.slow
 def test_an_equal_config_is_not_trained_again_and_another_one_is(folder, trained, capsys):
     before = (folder / "base" / "model.safetensors").stat().st_mtime_ns
     assert run(folder, tree(folder, "base")) == 0

@@ -156,6 +156,7 @@ def compare(config, mesh_name, tol):
         assert np.abs(a - b).max() < 10 * tol * np.abs(b).max(), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", ["fsdp2-tensor4", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fsdp8", "tensor8"))]
 )
@@ -163,6 +164,7 @@ def test_dense_logits_and_gradients_on_a_mesh_equal_one_device(mesh):
     compare(DENSE, mesh, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", ["expert4", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fsdp2-tensor4", "fsdp2-expert4"))]
 )
@@ -175,6 +177,7 @@ def test_w4a16_logits_and_gradients_on_a_mesh_equal_one_device():
     compare(dataclasses.replace(DENSE, quant=parse_rules("w4a16:g32")), "data2-fsdp2-tensor2", 1e-5)
 
 
+@pytest.mark.slow
 def test_w8a8_loss_on_a_mesh_equals_one_device():
     graphdef, params, tokens, wanted = single_device(dataclasses.replace(DENSE, quant=parse_rules("w8a8")))
     mesh = make_mesh(**MESHES["data2-fsdp2-tensor2"])

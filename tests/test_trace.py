@@ -209,6 +209,7 @@ def run(tmp_path_factory):
         yield world
 
 
+@pytest.mark.slow
 def test_ratios_are_one_in_a_steps_first_update_and_have_moved_in_its_second(run):
     samples = run.records("samples")
     assert [s["update"] for s in samples] == [1, 1, 2, 2] * 2

@@ -42,6 +42,7 @@ def other(world, name, **sections):
 # ---- what a run leaves behind --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_step_has_one_line_with_the_promised_keys(run):
     lines = observe.read_lines(run.run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1]

@@ -61,6 +61,7 @@ def logits(graphdef, params, scheme="bf16"):
     return np.asarray(forward(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_stay_the_same(family):
     graphdef, params = random_model(family)
@@ -98,6 +99,7 @@ def test_scaling_back_undoes_it():
     assert uaq.invariant_scaling(params, 1.0) is params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16:g32"])
 def test_codes_stay_the_same_under_a_power_of_two(scheme):
     # A power of two survives the bfloat16 rounding of the master exactly, so every single code must.

@@ -1,11 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_bridge`: see server.py."""
+"""`python -m qarl_bridge`: see process.py."""
 
 import os
 import sys
 
-from qarl_bridge.server import main
+from qarl_bridge.process import main
 
 if __name__ == "__main__":
     code = main()

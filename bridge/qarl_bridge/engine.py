@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One vLLM engine, in this process: generate, load in place, read back.
+"""One vLLM engine, in this process: generate, load in place, read back, probe. vllm_versions.py hides its versions.
 
 What is pinned, because each choice changes what is computed (and each is asserted in `facts`):
 
@@ -12,42 +12,38 @@ What is pinned, because each choice changes what is computed (and each is assert
 
 Weights are replaced through vLLM's own `reload_weights`, in checkpoint format, whole fused modules in layer order.
 
-Functional read-back. After a load, one-hot rows are pushed through every live linear layer; what comes out is the
-column of the weight matrix that the kernel really uses, whatever layout it keeps. Expected values are computed from the
-staged tensors by the kernel's own formula:
-
-    bf16, int4    y[n] = w[n, k] = bf16(q*s)                     exact
-    int8, w4a8    s_x = 1/127, x_q = 127: y[n] = bf16((127*q*s_x)*s_w)
-    fp8           s_x = 1/448, x_q = 448: y[n] = bf16((448*q*s_x)*s_w)       (each in either order of the products)
-
-Rows of embeddings, norms and biases are compared as stored.
+What is held afterwards is proved by the functional read-back (readback.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from qarl_bridge import wire
-from qarl_bridge.server import Finished
+from qarl_bridge import experts, vllm_versions, wire
+from qarl_bridge.interface import Finished
+from qarl_bridge.routing import Recorder
+from qarl_bridge.staged import Copy
 from qarl_bridge.wire import BridgeError
-
-SAMPLED_ROWS = 16  # one-hot rows per layer and publish in "sampled" mode; another 16 each time
-_READBACK_CHUNK = 256  # one-hot rows pushed at once in "full" mode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to start vLLM. Zero means vLLM's or the model's own value, except `threads` (0: every CPU allowed)."""
+    """How to start vLLM. Zero means vLLM's or the model's own value, except `threads` (0: every CPU allowed).
+
+    execution: "eager" (what the learner mirrors) or "compiled" (vLLM's default: inductor and CUDA graphs).
+    int4_kernel: "auto", or one of vllm_versions.INT4_KERNELS, on CUDA.
+    loader: "auto" (whole modules, where that is proved to give the same; whole_modules.py) or "vllm".
+    record_routing: return the experts each token was sent to (routing.py); eager, without prefix caching.
+    """
 
     max_model_len: int = 0
     max_num_seqs: int = 256
@@ -55,6 +51,10 @@ class Options:
     gpu_memory_utilization: float = 0.5
     seed: int = 0
     threads: int = 0
+    execution: str = "eager"
+    int4_kernel: str = "auto"
+    loader: str = "auto"
+    record_routing: bool = False
 
 
 def _int8_activations_for_int4(config: Mapping[str, Any]) -> bool:
@@ -104,11 +104,6 @@ def _torch_view(torch: Any, array: np.ndarray) -> Any:
         return torch.from_numpy(array)
 
 
-def _numpy(tensor: Any) -> np.ndarray:
-    """float32 values of a torch tensor of any float dtype."""
-    return tensor.detach().float().cpu().numpy()
-
-
 # ISA -> the learner's `quant.numerics` profile.
 _CPU_PROFILES = {"amx": "cpu_amx", "avx512_bf16": "cpu_avx512_bf16", "avx512": "cpu_avx2", "avx2": "cpu_avx2"}
 _PORTABLE_NOTES = {
@@ -116,10 +111,6 @@ _PORTABLE_NOTES = {
     "PortableLinear": "vLLM has no fast bf16 matmul for this CPU; qarl_bridge's computes bf16(x_f32 @ w_f32)",
     "PortableInt8LinearKernel": "oneDNN's int8 product saturates on this CPU; qarl_bridge's is exact",
 }
-
-# vLLM's fused modules, as Qwen2, Qwen3, Llama and their kin name them: fused name -> shards in row order.
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class VllmEngine:
@@ -138,7 +129,8 @@ class VllmEngine:
         _prepare_environment(self._w4a8)
         import torch
 
-        if not torch.cuda.is_available():
+        on_gpu = torch.cuda.is_available()
+        if not on_gpu:
             threads = options.threads or len(os.sched_getaffinity(0))
             torch.set_num_threads(threads)  # before vLLM, which forbids changing it later
             if torch.cpu._is_amx_tile_supported():
@@ -159,37 +151,52 @@ class VllmEngine:
         self._torch = torch
         self.expected = expected
         self.has_weights = has_weights
-        notes: list[str] = []
-        if not torch.cuda.is_available():
-            from qarl_bridge import portable_kernels
+        notes = vllm_versions.untested_note(vllm.__version__)
+        if not on_gpu:
+            experts.check_shape(config)
+            from qarl_bridge import portable_experts, portable_kernels
 
             portable_kernels.register()
-        arguments: dict[str, Any] = {
-            "model": path,
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "dtype": "bfloat16",
-            "seed": options.seed,
-            "load_format": "safetensors" if has_weights else "dummy",
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",
-            "gpu_memory_utilization": options.gpu_memory_utilization,
-            "max_num_seqs": options.max_num_seqs,
-            "disable_log_stats": True,
-            "trust_remote_code": False,
-        }
-        if options.max_model_len:
-            arguments["max_model_len"] = options.max_model_len
-        if options.kv_cache_gb:
-            arguments["kv_cache_memory_bytes"] = int(options.kv_cache_gb * 2**30)
+            portable_experts.register()
+        arguments = vllm_versions.engine_arguments(
+            path=path,
+            has_weights=has_weights,
+            seed=options.seed,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            kv_cache_gb=options.kv_cache_gb,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            execution=options.execution,
+            int4_kernel=options.int4_kernel,
+            on_gpu=on_gpu,
+            record_routing=options.record_routing,
+        )
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except Exception as error:
             raise BridgeError(f"vLLM could not start on {path}: {type(error).__name__}: {error}", "setup") from error
-        self._worker = self._engine.model_executor.driver_worker.worker
-        self._model = self._worker.get_model()
+        self._worker = vllm_versions.Worker(self._engine)
+        self._model = self._worker.model
         self._modules = dict(self._model.named_modules())
         self._tied = self._tied_heads()
+        self._routing: Recorder | None = None
+        if options.record_routing:
+            layers = int(config["num_hidden_layers"])
+            self._routing = Recorder(self._modules, self._worker.runner, layers)
+        from qarl_bridge import device
+        from qarl_bridge.readback import ReadBack
+
+        self._readback = ReadBack(
+            self._modules,
+            self._tied,
+            device=torch.device("cuda" if on_gpu else "cpu"),
+            w4a8=self._w4a8,
+            context=self._worker.config,
+        )
+        from qarl_bridge.whole_modules import WholeModules
+
+        self._whole = WholeModules(self._model, self._engine.model_config) if options.loader == "auto" else None
+        self._whole_is_proved = False
         isa = _isa(torch)
         self._portable_bf16 = isa == "avx2"
         self._after_load()
@@ -211,8 +218,10 @@ class VllmEngine:
             threads=threads,
             pid=os.getpid(),
             notes=notes,
+            execution=options.execution,
+            records_routing=options.record_routing,
+            device=device.uuid_of_current() if on_gpu else b"",
         )
-        self._logprobs_checked = False
 
     def _kernels(self) -> dict[str, str]:
         """Linear layer -> class that computes it."""
@@ -256,6 +265,8 @@ class VllmEngine:
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests."""
         self._engine.abort_request(request_ids)
+        if self._routing is not None:
+            self._routing.forget(request_ids)
 
     def running(self) -> int:
         """Unfinished requests."""
@@ -274,34 +285,68 @@ class VllmEngine:
             if not np.array_equal(tokens, drawn) or not np.isfinite(logprobs).all():
                 raise RuntimeError(f"request {output.request_id}: log-probs do not belong to the drawn tokens")
             reason = completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
-            finished.append(Finished(output.request_id, tokens, logprobs, reason))
+            routed = None
+            if self._routing is not None:
+                fed = len(output.prompt_token_ids) + len(tokens) - 1  # the last token is drawn, not fed
+                routed = self._routing.take(output.request_id, fed)
+            finished.append(Finished(output.request_id, tokens, logprobs, reason, routed))
         return finished
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
-    def load(self, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
+    def load(self, tensors: Iterator[tuple[str, Any]]) -> None:
         """Replace all weights through vLLM's reload interface, then forget every cached key and value."""
-        views = ((name, _torch_view(self._torch, array)) for name, array in tensors)
-        with self._vllm_config():
-            self._worker.reload_weights(weights_iterator=views)
-        self._after_load()
-        self._forget()
+        if self._whole is not None:
+            named = {name: self._tensor(array) for name, array in tensors}
+            if self._whole_is_proved:
+                self._whole_is_proved = False  # should it fail half-way, vLLM's loader restores
+                with self._worker.config():
+                    self._whole.load(named)
+                self._whole_is_proved = True
+            else:
+                self._worker.reload(named.items())
+                self._prove_whole(named)
+        else:
+            self._worker.reload((name, self._tensor(array)) for name, array in tensors)
+        self._after_load(reloaded=True)
+        self._worker.forget()
+
+    def _prove_whole(self, named: Mapping[str, Any]) -> None:
+        """Once, after the first load: may the next ones go module by module? See whole_modules.py."""
+        from qarl_bridge import whole_modules
+
+        assert self._whole is not None
+        with self._worker.config():
+            reason = whole_modules.prove(self._whole, named)
+        if reason:
+            self._whole = None
+            self._worker.reload(named.items())
+        self._whole_is_proved = not reason
+        note = f"vLLM's own loader loads every version: {reason}" if reason else "loading whole modules"
+        self.facts = msgspec.structs.replace(self.facts, notes=[*self.facts.notes, note])
+
+    def open_device(self, manifest: wire.Manifest, memory: wire.DeviceMemory) -> Copy:
+        """A version in a buffer of the trainer's on this engine's GPU; see device.py."""
+        if not self.facts.device:
+            raise BridgeError("this engine runs on a CPU", "unshared")
+        if memory.device != self.facts.device:
+            raise BridgeError("the trainer's arrays and this engine lie on different GPUs", "unshared")
+        from qarl_bridge import device
+
+        return device.open_version(manifest, memory)
 
     def restore_initial(self) -> bool:
         """Reload the folder the engine was started from."""
         if not self.has_weights:
             return False
-        with self._vllm_config():
-            self._worker.reload_weights()
-        self._after_load()
-        self._forget()
+        self._whole_is_proved = False
+        self._worker.reload()
+        self._after_load(reloaded=True)
+        self._worker.forget()
         return True
 
-    def _vllm_config(self) -> contextlib.AbstractContextManager:
-        """The config context some layers look up while they are rebuilt."""
-        from vllm.config import set_current_vllm_config
-
-        return set_current_vllm_config(self._engine.vllm_config)
+    def _tensor(self, array: Any) -> Any:
+        return _torch_view(self._torch, array) if isinstance(array, np.ndarray) else array
 
     def _tied_heads(self) -> dict[str, str]:
         """Heads that share their weight with an embedding: name of the head -> name of the embedding."""
@@ -315,8 +360,11 @@ class VllmEngine:
             and self._modules[head].weight is self._modules[embedding].weight
         }
 
-    def _after_load(self) -> None:
+    def _after_load(self, reloaded: bool = False) -> None:
         if not self._torch.cuda.is_available():
+            for module in self._modules.values():
+                if reloaded and experts.is_experts(module):
+                    experts.repack(module)
             from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
             # vLLM packs a copy of the weight for its CPU product, and a reload packs anew only what was sent by name: a
@@ -330,150 +378,73 @@ class VllmEngine:
                 if hasattr(module, "cpu_linear"):  # vLLM sets it anew at every load
                     module.cpu_linear = portable_linear()
 
-    def _forget(self) -> None:
-        if not self._engine.reset_prefix_cache():
-            raise RuntimeError("vLLM refused to reset its prefix cache")
-        # Zeroed as well: if the old weights ever produced a NaN, it would live on in reused cache pages.
-        for cache in self._worker.model_runner.kv_caches:
-            cache.zero_()
+    # Looking inside --------------------------------------------------------------------------------------------------
 
-    # Reading back ----------------------------------------------------------------------------------------------------
+    def read_back(self, tensors: Mapping[str, Any], mode: str, seed: int) -> tuple[int, int]:
+        """Compare every live layer with the staged tensors: (layers, one-hot rows); see readback.py."""
+        named = {name: self._tensor(array) for name, array in tensors.items()}
+        return self._readback.compare(named, mode, seed)
 
-    def read_back(self, tensors: Mapping[str, np.ndarray], mode: str, seed: int) -> tuple[int, int]:
-        """Compare every live layer with the staged tensors; see the module docstring.
+    def probe(self, prompt: list[int], modules: list[str]) -> list[wire.Recorded]:
+        """One prefill of `prompt`, with what went into and came out of each module (positional arguments that are
+        tensors, in order; a tuple of results as its parts). Where routed experts are recorded, they come last, as
+        wire.ROUTING: int32 [T, layers, k].
 
-        Returns:
-          (layers compared, one-hot rows pushed); raises BridgeError("engine") naming the first layer that differs.
+        Raises:
+          BridgeError("limits"): no such module, or a compiled engine, whose modules are not called one by one.
         """
-        rng = np.random.default_rng(seed)
-        layers = rows = 0
-        seen: set[str] = set()
-        for name, module in self._modules.items():
-            shards = self._shards(name, tensors)
-            if shards is None:
-                continue
-            seen.update(n for shard in shards for n in shard.names)
-            if shards[0].kind == "stored":
-                self._compare_stored(name, module, shards[0])
-            else:
-                width = shards[0].width
-                picked = (
-                    np.arange(width)
-                    if mode == "full"
-                    else np.sort(rng.choice(width, min(SAMPLED_ROWS, width), replace=False))
-                )
-                self._compare_functional(name, module, shards, picked)
-                rows += len(picked)
-            layers += 1
-        unseen = [n for n in tensors if n not in seen and not _EXPERT.search(n) and not n.endswith("weight_shape")]
-        if unseen:
-            raise BridgeError(
-                f"read-back found no live layer for {len(unseen)} tensor(s), first: {unseen[0]}", "engine"
+        if self.facts.execution != "eager":
+            raise BridgeError("modules can be probed in an eager engine only", "limits")
+        if unknown := [name for name in modules if name not in self._modules]:
+            raise BridgeError(f"the engine has no module {unknown[0]!r}", "limits")
+        self._worker.forget()  # a cached prefix would not be computed again
+        inputs: dict[str, list[wire.Array]] = {}
+        outputs: dict[str, list[wire.Array]] = {}
+        hooks = []
+        for name in modules:  # the first call of each is the prefill; a decoding step may follow
+
+            def before(module: Any, args: tuple, kwargs: dict, name: str = name) -> None:
+                if name not in inputs:  # copied before the call: vLLM adds residuals in place
+                    inputs[name] = _copies((*args, *kwargs.values()))
+
+            def after(module: Any, args: tuple, output: Any, name: str = name) -> None:
+                outputs.setdefault(name, _copies(output))
+
+            hooks.append(self._modules[name].register_forward_pre_hook(before, with_kwargs=True))
+            hooks.append(self._modules[name].register_forward_hook(after))
+        routed = None
+        try:
+            self.submit("probe", wire.Draw(prompt=prompt, seed=0), wire.Sampling(max_tokens=1, temperature=0.0))
+            while self.running():
+                routed = next((done.routed for done in self.step()), None)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if missing := [name for name in modules if name not in outputs]:
+            raise BridgeError(f"module {missing[0]!r} was not called in a prefill", "limits")
+        found = [wire.Recorded(module=name, inputs=inputs[name], outputs=outputs[name]) for name in modules]
+        if routed is not None:
+            found.append(
+                wire.Recorded(module=wire.ROUTING, inputs=[], outputs=[wire.Array.of(routed.astype(np.int32))])
             )
-        return layers, rows
-
-    def _shards(self, name: str, tensors: Mapping[str, np.ndarray]) -> list[_Shard] | None:
-        if name in self._tied:  # published as the embedding, which is stored; here it is multiplied with
-            shared = _Shard.find(self._tied[name], tensors)
-            return None if shared is None else [dataclasses.replace(shared, kind="dense")]
-        prefix, _, leaf = name.rpartition(".")
-        parts = _FUSED.get(leaf, (leaf,))
-        shards = [_Shard.find(f"{prefix}.{part}" if prefix else part, tensors) for part in parts]
-        if any(shard is None for shard in shards):
-            return None
-        if not hasattr(self._modules[name], "quant_method") or "Embedding" in type(self._modules[name]).__name__:
-            shards = [dataclasses.replace(shard, kind="stored") for shard in shards if shard is not None]
-        return [shard for shard in shards if shard is not None]
-
-    def _compare_stored(self, name: str, module: Any, shard: _Shard) -> None:
-        live = _numpy(module.weight)[: shard.weight.shape[0]]
-        if not np.array_equal(live, shard.weight.astype(np.float32)):
-            raise BridgeError(f"read-back: {name} does not hold the published values", "engine")
-
-    def _compare_functional(self, name: str, module: Any, shards: list[_Shard], picked: np.ndarray) -> None:
-        torch = self._torch
-        device = next(self._model.parameters()).device
-        bias = module.bias if getattr(module, "bias", None) is not None else None
-        if bias is not None:
-            want = np.concatenate([shard.bias for shard in shards if shard.bias is not None]).astype(np.float32)
-            if not np.array_equal(_numpy(bias), want):
-                raise BridgeError(f"read-back: the bias of {name} does not hold the published values", "engine")
-        for start in range(0, len(picked), _READBACK_CHUNK):
-            columns = picked[start : start + _READBACK_CHUNK]
-            one_hot = torch.zeros((len(columns), shards[0].width), dtype=torch.bfloat16, device=device)
-            one_hot[torch.arange(len(columns)), torch.from_numpy(columns)] = 1
-            with torch.inference_mode(), self._vllm_config():
-                got = _numpy(module.quant_method.apply(module, one_hot, None))
-            wanted = [
-                np.concatenate(parts, axis=1)
-                for parts in zip(*(s.columns(columns, self._w4a8) for s in shards), strict=True)
-            ]
-            got = got[:, : wanted[0].shape[1]]  # a padded vocabulary has rows of its own
-            wrong = np.logical_and.reduce([got != want for want in wanted]) | ~np.isfinite(got)
-            if wrong.any():
-                row, out = (int(i) for i in np.argwhere(wrong)[0])
-                raise BridgeError(
-                    f"read-back: {name} holds {got[row, out]!r} at [{out}, {int(columns[row])}], published was "
-                    f"{wanted[0][row, out]!r} ({int(wrong.sum())} of {wrong.size} values differ)",
-                    "engine",
-                )
+        return found
 
     def close(self) -> None:
         """Free the engine."""
         self._engine.engine_core.shutdown()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shard:
-    """One published linear weight (or a plain stored one) under its Hugging Face prefix."""
+def _copies(value: Any) -> list[wire.Array]:
+    """Every tensor in a tuple of arguments or results, by value."""
+    import torch
 
-    kind: str  # "stored" | "dense" | "int8" | "int4"
-    names: tuple[str, ...]
-    weight: np.ndarray
-    scale: np.ndarray | None
-    bias: np.ndarray | None
-    width: int  # K
-
-    @staticmethod
-    def find(prefix: str, tensors: Mapping[str, np.ndarray]) -> _Shard | None:
-        """The shard published under `prefix`, if any."""
-        bias_name = f"{prefix}.bias"
-        bias = tensors.get(bias_name)
-        extra = (bias_name,) if bias is not None else ()
-        scale = tensors.get(f"{prefix}.weight_scale")
-        packed = tensors.get(f"{prefix}.weight_packed")
-        if packed is not None:
-            names = (f"{prefix}.weight_packed", f"{prefix}.weight_scale", *extra)
-            return _Shard("int4", names, packed, scale, bias, packed.shape[1] * 8)
-        weight = tensors.get(f"{prefix}.weight")
-        if weight is None:
-            return None
-        if scale is not None:
-            kind = "int8" if weight.dtype == np.int8 else "fp8"
-            return _Shard(
-                kind, (f"{prefix}.weight", f"{prefix}.weight_scale", *extra), weight, scale, bias, weight.shape[1]
-            )
-        kind = "dense" if weight.ndim == 2 else "stored"
-        return _Shard(kind, (f"{prefix}.weight", *extra), weight, None, bias, weight.shape[-1])
-
-    def columns(self, picked: np.ndarray, w4a8: bool) -> list[np.ndarray]:
-        """What one-hot rows at `picked` must return: alternatives [len(picked), N] float32, any of which is right."""
-        bf16 = wire.DTYPES["bfloat16"]
-        if self.kind == "dense":
-            return [self.weight[:, picked].T.astype(np.float32)] * 2
-        assert self.scale is not None
-        scale = self.scale.astype(np.float32)
-        if self.kind == "int4":
-            words = self.weight[:, picked // 8].view(np.uint32) >> (4 * (picked % 8)).astype(np.uint32)
-            codes = (words & 0xF).T.astype(np.float32) - 8
-            scale = scale[:, picked // (self.width // scale.shape[1])].T
-            if not w4a8:
-                return [(codes * scale).astype(bf16).astype(np.float32)] * 2
-        else:
-            codes, scale = self.weight[:, picked].T.astype(np.float32), scale.reshape(1, -1)
-        top = np.float32(448 if self.kind == "fp8" else 127)
-        x_scale, acc = np.float32(1) / top, top * codes  # both exact as the kernel has them: |acc| < 2^24
-        return [
-            ((acc * x_scale) * scale).astype(bf16).astype(np.float32),
-            ((acc * scale) * x_scale).astype(bf16).astype(np.float32),
-        ]
+    out = []
+    for part in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(part, torch.Tensor):
+            tensor = part.detach().cpu().contiguous()
+            if tensor.dtype == torch.bfloat16:
+                array = tensor.view(torch.uint16).numpy().view(wire.DTYPES["bfloat16"])
+            else:
+                array = tensor.numpy()
+            out.append(wire.Array.of(array))
+    return out

@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from qarl_bridge import wire
-from qarl_bridge.server import Finished
+from qarl_bridge.interface import Finished
+from qarl_bridge.staged import Copy
 from qarl_bridge.wire import BridgeError
 
 
@@ -53,6 +54,7 @@ class FakeEngine:
         self.fail_load = 0  # number of coming loads to fail half-way
         self.fail_read_back = 0
         self.stall = False  # steps make no progress
+        self.mapper: Callable[[wire.Manifest, wire.DeviceMemory], Copy] | None = None
 
     def submit(self, request_id: str, draw: wire.Draw, sampling: wire.Sampling) -> None:
         """Queue one completion."""
@@ -96,6 +98,17 @@ class FakeEngine:
             self.held[name] = array.copy()
             state.update(name.encode() + wire.as_bytes(array))
         self._state = state.digest()
+
+    def open_device(self, manifest: wire.Manifest, memory: wire.DeviceMemory) -> Copy:
+        """Through `mapper`, which a test sets: a function from the memory to a host view of it."""
+        if self.mapper is None:
+            raise BridgeError("this engine has no GPU", "unshared")
+        return self.mapper(manifest, memory)
+
+    def probe(self, prompt: list[int], modules: list[str]) -> list[wire.Recorded]:
+        """The prompt, as it came, into every module, and out of it."""
+        tokens = wire.Array.of(np.asarray(prompt, np.int32))
+        return [wire.Recorded(module=name, inputs=[tokens], outputs=[tokens]) for name in modules]
 
     def restore_initial(self) -> bool:
         """Back to the state before the first load."""

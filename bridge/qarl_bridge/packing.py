@@ -9,6 +9,7 @@ A linear layer `P` (an HF module path such as model.layers.0.self_attn.q_proj) t
     fp8          float-quantized   P.weight float8_e4m3fn [N, K], P.weight_scale float32 [N, 1]
     w4a16, w4a8  pack-quantized    P.weight_packed int32 [N, K/8], P.weight_scale bfloat16 [N, K/G],
                                    P.weight_shape int64 [2]
+    w3a16, w2a16 pack-quantized    as w4a16: their codes are some of int4's
     bf16         (none)            P.weight bfloat16 [N, K]
 
 Nibble i (bits 4i..4i+3) of word j of weight_packed holds element 8j+i as code + 8. The learner stores its weights in
@@ -80,6 +81,8 @@ _LAYOUTS: dict[str, _Layout] = {
         True,
     ),
 }
+# Fewer of int4's codes are int4 codes: the engine cannot tell, and need not.
+_LAYOUTS |= dict.fromkeys(("w3a16", "w2a16"), _LAYOUTS["w4a16"])
 _DEFAULT_GROUP = 128
 
 

@@ -68,6 +68,37 @@ def unpack_uint4b8(packed: torch.Tensor) -> torch.Tensor:
     return nibbles.reshape(packed.shape[0], -1) - 8
 
 
+def portable_int4(packed: torch.Tensor, scale: torch.Tensor, int8_activations: bool) -> torch.Tensor:
+    """[N, K/8] int32, [N, K/G] -> [N, K] float32: bf16(q*s), or the codes themselves for w4a8."""
+    codes = unpack_uint4b8(packed).float()
+    if int8_activations:
+        return codes.contiguous()
+    groups = scale.float()
+    weight = codes * groups.repeat_interleave(codes.shape[1] // groups.shape[1], dim=1)
+    return weight.to(torch.bfloat16).float().contiguous()
+
+
+def float_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[..., K] x [N, K] float32 -> [..., N] in x.dtype, accumulated in float32, rounded once."""
+    return torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+
+
+def w4a8_product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[M, K] x codes [N, K] float32, scales [N, K/G] -> [M, N] in x.dtype, by the AMX kernel's formula."""
+    rows, groups = x.float(), scale.float()
+    amax = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-7)
+    top = torch.full_like(amax, 127)  # a tensor: torch computes scalar / tensor as reciprocal times scalar
+    x_s, x_q = amax / top, torch.round(rows * (top / amax))
+    size = codes.shape[1] // groups.shape[1]
+    acc = torch.zeros(rows.shape[0], codes.shape[0], dtype=torch.float32) if bias is None else bias.float()
+    for g in range(groups.shape[1]):
+        inputs = slice(g * size, (g + 1) * size)
+        product = (x_q[:, inputs] @ codes[:, inputs].t()) * x_s  # exact while 127*8*size < 2^24: size <= 16,384
+        # float64 holds the product exactly, so the sum is rounded as one fma rounds it.
+        acc = (product.double() * groups[:, g].double() + acc.double()).float()
+    return acc.to(x.dtype)
+
+
 class PortableWNA16LinearKernel(MPLinearKernel):
     """See the module docstring."""
 
@@ -96,35 +127,17 @@ class PortableWNA16LinearKernel(MPLinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Build w = bf16(q*s), or the codes for w4a8, from the packed parameters (at load and at every reload)."""
         packed, scale, _ = self._get_weight_params(layer)
-        codes = unpack_uint4b8(packed.data)
         self.int8_activations = envs.VLLM_CPU_INT4_W4A8
-        if self.int8_activations:
-            layer.register_parameter(self.WEIGHT, torch.nn.Parameter(codes.float(), requires_grad=False))
-            return
-        groups = scale.data.float()
-        per_scale = codes.shape[1] // groups.shape[1]
-        weight = (codes.float() * groups.repeat_interleave(per_scale, dim=1)).to(torch.bfloat16).float()
-        layer.register_parameter(self.WEIGHT, torch.nn.Parameter(weight.contiguous(), requires_grad=False))
+        weight = portable_int4(packed.data, scale.data, self.int8_activations)
+        layer.register_parameter(self.WEIGHT, torch.nn.Parameter(weight, requires_grad=False))
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., K] -> [..., N] in x.dtype."""
         weight = getattr(layer, self.WEIGHT)
-        bias_f32 = None if bias is None else bias.float()
         if not self.int8_activations:
-            return torch.nn.functional.linear(x.float(), weight, bias_f32).to(x.dtype)
-        rows = x.reshape(-1, x.shape[-1]).float()
-        amax = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-7)
-        top = torch.full_like(amax, 127)  # a tensor: torch computes scalar / tensor as reciprocal times scalar
-        x_s, x_q = amax / top, torch.round(rows * (top / amax))
-        scale = getattr(layer, self.w_s_name).float()
-        size = weight.shape[1] // scale.shape[1]
-        acc = torch.zeros(rows.shape[0], weight.shape[0], dtype=torch.float32) if bias_f32 is None else bias_f32
-        for g in range(scale.shape[1]):
-            inputs = slice(g * size, (g + 1) * size)
-            product = (x_q[:, inputs] @ weight[:, inputs].t()) * x_s  # exact while 127*8*size < 2^24: size <= 16,384
-            # float64 holds the product exactly, so the sum is rounded as one fma rounds it.
-            acc = (product.double() * scale[:, g].double() + acc.double()).float()
-        return acc.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+            return float_product(x, weight, bias)
+        y = w4a8_product(x.reshape(-1, x.shape[-1]), weight, getattr(layer, self.w_s_name), bias)
+        return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def portable_linear() -> Callable[..., torch.Tensor]:
@@ -159,6 +172,21 @@ def onednn_int8_is_exact() -> bool:
     return bool(torch.equal(out, x.float() @ weight.float().t()))
 
 
+def int8_product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[M, K] x codes [N, K] float32, N scales -> [M, N] in x.dtype: exact products, oneDNN's order of rescaling."""
+    x_q, x_s, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
+    x_f32 = x_q.float()
+    if codes.shape[1] <= _EXACT_INPUTS:
+        acc = x_f32 @ codes.t()
+    else:
+        parts = zip(x_f32.split(_EXACT_INPUTS, dim=1), codes.split(_EXACT_INPUTS, dim=1), strict=True)
+        acc = sum((a @ b.t()).to(torch.int32) for a, b in parts).float()  # type: ignore[union-attr]
+    y = acc.mul_(scale.view(1, -1)).mul_(x_s.view(-1, 1))
+    if bias is not None:
+        y += bias.float()
+    return y.to(x.dtype)
+
+
 class PortableInt8LinearKernel(Int8ScaledMMLinearKernel):
     """See the module docstring."""
 
@@ -187,18 +215,9 @@ class PortableInt8LinearKernel(Int8ScaledMMLinearKernel):
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., K] -> [..., N] in x.dtype."""
-        rows = x.reshape(-1, x.shape[-1])
-        x_q, x_s, _ = ops.onednn_scaled_int8_quant(rows, None, None, True)
-        weight, x_f32 = getattr(layer, self.WEIGHT), x_q.float()
-        if weight.shape[1] <= _EXACT_INPUTS:
-            acc = x_f32 @ weight.t()
-        else:
-            parts = zip(x_f32.split(_EXACT_INPUTS, dim=1), weight.split(_EXACT_INPUTS, dim=1), strict=True)
-            acc = sum((a @ b.t()).to(torch.int32) for a, b in parts).float()  # type: ignore[union-attr]
-        y = acc.mul_(getattr(layer, self.layer_param_names[1]).view(1, -1)).mul_(x_s.view(-1, 1))
-        if bias is not None:
-            y += bias.float()
-        return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+        weight, scale = getattr(layer, self.WEIGHT), getattr(layer, self.layer_param_names[1])
+        y = int8_product(x.reshape(-1, x.shape[-1]), weight, scale, bias)
+        return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 class HeldScaleInt8LinearKernel(CPUInt8ScaledMMLinearKernel):

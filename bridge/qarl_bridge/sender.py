@@ -1,11 +1,13 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's end of a publish: stage tensors, hash them on the way, hand them to the bridge.
+"""The trainer's end of a publish: stage tensors, take their fingerprints, hand them to the bridge.
 
     announce v -> stage -> commit
 
-`stage` makes one copy (host arrays into the memory file) and hashes each tensor while its bytes are warm. A staged
-version stays with the sender, so that a bridge that died can be given it again without touching the learner.
+`stage` makes one copy (host arrays into a memory file) and takes each tensor's fingerprint while its bytes are warm. On
+a GPU the learner itself writes a buffer that the bridge can map (`gpu_buffers`, transport/cuda_ipc.py) and hands it in
+with the fingerprints it computed there. A staged version stays with the sender, so that a bridge that died can be given
+it again without touching the learner.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from qarl_bridge import wire
-from qarl_bridge.transport import shm, zeromq
+from qarl_bridge import fingerprint, wire
+from qarl_bridge.transport import cuda_ipc, shm, zeromq
+from qarl_bridge.wire import BridgeError
 
 
 @dataclasses.dataclass
@@ -31,6 +34,16 @@ class StagedVersion:
     manifest: wire.Manifest
     fd: int
     stage_s: float
+
+    transport = "host"
+
+    def memory(self) -> wire.HostMemory:
+        """Where the bridge finds it."""
+        return shm.locate(self.fd)
+
+    def chunk(self, offset: int, size: int) -> bytes:
+        """Some of its bytes, for a bridge that cannot reach the memory."""
+        return os.pread(self.fd, size, offset)
 
     def close(self) -> None:
         """Free the memory (the bridge keeps its own reference while it needs one)."""
@@ -42,7 +55,37 @@ class StagedVersion:
         self.close()
 
 
-def _align(offset: int) -> int:
+@dataclasses.dataclass
+class DeviceVersion:
+    """A version in a buffer on the GPU. Close it to let the buffer be written again."""
+
+    manifest: wire.Manifest
+    buffer: cuda_ipc.Buffer
+    stage_s: float
+    transport = "cuda_ipc"
+
+    def memory(self) -> wire.DeviceMemory:
+        """Where the bridge finds it."""
+        return wire.DeviceMemory(device=self.buffer.device.uuid, handle=self.buffer.handle)
+
+    def chunk(self, offset: int, size: int) -> bytes:
+        raise BridgeError("a version on the GPU is mapped or not published: it has no chunks", "unshared")
+
+    def close(self) -> None:
+        """The bridge must not need it any more: it has been refused, or another version serves."""
+        self.buffer.release()
+
+
+Version = StagedVersion | DeviceVersion
+
+
+def gpu_buffers(ordinal: int, library: str = "libcuda.so.1") -> cuda_ipc.Buffers:
+    """Staging buffers on GPU `ordinal` of this process; BridgeError("unshared") where there is none."""
+    return cuda_ipc.Buffers(cuda_ipc.Device(ordinal, cuda_ipc.load(library)))
+
+
+def align(offset: int) -> int:
+    """Where a tensor may begin in a staged version."""
     return -(-offset // wire.ALIGNMENT) * wire.ALIGNMENT
 
 
@@ -65,7 +108,7 @@ def stage(
         for name, array in tensors:
             array = np.asarray(array)
             data = wire.as_bytes(array)
-            offset = _align(end)
+            offset = align(end)
             shm.write(fd, data, offset)
             entries.append(
                 wire.TensorEntry(
@@ -74,7 +117,7 @@ def stage(
                     shape=list(array.shape),
                     offset=offset,
                     nbytes=len(data),
-                    digest=wire.digest(data),
+                    digest=fingerprint.digest(data),
                 )
             )
             end = offset + len(data)
@@ -145,11 +188,11 @@ class Client:
                 if on_progress is not None:
                     on_progress(answer)
             elif isinstance(answer, wire.Error):
-                raise wire.BridgeError(answer.message, answer.code)
+                raise BridgeError(answer.message, answer.code)
             elif isinstance(answer, reply):
                 return answer
             else:
-                raise wire.BridgeError(f"the bridge answered {type(message).__name__} with {type(answer).__name__}")
+                raise BridgeError(f"the bridge answered {type(message).__name__} with {type(answer).__name__}")
 
     def status(self) -> wire.StatusReply:
         """What the bridge is doing."""
@@ -160,7 +203,7 @@ class Client:
         self.request(wire.Acquire(run_id=run_id, incarnation=incarnation), wire.Ok)
 
     def publish(
-        self, staged: StagedVersion, *, readback: str = "sampled", drain_timeout_s: float = 600.0
+        self, staged: Version, *, readback: str = "sampled", drain_timeout_s: float = 600.0
     ) -> dict[str, float]:
         """Announce, stage, commit. Returns seconds and counts; raises BridgeError with the engine still serving (or
         fenced, code "fenced")."""
@@ -174,6 +217,7 @@ class Client:
         return {
             "stage_s": staged.stage_s,
             "transfer_s": transferred - start,
+            "open_s": done.open_s,
             "validate_s": done.validate_s,
             "drain_s": report.drain_s,
             "load_s": report.load_s,
@@ -185,20 +229,22 @@ class Client:
             "rows_read_back": float(report.rows_read_back),
         }
 
-    def _transfer(self, staged: StagedVersion) -> wire.Staged:
+    def _transfer(self, staged: Version) -> wire.Staged:
         """The bytes, as shared memory where the two processes can reach each other's, else over the socket."""
         manifest = staged.manifest
         ready = self.request(wire.Announce(manifest=manifest), wire.Ready)
+        if isinstance(staged, DeviceVersion):
+            return self.request(wire.Stage(memory=staged.memory()), wire.Staged)
         if ready.share_memory:
             try:
-                return self.request(wire.Stage(memory=shm.locate(staged.fd)), wire.Staged)
-            except wire.BridgeError as error:
+                return self.request(wire.Stage(memory=staged.memory()), wire.Staged)
+            except BridgeError as error:
                 if error.code != "unshared":
                     raise
             self.request(wire.Announce(manifest=manifest), wire.Ready)
         for offset in range(0, manifest.total_bytes, wire.CHUNK_BYTES):
             size = min(wire.CHUNK_BYTES, manifest.total_bytes - offset)
-            self.request(wire.Chunk(offset=offset), wire.Ok, data=os.pread(staged.fd, size, offset))
+            self.request(wire.Chunk(offset=offset), wire.Ok, data=staged.chunk(offset, size))
         return self.request(wire.Stage(memory=None), wire.Staged)
 
     def generate(
@@ -215,6 +261,10 @@ class Client:
     def read_back(self, mode: str = "full", seed: int = 0) -> wire.ReadBackReply:
         """Compare the live layers with the staged copy of the serving version."""
         return self.request(wire.ReadBack(mode=mode, seed=seed), wire.ReadBackReply)
+
+    def probe(self, prompt: list[int], modules: list[str]) -> list[wire.Recorded]:
+        """What goes into and comes out of live modules while `prompt` is prefilled."""
+        return self.request(wire.Probe(prompt=prompt, modules=modules), wire.Probed).records
 
     def shutdown(self) -> None:
         """Ask the bridge to stop."""

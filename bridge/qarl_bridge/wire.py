@@ -4,7 +4,7 @@
 
 Everything is msgpack, decoded by msgspec into the tagged structs below and nothing else: an unknown tag, an unknown or
 missing field, a wrong type or an oversized value is a `BridgeError`. Nothing that arrives is unpickled, evaluated, or
-used as a path or an import name (a Memory names a descriptor, which transport/shm.py opens only if it is a staged
+used as a path or an import name (a HostMemory names a descriptor, which transport/shm.py opens only if it is a staged
 version of the same user's). transport/zeromq.py carries the messages, and lets in only who holds the key.
 
 A connection begins with Hello; then each request has its replies, one request at a time:
@@ -21,8 +21,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import secrets
 import struct
 from collections.abc import Mapping
 from typing import Annotated, Any, get_args
@@ -31,23 +29,19 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-PROTOCOL = 3
+from qarl_bridge import fingerprint
+from qarl_bridge.errors import BridgeError as BridgeError
+from qarl_bridge.keys import create_key as create_key
+from qarl_bridge.keys import parse_address as parse_address
+from qarl_bridge.keys import read_key as read_key
+
+PROTOCOL = 4
+MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
 MAX_FRAME = 64 << 20  # a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights never travel in one frame
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
 MAX_STAGE_BYTES = 1 << 41
-DIGEST_BYTES = 16
-
-
-class BridgeError(Exception):
-    """What was wrong, where, and what to do. `code` is stable and machine-readable; the text is for people.
-
-    Codes: auth, bad_message, bad_state, busy, dead, engine, fenced, foreign_model, foreign_scheme, lease, limits,
-    setup, stale, tensor, timeout, torn, unshared.
-    """
-
-    def __init__(self, message: str, code: str = "bad_message"):
-        super().__init__(message)
-        self.code = code
+DIGEST_BYTES = fingerprint.DIGEST_BYTES
+ALIGNMENT = fingerprint.ROW_BYTES  # of tensors in a staged version, so that no row holds two
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -85,7 +79,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def digest(*parts: bytes | memoryview) -> bytes:
-    """First 16 bytes of SHA-256 over the concatenation (twice as fast as BLAKE2b where the CPU has SHA-NI)."""
+    """First 16 bytes of SHA-256 over the concatenation: for manifests and configs; tensors have a fingerprint."""
     state = hashlib.sha256()
     for part in parts:
         state.update(part)
@@ -167,7 +161,7 @@ class Version(_Struct):
 
 
 class TensorEntry(_Struct):
-    """One tensor of a staged version, by its Hugging Face name.
+    """One tensor of a staged version, by its Hugging Face name; `digest` is its fingerprint (fingerprint.py).
 
     Example: TensorEntry(name="model.norm.weight", dtype="bfloat16", shape=[256], offset=4096, nbytes=512, digest=...).
     """
@@ -207,12 +201,49 @@ class Span(_Struct):
     end: Count
 
 
-class Memory(_Struct):
+class HostMemory(_Struct, tag_field="t", tag=True):
     """Where a memory file is: descriptor `fd` of process `pid`; `inode` so that no other can be taken for it."""
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     fd: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     inode: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class DeviceMemory(_Struct, tag_field="t", tag=True):
+    """A buffer on a GPU that another process of this host may map: CUDA's handle for it, and the GPU by its UUID."""
+
+    device: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+
+
+class Array(_Struct):
+    """An array by value: `data` is its bytes, little-endian."""
+
+    dtype: Name
+    shape: Annotated[list[Count], msgspec.Meta(max_length=8)]
+    data: bytes
+
+    @staticmethod
+    def of(array: np.ndarray) -> Array:
+        """The message for an array of a wire dtype."""
+        return Array(dtype=dtype_name(array.dtype), shape=list(array.shape), data=bytes(as_bytes(array)))
+
+    def numpy(self) -> np.ndarray:
+        """The array; BridgeError if the bytes are not those of its shape."""
+        if self.dtype not in DTYPES or math.prod(self.shape) * DTYPES[self.dtype].itemsize != len(self.data):
+            raise BridgeError(f"{len(self.data)} bytes do not hold {self.dtype}{self.shape}")
+        return np.frombuffer(self.data, DTYPES[self.dtype]).reshape(self.shape)
+
+
+ROUTING = "routing"  # not a module: the experts each token of a probe was sent to
+
+
+class Recorded(_Struct):
+    """What went into a live module and came out of it, in the order of its arguments and results."""
+
+    module: Name
+    inputs: list[Array]
+    outputs: list[Array]
 
 
 class Sampling(_Struct):
@@ -244,12 +275,18 @@ class Draw(_Struct):
 
 
 class Drawn(_Struct):
-    """One completion: `tokens` int32 and `logprobs` float32, little-endian bytes, of equal length."""
+    """One completion: `tokens` int32 and `logprobs` float32, little-endian bytes, of equal length.
+
+    `routed`: int16 of shape `routed_shape`, [prompt + tokens - 1, layers, k]: the experts each position was sent to,
+    where the engine was started to record them (-1: a dense layer).
+    """
 
     tokens: bytes
     logprobs: bytes
     finish_reason: Annotated[str, msgspec.Meta(pattern="^(stop|length|abort)$")]
     spans: list[Span]
+    routed: bytes = b""
+    routed_shape: Annotated[list[Count], msgspec.Meta(max_length=3)] = []
 
 
 class Facts(_Struct):
@@ -267,6 +304,9 @@ class Facts(_Struct):
     threads: Count
     pid: Count
     notes: list[Text] = []
+    execution: Annotated[str, msgspec.Meta(pattern="^(none|eager|compiled)$")] = "none"
+    device: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # UUID of the GPU whose memory the engine can map
+    records_routing: bool = False  # completions carry the experts of their tokens
 
 
 # Requests
@@ -294,10 +334,11 @@ class Announce(_Message):
 
 
 class Stage(_Message):
-    """The announced bytes are complete: in a sealed memory file of the trainer's, or (None) in the Chunks before this.
-    Every byte is hashed and every float checked. Reply: Staged; Error "unshared" if the file cannot be reached."""
+    """The announced bytes are complete: in a sealed memory file of the trainer's, in a buffer of its on the engine's
+    GPU, or (None) in the Chunks before this. Every fingerprint and every float is checked. Reply: Staged; Error
+    "unshared" if the memory cannot be reached."""
 
-    memory: Memory | None
+    memory: HostMemory | DeviceMemory | None
 
 
 class Chunk(_Message):
@@ -327,6 +368,13 @@ class ReadBack(_Message):
 
     mode: Annotated[str, msgspec.Meta(pattern="^(sampled|full)$")] = "full"
     seed: Count = 0
+
+
+class Probe(_Message):
+    """Prefill `prompt` alone under the serving version and record the named live modules. Reply: Probed."""
+
+    prompt: Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=4096)]
+    modules: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Shutdown(_Message):
@@ -370,13 +418,14 @@ class Ready(_Message):
 
 
 class Staged(_Message):
-    """The whole version is on the engine's side, hashed and finite."""
+    """The whole version is within the engine's reach, its fingerprints right and its values finite."""
 
+    open_s: Seconds
     validate_s: Seconds
 
 
 class Report(_Struct):
-    """What a publish cost and what was checked. `codes` counts tensors hashed at the loader's door."""
+    """What a publish cost and what was checked; every tensor's fingerprint is checked at the loader's door."""
 
     bytes: Count
     tensors: Count
@@ -401,6 +450,12 @@ class ReadBackReply(_Message):
     rows: Count
 
 
+class Probed(_Message):
+    """In the order of Probe.modules."""
+
+    records: list[Recorded]
+
+
 class Progress(_Message):
     """Sent every few seconds while a long request runs, so that both ends notice when the other dies."""
 
@@ -415,8 +470,10 @@ class Completions(_Message):
     completions: list[Drawn]
 
 
-Request = Hello | Status | Acquire | Announce | Stage | Chunk | Commit | Generate | ReadBack | Shutdown
-Reply = Welcome | Ok | Error | StatusReply | Ready | Staged | Published | ReadBackReply | Progress | Completions
+Request = Hello | Status | Acquire | Announce | Stage | Chunk | Commit | Generate | ReadBack | Probe | Shutdown
+Reply = (
+    Welcome | Ok | Error | StatusReply | Ready | Staged | Published | ReadBackReply | Probed | Progress | Completions
+)
 REQUESTS: tuple[type, ...] = get_args(Request)
 REPLIES: tuple[type, ...] = get_args(Reply)
 
@@ -438,62 +495,6 @@ def decode(payload: bytes | memoryview, decoder: msgspec.msgpack.Decoder = REQUE
         return decoder.decode(payload)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BridgeError(f"malformed message: {str(error)[:300]}") from None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Keys
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def read_key(path: str) -> bytes:
-    """The 32-byte key in a file that only its owner may read."""
-    try:
-        with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            text = file.read(4096).strip()
-    except OSError as error:
-        raise BridgeError(f"cannot read the key file {path}: {error.strerror}", "auth") from None
-    if mode & 0o077:
-        raise BridgeError(f"key file {path} is readable by others: run `chmod 600 {path}`", "auth")
-    try:
-        key = bytes.fromhex(text.decode("ascii"))
-    except ValueError:
-        raise BridgeError(f"key file {path} does not hold 64 hexadecimal digits", "auth") from None
-    if len(key) != 32:
-        raise BridgeError(f"key file {path} holds {len(key)} bytes, expected 32 (64 hexadecimal digits)", "auth")
-    return key
-
-
-def create_key(path: str) -> bytes:
-    """Make a new random key file, mode 0600; an existing one is an error."""
-    key = secrets.token_bytes(32)
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except OSError as error:
-        raise BridgeError(f"cannot create the key file {path}: {error.strerror}", "auth") from None
-    with os.fdopen(fd, "w") as file:
-        file.write(key.hex() + "\n")
-    return key
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Addresses
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def parse_address(address: str) -> tuple[str, Any]:
-    """ "unix:/path" or a bare path -> ("unix", path); "tcp://host:port" -> ("tcp", (host, port))."""
-    if address.startswith("tcp://"):
-        host, _, port = address[len("tcp://") :].rpartition(":")
-        if not host or not port.isdigit() or not 0 <= int(port) < 65536:
-            raise BridgeError(f"bad address {address!r}: expected tcp://host:port", "setup")
-        return "tcp", (host, int(port))
-    path = address.removeprefix("unix:")
-    if not path or "://" in path:
-        raise BridgeError(f"bad address {address!r}: expected a path, unix:/path or tcp://host:port", "setup")
-    if len(os.fsencode(path)) > 100:
-        raise BridgeError(f"socket path {path!r} is longer than the 100 bytes a unix socket allows", "setup")
-    return "unix", path
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -562,9 +563,6 @@ def check_manifest(
                     f"tensor {entry.name} is {entry.dtype}{entry.shape}, the engine expects {want.dtype}{want.shape}",
                     "tensor",
                 )
-
-
-ALIGNMENT = 64  # bytes; offsets of tensors in a staged version
 
 
 def expected_from_safetensors(path: str) -> dict[str, Expected]:

@@ -187,6 +187,15 @@ def _place(sizes: Sequence[int], length: int, limit: int) -> list[list[int]]:
     return rows
 
 
+def _empty_routing(groups: Sequence[RolloutGroup], shape: tuple[int, int]) -> np.ndarray | None:
+    """[R, T, L, k] of -1 where any completion knows the experts of its tokens."""
+    for group in groups:
+        for completion in group.completions:
+            if completion.routed_experts is not None:
+                return np.full((*shape, *completion.routed_experts.shape[1:]), -1, np.int16)
+    return None
+
+
 def _fill(
     groups: Sequence[RolloutGroup],
     advantages: Sequence[Sequence[float]] | np.ndarray,
@@ -204,6 +213,7 @@ def _fill(
     logprobs = np.zeros(shape, np.float32)
     advantage = np.zeros(shape, np.float32)
     segments: list[Segment | None] = [None] * len(items)
+    routed = _empty_routing(groups, shape)
     for row, members in enumerate(rows):
         at = 0
         for number, item in enumerate(members, start=1):
@@ -227,6 +237,8 @@ def _fill(
             loss_mask[row, segment.response] = True
             logprobs[row, segment.response] = completion.logprobs
             advantage[row, segment.response] = advantages[g][j]
+            if routed is not None and completion.routed_experts is not None:
+                routed[row, at : at + len(completion.routed_experts)] = completion.routed_experts
             segments[item] = segment
             at = end
     used = int((segment_ids > 0).sum())
@@ -238,6 +250,7 @@ def _fill(
             loss_mask=loss_mask,
             rollout_logprobs=logprobs,
             advantages=advantage,
+            routed_experts=routed,
         ),
         segments=tuple(segment for segment in segments if segment is not None),
         num_tokens=int(loss_mask.sum()),

@@ -5,10 +5,8 @@
 reasoning-gym gives a question and its final answer; a tracer writes the steps between. Every trace ends in a line that
 holds the final answer alone, so `reward: {name: exact, extract: last_line}` grades it.
 
-A teacher may slip: with probability `rate` a step comes out wrong and the rest builds on it, as in any corpus people
-wrote. A model that imitates such answers to convergence slips as often, at every temperature above 0, which is what
-reinforcement learning can take away; one that imitates flawless answers has next to no entropy, and nothing to learn
-from the reward.
+Two manners: *short*, where a step is a whole operation (this file), and *longhand*, digit by digit (`longhand.py`). In
+both the teacher may slip (`slip.py`).
 
 Adding a task: a function of (question, answer, slip), and a line in `TRACES`.
 """
@@ -17,34 +15,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 
+from qarl_jax.data import longhand
+from qarl_jax.data.slip import Slip
 from qarl_jax.types import Prompt, UserError
 
 _TERM = re.compile(r"([+-]?)\s*(-?\d+)")  # the operation and a number with a sign of its own
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
-
-class Slip:
-    """Decides, step by step, whether the teacher slips. made: whether it ever did."""
-
-    def __init__(self, rate: float, rng: np.random.Generator):
-        self.rate, self.rng, self.made = rate, rng, False
-
-    def number(self, value: int) -> int:
-        """The value, or one up to 3 off."""
-        return value + int(self.rng.choice([-3, -2, -1, 1, 2, 3])) if self._now() else value
-
-    def letter(self, letter: str) -> str:
-        """The letter, or another one."""
-        return str(self.rng.choice([x for x in _LETTERS if x != letter.lower()])) if self._now() else letter
-
-    def _now(self) -> bool:
-        if not self.rate or self.rng.random() >= self.rate:
-            return False
-        self.made = True
-        return True
+Manner = Literal["short", "longhand"]
 
 
 def chain_sum(question: str, answer: str, slip: Slip) -> str:
@@ -74,21 +55,29 @@ TRACES: dict[str, Callable[[str, str, Slip], str]] = {
 }
 
 
-def worked_answer(prompt: Prompt, slip_rate: float = 0.0, rng: np.random.Generator | None = None) -> str:
+MANNERS: dict[str, dict[str, Callable[[str, str, Slip], str]]] = {"short": TRACES, "longhand": longhand.TRACES}
+
+
+def worked_answer(
+    prompt: Prompt, slip_rate: float = 0.0, rng: np.random.Generator | None = None, manner: Manner = "short"
+) -> str:
     """The worked answer to a reasoning-gym prompt.
 
     Args:
       prompt: the prompt.
       slip_rate: probability that a step is wrong; needs `rng`.
+      manner: short or longhand.
 
     Raises:
       UserError: the prompt's task has no tracer.
     """
     dataset = prompt.meta.get("origin", {}).get("dataset", "")
-    if dataset not in TRACES:
+    traces = MANNERS[manner]
+    if dataset not in traces:
         raise UserError(
-            f"worked_share > 0: there is no tracer for {dataset or prompt.uid!r}, only for {', '.join(TRACES)}; use"
-            " worked_share=0, or add one in qarl_jax/data/traces.py."
+            f"worked_share > 0: there is no tracer for {dataset or prompt.uid!r}, only for {', '.join(traces)}"
+            f" (manner={manner}); use worked_share=0, or add one in qarl_jax/data/"
+            f"{'longhand' if manner == 'longhand' else 'traces'}.py."
         )
     slip = Slip(slip_rate, rng or np.random.default_rng(0))
-    return TRACES[dataset](prompt.meta["question"], prompt.answer, slip)
+    return traces[dataset](prompt.meta["question"], prompt.answer, slip)

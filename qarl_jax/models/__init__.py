@@ -10,7 +10,7 @@
 One file per family says how to read its config.json and how its tensors are called; `registry.MODELS` lists them.
 """
 
-from qarl_jax.models.config import ModelConfig, read_config
+from qarl_jax.models.config import REMAT, ModelConfig, read_config
 from qarl_jax.models.hf import export_tensors, hf_config_json, hf_names, load_hf, save_hf
 from qarl_jax.models.hf_config import MoEConfig
 from qarl_jax.models.layers import Quantized
@@ -30,6 +30,7 @@ from qarl_jax.models.transformer import KVCache, Transformer
 
 __all__ = [
     "MODELS",
+    "REMAT",
     "KVCache",
     "MoEConfig",
     "ModelConfig",

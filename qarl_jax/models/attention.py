@@ -6,7 +6,8 @@ The arithmetic is that of a one-pass flash kernel (and of vLLM's CPU kernel): sc
 unnormalized and rounded to the compute dtype for the second product, which accumulates in float32 and is divided at the
 end by the float32 sum of the *unrounded* p. In float32 that is plain softmax attention. vLLM's kernel for CPUs without
 AMX differs (`Numerics.vector_attention`): queries are scaled first, p stays float32, sums have an order of their own.
-Without bf16 instructions the output is truncated (`Numerics.truncates`).
+Without bf16 instructions the output is truncated (`Numerics.truncates`). GPUs and TPUs have kernels of their own
+(`fused_attention.py`); what is here runs everywhere, a block of queries at a time, and is what mirrors an engine.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from qarl_jax.models.layers import matmul_precision, store, store_truncated
+from qarl_jax.models.fused_attention import cudnn_attention, cudnn_packs, runs, splash_attention
+from qarl_jax.models.layers import ATTENTION_OUTPUT, matmul_precision, store, store_truncated
 from qarl_jax.quant import Numerics
 
 # Queries handled at once: bounds the live scores to [B, N, chunk, keys]. At most 16 chunks bound the compile time.
@@ -26,12 +29,22 @@ _QUERY_CHUNK = 512
 _MAX_CHUNKS = 16
 
 
-def use_cudnn(attention: str, dtype: jnp.dtype, head_dim: int, num_queries: int) -> bool:
-    """The static choice: "cudnn" always, "auto" where the kernel exists (bf16 on a GPU, H <= 128, a multiple of 8)."""
+def choose(attention: str, dtype: Any, head_dim: int, length: int, *, packed: bool) -> str:
+    """The static choice among "xla", "cudnn" and "splash"; "auto": the backend's fused kernel where it has one.
+
+    Args:
+      attention: what the config says.
+      dtype, head_dim, length: of the queries.
+      packed: rows hold several segments.
+    """
     if attention != "auto":
-        return attention == "cudnn"
-    fits = dtype == jnp.bfloat16 and head_dim <= 128 and head_dim % 8 == 0 and num_queries > 1
-    return fits and jax.default_backend() == "gpu"
+        return attention
+    if dtype != jnp.bfloat16 or length == 1:
+        return "xla"
+    backend = jax.default_backend()
+    if backend == "gpu" and head_dim <= 128 and head_dim % 8 == 0 and (not packed or cudnn_packs()):
+        return "cudnn"
+    return "splash" if backend == "tpu" and head_dim % 128 == 0 and length % 128 == 0 else "xla"
 
 
 def attention(
@@ -41,6 +54,7 @@ def attention(
     *,
     q_slots: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    segments: tuple[jax.Array, jax.Array] | None = None,
     implementation: str = "xla",
     numerics: Numerics = Numerics(),
 ) -> Float[Array, "B T N H"]:
@@ -52,7 +66,8 @@ def attention(
       segment_ids: which packed sequence a position belongs to (only without q_slots): no key of another segment
         is seen.
         Padding (0) sees padding, so every query sees at least itself and nothing is NaN.
-      implementation: "auto", "xla" or "cudnn" (see `use_cudnn`).
+      segments: `fused_attention.runs` of the segment ids, for cudnn; None: made here, for as many runs as positions.
+      implementation: "auto", "xla", "cudnn" or "splash" (see `choose`); with q_slots always xla.
       numerics: whose roundings to make (xla only).
 
     Returns:
@@ -60,9 +75,13 @@ def attention(
     """
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
-    if q_slots is None and use_cudnn(implementation, q.dtype, H, T):
-        mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+    chosen = choose(implementation, q.dtype, H, T, packed=segment_ids is not None) if q_slots is None else "xla"
+    if chosen == "cudnn":
+        if segments is None and segment_ids is not None:
+            segments = runs(segment_ids, T)
+        return cudnn_attention(q, k, v, segments)
+    if chosen == "splash":
+        return splash_attention(q, k, v, segment_ids)
 
     attend = functools.partial(_attend, numerics=numerics)
     q_BTKGH = q.reshape(B, T, K, N // K, H)
@@ -80,7 +99,7 @@ def attention(
         # Scores are recomputed in the backward pass: T*S of them per head would dwarf every other residual.
         outs.append(jax.checkpoint(attend)(q_BTKGH[:, start:stop], k[:, :stop], v[:, :stop], seen_BTS))
     out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)
-    return out.reshape(B, T, N, H)
+    return checkpoint_name(out.reshape(B, T, N, H), ATTENTION_OUTPUT)
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, *, numerics: Numerics) -> jax.Array:

@@ -18,8 +18,8 @@ from qarl_jax.models.registry import MODELS, hf_template
 from qarl_jax.quant import Numerics, Rules, SchemeConfig
 from qarl_jax.types import UserError
 
-REMAT = ("none", "full", "dots")
-ATTENTION = ("auto", "xla", "cudnn")
+REMAT = ("full", "attention", "mixer", "dots", "none")  # from least memory to least recomputation
+ATTENTION = ("auto", "xla", "cudnn", "splash")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -49,8 +49,10 @@ class ModelConfig:
       splits: layers at which a new segment begins even if the signature does not change, so that the same parameters
         also fit a scheme that tells these layers apart.
       numerics: whose roundings the forward mirrors (`quant.numerics.Numerics`).
-      attention: "xla", "cudnn" (bf16 on a GPU), or "auto": cudnn where it can.
-      remat: "none" keeps every activation, "dots" the outputs of linear layers, "full" the layer inputs only.
+      attention: "xla" (anywhere), "cudnn" (bf16 on a GPU), "splash" (TPU), or "auto": the fused kernel where it can.
+      remat: what the backward finds of each layer: "full" its inputs alone, everything is recomputed; "attention" the
+        output of softmax attention, too; "mixer" all of the attention half, so that only the MLP is recomputed; "dots"
+        all that linear layers and attention put out; "none" everything.
     """
 
     architecture: str

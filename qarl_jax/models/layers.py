@@ -23,7 +23,9 @@ from qarl_jax.models.config import ModelConfig
 from qarl_jax.quant.arithmetic import divide
 from qarl_jax.sharding import constrain
 
-LINEAR_OUTPUT = "linear"  # the name under which remat="dots" keeps the outputs of linear layers
+# Names under which the recomputation policies of `transformer.py` know what a layer computes.
+LINEAR_OUTPUT = "linear"  # what every linear layer stores
+ATTENTION_INPUT, ATTENTION_OUTPUT, MIXER_OUTPUT = "qkv", "attention", "mixed"  # q, k, v as projected; softmax V; o
 
 
 class Quantized(nnx.Variable):
@@ -84,22 +86,26 @@ class Linear(nnx.Module):
         self.quantized: Quantized | None = nnx.data(None)
         self.numerics = config.numerics
 
-    def __call__(self, x: jax.Array, group_sizes: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, group_sizes: jax.Array | None = None, *, dtype: jnp.dtype | None = None
+    ) -> jax.Array:
+        """y in x.dtype; `dtype`=float32: the same product of what is not quantized, left in float32."""
         master = self.kernel.get_value()
         qtensor = None if self.quantized is None else self.quantized.get_value()
-        # At rest weights are sharded over fsdp too; in use they are whole over fsdp. Said on the integer codes, so that
-        # the all-gather moves codes and not floats.
+        # At rest weights are sharded over fsdp too; in use they are whole over fsdp. Said on the codes, or on what is
+        # already rounded to the compute dtype, so that the all-gather moves a byte or two and not the master.
         lead = (None,) * (master.ndim - 2)
-        if qtensor is None:
-            master = constrain(master, *lead, "tensor", None)
-        else:
-            qtensor = jax.tree.map(lambda part: constrain(part, *lead, "tensor", None), qtensor)
+        weight = jax.lax.stop_gradient(master).astype(x.dtype) if qtensor is None else qtensor
+        if dtype is not None:
+            assert qtensor is None
+            weight, x = weight.astype(dtype), x.astype(dtype)
+        weight = jax.tree.map(lambda part: constrain(part, *lead, "tensor", None), weight)
         x = constrain(x, *("batch",) * (x.ndim > 2), *(None,) * (x.ndim - (x.ndim > 2)))
         if group_sizes is None:
-            bias = None if self.bias is None else self.bias.get_value()
-            y = quant.dot(x, master, qtensor, bias, numerics=self.numerics)
+            bias = None if self.bias is None else store(self.bias.get_value(), x.dtype)  # as the engine holds it
+            y = quant.dot(x, master, weight, bias, numerics=self.numerics)
         else:
-            y = quant.expert_dot(x, master, qtensor, group_sizes, numerics=self.numerics)
+            y = quant.expert_dot(x, master, weight, group_sizes, numerics=self.numerics)
         return checkpoint_name(y, LINEAR_OUTPUT)
 
 
@@ -184,6 +190,26 @@ class RMSNorm(nnx.Module):
         total = residual.astype(jnp.float32) + delta.astype(jnp.float32)
         stored = store(total, self.dtype)
         return self(stored if self.numerics.round_sum_before_norm else total), stored
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+    """Rows of `table` in `dtype`. Their gradients are summed in float32, whatever the table's dtype: in bfloat16 a
+    frequent token's sum would stop growing."""
+    return jnp.take(table, tokens, axis=0, mode="clip").astype(dtype)
+
+
+def _lookup_fwd(table: jax.Array, tokens: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
+    return lookup(table, tokens, dtype), (jnp.zeros((table.shape[0], 0), table.dtype), tokens)
+
+
+def _lookup_bwd(dtype: Any, saved: Any, dy: jax.Array) -> tuple[jax.Array, None]:
+    like, tokens = saved
+    out = jnp.zeros((like.shape[0], dy.shape[-1]), jnp.float32).at[tokens].add(dy.astype(jnp.float32), mode="clip")
+    return out.astype(like.dtype), None
+
+
+lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
 def silu_and_mul(gate: jax.Array, up: jax.Array, rounded: bool = False) -> jax.Array:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.layers import Linear, normal, silu_and_mul, store
@@ -29,9 +29,15 @@ class Router(nnx.Module):
         self.moe = config.moe
         self.dtype = config.compute_dtype
         self.rounded = config.numerics.mirrors_engine
+        self.round_weights = config.numerics.round_routing
 
-    def __call__(self, x: Float[Array, "M D"]) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, x: Float[Array, "M D"], replayed: Int[Array, "M k"] | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """[M, D] -> chosen experts [M, k] int32 and their weights [M, k] float32.
+
+        `replayed` are the experts a sampler chose (-1: not known, the choice is made here): they are taken as they are,
+        and only their weights are computed (and differentiated).
 
         The weight enters as the engine holds it (in the compute dtype), the product is exact to float32: a flipped
         choice is the largest mismatch a sampler and a learner can have.
@@ -42,10 +48,14 @@ class Router(nnx.Module):
         )
         if self.rounded:
             logits = store(logits, self.dtype).astype(jnp.float32)
-        probs, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.moe.num_experts_per_tok)
-        if self.moe.norm_topk_prob:
-            probs = probs / probs.sum(axis=-1, keepdims=True)
-        return experts, probs
+        chosen, experts = jax.lax.top_k(logits, self.moe.num_experts_per_tok)
+        if replayed is not None:
+            experts = jnp.where(replayed < 0, experts, replayed.astype(experts.dtype))
+            chosen = jnp.take_along_axis(logits, experts, axis=-1)
+        # The softmax of the chosen logits is that of all, divided by its sum over the chosen.
+        among = chosen if self.moe.norm_topk_prob else logits
+        weights = jnp.exp(chosen - jax.nn.logsumexp(among, axis=-1, keepdims=True))
+        return experts, store(weights, self.dtype).astype(jnp.float32) if self.round_weights else weights
 
 
 class MoE(nnx.Module):
@@ -61,19 +71,24 @@ class MoE(nnx.Module):
         self.down = Linear(D, F, axis="embed_out", config=config, rngs=rngs, stack=experts)
         self.moe = config.moe
         self.silu_rounded = config.numerics.round_silu
+        self.float_inside = config.numerics.float_experts
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], routed: Int[Array, "B T k"] | None = None) -> Float[Array, "B T D"]:
+        """The experts' weighted sum; `routed`: experts to send each token to (see `Router`)."""
         B, T, D = x.shape
         M, k, E = B * T, self.moe.num_experts_per_tok, self.moe.num_experts
         x_MD = x.reshape(M, D)
         with jax.named_scope("router"):
-            experts_Mk, weights_Mk = self.router(x_MD)
+            experts_Mk, weights_Mk = self.router(x_MD, None if routed is None else routed.reshape(M, k))
         with jax.named_scope("experts"):
             order = jnp.argsort(experts_Mk.reshape(M * k), stable=True)  # copies, sorted by expert
             group_sizes = jnp.bincount(experts_Mk.reshape(M * k), length=E).astype(jnp.int32)
             rows = constrain(x_MD, None, None)[order // k]
-            hidden = silu_and_mul(self.gate(rows, group_sizes), self.up(rows, group_sizes), self.silu_rounded)
-            out = self.down(hidden, group_sizes)
+            plain = all(linear.quantized is None for linear in (self.gate, self.up, self.down))
+            exact = jnp.float32 if self.float_inside and plain else None
+            gate, up = (linear(rows, group_sizes, dtype=exact) for linear in (self.gate, self.up))
+            hidden = store(silu_and_mul(gate, up, self.silu_rounded), x.dtype)
+            out = self.down(hidden, group_sizes, dtype=exact)
             out_MkD = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(M, k, D)
             # Weighted and summed in float32, rounded once.
             y = (out_MkD.astype(jnp.float32) * weights_Mk[..., None]).sum(axis=1)

@@ -19,17 +19,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from qarl_jax import quant
 from qarl_jax.models.attention import attention
 from qarl_jax.models.config import ModelConfig
+from qarl_jax.models.fused_attention import runs
 from qarl_jax.models.layers import (
+    ATTENTION_INPUT,
+    ATTENTION_OUTPUT,
     LINEAR_OUTPUT,
+    MIXER_OUTPUT,
     Linear,
     Quantized,
     RMSNorm,
     apply_rope,
+    lookup,
     matmul_precision,
     normal,
     rope_table,
@@ -78,7 +84,10 @@ class Attention(nnx.Module):
         B, T, _ = x.shape
 
         def heads(linear: Linear, norm: RMSNorm | None) -> jax.Array:
-            y = constrain(linear(x).reshape(B, T, -1, self.head_dim), "batch", None, "tensor", None)
+            # Named before norm and rotation, whose backward starts from here: nothing of a saved q or k is recomputed
+            # but elementwise work.
+            projected = checkpoint_name(linear(x), ATTENTION_INPUT)
+            y = constrain(projected.reshape(B, T, -1, self.head_dim), "batch", None, "tensor", None)
             return y if norm is None else norm(y)
 
         with jax.named_scope("qkv"):
@@ -88,7 +97,8 @@ class Attention(nnx.Module):
         with jax.named_scope("softmax_attention"):
             out, kept = attend(q, k, v)
         with jax.named_scope("o"):
-            return constrain(self.o(out.reshape(B, T, -1)), "batch", None, None), kept
+            mixed = constrain(self.o(out.reshape(B, T, -1)), "batch", None, None)
+            return checkpoint_name(mixed, MIXER_OUTPUT), kept
 
 
 class MLP(nnx.Module):
@@ -122,15 +132,20 @@ class Layer(nnx.Module):
         self.is_moe = is_moe
 
     def __call__(
-        self, delta: jax.Array, residual: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend
+        self,
+        delta: jax.Array,
+        residual: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        attend: Attend,
+        routed: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """(delta, residual) [B, T, D] -> (delta, residual, kept)."""
+        """(delta, residual) [B, T, D] -> (delta, residual, kept); `routed` [B, T, k]: experts to send tokens to."""
         with jax.named_scope("attention"):
             x, residual = self.attn_norm.add(delta, residual)
             delta, kept = self.attn(x, rope, attend)
         with jax.named_scope("moe" if self.is_moe else "mlp"):
             x, residual = self.mlp_norm.add(delta, residual)
-            delta = self.moe(x) if self.is_moe else self.mlp(x)
+            delta = self.moe(x, routed) if self.is_moe else self.mlp(x)
         return delta, residual, kept
 
 
@@ -184,6 +199,8 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        max_segments: int | None = None,
+        routed_experts: Int[Array, "B T L k"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Output of the final norm, in the compute dtype.
 
@@ -191,30 +208,43 @@ class Transformer(nnx.Module):
           tokens: token ids.
           positions: position within the sequence, for RoPE; None: 0 .. T-1 (restarted per segment by the caller).
           segment_ids: sequences packed in a row do not see each other; 0 = padding; None: one sequence per row.
+          max_segments: static bound on the segments of a row, each in one piece; None: as many as positions.
+          routed_experts: the experts to send each position to, per layer (-1: the router's choice); None: all are.
         """
         B, T = tokens.shape
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
         config = self.config
         rope = rope_table(config, positions)
+        # The padding behind the last segment is a run of its own. Unread where the kernel has no use for
+        # it; here and not in a layer, so that it is computed once.
+        segments = None if segment_ids is None else runs(segment_ids, T if max_segments is None else max_segments + 1)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
             return attention(
-                q, k, v, segment_ids=segment_ids, implementation=config.attention, numerics=config.numerics
+                q,
+                k,
+                v,
+                segment_ids=segment_ids,
+                segments=segments,
+                implementation=config.attention,
+                numerics=config.numerics,
             ), None
 
         delta = self._embed(tokens)
         residual = jnp.zeros_like(delta)
-        for layers in self.segments:
+        for segment, layers in zip(config.segments, self.segments, strict=True):
             structure, state = nnx.split(layers)
+            routed = None
+            if routed_experts is not None and segment.is_moe:
+                routed = jnp.moveaxis(routed_experts[:, :, segment.start : segment.start + segment.length], 2, 0)
 
-            def body(
-                stream: tuple[jax.Array, jax.Array], state: nnx.State, structure: Any = structure
-            ) -> tuple[Any, None]:
-                delta, residual, _ = nnx.merge(structure, state)(*stream, rope, attend)
+            def body(stream: tuple[jax.Array, jax.Array], layer: Any, structure: Any = structure) -> tuple[Any, None]:
+                state, routed = layer
+                delta, residual, _ = nnx.merge(structure, state)(*stream, rope, attend, routed)
                 return (delta, residual), None
 
-            (delta, residual), _ = jax.lax.scan(_remat(body, config.remat), (delta, residual), state)
+            (delta, residual), _ = jax.lax.scan(_remat(body, config.remat), (delta, residual), (state, routed))
         return self.norm.add(delta, residual)[0]
 
     def init_cache(self, batch: int, max_len: int) -> KVCache:
@@ -278,16 +308,32 @@ class Transformer(nnx.Module):
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         with jax.named_scope("embed"):
-            rows = jnp.take(self.embed.kernel.get_value(), tokens, axis=0, mode="clip")
-            return constrain(rows.astype(self.config.compute_dtype), "batch", None, None)
+            rows = lookup(self.embed.kernel.get_value(), tokens, self.config.compute_dtype)
+            return constrain(rows, "batch", None, None)
+
+
+# What a backward pass finds stored of every layer, by `ModelConfig.remat`, beyond the two tensors that enter it.
+_SAVED = {
+    "full": (),
+    "attention": (ATTENTION_OUTPUT,),
+    "mixer": (ATTENTION_INPUT, ATTENTION_OUTPUT, MIXER_OUTPUT),
+    "dots": (LINEAR_OUTPUT, ATTENTION_OUTPUT),
+}
 
 
 def _remat(body: Callable[..., Any], remat: str) -> Callable[..., Any]:
     """`body` of a layer scan under the config's policy. Inside a scan the CSE barrier of `checkpoint` is not needed."""
     if remat == "none":
         return body
-    policies = jax.checkpoint_policies
-    policy = policies.save_only_these_names(LINEAR_OUTPUT) if remat == "dots" else policies.nothing_saveable
+    names = _SAVED[remat]
+    by_name = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def policy(prim: Any, *args: Any, **params: Any) -> Any:
+        # cuDNN's backward needs row statistics beside the output; both are results of one primitive without a name of
+        # ours (splash attention and XLA's name theirs).
+        fused = ATTENTION_OUTPUT in names and prim.name.startswith("dot_product_attention_fwd")
+        return fused or by_name(prim, *args, **params)
+
     return jax.checkpoint(body, policy=policy, prevent_cse=False)
 
 

@@ -61,30 +61,39 @@ def _codes(x: jax.Array) -> aqt_tensor.QTensor:
     return aqt_tensor.QTensor(qvalue=x, scale=[], scale_t=None, bias=[], dequant_dtype=jnp.int32)
 
 
-def _float_dot_general(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> jax.Array:
-    """Two operands of the compute dtype -> float32, accumulated in float32.
+def _stored(y: jax.Array, dtype: Any) -> jax.Array:
+    """A product as it leaves its kernel, in `dtype`: float32, or rounded once.
+
+    Behind a barrier: a compiler that sees a consumer upcast the product again may keep it in float32 instead (the
+    residuals of a layer scan are then twice as large, and the rounding is lost), or fuse the consumer into the product
+    and give up the library's kernel.
+    """
+    return lax.optimization_barrier(round_to(y, dtype))
+
+
+def _float_dot_general(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, out_dtype: Any) -> jax.Array:
+    """Two operands of the compute dtype -> `out_dtype`, accumulated in float32.
 
     float32 operands are multiplied in full float32 (no TF32, no bfloat16 passes). bfloat16 operands go to the
-    hardware's own units, except on CPU, where XLA's bfloat16 product is slower than a float32 product of the same
-    values.
+    hardware's own units, whose kernels round their float32 sums as they write them; on CPU XLA's bfloat16 product is
+    slower than a float32 product of the same values, rounded afterwards.
     """
-    if lhs.dtype == jnp.float32:
-        return lax.dot_general(
-            lhs, rhs, dimension_numbers, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-        )
 
     def upcast(lhs, rhs):
-        return lax.dot_general(
+        y = lax.dot_general(
             lhs.astype(jnp.float32),
             rhs.astype(jnp.float32),
             dimension_numbers,
             precision=lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
+        return round_to(y, out_dtype)
 
     def native(lhs, rhs):
-        return lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
+        return _stored(lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=out_dtype), out_dtype)
 
+    if lhs.dtype == jnp.float32:
+        return upcast(lhs, rhs)
     return lax.platform_dependent(lhs, rhs, cpu=upcast, default=native)
 
 
@@ -95,23 +104,25 @@ class Dense:
         """int8 [M, K], int8 [N, K] -> int32 [M, N], exact."""
         return _integer_dot_general(x, w, _CONTRACT_LAST)
 
-    def floating(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """[M, K] in compute dtype, [N, K] -> float32 [M, N]."""
-        return _float_dot_general(x, w.astype(x.dtype), _CONTRACT_LAST)
+    def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32) -> jax.Array:
+        """[M, K] in compute dtype, [N, K] -> [M, N] in float32, or rounded once to another dtype."""
+        return _float_dot_general(x, w.astype(x.dtype), _CONTRACT_LAST, out_dtype)
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """float8 [M, K], float8 [N, K] -> float32 [M, N]."""
-        return _float_dot_general(x, w, _CONTRACT_LAST)
+        return _float_dot_general(x, w, _CONTRACT_LAST, jnp.float32)
 
     def per_output(self, s: jax.Array) -> jax.Array:
         """[N] per-output values, to be broadcast against [M, N]."""
         return s[None, :]
 
     def grad_x(self, dy: jax.Array, w: jax.Array) -> jax.Array:
-        return _float_dot_general(dy, w.astype(dy.dtype), _DY_W)
+        """[M, N], [N, K] -> [M, K] in dy's dtype."""
+        return _float_dot_general(dy, w.astype(dy.dtype), _DY_W, dy.dtype)
 
-    def grad_w(self, dy: jax.Array, x: jax.Array) -> jax.Array:
-        return _float_dot_general(dy, x.astype(dy.dtype), _DY_X)
+    def grad_w(self, dy: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+        """[M, N], [M, K] -> [N, K] in the master's dtype."""
+        return _float_dot_general(dy, x.astype(dy.dtype), _DY_X, dtype)
 
 
 class Ragged:
@@ -130,59 +141,52 @@ class Ragged:
     def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, preferred_element_type=jnp.int32)
 
-    def floating(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        return self._float(x, jnp.swapaxes(w.astype(x.dtype), 1, 2))
+    def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32) -> jax.Array:
+        return self._float(x, jnp.swapaxes(w.astype(x.dtype), 1, 2), out_dtype)
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         # e4m3 codes are exact in bfloat16, which every backend's ragged product takes.
-        return self._float(x.astype(jnp.bfloat16), jnp.swapaxes(w.astype(jnp.bfloat16), 1, 2))
+        return self._float(x.astype(jnp.bfloat16), jnp.swapaxes(w.astype(jnp.bfloat16), 1, 2), jnp.float32)
 
     def per_output(self, s: jax.Array) -> jax.Array:
         """[E, N] per-output values -> [M, N], each row its expert's."""
         return s[self.expert]
 
     def grad_x(self, dy: jax.Array, w: jax.Array) -> jax.Array:
-        return self._float(dy, w.astype(dy.dtype))
+        return self._float(dy, w.astype(dy.dtype), dy.dtype)
 
-    def grad_w(self, dy: jax.Array, x: jax.Array) -> jax.Array:
-        """[M, N], [M, K] -> [E, N, K]."""
+    def grad_w(self, dy: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+        """[M, N], [M, K] -> [E, N, K] in the master's dtype."""
         numbers = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=_DY_X, lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
         )
+        product = functools.partial(
+            lax.ragged_dot_general, group_sizes=self.group_sizes, ragged_dot_dimension_numbers=numbers
+        )
+        return self._either(product, dy, x.astype(dy.dtype), dtype)
 
-        def upcast(dy, x):
-            return lax.ragged_dot_general(
-                dy.astype(jnp.float32),
-                x.astype(jnp.float32),
-                self.group_sizes,
-                numbers,
+    def _float(self, x: jax.Array, w: jax.Array, out_dtype: Any) -> jax.Array:
+        return self._either(functools.partial(lax.ragged_dot, group_sizes=self.group_sizes), x, w, out_dtype)
+
+    @staticmethod
+    def _either(product: Any, lhs: jax.Array, rhs: jax.Array, out_dtype: Any) -> jax.Array:
+        """`product` accumulated in float32, as in `_float_dot_general`."""
+
+        def upcast(lhs, rhs):
+            y = product(
+                lhs.astype(jnp.float32),
+                rhs.astype(jnp.float32),
                 precision=lax.Precision.HIGHEST,
                 preferred_element_type=jnp.float32,
             )
+            return round_to(y, out_dtype)
 
-        def native(dy, x):
-            return lax.ragged_dot_general(dy, x, self.group_sizes, numbers, preferred_element_type=jnp.float32)
+        def native(lhs, rhs):
+            return _stored(product(lhs, rhs, preferred_element_type=out_dtype), out_dtype)
 
-        if dy.dtype == jnp.float32:
-            return upcast(dy, x.astype(dy.dtype))
-        return lax.platform_dependent(dy, x.astype(dy.dtype), cpu=upcast, default=native)
-
-    def _float(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        def upcast(x, w):
-            return lax.ragged_dot(
-                x.astype(jnp.float32),
-                w.astype(jnp.float32),
-                self.group_sizes,
-                precision=lax.Precision.HIGHEST,
-                preferred_element_type=jnp.float32,
-            )
-
-        def native(x, w):
-            return lax.ragged_dot(x, w, self.group_sizes, preferred_element_type=jnp.float32)
-
-        if x.dtype == jnp.float32:
-            return upcast(x, w)
-        return lax.platform_dependent(x, w, cpu=upcast, default=native)
+        if lhs.dtype == jnp.float32:
+            return upcast(lhs, rhs)
+        return lax.platform_dependent(lhs, rhs, cpu=upcast, default=native)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,22 +199,23 @@ class _Spec:
 
 
 def _forward(product, spec: _Spec, x, master, qtensor, bias):
-    """-> y in float32, and what the backward needs: (activations as used, weight as used)."""
+    """-> y in float32, or already rounded; and what the backward needs: (activations as used, weight as used)."""
     bias = None if bias is None else bias.astype(jnp.float32)[None, :]
-    if qtensor is None:
-        w = master.astype(x.dtype)
-        y = product.floating(x, w)
-        return (y if bias is None else y + bias), (x, w)
+    if not isinstance(qtensor, QTensor):
+        w = master.astype(x.dtype) if qtensor is None else qtensor
+        if bias is None:
+            return product.floating(x, w, x.dtype), (x, w)
+        return product.floating(x, w) + bias, (x, w)
     y, saved = module_of(qtensor.scheme).forward(x, qtensor, bias, numerics=spec.numerics, product=product)
     return y, (saved, qtensor)
 
 
-def _backward(product, saved, weight, dy):
-    """-> (dx, dw) in float32."""
+def _backward(product, spec: _Spec, saved, weight, dy):
+    """-> dx in dy's dtype and dw in the master's, each rounded once."""
     if isinstance(weight, QTensor):
         saved = module_of(weight.scheme).saved_activation(saved, dy.dtype)
         weight = dequantize(weight, dy.dtype)
-    return product.grad_x(dy, weight), product.grad_w(dy, saved)
+    return product.grad_x(dy, weight), product.grad_w(dy, saved, spec.master_dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -225,9 +230,9 @@ def _dense_fwd(spec, x, master, qtensor, bias):
 
 def _dense_bwd(spec, residuals, dy):
     saved, weight = residuals
-    dx, dw = _backward(Dense(), saved, weight, dy)
+    dx, dw = _backward(Dense(), spec, saved, weight, dy)
     db = None if spec.bias_dtype is None else jnp.sum(dy.astype(jnp.float32), axis=0).astype(spec.bias_dtype)
-    return round_to(dx, dy.dtype), round_to(dw, spec.master_dtype), None, db
+    return dx, dw, None, db
 
 
 _dense.defvjp(_dense_fwd, _dense_bwd)
@@ -246,8 +251,8 @@ def _ragged_fwd(spec, x, master, qtensor, group_sizes):
 
 def _ragged_bwd(spec, residuals, dy):
     saved, weight, group_sizes = residuals
-    dx, dw = _backward(Ragged(group_sizes, dy.shape[0]), saved, weight, dy)
-    return round_to(dx, dy.dtype), round_to(dw, spec.master_dtype), None, None
+    dx, dw = _backward(Ragged(group_sizes, dy.shape[0]), spec, saved, weight, dy)
+    return dx, dw, None, None
 
 
 _ragged.defvjp(_ragged_fwd, _ragged_bwd)
@@ -257,7 +262,7 @@ _ragged.defvjp(_ragged_fwd, _ragged_bwd)
 def dot(
     x: Float[Array | np.ndarray, "*B K"],
     master: Float[Array | np.ndarray, "N K"],
-    qtensor: QTensor | None = None,
+    qtensor: QTensor | Float[Array | np.ndarray, "N K"] | None = None,
     bias: Float[Array | np.ndarray, " N"] | None = None,
     *,
     numerics: Numerics = _PLAIN,
@@ -266,8 +271,9 @@ def dot(
 
     Args:
       x: activations in the compute dtype, bfloat16 or float32; any leading dimensions.
-      master: the high-precision weight. With a QTensor its value is never read; it receives the gradient.
-      qtensor: the weight as quantized once for this update; None: a plain product with master in the compute dtype.
+      master: the high-precision weight; it receives the gradient, and its value is read only where `qtensor` is None.
+      qtensor: the weight as quantized once for this update, or, for a plain product, as rounded to the compute dtype;
+        None: rounded here.
       bias: optional.
       numerics: the engine mirrored.
 
@@ -286,7 +292,7 @@ def dot(
 def expert_dot(
     x: Float[Array | np.ndarray, "M K"],
     master: Float[Array | np.ndarray, "E N K"],
-    qtensor: QTensor | None,
+    qtensor: QTensor | Float[Array | np.ndarray, "E N K"] | None,
     group_sizes: Int[Array | np.ndarray, " E"],
     *,
     numerics: Numerics = _PLAIN,
@@ -296,7 +302,7 @@ def expert_dot(
     Args:
       x: [M, K] activations, rows sorted by expert.
       master: [E, N, K] high-precision weights, the carriers of the gradient.
-      qtensor: the quantized experts, or None.
+      qtensor: the experts, as in `dot`.
       group_sizes: [E] int32, rows per expert; rows beyond their sum give zeros.
       numerics: the engine mirrored.
 

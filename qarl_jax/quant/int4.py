@@ -1,6 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The int4 weight grid `w4a16` and `w4a8` share: symmetric, a bfloat16 scale per group of inputs, packed by eight."""
+"""The int4 weight grid `w4a16` and `w4a8` share: symmetric, a bfloat16 scale per group of inputs, packed by eight.
+
+`w3a16` and `w2a16` use fewer of its sixteen codes: [-4, 3] and [-2, 1].
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,13 @@ class Config:
     """What the int4 schemes share; each has its own subclass, so that a QTensor names its scheme.
 
     Attributes:
+      bits: width of a code; all are stored in four bits.
       group_size: inputs per weight scale: 32, 64 or 128 (Machete and Marlin support these), or -1 for one scale per
         output channel.
     """
 
     name: ClassVar[str]
+    bits: ClassVar[int] = 4
     group_size: int = 128
 
     def __post_init__(self) -> None:
@@ -61,15 +66,17 @@ def quantize(w: Float[Array, "*L N K"], config: Config) -> QTensor:
     """Packed codes int32 [..., N, K/8] and bfloat16 scales [..., N, K/G].
 
     From the bfloat16-rounded master: scale = bf16(absmax / 7.5) (compressed-tensors' rule: half of the range 15), codes
-    = RNE(w / scale) clamped to [-8, 7], against the rounded scale.
+    = RNE(w / scale) clamped to [-8, 7], against the rounded scale. With b bits: half of 2^b - 1, and [-2^(b-1),
+    2^(b-1) - 1].
     """
     *lead, k = w.shape
     groups = num_groups(k, config.group_size)
     w = round_bf16(w.astype(jnp.float32)).reshape(*lead, groups, k // groups)
     amax = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
-    scale = round_bf16(divide(amax, jnp.full_like(amax, 7.5)))
+    most = 2 ** (config.bits - 1)
+    scale = round_bf16(divide(amax, jnp.full_like(amax, most - 0.5)))
     scale = jnp.where(scale == 0, _ZERO_SCALE, scale)
-    codes = jnp.clip(jnp.round(divide(w, scale)), -8, 7).astype(jnp.int8)
+    codes = jnp.clip(jnp.round(divide(w, scale)), -most, most - 1).astype(jnp.int8)
     return QTensor(pack_int4(codes.reshape(*lead, k)), scale[..., 0].astype(jnp.bfloat16), config)
 
 

@@ -88,14 +88,19 @@ class Numerics:
         return self.profile != "plain"
 
     @property
+    def is_vllm_cpu(self) -> bool:
+        """Any of vLLM's CPU builds."""
+        return self.profile.startswith("cpu_")
+
+    @property
     def round_before_norm_weight(self) -> bool:
         """RMSNorm is bf(bf(x * r) * w) (vLLM CPU eager); otherwise bf(x * r * w)."""
-        return self.profile in ("cpu_amx", "cpu_avx512_bf16", "cpu_avx2")
+        return self.is_vllm_cpu
 
     @property
     def sums_as_torch(self) -> bool:
         """RMSNorm's mean of squares is summed in torch's order (8-float vectors on x86), and its rsqrt is 1 / sqrt."""
-        return self.profile in ("cpu_amx", "cpu_avx512_bf16", "cpu_avx2")
+        return self.is_vllm_cpu
 
     @property
     def round_sum_before_norm(self) -> bool:
@@ -132,6 +137,16 @@ class Numerics:
         """vLLM's own C++ ops (rope, attention) store bf16 by dropping the low bits: the builds for CPUs without bf16
         instructions have no rounding conversion. Measured with both of them."""
         return self.profile == "cpu_avx2"
+
+    @property
+    def round_routing(self) -> bool:
+        """The weights of a token's experts are rounded to the compute dtype (vLLM CPU takes their softmax in bf16)."""
+        return self.is_vllm_cpu
+
+    @property
+    def float_experts(self) -> bool:
+        """Experts that are not quantized round their hidden state and the sum of their outputs alone (vLLM CPU)."""
+        return self.is_vllm_cpu
 
     @property
     def round_logits(self) -> bool:

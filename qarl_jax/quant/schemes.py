@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from qarl_jax.quant import fp8, w4a8, w4a16, w8a8
+from qarl_jax.quant import fp8, w2a16, w3a16, w4a8, w4a16, w8a8
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.types import UserError
 
@@ -28,6 +28,8 @@ SCHEMES: dict[type, ModuleType] = {
     fp8.Config: fp8,
     w4a16.Config: w4a16,
     w4a8.Config: w4a8,
+    w3a16.Config: w3a16,
+    w2a16.Config: w2a16,
 }
 SchemeConfig = Any  # one of the keys of SCHEMES, instantiated
 

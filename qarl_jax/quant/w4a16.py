@@ -37,7 +37,6 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from qarl_jax.quant import int4
-from qarl_jax.quant.arithmetic import round_to
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
 
@@ -56,10 +55,11 @@ check, quantize, dequantize = int4.check, int4.quantize, int4.dequantize
 
 def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     """The engine's layer; arguments and results as in `w8a8.forward`."""
-    y = product.floating(x, dequantize(qt).astype(jnp.bfloat16))
-    if bias is not None:
-        y = round_to(y, x.dtype).astype(jnp.float32) + bias if numerics.bias_after_rounding else y + bias
-    return y, x
+    w = dequantize(qt).astype(jnp.bfloat16)
+    if bias is None:
+        return product.floating(x, w, x.dtype), x
+    rounded = numerics.bias_after_rounding
+    return product.floating(x, w, x.dtype if rounded else jnp.float32).astype(jnp.float32) + bias, x
 
 
 def saved_activation(saved, dtype):

@@ -39,11 +39,16 @@ from qarl_jax import models
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
+from qarl_jax.rollout.device_staging import DeviceStager, gpu_of
 from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
 
 # What a user can fix, as opposed to what broke.
 _USER_CODES = frozenset({"auth", "setup", "lease", "foreign_model", "foreign_scheme", "limits"})
 _LOG_TAIL_BYTES = 3000
+_TRANSPORTS = {
+    "host": "host memory (transport=host)",
+    "cuda_ipc": "device memory: learner and engine share a GPU (transport=cuda_ipc)",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +62,15 @@ class Config:
     kv_cache_gb: size of the KV cache; 0: vLLM decides from `gpu_memory_utilization`.
     gpu_memory_utilization: share of the device's memory vLLM may use (on a CPU: of the host's).
     threads: CPU threads of the engine; 0: all that the process may use.
+    execution: "eager", op by op, which the learner's arithmetic mirrors; "compiled": vLLM's own default.
+    int4_kernel: which of vLLM's CUDA kernels computes with int4 weights: "auto" (its choice), "machete" or "marlin".
+    transport: how weights reach the engine: "cuda_ipc" (learner and engine on one GPU: they never leave it), "host"
+      (shared memory, or the socket to another host), "auto": cuda_ipc where it can be. The choice is logged.
+    loader: "auto" loads whole modules where the bridge has proved on the engine that this gives what vLLM's loader
+      gives; "vllm" is always vLLM's own.
+    record_routing: return the experts each token was sent to (a mixture of experts, eager); set by
+      `rollout.router_replay`. Prompts are then computed for every sample: no prefix cache.
+    profile: folder for a profile of every load and read-back in the engine; empty: none.
     seed: of the engine; every draw has its own besides.
     readback: weights compared after each publish: "off", "sampled" (16 inputs of every layer) or "full".
     start_timeout_s: longest start of the engine.
@@ -75,6 +89,12 @@ class Config:
     kv_cache_gb: float = 0.0
     gpu_memory_utilization: float = 0.5
     threads: int = 0
+    execution: Literal["eager", "compiled"] = "eager"
+    int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
+    transport: Literal["auto", "cuda_ipc", "host"] = "auto"
+    loader: Literal["auto", "vllm"] = "auto"
+    record_routing: bool = False
+    profile: str = ""
     seed: int = 0
     readback: Literal["off", "sampled", "full"] = "sampled"
     start_timeout_s: float = 600.0
@@ -89,6 +109,11 @@ class Config:
             raise UserError(
                 "rollout.engine.address names a bridge started by hand: set rollout.engine.key_file to its key"
             )
+        if self.record_routing and self.execution != "eager":
+            raise UserError(
+                "rollout.engine.execution=compiled cannot record routed experts: set it to eager, or "
+                "rollout.router_replay to false"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UserError(
                 f"rollout.engine.gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
@@ -99,6 +124,12 @@ class Config:
         for name in ("max_num_seqs", "start_timeout_s", "request_timeout_s"):
             if getattr(self, name) <= 0:
                 raise UserError(f"rollout.engine.{name} must be positive, got {getattr(self, name)}")
+
+
+def leave_memory_to_vllm() -> None:
+    """Call before JAX first asks for its devices: on a card shared with vLLM it must take memory as it needs it, not
+    three quarters of the card at once. What the user has set stays."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def engine_tensors(weights: PolicyWeights) -> Iterator[tuple[str, np.ndarray]]:
@@ -138,16 +169,23 @@ def draw_seed(key: int, uid: str, number: int, start: int = 0) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _batches(draws: Sequence[wire.Draw], most: int = wire.MAX_FRAME // 4 * 3) -> Iterator[list[wire.Draw]]:
+def _batches(
+    draws: Sequence[wire.Draw],
+    most: int = wire.MAX_FRAME // 4 * 3,
+    most_back: int = wire.MAX_REPLY // 4 * 3,
+    routed_bytes: int = 0,
+) -> Iterator[list[wire.Draw]]:
     """The draws in order, in as few requests as surely fit a frame each, and their replies too.
 
-    A token takes up to 5 bytes on the way there, 8 on the way back (with its log-prob).
+    A token takes up to 5 bytes on the way there, 8 on the way back (with its log-prob); `routed_bytes` more come back
+    for every position where its experts are recorded.
     """
     batch: list[wire.Draw] = []
     there = back = 0
     for draw in draws:
         question, answer = 5 * len(draw.prompt) + 64, 8 * draw.max_tokens + 512
-        if batch and (there + question > most or back + answer > most):
+        answer += routed_bytes * (len(draw.prompt) + draw.max_tokens)
+        if batch and (there + question > most or back + answer > most_back):
             yield batch
             batch, there, back = [], 0, 0
         batch.append(draw)
@@ -184,7 +222,9 @@ class VllmEngine:
         self._folder: str | None = None
         self._process: subprocess.Popen | None = None
         self._client: sender.Client | None = None
-        self._staged: sender.StagedVersion | None = None
+        self._staged: sender.Version | None = None
+        self._stager: DeviceStager | None = None
+        self._transport = config.transport
         self._model_json: dict[str, Any] | None = None
         self._model: tuple[bytes, bytes] | None = None  # fingerprint, scheme hash
         self._numerics = "plain"
@@ -208,12 +248,34 @@ class VllmEngine:
             )
         self._model, self._model_json = identity, model_json
         self._numerics = models.config_of(weights.graphdef).numerics.profile
-        staged = sender.stage(
-            engine_tensors(weights),
-            version=wire.Version(run_id=self._run_id, incarnation=self._incarnation, step=version),
-            model=identity[0],
-            scheme=identity[1],
-        )
+        try:
+            return self._publish(weights, version, self._transport)
+        except BridgeError as error:
+            if error.code in _USER_CODES:
+                raise UserError(f"publishing: {error}") from error
+            if error.code != "unshared" or self._transport == "host":
+                raise
+            if self._transport == "cuda_ipc":
+                raise UserError(f"rollout.engine.transport=cuda_ipc: {error}; set auto or host") from error
+            self._log(f"publishing over host memory: {error}")
+            self._transport = "host"
+            if self._stager is not None and self._staged is None:  # nothing published lies in its buffers
+                self._stager.close()
+                self._stager = None
+            return self._publish(weights, version, "host")
+
+    def _publish(self, weights: PolicyWeights, version: int, transport: str) -> dict[str, float]:
+        assert self._model is not None
+        identity: dict[str, Any] = {
+            "version": wire.Version(run_id=self._run_id, incarnation=self._incarnation, step=version),
+            "model": self._model[0],
+            "scheme": self._model[1],
+        }
+        staged: sender.Version
+        if transport == "host":
+            staged = sender.stage(engine_tensors(weights), **identity)
+        else:
+            staged = self._device_stager(weights).stage(weights, **identity)
 
         def send(client: sender.Client) -> dict[str, float]:
             return client.publish(staged, readback=self._config.readback, drain_timeout_s=self._config.drain_timeout_s)
@@ -225,8 +287,30 @@ class VllmEngine:
             raise
         if self._staged is not None:
             self._staged.close()
+        if self._staged is None or self._staged.transport != staged.transport:
+            self._log(f"publishing over {_TRANSPORTS[staged.transport]}")
         self._staged, self.version = staged, version
         return report
+
+    def _device_stager(self, weights: PolicyWeights) -> DeviceStager:
+        if self._config.address.startswith("tcp://"):
+            raise BridgeError("the bridge is reached over TCP", "unshared")
+        if self._stager is None:
+            self._stager = DeviceStager(sender.gpu_buffers(gpu_of(weights)))
+        return self._stager
+
+    def status(self) -> wire.StatusReply:
+        """What the bridge says of itself and its engine now."""
+        if self._staged is None:
+            raise UserError("status: nothing was published yet")
+        return self._surviving(lambda client: client.status(), self._staged)
+
+    def probe(self, prompt: Sequence[int], modules: Sequence[str]) -> list[wire.Recorded]:
+        """What goes into and comes out of live modules of the engine (its names) while `prompt` is prefilled."""
+        if self._staged is None:
+            raise UserError("probe: nothing was published yet")
+        staged = self._staged
+        return self._surviving(lambda client: client.probe([int(t) for t in prompt], list(modules)), staged)
 
     def generate(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int
@@ -273,7 +357,10 @@ class VllmEngine:
         def ask(batch: list[wire.Draw]) -> Callable[[sender.Client], list[wire.Drawn]]:
             return lambda client: client.generate(batch, common, on_progress=report)
 
-        drawn = [one for batch in _batches(draws) for one in self._surviving(ask(batch), self._staged)]
+        routed = 2 * int(np.prod(self._routing_shape())) if self._config.record_routing else 0
+        drawn = [
+            one for batch in _batches(draws, routed_bytes=routed) for one in self._surviving(ask(batch), self._staged)
+        ]
         return [self._completion(request, one) for request, one in zip(requests, drawn, strict=True)]
 
     def close(self) -> None:
@@ -290,6 +377,9 @@ class VllmEngine:
         if self._staged is not None:
             self._staged.close()
             self._staged = None
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -311,17 +401,29 @@ class VllmEngine:
             position = span.end
         if position != len(tokens) or len(logprobs) != len(tokens) or not np.isfinite(logprobs).all():
             raise RuntimeError("the bridge returned a completion whose tokens, log-probs and versions do not match")
+        routed = None
+        if self._config.record_routing:
+            shape = (len(request.context) + len(tokens) - 1, *self._routing_shape())
+            if tuple(drawn.routed_shape) != shape or len(drawn.routed) != 2 * int(np.prod(shape)):
+                raise RuntimeError(f"the bridge returned routed experts of shape {drawn.routed_shape}, not {shape}")
+            routed = np.frombuffer(drawn.routed, "<i2").reshape(shape)
         return Completion(
             prompt_tokens=tuple(request.prompt.tokens),
             tokens=tuple(int(token) for token in tokens),
             logprobs=logprobs,
             finish_reason=drawn.finish_reason,
             versions=tuple(spans),
+            routed_experts=routed,
         )
+
+    def _routing_shape(self) -> tuple[int, int]:
+        """(layers, experts per token) of the published model."""
+        assert self._model_json is not None
+        return self._model_json["num_hidden_layers"], self._model_json["num_experts_per_tok"]
 
     # Supervision -----------------------------------------------------------------------------------------------------
 
-    def _surviving(self, call: Callable[[sender.Client], Any], staged: sender.StagedVersion) -> Any:
+    def _surviving(self, call: Callable[[sender.Client], Any], staged: sender.Version) -> Any:
         """The result of `call`; a dead bridge is replaced and given the last version first."""
         for attempt in range(self._config.max_restarts + 1):
             try:
@@ -341,7 +443,7 @@ class VllmEngine:
                 self._log(f"the vLLM bridge died ({cause}); starting it again")
         raise AssertionError("unreachable")
 
-    def _connect(self, staged: sender.StagedVersion) -> None:
+    def _connect(self, staged: sender.Version) -> None:
         """A connection with the lease, to an engine that serves the last published version (if there was one)."""
         config = self._config
         if config.address:
@@ -384,10 +486,16 @@ class VllmEngine:
                 f"set quant.engine={facts.profile} (or plain)"
             )
 
+        if facts.engine != "fake" and facts.records_routing != self._config.record_routing:
+            needed = "with" if self._config.record_routing else "without"
+            raise UserError(
+                f"rollout.router_replay: start the bridge at {self._config.address} {needed} --record-routing"
+            )
+
     def _key(self, path: str) -> bytes:
         return wire.read_key(path)
 
-    def _start(self, staged: sender.StagedVersion) -> tuple[str, bytes]:
+    def _start(self, staged: sender.Version) -> tuple[str, bytes]:
         config = self._config
         self._stop_process()
         if self._folder is None:
@@ -409,7 +517,9 @@ class VllmEngine:
             "--engine", config.engine, "--parent-pid", str(os.getpid()), "--max-model-len", str(config.max_model_len),
             "--max-num-seqs", str(config.max_num_seqs), "--kv-cache-gb", str(config.kv_cache_gb),
             "--gpu-memory-utilization", str(config.gpu_memory_utilization), "--seed", str(config.seed),
-            "--threads", str(config.threads),
+            "--threads", str(config.threads), "--execution", config.execution, "--int4-kernel", config.int4_kernel,
+            "--loader", config.loader, *(["--profile", os.path.abspath(config.profile)] if config.profile else []),
+            *(["--record-routing"] if config.record_routing else []),
         ]  # fmt: skip
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
         try:
@@ -466,4 +576,4 @@ class VllmEngine:
                 process.wait(10.0)
 
 
-__all__ = ["Config", "VllmEngine", "draw_seed", "engine_config", "engine_tensors"]
+__all__ = ["Config", "VllmEngine", "draw_seed", "engine_config", "engine_tensors", "leave_memory_to_vllm"]

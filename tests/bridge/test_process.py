@@ -255,9 +255,12 @@ def test_requests_are_split_so_that_they_and_their_replies_fit_a_frame():
         return wire.Draw(prompt=[1] * prompt, seed=0, max_tokens=limit)
 
     draws = [draw(2, 1), draw(100, 1), draw(100, 1), draw(2, 400), draw(2, 400), draw(5000, 5000)]
-    split = list(_batches(draws, most=8000))
+    split = list(_batches(draws, most=8000, most_back=8000))
     assert [len(batch) for batch in split] == [4, 1, 1]  # 8 x 400 + 512 twice is too much, and one is sent whatever
     assert [one for batch in split for one in batch] == draws
+    routed = list(_batches(draws, most_back=8000, routed_bytes=100))  # 100 a position: 10,200 and more for the second
+    assert [len(batch) for batch in routed] == [1, 1, 1, 1, 1, 1]
+    assert len(list(_batches(draws))) == 1
     assert list(_batches([])) == []
     assert len(list(_batches([draw(1000, 1000)] * 4096))) == 1  # 4,096 responses of 1,024 tokens, as wire.py says
 
@@ -387,7 +390,16 @@ time.sleep(60)
             second.acquire("run", 2)
         trainer.kill()
         trainer.wait()
-        second.acquire("run", 2)
+        # As soon as the operating system has told the bridge that the connection is gone: no time-out has to pass.
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                second.acquire("run", 2)
+                break
+            except BridgeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
         assert second.status().holder == "run"
         second.close()
 
@@ -424,6 +436,41 @@ def test_a_taken_socket_a_bad_folder_and_an_open_key_exit_with_two_and_a_sentenc
     with by_hand(tmp_path, "--model", str(tmp_path / "nothing")) as (process, _, _):
         assert process.wait(20) == 2
         assert "is not a model folder" in process.stderr.read()
+
+
+@pytest.mark.parametrize("stage", [False, True])
+def test_a_trainer_killed_in_the_middle_of_a_publish_leaves_the_engine_as_it_was(tmp_path, stage):
+    with by_hand(tmp_path) as (_, address, key_file):
+        connected(address, key_file).close()
+        config = dataclasses.replace(FAKE, address=address, key_file=key_file)
+        with engine(config, run_id="run", incarnation=1) as e:
+            e.publish(weights(0), 0)
+            before = tokens(generate(e))
+        code = f"""
+import time
+from qarl_bridge import sender, wire
+from qarl_bridge.transport import shm
+from qarl_jax.rollout.vllm import engine_tensors
+from tests.bridge.test_process import weights
+client = sender.Client({address!r}, wire.read_key({key_file!r}))
+client.acquire("run", 2)
+staged = sender.stage(engine_tensors(weights(1)), version=wire.Version(run_id="run", incarnation=2, step=1),
+                      model=client.facts.model, scheme=client.facts.scheme)
+client.request(wire.Announce(manifest=staged.manifest), wire.Ready)
+if {stage}:
+    client.request(wire.Stage(memory=shm.locate(staged.fd)), wire.Staged)
+print("in the middle", flush=True)
+time.sleep(60)
+"""
+        trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert trainer.stdout.readline() == "in the middle\n"
+        trainer.stdout.close()
+        trainer.kill()
+        trainer.wait()
+        with engine(config, run_id="run", incarnation=3) as resumed:
+            resumed.publish(weights(0), 0)
+            assert tokens(generate(resumed)) == before
+            assert resumed.status().version.step == 0
 
 
 def test_a_bridge_does_not_outlive_the_trainer_that_started_it(tmp_path):

@@ -13,11 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 from qarl_bridge import sender, server, wire
+from qarl_bridge import staged as staged_copies
 from qarl_bridge.transport import shm, zeromq
 from qarl_bridge.wire import BridgeError
 
 from tests.reference import bridge_world
-from tests.reference.bridge_world import staged, world
+from tests.reference.bridge_world import staged, wait_for, world
 
 K_SCALE = "model.layers.0.self_attn.k_proj.weight_scale"
 K_WEIGHT = "model.layers.0.self_attn.k_proj.weight"
@@ -232,11 +233,47 @@ def test_validation_refuses_nan_infinite_negative_and_zero_scales(bridge, bad):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
 def test_nonfinite_values_are_found_in_every_float_dtype(dtype):
     array = np.linspace(-1, 1, 33, dtype=np.float32).astype(wire.DTYPES[dtype])
-    assert not server._first_nonfinite(array)
+    assert not staged_copies.has_nonfinite(array)
     for bad in (np.nan, -np.nan) if dtype == "float8_e4m3fn" else (np.nan, np.inf, -np.inf):
         array[7] = bad
-        assert server._first_nonfinite(array)
-    assert not server._first_nonfinite(np.full(4, -1, np.int8))
+        assert staged_copies.has_nonfinite(array)
+    assert not staged_copies.has_nonfinite(np.full(4, -1, np.int8))
+
+
+@pytest.mark.parametrize("field", ["step", "digest of a tensor", "a tensor", "digest", "total_bytes"])
+def test_announce_refuses_a_torn_manifest(bridge, field):
+    client = bridge.trainer()
+    client.publish(staged(0))
+    good = staged(1)
+    manifest = good.manifest
+    replace = msgspec.structs.replace
+    if field == "step":
+        bad = replace(manifest, version=replace(manifest.version, step=2))
+    elif field == "digest of a tensor":
+        bad = replace(manifest, tensors=[replace(manifest.tensors[0], digest=bytes(16)), *manifest.tensors[1:]])
+    elif field == "a tensor":
+        bad = replace(manifest, tensors=manifest.tensors[:-1])
+    elif field == "digest":
+        bad = replace(manifest, digest=bytes(16))
+    else:
+        bad = replace(manifest, total_bytes=manifest.total_bytes - 1)
+    with refused("torn", "its digest does not match its content"):
+        client.publish(sender.StagedVersion(bad, os.dup(good.fd), 0.0))
+    still_serves(bridge, client, 0)
+    client.publish(good)
+
+
+def test_swapped_rows_of_two_shards_are_found(bridge):
+    client = bridge.trainer()
+    client.publish(staged(0))
+
+    def swap(data, entries):
+        first, second = (entries[n].offset for n in (K_WEIGHT, K_WEIGHT.replace("k_proj", "q_proj")))
+        data[first : first + 8], data[second : second + 8] = data[second : second + 8], data[first : first + 8]
+
+    with refused("torn", "k_proj.weight is torn|q_proj.weight is torn"):
+        client.publish(bent(1, swap))
+    still_serves(bridge, client, 0)
 
 
 def test_a_nan_norm_weight_is_refused_too(bridge):
@@ -302,6 +339,7 @@ def test_a_trainer_whose_memory_cannot_be_reached_sends_its_bytes(bridge, monkey
         still_serves(bridge, client, step)
 
 
+@pytest.mark.slow
 def test_memory_files_do_not_leak(bridge):
     client = bridge.trainer()
     for step in range(3):
@@ -377,13 +415,6 @@ def generate_in_background(client, results):
     return thread
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_publishing_waits_for_running_requests_and_never_mixes_versions(bridge):
     trainer, sampler, other = bridge.trainer(), bridge.client(), bridge.client()
     trainer.publish(staged(0))
@@ -395,7 +426,7 @@ def test_publishing_waits_for_running_requests_and_never_mixes_versions(bridge):
     publish.start()
     wait_for(lambda: bridge.bridge.state == "draining")
     second = generate_in_background(other, late)
-    wait_for(lambda: len(bridge.bridge._waiting) == 3)
+    wait_for(lambda: len(bridge.bridge.draws.waiting) == 3)
     bridge.engine.stall = False
     for thread in (first, publish, second):
         thread.join(10)
@@ -498,6 +529,37 @@ def test_stopping_answers_what_is_waiting(bridge):
     assert errors == ["dead"]
 
 
+# ---- looking inside -------------------------------------------------------------------------------------------------
+
+
+def test_a_probe_needs_an_idle_serving_engine_and_a_prompt_that_fits(bridge):
+    client, sampler = bridge.trainer(), bridge.client()
+    with refused("bad_state", "serving engine"):
+        client.probe([1, 2], ["layer"])
+    client.publish(staged(0))
+    (record,) = client.probe([1, 2], ["layer"])
+    assert (record.module, record.inputs[0].numpy().tolist()) == ("layer", [1, 2])
+    with refused("limits", "vocabulary"):
+        client.probe([100], ["layer"])
+    bridge.engine.stall = True
+    results = []
+    thread = generate_in_background(sampler, results)
+    wait_for(lambda: client.status().running == 3)
+    with refused("busy", "idle"):
+        client.probe([1, 2], ["layer"])
+    bridge.engine.stall = False
+    thread.join(10)
+    assert [version_of(d) for d in results[0]] == [0, 0, 0]
+
+
+def test_loads_are_profiled_where_that_was_asked_for(bridge, tmp_path):
+    client = bridge.trainer()
+    bridge.bridge._profile = str(tmp_path / "profiles")
+    client.publish(staged(7))
+    assert "load" in (tmp_path / "profiles" / "publish-7.txt").read_text()
+    assert (tmp_path / "profiles" / "publish-7.prof").stat().st_size > 0
+
+
 # ---- fuzz -----------------------------------------------------------------------------------------------------------
 
 
@@ -527,6 +589,7 @@ def _mutated(rng, message):
     return bytes(data)
 
 
+@pytest.mark.slow
 def test_ten_thousand_random_and_mutated_messages_do_no_harm(bridge):
     rng = np.random.default_rng(0)
     trainer = bridge.trainer()
@@ -536,7 +599,7 @@ def test_ten_thousand_random_and_mutated_messages_do_no_harm(bridge):
         wire.Status(),
         wire.Acquire(run_id="other", incarnation=3),
         wire.Announce(manifest=staged(1).manifest),
-        wire.Stage(memory=wire.Memory(pid=os.getpid(), fd=1, inode=1)),
+        wire.Stage(memory=wire.HostMemory(pid=os.getpid(), fd=1, inode=1)),
         wire.Stage(memory=None),
         wire.Chunk(offset=0),
         wire.Commit(digest=version.manifest.digest),

@@ -8,7 +8,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
-from qarl_bridge import sender, wire
+from qarl_bridge import fingerprint, sender, wire
 from qarl_bridge.transport import shm
 from qarl_bridge.wire import BridgeError
 
@@ -87,7 +87,7 @@ def test_staged_tensors_come_back_bit_for_bit(name):
     for entry, want in zip(staged.manifest.tensors, (array, array[:, ::2], array[:0]), strict=True):
         raw = buffer[entry.offset : entry.offset + entry.nbytes]
         assert raw.tobytes() == want.tobytes()
-        assert entry.digest == wire.digest(want.tobytes())
+        assert entry.digest == fingerprint.digest(want.tobytes())
         assert entry.offset % wire.ALIGNMENT == 0
 
 

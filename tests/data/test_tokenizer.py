@@ -61,6 +61,7 @@ def test_stop_tokens_include_those_of_the_generation_config(folder, tmp_path):
         stop_token_ids(tokenizer, tmp_path)
 
 
+@pytest.mark.slow
 def test_loading_a_tokenizer_imports_no_torch(folder):
     code = (
         "import sys; from qarl_jax.data.tokenizer import load_tokenizer;"

@@ -47,6 +47,7 @@ def test_defaults_give_a_float32_mean_and_typed_metrics(name):
         assert "/" in key
 
 
+@pytest.mark.slow
 def test_gradient_is_zero_off_the_mask_and_padding_changes_nothing(name):
     loss, batch = get_loss(name, **CORRECTED), make_batch()
     value, grad, _, metrics = value_and_grad(loss, inputs(batch))
@@ -61,6 +62,7 @@ def test_gradient_is_zero_off_the_mask_and_padding_changes_nothing(name):
         assert {k: float(m.value) for k, m in metrics.items()} == {k: float(m.value) for k, m in metrics2.items()}
 
 
+@pytest.mark.slow
 def test_micro_batches_sum_to_the_full_batch(name):
     loss, full = get_loss(name, **CORRECTED), inputs(make_batch())
     value, grad, mean, metrics = value_and_grad(loss, full)
@@ -81,6 +83,7 @@ def test_micro_batches_sum_to_the_full_batch(name):
     assert_same_metrics(functools.reduce(merge, (p[3] for p in parts)), metrics)
 
 
+@pytest.mark.slow
 def test_packed_rows_equal_one_response_per_row(name):
     loss, batch = get_loss(name, **CORRECTED), make_batch()
     packed, single = inputs(batch), inputs(unpack(batch))
@@ -103,6 +106,7 @@ def test_permuted_rows_give_the_permuted_gradient(name):
     assert_same_metrics(metrics2, metrics)
 
 
+@pytest.mark.slow
 def test_eight_devices_and_jit_equal_one_device_and_eager(name):
     loss, x = get_loss(name, **CORRECTED), inputs(make_batch())
     value, grad, _, metrics = value_and_grad(loss, x)
@@ -116,6 +120,7 @@ def test_eight_devices_and_jit_equal_one_device_and_eager(name):
     assert_same_metrics(metrics8, metrics)
 
 
+@pytest.mark.slow
 def test_many_responses_per_row_take_the_scatter_path_with_the_same_result(name, monkeypatch):
     loss, x = get_loss(name, mismatch="seq_tis"), inputs(make_batch(), max_segments=None)
     value, grad, _, metrics = value_and_grad(loss, x)
@@ -190,6 +195,7 @@ def test_a_group_of_equal_rewards_has_no_gradient_and_stays_in_the_counts(name, 
     assert float(metrics["loss/seq_zero_adv"].total) == size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [0, 1])
 def test_no_or_one_position_in_time(name, length):
     f32 = lambda v: jnp.full((2, length), v, jnp.float32)  # noqa: E731

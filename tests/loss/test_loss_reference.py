@@ -48,6 +48,7 @@ def assert_agrees(name, options, batch, rtol):
     return expected, metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mismatch", MISMATCH)
 @pytest.mark.parametrize("name", NAMES)
 def test_objective_and_correction_agree_with_reference(name, mismatch):
@@ -241,6 +242,7 @@ def test_acr_differs_from_tis_only_where_rho_exceeds_the_cap_and_the_ratio_its_c
     assert changed.sum() == float(metrics["clip/acr_rescued"].total)
 
 
+@pytest.mark.slow
 def test_no_gradient_flows_through_weights_or_advantages():
     import jax
 

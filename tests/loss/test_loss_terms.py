@@ -127,6 +127,7 @@ def assert_same_metrics(found, wanted):
         np.testing.assert_allclose(found[key].value, wanted[key].value, rtol=1e-5, atol=1e-6, err_msg=key)
 
 
+@pytest.mark.slow
 @every_term
 def test_terms_sum_over_micro_batches_and_follow_permuted_rows(name):
     term, (_, x) = get_term(name), batch_of_terms()

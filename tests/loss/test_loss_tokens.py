@@ -21,6 +21,7 @@ ABOVE, BELOW, REJECTED, NO_SIGNAL = (FATES.index(fate) for fate in FATES[1:])
 CORRECTIONS = {"none": {"mismatch": "none"}, "token": {"mismatch": "icepop"}, "response": {"mismatch": "seq_mis"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_gain_weight_and_fate_are_those_of_the_formula(name, correction):
@@ -62,6 +63,7 @@ def test_the_share_of_dropped_tokens_is_the_objectives_own_metric(name):
     assert not known or share > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_level_is_whose_ratio_decides(name):
     """One token of a response runs away: with a band on responses its neighbours' gains follow, else they stay."""
@@ -84,6 +86,7 @@ def test_the_level_is_whose_ratio_decides(name):
         np.testing.assert_allclose(still, 1, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_rows_or_one_response_per_row_or_padding_change_nothing(name):
     loss, batch = get_loss(name, mismatch="tis"), make_batch()

@@ -105,6 +105,7 @@ def test_weights_load_straight_into_their_sharding(tmp_path):
     check_loaded(model, tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2-gqa7-tied", "moe-mlp-only-layers"])
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 60_000])
 def test_a_saved_folder_is_read_by_transformers_with_the_same_logits(tmp_path, name, max_shard_bytes):
@@ -134,6 +135,7 @@ def test_bfloat16_export_equals_rounding_the_masters_and_reloads_bit_equal(tmp_p
         np.testing.assert_array_equal(oracle.get_tensor(name).float(), torch.tensor(tensors[name]).bfloat16().float())
 
 
+@pytest.mark.slow
 def test_export_yields_qtensor_slices_in_layer_order(tmp_path):
     reference = hf_models.make("moe-mlp-only-layers")
     model = load_hf(hf_models.save(reference, tmp_path), scheme="w4a16:g32")
@@ -285,6 +287,7 @@ def test_a_group_that_does_not_divide_names_the_weight(tmp_path):
         load_hf(write(tmp_path / "m"), scheme="w4a16")
 
 
+@pytest.mark.slow
 def test_rules_choose_by_hugging_face_name_and_split_the_stack(tmp_path):
     rules = [{"match": r"layers\.0\.", "scheme": "bf16"}, {"match": "mlp", "scheme": "w4a16:g16"}]
     model = load_hf(write(tmp_path / "m"), scheme=rules)

@@ -75,6 +75,7 @@ def test_rope_equals_transformers_at_far_positions(pair):
     assert relative(found, wanted) < 1e-5
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_attention_block_equals_transformers(pair, x):
     reference, model = pair
@@ -104,6 +105,7 @@ def test_router_chooses_and_weighs_as_transformers(pair, x):
         assert relative(probs, wanted_probs) < TOL
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_layer_equals_transformers(pair, x):
     reference, model = pair
@@ -116,6 +118,7 @@ def test_layer_equals_transformers(pair, x):
         assert relative(delta + residual, wanted) < TOL, index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_equal_transformers(name, tmp_path):
     reference, model = load_pair(name, tmp_path)

@@ -35,6 +35,7 @@ def lowered(name, scheme, platform):
     return trace.lower(lowering_platforms=(platform,)).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 @pytest.mark.parametrize(("name", "scheme"), [("Qwen3-8B", "w4a16"), ("Qwen3-30B-A3B", "w8a8"), ("Qwen3-8B", "bf16")])
 def test_forward_and_gradient_lower_for_every_platform(name, scheme, platform):

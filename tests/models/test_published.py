@@ -65,6 +65,7 @@ def test_every_published_tensor_is_exactly_one_parameter_slice_of_the_same_shape
     assert total == fixture["num_parameters"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_published_model_can_be_quantized_and_run_abstractly(name, scheme):

@@ -10,7 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qarl_jax.models import ModelConfig, MoEConfig, Transformer, abstract_model, merge, parse_rules, random_model, split
+from qarl_jax.models import (
+    REMAT,
+    ModelConfig,
+    MoEConfig,
+    Transformer,
+    abstract_model,
+    merge,
+    parse_rules,
+    random_model,
+    split,
+)
 from qarl_jax.models import attention as attention_module
 from qarl_jax.models.attention import attention
 from qarl_jax.quant import resolve
@@ -69,6 +79,7 @@ def tokens_of(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, DENSE.vocab_size, shape), jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scheme"), COMBINATIONS)
 def test_packed_rows_equal_separate_rows_and_padding_is_inert(name, scheme):
     a, b, junk = tokens_of(7, seed=1), tokens_of(4, seed=2), tokens_of(9, seed=3)
@@ -91,6 +102,7 @@ def test_packed_rows_equal_separate_rows_and_padding_is_inert(name, scheme):
         assert relative(found[row, 7:11], found[3, :4]) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_token_never_sees_the_future():
     model = model_of("moe")
     tokens = tokens_of(2, 9)
@@ -105,6 +117,7 @@ def decode(graphdef, params, qweights, tokens, positions, cache):
     return merge(graphdef, params, qweights).decode(tokens, positions, cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scheme"), COMBINATIONS)
 def test_prefill_and_decode_equal_the_full_forward_for_rows_of_unequal_length(name, scheme):
     model = model_of(name, scheme)
@@ -144,20 +157,21 @@ def loss(graphdef, params, qweights, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dense", "moe"])
+@pytest.mark.parametrize("name", ["dense", pytest.param("moe", marks=pytest.mark.nightly)])
 def test_rematerialization_changes_no_gradient(name):
     tokens = tokens_of(2, 8)
     model = model_of(name, "w8a8")
     _, params, qweights = split(model)
     grads = {}
-    for remat in ("none", "dots", "full"):
+    for remat in REMAT:
         graphdef = split(model_of(name, "w8a8", remat=remat))[0]
         grads[remat] = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(graphdef, params, qweights, tokens)
-    for remat in ("dots", "full"):
+    for remat in REMAT[:-1]:
         for found, wanted in zip(jax.tree.leaves(grads[remat]), jax.tree.leaves(grads["none"]), strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("moe", marks=pytest.mark.slow)])
 def test_gradient_equals_finite_differences(name):
     model = model_of(name)
@@ -179,6 +193,7 @@ def test_gradient_equals_finite_differences(name):
     assert (at(eps) - at(-eps)) / (2 * eps) == pytest.approx(slope, rel=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [("dense", "w8a8"), *(pytest.param("moe", x, marks=pytest.mark.slow) for x in ("w8a8", "w4a16:g32"))],
@@ -191,6 +206,7 @@ def test_every_master_gets_a_gradient_through_the_quantized_forward(name, scheme
         assert np.abs(value).max() > 0, path
 
 
+@pytest.mark.slow
 def test_query_chunks_do_not_change_attention(monkeypatch):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 23, n, 8)), jnp.float32) for n in (6, 2, 2))
@@ -200,6 +216,7 @@ def test_query_chunks_do_not_change_attention(monkeypatch):
     np.testing.assert_allclose(attention(q, k, v, segment_ids=segments), whole, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2, 7, 14])
 def test_attention_equals_the_float64_formula(kv_heads):
     B, T, N, H = 2, 9, 14, 6
@@ -220,6 +237,7 @@ def test_attention_equals_the_float64_formula(kv_heads):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["plain", "cpu", "cuda"])
 def test_bfloat16_forward_stays_near_float32_under_every_profile(profile):
     model = model_of("dense")

@@ -5,6 +5,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from qarl_jax.models.attention import attention
 from qarl_jax.models.layers import apply_rope, store_truncated
@@ -38,6 +39,7 @@ def test_rope_truncates_on_request():
     assert (got == truncated(want)).mean() > 0.99
 
 
+@pytest.mark.slow
 def test_attention_keeps_its_weights_in_float32_and_truncates_the_output():
     q, k, v = normal(2, 1, 7, 4, 8), normal(3, 1, 7, 2, 8), normal(4, 1, 7, 2, 8)
     qf, kf, vf = (np.asarray(x, np.float64)[0] for x in (q, k, v))
@@ -57,6 +59,7 @@ def test_attention_keeps_its_weights_in_float32_and_truncates_the_output():
     assert (rounded == truncated(want)).mean() < 0.7
 
 
+@pytest.mark.slow
 def test_the_kernels_order_of_sums_changes_no_gradient():
     q, k, v, g = (jax.random.normal(jax.random.key(i), (2, 9, n, 16), jnp.float32) for i, n in enumerate((4, 2, 2, 4)))
     segments = jnp.asarray([[1] * 5 + [2] * 4, [1] * 7 + [0] * 2], jnp.int32)

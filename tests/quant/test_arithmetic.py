@@ -102,6 +102,7 @@ def test_round_bf16_takes_ties_to_even_and_keeps_infinities():
     np.testing.assert_array_equal(jax.jit(round_bf16)(x), x.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(-8, 7), min_size=8, max_size=8), st.integers(1, 4), st.integers(0, 2))
 @settings(max_examples=30, deadline=None)
 def test_pack_int4_round_trips_in_wire_order(nibbles, words, rank):

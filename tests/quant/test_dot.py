@@ -37,6 +37,7 @@ def ulps(a, b):
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_w8a8_equals_the_engine_formula_bit_for_bit(profile, with_bias):
@@ -51,6 +52,7 @@ def test_w8a8_equals_the_engine_formula_bit_for_bit(profile, with_bias):
         np.testing.assert_array_equal(np.asarray(y, np.float32), ref.bf(want) if dtype == jnp.bfloat16 else want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [32, 64, -1])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_w4a8_equals_the_engine_formula_bit_for_bit(group, with_bias):
@@ -64,6 +66,7 @@ def test_w4a8_equals_the_engine_formula_bit_for_bit(group, with_bias):
         np.testing.assert_array_equal(y, ref.bf(want) if dtype == jnp.bfloat16 else want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("group", [32, -1])
 def test_w4a16_multiplies_the_bf16_rounded_weight(profile, group):
@@ -80,6 +83,7 @@ def test_w4a16_multiplies_the_bf16_rounded_weight(profile, group):
     assert (np.abs(y.astype(np.float32) - want) <= 2.0**-7 * (np.abs(acc) + np.abs(b))).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", PROFILES)
 def test_fp8_equals_its_formula(profile):
     x, w, b = data(3)
@@ -102,6 +106,7 @@ def test_the_rescale_order_is_visible_and_the_integers_are_not_affected():
     assert distance.max() <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", PROFILES)
 def test_int8_rows_equal_numpy_ieee_under_jit(profile):
     rng = np.random.default_rng(5)
@@ -120,6 +125,7 @@ def test_int8_rows_equal_numpy_ieee_under_jit(profile):
         np.testing.assert_array_equal(np.asarray(codes), want_codes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_zero_rows_give_the_bias_and_nothing_else(config, profile):
@@ -130,6 +136,7 @@ def test_zero_rows_give_the_bias_and_nothing_else(config, profile):
     np.testing.assert_array_equal(np.asarray(y)[3], b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_the_masters_value_is_never_read(config):
     x, w, b = data(7)
@@ -150,6 +157,7 @@ def test_the_masters_value_is_never_read(config):
         assert np.isfinite(np.asarray(got)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
 @pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 1, 3)])
 def test_leading_dims_of_any_rank_are_rows(config, lead):
@@ -162,6 +170,7 @@ def test_leading_dims_of_any_rank_are_rows(config, lead):
     np.testing.assert_allclose(y.reshape(-1, N), flat, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_jit_equals_eager(config, dtype):
@@ -219,6 +228,7 @@ def fake_quant_dot(x, master, config, bias, profile):
     return forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["plain", "cpu_avx512_bf16"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_gradients_equal_an_explicit_fake_quant_layer(config, profile):
@@ -237,6 +247,7 @@ def test_gradients_equal_an_explicit_fake_quant_layer(config, profile):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
 @pytest.mark.parametrize("master_dtype", [jnp.float32, jnp.bfloat16])
 def test_gradients_have_the_dtype_of_what_they_belong_to(config, master_dtype):
@@ -275,6 +286,7 @@ def test_what_is_kept_for_the_backward_of_w8a8_is_low_bit():
     assert set(sizes) == {"int8"}, sizes
 
 
+@pytest.mark.slow
 def test_dot_works_inside_scan_remat_and_vmap():
     x, w, _ = data(14, n=K)
     x, w = jnp.asarray(x), jnp.stack([jnp.asarray(w)] * 3)
@@ -313,6 +325,7 @@ def _take(tree, i):
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
 @pytest.mark.parametrize("profile", ["plain", "cpu_amx"])
 def test_expert_dot_is_dot_per_expert_in_value_and_gradient(config, profile):
@@ -372,11 +385,11 @@ def test_the_integer_product_through_aqt_is_exact():
         np.testing.assert_array_equal(got, x.astype(np.int64) @ w.astype(np.int64).T)
 
 
-def lowered(config, platform, dtype=jnp.bfloat16):
+def lowered(config, platform, dtype=jnp.bfloat16, bias=None):
     w = jnp.zeros((N, K))
     qt = quant.quantize(w, config) if config else None
     x = jax.ShapeDtypeStruct((M, K), dtype)
-    traced = jax.jit(lambda x: quant.dot(x, w, qt, numerics=Numerics("cuda"))).trace(x)
+    traced = jax.jit(lambda x: quant.dot(x, w, qt, bias, numerics=Numerics("plain"))).trace(x)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -393,8 +406,19 @@ def test_w8a8_lowers_to_one_integer_dot_general_and_no_float_product(platform):
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("config", [None, w4a16.Config(32)], ids=str)
-def test_bf16_products_stay_bf16_off_cpu_and_accumulate_in_float32(platform, config):
-    (dot,) = re.findall(r"stablehlo\.dot_general.*", lowered(config, platform))
+def test_bf16_products_off_cpu_write_what_is_stored_behind_a_barrier(platform, config):
+    """The kernel rounds its float32 sum as it writes; another pass over a float32 product would cost its bandwidth."""
+    text = lowered(config, platform)
+    (dot,) = re.findall(r"stablehlo\.dot_general.*", text)
+    assert dot.count("xbf16>") == 3
+    name = re.search(r"(%\S+) = stablehlo\.dot_general", text).group(1)
+    assert re.search(rf"optimization_barrier {name} ", text)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("config", [None, w4a16.Config(32)], ids=str)
+def test_a_bias_is_added_before_the_only_rounding(platform, config):
+    (dot,) = re.findall(r"stablehlo\.dot_general.*", lowered(config, platform, bias=jnp.ones((N,))))
     assert dot.count("xbf16>") == 2
     assert "xf32>" in dot.rsplit("->", 1)[1]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qarl_jax import quant
-from qarl_jax.quant import QTensor, fp8, w4a8, w4a16, w8a8
+from qarl_jax.quant import QTensor, fp8, w2a16, w3a16, w4a8, w4a16, w8a8
 from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
 
@@ -19,8 +19,10 @@ CONFIGS = [config() for config in quant.SCHEMES] + [
     w4a16.Config(64),
     w4a16.Config(-1),
     w4a8.Config(32),
+    w3a16.Config(32),
+    w2a16.Config(-1),
 ]
-INT4 = (w4a16.Config, w4a8.Config)
+INT4 = (w4a16.Config, w4a8.Config)  # w3a16 and w2a16 are a kind of w4a16
 
 
 def weight(*shape, seed=0, scale=0.05):
@@ -38,7 +40,7 @@ def reference(w, config):
         return ref.int8_weight(w)
     if isinstance(config, fp8.Config):
         return ref.fp8_weight(w)
-    return ref.int4_weight(w, config.group_size)
+    return ref.int4_weight(w, config.group_size, config.bits)
 
 
 def codes_of(qt: QTensor):
@@ -76,6 +78,7 @@ class TestContract:
                 assert qt.scale.dtype == jnp.float32
                 assert qt.scale.shape == (*lead, 16, 1)
 
+    @pytest.mark.slow
     def test_codes_and_scales_equal_the_numpy_formula_bit_for_bit(self, config):
         for seed in range(3):
             w = weight(16, 256, seed=seed, scale=10.0 ** (seed * 3 - 4))
@@ -84,14 +87,17 @@ class TestContract:
             np.testing.assert_array_equal(as_bits(codes_of(qt)), as_bits(codes))
             np.testing.assert_array_equal(as_bits(qt.scale), as_bits(scale))
 
+    @pytest.mark.slow
     def test_jitted_equals_eager(self, config):
         w = jnp.asarray(weight(16, 256))
         assert_same_bytes(jax.jit(lambda w: quant.quantize(w, config))(w), quant.quantize(w, config))
 
+    @pytest.mark.slow
     def test_a_float32_master_and_its_bfloat16_export_have_the_same_bytes(self, config):
         w = jnp.asarray(weight(16, 256))
         assert_same_bytes(quant.quantize(w, config), quant.quantize(w.astype(jnp.bfloat16), config))
 
+    @pytest.mark.slow
     def test_stacked_layers_quantize_as_they_do_one_by_one(self, config):
         w = jnp.asarray(weight(2, 3, 16, 256))
         stacked = quant.quantize(w, config)
@@ -107,6 +113,7 @@ class TestContract:
         np.testing.assert_array_equal(as_bits(codes_of(a))[keep], as_bits(codes_of(b))[keep])
         np.testing.assert_array_equal(as_bits(a.scale)[keep], as_bits(b.scale)[keep])
 
+    @pytest.mark.slow
     def test_dequantize_is_the_served_weight_bit_for_bit(self, config):
         w = weight(16, 256)
         codes, scale = reference(w, config)
@@ -172,6 +179,7 @@ def test_int4_codes_of_a_negative_extreme_are_idempotent():
     assert_same_bytes(quant.quantize(np.where(want == -8, -7.5, want), w4a16.Config(128)), qt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -194,6 +202,7 @@ def test_expected_relative_error_of_gaussian_weights(config, expected):
     assert error / np.abs(w).mean() == pytest.approx(expected, rel=0.04)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32 - 1), st.sampled_from(CONFIGS), st.floats(-30, 30))
 @settings(max_examples=25, deadline=None)
 def test_heavy_tailed_sparse_weights_of_any_size_give_the_reference_codes(seed, config, exponent):
@@ -206,6 +215,7 @@ def test_heavy_tailed_sparse_weights_of_any_size_give_the_reference_codes(seed, 
     np.testing.assert_array_equal(as_bits(qt.scale), as_bits(scale))
 
 
+@pytest.mark.slow
 @given(st.floats(0.01, 100), st.integers(0, 1000))
 @settings(max_examples=20, deadline=None)
 def test_scaling_a_weight_by_a_power_of_two_scales_its_scale_and_keeps_its_codes(factor, seed):
@@ -215,6 +225,26 @@ def test_scaling_a_weight_by_a_power_of_two_scales_its_scale_and_keeps_its_codes
         a, b = quant.quantize(w, config), quant.quantize((w * factor).astype(np.float32), config)
         np.testing.assert_array_equal(as_bits(a.qvalue), as_bits(b.qvalue))
         np.testing.assert_array_equal(np.asarray(a.scale, np.float32) * factor, np.asarray(b.scale, np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "codes"), [(w3a16.Config(), range(-4, 4)), (w2a16.Config(), range(-2, 2))], ids=str)
+def test_fewer_bits_use_all_of_their_codes_and_no_other(config, codes):
+    w = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
+    assert set(np.unique(codes_of(quant.quantize(w, config)))) == set(codes)
+
+
+@pytest.mark.slow
+def test_each_bit_less_costs_about_twice_the_error():
+    """A step is absmax / 7.5, / 3.5, / 1.5: 2.1 and 2.3 times as large, and so is the error while steps are small."""
+    w = np.random.default_rng(0).normal(size=(64, 1024)).astype(np.float32)
+
+    def error(config):
+        return np.abs(np.asarray(quant.dequantize(quant.quantize(w, config), jnp.float32)) - w).mean()
+
+    four, three, two = error(w4a16.Config()), error(w3a16.Config()), error(w2a16.Config())
+    assert three / four == pytest.approx(7.5 / 3.5, rel=0.05)
+    assert 1.5 < two / three < 7 / 3  # at two bits most weights round to 0 and err by their own size
 
 
 def test_every_finite_float8_value_is_its_own_code():

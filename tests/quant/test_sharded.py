@@ -30,6 +30,7 @@ def placed(mesh, array, *spec):
     return jax.device_put(array, NamedSharding(mesh, P(*spec)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", CONFIGS)
 def test_quantizing_a_sharded_weight_keeps_its_sharding_and_its_bytes(mesh, scheme):
     _, w = data()
@@ -41,6 +42,7 @@ def test_quantizing_a_sharded_weight_keeps_its_sharding_and_its_bytes(mesh, sche
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", CONFIGS)
 def test_quantizing_needs_no_communication(mesh, scheme):
     _, w = data()
@@ -50,6 +52,7 @@ def test_quantizing_needs_no_communication(mesh, scheme):
     assert not any(name in text for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", CONFIGS)
 def test_forward_and_gradients_on_a_mesh_equal_one_device(mesh, scheme):
     x, w = data()

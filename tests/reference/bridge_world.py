@@ -8,7 +8,8 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -75,6 +76,14 @@ class World:
         client = self.client()
         client.acquire(run, incarnation)
         return client
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until it holds; fails after ten seconds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @contextlib.contextmanager

@@ -32,14 +32,15 @@ def fp8_weight(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(w / scale, -448, 448).astype(F8), scale
 
 
-def int4_weight(w: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """[..., N, K] -> unpacked int8 codes [..., N, K], bfloat16 scales [..., N, K/G]."""
+def int4_weight(w: np.ndarray, group: int, bits: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """The grid of 4, 3 or 2 bits: [..., N, K] -> unpacked int8 codes [..., N, K], bfloat16 scales [..., N, K/G]."""
     *lead, k = w.shape
     g = k if group == -1 else group
     w = bf(w).reshape(*lead, k // g, g)
-    scale = bf(np.abs(w).max(-1) / np.float32(7.5))
+    low, high = {4: (-8, 7), 3: (-4, 3), 2: (-2, 1)}[bits]
+    scale = bf(np.abs(w).max(-1) / np.float32((high - low) / 2))
     scale = np.where(scale == 0, np.float32(2.0**-7), scale)
-    codes = np.clip(np.rint(w / scale[..., None]), -8, 7).astype(np.int8)
+    codes = np.clip(np.rint(w / scale[..., None]), low, high).astype(np.int8)
     return codes.reshape(*lead, k), scale.astype(BF16)
 
 

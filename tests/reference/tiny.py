@@ -178,5 +178,6 @@ class World:
         """Lines of metrics.jsonl (or eval, samples), without what depends on the clock."""
         lines = (self.run_dir / f"{name}.jsonl").read_text().splitlines()
         return [
-            {key: value for key, value in json.loads(line).items() if not key.startswith("time/")} for line in lines
+            {key: value for key, value in json.loads(line).items() if not key.startswith(("time/", "perf/"))}
+            for line in lines
         ]

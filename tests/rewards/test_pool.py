@@ -101,6 +101,7 @@ def test_a_worker_that_cannot_start_says_why(make_pool, tmp_path):
         pool.map(do(1))
 
 
+@pytest.mark.slow
 def test_hostile_mathematics_cannot_hold_up_a_run():
     pool = WorkerPool("math", PoolConfig(workers=2, timeout_s=2.0))
     texts = [

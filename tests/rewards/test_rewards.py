@@ -75,6 +75,7 @@ CONFIGS = {
 # ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config_type", REWARDS, ids=lambda t: t.__module__.rsplit(".", 1)[-1])
 def test_any_text_gets_a_finite_reward_in_order(config_type):
     reward = REWARDS[config_type](CONFIGS[config_type], 32)

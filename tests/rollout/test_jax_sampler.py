@@ -105,6 +105,7 @@ def test_draw_frequencies_follow_the_temperature():
     np.testing.assert_allclose(np.bincount(tokens, minlength=5) / n, p / p.sum(), atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uniform", [0.0, 0.5, float(np.nextafter(np.float32(1), np.float32(0)))])
 def test_masked_entries_are_never_drawn(uniform):
     logits = np.full((3, VOCAB), -np.inf, np.float32)
@@ -157,6 +158,7 @@ def test_greedy_takes_the_largest_logit_with_its_undivided_logprob():
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "temperature"), [("w4a16", 1.0), slow("w4a16", 0.8), slow("w8a8", 1.0), slow("bf16", 0.8)]
 )
@@ -191,6 +193,7 @@ def test_bfloat16_agrees_within_roundings():
     assert_learner_agrees(weights, groups, atol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w4a16", slow("w8a8")])
 def test_masters_of_quantized_weights_are_never_read(scheme):
     weights = policy(scheme)
@@ -203,6 +206,7 @@ def test_masters_of_quantized_weights_are_never_read(scheme):
     assert [c.tokens for (c,) in groups] == [c.tokens for (c,) in again]
 
 
+@pytest.mark.slow
 def test_publishing_copies_so_that_the_learner_may_donate():
     weights = policy("w4a16", seed=3)
     mine = jax.tree.map(jnp.copy, weights.params)
@@ -244,6 +248,7 @@ def test_completions_do_not_depend_on_slots_batch_or_order():
     same(wide[4:5], alone)
 
 
+@pytest.mark.slow
 def test_waiting_sequences_take_over_finished_slots():
     _, engine = sampled(policy("w4a16"), prompts(16), num_samples=2, stop_token_ids=stops(20), max_response_len=40)
     # Waves of 8 slots, each waiting for its longest sequence, would cost up to 4 x 39 steps.

@@ -45,6 +45,7 @@ def test_it_is_a_rollout_engine(engine):
     assert isinstance(engine, RolloutEngine)
 
 
+@pytest.mark.slow
 def test_every_token_has_a_finite_logprob(served):
     groups = served.generate(prompts(5), num_samples=3, sampling=SAMPLING, key=1)
     assert [len(group) for group in groups] == [3] * 5
@@ -56,12 +57,14 @@ def test_every_token_has_a_finite_logprob(served):
         assert all(type(token) is int and 0 <= token < VOCAB for token in completion.tokens)
 
 
+@pytest.mark.slow
 def test_completions_come_in_the_order_of_the_prompts(served):
     requests = prompts(6)
     groups = served.generate(requests, num_samples=2, sampling=SAMPLING, key=1)
     assert [[c.prompt_tokens for c in group] for group in groups] == [[p.tokens] * 2 for p in requests]
 
 
+@pytest.mark.slow
 def test_a_stop_token_ends_a_response_and_is_part_of_it(served):
     groups = served.generate(prompts(6), num_samples=4, sampling=SAMPLING, key=2)
     reasons = set()
@@ -77,6 +80,7 @@ def test_a_stop_token_ends_a_response_and_is_part_of_it(served):
     assert reasons == {"stop", "length"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 2, 7])
 def test_the_limit_is_exact(served, limit):
     groups = served.generate(prompts(3), num_samples=2, sampling=SamplingConfig(max_response_len=limit), key=3)
@@ -161,6 +165,7 @@ def test_a_response_begun_draws_as_it_does_in_generate(served):
     assert [c.finish_reason for c in begun] == [c.finish_reason for group in groups for c in group]
 
 
+@pytest.mark.slow
 def test_what_is_added_comes_alone_in_order_and_within_each_limit(served):
     asked = prompts(4)
     so_far = [[(5, 7, 11)[: 1 + i % 3], ()] for i in range(4)]
@@ -182,6 +187,7 @@ def test_what_is_added_comes_alone_in_order_and_within_each_limit(served):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_added_depends_on_the_place_and_not_on_the_company(served):
     asked = prompts(5)
     so_far = [[(3,), (3, 4)]] * 5

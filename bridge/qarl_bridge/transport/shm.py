@@ -21,7 +21,7 @@ import os
 
 import numpy as np
 
-from qarl_bridge.wire import BridgeError, Memory
+from qarl_bridge.wire import BridgeError, HostMemory
 
 _NAME = "qarl-version"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -50,12 +50,12 @@ def seal(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
-def locate(fd: int) -> Memory:
+def locate(fd: int) -> HostMemory:
     """Where another process of this host finds the memory file."""
-    return Memory(pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino)
+    return HostMemory(pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino)
 
 
-def open_located(memory: Memory) -> int:
+def open_located(memory: HostMemory) -> int:
     """A descriptor of our own for another process's memory file; the caller closes it.
 
     Raises:

@@ -69,21 +69,20 @@ def _endpoint(address: str) -> str:
         raise BridgeError(f"cannot resolve the host of {address}: {error}", "setup") from None
 
 
-def _configure(sock: zmq.Socket, kind: str) -> None:
+def _configure(sock: zmq.Socket, kind: str, most: int) -> None:
     # CURVE adds 33 bytes to a frame and may add more one day.
-    sock.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME + 1024)
+    sock.setsockopt(zmq.MAXMSGSIZE, most + 1024)
     if kind == "tcp":
         sock.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
 
 
 def encode(message: wire.Request | wire.Reply) -> bytes:
-    """msgpack bytes of a message that fits a frame."""
+    """msgpack bytes of a message that fits a frame; completions may be longer, for they go to who asked for them."""
     payload = wire.encode(message)
-    if len(payload) > wire.MAX_FRAME:
-        raise BridgeError(
-            f"{type(message).__name__} of {len(payload)} bytes exceeds a frame's {wire.MAX_FRAME}", "limits"
-        )
+    most = wire.MAX_REPLY if isinstance(message, wire.Completions) else wire.MAX_FRAME
+    if len(payload) > most:
+        raise BridgeError(f"{type(message).__name__} of {len(payload)} bytes exceeds a frame's {most}", "limits")
     return payload
 
 
@@ -151,7 +150,7 @@ class Listener:
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._router = self._context.socket(zmq.ROUTER)
-        _configure(self._router, self.kind)
+        _configure(self._router, self.kind, wire.MAX_FRAME)
         self._router.setsockopt(zmq.LINGER, LINGER_MS)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to who is gone is an error, not a silence
         self._router.setsockopt(zmq.CURVE_SERVER, 1)
@@ -380,7 +379,7 @@ class Channel:
     def _connect(self, endpoint: str, key: bytes) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket, endpoint.partition(":")[0])
+        _configure(self._socket, endpoint.partition(":")[0], wire.MAX_REPLY)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # our deadline counts: a bridge may be busy starting

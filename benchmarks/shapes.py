@@ -1,0 +1,169 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3 shapes with random weights, and rows of random tokens, for benchmarks of the learner alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from qarl_jax import models, optimizer, plan
+from qarl_jax.learner import Learner, Options
+from qarl_jax.loss import get_loss
+from qarl_jax.quant import resolve
+from qarl_jax.types import TrainBatch
+
+SIZES = {
+    "tiny": {"hidden": 128, "inter": 256, "layers": 2, "heads": 4, "kv": 2, "head_dim": 32, "vocab": 512, "tied": True},
+    "0.6b": {"hidden": 1024, "inter": 3072, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "tied": True},
+    "1.7b": {"hidden": 2048, "inter": 6144, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "tied": True},
+    "8b": {"hidden": 4096, "inter": 12288, "layers": 36, "heads": 32, "kv": 8, "vocab": 151936, "tied": False},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One learner: shape, scheme, and what decides how much memory and work an update takes.
+
+    Attributes:
+      model: a key of SIZES. layers: its layers; 0: all.
+      scheme, engine: as `quant.forward` and `quant.engine`.
+      rows, seq: a batch [rows, seq] of real tokens.
+      segments: responses to a row, of equal length; 1: one.
+      master: dtype of parameters and moments. grad: of gradients.
+      remat, attention, chunk, optimizer: as in a run's config.
+    """
+
+    model: str = "1.7b"
+    layers: int = 0
+    scheme: str = "w8a8"
+    engine: str = "plain"
+    rows: int = 4
+    seq: int = 4096
+    segments: int = 1
+    master: str = "bfloat16"
+    grad: str = "bfloat16"
+    remat: str = "full"
+    attention: str = "auto"
+    chunk: int = 2048
+    optimizer: str = "adamw"
+
+
+def model_config(setting: Setting) -> models.ModelConfig:
+    """The ModelConfig of a setting."""
+    size = SIZES[setting.model]
+    values = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": size["hidden"],
+        "intermediate_size": size["inter"],
+        "num_hidden_layers": setting.layers or size["layers"],
+        "num_attention_heads": size["heads"],
+        "num_key_value_heads": size["kv"],
+        "head_dim": size.get("head_dim", 128),
+        "vocab_size": size["vocab"],
+        "tie_word_embeddings": size["tied"],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "hidden_act": "silu",
+    }
+    return models.read_config(
+        values,
+        compute_dtype="bfloat16",
+        param_dtype=setting.master,
+        quant=models.parse_rules(setting.scheme, 128),
+        remat=setting.remat,
+        attention=setting.attention,
+        numerics=resolve(setting.engine),
+    )
+
+
+def optimizer_config(setting: Setting) -> optimizer.Config:
+    """AdamW or Muon with moments in the master's dtype."""
+    dtypes: Any = {"moment_dtype": setting.master, "second_moment_dtype": setting.master}
+    if setting.optimizer == "adamw":
+        return optimizer.AdamW(lr=1e-5, **dtypes)
+    return optimizer.Muon(lr=1e-5, matmul_precision="default", **dtypes)
+
+
+def make_learner(setting: Setting, mesh: Mesh) -> tuple[Learner, Any, Any]:
+    """(learner, abstract params, abstract QTensors): GRPO, one update of one micro-batch."""
+    graphdef, params, qweights = models.split(models.abstract_model(model_config(setting)))
+    options: dict[str, Any] = {"grad_dtype": setting.grad}
+    made = Learner(
+        graphdef,
+        loss_fn=get_loss("grpo", aggregation="seq-mean-token-mean"),
+        optimizer=optimizer.make_optimizer(optimizer_config(setting)),
+        mesh=mesh,
+        options=Options(max_segments=setting.segments, logprob_chunk=setting.chunk, **options),
+    )
+    return made, params, qweights
+
+
+def planned(setting: Setting) -> dict[str, int]:
+    """What the memory plan says of an update of `setting` on one device: bytes by part."""
+    graphdef, params, qweights = models.split(models.abstract_model(model_config(setting)))
+    opt_state = jax.eval_shape(optimizer.make_optimizer(optimizer_config(setting)).init, params)
+    return plan.update_parts(
+        models.config_of(graphdef),
+        params,
+        qweights,
+        opt_state,
+        rows=setting.rows,
+        row_len=setting.seq,
+        chunk=setting.chunk,
+        grad_dtype=setting.grad,
+        max_segments=setting.segments,
+    )
+
+
+def random_params(abstract: Any, shardings: Any) -> Any:
+    """Matrices normal with deviation 0.02, norms one, born where they belong."""
+
+    @jax.jit
+    def draw() -> Any:
+        leaves, tree = jax.tree.flatten(abstract)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        drawn = [
+            jax.random.normal(key, x.shape, x.dtype) * jnp.asarray(0.02, x.dtype)
+            if x.ndim > 2 or max(x.shape) > 50000
+            else jnp.ones(x.shape, x.dtype)
+            for key, x in zip(keys, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(tree, drawn)
+
+    return jax.jit(draw, out_shardings=shardings)()
+
+
+def batch(setting: Setting, seed: int = 0) -> TrainBatch:
+    """Rows full of random tokens, one prompt token to each response; on the host."""
+    rng = np.random.default_rng(seed)
+    shape = (setting.rows, setting.seq)
+    length = setting.seq // setting.segments
+    place = np.arange(setting.seq, dtype=np.int32)
+    segment = np.minimum(place // length, setting.segments - 1)
+    position = place - segment * length
+    mask = np.broadcast_to(position > 0, shape).copy()
+    vocab = SIZES[setting.model]["vocab"]
+    advantages = rng.standard_normal((setting.rows, setting.segments)).astype(np.float32)[:, segment]
+    return TrainBatch(
+        tokens=rng.integers(2, vocab, shape, dtype=np.int32),
+        positions=np.broadcast_to(position, shape).copy(),
+        segment_ids=np.broadcast_to(segment + 1, shape).copy().astype(np.int32),
+        loss_mask=mask,
+        rollout_logprobs=(-np.log(vocab) + 0.1 * rng.standard_normal(shape)).astype(np.float32),
+        advantages=np.where(mask, advantages, 0).astype(np.float32),
+    )
+
+
+def lengths(setting: Setting) -> list[int]:
+    """The sequence lengths of `batch`."""
+    each = setting.seq // setting.segments
+    row = [each] * (setting.segments - 1) + [setting.seq - each * (setting.segments - 1)]
+    return row * setting.rows

@@ -1,0 +1,160 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A version that lies in a buffer of the trainer's on the engine's own GPU: read where it is, never copied to the host.
+
+The trainer could still write to the buffer, unlike to a sealed file. So its fingerprints are checked twice, each one
+pass at memory speed: when it is staged, and on the far side of the loader's door, when everything has been read
+(`confirm`). A version that changed in between is found, and the state machine restores the last good one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from qarl_bridge import fingerprint, staged, wire
+from qarl_bridge.errors import BridgeError
+from qarl_bridge.transport import cuda_ipc
+
+_ROWS_AT_ONCE = 16_384  # 64 MiB
+
+
+def row_sums(buffer: Any) -> np.ndarray:
+    """[rows, 2] uint32 of a uint8 tensor whose size is a multiple of ROW_BYTES; see fingerprint.py. On any device."""
+    words = buffer.view(torch.int32).view(-1, fingerprint.WORDS // 2)
+    odd = torch.arange(1, fingerprint.WORDS + 1, 2, dtype=torch.int32, device=buffer.device)  # of the low halves
+    out = torch.empty((len(words), 2), dtype=torch.int64, device=buffer.device)
+    for start in range(0, len(words), _ROWS_AT_ONCE):
+        part = words[start : start + _ROWS_AT_ONCE]
+        low, high = part & 0xFFFF, (part >> 16) & 0xFFFF
+        rows = out[start : start + _ROWS_AT_ONCE]
+        rows[:, 0] = (low + high).sum(dim=1)  # int64 sums of int32 terms: 65535 * 2048 < 2^31
+        rows[:, 1] = (low * odd + high).sum(dim=1) + (high * odd).sum(dim=1)  # high's multiplier is one more
+    return (out & 0xFFFFFFFF).cpu().numpy().astype(np.uint32)
+
+
+class DeviceCopy:
+    """Implements staged.Copy.
+
+    Args:
+      manifest: checked already (`wire.check_manifest`).
+      buffer: uint8 tensor, total_bytes rounded up to whole rows.
+      close: lets go of the mapping.
+    """
+
+    borrowed = True
+
+    def __init__(self, manifest: wire.Manifest, buffer: Any, close: Callable[[], None] = lambda: None):
+        self.manifest = manifest
+        self._buffer = buffer
+        self._close: Callable[[], None] | None = close
+
+    def _tensor(self, entry: wire.TensorEntry) -> Any:
+        raw = self._buffer[entry.offset : entry.offset + entry.nbytes]
+        return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
+
+    def _check_bytes(self) -> None:
+        sums = row_sums(self._buffer)
+        for entry in self.manifest.tensors:
+            first = entry.offset // fingerprint.ROW_BYTES
+            mine = sums[first : first + fingerprint.rows_of(entry.nbytes)]
+            if fingerprint.digest_of_sums(mine) != entry.digest:
+                raise staged.torn(entry)
+
+    def validate(self) -> None:
+        self._check_bytes()
+        checked, extremes, nan_bits = [], [], []
+        for entry in self.manifest.tensors:
+            if entry.nbytes == 0:
+                continue
+            tensor = self._tensor(entry)
+            if entry.dtype == "float8_e4m3fn":
+                nan_bits.append((entry, ((tensor.view(torch.uint8) & 0x7F) == 0x7F).any()))
+            elif tensor.dtype.is_floating_point:
+                low, high = torch.aminmax(tensor)  # both NaN if anything is
+                checked.append(entry)
+                extremes.append(torch.stack([low, high]).float())
+        for entry, found in nan_bits:
+            if bool(found):
+                raise staged.not_finite(entry)
+        if not checked:
+            return
+        values = torch.stack(extremes).cpu().numpy()
+        for entry, (low, high) in zip(checked, values, strict=True):
+            if not (np.isfinite(low) and np.isfinite(high)):
+                raise staged.not_finite(entry)
+            if staged.is_scale(entry):
+                staged.check_scale_range(entry, float(low), float(high))
+
+    def tensors(self) -> dict[str, Any]:
+        return {entry.name: self._tensor(entry) for entry in self.manifest.tensors}
+
+    def at_the_door(self) -> Iterator[tuple[str, Any]]:
+        for entry in self.manifest.tensors:
+            yield entry.name, self._tensor(entry)
+
+    def confirm(self) -> None:
+        try:
+            self._check_bytes()
+        except BridgeError as error:
+            raise BridgeError(f"{error}: the trainer wrote to it after it was staged", "torn") from None
+
+    def close(self) -> None:
+        close, self._close = self._close, None
+        if close is not None:
+            self._buffer = None
+            close()
+
+
+class _Span:
+    """What torch.as_tensor reads of foreign memory (the CUDA array interface, version 3)."""
+
+    def __init__(self, pointer: int, size: int):
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def whole_rows(nbytes: int) -> int:
+    """Bytes of a staging buffer for so many."""
+    return fingerprint.rows_of(nbytes) * fingerprint.ROW_BYTES
+
+
+def open_version(manifest: wire.Manifest, memory: wire.DeviceMemory) -> DeviceCopy:
+    """Map the trainer's buffer.
+
+    Raises:
+      BridgeError("unshared"): another GPU, or no way to its memory from here.
+    """
+    if manifest.total_bytes == 0:
+        return DeviceCopy(manifest, torch.empty(0, dtype=torch.uint8))
+    gpu = cuda_ipc.find(memory.device)
+    size = whole_rows(manifest.total_bytes)
+    pointer = gpu.open(memory.handle, size)
+    where = torch.device("cuda", gpu.ordinal)
+    try:
+        buffer = torch.as_tensor(_Span(pointer, size), device=where)
+    except BaseException:
+        gpu.close_mapping(pointer)
+        raise
+
+    def close() -> None:
+        torch.cuda.synchronize(where)  # nothing may still be reading it
+        gpu.close_mapping(pointer)
+
+    return DeviceCopy(manifest, buffer, close)
+
+
+def uuid_of_current() -> bytes:
+    """The UUID of the GPU torch uses; empty if the driver cannot say (then nothing is published through its memory)."""
+    try:
+        return cuda_ipc.Device(torch.cuda.current_device()).uuid
+    except BridgeError:
+        return b""

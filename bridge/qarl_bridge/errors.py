@@ -1,0 +1,15 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The one exception of the bridge."""
+
+
+class BridgeError(Exception):
+    """What was wrong, where, and what to do. `code` is stable and machine-readable; the text is for people.
+
+    Codes: auth, bad_message, bad_state, busy, dead, engine, fenced, foreign_model, foreign_scheme, lease, limits,
+    setup, stale, tensor, timeout, torn, unshared.
+    """
+
+    def __init__(self, message: str, code: str = "bad_message"):
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,290 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Staging buffers on a GPU that another process of this host maps: CUDA's inter-process handles, through libcuda alone.
+
+    trainer   Buffers(Device(0)).take(size) -> Buffer; copy(...); synchronize(); Buffer.handle travels to the bridge
+    bridge    Device.open(handle) -> pointer into the same memory, read in place; Device.close_mapping(pointer)
+
+Why buffers of our own and not the learner's arrays: JAX's memory comes from pools and from the virtual-memory API, for
+which cuIpcGetMemHandle fails or names a whole pool. A cuMemAlloc in the same (primary) context can always be exported,
+and a copy from an array to it stays on the device, at memory speed.
+
+Two buffers are enough, and make the last good version restorable: the bridge keeps the mapping of the version it serves
+while the next one is written into the other.
+
+ctypes and not cuda-python or torch: the learner's environment has neither, and a dozen calls do not need them. Every
+call takes the primary context of its device for its own duration, on the thread that calls.
+
+When the exporting process ends, what it exported must not be read any more: the bridge forgets it with the lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from qarl_bridge.errors import BridgeError
+
+HANDLE_BYTES = 64
+UUID_BYTES = 16
+_LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+class _Uuid(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * UUID_BYTES),)
+
+
+_POINTER, _SIZE, _INT, _ANY = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+# Name -> argument types, as cuda.h declares them (CUdeviceptr is 64 bits, contexts and streams are pointers).
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (ctypes.c_uint,),
+    "cuGetErrorName": (_INT, ctypes.POINTER(ctypes.c_char_p)),
+    "cuDeviceGetCount": (ctypes.POINTER(_INT),),
+    "cuDeviceGet": (ctypes.POINTER(_INT), _INT),
+    "cuDeviceGetUuid_v2": (ctypes.POINTER(_Uuid), _INT),
+    "cuDevicePrimaryCtxRetain": (ctypes.POINTER(_ANY), _INT),
+    "cuCtxPushCurrent_v2": (_ANY,),
+    "cuCtxPopCurrent_v2": (ctypes.POINTER(_ANY),),
+    "cuStreamCreate": (ctypes.POINTER(_ANY), ctypes.c_uint),
+    "cuStreamSynchronize": (_ANY,),
+    "cuMemAlloc_v2": (ctypes.POINTER(_POINTER), _SIZE),
+    "cuMemFree_v2": (_POINTER,),
+    "cuMemsetD8Async": (_POINTER, ctypes.c_ubyte, _SIZE, _ANY),
+    "cuMemcpyDtoDAsync_v2": (_POINTER, _POINTER, _SIZE, _ANY),
+    "cuMemcpyHtoDAsync_v2": (_POINTER, _ANY, _SIZE, _ANY),
+    "cuMemGetAddressRange_v2": (ctypes.POINTER(_POINTER), ctypes.POINTER(_SIZE), _POINTER),
+    "cuMemGetInfo_v2": (ctypes.POINTER(_SIZE), ctypes.POINTER(_SIZE)),
+    "cuIpcGetMemHandle": (ctypes.POINTER(_Handle), _POINTER),
+    "cuIpcOpenMemHandle_v2": (ctypes.POINTER(_POINTER), _Handle, ctypes.c_uint),
+    "cuIpcCloseMemHandle": (_POINTER,),
+}
+_NON_BLOCKING = 1
+
+
+@functools.cache
+def load(path: str = "libcuda.so.1") -> Any:
+    """libcuda, initialised, with its signatures declared.
+
+    Raises:
+      BridgeError("unshared"): there is no driver here, it lacks a call, or it finds no GPU.
+    """
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        raise BridgeError(f"no CUDA driver on this machine ({error}): publish over host memory", "unshared") from None
+    for name, arguments in _SIGNATURES.items():
+        try:
+            function = getattr(library, name)
+        except AttributeError:
+            raise BridgeError(
+                f"the CUDA driver lacks {name}: update it, or publish over host memory", "unshared"
+            ) from None
+        function.argtypes, function.restype = arguments, _INT
+    code = library.cuInit(0)
+    if code:
+        raise BridgeError(f"the CUDA driver cannot start: {_name(library, code)}", "unshared")
+    return library
+
+
+def _name(library: Any, code: int) -> str:
+    text = ctypes.c_char_p()
+    if library.cuGetErrorName(code, ctypes.byref(text)) or text.value is None:
+        return f"CUDA error {code}"
+    return text.value.decode()
+
+
+class Device:
+    """One GPU, by its number among those this process sees.
+
+    Attributes:
+      ordinal: that number.
+      uuid: 16 bytes that name the GPU in every process.
+    """
+
+    def __init__(self, ordinal: int, library: Any = None):
+        self._cuda = load() if library is None else library
+        self.ordinal = ordinal
+        number, uuid = _INT(), _Uuid()
+        self._check("cuDeviceGet", ctypes.byref(number), ordinal)
+        self._check("cuDeviceGetUuid_v2", ctypes.byref(uuid), number)
+        self.uuid = bytes(ctypes.string_at(ctypes.byref(uuid), UUID_BYTES))
+        self._context, self._stream = _ANY(), _ANY()
+        self._check("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
+        with self._current():
+            self._check("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
+
+    def _check(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._cuda, name)(*arguments)
+        if code:
+            raise BridgeError(f"{name} failed on GPU {self.ordinal}: {_name(self._cuda, code)}", "unshared")
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        self._check("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._cuda.cuCtxPopCurrent_v2(ctypes.byref(_ANY()))
+
+    def allocate(self, size: int) -> int:
+        """A pointer to `size` zeroed bytes."""
+        pointer = _POINTER()
+        with self._current():
+            try:
+                self._check("cuMemAlloc_v2", ctypes.byref(pointer), size)
+            except BridgeError as error:
+                raise BridgeError(
+                    f"no room for a staging buffer of {size / 2**30:.2f} GiB on the GPU ({error}): lower "
+                    "rollout.engine.gpu_memory_utilization or kv_cache_gb, or set rollout.engine.transport=host",
+                    "limits",
+                ) from None
+            self._check("cuMemsetD8Async", pointer, 0, size, self._stream)
+            self._check("cuStreamSynchronize", self._stream)
+        return int(pointer.value)
+
+    def free(self, pointer: int) -> None:
+        """Give memory of `allocate` back."""
+        with self._current():
+            self._check("cuMemFree_v2", pointer)
+
+    def export(self, pointer: int) -> bytes:
+        """The handle under which another process maps memory of `allocate`."""
+        handle = _Handle()
+        with self._current():
+            self._check("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
+        return bytes(ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES))
+
+    def open(self, handle: bytes, size: int) -> int:
+        """A pointer to another process's memory.
+
+        Raises:
+          BridgeError: "unshared", the handle means nothing here; "torn", less than `size` bytes lie behind it.
+        """
+        pointer, base, actual = _POINTER(), _POINTER(), _SIZE()
+        foreign = _Handle()
+        ctypes.memmove(ctypes.byref(foreign), handle, HANDLE_BYTES)
+        with self._current():
+            self._check("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), foreign, _LAZY_ENABLE_PEER_ACCESS)
+            self._check("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(actual), pointer)
+        left = base.value + actual.value - pointer.value
+        if left < size:
+            self.close_mapping(int(pointer.value))
+            raise BridgeError(f"the staging buffer holds {left} bytes, the manifest announces {size}", "torn")
+        return int(pointer.value)
+
+    def close_mapping(self, pointer: int) -> None:
+        """Unmap memory of `open`."""
+        with self._current():
+            self._check("cuIpcCloseMemHandle", pointer)
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        """Start a copy on this device; `synchronize` waits for it."""
+        with self._current():
+            self._check("cuMemcpyDtoDAsync_v2", to, source, size, self._stream)
+
+    def copy_all(self, copies: list[tuple[int, int, int]]) -> None:
+        """Start many copies, (to, source, size) each."""
+        function, stream = self._cuda.cuMemcpyDtoDAsync_v2, self._stream
+        with self._current():
+            for to, source, size in copies:
+                if function(to, source, size, stream):
+                    self._check("cuMemcpyDtoDAsync_v2", to, source, size, stream)  # again, for its error
+
+    def write(self, to: int, data: bytes) -> None:
+        """Copy bytes of the host to the device; done when it returns."""
+        with self._current():
+            self._check("cuMemcpyHtoDAsync_v2", to, ctypes.cast(ctypes.c_char_p(data), _ANY), len(data), self._stream)
+            self._check("cuStreamSynchronize", self._stream)
+
+    def synchronize(self) -> None:
+        """Wait until everything started here is done."""
+        with self._current():
+            self._check("cuStreamSynchronize", self._stream)
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes of the GPU, whoever uses it."""
+        free, total = _SIZE(), _SIZE()
+        with self._current():
+            self._check("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+
+def find(uuid: bytes, library: Any = None) -> Device:
+    """The GPU with that UUID among those this process sees; BridgeError("unshared") if it is not there."""
+    cuda = load() if library is None else library
+    count = _INT()
+    if code := cuda.cuDeviceGetCount(ctypes.byref(count)):
+        raise BridgeError(f"the CUDA driver cannot count GPUs: {_name(cuda, code)}", "unshared")
+    for ordinal in range(count.value):
+        device = _device(cuda, ordinal)
+        if device.uuid == uuid:
+            return device
+    raise BridgeError("trainer and engine see different GPUs: publish over host memory", "unshared")
+
+
+@functools.cache
+def _device(library: Any, ordinal: int) -> Device:
+    return Device(ordinal, library)
+
+
+class Buffer:
+    """Exported memory on a device. `release` gives it back to its pool."""
+
+    def __init__(self, pool: Buffers, device: Device, size: int):
+        self._pool = pool
+        self.device = device
+        self.size = size
+        self.pointer = device.allocate(size)
+        try:
+            self.handle = device.export(self.pointer)
+        except BaseException:
+            device.free(self.pointer)
+            raise
+        self.fresh = True  # nothing was written yet
+
+    def release(self) -> None:
+        """To be written again. Idempotent."""
+        self._pool.give_back(self)
+
+
+class Buffers:
+    """The staging buffers of one trainer: as many as are taken at once, which is two."""
+
+    def __init__(self, device: Device):
+        self.device = device
+        self._free: list[Buffer] = []
+        self._taken: set[Buffer] = set()
+
+    def take(self, size: int) -> Buffer:
+        """A buffer of exactly `size` bytes that no version lies in."""
+        for buffer in self._free:
+            if buffer.size == size:
+                self._free.remove(buffer)
+                break
+        else:
+            self._drop_free()
+            buffer = Buffer(self, self.device, size)
+        self._taken.add(buffer)
+        return buffer
+
+    def give_back(self, buffer: Buffer) -> None:
+        if buffer in self._taken:
+            self._taken.remove(buffer)
+            self._free.append(buffer)
+
+    def _drop_free(self) -> None:
+        while self._free:
+            self.device.free(self._free.pop().pointer)
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        self._free += self._taken
+        self._taken.clear()
+        self._drop_free()

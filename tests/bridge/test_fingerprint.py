@@ -1,0 +1,134 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Fingerprints: what they are, what they find, and that every backend computes the same."""
+
+import hashlib
+import os
+
+import numpy as np
+import pytest
+from qarl_bridge import fingerprint
+
+from tests.reference import bridge_world
+
+ROW = fingerprint.ROW_BYTES
+
+
+def by_definition(data: bytes) -> np.ndarray:
+    """The two sums of each row, in Python's integers."""
+    out = []
+    for start in range(0, len(data), ROW):
+        row = data[start : start + ROW].ljust(ROW, b"\0")
+        words = [int.from_bytes(row[i : i + 2], "little") for i in range(0, ROW, 2)]
+        out.append((sum(words) % 2**32, sum((i + 1) * w for i, w in enumerate(words)) % 2**32))
+    return np.array(out, np.uint32).reshape(-1, 2)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4095, 4096, 4097, 3 * 4096 + 7, 70 * 4096])
+def test_row_sums_are_those_of_the_definition(size):
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    want = by_definition(data.tobytes())
+    assert np.array_equal(fingerprint.row_sums(data), want)
+    assert fingerprint.digest(data.tobytes()) == hashlib.sha256(want.astype("<u4").tobytes()).digest()[:16]
+    assert fingerprint.rows_of(size) == len(want)
+
+
+def test_the_largest_words_wrap_as_on_a_device():
+    data = np.full(ROW, 255, np.uint8)
+    # 2048 * 65535; 65535 * 2048 * 2049 / 2, which exceeds 2^32.
+    assert fingerprint.row_sums(data).tolist() == [[134215680, 65535 * 1024 * 2049 % 2**32]]
+
+
+def test_any_flipped_bit_swapped_word_and_swapped_row_is_found():
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, 3 * ROW + 100, np.uint8)
+    good = fingerprint.digest(data)
+    for bit in rng.integers(0, len(data) * 8, 200):
+        bad = data.copy()
+        bad[bit // 8] ^= 1 << (bit % 8)
+        assert fingerprint.digest(bad) != good
+    words = data.view(np.uint16)
+    for i, j in rng.integers(0, ROW // 2, (200, 2)):
+        bad = words.copy()
+        bad[[i, j]] = bad[[j, i]]
+        assert (fingerprint.digest(bad) != good) == (words[i] != words[j])
+    rows = np.concatenate([data[ROW : 2 * ROW], data[:ROW], data[2 * ROW :]])
+    assert fingerprint.digest(rows) != good
+
+
+def test_two_words_that_change_together_are_found_whatever_they_become():
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        words = rng.integers(0, 65536, ROW // 2).astype(np.uint16)
+        good = fingerprint.digest(words)
+        i, j = rng.choice(len(words), 2, replace=False)
+        room = min(int(words[j]), 65535 - int(words[i]))
+        if not room:
+            continue
+        delta = int(rng.integers(1, room + 1))
+        words[i] += np.uint16(delta)  # the plain sum stays as it was
+        words[j] -= np.uint16(delta)
+        assert fingerprint.digest(words) != good
+
+
+def test_a_version_on_a_device_is_validated_and_confirmed():
+    """A DeviceCopy over torch memory of the host."""
+    torch = pytest.importorskip("torch")
+    from qarl_bridge import device, sender
+    from qarl_bridge.errors import BridgeError
+
+    version = bridge_world.staged(3)
+    size = sender.align(version.manifest.total_bytes)
+    raw = os.pread(version.fd, version.manifest.total_bytes, 0).ljust(size, b"\0")
+    buffer = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    closed = []
+    copy = device.DeviceCopy(version.manifest, buffer, lambda: closed.append(True))
+    copy.validate()
+    assert copy.borrowed
+    for name, tensor in copy.at_the_door():
+        want = bridge_world.tensors(3)[name]
+        assert tensor.shape == want.shape
+        assert np.array_equal(tensor.float().numpy(), want.astype(np.float32))
+    copy.confirm()
+    entries = {entry.name: entry for entry in version.manifest.tensors}
+    scale = entries["model.layers.0.self_attn.k_proj.weight_scale"]
+    buffer[scale.offset + 2] ^= 1
+    with pytest.raises(BridgeError, match=r"k_proj\.weight_scale is torn"):
+        copy.validate()
+    with pytest.raises(BridgeError, match="wrote to it after it was staged"):
+        copy.confirm()
+    copy.close()
+    copy.close()
+    assert closed == [True]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, None])
+def test_a_version_on_a_device_with_a_bad_scale_is_refused(bad):
+    torch = pytest.importorskip("torch")
+    from qarl_bridge import device, sender
+    from qarl_bridge.errors import BridgeError
+
+    name = "model.layers.0.self_attn.k_proj.weight_scale"
+    scale = bridge_world.tensors(0)[name]
+    if bad is None:
+        scale[:] = 0
+    else:
+        scale[3] = bad
+    version = bridge_world.staged(0, replace={name: scale})
+    total = version.manifest.total_bytes
+    raw = os.pread(version.fd, total, 0).ljust(sender.align(total), b"\0")
+    copy = device.DeviceCopy(version.manifest, torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    with pytest.raises(BridgeError, match=name) as error:
+        copy.validate()
+    assert error.value.code == "tensor"
+
+
+def test_torch_computes_the_same_sums():
+    torch = pytest.importorskip("torch")
+    from qarl_bridge import device
+
+    data = np.random.default_rng(2).integers(0, 256, 5 * ROW, np.uint8)
+    got = device.row_sums(torch.from_numpy(data))
+    assert np.array_equal(got, fingerprint.row_sums(data))
+    data[:] = 255
+    assert np.array_equal(device.row_sums(torch.from_numpy(data)), fingerprint.row_sums(data))

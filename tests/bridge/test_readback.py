@@ -1,0 +1,284 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Read-back of linear layers and fused experts, on modules of torch that keep their weights in layouts of their own."""
+
+import contextlib
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import numpy as np  # noqa: E402
+from qarl_bridge import packing, readback, vllm_versions, whole_modules  # noqa: E402
+from qarl_bridge.errors import BridgeError  # noqa: E402
+
+
+def bf16(*shape, seed=0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.1).bfloat16()
+
+
+class Method:
+    """What vLLM's quant_method is to the read-back."""
+
+    def __init__(self, apply):
+        self.apply = apply
+
+
+class Live(torch.nn.Module):
+    def __init__(self, apply, **parameters):
+        super().__init__()
+        self.quant_method = Method(apply)
+        for name, value in parameters.items():
+            setattr(self, name, torch.nn.Parameter(value, requires_grad=False))
+
+
+def dense(weight):
+    """A layer that keeps its weight transposed."""
+    return Live(lambda layer, x, bias: (x.float() @ layer.weight.float()).bfloat16(), weight=weight.t().contiguous())
+
+
+def int8(weight, scale):
+    def apply(layer, x, bias):
+        top = x.float().abs().amax(1, keepdim=True)
+        codes = torch.round(x.float() * (127 / top))
+        return ((codes @ layer.weight.float()) * (top / 127) * layer.scale.reshape(1, -1)).bfloat16()
+
+    return Live(apply, weight=weight.t().contiguous(), scale=scale)
+
+
+def int4(words, scale):
+    def apply(layer, x, bias):
+        nibbles = (layer.packed.unsqueeze(-1) >> torch.arange(0, 32, 4)) & 0xF
+        codes = (nibbles - 8).reshape(layer.packed.shape[0], -1).float()
+        weight = (codes * layer.scale.float().repeat_interleave(32, dim=1)).bfloat16()
+        return (x.float() @ weight.float().t()).bfloat16()
+
+    return Live(apply, packed=words, scale=scale)
+
+
+def read_back(modules, tensors, mode="full", tied=None, w4a8=False):
+    reader = readback.ReadBack(
+        modules, tied or {}, device=torch.device("cpu"), w4a8=w4a8, context=contextlib.nullcontext
+    )
+    return reader.compare(tensors, mode, 0)
+
+
+def fused(kind):
+    """(live qkv_proj, published tensors) of one layer: q, k and v of 64 inputs."""
+    prefix, k = "model.layers.0.self_attn", 64
+    tensors, weights, scales = {}, [], []
+    for seed, (shard, n) in enumerate((("q_proj", 16), ("k_proj", 8), ("v_proj", 8))):
+        name = f"{prefix}.{shard}"
+        if kind == "dense":
+            weights.append(bf16(n, k, seed=seed))
+            tensors[f"{name}.weight"] = weights[-1]
+        elif kind == "int8":
+            rng = np.random.default_rng(seed)
+            weights.append(torch.from_numpy(rng.integers(-128, 128, (n, k)).astype(np.int8)))
+            scales.append(torch.from_numpy(rng.uniform(0.001, 0.01, (n, 1)).astype(np.float32)))
+            tensors |= {f"{name}.weight": weights[-1], f"{name}.weight_scale": scales[-1]}
+        else:
+            rng = np.random.default_rng(seed)
+            weights.append(torch.from_numpy(packing.pack_int4(rng.integers(-8, 8, (n, k)))))
+            scales.append(bf16(n, k // 32, seed=seed).abs() + 0.01)
+            tensors |= {f"{name}.weight_packed": weights[-1], f"{name}.weight_scale": scales[-1]}
+            tensors[f"{name}.weight_shape"] = torch.tensor([n, k])
+    make = {"dense": dense, "int8": int8, "int4": int4}[kind]
+    live = make(torch.cat(weights), *([torch.cat(scales)] if scales else []))
+    return {f"{prefix}.qkv_proj": live}, tensors
+
+
+@pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
+def test_a_layer_that_holds_what_was_published_is_read_back(kind):
+    modules, tensors = fused(kind)
+    assert read_back(modules, tensors) == (1, 64)
+    assert read_back(modules, tensors, "sampled") == (1, readback.SAMPLED_ROWS)
+
+
+@pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
+def test_one_wrong_weight_is_found_and_named(kind):
+    modules, tensors = fused(kind)
+    name = next(n for n in tensors if "k_proj.weight" in n)
+    tensors[name] = tensors[name].clone()
+    tensors[name][3, 5] = tensors[name][3, 5] * 2 + 1 if kind != "int4" else tensors[name][3, 5] ^ 1
+    # Row 3 of k is row 19 of the fused layer.
+    with pytest.raises(BridgeError, match=r"qkv_proj holds .* at \[19, (5|40)\].*1 of 2048 values differ"):
+        read_back(modules, tensors)
+
+
+def test_a_nan_in_the_kernels_own_copy_is_found():
+    modules, tensors = fused("dense")
+    modules["model.layers.0.self_attn.qkv_proj"].weight.data[7, 7] = float("nan")
+    with pytest.raises(BridgeError, match="holds nan"):
+        read_back(modules, tensors)
+
+
+def test_tensors_without_a_live_layer_are_an_error_and_stored_ones_are_compared():
+    norm = torch.nn.Module()
+    norm.weight = torch.nn.Parameter(bf16(8), requires_grad=False)
+    assert read_back({"model.norm": norm}, {"model.norm.weight": norm.weight.data.clone()}) == (1, 0)
+    with pytest.raises(BridgeError, match=r"model\.norm does not hold"):
+        read_back({"model.norm": norm}, {"model.norm.weight": norm.weight.data + 1})
+    with pytest.raises(BridgeError, match=r"no live layer for 1 tensor\(s\), first: other.weight"):
+        read_back({"model.norm": norm}, {"model.norm.weight": norm.weight.data, "other.weight": bf16(8)})
+
+
+def test_a_tied_head_is_pushed_through_although_only_the_embedding_was_published():
+    table = bf16(24, 16)
+    embedding = torch.nn.Module()
+    embedding.weight = torch.nn.Parameter(table, requires_grad=False)
+    head = dense(table)
+    modules, tensors = {"model.embed_tokens": embedding, "lm_head": head}, {"model.embed_tokens.weight": table}
+    assert read_back(modules, tensors, tied={"lm_head": "model.embed_tokens"}) == (2, 16)
+    head.weight.data += 1  # a packed copy that a reload forgot
+    with pytest.raises(BridgeError, match="lm_head holds"):
+        read_back(modules, tensors, tied={"lm_head": "model.embed_tokens"})
+
+
+# ---- fused experts --------------------------------------------------------------------------------------------------
+
+E, HIDDEN, INNER = 4, 32, 16
+LAYER = "model.layers.0.mlp.experts"
+
+
+def bank(seed=0):
+    tensors = {}
+    for e in range(E):
+        for i, (proj, shape) in enumerate(
+            (("gate_proj", (INNER, HIDDEN)), ("up_proj", (INNER, HIDDEN)), ("down_proj", (HIDDEN, INNER)))
+        ):
+            tensors[f"{LAYER}.{e}.{proj}.weight"] = bf16(*shape, seed=100 * seed + 10 * e + i)
+    return tensors
+
+
+class ExpertsMethod:
+    """vLLM's method of a bank of experts: routing given, the bank w13 [E, 2I, H], w2 [E, H, I]."""
+
+    is_monolithic = False
+    topk_indices_dtype = None
+
+    class moe:  # noqa: N801
+        experts_per_token = 2
+
+    def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
+        out = torch.zeros(len(x), HIDDEN)
+        for row in range(len(x)):
+            for weight, e in zip(topk_weights[row], topk_ids[row], strict=True):
+                gate, up = (layer.w13_weight[e].float() @ x[row].float()).bfloat16().float().chunk(2)
+                hidden = (torch.nn.functional.silu(gate) * up).bfloat16().float()
+                out[row] += weight * (layer.w2_weight[e].float() @ hidden)
+        return out.bfloat16()
+
+
+class Experts(Live):
+    def __init__(self, tensors):
+        def stacked(*projections):
+            return torch.stack([torch.cat([tensors[f"{LAYER}.{e}.{p}.weight"] for p in projections]) for e in range(E)])
+
+        super().__init__(None, w13_weight=stacked("gate_proj", "up_proj"), w2_weight=stacked("down_proj"))
+        self.quant_method = ExpertsMethod()
+
+
+@pytest.mark.parametrize("mode", ["sampled", "full"])
+def test_experts_are_read_back_through_the_fused_layer(mode):
+    layers, rows = read_back({f"{LAYER}.routed_experts": Experts(bank())}, bank(), mode)
+    assert (layers, rows > 0) == (1, True)
+    assert read_back({LAYER: Experts(bank())}, bank(), mode)[0] == 1  # wherever vLLM puts the parameters
+
+
+@pytest.mark.parametrize("what", ["another version", "gate and up swapped", "one expert", "not packed"])
+def test_wrong_experts_are_found(what):
+    live, tensors = Experts(bank()), bank()
+    if what == "another version":
+        live = Experts(bank(seed=1))
+    elif what == "gate and up swapped":
+        live.w13_weight.data = torch.cat(live.w13_weight.data.chunk(2, dim=1)[::-1], dim=1)
+    elif what == "one expert":
+        live.w2_weight.data[2] = live.w2_weight.data[1]
+    else:
+        live.w13_weight.data = live.w13_weight.data.reshape(E, -1, 8, HIDDEN).transpose(1, 2).reshape(E, -1, HIDDEN)
+    with pytest.raises(BridgeError, match=r"routed_experts answers a row for experts .* away from the published"):
+        read_back({f"{LAYER}.routed_experts": live}, tensors, "full")
+
+
+def test_experts_without_a_live_bank_are_an_error():
+    with pytest.raises(BridgeError, match="no live layer for 12 tensor"):
+        read_back({}, bank())
+
+
+# ---- whole modules --------------------------------------------------------------------------------------------------
+
+
+def test_a_modules_parameters_are_put_together_from_what_is_published():
+    _, tensors = fused("int8")
+    meta = {name: torch.empty(0) for name in ("weight", "weight_scale")}
+    sources = whole_modules._sources("model.layers.0.self_attn.qkv_proj", meta, tensors)
+    weight = whole_modules._assemble(sources[0], torch.empty(32, 64, dtype=torch.int8), tensors, "cpu")
+    assert torch.equal(weight[16:24], tensors["model.layers.0.self_attn.k_proj.weight"])
+    # A padded vocabulary, and memory of its own.
+    table = {"lm_head.weight": bf16(5, 4)}
+    (source,) = whole_modules._sources("lm_head", {"weight": None}, table)
+    padded = whole_modules._assemble(source, torch.empty(8, 4, dtype=torch.bfloat16), table, "cpu")
+    assert torch.equal(padded[:5], table["lm_head.weight"])
+    assert not padded[5:].any()
+    padded.zero_()
+    assert table["lm_head.weight"].any()
+
+
+def test_the_experts_of_a_layer_become_one_parameter():
+    tensors = bank()
+    sources = whole_modules._sources(f"{LAYER}.routed_experts", {"w13_weight": None, "w2_weight": None}, tensors)
+    w13 = whole_modules._assemble(sources[0], torch.empty(E, 2 * INNER, HIDDEN, dtype=torch.bfloat16), tensors, "cpu")
+    live = Experts(tensors)
+    assert torch.equal(w13, live.w13_weight)
+    w2 = whole_modules._assemble(sources[1], torch.empty(E, HIDDEN, INNER, dtype=torch.bfloat16), tensors, "cpu")
+    assert torch.equal(w2, live.w2_weight)
+
+
+def test_a_parameter_that_is_not_published_sends_everything_to_vllms_loader():
+    _, tensors = fused("int8")
+    with pytest.raises(whole_modules.Unsupported, match="has a parameter zero_point"):
+        whole_modules._sources("model.layers.0.self_attn.qkv_proj", {"weight": None, "zero_point": None}, tensors)
+    assert whole_modules._sources("model.layers.0.other", {"weight": None}, tensors) == []
+    unused = {"weight": None, "weight_g_idx": None}
+    assert len(whole_modules._sources("model.layers.0.self_attn.qkv_proj", unused, tensors)) == 1
+    (source,) = whole_modules._sources("model.layers.0.self_attn.qkv_proj", {"weight": None}, tensors)
+    with pytest.raises(whole_modules.Unsupported, match="does not make weight"):
+        whole_modules._assemble(source, torch.empty(31, 64, dtype=torch.int8), tensors, "cpu")
+
+
+# ---- versions -------------------------------------------------------------------------------------------------------
+
+ARGUMENTS = {
+    "path": "/m",
+    "has_weights": False,
+    "seed": 0,
+    "max_model_len": 0,
+    "max_num_seqs": 4,
+    "kv_cache_gb": 0.5,
+    "gpu_memory_utilization": 0.4,
+    "execution": "eager",
+    "int4_kernel": "auto",
+    "record_routing": False,
+    "on_gpu": False,
+}
+
+
+def test_engine_arguments_follow_the_options():
+    made = vllm_versions.engine_arguments(**ARGUMENTS)
+    assert (made["enforce_eager"], made["kv_cache_memory_bytes"], made["load_format"]) == (True, 1 << 29, "dummy")
+    assert "max_model_len" not in made
+    assert "linear_backend" not in made
+    made = vllm_versions.engine_arguments(
+        **ARGUMENTS | {"execution": "compiled", "int4_kernel": "marlin", "on_gpu": True}
+    )
+    assert (made["enforce_eager"], made["linear_backend"]) == (False, "marlin")
+    with pytest.raises(BridgeError, match="leave it at auto on a CPU"):
+        vllm_versions.engine_arguments(**ARGUMENTS | {"int4_kernel": "machete"})
+
+
+def test_a_version_nobody_tried_is_said_to_be_one():
+    assert vllm_versions.untested_note("0.25.1") == vllm_versions.untested_note("0.32.0+cpu") == []
+    (note,) = vllm_versions.untested_note("0.41.0")
+    assert "0.41.0 was not tried" in note
+    assert vllm_versions.release("0.25.1+cu130") == (0, 25)

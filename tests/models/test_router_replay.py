@@ -1,0 +1,147 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Router replay: tokens go where the sampler sent them, and nothing else changes."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from qarl_jax import models, quant
+from qarl_jax.data.packing import pack
+from qarl_jax.models.moe import Router
+from qarl_jax.types import Completion, Prompt, RolloutGroup, VersionSpan
+from tests.reference.hf_models import SHAPES
+
+B, T = 2, 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Two of its three layers are mixtures."""
+    folder = tmp_path_factory.mktemp("moe")
+    shape = dict(SHAPES["moe-mlp-only-layers"])
+    shape.pop("model")
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"} | shape)
+    )
+    return models.random_model(models.read_config(folder), 3)
+
+
+def choices(model, tokens):
+    """[B, T, L, k]: what the routers choose themselves, read off one layer after the other."""
+    taken = []
+    original = Router.__call__
+
+    def record(self, x, replayed=None):
+        experts, weights = original(self, x, replayed)
+        taken.append(experts)
+        return experts, weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "__call__", record)
+        patch.setattr(jax.lax, "scan", scan_by_hand)
+        model.hidden_states(tokens)
+    k = model.config.moe.num_experts_per_tok
+    routed = np.full((B, T, model.config.num_layers, k), -1, np.int16)
+    for layer, experts in zip(model.config.moe_layers, taken, strict=True):
+        routed[:, :, layer] = np.asarray(experts).reshape(B, T, k)
+    return routed
+
+
+def scan_by_hand(body, carry, xs):
+    length = jax.tree.leaves(xs)[0].shape[0]
+    for i in range(length):
+        carry, _ = body(carry, jax.tree.map(lambda x, i=i: x[i], xs))
+    return carry, None
+
+
+def hidden(model, tokens, routed):
+    graphdef, params, _ = models.split(model)
+
+    @jax.jit
+    def run(params, routed):
+        return models.merge(graphdef, params, nnx.State({})).hidden_states(tokens, routed_experts=routed)
+
+    return np.asarray(run(params, routed))
+
+
+@pytest.mark.slow
+def test_replaying_the_models_own_choice_changes_nothing_and_another_choice_does(model):
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 90, (B, T)), jnp.int32)
+    own = choices(model, tokens)
+    plain = hidden(model, tokens, None)
+    np.testing.assert_allclose(hidden(model, tokens, own), plain, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(hidden(model, tokens, np.full_like(own, -1)), plain)
+    layer, experts = model.config.moe_layers[-1], model.config.moe.num_experts
+    other = own.copy()
+    other[0, 3, layer] = (own[0, 3, layer] + 1) % experts
+    difference = np.abs(hidden(model, tokens, other) - plain).max(axis=-1)
+    assert difference[0, 3] > 1e-3
+    assert difference[1].max() < 1e-5, "the other row is as it was"
+    assert difference[0, :3].max() < 1e-5, "and what came before"
+
+
+@pytest.mark.slow
+def test_the_gradient_reaches_the_router_through_the_weights_of_the_replayed_experts(model):
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 90, (B, T)), jnp.int32)
+    graphdef, params, _ = models.split(model)
+    k, layers = model.config.moe.num_experts_per_tok, model.config.num_layers
+    routed = np.broadcast_to(np.arange(k, dtype=np.int16), (B, T, layers, k))
+
+    def loss(params):
+        out = models.merge(graphdef, params, nnx.State({})).hidden_states(tokens, routed_experts=jnp.asarray(routed))
+        return (out.astype(jnp.float32) ** 3).sum()
+
+    grads = models.by_path(jax.jit(jax.grad(loss))(params))
+    routers = {path: np.abs(np.asarray(g)) for path, g in grads.items() if "router" in path}
+    assert routers
+    for grad in routers.values():
+        assert grad[:, :k].max() > 0
+        if not model.config.moe.norm_topk_prob:
+            continue
+        assert grad[:, k:].max() == 0, "experts nobody went to: their logits weigh nothing"
+
+
+@pytest.mark.slow
+def test_a_rounded_router_weighs_its_experts_in_bfloat16(model):
+    config = dataclasses.replace(model.config, numerics=quant.Numerics("cpu_avx2"), compute_dtype=jnp.bfloat16)
+    router = Router(config=config, rngs=nnx.Rngs(0), stack={})
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((40, config.hidden_size)), jnp.bfloat16)
+    _, weights = router(x)
+    np.testing.assert_array_equal(weights, weights.astype(jnp.bfloat16).astype(jnp.float32))
+    plain = dataclasses.replace(config, numerics=quant.Numerics("plain"))
+    _, exact = Router(config=plain, rngs=nnx.Rngs(0), stack={})(x)
+    assert (np.asarray(exact) != np.asarray(exact.astype(jnp.bfloat16).astype(jnp.float32))).any()
+
+
+def test_packing_puts_each_choice_beside_its_token():
+    def completion(prompt, tokens, start):
+        fed = len(prompt) + len(tokens) - 1
+        return Completion(
+            prompt_tokens=prompt,
+            tokens=tokens,
+            logprobs=np.zeros(len(tokens), np.float32),
+            finish_reason="stop",
+            versions=(VersionSpan(version=0, start=0, end=len(tokens)),),
+            routed_experts=start + np.arange(fed * 4, dtype=np.int16).reshape(fed, 2, 2),
+        )
+
+    prompt = Prompt(uid="a", tokens=(5, 6), text="", answer="")
+    both = (completion((5, 6), (7, 8, 9), 0), completion((5, 6), (4,), 100))
+    group = RolloutGroup(prompt=prompt, completions=both, rewards=np.zeros(2, np.float32))
+    packed = pack([group], [[1.0, 1.0]], row_len=10)
+    routed = packed.batch.routed_experts
+    assert routed.shape == (1, 10, 2, 2)
+    assert routed.dtype == np.int16
+    for segment, one in zip(packed.segments, both, strict=True):
+        end = segment.start + segment.prompt_len + segment.response_len
+        np.testing.assert_array_equal(routed[0, segment.start : end - 1], one.routed_experts)
+        assert (routed[0, end - 1] == -1).all(), "the last token is drawn, not fed"
+    assert (routed[0, 8:] == -1).all()
+    plain = dataclasses.replace(group, completions=tuple(dataclasses.replace(c, routed_experts=None) for c in both))
+    assert pack([plain], [[1.0, 1.0]], row_len=10).batch.routed_experts is None

@@ -1,0 +1,173 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A bridge around a real vLLM whose insides a test can break: run as a process, `python live_engine.py SCHEME FOLDER`.
+
+The engine runs in the main thread, as in a bridge; the trainer in another. Prints one JSON object, the findings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+from qarl_bridge import sender, server, staged, whole_modules, wire
+from qarl_bridge.engine import Options, VllmEngine
+from qarl_bridge.transport.zeromq import Listener
+from qarl_bridge.wire import BridgeError
+
+from qarl_jax import models, parity
+from qarl_jax.rollout import PolicyWeights
+from qarl_jax.rollout.vllm import engine_config, engine_tensors
+
+MODEL = os.path.join(os.path.dirname(__file__), "..", "..", "assets", "tiny-qwen3")
+KEY = bytes(range(32))
+DRAWS = [wire.Draw(prompt=[1 + i, 5, 7], seed=i) for i in range(6)]
+
+
+def moved(weights: PolicyWeights, scale: float) -> PolicyWeights:
+    """Another version of the same policy."""
+    params = jax.tree.map(lambda x: x * scale if x.ndim > 1 else x, weights.params)
+    return dataclasses.replace(weights, params=params, qweights=models.quantize_params(weights.graphdef, params))
+
+
+class Trainer:
+    """Publishes and samples over a connection of its own."""
+
+    def __init__(self, address: str, facts: wire.Facts, policies: list[dict[str, Any]]):
+        self.client = sender.Client(address, KEY, timeout_s=120)
+        self.client.acquire("run", 1)
+        self._facts, self._policies = facts, policies
+        self.steps = 0
+
+    def publish(self, which: int, readback: str = "full") -> dict[str, float]:
+        version = wire.Version(run_id="run", incarnation=1, step=self.steps)
+        self.steps += 1
+        held = sender.stage(
+            self._policies[which].items(), version=version, model=self._facts.model, scheme=self._facts.scheme
+        )
+        try:
+            return self.client.publish(held, readback=readback)
+        finally:
+            held.close()
+
+    def draw(self) -> list[tuple[bytes, bytes]]:
+        drawn = self.client.generate(DRAWS, wire.Sampling(max_tokens=12, temperature=0.0))
+        return [(one.tokens, one.logprobs) for one in drawn]
+
+
+def fails_once(function: Any, after: int) -> Any:
+    """`function`, but its call number `after` (of this wrapper) raises."""
+    calls = 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise RuntimeError("broken for a test")
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def half_way(copy: Any) -> Any:
+    """The tensors at the door, and an error in the middle of them."""
+    for index, (name, array) in enumerate(staged.HostCopy.at_the_door(copy)):
+        if index == len(copy.manifest.tensors) // 2:
+            raise RuntimeError("broken for a test")
+        yield name, array
+
+
+def refusal(trainer: Trainer, which: int) -> tuple[str, float]:
+    """(code and text of the error, seconds until it came: the engine serves again or is fenced)."""
+    start = time.perf_counter()
+    try:
+        trainer.publish(which)
+    except BridgeError as error:
+        return f"{error.code}: {error}", time.perf_counter() - start
+    return "none", 0.0
+
+
+def scenario(trainer: Trainer, engine: VllmEngine) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    first = trainer.publish(0)
+    found["notes"] = trainer.client.status().facts.notes
+    found["first_load_s"] = first["load_s"]
+    zero = trainer.draw()
+    found["whole_load_s"] = trainer.publish(1)["load_s"]
+    one = trainer.draw()
+    found["versions_differ"] = zero != one
+    # A failure in the middle of loading whole modules: the last good version is back, to the last bit.
+    assemble = whole_modules._assemble
+    whole_modules._assemble = fails_once(assemble, 12)
+    found["whole_failure"], found["whole_recovery_s"] = refusal(trainer, 0)
+    whole_modules._assemble = assemble
+    found["restored_after_whole"] = trainer.draw() == one
+    # Now vLLM's own loader, for the same versions.
+    engine._whole = None
+    found["vllm_load_s"] = trainer.publish(1)["load_s"]
+    found["loaders_agree"] = trainer.draw() == one
+    at_the_door = staged.HostCopy.at_the_door
+    calls = []
+
+    def breaks_first(copy: Any) -> Any:
+        calls.append(copy)
+        return half_way(copy) if len(calls) == 1 else at_the_door(copy)
+
+    staged.HostCopy.at_the_door = breaks_first  # type: ignore[method-assign]
+    found["loader_failure"], found["loader_recovery_s"] = refusal(trainer, 0)
+    staged.HostCopy.at_the_door = at_the_door  # type: ignore[method-assign]
+    found["restored_after_loader"] = trainer.draw() == one
+    trainer.publish(0)
+    found["back_to_zero"] = trainer.draw() == zero
+    records = trainer.client.probe([3, 1, 4, 1, 5], ["model.layers.0.mlp.down_proj", "model.layers.1"])
+    found["probed"] = [[record.module, [list(a.shape) for a in record.outputs]] for record in records]
+    for modules in (["model.layers.0.nothing"], []):
+        try:
+            trainer.client.probe([1], modules)
+        except BridgeError as error:
+            found.setdefault("probe_errors", []).append(error.code)
+    return found
+
+
+def main(scheme: str, folder: str) -> None:
+    weights = parity.load(MODEL, scheme, "cpu")
+    policies = [dict(engine_tensors(weights)), dict(engine_tensors(moved(weights, 1.1)))]
+    expected = {
+        n: wire.Expected(name=n, dtype=wire.dtype_name(a.dtype), shape=list(a.shape)) for n, a in policies[0].items()
+    }
+    config = engine_config(weights.graphdef)
+    sender.write_folder(folder, config, expected.values())
+    options = Options(max_model_len=64, kv_cache_gb=0.1, max_num_seqs=8, threads=1)
+    engine = VllmEngine(folder, config, expected, has_weights=False, options=options)
+    bridge = server.Bridge(engine)
+    listener = Listener(os.path.join(folder, "s"), KEY)
+    bridge.serve(listener)
+    found: dict[str, Any] = {}
+
+    def train() -> None:
+        try:
+            trainer = Trainer(listener.address, engine.facts, policies)
+            found.update(scenario(trainer, engine))
+            trainer.client.close()
+        except BaseException as error:
+            found["error"] = repr(error)
+        finally:
+            bridge.stop()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    bridge.run()
+    thread.join()
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)

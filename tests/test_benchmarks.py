@@ -1,0 +1,114 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks meant for a GPU run at toy size on a CPU, and say what they are meant to say."""
+
+import gzip
+import json
+import sys
+
+import pytest
+
+from benchmarks import attention, gemm, learner, shapes, step_gpu, trace_summary
+
+SMALL = ["--model", "tiny", "--rows", "8", "--seq", "32", "--steps", "1"]
+
+
+def printed(capsys):
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.nightly
+def test_the_learner_is_measured_beside_its_peer(capsys, tmp_path):
+    peer = tmp_path / "peer.py"
+    peer.write_text("print('RESULT peer=toy tokens_per_s=1000.0 steps=1')")
+    command = ["--schemes", "bf16", "w8a8", "--peer", f"{sys.executable} {peer}", "--out", str(tmp_path / "out.json")]
+    assert learner.main([*SMALL, *command]) == 0
+    first, bf16, w8a8 = printed(capsys)
+    assert first["peer"]["peer"] == "toy"
+    for line in (bf16, w8a8):
+        assert line["of_the_peer"] == pytest.approx(line["tokens_per_s"] / 1000)
+        assert line["mfu"] is None  # no peak is known of a CPU
+    assert w8a8["of_the_first"] == pytest.approx(w8a8["tokens_per_s"] / bf16["tokens_per_s"])
+    assert json.loads((tmp_path / "out.json").read_text())["results"] == [bf16, w8a8]
+
+
+def test_a_peer_that_fails_is_told(tmp_path):
+    peer = tmp_path / "peer.py"
+    peer.write_text("raise SystemExit('no GPU')")
+    with pytest.raises(SystemExit, match="no GPU"):
+        learner.run_peer(f"{sys.executable} {peer}")
+
+
+@pytest.mark.nightly
+def test_products_and_layers_are_timed_at_every_shape(capsys):
+    assert gemm.main(["--model", "tiny", "--tokens", "64", "--repeats", "1"]) == 0
+    lines = printed(capsys)
+    assert {line["layer"] for line in lines} == {"q", "kv", "up", "down"}
+    assert {line["kind"] for line in lines} >= {"bf16", "int8", "int8_kn", "fp8", "dot/bf16", "dot/w8a8", "dot/w4a16"}
+    assert all(line["tflops"] > 0 for line in lines)
+
+
+@pytest.mark.slow
+def test_attention_is_timed_plain_and_packed(capsys):
+    sizes = ["--rows", "1", "--seq", "64", "--heads", "4", "--kv", "2", "--head_dim", "16", "--repeats", "1"]
+    assert attention.main([*sizes, "--segments", "1", "4", "--implementations", "xla"]) == 0
+    plain, packed = printed(capsys)
+    assert (plain["segments"], packed["segments"]) == (1, 4)
+
+
+@pytest.mark.nightly
+def test_a_step_is_put_together_from_its_phases(capsys):
+    speeds = ["--rollout-tok-per-s", "bf16=1e6", "w8a8=2e6"]
+    sizes = ["--model", "tiny", "--rows", "8", "--seq", "32", "--updates", "2", "--repeats", "1"]
+    assert step_gpu.main([*sizes, *speeds]) == 0
+    lines = {line.pop("run"): line for line in printed(capsys)}
+    assert list(lines) == ["bf16", "w8a8", "w8a8 rollout"]
+    for name, line in lines.items():
+        phases = [line[key] for key in ("rollout", "old_logprobs", "update", "publish")]
+        assert line["step"] == pytest.approx(sum(phases))
+        assert line["rollout"] == 2 * 8 * 32 / (1e6 if name == "bf16" else 2e6)
+    assert lines["bf16"]["of_bf16"] == 1
+
+
+def test_a_trace_is_summed_over_the_devices_kernels_alone(tmp_path, capsys):
+    def row(pid, tid, name, us):
+        return {"ph": "X", "pid": pid, "tid": tid, "name": name, "dur": us, "ts": 0}
+
+    def named(kind, pid, name, tid=0):
+        return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
+
+    events = [
+        named("process_name", 1, "/device:GPU:0"),
+        named("process_name", 2, "/host:CPU"),
+        named("thread_name", 1, "Stream #7", 7),
+        named("thread_name", 1, "XLA Modules", 8),
+        row(1, 7, "nvjet_gemm", 300),
+        row(1, 7, "loop_fusion", 100),
+        row(1, 7, "nvjet_gemm", 200),
+        row(1, 8, "jit_step", 600),  # encloses the kernels
+        row(2, 1, "python", 9000),
+    ]
+    with gzip.open(tmp_path / "host.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    assert trace_summary.main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "0.60 ms" in said
+    assert "0.500 ms  83.3%  nvjet_gemm" in said
+    assert "python" not in said
+    assert "jit_step" not in said
+    assert trace_summary.main([str(tmp_path), "--by", "kind"]) == 0
+    assert "GEMM" in capsys.readouterr().out
+
+
+def test_a_folder_without_a_trace_is_told(tmp_path):
+    with pytest.raises(SystemExit, match="profile_steps"):
+        trace_summary.newest(tmp_path)
+
+
+def test_rows_of_a_benchmark_are_full_and_their_lengths_add_up():
+    setting = shapes.Setting(model="tiny", rows=2, seq=30, segments=4)
+    batch = shapes.batch(setting)
+    assert sum(shapes.lengths(setting)) == 60
+    assert batch.loss_mask.sum() == 60 - 2 * 4  # all but the first token of each segment
+    assert (batch.segment_ids > 0).all()
+    assert batch.segment_ids.max() == 4
