@@ -284,9 +284,9 @@ class Bridge:
 
     def _welcome(self, peer: Peer) -> None:
         thread = threading.Thread(target=self._converse, args=(peer,), daemon=True, name="peer")
-        with self._lock:
+        with self._lock:  # run() joins whatever is listed: only a started thread may be
+            thread.start()
             self._peers[peer] = thread
-        thread.start()
 
     def _release(self, peer: Peer) -> None:
         """What a peer that is gone held."""

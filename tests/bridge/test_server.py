@@ -657,6 +657,30 @@ def test_a_peer_that_floods_is_told_so_and_hurts_nobody(bridge):
     still_serves(bridge, trainer, 0)
 
 
+def test_a_client_that_arrives_while_the_bridge_stops(tmp_path, monkeypatch):
+    """run() waits for the peers' threads: a peer is on its list only once its thread can be waited for."""
+    starting = threading.Event()
+    with world(tmp_path) as w:
+
+        class SlowThread(threading.Thread):
+            def start(self):
+                starting.set()
+                w.bridge.stop()
+                time.sleep(0.3)
+                super().start()
+
+        trainer = w.trainer()
+        trainer.publish(staged(0))
+        monkeypatch.setattr(server.threading, "Thread", SlowThread)
+        with contextlib.suppress(BridgeError):  # it may be told so, or find nobody
+            w.client()
+        assert starting.is_set()
+        monkeypatch.undo()
+        w.thread.join(20.0)
+        assert not w.thread.is_alive()
+        assert w.bridge.exit_code == 0
+
+
 def test_more_clients_than_the_bridge_takes_are_turned_away(bridge, monkeypatch):
     monkeypatch.setattr(zeromq, "MAX_PEERS", 2)
     first, second = bridge.trainer(), bridge.client()

@@ -62,6 +62,7 @@ class World:
 
     engine: FakeEngine
     bridge: server.Bridge
+    thread: threading.Thread  # the one that drives the engine
     address: str
     key: bytes
     clients: list[sender.Client] = dataclasses.field(default_factory=list)
@@ -96,7 +97,7 @@ def world(path: os.PathLike[str], *, tcp: bool = False, has_weights: bool = Fals
     bridge.serve(listener)
     running = threading.Thread(target=bridge.run)
     running.start()
-    w = World(engine, bridge, listener.address, key)
+    w = World(engine, bridge, running, listener.address, key)
     try:
         yield w
     finally:
