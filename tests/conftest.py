@@ -21,7 +21,14 @@ _FLAGS = (
 if _FLAGS[0] not in os.environ.get("XLA_FLAGS", "") and os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402  (the flags above must be set first)
+
+# A busy machine is no failure. `make test` asks for "repeatable" besides: the same examples every time, so that what
+# fails there was broken by a change, and not by luck; a plain pytest goes on looking for new ones.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("repeatable", hypothesis.settings.get_profile("patient"), derandomize=True)
+hypothesis.settings.load_profile("patient")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -404,7 +404,7 @@ def test_a_taken_port_is_told_by_the_bridge(world, tmp_path):
         address = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
         command = [sys.executable, "-m", "qarl_bridge", "--socket", address, "--model", str(world.model)]
         done = subprocess.run(
-            [*command, "--key-file", str(key), "--engine", "fake"], capture_output=True, text=True, timeout=60
+            [*command, "--key-file", str(key), "--engine", "fake"], capture_output=True, text=True, timeout=300
         )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ")
@@ -416,7 +416,7 @@ def test_a_taken_port_is_told_by_the_bridge(world, tmp_path):
 
 def test_the_command_itself_exits_with_2_and_prints_one_line(world):
     command = [sys.executable, "-m", "qarl_jax.train", *world.command("train.stps=3")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ")

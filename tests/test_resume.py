@@ -26,10 +26,10 @@ from tests.reference import tiny
 STEPS = 8
 PATIENCE_S = 400  # for one process, on a machine that does other things as well
 
-# Runs the trainer, and kills it without warning when a function is entered, or has returned, for the n-th time.
+# Runs the trainer, and sends it a signal when a function is entered, or has returned, for the n-th time.
 KILLER = """
 import importlib, os, signal, sys
-module, path, when, nth = sys.argv[1:5]
+number, module, path, when, nth = sys.argv[1:6]
 *parents, name = path.split(".")
 owner = importlib.import_module(module)
 for parent in parents:
@@ -39,15 +39,15 @@ function, calls = getattr(owner, name), [0]
 def dying(*args, **kwargs):
     calls[0] += 1
     if when == "before" and calls[0] == int(nth):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.Signals[number])
     out = function(*args, **kwargs)
     if when == "after" and calls[0] == int(nth):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.Signals[number])
     return out
 
 setattr(owner, name, dying)
 from qarl_jax import train
-sys.exit(train.main(sys.argv[5:]))
+sys.exit(train.main(sys.argv[6:]))
 """
 
 # In this order on one run: (module, function, before or after, n-th call of this start).
@@ -87,8 +87,9 @@ def uninterrupted(world, environment):
     return outcome(whole)
 
 
-def start(world, environment, kill=None):
-    command = ["-m", "qarl_jax.train"] if kill is None else ["-c", KILLER, *map(str, kill)]
+def start(world, environment, kill=None, number=signal.SIGKILL):
+    """The trainer's process, which sends itself the signal where `kill` says."""
+    command = ["-m", "qarl_jax.train"] if kill is None else ["-c", KILLER, number.name, *map(str, kill)]
     return subprocess.Popen(
         [sys.executable, *command, *world.command()],
         cwd=tiny.ROOT,
@@ -179,10 +180,8 @@ def test_an_interrupt_saves_exits_with_0_and_the_same_command_goes_on(world, env
     # Checkpoints are far apart, so that what is saved is saved because of the signal.
     section = {"checkpoint": {"every": 100, "asynchronous": number == signal.SIGINT}}
     victim = world.changed(run_dir=str(world.folder / number.name), **section)
-    process = start(victim, environment)
-    wait_for_lines(victim, process, 2)
-    process.send_signal(number)
-    code, said = wait(process)
+    # From inside, because a signal from outside may come too late: after the last step.
+    code, said = wait(start(victim, environment, ("qarl_jax.train", "learn", "before", 3), number))
     assert code == 0, said
     assert f"{number.name}: saving" in said
     assert "interrupted: saved after step" in said

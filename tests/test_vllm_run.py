@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
-from qarl_bridge import sender, wire
+from qarl_bridge import wire
+from qarl_bridge.wire import BridgeError
 
 from qarl_jax import build, export, models, train
 from qarl_jax.checkpoint import Checkpoints
@@ -22,6 +22,7 @@ from qarl_jax.data import packing
 from qarl_jax.rollout import SamplingConfig
 from qarl_jax.types import Prompt, RolloutGroup
 from tests.reference import tiny
+from tests.reference.bridge_world import alive, connected
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -94,12 +95,10 @@ def ask_fresh(folder, tmp_path):
     with log.open("wb") as output:
         process = subprocess.Popen([*command, *limits], stdout=output, stderr=output)
     try:
-        deadline = time.monotonic() + 400
-        while not os.path.exists(socket):
-            assert process.poll() is None, log.read_text()[-2000:]
-            assert time.monotonic() < deadline, log.read_text()[-2000:]
-            time.sleep(0.1)
-        client = sender.Client(socket, wire.read_key(key), timeout_s=400)
+        try:
+            client = connected(socket, key, process, patience_s=400)
+        except BridgeError as error:
+            pytest.fail(f"{error}\n{log.read_text()[-2000:]}")
         draws = [wire.Draw(prompt=list(prompt.tokens), seed=0) for prompt in PROMPTS]
         drawn = client.generate(draws, wire.Sampling(max_tokens=GREEDY.max_response_len, temperature=0.0))
         kernels = client.facts.kernels
@@ -181,11 +180,3 @@ def test_no_bridge_outlives_the_run(run):
     for pid in run.pids:
         assert pid is not None
         assert not alive(pid)
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

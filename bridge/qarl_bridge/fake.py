@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -71,10 +72,11 @@ class FakeEngine:
 
     def step(self) -> list[Finished]:
         """One token for everybody."""
-        finished = []
+        finished: list[Finished] = []
+        if self.stall:
+            time.sleep(0.001)  # the bridge asks again at once; its other threads need the interpreter too
+            return finished
         for request_id, (draw, sampling, tokens, logprobs) in list(self._requests.items()):
-            if self.stall:
-                continue
             seed = struct.pack("<QI", draw.seed, len(tokens))
             bits = hashlib.sha256(self._state + np.asarray(draw.prompt, "<i4").tobytes() + seed).digest()
             tokens.append(int.from_bytes(bits[:4], "little") % self.facts.vocab_size)

@@ -53,6 +53,7 @@ from qarl_bridge.transport.zeromq import Listener, Peer
 from qarl_bridge.wire import BridgeError
 
 PROGRESS_S = 2.0
+LAST_WORDS_S = 3.0  # how long a bridge that stops waits for its peers' threads, all together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Bridge:
         self._profile = profile
         self._log = log
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._stop = threading.Event()
+        self._stopping = False  # a plain flag: a lock could not be taken again by a signal handler
         self._lock = threading.Lock()  # lease, pending, peers
         self._lease: _Lease | None = None
         self._last_lease: _Lease | None = None
@@ -106,7 +107,7 @@ class Bridge:
     def run(self) -> int:
         """Drive the engine until stopped; returns the exit code."""
         try:
-            while not self._stop.is_set():
+            while not self._stopping:
                 self._run_jobs(block=not self.draws.running)
                 if self.state == "serving":
                     assert self.version is not None
@@ -117,15 +118,18 @@ class Bridge:
             # The engine's own state is unknown after this; the trainer restarts the bridge and republishes.
             self._log(f"engine failed:\n{traceback.format_exc()}")
             self.exit_code = 3
-        self._stop.set()
+        self._stopping = True
         self.draws.fail_all(BridgeError("the bridge is stopping", "dead"))
         self._finish_jobs()
         with self._lock:
             peers = list(self._peers.items())
         for peer, _ in peers:
             peer.inbox.put(None)
+        deadline = time.monotonic() + LAST_WORDS_S
         for _, thread in peers:  # they answer what they were at
-            thread.join(1.0)
+            while thread.is_alive() and time.monotonic() < deadline:
+                self._finish_jobs()
+                thread.join(0.02)
         if self._listener is not None:
             self._listener.close()
         with self._lock:
@@ -137,13 +141,18 @@ class Bridge:
         return self.exit_code
 
     def _finish_jobs(self) -> None:
+        """What is left to do for an engine that has stopped, and may have failed."""
         with contextlib.suppress(queue.Empty):
             while True:
-                self._jobs.get_nowait()()
+                job = self._jobs.get_nowait()
+                try:
+                    job()
+                except Exception:
+                    self._log(f"while stopping:\n{traceback.format_exc()}")
 
     def stop(self) -> None:
         """Ask run() to return; safe from signal handlers and other threads."""
-        self._stop.set()
+        self._stopping = True
         self._jobs.put(lambda: None)
 
     def _run_jobs(self, block: bool) -> None:
@@ -160,7 +169,7 @@ class Bridge:
         future: concurrent.futures.Future = concurrent.futures.Future()
 
         def job() -> None:
-            if self._stop.is_set():
+            if self._stopping:
                 future.set_exception(BridgeError("the bridge is stopping", "dead"))
                 return
             try:
@@ -179,7 +188,7 @@ class Bridge:
         try:
             if before == "serving":
                 self.state = "draining"
-            while self.draws.running and not self._stop.is_set():
+            while self.draws.running and not self._stopping:
                 if time.perf_counter() - started > request.drain_timeout_s:
                     raise BridgeError(
                         f"{len(self.draws.running)} requests still running after {request.drain_timeout_s:g} s of "
@@ -188,7 +197,7 @@ class Bridge:
                     )
                 self._run_jobs(block=False)
                 self.draws.step()
-            if self._stop.is_set():
+            if self._stopping:
                 raise BridgeError("the bridge is stopping", "dead")
             drained = time.perf_counter()
             try:
@@ -382,8 +391,8 @@ class Bridge:
             try:
                 return future.result(timeout=PROGRESS_S)
             except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise
+                if future.done():  # just now, or by a TimeoutError of its own
+                    return future.result()
             if peer.gone:
                 raise _ClientGoneError("the client is gone", "dead")
             tokens = batch.tokens if batch is not None else 0
@@ -559,7 +568,7 @@ class Bridge:
         batch = Batch(request)
 
         def enqueue() -> None:
-            if self._stop.is_set():
+            if self._stopping:
                 batch.future.set_exception(BridgeError("the bridge is stopping", "dead"))
             else:
                 self.draws.add(batch)

@@ -557,7 +557,7 @@ class VllmEngine:
         code = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(2.0 if error.code == "dead" else 0.0)
+                code = self._process.wait(5.0 if error.code == "dead" else 0.0)
             self._process.kill()  # it broke its word or fell silent: nothing to wait for
         self._stop_process()
         return str(error) if code is None else f"{error}; exit code {code}"

@@ -30,7 +30,7 @@ def test_ids_are_padding_end_unknown_extra_then_the_alphabet_in_order(folder):
     assert len(tokenizer) == 4 + len(ALPHABET)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(text=st.text(alphabet=ALPHABET, max_size=40))
 def test_every_text_over_the_alphabet_survives_the_round_trip(folder, text):
     tokenizer = load_tokenizer_once(folder)

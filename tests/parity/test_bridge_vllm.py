@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -28,6 +27,7 @@ from qarl_jax import models, quant
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
 from qarl_jax.rollout.vllm import Config, VllmEngine, engine_config, engine_tensors
 from qarl_jax.types import Prompt
+from tests.reference.bridge_world import connected
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -152,10 +152,10 @@ def test_a_published_engine_serves_what_a_fresh_engine_loads_from_the_folder(ser
     with open(tmp_path / "log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        while not os.path.exists(socket):
-            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-            time.sleep(0.1)
-        fresh = sender.Client(socket, wire.read_key(key), timeout_s=120)
+        try:
+            fresh = connected(socket, key, process, patience_s=400)
+        except BridgeError as error:
+            pytest.fail(f"{error}\n{(tmp_path / 'log').read_text()[-2000:]}")
         assert fresh.facts.kernels == served.client.facts.kernels
         assert (fresh.facts.model, fresh.facts.scheme) == (served.client.facts.model, served.client.facts.scheme)
         draws = [wire.Draw(prompt=list(p.tokens), seed=0) for p in PROMPTS]
@@ -166,7 +166,7 @@ def test_a_published_engine_serves_what_a_fresh_engine_loads_from_the_folder(ser
             assert one.spans[0].version.run_id == "initial"
         fresh.close()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         assert not os.path.exists(socket)
     finally:
         process.kill()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,9 @@ import numpy as np
 from qarl_bridge import sender, server, wire
 from qarl_bridge.fake import FakeEngine
 from qarl_bridge.transport.zeromq import Listener
+from qarl_bridge.wire import BridgeError
+
+PATIENCE_S = 60.0  # for what takes milliseconds, on a machine that does other things as well
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -69,7 +73,9 @@ class World:
 
     def client(self, **options: Any) -> sender.Client:
         """A new authenticated connection."""
-        self.clients.append(sender.Client(self.address, self.key, timeout_s=options.pop("timeout_s", 20.0), **options))
+        self.clients.append(
+            sender.Client(self.address, self.key, timeout_s=options.pop("timeout_s", PATIENCE_S), **options)
+        )
         return self.clients[-1]
 
     def trainer(self, run: str = "run", incarnation: int = 1) -> sender.Client:
@@ -80,11 +86,34 @@ class World:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Until it holds; fails after ten seconds."""
-    deadline = time.monotonic() + 10
+    """Until it holds; fails after PATIENCE_S."""
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def connected(
+    address: str, key_file: os.PathLike[str] | str, process: subprocess.Popen | None = None, patience_s: float = 120.0
+) -> sender.Client:
+    """A client of a bridge that is starting, once it listens; fails if `process`, the bridge, ends before."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return sender.Client(address, wire.read_key(os.fspath(key_file)), timeout_s=patience_s)
+        except BridgeError:
+            if time.monotonic() > deadline or (process is not None and process.poll() is not None):
+                raise
+            time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @contextlib.contextmanager
@@ -104,5 +133,5 @@ def world(path: os.PathLike[str], *, tcp: bool = False, has_weights: bool = Fals
         for client in w.clients:
             client.close()
         bridge.stop()
-        running.join(10)
+        running.join(PATIENCE_S)
         assert not running.is_alive()

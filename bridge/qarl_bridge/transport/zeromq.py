@@ -213,6 +213,9 @@ class Listener:
             os.eventfd_write(self._wake, 1)
             self._thread.join()
         self._router.close()
+        for peer in self._peers.values():  # also those that came too late for anybody to have told them
+            peer.gone = True
+            peer.inbox.put(None)
         self._closed.set()
         self._authenticator.stop()
         self._context.term()
@@ -251,7 +254,10 @@ class Listener:
 
     def _take(self, on_peer: Callable[[Peer], None]) -> None:
         """One message, handed to its peer's thread."""
-        identity, *frames = self._receive()
+        try:
+            identity, *frames = self._receive()
+        except zmq.Again:  # what was there went with its sender
+            return
         peer = self._peers.get(identity)
         if peer is None:
             self._probe()  # the new one may be the successor of a dead one
@@ -269,7 +275,7 @@ class Listener:
 
     def _receive(self) -> list[bytes]:
         """[identity, frame, ...], without the frames if they are too many: they are dropped as they come."""
-        parts = [self._router.recv()]  # ROUTER hands out whole messages only: the rest is there
+        parts = [self._router.recv(zmq.NOBLOCK)]  # ROUTER hands out whole messages only: the rest is there
         while self._router.getsockopt(zmq.RCVMORE):
             part = self._router.recv()
             if len(parts) <= MAX_FRAMES + 1:
