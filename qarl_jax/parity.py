@@ -106,9 +106,11 @@ class Sampled:
         return Sampled(tokens, segment_ids, response, logprobs, routed)
 
 
-def load(path: str, scheme: str, engine: str) -> PolicyWeights:
+def load(path: str, scheme: str, engine: str, attention: str = "xla") -> PolicyWeights:
     """A model folder as a bf16-computing learner under `scheme`, in the arithmetic of `engine`, ready to publish."""
-    model = models.load_hf(path, dtype="bfloat16", param_dtype="float32", scheme=scheme, engine=engine)
+    model = models.load_hf(
+        path, dtype="bfloat16", param_dtype="float32", scheme=scheme, engine=engine, attention=attention
+    )
     graphdef, params, _ = models.split(model)
     return PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
 
@@ -268,6 +270,7 @@ def decode_and_prefill(engine: VllmEngine, prompts: Sequence[Prompt], length: in
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Attributes: prompts, prompt_len, response_len: size of the comparison. max_k3: see the module docstring.
+    attention: as in model.attention; xla mirrors the engine's kernel, a GPU's own is faster.
     execution, int4_kernel, kv_cache_gb, gpu_memory_utilization: as in rollout.engine. unaligned, bf16_pair: whether to
     measure these two baselines."""
 
@@ -278,6 +281,7 @@ class Options:
     max_k3: float = 1e-4
     float32_logits: bool = False
     threads: int = 0
+    attention: Literal["auto", "xla", "cudnn"] = "xla"
     execution: Literal["eager", "compiled"] = "eager"
     int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
     kv_cache_gb: float = 0.25
@@ -294,7 +298,7 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
     """
     if engine_name == "cuda":
         leave_memory_to_vllm()
-    weights = load(path, scheme, engine_name)
+    weights = load(path, scheme, engine_name, options.attention)
     config = models.config_of(weights.graphdef)
     rungs: list[Rung] = []
 
@@ -377,7 +381,7 @@ def _bf16_pair(
     path: str, engine_name: str, prompts: list[Prompt], sampling: SamplingConfig, config: Config, options: Options
 ) -> dict[str, float]:
     """A bf16 learner on a bf16 engine's samples: the noise that quantization has nothing to do with."""
-    weights = load(path, "bf16", engine_name)
+    weights = load(path, "bf16", engine_name, options.attention)
     engine = VllmEngine(dataclasses.replace(config, readback="off"), run_id="parity-bf16")
     try:
         engine.publish(weights, 0)
@@ -410,6 +414,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--max-k3", type=float, default=defaults.max_k3, help="largest k3 that keeps the promise")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU engine; 0: all")
+    parser.add_argument(
+        "--attention", choices=("auto", "xla", "cudnn"), default=defaults.attention, help="the learner's"
+    )
     parser.add_argument("--execution", choices=("eager", "compiled"), default=defaults.execution)
     parser.add_argument("--int4-kernel", choices=("auto", "machete", "marlin"), default=defaults.int4_kernel)
     parser.add_argument("--kv-cache-gb", type=float, default=defaults.kv_cache_gb, help="of the engine")

@@ -43,6 +43,7 @@ class Options:
     int4_kernel: "auto", or one of vllm_versions.INT4_KERNELS, on CUDA.
     loader: "auto" (whole modules, where that is proved to give the same; whole_modules.py) or "vllm".
     record_routing: return the experts each token was sent to (routing.py); eager, without prefix caching.
+    split_attention: leave it to FlashAttention whether it splits the keys of a sequence (CUDA, eager).
     """
 
     max_model_len: int = 0
@@ -55,6 +56,7 @@ class Options:
     int4_kernel: str = "auto"
     loader: str = "auto"
     record_routing: bool = False
+    split_attention: bool = False
 
 
 def _int8_activations_for_int4(config: Mapping[str, Any]) -> bool:
@@ -171,6 +173,8 @@ class VllmEngine:
             on_gpu=on_gpu,
             record_routing=options.record_routing,
         )
+        if on_gpu and options.execution == "eager" and not options.split_attention:
+            notes.append(vllm_versions.keep_sequences_whole())
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except Exception as error:

@@ -100,6 +100,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--record-routing", action="store_true", help="return the experts each token was sent to (eager, MoE only)"
     )
+    parser.add_argument(
+        "--split-attention", action="store_true", help="leave it to FlashAttention to split long sequences (CUDA)"
+    )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: all this process may use")
     return parser
 
@@ -154,6 +157,7 @@ def main(argv: list[str] | None = None) -> int:
                 execution=args.execution,
                 int4_kernel=args.int4_kernel,
                 record_routing=args.record_routing,
+                split_attention=args.split_attention,
                 loader=args.loader,
             )
             engine = VllmEngine(args.model, config, expected, has_weights=has_weights, options=options)

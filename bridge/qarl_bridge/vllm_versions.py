@@ -13,6 +13,7 @@ What the bridge relies on, and where the two differ (read in the sources of both
 | KV cache tensors                | `model_runner.kv_caches`     | the same                                   |
 | `EngineArgs.linear_backend`     | a layer without it: an error | a layer without it: auto, with a warning   |
 | int4 with int8 activations      | none                         | CompressedTensorsWNA8Int                   |
+| FlashAttention's `num_splits`   | heuristic in eager mode      | the same                                   |
 | labels of weight versions       | none                         | `update_weight_version` (a label, unused)  |
 
 A version outside the tested ones is started all the same, and said so in the engine's facts: what matters is checked on
@@ -22,9 +23,11 @@ the live engine by the read-back anyway.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import importlib.metadata
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from qarl_bridge.errors import BridgeError
@@ -104,6 +107,33 @@ def engine_arguments(
     if int4_kernel != "auto":
         arguments["linear_backend"] = int4_kernel
     return arguments
+
+
+def keep_sequences_whole(module: str = "vllm.v1.attention.backends.flash_attn") -> str:
+    """Before an engine starts: attention never splits the keys of a sequence.
+
+    By default FlashAttention-3 decides by the size of the batch into how many parts a sequence's keys are split, so
+    that the same tokens get other bits in other company. vLLM has no setting for it but its batch-invariant mode, which
+    replaces most other kernels as well, so the backend's two calls get `num_splits=1` here.
+
+    Returns:
+      A line for the facts.
+    """
+    backend = importlib.import_module(module)
+    found = [name for name in ("flash_attn_varlen_func", "get_scheduler_metadata") if callable(vars(backend).get(name))]
+    for name in found:
+        setattr(backend, name, _with_one_split(getattr(backend, name)))
+    if len(found) < 2:
+        return "attention may split long sequences: this vLLM's FlashAttention backend is not the one known here"
+    return "attention does not split sequences"
+
+
+def _with_one_split(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        return function(*args, **named | {"num_splits": 1})
+
+    return call
 
 
 class Worker:

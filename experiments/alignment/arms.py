@@ -84,6 +84,7 @@ SCALES: dict[str, Scale] = {
         vllm=(
             "rollout.engine={name: vllm, max_model_len: 464, kv_cache_gb: 1.0, gpu_memory_utilization: 0.15}",
             "quant.engine=cuda",
+            "model.dtype=bfloat16",  # what vLLM computes in
         ),
         confirmed=True,
     ),

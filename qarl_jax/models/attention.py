@@ -13,6 +13,7 @@ Without bf16 instructions the output is truncated (`Numerics.truncates`). GPUs a
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -86,9 +87,10 @@ def attention(
 
     attend = functools.partial(_attend, numerics=numerics)
     q_BTKGH = q.reshape(B, T, K, N // K, H)
+    blocks_BS = _block_starts(S, segment_ids, flash_block(H)) if numerics.block_attention else None
     if q_slots is not None:
         seen_BTS = jnp.arange(S)[None, None, :] <= q_slots[:, :, None]
-        return attend(q_BTKGH, k, v, seen_BTS).reshape(B, T, N, H)
+        return attend(q_BTKGH, k, v, seen_BTS, blocks_BS).reshape(B, T, N, H)
 
     chunk = max(_QUERY_CHUNK, -(-T // _MAX_CHUNKS))
     outs = []
@@ -98,14 +100,39 @@ def attention(
         if segment_ids is not None:
             seen_BTS = seen_BTS & (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop])
         # Scores are recomputed in the backward pass: T*S of them per head would dwarf every other residual.
-        outs.append(jax.checkpoint(attend)(q_BTKGH[:, start:stop], k[:, :stop], v[:, :stop], seen_BTS))
+        blocks_BT = None if blocks_BS is None else blocks_BS[:, :stop]
+        outs.append(jax.checkpoint(attend)(q_BTKGH[:, start:stop], k[:, :stop], v[:, :stop], seen_BTS, blocks_BT))
     out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)
     return checkpoint_name(out.reshape(B, T, N, H), ATTENTION_OUTPUT)
 
 
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, *, numerics: Numerics) -> jax.Array:
-    """q [B, T, K, G, H], k, v [B, S, K, H], seen bool [B or 1, T, S] -> [B, T, K, G, H]."""
+def flash_block(head_dim: int) -> int:
+    """Keys of a block of vLLM's FlashAttention-3 on Hopper, for a decoded token over a paged cache (tile_size.h, and
+    outputs of its kernel). Prompts are met in blocks of 128 where head_dim <= 64: the same thing up to 128 tokens."""
+    for most, keys in ((64, 192), (128, 128), (192, 96)):
+        if head_dim <= most:
+            return keys
+    return 80
+
+
+def _block_starts(size: int, segment_ids: jax.Array | None, block: int) -> Int[Array, "#B S"]:
+    """Slot of the first key of every key's block; blocks are counted from the begin of a segment."""
+    slots = jnp.arange(size, dtype=jnp.int32)[None]
+    if segment_ids is None:
+        return slots - slots % block
+    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    begins = jax.lax.cummax(jnp.where(segment_ids != before, slots, 0), axis=1)
+    return slots - (slots - begins) % block
+
+
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, blocks: jax.Array | None = None, *, numerics: Numerics
+) -> jax.Array:
+    """q [B, T, K, G, H], k, v [B, S, K, H], seen bool [B or 1, T, S], blocks as of `_block_starts` [B or 1, S], where
+    the kernel works in blocks -> [B, T, K, G, H]."""
     dtype = q.dtype
+    if blocks is not None and dtype == jnp.bfloat16:
+        return store(_block_attention(q, k, v, seen, blocks), dtype)
     if numerics.vector_attention:
         out = _attend_in_order(numerics, *(x.astype(jnp.float32) for x in (q, k, v)), seen)
         return (store_truncated if numerics.truncates else store)(out, dtype)
@@ -137,7 +164,52 @@ def _attend_in_order(numerics: Numerics, q: jax.Array, k: jax.Array, v: jax.Arra
     """
     if numerics.vector_attention:
         return _vector_kernel(numerics.polynomial_exp, q, k, v, seen)
-    return _tile_kernel(*(x.astype(jnp.float32) for x in (q, k, v)), seen)
+    return _tile_kernel(q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32), seen)
+
+
+@jax.custom_vjp
+def _block_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, blocks: jax.Array) -> jax.Array:
+    """Attention as FlashAttention-3 rounds it, float32 [B, T, K, G, H]; arguments as in `_attend`.
+
+    The kernel meets the keys of a sequence in blocks, the last one first. The weights of a block are exp(s - m), with m
+    the maximum of all blocks met so far, rounded to bf16; what was added before is rescaled when m grows. So what
+    differs from plain attention is which maximum a weight was rounded against: that of all keys from its block on. Here
+    that is a running maximum from the right, and the weights are put on a common scale after their rounding. Of the
+    kernel's outputs 99.9 to 100 % are equal to the last bit (tests/models/test_cuda_kernels.py); what is left is the
+    order of sums within a product. The backward is that of plain attention.
+    """
+    scale = jnp.float32(q.shape[-1] ** -0.5) * jnp.float32(math.log2(math.e))
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    from_here = jax.lax.cummax(scores, axis=4, reverse=True)
+    index = jnp.broadcast_to(blocks[:, None, None, None], (*blocks.shape[:1], 1, 1, 1, blocks.shape[1]))
+    met = jnp.take_along_axis(from_here, jnp.broadcast_to(index, (*scores.shape[:4], index.shape[-1])), axis=4)
+    p = jnp.where(seen[:, None, None], _exp2(scores * scale - met * scale), 0.0)
+    rescaled = _exp2((met - from_here[..., :1]) * scale)
+    total = jnp.moveaxis((p * rescaled).sum(axis=-1), 3, 1)[..., None]
+    weights = round_bf16(p) * rescaled
+    highest = jax.lax.Precision.HIGHEST
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(jnp.float32), precision=highest)
+    return out * (1 / total)
+
+
+def _block_fwd(*args: jax.Array) -> tuple[jax.Array, Any]:
+    return _block_attention(*args), args
+
+
+def _block_bwd(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+    q, k, v, seen, _ = saved
+    return (*jax.vjp(lambda q, k, v: _softmax_attention(q, k, v, seen), q, k, v)[1](g), None, None)
+
+
+_block_attention.defvjp(_block_fwd, _block_bwd)
+
+
+def _exp2(x: jax.Array) -> jax.Array:
+    """2^x for x <= 0, to an ulp: XLA has no exp2, and exp(x log 2) rounds the argument. Below 2^-126: zero."""
+    whole = jnp.maximum(jnp.round(x), -126.0)
+    power = jax.lax.bitcast_convert_type((whole.astype(jnp.int32) + 127) << 23, jnp.float32)
+    return jnp.where(x < -126, 0.0, jnp.exp((x - whole) * jnp.float32(math.log(2))) * power)
 
 
 def _vector_kernel(polynomial: bool, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
@@ -173,7 +245,7 @@ def _tile_kernel(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> j
     q_BKGTH, k_BKSH, v_BKSH = jnp.moveaxis(q, 1, 3), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
     scores = tile_product(q_BKGTH[..., None, :], k_BKSH[:, :, None, None])
     # The scaled score is stored by the kernel: it must not become part of a fused score * scale - max.
-    scores = add_separately(scores * scale, 0.0, jnp.abs(q_BKGTH).max(axis=-1, keepdims=True))
+    scores = add_separately(scores * scale, jnp.zeros(()), jnp.abs(q_BKGTH).max(axis=-1, keepdims=True))
     p = _weights(scores, seen, polynomial=True)
     out = tile_product(round_bf16(p)[..., None, :], jnp.swapaxes(v_BKSH, 2, 3)[:, :, None, None])
     return jnp.moveaxis(out * (1 / _sum_of_lanes(p)), 3, 1)

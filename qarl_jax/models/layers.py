@@ -228,12 +228,23 @@ def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " H/2"]:
     return np.float32(1.0) / power
 
 
+def _rope_frequencies_on_gpu(config: ModelConfig) -> Float[Array, " H/2"]:
+    """The same by the GPU's own power function, an ulp off here and there: vLLM makes its table on the device."""
+    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    theta, exponent = jax.lax.optimization_barrier((jnp.float32(config.rope_theta), jnp.asarray(exponent)))
+    power = theta**exponent  # not folded by the compiler, which would take the host's
+    return divide(jnp.ones_like(power), power)
+
+
 def rope_table(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[jax.Array, jax.Array]:
     """cos and sin of position * theta^(-2i/H), each [B, T, 1, H/2] float32 (arXiv 2104.09864).
 
     Engines keep the table in the model dtype: under their profiles it is rounded to the compute dtype.
     """
-    frequency = jnp.asarray(rope_frequencies(config))[None, None, None, :]
+    if config.numerics.profile == "cuda" and jax.default_backend() == "gpu":
+        frequency = _rope_frequencies_on_gpu(config)[None, None, None, :]
+    else:
+        frequency = jnp.asarray(rope_frequencies(config))[None, None, None, :]
     angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, :, None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if config.numerics.round_rope_table:

@@ -145,6 +145,26 @@ def tile_matmul(x: Float[Array, "M K"], w: Float[Array, "N K"]) -> Float[Array, 
     return tile_product(x.astype(jnp.float32)[:, None, :], w.astype(jnp.float32)[None])
 
 
+def fused_multiply_add(
+    a: Float[Array, "*#S"], b: Float[Array, "*#S"], c: Float[Array, "*#S"], nonnegative: Float[Array, "*#S"]
+) -> Float[Array, "*S"]:
+    """a * b + c in float32 with one rounding, whether or not the compiler has such an operation or chooses to use it.
+
+    The product's own rounding error is computed exactly (Dekker, 1971), and so is that of the sum (Knuth's two-sum);
+    both are added last. `nonnegative` keeps the compiler from fusing product and sum, as in `add_separately`. Right to
+    the last bit unless the exact result lies within 2^-24 ulp of the middle between two floats. No overflow, and no
+    subnormal products.
+    """
+    product = a * b
+    zero = lax.shift_right_logical(_bits(nonnegative), 31)
+    product = _float(_bits(product) ^ zero)
+    (a_high, a_low), (b_high, b_low) = _split(a), _split(b)
+    lost = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+    total = product + c
+    of_c = total - product
+    return total + (((product - (total - of_c)) + (c - of_c)) + lost)
+
+
 def pack_int4(codes: Int[Array | np.ndarray, "... K"]) -> Int[Array, "... K8"]:
     """int8 codes in [-8, 7] -> int32 words of eight nibbles (uint4b8).
 

@@ -82,6 +82,12 @@ class Numerics:
         return self.profile == "cpu_amx"
 
     @property
+    def block_attention(self) -> bool:
+        """Attention meets the keys in blocks, the last one first, and rounds its weights against the maximum so far
+        (FlashAttention-3)."""
+        return self.profile == "cuda"
+
+    @property
     def fp8_divides(self) -> bool:
         """fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x)."""
         return self.profile == "cuda"

@@ -37,7 +37,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qarl_jax.quant.arithmetic import add_separately, divide, round_bf16
+from qarl_jax.quant.arithmetic import add_separately, divide, fused_multiply_add, round_bf16
 from qarl_jax.quant.int8 import dequantize_rows, quantize_rows
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
@@ -92,17 +92,17 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     x_q, s_x = quantize_rows(x, amax_floor=numerics.amax_floor, from_rounded_scale=numerics.code_from_rounded_scale)
     acc = product.integer(x_q, qt.qvalue).astype(jnp.float32)
     s_w = product.per_output(qt.scale[..., 0])
-    y = rescale(acc, s_x, s_w, numerics)
-    if bias is not None:
-        y = y + bias if numerics.bias_fused else add_separately(y, bias, s_x)
-    return y, (x_q, s_x)
+    return rescale(acc, s_x, s_w, bias, numerics), (x_q, s_x)
 
 
-def rescale(acc, s_x, s_w, numerics: Numerics):
-    """float32 [M, N] accumulator times [M, 1] and [1 or M, N] scales, in the engine's order."""
-    if numerics.rescale_order == "x_then_w":
-        return (acc * s_x) * s_w
-    return s_x * (s_w * acc)
+def rescale(acc, s_x, s_w, bias, numerics: Numerics):
+    """float32 [M, N] accumulator times [M, 1] and [1 or M, N] scales, plus a bias or None, in the engine's order."""
+    first, last = (acc * s_x, s_w) if numerics.rescale_order == "x_then_w" else (s_w * acc, s_x)
+    if bias is None:
+        return last * first
+    if numerics.bias_fused:
+        return fused_multiply_add(first, last, bias, s_x)
+    return add_separately(last * first, bias, s_x)
 
 
 def saved_activation(saved, dtype):

@@ -64,6 +64,8 @@ class Config:
     threads: CPU threads of the engine; 0: all that the process may use.
     execution: "eager", op by op, which the learner's arithmetic mirrors; "compiled": vLLM's own default.
     int4_kernel: which of vLLM's CUDA kernels computes with int4 weights: "auto" (its choice), "machete" or "marlin".
+    split_attention: let FlashAttention share the keys of a long sequence out to idle processors. Faster where a few
+      long sequences are decoded, but a completion then depends on its company, and the learner cannot mirror it.
     transport: how weights reach the engine: "cuda_ipc" (learner and engine on one GPU: they never leave it), "host"
       (shared memory, or the socket to another host), "auto": cuda_ipc where it can be. The choice is logged.
     loader: "auto" loads whole modules where the bridge has proved on the engine that this gives what vLLM's loader
@@ -91,6 +93,7 @@ class Config:
     threads: int = 0
     execution: Literal["eager", "compiled"] = "eager"
     int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
+    split_attention: bool = False
     transport: Literal["auto", "cuda_ipc", "host"] = "auto"
     loader: Literal["auto", "vllm"] = "auto"
     record_routing: bool = False
@@ -520,6 +523,7 @@ class VllmEngine:
             "--threads", str(config.threads), "--execution", config.execution, "--int4-kernel", config.int4_kernel,
             "--loader", config.loader, *(["--profile", os.path.abspath(config.profile)] if config.profile else []),
             *(["--record-routing"] if config.record_routing else []),
+            *(["--split-attention"] if config.split_attention else []),
         ]  # fmt: skip
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
         try:

@@ -3,6 +3,8 @@
 """Read-back of linear layers and fused experts, on modules of torch that keep their weights in layouts of their own."""
 
 import contextlib
+import sys
+import types
 
 import pytest
 
@@ -282,3 +284,17 @@ def test_a_version_nobody_tried_is_said_to_be_one():
     (note,) = vllm_versions.untested_note("0.41.0")
     assert "0.41.0 was not tried" in note
     assert vllm_versions.release("0.25.1+cu130") == (0, 25)
+
+
+def test_attention_is_told_not_to_split_sequences(monkeypatch):
+    calls = []
+    backend = types.ModuleType("some_backend")
+    backend.flash_attn_varlen_func = lambda *args, **named: calls.append((args, named)) or "out"
+    backend.get_scheduler_metadata = lambda **named: calls.append(((), named)) or "schedule"
+    monkeypatch.setitem(sys.modules, "some_backend", backend)
+    assert vllm_versions.keep_sequences_whole("some_backend") == "attention does not split sequences"
+    assert backend.flash_attn_varlen_func(1, q=2, num_splits=0) == "out"
+    assert backend.get_scheduler_metadata(batch_size=3) == "schedule"
+    assert calls == [((1,), {"q": 2, "num_splits": 1}), ((), {"batch_size": 3, "num_splits": 1})]
+    monkeypatch.setitem(sys.modules, "another_backend", types.ModuleType("another_backend"))
+    assert "may split" in vllm_versions.keep_sequences_whole("another_backend")
