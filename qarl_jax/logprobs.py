@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from qarl_jax.quant.arithmetic import tile_matmul
 from qarl_jax.types import UserError
 
 # 1024 rows of float32 logits over a vocabulary of 152k are 0.6 GB: large enough for full-speed products, small enough
@@ -82,7 +83,8 @@ def token_logprobs(
       temperature: > 0, the sampler's; logits are divided by it.
       chunk: tokens (over the whole batch) whose logits exist at once; rounded to whole columns of the batch.
       numerics: a `quant.numerics.Numerics`; where its `round_logits` is set, logits are rounded to bfloat16 before the
-        temperature, as engines that store bfloat16 logits do. The gradient passes straight through. None: no rounding.
+        temperature, as engines that store bfloat16 logits do, and where its `tile_sums` is, added in that order. The
+        gradient passes straight through. None: neither. Hashable.
       compute_dtype: dtype of the product's operands; None: `hidden.dtype`.
       entropy_gradient: let gradients flow through the entropy (an entropy bonus); by default they do not.
 
@@ -123,24 +125,26 @@ def token_logprobs(
         x = jnp.moveaxis(x, 0, 1).reshape(batch, chunks * columns)
         return jnp.pad(x[:, : length - 1], ((0, 0), (1, 0)))
 
-    round_logits = bool(getattr(numerics, "round_logits", False))
     logprobs, entropy = _scores(
-        split(source), head, split(target), split(scored), float(temperature), round_logits, entropy_gradient
+        split(source), head, split(target), split(scored), float(temperature), numerics, entropy_gradient
     )
     return join(logprobs), join(entropy)
 
 
 def logits_of(
-    hidden: Float[Array, "*rows D"], head: Float[Array, "V D"], *, round_logits: bool = False
+    hidden: Float[Array, "*rows D"], head: Float[Array, "V D"], *, numerics: Any = None
 ) -> Float[Array, "*rows V"]:
-    """float32 logits of hidden states; operands in their own dtype, float32 accumulation, optional bfloat16 rounding.
+    """float32 logits of hidden states; operands in their own dtype, float32 accumulation, `numerics` as above.
 
     The one product with the head: the sampler and the learner both call it.
     """
-    # HIGHEST only says that float32 operands are not cut to TF32; bfloat16 operands are multiplied exactly either way.
-    precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
-    logits = jnp.einsum("...d,vd->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32)
-    if round_logits:
+    if getattr(numerics, "tile_sums", False) and hidden.dtype == jnp.bfloat16:
+        logits = tile_matmul(hidden.reshape(-1, hidden.shape[-1]), head).reshape(*hidden.shape[:-1], head.shape[0])
+    else:
+        # HIGHEST only says that float32 operands are not cut to TF32; bfloat16 ones are multiplied exactly either way.
+        precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
+        logits = jnp.einsum("...d,vd->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32)
+    if getattr(numerics, "round_logits", False):
         # reduce_precision and not a cast there and back, which the compiler may simplify away.
         logits = jax.lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=7)
     return logits
@@ -153,11 +157,11 @@ def _scores(
     targets: jax.Array,
     scored: jax.Array,
     temperature: float,
-    round_logits: bool,
+    numerics: Any,
     entropy_gradient: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """hidden [C, B, t, D], head [V, D], targets and scored [C, B, t] -> (logprobs, entropy) [C, B, t] float32."""
-    return _forward(hidden, head, targets, scored, temperature, round_logits, entropy_gradient)[0]
+    return _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradient)[0]
 
 
 def _chosen(targets: jax.Array, vocab: int) -> jax.Array:
@@ -165,13 +169,13 @@ def _chosen(targets: jax.Array, vocab: int) -> jax.Array:
     return jax.lax.broadcasted_iota(targets.dtype, (*targets.shape, vocab), targets.ndim) == targets[..., None]
 
 
-def _forward(hidden, head, targets, scored, temperature, round_logits, entropy_gradient):  # type: ignore[no-untyped-def]
+def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradient):  # type: ignore[no-untyped-def]
     # Cast here and not in the caller: the master's gradient then keeps the float32 it is summed in.
     weight = head.astype(hidden.dtype)
 
     def step(carry, x):  # type: ignore[no-untyped-def]
         h, target, keep = x
-        z = logits_of(h, weight, round_logits=round_logits) / temperature
+        z = logits_of(h, weight, numerics=numerics) / temperature
         top = z.max(-1, keepdims=True)
         exps = jnp.exp(z - top)
         total = exps.sum(-1)
@@ -186,7 +190,7 @@ def _forward(hidden, head, targets, scored, temperature, round_logits, entropy_g
     return (logprobs, entropy), (hidden, head, targets, scored, lse, entropy)
 
 
-def _backward(temperature, round_logits, entropy_gradient, residuals, cotangents):  # type: ignore[no-untyped-def]
+def _backward(temperature, numerics, entropy_gradient, residuals, cotangents):  # type: ignore[no-untyped-def]
     hidden, head, targets, scored, lse, entropy = residuals
     weight = head.astype(hidden.dtype)
     precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
@@ -197,7 +201,7 @@ def _backward(temperature, round_logits, entropy_gradient, residuals, cotangents
         keep, lse_t, entropy_t, d_logprob, d_entropy = (leaf[..., None] for leaf in rest)
         # Where nothing is scored the hidden state may be anything: 0 * NaN must not reach the head.
         h = jnp.where(keep, h, jnp.zeros((), h.dtype))
-        logp = logits_of(h, weight, round_logits=round_logits) / temperature - lse_t
+        logp = logits_of(h, weight, numerics=numerics) / temperature - lse_t
         p = jnp.exp(logp)
         dz = (jnp.where(_chosen(target, weight.shape[0]), 1.0, 0.0) - p) * d_logprob
         if entropy_gradient:

@@ -268,7 +268,8 @@ def decode_and_prefill(engine: VllmEngine, prompts: Sequence[Prompt], length: in
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Attributes: prompts, prompt_len, response_len: size of the comparison. max_k3: see the module docstring.
-    execution, int4_kernel: as in rollout.engine. unaligned, bf16_pair: whether to measure these two baselines."""
+    execution, int4_kernel, kv_cache_gb, gpu_memory_utilization: as in rollout.engine. unaligned, bf16_pair: whether to
+    measure these two baselines."""
 
     prompts: int = 64
     prompt_len: int = 16
@@ -279,6 +280,8 @@ class Options:
     threads: int = 0
     execution: Literal["eager", "compiled"] = "eager"
     int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
+    kv_cache_gb: float = 0.25
+    gpu_memory_utilization: float = 0.5
     unaligned: bool = True
     bf16_pair: bool = True
 
@@ -305,7 +308,8 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
     prompts = random_prompts(config.vocab_size, options.prompts, options.prompt_len, options.seed)
     sampling = SamplingConfig(max_response_len=options.response_len)
     engine_config = Config(
-        kv_cache_gb=0.25,
+        kv_cache_gb=options.kv_cache_gb,
+        gpu_memory_utilization=options.gpu_memory_utilization,
         max_num_seqs=64,
         readback="full",
         threads=options.threads,
@@ -408,6 +412,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=0, help="of the CPU engine; 0: all")
     parser.add_argument("--execution", choices=("eager", "compiled"), default=defaults.execution)
     parser.add_argument("--int4-kernel", choices=("auto", "machete", "marlin"), default=defaults.int4_kernel)
+    parser.add_argument("--kv-cache-gb", type=float, default=defaults.kv_cache_gb, help="of the engine")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=defaults.gpu_memory_utilization,
+        help="share of the device's memory the engine may use",
+    )
     parser.add_argument("--float32-logits", action="store_true", help="compare as training does: logits not rounded")
     args = parser.parse_args(argv)
     options = Options(

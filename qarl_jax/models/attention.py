@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from qarl_jax.models.fused_attention import cudnn_attention, cudnn_packs, runs, splash_attention
 from qarl_jax.models.layers import ATTENTION_OUTPUT, matmul_precision, store, store_truncated
 from qarl_jax.quant import Numerics
+from qarl_jax.quant.arithmetic import add_separately, round_bf16, tile_product
 
 # Queries handled at once: bounds the live scores to [B, N, chunk, keys]. At most 16 chunks bound the compile time.
 _QUERY_CHUNK = 512
@@ -106,9 +107,10 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, *, numeri
     """q [B, T, K, G, H], k, v [B, S, K, H], seen bool [B or 1, T, S] -> [B, T, K, G, H]."""
     dtype = q.dtype
     if numerics.vector_attention:
-        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        out = _attend_in_order(numerics.polynomial_exp, q, k, v, seen)
+        out = _attend_in_order(numerics, *(x.astype(jnp.float32) for x in (q, k, v)), seen)
         return (store_truncated if numerics.truncates else store)(out, dtype)
+    if numerics.tile_sums and dtype == jnp.bfloat16:
+        return store(_attend_in_order(numerics, q, k, v, seen), dtype)
     return store(_softmax_attention(q, k, v, seen), dtype)
 
 
@@ -126,15 +128,22 @@ def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_in_order(polynomial: bool, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """Attention of vLLM's `vec` kernel: float32 throughout, queries scaled first, every sum in the kernel's order.
+def _attend_in_order(numerics: Numerics, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+    """Attention in the order of vLLM's CPU kernels, float32 [B, T, K, G, H]; arguments as in `_attend`.
 
-    Both products are chains of fused multiply-adds, over head_dim and over keys (the compiler makes one of acc + a * b,
-    here as there). The weights' sum has 16 lanes, their exp is the kernel's (`polynomial`). Against another order one
-    element in 3,000 falls on the other side of a bf16 boundary, and under w8a8 each of those may move codes. The chains
-    cost a pass over the scores per term, so this is for engines without matrix units; the backward is that of plain
-    attention.
+    Against another order one element in 3,000 falls on the other side of a bf16 boundary, and under w8a8 each of those
+    may move codes. The chains cost a pass over the scores per term, so this is for engines whose order is known; the
+    backward is that of plain attention.
     """
+    if numerics.vector_attention:
+        return _vector_kernel(numerics.polynomial_exp, q, k, v, seen)
+    return _tile_kernel(*(x.astype(jnp.float32) for x in (q, k, v)), seen)
+
+
+def _vector_kernel(polynomial: bool, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+    """The `vec` kernel: float32 throughout, queries scaled first. Both products are chains of fused multiply-adds, over
+    head_dim and over keys (the compiler makes one of acc + a * b, here as there), the weights' sum has 16 lanes, and
+    their exp is the kernel's (`polynomial`)."""
     scale = jnp.float32(q.shape[-1] ** -0.5)
     B, T, K, G, H = q.shape
     S = k.shape[1]
@@ -146,9 +155,7 @@ def _attend_in_order(polynomial: bool, q: jax.Array, k: jax.Array, v: jax.Array,
         return acc + q_BKGT[..., None] * k_BKS[:, :, None, None, :], None
 
     scores, _ = jax.lax.scan(score, jnp.zeros((B, K, G, T, S), jnp.float32), (q_HBKGT, k_HBKS), unroll=8)
-    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    below = scores - scores.max(axis=-1, keepdims=True)
-    p = _polynomial_exp(below) if polynomial else jnp.exp(below)
+    p = _weights(scores, seen, polynomial)
 
     def weigh(acc: jax.Array, terms: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         p_BKGT, v_BKH = terms
@@ -157,6 +164,26 @@ def _attend_in_order(polynomial: bool, q: jax.Array, k: jax.Array, v: jax.Array,
     terms = (jnp.moveaxis(p, -1, 0), jnp.moveaxis(v, 1, 0))
     out, _ = jax.lax.scan(weigh, jnp.zeros((B, K, G, T, H), jnp.float32), terms, unroll=8)
     return jnp.transpose(out * (1 / _sum_of_lanes(p)), (0, 3, 1, 2, 4))
+
+
+def _tile_kernel(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+    """The `amx` kernel, for up to some 700 keys (more are met in blocks, and what was added before is rescaled): bf16
+    tiles for both products, the scores scaled, the weights rounded to bf16 but their sum not."""
+    scale = jnp.float32(q.shape[-1] ** -0.5)
+    q_BKGTH, k_BKSH, v_BKSH = jnp.moveaxis(q, 1, 3), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
+    scores = tile_product(q_BKGTH[..., None, :], k_BKSH[:, :, None, None])
+    # The scaled score is stored by the kernel: it must not become part of a fused score * scale - max.
+    scores = add_separately(scores * scale, 0.0, jnp.abs(q_BKGTH).max(axis=-1, keepdims=True))
+    p = _weights(scores, seen, polynomial=True)
+    out = tile_product(round_bf16(p)[..., None, :], jnp.swapaxes(v_BKSH, 2, 3)[:, :, None, None])
+    return jnp.moveaxis(out * (1 / _sum_of_lanes(p)), 3, 1)
+
+
+def _weights(scores: jax.Array, seen: jax.Array, polynomial: bool) -> jax.Array:
+    """exp(score - max) of what is seen, 0 elsewhere; [B, K, G, T, S] float32."""
+    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    below = scores - scores.max(axis=-1, keepdims=True)
+    return _polynomial_exp(below) if polynomial else jnp.exp(below)
 
 
 def _polynomial_exp(x: jax.Array) -> jax.Array:
@@ -182,12 +209,12 @@ def _sum_of_lanes(x: jax.Array) -> jax.Array:
     return lanes
 
 
-def _in_order_fwd(polynomial: bool, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> tuple[jax.Array, Any]:
-    return _attend_in_order(polynomial, q, k, v, seen), (q, k, v, seen)
+def _in_order_fwd(numerics: Numerics, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> tuple[jax.Array, Any]:
+    return _attend_in_order(numerics, q, k, v, seen), (q, k, v, seen)
 
 
-def _in_order_bwd(polynomial: bool, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    del polynomial
+def _in_order_bwd(numerics: Numerics, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    del numerics
     q, k, v, seen = saved
     return (*jax.vjp(lambda q, k, v: _softmax_attention(q, k, v, seen), q, k, v)[1](g), None)
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.layers import Linear, normal, silu_and_mul, store
+from qarl_jax.quant.arithmetic import tile_matmul
 from qarl_jax.sharding import constrain
 
 
@@ -30,6 +31,7 @@ class Router(nnx.Module):
         self.dtype = config.compute_dtype
         self.rounded = config.numerics.mirrors_engine
         self.round_weights = config.numerics.round_routing
+        self.tiles = config.numerics.tile_sums
 
     def __call__(
         self, x: Float[Array, "M D"], replayed: Int[Array, "M k"] | None = None
@@ -43,9 +45,12 @@ class Router(nnx.Module):
         choice is the largest mismatch a sampler and a learner can have.
         """
         weight = store(self.kernel.get_value(), self.dtype).astype(jnp.float32)
-        logits = jax.lax.dot_general(
-            x.astype(jnp.float32), weight, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
-        )
+        if self.tiles and x.dtype == jnp.bfloat16:
+            logits = tile_matmul(x, weight)
+        else:
+            logits = jax.lax.dot_general(
+                x.astype(jnp.float32), weight, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
+            )
         if self.rounded:
             logits = store(logits, self.dtype).astype(jnp.float32)
         chosen, experts = jax.lax.top_k(logits, self.moe.num_experts_per_tok)

@@ -26,6 +26,7 @@ _MANTISSA = 0x007FFFFF
 _EXPONENT = 0x7F800000
 _SIGN = -0x80000000
 _ONE = 0x3F800000  # the bits of 1.0
+_TILE = 32  # bfloat16 values in a row of an AMX tile
 
 
 def round_to(x: Float[Array | np.ndarray, "*S"], dtype: Any) -> Float[Array, "*S"]:
@@ -109,6 +110,41 @@ def add_separately(
     """
     zero = lax.shift_right_logical(_bits(nonnegative), 31)
     return _float(_bits(product) ^ zero) + addend
+
+
+def tile_product(
+    a: Float[Array, "*#S K"], b: Float[Array, "*#S K"]
+) -> Float[Array, "*S"]:
+    """sum_k a[..., k] b[..., k] of bfloat16 values, added in the order of AMX's bfloat16 tiles (TDPBF16PS).
+
+    Per 32 inputs the even and the odd products are two chains from zero, which are added to each other and then to the
+    sum so far (Intel's instruction reference; a product of two bfloat16 is exact, so a fused operation changes nothing).
+
+    Args:
+      a, b: float32 of equal rank that holds bfloat16 values; leading dimensions broadcast. K is padded with zeros.
+
+    Returns:
+      float32, broadcast leading dimensions. About a third of the speed of a library's product on a CPU.
+    """
+    shape = jnp.broadcast_shapes(a.shape[:-1], b.shape[:-1])
+
+    def tiles(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, (*((0, 0) for _ in x.shape[:-1]), (0, -x.shape[-1] % _TILE)))
+        return jnp.moveaxis(x, -1, 0).reshape(-1, _TILE, *x.shape[:-1])
+
+    def add_tile(acc: jax.Array, terms: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        a, b = terms
+        even, odd = a[0] * b[0], a[1] * b[1]
+        for k in range(2, _TILE, 2):
+            even, odd = even + a[k] * b[k], odd + a[k + 1] * b[k + 1]
+        return acc + (even + odd), None
+
+    return lax.scan(add_tile, jnp.zeros(shape, jnp.float32), (tiles(a), tiles(b)))[0]
+
+
+def tile_matmul(x: Float[Array, "M K"], w: Float[Array, "N K"]) -> Float[Array, "M N"]:
+    """x w^T, float32, summed as `tile_product` sums; x and w hold bfloat16 values."""
+    return tile_product(x.astype(jnp.float32)[:, None, :], w.astype(jnp.float32)[None])
 
 
 def pack_int4(codes: Int[Array | np.ndarray, "... K"]) -> Int[Array, "... K8"]:

@@ -29,7 +29,7 @@ from aqt.jax.v2 import aqt_dot_general, aqt_tensor
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from qarl_jax.quant.arithmetic import round_to
+from qarl_jax.quant.arithmetic import round_to, tile_matmul
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import dequantize, module_of
@@ -71,8 +71,10 @@ def _stored(y: jax.Array, dtype: Any) -> jax.Array:
     return lax.optimization_barrier(round_to(y, dtype))
 
 
-def _float_dot_general(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, out_dtype: Any) -> jax.Array:
-    """Two operands of the compute dtype -> `out_dtype`, accumulated in float32.
+def _float_dot_general(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, out_dtype: Any, tiles: bool = False
+) -> jax.Array:
+    """Two operands of the compute dtype -> `out_dtype`, accumulated in float32; `tiles`: on a CPU as AMX adds.
 
     float32 operands are multiplied in full float32 (no TF32, no bfloat16 passes). bfloat16 operands go to the
     hardware's own units, whose kernels round their float32 sums as they write them; on CPU XLA's bfloat16 product is
@@ -89,16 +91,22 @@ def _float_dot_general(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, o
         )
         return round_to(y, out_dtype)
 
+    def mirrored(lhs, rhs):
+        return round_to(tile_matmul(lhs, rhs), out_dtype)
+
     def native(lhs, rhs):
         return _stored(lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=out_dtype), out_dtype)
 
     if lhs.dtype == jnp.float32:
         return upcast(lhs, rhs)
-    return lax.platform_dependent(lhs, rhs, cpu=upcast, default=native)
+    return lax.platform_dependent(lhs, rhs, cpu=mirrored if tiles else upcast, default=native)
 
 
 class Dense:
-    """Contractions of activations [M, K] with one weight [N, K]."""
+    """Contractions of activations [M, K] with one weight [N, K]; `tiles`: see `Numerics.tile_sums`."""
+
+    def __init__(self, tiles: bool = False):
+        self.tiles = tiles
 
     def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """int8 [M, K], int8 [N, K] -> int32 [M, N], exact."""
@@ -106,7 +114,7 @@ class Dense:
 
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32) -> jax.Array:
         """[M, K] in compute dtype, [N, K] -> [M, N] in float32, or rounded once to another dtype."""
-        return _float_dot_general(x, w.astype(x.dtype), _CONTRACT_LAST, out_dtype)
+        return _float_dot_general(x, w.astype(x.dtype), _CONTRACT_LAST, out_dtype, self.tiles)
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """float8 [M, K], float8 [N, K] -> float32 [M, N]."""
@@ -224,7 +232,7 @@ def _dense(spec: _Spec, x, master, qtensor, bias):
 
 
 def _dense_fwd(spec, x, master, qtensor, bias):
-    y, (saved, weight) = _forward(Dense(), spec, x, master, qtensor, bias)
+    y, (saved, weight) = _forward(Dense(spec.numerics.tile_sums), spec, x, master, qtensor, bias)
     return round_to(y, x.dtype), (saved, weight)
 
 

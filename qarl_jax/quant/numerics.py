@@ -76,6 +76,12 @@ class Numerics:
         return self.profile == "cuda"
 
     @property
+    def tile_sums(self) -> bool:
+        """bf16 products (unquantized and w4a16 layers, head, attention) are summed as AMX's tiles sum them; otherwise
+        in the compiler's order."""
+        return self.profile == "cpu_amx"
+
+    @property
     def fp8_divides(self) -> bool:
         """fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x)."""
         return self.profile == "cuda"
@@ -129,8 +135,8 @@ class Numerics:
 
     @property
     def polynomial_exp(self) -> bool:
-        """That kernel's exp is a polynomial of degree 5, up to 3e-7 off (AVX-512); otherwise the C library's."""
-        return self.profile == "cpu_avx512_bf16"
+        """The kernel's exp is a polynomial of degree 5, up to 3e-7 off (AVX-512); otherwise the C library's."""
+        return self.profile in ("cpu_amx", "cpu_avx512_bf16")
 
     @property
     def truncates(self) -> bool:

@@ -33,6 +33,8 @@ def vllm():
     if not vllm.platforms.current_platform.is_cpu():
         pytest.skip("compares CPU ops")
     vllm.platforms.current_platform.import_kernels()
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()  # without the kernel's leave, the first tile instruction ends the process
     import vllm._custom_ops as ops
     from vllm.ir.ops import layernorm  # noqa: F401  registers ir.ops.rms_norm
     from vllm import ir  # isort: skip
