@@ -147,6 +147,28 @@ def test_the_whole_ladder_holds_on_a_live_vllm(folder):
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "scheme", ["w8a8", *(pytest.param(s, marks=pytest.mark.nightly) for s in ("w4a8", "w4a16:g64"))]
+)
+def test_a_model_with_biases_climbs_the_ladder_too(tmp_path, scheme):
+    """A kernel may keep a copy of the bias in float32, which a published bias must reach."""
+    pytest.importorskip("vllm")
+    model = MODEL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
+    graphdef, params, rest = models.split(models.random_model(config, 0))
+    noise = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: x + 0.1 * noise.normal(size=x.shape).astype(x.dtype), params)
+    models.save_hf(models.merge(graphdef, params, rest), tmp_path)
+    options = parity.Options(prompts=8, prompt_len=4, response_len=12, threads=1, unaligned=False, bf16_pair=False)
+    result = parity.climb(str(tmp_path), scheme, "cpu", options)
+    assert result["first_broken"] is None, result["rungs"]
+    if quant.resolve("cpu").polynomial_exp:
+        assert result["aligned"]["k3"] < 1e-12
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["bf16", "w8a8"])
 def test_a_mixture_of_experts_climbs_the_ladder_too(tmp_path, scheme):
     """vLLM's CPU engine must pack bf16 experts anew at every load; quantized ones run through the bridge's methods."""

@@ -198,7 +198,7 @@ class VllmEngine:
         self._whole = WholeModules(self._model, self._engine.model_config) if options.loader == "auto" else None
         self._whole_is_proved = False
         isa = _isa(torch)
-        self._portable_bf16 = isa == "avx2"
+        self._portable_bf16, self._has_tiles = isa == "avx2", isa == "amx"
         self._after_load()
         profile = "cuda" if isa.startswith("sm") else _CPU_PROFILES[isa]
         kernels = self._kernels()
@@ -377,6 +377,13 @@ class VllmEngine:
             for module in self._modules.values():
                 if hasattr(module, "cpu_linear"):  # vLLM sets it anew at every load
                     module.cpu_linear = portable_linear()
+
+        if self._has_tiles:
+            from qarl_bridge.portable_kernels import same_for_few_rows
+
+            for module in self._modules.values():
+                if hasattr(module, "cpu_linear"):
+                    module.cpu_linear = same_for_few_rows(module.cpu_linear)
 
     # Looking inside --------------------------------------------------------------------------------------------------
 

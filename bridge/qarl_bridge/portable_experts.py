@@ -1,10 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized mixtures of experts for vLLM's CPU build on machines without AMX.
+"""Quantized mixtures of experts for vLLM's CPU build: w4a16 everywhere, the others on machines without AMX.
 
 vLLM 0.32 multiplies quantized experts on x86 through AMX tiles only; without them it refuses such a model at start
-("No WNA16 MoE backend supports the deployment configuration"). These methods run it anyway, expert by expert, with the
-products of `portable_kernels`, so that experts and dense layers have one arithmetic:
+("No WNA16 MoE backend supports the deployment configuration"). With them it runs int4 experts as w4a8, whatever
+VLLM_CPU_INT4_W4A8 says. These methods run what it does not, expert by expert, with the products of `portable_kernels`,
+so that experts and dense layers have one arithmetic:
 
     h = product(x[rows of e], w13[e])            bf16: gate and up, side by side
     a = bf16(bf16(silu(gate)) * up)              as vLLM's own activation on a CPU
@@ -128,20 +129,31 @@ def register() -> None:
     if getattr(original, "falls_back", False):
         return
 
+    def portable_class(quant_config: Any, layer: Any, layer_name: str) -> tuple[Any, tuple[Any, Any]] | None:
+        if not current_platform.is_cpu():
+            return None
+        scheme = quant_config.get_scheme_dict(layer, f"{layer_name}.0.{layer.ckpt_gate_proj_name}")
+        if not scheme:
+            return None
+        weights, inputs = scheme["weights"], scheme["input_activations"]
+        if weights.num_bits == 8 and inputs is not None:
+            return PortableInt8MoEMethod, (weights, inputs)
+        if weights.num_bits == 4 and weights.symmetric and str(weights.type).endswith("int"):
+            return PortableWNA16MoEMethod, (weights, inputs)
+        return None
+
     @functools.wraps(original)
     def get_moe_method(quant_config: Any, layer: Any, layer_name: str) -> FusedMoEMethodBase:
-        try:
-            return original(quant_config, layer, layer_name)
-        except NotImplementedError:
-            if not current_platform.is_cpu():
-                raise
-            scheme = quant_config.get_scheme_dict(layer, f"{layer_name}.0.{layer.ckpt_gate_proj_name}")
-            weights, inputs = scheme["weights"], scheme["input_activations"]
-            if weights.num_bits == 8 and inputs is not None:
-                return PortableInt8MoEMethod(weights, inputs, layer.moe_config)
-            if weights.num_bits == 4 and weights.symmetric and str(weights.type).endswith("int"):
-                return PortableWNA16MoEMethod(weights, inputs, layer.moe_config)
-            raise
+        found = portable_class(quant_config, layer, layer_name)
+        # vLLM's own int4 experts are w4a8, always.
+        if found is None or found[0] is PortableInt8MoEMethod or envs.VLLM_CPU_INT4_W4A8:
+            try:
+                return original(quant_config, layer, layer_name)
+            except NotImplementedError:
+                if found is None:
+                    raise
+        kind, quant = found
+        return kind(*quant, layer.moe_config)
 
     get_moe_method.falls_back = True  # type: ignore[attr-defined]
     chooser.CompressedTensorsMoEMethod.get_moe_method = staticmethod(get_moe_method)

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""CPU linear kernels for vLLM 0.32 that fill gaps of its x86 build on machines without AMX.
+"""CPU linear kernels for vLLM 0.32 that fill gaps of its x86 build, most of them on machines without AMX.
 
 `PortableWNA16LinearKernel`, int4 weights. vLLM's own kernel calls `torch.ops._C.cpu_gemm_wna16`, which its AVX2 build
 does not contain: a W4A16 model loads, then dies with AttributeError at the first token. This one computes
@@ -32,6 +32,10 @@ two there.
 
 `portable_linear`, bf16 weights. oneDNN has no bf16 matmul for AVX2 and vLLM falls back to torch's slow one; this is
 y = bf16(x_f32 @ w_f32^T (+ b)), as above. The head is where it matters.
+
+`same_for_few_rows`, bf16 weights up to 1 MiB (small layers, routers, heads of small vocabularies) with AMX. vLLM takes
+sgl's kernel for them, which adds in one order for one to four rows (VDPBF16PS) and in another above (tiles): the last
+sequences of a batch would have other log-probs than the rest. Few rows are padded to five, with zeros.
 
 `HeldScaleInt8LinearKernel`, int8, where oneDNN is right. vLLM's oneDNN path keeps a raw pointer to the weight scales it
 was built with. During an in-place reload those are a temporary, freed as soon as its values are copied into the live
@@ -151,6 +155,25 @@ def portable_linear() -> Callable[..., torch.Tensor]:
         return torch.nn.functional.linear(x.float(), held[0], bias_f32).to(x.dtype)
 
     return linear
+
+
+_TILE_ROWS = 5  # from here on sgl's bf16 kernel multiplies with AMX tiles
+
+
+def same_for_few_rows(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """vLLM's `cpu_linear` of one unquantized layer, the same for every batch; see the module docstring."""
+    if getattr(linear, "is_same_for_few_rows", False):
+        return linear
+
+    def padded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) >= _TILE_ROWS:
+            return linear(x, weight, bias)
+        y = linear(torch.nn.functional.pad(rows, (0, 0, 0, _TILE_ROWS - len(rows))), weight, bias)
+        return y[: len(rows)].reshape(*x.shape[:-1], y.shape[-1])
+
+    padded.is_same_for_few_rows = True  # type: ignore[attr-defined]
+    return padded
 
 
 _EXACT_INPUTS = 1024  # the longest run of int8 products whose float32 sum is exact in any order

@@ -209,7 +209,9 @@ def _sum_of_lanes(x: jax.Array) -> jax.Array:
     return lanes
 
 
-def _in_order_fwd(numerics: Numerics, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> tuple[jax.Array, Any]:
+def _in_order_fwd(
+    numerics: Numerics, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
+) -> tuple[jax.Array, Any]:
     return _attend_in_order(numerics, q, k, v, seen), (q, k, v, seen)
 
 

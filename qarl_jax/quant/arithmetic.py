@@ -112,13 +112,11 @@ def add_separately(
     return _float(_bits(product) ^ zero) + addend
 
 
-def tile_product(
-    a: Float[Array, "*#S K"], b: Float[Array, "*#S K"]
-) -> Float[Array, "*S"]:
+def tile_product(a: Float[Array, "*#S K"], b: Float[Array, "*#S K"]) -> Float[Array, "*S"]:
     """sum_k a[..., k] b[..., k] of bfloat16 values, added in the order of AMX's bfloat16 tiles (TDPBF16PS).
 
     Per 32 inputs the even and the odd products are two chains from zero, which are added to each other and then to the
-    sum so far (Intel's instruction reference; a product of two bfloat16 is exact, so a fused operation changes nothing).
+    sum so far (Intel's instruction reference; a product of two bfloat16 is exact, so fusing changes nothing).
 
     Args:
       a, b: float32 of equal rank that holds bfloat16 values; leading dimensions broadcast. K is padded with zeros.

@@ -75,3 +75,20 @@ def test_the_kernels_order_of_sums_changes_no_gradient():
         found = value(Numerics(profile))
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_the_tile_kernel_has_the_gradient_of_plain_attention():
+    q, k, v, g = (normal(i, 2, 9, n, 16) for i, n in enumerate((4, 2, 2, 4)))
+    segments = jnp.asarray([[1] * 5 + [2] * 4, [1] * 7 + [0] * 2], jnp.int32)
+
+    def grads(profile):
+        def run(q, k, v):
+            out = attention(q, k, v, segment_ids=segments, numerics=Numerics(profile))
+            return (out.astype(jnp.float32) * g.astype(jnp.float32)).sum()
+
+        return jax.jit(jax.grad(run, argnums=(0, 1, 2)))(q, k, v)
+
+    # Under `cuda` attention is the plain one, its weights rounded to bfloat16 as the tile kernel's are.
+    for found, wanted in zip(grads("cpu_amx"), grads("cuda"), strict=True):
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))

@@ -8,7 +8,8 @@ Two facts about oneDNN on CPUs without VNNI (AVX2 only), both measured here rath
   * vLLM's builds for CPUs without bf16 instructions truncate float32 to bfloat16 where the other rounds to nearest.
 
 The bridge replaces that kernel (qarl_bridge.portable_kernels), so both layers are compared: oneDNN's on codes small
-enough for its product to be exact, the bridge's on all.
+enough for its product to be exact, the bridge's on all. On CPUs with AMX vLLM takes another kernel for layers whose K
+and N fit its tiles (`test_amx_linear.py`); oneDNN's is then compared under the profile it has elsewhere.
 """
 
 import jax.numpy as jnp
@@ -81,6 +82,7 @@ def test_activation_scales_and_codes_equal_vllms_on_every_element(ops, torch, k)
 @pytest.mark.slow
 def test_onednn_layers_equal_the_learners_bit_for_bit(ops, torch):
     exact = has_flag("avx512_vnni") or has_flag("avx_vnni")
+    numerics = quant.Numerics("cpu_avx512_bf16" if has_flag("avx512_bf16") else "cpu_avx2")
     unequal = []
     for k, n, m, with_bias in CASES:
         # 255 * 64 * 2 is the largest pair that an int16 holds.
@@ -92,7 +94,7 @@ def test_onednn_layers_equal_the_learners_bit_for_bit(ops, torch):
         y = torch.empty((m, n), dtype=torch.bfloat16)
         ops.onednn_scaled_mm(handler, x_q, y, x_s, None, None, b)
         # In float32 the learner returns what the engine has before its conversion to bfloat16.
-        mine = learner(x, codes, scale, bias if with_bias else None, jnp.float32, quant.resolve("cpu"))
+        mine = learner(x, codes, scale, bias if with_bias else None, jnp.float32, numerics)
         mine = ref.bf(mine) if has_flag("avx512_bf16") else truncated(mine)
         if (y.float().numpy() != mine).any():
             unequal.append((k, n, m, with_bias, (y.float().numpy() != mine).mean()))

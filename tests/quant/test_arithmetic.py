@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qarl_jax.quant.arithmetic import divide, pack_int4, round_bf16, round_to, unpack_int4
+from qarl_jax.quant.arithmetic import divide, pack_int4, round_bf16, round_to, tile_matmul, tile_product, unpack_int4
 from tests.reference import quant_reference as ref
 
 COUNT = 500_000
@@ -116,3 +116,17 @@ def test_pack_int4_round_trips_in_wire_order(nibbles, words, rank):
 def test_element_8j_plus_i_sits_in_bits_4i_of_word_j():
     codes = jnp.full((16,), -8, jnp.int8).at[8 + 3].set(7)
     assert [int(x) for x in pack_int4(codes)] == [0, 0xF << 12]
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 5), (7, 96, 33), (3, 40, 4)])
+def test_tile_products_are_added_in_the_order_of_amx(m, k, n):
+    rng = np.random.default_rng([m, k, n])
+    x, w = ref.bf(rng.normal(size=(m, k))), ref.bf(rng.normal(size=(n, k)))
+    got = np.asarray(jax.jit(tile_matmul)(x, w))
+    np.testing.assert_array_equal(got, ref.tiles(x, w))
+    in_turn = np.zeros((m, n), np.float32)
+    for i in range(k):
+        in_turn += x[:, i, None] * w[None, :, i]
+    assert (got != in_turn).mean() > 0.3, "the order is visible in float32"
+    broadcast = jax.jit(tile_product)(x[:, None, None, :], w[None, :, None, :])
+    np.testing.assert_array_equal(np.asarray(broadcast)[..., 0], got)

@@ -322,6 +322,19 @@ def _take(tree, i):
     return jax.tree.map(lambda a: a[i], tree)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("config", [None, w4a16.Config(32)], ids=str)
+def test_under_amx_float_layers_are_added_as_its_tiles_add(config, with_bias):
+    rng = np.random.default_rng(16)
+    x, w, b = ref.bf(rng.normal(size=(9, 256))), ref.bf(rng.normal(size=(48, 256))), ref.bf(rng.normal(size=48))
+    qt = None if config is None else quant.quantize(jnp.asarray(w), config)
+    served = w if qt is None else np.asarray(quant.dequantize(qt, jnp.bfloat16), np.float32)
+    bias = jnp.asarray(b) if with_bias else None
+    y = quant.dot(jnp.asarray(x, jnp.bfloat16), jnp.asarray(w), qt, bias, numerics=Numerics("cpu_amx"))
+    want = ref.bf(ref.tiles(x, served) + (b if with_bias else np.float32(0)))
+    np.testing.assert_array_equal(np.asarray(y, np.float32), want)
+
+
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 

@@ -115,3 +115,14 @@ def w4a8_layer(x, codes, scale, bias=None) -> np.ndarray:
         p = (x_q[:, part].astype(np.int64) @ codes[:, part].astype(np.int64).T).astype(np.float32)
         acc = fma(p * s_x, np.broadcast_to(scale[:, i].astype(np.float32)[None, :], p.shape), acc)
     return acc
+
+
+def tiles(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """x [M, K] times w [N, K], bfloat16 values, float32 [M, N] in the order of Intel's TDPBF16PS."""
+    total = np.zeros((len(x), len(w)), np.float32)
+    for start in range(0, x.shape[1], 32):
+        lanes = [np.zeros_like(total), np.zeros_like(total)]
+        for k in range(start, min(start + 32, x.shape[1])):
+            lanes[k % 2] += x[:, k, None] * w[None, :, k]  # exact products: one rounding
+        total += lanes[0] + lanes[1]
+    return total
