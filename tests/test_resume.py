@@ -175,10 +175,14 @@ def test_a_run_killed_at_random_moments_equals_one_that_was_not(world, environme
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)],
+    ids=lambda number: number.name,
+)
 def test_an_interrupt_saves_exits_with_0_and_the_same_command_goes_on(world, environment, uninterrupted, number):
     # Checkpoints are far apart, so that what is saved is saved because of the signal.
-    section = {"checkpoint": {"every": 100, "asynchronous": number == signal.SIGINT}}
+    section = {"checkpoint": {"every": 100, "asynchronous": number == signal.SIGTERM}}
     victim = world.changed(run_dir=str(world.folder / number.name), **section)
     # From inside, because a signal from outside may come too late: after the last step.
     code, said = wait(start(victim, environment, ("qarl_jax.train", "learn", "before", 3), number))

@@ -21,6 +21,7 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -66,6 +67,7 @@ class WorkerPool:
         self.cfg = cfg
         self.size = cfg.workers or min(8, os.cpu_count() or 1)
         self.restarts = 0
+        self._lock = threading.Lock()  # of `restarts`: a thread per worker counts
         self._workers: list[_Worker | None] = [None] * self.size
         # Holds the list, not the pool: a dropped pool still takes its processes with it.
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
@@ -93,7 +95,8 @@ class WorkerPool:
                 worker = self._workers[slot] = _Worker(self.kind, self.cfg)
             out[i] = worker.ask(tasks[i], self.cfg.timeout_s)
             if out[i] is None or worker.served >= self.cfg.recycle_after:
-                self.restarts += out[i] is None
+                with self._lock:
+                    self.restarts += out[i] is None
                 worker.stop()
                 self._workers[slot] = None
 

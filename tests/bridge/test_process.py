@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -435,15 +436,16 @@ def test_a_trainer_killed_in_the_middle_of_a_publish_leaves_the_engine_as_it_was
         with engine(config, run_id="run", incarnation=1) as e:
             e.publish(weights(0), 0)
             before = tokens(generate(e))
+        (tmp_path / "tensors").write_bytes(pickle.dumps(list(engine_tensors(weights(1)))))
         code = f"""
-import time
+import pickle, time
 from qarl_bridge import sender, wire
 from qarl_bridge.transport import shm
-from qarl_jax.rollout.vllm import engine_tensors
-from tests.bridge.test_process import weights
 client = sender.Client({address!r}, wire.read_key({key_file!r}))
 client.acquire("run", 2)
-staged = sender.stage(engine_tensors(weights(1)), version=wire.Version(run_id="run", incarnation=2, step=1),
+with open({str(tmp_path / "tensors")!r}, "rb") as file:  # JAX would take its time to make them
+    tensors = pickle.load(file)
+staged = sender.stage(tensors, version=wire.Version(run_id="run", incarnation=2, step=1),
                       model=client.facts.model, scheme=client.facts.scheme)
 client.request(wire.Announce(manifest=staged.manifest), wire.Ready)
 if {stage}:
