@@ -13,7 +13,8 @@ so that experts and dense layers have one arithmetic:
     y = bf16(sum over a token's experts of weight * o)      in float32, rounded once
 
 which is also what the learner computes (`qarl_jax/models/moe.py`). int8 experts (w8a8), int4 experts with bf16 (w4a16)
-or int8 activations (w4a8). The tensors stay as loaded; a float32 copy beside them is what is multiplied with.
+or int8 activations (w4a8). The tensors stay as loaded; a copy beside them, float32 (or bf16, for w4a16 with AMX), is
+what is multiplied with.
 
 What we left out: speed (a loop over experts) and small memory (4 bytes per weight), expert parallelism, biases.
 """
@@ -112,8 +113,12 @@ class PortableWNA16MoEMethod(_Portable, CompressedTensorsWNA16MoEMethod):
         for name in ("w13", "w2"):
             packed = getattr(layer, f"{name}_weight_packed").data
             scale = getattr(layer, f"{name}_weight_scale").data
-            weights = [portable_int4(p, s, self.int8_activations) for p, s in zip(packed, scale, strict=True)]
-            layer.register_parameter(f"{name}_portable", torch.nn.Parameter(torch.stack(weights), requires_grad=False))
+            weights = torch.stack(
+                [portable_int4(p, s, self.int8_activations) for p, s in zip(packed, scale, strict=True)]
+            )
+            if torch.cpu._is_amx_tile_supported() and not self.int8_activations:
+                weights = weights.to(torch.bfloat16)  # as which they are exact
+            layer.register_parameter(f"{name}_portable", torch.nn.Parameter(weights, requires_grad=False))
 
     def product(self, layer: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
         """bf16(x @ bf16(q*s)), or w4a8's formula."""

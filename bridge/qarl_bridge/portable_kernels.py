@@ -83,7 +83,10 @@ def portable_int4(packed: torch.Tensor, scale: torch.Tensor, int8_activations: b
 
 
 def float_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[..., K] x [N, K] float32 -> [..., N] in x.dtype, accumulated in float32, rounded once."""
+    """[..., K] x [N, K] float32 -> [..., N] in x.dtype, accumulated in float32, rounded once. A bf16 weight
+    is multiplied by oneDNN's tiles, in the order of vLLM's own layers on CPUs that have them."""
+    if weight.dtype == x.dtype:
+        return torch.nn.functional.linear(x, weight, bias)
     return torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
 
 

@@ -134,13 +134,14 @@ class Dense:
 
 
 class Ragged:
-    """Contractions of activations [M, K], rows sorted by expert, with expert weights [E, N, K].
+    """Contractions of activations [M, K], rows sorted by expert, with expert weights [E, N, K]; `tiles` as in `Dense`.
 
     Rows beyond sum(group_sizes) give zeros.
     """
 
-    def __init__(self, group_sizes: jax.Array, num_rows: int):
+    def __init__(self, group_sizes: jax.Array, num_rows: int, tiles: bool = False):
         self.group_sizes = group_sizes
+        self.tiles = tiles
         ends = jnp.cumsum(group_sizes)
         # The expert of each row; rows past the last group take the last expert and are masked.
         rows = jnp.arange(num_rows, dtype=ends.dtype)
@@ -150,7 +151,28 @@ class Ragged:
         return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, preferred_element_type=jnp.int32)
 
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32) -> jax.Array:
-        return self._float(x, jnp.swapaxes(w.astype(x.dtype), 1, 2), out_dtype)
+        w = w.astype(x.dtype)
+
+        def plain(x, w):
+            return self._float(x, jnp.swapaxes(w, 1, 2), out_dtype)
+
+        # Experts whose inner values stay float32 come here upcast (`Linear.__call__`): they hold bfloat16 values still.
+        return lax.platform_dependent(x, w, cpu=self._tiled(out_dtype), default=plain) if self.tiles else plain(x, w)
+
+    def _tiled(self, out_dtype: Any) -> Any:
+        """Every expert over all rows, as a ragged product on a CPU is, too; each row keeps its own expert's."""
+        inside = jnp.arange(self.expert.shape[0]) < jnp.sum(self.group_sizes)
+
+        def run(x: jax.Array, w: jax.Array) -> jax.Array:
+            def add_expert(y: jax.Array, one: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+                e, w_NK = one
+                return jnp.where(((self.expert == e) & inside)[:, None], tile_matmul(x, w_NK), y), None
+
+            start = jnp.zeros((x.shape[0], w.shape[1]), jnp.float32)
+            y, _ = lax.scan(add_expert, start, (jnp.arange(w.shape[0], dtype=self.expert.dtype), w))
+            return round_to(y, out_dtype)
+
+        return run
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         # e4m3 codes are exact in bfloat16, which every backend's ragged product takes.
@@ -252,7 +274,7 @@ def _ragged(spec: _Spec, x, master, qtensor, group_sizes):
 
 
 def _ragged_fwd(spec, x, master, qtensor, group_sizes):
-    product = Ragged(group_sizes, x.shape[0])
+    product = Ragged(group_sizes, x.shape[0], spec.numerics.tile_sums)
     y, (saved, weight) = _forward(product, spec, x, master, qtensor, None)
     return round_to(y, x.dtype), (saved, weight, group_sizes)
 
