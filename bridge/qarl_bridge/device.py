@@ -9,6 +9,7 @@ pass at memory speed: when it is staged, and on the far side of the loader's doo
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,10 +21,15 @@ from qarl_bridge.errors import BridgeError
 from qarl_bridge.transport import cuda_ipc
 
 _ROWS_AT_ONCE = 16_384  # 64 MiB
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def row_sums(buffer: Any) -> np.ndarray:
     """[rows, 2] uint32 of a uint8 tensor whose size is a multiple of ROW_BYTES; see fingerprint.py. On any device."""
+    if buffer.is_cuda and _HAS_TRITON:
+        from qarl_bridge import gpu_sums
+
+        return gpu_sums.row_sums(buffer).cpu().numpy().view(np.uint32)
     words = buffer.view(torch.int32).view(-1, fingerprint.WORDS // 2)
     odd = torch.arange(1, fingerprint.WORDS + 1, 2, dtype=torch.int32, device=buffer.device)  # of the low halves
     out = torch.empty((len(words), 2), dtype=torch.int64, device=buffer.device)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,16 +69,16 @@ class Shard:
         return Shard(kind, (f"{prefix}.weight", *extra), weight, None, bias, weight.shape[-1])
 
     def columns(self, picked: Any, w4a8: bool) -> list[Any]:
-        """What one-hot rows at `picked` (int64 tensor) must return: two alternatives [len(picked), N] float32, either
-        of which is right."""
+        """What one-hot rows at `picked` (int64 tensor) must return: one alternative [len(picked), N] float32, or two
+        either of which is right."""
         if self.kind == "dense":
-            return [self.weight[:, picked].t().float()] * 2
+            return [self.weight[:, picked].t().float()]
         if self.kind == "int4":
             shifts = (4 * (picked % 8)).to(torch.int32)
             codes = (((self.weight[:, picked // 8] >> shifts) & 0xF) - 8).t().float()
             scale = self.scale.float()[:, picked // (self.width // self.scale.shape[1])].t()
             if not w4a8:
-                return [_bf16(codes * scale)] * 2
+                return [_bf16(codes * scale)]
         else:
             bytes_ = self.weight.view(torch.uint8)[:, picked]  # float8 cannot be indexed everywhere
             codes, scale = bytes_.view(self.weight.dtype).t().float(), self.scale.float().reshape(1, -1)
@@ -130,6 +131,7 @@ class ReadBack:
         layers = rows = 0
         seen: set[str] = set()
         verdicts: list[tuple[Callable[[], None], Any]] = []  # how to explain it, whether it is wrong
+        linear: list[tuple[str, Any, list[Shard], np.ndarray]] = []
         with torch.inference_mode(), self._context():
             for name, module in self._modules.items():
                 if experts.is_experts(module):
@@ -155,9 +157,14 @@ class ReadBack:
                         if mode == "full"
                         else np.sort(rng.choice(width, min(SAMPLED_ROWS, width), replace=False))
                     )
-                    verdicts += self._functional(name, module, shards, picked)
+                    linear.append((name, module, shards, picked))
                     rows += len(picked)
                 layers += 1
+            places = np.cumsum([0, *(len(picked) for *_, picked in linear)])
+            every = torch.from_numpy(np.concatenate([picked for *_, picked in linear] or [np.zeros(0, np.int64)]))
+            every = every.to(self._device)  # one transfer for all layers
+            for (name, module, shards, picked), first in zip(linear, places[:-1], strict=True):
+                verdicts += self._functional(name, module, shards, picked, every[first : first + len(picked)])
         unseen = [n for n in tensors if n not in seen]
         if unseen:
             raise BridgeError(
@@ -193,8 +200,9 @@ class ReadBack:
         return [(explain, (live != published).any())]
 
     def _functional(
-        self, name: str, module: Any, shards: list[Shard], picked: np.ndarray
+        self, name: str, module: Any, shards: list[Shard], picked: np.ndarray, on_device: Any
     ) -> list[tuple[Callable[[], None], Any]]:
+        """`on_device`: `picked` as a tensor where the model computes."""
         verdicts: list[tuple[Callable[[], None], Any]] = []
         device, staged = self._device, shards[0].weight.device
         bias = getattr(module, "bias", None)
@@ -210,22 +218,21 @@ class ReadBack:
                 live, want_bias = live.sort().values, want_bias.sort().values
             verdicts.append((explain_bias, torch.tensor(not torch.equal(live, want_bias))))
         for start in range(0, len(picked), _CHUNK):
-            columns = torch.from_numpy(picked[start : start + _CHUNK])
+            columns = picked[start : start + _CHUNK]
 
-            def push(columns: Any = columns) -> tuple[Any, list[Any], Any]:
-                one_hot = torch.zeros((len(columns), shards[0].width), dtype=torch.bfloat16, device=device)
-                one_hot[torch.arange(len(columns), device=device), columns.to(device)] = 1
-                got = module.quant_method.apply(module, one_hot, None).float()
+            def push(columns: Any = on_device[start : start + _CHUNK]) -> tuple[Any, list[Any], Any]:
+                every = torch.arange(shards[0].width, device=device)
+                got = module.quant_method.apply(module, (every == columns[:, None]).to(torch.bfloat16), None).float()
                 here = columns.to(staged)
                 alternatives = [
                     torch.cat(parts, dim=1).to(device)
                     for parts in zip(*(s.columns(here, self._w4a8) for s in shards), strict=True)
                 ]
                 got = got[:, : alternatives[0].shape[1]]  # a padded vocabulary has rows of its own
-                wrong = (got != alternatives[0]) & (got != alternatives[1])
-                return got, alternatives, wrong | ~torch.isfinite(got)
+                wrong = ~torch.isfinite(got)
+                return got, alternatives, wrong | functools.reduce(torch.logical_and, (got != a for a in alternatives))
 
-            def explain(push: Any = push, columns: Any = columns) -> None:
+            def explain(push: Any = push, columns: np.ndarray = columns) -> None:
                 with torch.inference_mode(), self._context():
                     got, alternatives, wrong = push()
                 places = wrong.nonzero().cpu()

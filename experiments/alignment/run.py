@@ -8,6 +8,7 @@
     python -m experiments.alignment.run --base                                 # the policy alone, and its hash
     python -m experiments.alignment.run --rtn                                  # what rounding costs it before any RL
     python -m experiments.alignment.run --timing                               # seconds per step, one arm at a time
+    python -m experiments.alignment.run --warm-up --stages 1                   # compile, beside --base
     python -m experiments.alignment.run --list                                 # what is done, and what comes next
     python -m experiments.alignment.run --pack experiments/alignment/results.tar.xz
     python -m experiments.alignment.run --save-state OUT     (--load-state OUT: on the next machine, before the rest)
@@ -51,6 +52,8 @@ from qarl_jax.types import UserError, entry_point
 
 HASH = arms.HERE / "base.sha256"
 TIMING_STEPS = 8
+TOY = ("train.updates=40",)  # of a policy to compile with
+ONE_STEP = ("train.steps=1", "eval.at_start=false", "eval.at_end=true", "eval.every=0", "checkpoint.every=0")
 
 DIVERGED = re.compile(r"^RuntimeError: step (\d+), update (\d+) of \d+: the gradient is not finite\..*", re.MULTILINE)
 """What `qarl_jax.train` says, and then exits with 1, when a run diverges."""
@@ -66,6 +69,8 @@ class Experiment:
       settings: overrides for every run, and base_settings for the making of the policy (a toy, in the tests).
       python: the interpreter of the trainers.
       vllm: with the stage under vLLM at a scale that has none by itself.
+      cache: folder of compiled programs; None: one in `work`.
+      is_toy: its policy is of no worth and has no hash to keep to.
       failed: names of the jobs that failed.
     """
 
@@ -75,6 +80,8 @@ class Experiment:
     base_settings: tuple[str, ...] = ()
     python: str = sys.executable
     vllm: bool = False
+    cache: pathlib.Path | None = None
+    is_toy: bool = False
     failed: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -95,9 +102,8 @@ class Experiment:
     @property
     def environment(self) -> dict[str, str]:
         """Of every process: one compile cache for all, GPU memory taken as it is needed, sums in a fixed order."""
-        cache = self.work / "xla_cache"
         out = {
-            "JAX_COMPILATION_CACHE_DIR": str(cache.absolute()),
+            "JAX_COMPILATION_CACHE_DIR": str(self.compiled.absolute()),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -105,6 +111,23 @@ class Experiment:
         if self.scale.name == "gpu":
             out["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
         return out
+
+    @property
+    def compiled(self) -> pathlib.Path:
+        """Folder of compiled programs."""
+        return self.work / "xla_cache" if self.cache is None else self.cache
+
+    @property
+    def toy(self) -> Experiment:
+        """The same with a policy of no worth and a step per run, in a folder of its own: to compile with."""
+        return dataclasses.replace(
+            self,
+            work=self.work / "warm",
+            cache=self.compiled,
+            is_toy=True,
+            settings=(*self.settings, *ONE_STEP),
+            base_settings=(*self.base_settings, *TOY),
+        )
 
     def folder(self, run: Run) -> pathlib.Path:
         """A run's folder."""
@@ -148,11 +171,11 @@ class Experiment:
 
     def warm(self) -> set[str]:
         """Programs that some run has compiled on this machine: into the cache, which must still be there."""
-        cache = self.work / "xla_cache"
-        if not cache.is_dir() or not any(cache.iterdir()):
+        if not self.compiled.is_dir() or not any(self.compiled.iterdir()):
             return set()
-        runs, timing = self.work / "runs", self.work / "timing"
-        found = [(path, path.parent.parent.relative_to(runs)) for path in runs.glob("*/*/seed*/metrics.jsonl")]
+        timing, found = self.work / "timing", []
+        for runs in (self.work / "runs", self.work / "warm" / "runs"):
+            found += [(path, path.parent.parent.relative_to(runs)) for path in runs.glob("*/*/seed*/metrics.jsonl")]
         found += [(path, path.parent.relative_to(timing)) for path in timing.glob("*/*/metrics.jsonl")]
         return {str(program) for path, program in found if path.stat().st_size}
 
@@ -215,6 +238,8 @@ def check_base(experiment: Experiment, folder: pathlib.Path) -> str:
     """
     found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     recorded = json.loads(HASH.read_text()).get(experiment.scale.name) if HASH.exists() else None
+    if experiment.is_toy:
+        return found
     for known, place, advice in (
         (recorded, HASH, "Restore it, or remove its entry there for another experiment."),
         (base_hash(experiment.work), experiment.work / "base.json", "Restore it, or take another --work folder."),
@@ -353,6 +378,29 @@ def timing(experiment: Experiment, budget: Budget) -> bool:
     return experiment.run_jobs(jobs, budget)
 
 
+def warm_up(experiment: Experiment, budget: Budget, stages: int | None = None) -> bool:
+    """Compiles what the first `stages` stages need (all: None) with a toy policy, one step each, so that their runs may
+    start side by side as soon as the policy is there. Uses nothing of the policy: goes beside `make_base`."""
+    toy = experiment.toy
+    toy.work.mkdir(parents=True, exist_ok=True)
+    if not make_base(toy, budget):
+        return False
+    jobs: dict[str, Job] = {}
+    for run in (run for stage in experiment.stages[:stages] for run in stage):
+        folder = toy.folder(run)
+        job = dataclasses.replace(toy.job(run), is_done=lambda folder=folder: logged(folder) > 0)
+        jobs.setdefault(run.program, dataclasses.replace(job, ends_with=lambda code, output: False))
+    complete = toy.run_jobs(list(jobs.values()), budget, warm=experiment.warm())
+    for program in jobs:
+        for path in (toy.work / "runs" / program).glob("seed*/metrics.jsonl"):
+            if steps := read_lines(path):
+                print(
+                    f"{program}: compiled; proximal/noise {steps[0].get('proximal/noise', float('nan')):.1e}",
+                    flush=True,
+                )
+    return complete
+
+
 def everything(experiment: Experiment, jobs: int, budget: Budget, stages: int | None = None) -> bool:
     """All of it, or the first `stages` stages; stops at the first part that the budget does not let finish."""
     if not make_base(experiment, budget):
@@ -393,6 +441,8 @@ def listing(experiment: Experiment) -> str:
 def execute(experiment: Experiment, args: argparse.Namespace, budget: Budget) -> bool:
     """What the command line asks for; whether all of it is complete."""
     complete = True
+    if args.warm_up:
+        complete &= warm_up(experiment, budget, args.stages)
     if args.base:
         complete &= make_base(experiment, budget)
     if args.rtn:
@@ -425,7 +475,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", choices=sorted(arms.SCALES), default="gpu")
     parser.add_argument("--work", type=pathlib.Path, help="folder for everything (default: runs/alignment/<scale>)")
     parser.add_argument("--all", action="store_true", help="everything that is not done yet, in order")
-    parser.add_argument("--stages", type=int, help="with --all: only the first so many stages")
+    parser.add_argument("--stages", type=int, help="with --all and --warm-up: only the first so many stages")
     parser.add_argument("--base", action="store_true", help="make the policy")
     parser.add_argument("--rtn", action="store_true", help="test the policy under every scheme of the ladder")
     parser.add_argument("--arm", choices=list(arms.ARMS), help="one run: this arm")
@@ -433,6 +483,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rung", help="scheme of the one run (default: the scale's main rung)")
     parser.add_argument("--vllm", action="store_true", help="vLLM samples: the one run, or with --all a stage more")
     parser.add_argument("--timing", action="store_true", help="a few steps of each main arm alone")
+    parser.add_argument("--warm-up", action="store_true", help="compile the programs of the runs with a toy policy")
     parser.add_argument("--list", action="store_true", help="show what is done")
     parser.add_argument("--jobs", type=int, default=1, help="trainers at a time on the one device")
     parser.add_argument("--budget-s", type=float, help="seconds after which everything has stopped")

@@ -4,6 +4,8 @@
 
 import hashlib
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -132,3 +134,23 @@ def test_torch_computes_the_same_sums():
     assert np.array_equal(got, fingerprint.row_sums(data))
     data[:] = 255
     assert np.array_equal(device.row_sums(torch.from_numpy(data)), fingerprint.row_sums(data))
+
+
+TRITON = """
+import numpy as np, torch
+from qarl_bridge import fingerprint, gpu_sums
+for rows in (1, 3, 4, 9):
+    data = np.random.default_rng(rows).integers(0, 256, rows * fingerprint.ROW_BYTES, np.uint8)
+    data[:4096] = 255
+    got = gpu_sums.row_sums(torch.from_numpy(data)).numpy().view(np.uint32)
+    assert np.array_equal(got, fingerprint.row_sums(data)), rows
+print("equal")
+"""
+
+
+def test_the_gpu_kernels_sums_are_the_same():
+    """Through Triton's interpreter; on a GPU tests/gpu publishes with it."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", TRITON], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "equal\n", done.stderr[-2000:]

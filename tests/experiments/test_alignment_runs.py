@@ -363,6 +363,24 @@ def test_a_program_that_was_compiled_here_is_warm_as_long_as_its_cache_is(toy):
     assert toy.warm() == {one.program}
 
 
+def test_programs_are_compiled_with_a_toy_policy_and_nothing_else_is_touched(toy, capsys, monkeypatch, tmp_path):
+    (tmp_path / "base.sha256").write_text('{"cpu": "the hash of the real one"}')
+    monkeypatch.setattr(run, "HASH", tmp_path / "base.sha256")
+    assert run.warm_up(toy, Budget(None), stages=2)
+    stages = arms.stages(toy.scale)
+    programs = [one.program for one in stages[0]]
+    assert [one.program for one in stages[1]] == programs
+    assert all(run.logged(toy.toy.folder(one)) == 1 for one in stages[0])
+    assert not any(toy.toy.folder(one).exists() for one in stages[1])
+    assert not (toy.work / "runs").exists()
+    assert not (toy.work / "base.json").exists()
+    assert capsys.readouterr().out.count("compiled; proximal/noise") == 4
+    assert toy.toy.environment == toy.environment
+    toy.compiled.mkdir()
+    (toy.compiled / "entry").touch()
+    assert toy.warm() == set(programs)
+
+
 def test_arms_of_a_seed_share_all_but_their_overrides(toy):
     stage = arms.stages(toy.scale)[0]
     commands = [toy.command(one) for one in stage]
