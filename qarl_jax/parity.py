@@ -15,7 +15,8 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
 
 The first four are exact or broken. A linear layer must equal the engine's to the last bit under w8a8 and w4a8, and on
 99.8 % of outputs under w4a16; its relative error, and that of a block, must stay below the bounds of RELATIVE under
-every scheme. The last three are judged by k3 (below) against `--max-k3`; the last must also beat the unaligned pair.
+every scheme. The last three are judged by k3 (below) against `--max-k3`, or where the engine's own noise is larger what
+`allowance` says; the last must also beat the unaligned pair.
 Run it on your own model before a long run. Exit code 0: all promises kept; 1: one is broken (the first broken rung is
 named); 2: user error.
 
@@ -336,17 +337,8 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
                 add(rung)
             first = Sampled.of(_flat(engine.generate(prompts, num_samples=4, sampling=_one_token(), key=options.seed)))
             logprobs, entropy = score(weights, first, round_logits=round_logits, replay=True)
-            result["prefill"] = stats = mismatch(logprobs, first.logprobs, entropy, first.response)
-            add(Rung("prefill", stats["k3"] <= options.max_k3, line(stats)))
-            result["decode_prefill"] = inside = decode_and_prefill(engine, prompts[:8], min(options.response_len, 16))
-            ok = inside["k3"] <= options.max_k3
-            add(
-                Rung(
-                    "decode, prefill",
-                    ok,
-                    f"k3 {inside['k3']:.1e}, max {inside['max_abs']:.1e}, {inside['equal']:.1%} equal",
-                )
-            )
+            result["prefill"] = mismatch(logprobs, first.logprobs, entropy, first.response)
+            result["decode_prefill"] = decode_and_prefill(engine, prompts[:8], min(options.response_len, 16))
             sampled = Sampled.of(_flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
     finally:
         engine.close()
@@ -356,21 +348,41 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
             own, own_entropy = score(weights, sampled, round_logits=round_logits)
             result["own_routing"] = mismatch(own, sampled.logprobs, own_entropy, sampled.response)
         result["aligned"] = aligned = mismatch(logprobs, sampled.logprobs, entropy, sampled.response)
-        ok = aligned["k3"] <= options.max_k3
         if options.unaligned and scheme != "bf16":
             usual, usual_entropy = score(load(path, "bf16", "plain"), sampled, round_logits=False)
             result["unaligned"] = mismatch(usual, sampled.logprobs, usual_entropy, sampled.response)
-            ok = ok and aligned["k3"] < result["unaligned"]["k3"]
-        add(Rung("sampled tokens", ok, line(aligned)))
         if options.bf16_pair:
             result["bf16"] = (
                 aligned
                 if scheme == "bf16"
                 else _bf16_pair(path, engine_name, prompts, sampling, engine_config, options)
             )
+        result["allowed_k3"] = allowed = allowance(scheme, options.max_k3, result.get("unaligned"), result.get("bf16"))
+        prefill, inside = result["prefill"], result["decode_prefill"]
+        add(Rung("prefill", prefill["k3"] <= allowed, line(prefill)))
+        detail = f"k3 {inside['k3']:.1e}, max {inside['max_abs']:.1e}, {inside['equal']:.1%} equal"
+        add(Rung("decode, prefill", inside["k3"] <= allowed, detail))
+        beaten = "unaligned" not in result or aligned["k3"] < result["unaligned"]["k3"]
+        add(Rung("sampled tokens", aligned["k3"] <= allowed and beaten, f"{line(aligned)}, k3 allowed {allowed:.1e}"))
     result["rungs"] = [dataclasses.asdict(rung) for rung in rungs]
     result["first_broken"] = next((rung.name for rung in rungs if rung.ok is False), None)
     return result
+
+
+def allowance(
+    scheme: str, max_k3: float, unaligned: dict[str, float] | None, bf16_pair: dict[str, float] | None
+) -> float:
+    """The largest k3 that keeps the promise.
+
+    `max_k3`, or more where the engine's own noise is more: half as much again as a bf16 learner and a bf16 engine have
+    between them. Under quantized activations an ulp moves codes, and the measure is a twentieth of the unaligned
+    learner's k3. fp8, whose product the engine sums in reduced precision, has to beat the unaligned learner only.
+    """
+    name = scheme.partition(":")[0]
+    share = {"w8a8": 1 / 20, "w4a8": 1 / 20, "fp8": 1.0}.get(name)
+    if share is not None:
+        return max(max_k3, share * unaligned["k3"]) if unaligned else max_k3
+    return max(max_k3, 1.5 * bf16_pair["k3"]) if bf16_pair and name != "bf16" else max_k3
 
 
 def _one_token() -> SamplingConfig:

@@ -195,3 +195,15 @@ def test_a_mixture_of_experts_climbs_the_ladder_too(tmp_path, scheme):
     if scheme == "w8a8" and quant.resolve("cpu").polynomial_exp:  # on the engine's routing: but for log-softmax, equal
         assert result["aligned"]["k3"] < 1e-12
         assert result["aligned"]["max_abs"] < 2e-6
+
+
+def test_what_is_allowed_follows_the_engines_own_noise():
+    unaligned, pair = {"k3": 1e-2}, {"k3": 3e-4}
+    assert parity.allowance("w4a16:g64", 1e-4, unaligned, pair) == pytest.approx(4.5e-4)
+    assert parity.allowance("w8a8", 1e-4, unaligned, pair) == pytest.approx(5e-4)
+    assert parity.allowance("fp8", 1e-4, unaligned, pair) == 1e-2
+    assert parity.allowance("bf16", 1e-4, None, pair) == 1e-4
+    quiet = {"k3": 1e-9}
+    for scheme in ("w4a16", "w8a8", "fp8", "bf16"):  # never stricter than asked for
+        assert parity.allowance(scheme, 1e-4, quiet, quiet) == 1e-4
+        assert parity.allowance(scheme, 1e-4, None, None) == 1e-4
