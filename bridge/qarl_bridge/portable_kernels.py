@@ -92,12 +92,10 @@ def float_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def w4a8_product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[M, K] x codes [N, K] float32, scales [N, K/G] -> [M, N] in x.dtype, by the AMX kernel's formula."""
-    rows, groups = x.float(), scale.float()
-    amax = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-7)
-    top = torch.full_like(amax, 127)  # a tensor: torch computes scalar / tensor as reciprocal times scalar
-    x_s, x_q = amax / top, torch.round(rows * (top / amax))
+    groups = scale.float()
+    x_q, x_s = int8_rows(x)
     size = codes.shape[1] // groups.shape[1]
-    acc = torch.zeros(rows.shape[0], codes.shape[0], dtype=torch.float32) if bias is None else bias.float()
+    acc = torch.zeros(len(x_q), codes.shape[0], dtype=torch.float32) if bias is None else bias.float()
     for g in range(groups.shape[1]):
         inputs = slice(g * size, (g + 1) * size)
         product = (x_q[:, inputs] @ codes[:, inputs].t()) * x_s  # exact while 127*8*size < 2^24: size <= 16,384
@@ -198,16 +196,31 @@ def onednn_int8_is_exact() -> bool:
     return bool(torch.equal(out, x.float() @ weight.float().t()))
 
 
-def int8_product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[M, K] x codes [N, K] float32, N scales -> [M, N] in x.dtype: exact products, oneDNN's order of rescaling."""
-    x_q, x_s, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
-    x_f32 = x_q.float()
+def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[M, K] -> int8 codes as float32 [M, K], and scales [M, 1], as vLLM's kernels for AMX (sgl, `w4a8`) make them."""
+    rows = x.float()
+    amax = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-7)
+    top = torch.full_like(amax, 127)  # a tensor: torch computes scalar / tensor as reciprocal times scalar
+    return torch.round(rows * (top / amax)), amax / top
+
+
+def int8_product(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, like_amx: bool = False
+) -> torch.Tensor:
+    """[M, K] x codes [N, K] float32, N scales -> [M, N] in x.dtype: exact products; codes and order of rescaling are
+    oneDNN's, or those of vLLM's kernel for AMX."""
+    if like_amx:
+        x_f32, x_s = int8_rows(x)
+    else:
+        x_q, x_s, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
+        x_f32 = x_q.float()
     if codes.shape[1] <= _EXACT_INPUTS:
         acc = x_f32 @ codes.t()
     else:
         parts = zip(x_f32.split(_EXACT_INPUTS, dim=1), codes.split(_EXACT_INPUTS, dim=1), strict=True)
         acc = sum((a @ b.t()).to(torch.int32) for a, b in parts).float()  # type: ignore[union-attr]
-    y = acc.mul_(scale.view(1, -1)).mul_(x_s.view(-1, 1))
+    w_s, x_s = scale.view(1, -1), x_s.view(-1, 1)
+    y = acc.mul_(x_s).mul_(w_s) if like_amx else acc.mul_(w_s).mul_(x_s)
     if bias is not None:
         y += bias.float()
     return y.to(x.dtype)

@@ -122,6 +122,18 @@ def test_the_bridges_portable_int8_layers_equal_the_learners_bit_for_bit(torch):
     assert not unequal, f"{len(unequal)} of {len(CASES)} cases differ: {unequal[:5]}"
 
 
+@pytest.mark.slow
+def test_the_bridges_int8_experts_equal_the_learners_bit_for_bit(torch):
+    """The product of its experts on CPUs with AMX, where vLLM's dense layers have another arithmetic than oneDNN's."""
+    kernels = pytest.importorskip("qarl_bridge.portable_kernels")
+    for k, n, m, _ in CASES[::2]:
+        x, codes, scale, _ = case(k, n, m, 128)
+        x_bf16, w, s = torch.from_numpy(x).to(torch.bfloat16), torch.from_numpy(codes).float(), torch.from_numpy(scale)
+        y = kernels.int8_product(x_bf16, w, s, None, like_amx=True).float().numpy()
+        mine = learner(x, codes, scale, None, jnp.bfloat16, quant.Numerics("cpu_amx"))
+        np.testing.assert_array_equal(y, mine)
+
+
 def test_a_saturating_int16_product_is_what_onednn_computes_without_vnni(ops, torch):
     """The reason for the portable kernel. On CPUs with VNNI the same codes are multiplied exactly."""
     rng = np.random.default_rng(0)
