@@ -137,7 +137,8 @@ def _attend_in_order(numerics: Numerics, q: jax.Array, k: jax.Array, v: jax.Arra
     """
     if numerics.vector_attention:
         return _vector_kernel(numerics.polynomial_exp, q, k, v, seen)
-    return _tile_kernel(*(x.astype(jnp.float32) for x in (q, k, v)), seen)
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    return _tile_kernel(q, k, v, seen)
 
 
 def _vector_kernel(polynomial: bool, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
@@ -173,7 +174,7 @@ def _tile_kernel(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> j
     q_BKGTH, k_BKSH, v_BKSH = jnp.moveaxis(q, 1, 3), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
     scores = tile_product(q_BKGTH[..., None, :], k_BKSH[:, :, None, None])
     # The scaled score is stored by the kernel: it must not become part of a fused score * scale - max.
-    scores = add_separately(scores * scale, 0.0, jnp.abs(q_BKGTH).max(axis=-1, keepdims=True))
+    scores = add_separately(scores * scale, jnp.float32(0), jnp.abs(q_BKGTH).max(axis=-1, keepdims=True))
     p = _weights(scores, seen, polynomial=True)
     out = tile_product(round_bf16(p)[..., None, :], jnp.swapaxes(v_BKSH, 2, 3)[:, :, None, None])
     return jnp.moveaxis(out * (1 / _sum_of_lanes(p)), 3, 1)
