@@ -191,6 +191,8 @@ def test_a_mixture_of_experts_climbs_the_ladder_too(tmp_path, scheme):
     assert result["first_broken"] is None, result["rungs"]
     ok = {rung["name"]: rung["ok"] for rung in result["rungs"]}
     assert all(ok[name] for name in ("read-back", "linear layers", "blocks", "sampled tokens"))
+    experts = {kernel for kernel in result["kernels"] if "MoE" in kernel}
+    assert experts == {"PortableInt8MoEMethod" if scheme == "w8a8" else "UnquantizedFusedMoEMethod"}
     assert result["own_routing"]["tokens"] == result["aligned"]["tokens"]
     if scheme == "w8a8" and quant.resolve("cpu").polynomial_exp:  # on the engine's routing: but for log-softmax, equal
         assert result["aligned"]["k3"] < 1e-12

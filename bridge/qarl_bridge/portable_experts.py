@@ -139,6 +139,7 @@ def register() -> None:
     def portable_class(quant_config: Any, layer: Any, layer_name: str) -> tuple[Any, tuple[Any, Any]] | None:
         if not current_platform.is_cpu():
             return None
+        quant_config._add_fused_moe_to_target_scheme_map()  # "Linear" means experts, too; vLLM's chooser begins so
         scheme = quant_config.get_scheme_dict(layer, f"{layer_name}.0.{layer.ckpt_gate_proj_name}")
         if not scheme:
             return None

@@ -31,7 +31,7 @@ class Router(nnx.Module):
         self.dtype = config.compute_dtype
         self.rounded = config.numerics.mirrors_engine
         self.round_weights = config.numerics.round_routing
-        self.tiles = config.numerics.tile_sums
+        self.tiles = config.numerics.tile_sums and config.moe.num_experts >= 16  # vLLM multiplies fewer in float32
 
     def __call__(
         self, x: Float[Array, "M D"], replayed: Int[Array, "M k"] | None = None
