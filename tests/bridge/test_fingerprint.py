@@ -148,6 +148,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_the_gpu_kernels_sums_are_the_same():
     """Through Triton's interpreter; on a GPU tests/gpu publishes with it."""
     pytest.importorskip("triton")

@@ -166,6 +166,7 @@ def test_blocks_are_counted_from_the_begin_of_a_segment(recorded):
     np.testing.assert_array_equal(_block_starts(7, ids, 3), [[0, 0, 2, 2, 2, 5, 6], [0, 0, 0, 3, 3, 5, 5]])
 
 
+@pytest.mark.slow
 def test_a_packed_row_attends_like_its_sequences(recorded):
     k, v = recorded["flash_128_300_k"], recorded["flash_128_300_v"]
     q = np.concatenate([np.zeros((252, 8, 128), ml_dtypes.bfloat16), recorded["flash_prompt_q"]])
@@ -176,6 +177,7 @@ def test_a_packed_row_attends_like_its_sequences(recorded):
     assert equal(y[ahead + 252 :], recorded["flash_prompt_o"]) >= 0.999
 
 
+@pytest.mark.slow
 def test_its_gradient_is_that_of_plain_attention(recorded):
     k, v = recorded["flash_128_300_k"][:140], recorded["flash_128_300_v"][:140]
     q = np.tile(recorded["flash_prompt_q"], (3, 1, 1))[:140]
