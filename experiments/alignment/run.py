@@ -237,9 +237,9 @@ def check_base(experiment: Experiment, folder: pathlib.Path) -> str:
       UserError: it is not the one that is recorded, or not that of the work folder's runs.
     """
     found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    recorded = json.loads(HASH.read_text()).get(experiment.scale.name) if HASH.exists() else None
     if experiment.is_toy:
         return found
+    recorded = json.loads(HASH.read_text()).get(experiment.scale.name) if HASH.exists() else None
     for known, place, advice in (
         (recorded, HASH, "Restore it, or remove its entry there for another experiment."),
         (base_hash(experiment.work), experiment.work / "base.json", "Restore it, or take another --work folder."),
@@ -387,9 +387,9 @@ def warm_up(experiment: Experiment, budget: Budget, stages: int | None = None) -
         return False
     jobs: dict[str, Job] = {}
     for run in (run for stage in experiment.stages[:stages] for run in stage):
-        folder = toy.folder(run)
-        job = dataclasses.replace(toy.job(run), is_done=lambda folder=folder: logged(folder) > 0)
-        jobs.setdefault(run.program, dataclasses.replace(job, ends_with=lambda code, output: False))
+        job = toy.job(run)  # warm from its first step on, and then done
+        job = dataclasses.replace(job, is_done=job.is_warm, ends_with=lambda code, output: False)
+        jobs.setdefault(run.program, job)
     complete = toy.run_jobs(list(jobs.values()), budget, warm=experiment.warm())
     for program in jobs:
         for path in (toy.work / "runs" / program).glob("seed*/metrics.jsonl"):

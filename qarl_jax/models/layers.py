@@ -220,9 +220,13 @@ def silu_and_mul(gate: jax.Array, up: jax.Array, rounded: bool = False) -> jax.A
     return store(act * up.astype(jnp.float32), gate.dtype)
 
 
+def _rope_exponents(config: ModelConfig) -> Float[np.ndarray, " H/2"]:
+    return np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+
+
 def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " H/2"]:
     """theta^(-2i/H), in float32 as transformers and vLLM compute it: at position 4096 one ulp of it is 2e-4 rad."""
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    exponent = _rope_exponents(config)
     # The power in float64, rounded once: numpy's own float32 power is another on CPUs with AVX-512.
     power = np.power(np.float64(config.rope_theta), exponent.astype(np.float64)).astype(np.float32)
     return np.float32(1.0) / power
@@ -230,8 +234,8 @@ def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " H/2"]:
 
 def _rope_frequencies_on_gpu(config: ModelConfig) -> Float[Array, " H/2"]:
     """The same by the GPU's own power function, an ulp off here and there: vLLM makes its table on the device."""
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    theta, exponent = jax.lax.optimization_barrier((jnp.float32(config.rope_theta), jnp.asarray(exponent)))
+    start = (jnp.float32(config.rope_theta), jnp.asarray(_rope_exponents(config)))
+    theta, exponent = jax.lax.optimization_barrier(start)
     power = theta**exponent  # not folded by the compiler, which would take the host's
     return divide(jnp.ones_like(power), power)
 
@@ -241,10 +245,9 @@ def rope_table(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[jax.A
 
     Engines keep the table in the model dtype: under their profiles it is rounded to the compute dtype.
     """
-    if config.numerics.profile == "cuda" and jax.default_backend() == "gpu":
-        frequency = _rope_frequencies_on_gpu(config)[None, None, None, :]
-    else:
-        frequency = jnp.asarray(rope_frequencies(config))[None, None, None, :]
+    on_device = config.numerics.rope_on_device and jax.default_backend() == "gpu"
+    frequency = _rope_frequencies_on_gpu(config) if on_device else jnp.asarray(rope_frequencies(config))
+    frequency = frequency[None, None, None, :]
     angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, :, None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if config.numerics.round_rope_table:

@@ -130,6 +130,11 @@ class Numerics:
         return self.mirrors_engine
 
     @property
+    def rope_on_device(self) -> bool:
+        """The engine makes that table on the device, by its power function."""
+        return self.profile == "cuda"
+
+    @property
     def round_probabilities(self) -> bool:
         """Attention weights exp(s - max) are rounded, unnormalised, before they multiply V; the divisor is not."""
         return self.mirrors_engine and not self.vector_attention

@@ -146,6 +146,12 @@ def attend(q, k, v, numerics, **arguments):
     return run(q, k, v)
 
 
+def prompt(recorded):
+    """q, k, v of 300 tokens; the outputs of the last 48 were recorded."""
+    q = np.concatenate([np.zeros((252, 8, 128), ml_dtypes.bfloat16), recorded["flash_prompt_q"]])
+    return q, recorded["flash_128_300_k"], recorded["flash_128_300_v"]
+
+
 @pytest.mark.parametrize(("head_dim", "keys"), [(128, 300), (64, 300), (64, 512)])
 def test_a_decoded_token_attends_as_flash_attention_3(recorded, head_dim, keys):
     q, k, v, theirs = (recorded[f"flash_{head_dim}_{keys}_{name}"] for name in "qkvo")
@@ -155,12 +161,11 @@ def test_a_decoded_token_attends_as_flash_attention_3(recorded, head_dim, keys):
 
 
 def test_a_prompt_attends_as_flash_attention_3(recorded):
-    k, v = recorded["flash_128_300_k"], recorded["flash_128_300_v"]
-    q = np.concatenate([np.zeros((252, 8, 128), ml_dtypes.bfloat16), recorded["flash_prompt_q"]])
+    q, k, v = prompt(recorded)
     assert equal(attend(q, k, v, CUDA, implementation="xla")[252:], recorded["flash_prompt_o"]) >= 0.999
 
 
-def test_blocks_are_counted_from_the_begin_of_a_segment(recorded):
+def test_blocks_are_counted_from_the_begin_of_a_segment():
     np.testing.assert_array_equal(_block_starts(7, None, 3), [[0, 0, 0, 3, 3, 3, 6]])
     ids = jnp.array([[1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 0, 0]])
     np.testing.assert_array_equal(_block_starts(7, ids, 3), [[0, 0, 2, 2, 2, 5, 6], [0, 0, 0, 3, 3, 5, 5]])
@@ -168,8 +173,7 @@ def test_blocks_are_counted_from_the_begin_of_a_segment(recorded):
 
 @pytest.mark.slow
 def test_a_packed_row_attends_like_its_sequences(recorded):
-    k, v = recorded["flash_128_300_k"], recorded["flash_128_300_v"]
-    q = np.concatenate([np.zeros((252, 8, 128), ml_dtypes.bfloat16), recorded["flash_prompt_q"]])
+    q, k, v = prompt(recorded)
     ahead = 37
     rows = [np.concatenate([x[:ahead], x]) for x in (q, k, v)]
     ids = jnp.repeat(jnp.array([1, 2]), jnp.array([ahead, 300]), total_repeat_length=ahead + 300)[None]
