@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from qarl_jax.quant.arithmetic import tile_matmul
+from qarl_jax.quant.arithmetic import matmul_precision, tile_matmul
 from qarl_jax.types import UserError
 
 # 1024 rows of float32 logits over a vocabulary of 152k are 0.6 GB: large enough for full-speed products, small enough
@@ -141,8 +141,7 @@ def logits_of(
     if getattr(numerics, "tile_sums", False) and hidden.dtype == jnp.bfloat16:
         logits = tile_matmul(hidden.reshape(-1, hidden.shape[-1]), head).reshape(*hidden.shape[:-1], head.shape[0])
     else:
-        # HIGHEST only says that float32 operands are not cut to TF32; bfloat16 ones are multiplied exactly either way.
-        precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
+        precision = matmul_precision(hidden.dtype)
         logits = jnp.einsum("...d,vd->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32)
     if getattr(numerics, "round_logits", False):
         # reduce_precision and not a cast there and back, which the compiler may simplify away.
@@ -193,7 +192,7 @@ def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradi
 def _backward(temperature, numerics, entropy_gradient, residuals, cotangents):  # type: ignore[no-untyped-def]
     hidden, head, targets, scored, lse, entropy = residuals
     weight = head.astype(hidden.dtype)
-    precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
+    precision = matmul_precision(hidden.dtype)
     product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
 
     def step(d_head, x):  # type: ignore[no-untyped-def]

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run leaves behind, and what it shows while it runs.
 
-    <run_dir>/run.json        the resolved config, and one entry per start: time, command, git, versions, devices, facts
+    <run_dir>/run.json        the resolved config, and one entry per start: time, command, git, versions, devices,
+                              JAX_ and XLA_ variables, facts
               config.yaml     the resolved config once more, as a file to start another run from
               metrics.jsonl   one JSON object per step: {"step": 12, "reward/mean": 0.53, ..., "time/rollout_s": 1.2}
               samples.jsonl   a few completions per step, in full, token by token
@@ -266,6 +267,8 @@ def _start_facts() -> dict[str, Any]:
         "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
         "git": git_revision(),
         "versions": versions(),
+        # What changes a run's numbers or speed without being in its config.
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("JAX_", "XLA_"))},
     }
 
 

@@ -30,6 +30,8 @@ from qarl_jax.types import UserError
 FILES = ("metrics.jsonl", "eval.jsonl", "histograms.jsonl", "test.json", "done.json", "failed.json", "base.json")
 RECORDS = ("metrics.jsonl", "failed.json")
 """A folder with one of these is a run; one that diverged in its first step has only the second."""
+ENVIRONMENT = ("JAX_DEFAULT_MATMUL_PRECISION", "XLA_FLAGS")
+"""Of a run's variables, those that change its numbers; the others are paths."""
 PART_BYTES = 15 * 2**20
 MOST_PARTS = 8
 LIMIT_BYTES = 20 * 10**6
@@ -44,7 +46,11 @@ def facts(run: dict[str, Any]) -> dict[str, Any]:
     kept = ("devices", "git", "versions", "cpus", "time")
     settings = {key: value for key, value in run["config"].items() if key != "run_dir"}
     settings["model"] = {key: value for key, value in settings["model"].items() if key != "path"}
-    return {"config": settings, "starts": [{k: s[k] for k in kept if k in s} for s in run["starts"]]}
+    starts = []
+    for start in run["starts"]:
+        known = {k: v for k, v in start.get("environment", {}).items() if k in ENVIRONMENT}
+        starts.append({k: start[k] for k in kept if k in start} | ({"environment": known} if known else {}))
+    return {"config": settings, "starts": starts}
 
 
 def read(path: pathlib.Path) -> dict[str, bytes]:

@@ -27,6 +27,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -177,8 +178,8 @@ def _correct(result: evaluate.Evaluation) -> list[int]:
 
 
 def write(path: pathlib.Path, value: dict[str, Any]) -> None:
-    """Writes a JSON file, whole or not at all."""
-    fresh = path.with_name(path.name + ".new")
+    """Writes a JSON file, whole or not at all, whoever else writes it too."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     fresh.write_text(json.dumps(value) + "\n")
     fresh.replace(path)
 

@@ -22,9 +22,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from qarl_jax.models.fused_attention import cudnn_attention, cudnn_packs, runs, splash_attention
-from qarl_jax.models.layers import ATTENTION_OUTPUT, matmul_precision, store, store_truncated
+from qarl_jax.models.layers import ATTENTION_OUTPUT, store, store_truncated
 from qarl_jax.quant import Numerics
-from qarl_jax.quant.arithmetic import add_separately, round_bf16, tile_product
+from qarl_jax.quant.arithmetic import add_separately, matmul_precision, round_bf16, tile_product
 
 # Queries handled at once: bounds the live scores to [B, N, chunk, keys]. At most 16 chunks bound the compile time.
 _QUERY_CHUNK = 512

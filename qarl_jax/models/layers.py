@@ -49,11 +49,6 @@ def store_truncated(x: jax.Array, dtype: Any) -> jax.Array:
     return store(x, dtype)
 
 
-def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
-    """float32 products are true float32 on every backend (not TF32, not three bf16 passes)."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-
-
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], config: ModelConfig) -> jax.Array:
     """Fresh weights: normal with the config's `initializer_range`, in the master dtype."""
     return (jax.random.normal(rngs.params(), shape, jnp.float32) * config.initializer_range).astype(config.param_dtype)

@@ -36,12 +36,12 @@ from qarl_jax.models.layers import (
     RMSNorm,
     apply_rope,
     lookup,
-    matmul_precision,
     normal,
     rope_table,
     silu_and_mul,
 )
 from qarl_jax.models.moe import MoE
+from qarl_jax.quant.arithmetic import matmul_precision
 from qarl_jax.sharding import constrain
 
 # (q, k, v) -> (attention output, whatever the caller keeps of k and v)
@@ -276,7 +276,9 @@ class Transformer(nnx.Module):
         rope = rope_table(config, positions)
         present = positions >= 0
         slots = cache.length[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
-        write_slots = jnp.where(present, slots, cache.k.shape[2])  # out of range: dropped
+        # Absent tokens go out of range, where they are dropped; all targets of a row differ, so that no backend has to
+        # sort them first (as a GPU does when told to be deterministic).
+        write_slots = jnp.where(present, slots, slots + cache.k.shape[2])
         rows = jnp.arange(B, dtype=jnp.int32)[:, None]
 
         delta = self._embed(tokens)
@@ -291,8 +293,9 @@ class Transformer(nnx.Module):
                 index, state = layer
 
                 def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-                    new_keys = keys.at[index, rows, write_slots].set(k, mode="drop")
-                    new_values = values.at[index, rows, write_slots].set(v, mode="drop")
+                    at = (index, rows, write_slots)
+                    new_keys = keys.at[at].set(k, mode="drop", unique_indices=True)
+                    new_values = values.at[at].set(v, mode="drop", unique_indices=True)
                     k_BSKH = jax.lax.dynamic_index_in_dim(new_keys, index, keepdims=False)
                     v_BSKH = jax.lax.dynamic_index_in_dim(new_values, index, keepdims=False)
                     out = attention(q, k_BSKH, v_BSKH, q_slots=slots, numerics=config.numerics)

@@ -29,6 +29,14 @@ _ONE = 0x3F800000  # the bits of 1.0
 _TILE = 32  # bfloat16 values in a row of an AMX tile
 
 
+def matmul_precision(dtype: Any) -> lax.Precision | None:
+    """For a product of operands of `dtype`: float32 is full float32 on every backend (no TF32, no bfloat16 passes), or
+    what `jax_default_matmul_precision` (JAX_DEFAULT_MATMUL_PRECISION) says where that is set. None: nothing to say."""
+    if jnp.dtype(dtype) != jnp.float32 or jax.config.jax_default_matmul_precision is not None:
+        return None
+    return lax.Precision.HIGHEST
+
+
 def round_to(x: Float[Array | np.ndarray, "*S"], dtype: Any) -> Float[Array, "*S"]:
     """`x.astype(dtype)` with a rounding (nearest, ties to even) that no compiler pass may drop."""
     if jnp.dtype(dtype) == jnp.bfloat16 and x.dtype == jnp.float32:

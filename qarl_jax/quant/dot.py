@@ -29,7 +29,7 @@ from aqt.jax.v2 import aqt_dot_general, aqt_tensor
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from qarl_jax.quant.arithmetic import round_to, tile_matmul
+from qarl_jax.quant.arithmetic import matmul_precision, round_to, tile_matmul
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import dequantize, module_of
@@ -76,17 +76,20 @@ def _float_dot_general(
 ) -> jax.Array:
     """Two operands of the compute dtype -> `out_dtype`, accumulated in float32; `tiles`: on a CPU as AMX adds.
 
-    float32 operands are multiplied in full float32 (no TF32, no bfloat16 passes). bfloat16 operands go to the
+    float32 operands are multiplied as `matmul_precision` says. bfloat16 operands go to the
     hardware's own units, whose kernels round their float32 sums as they write them; on CPU XLA's bfloat16 product is
     slower than a float32 product of the same values, rounded afterwards.
     """
+
+    # Of bfloat16 operands, nothing is lost in any way of multiplying them.
+    precision = matmul_precision(jnp.float32)
 
     def upcast(lhs, rhs):
         y = lax.dot_general(
             lhs.astype(jnp.float32),
             rhs.astype(jnp.float32),
             dimension_numbers,
-            precision=lax.Precision.HIGHEST,
+            precision=precision,
             preferred_element_type=jnp.float32,
         )
         return round_to(y, out_dtype)
@@ -206,7 +209,7 @@ class Ragged:
             y = product(
                 lhs.astype(jnp.float32),
                 rhs.astype(jnp.float32),
-                precision=lax.Precision.HIGHEST,
+                precision=matmul_precision(jnp.float32),
                 preferred_element_type=jnp.float32,
             )
             return round_to(y, out_dtype)

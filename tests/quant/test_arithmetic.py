@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qarl_jax.quant.arithmetic import divide, pack_int4, round_bf16, round_to, tile_matmul, tile_product, unpack_int4
+from qarl_jax.quant.arithmetic import (
+    divide,
+    matmul_precision,
+    pack_int4,
+    round_bf16,
+    round_to,
+    tile_matmul,
+    tile_product,
+    unpack_int4,
+)
 from tests.reference import quant_reference as ref
 
 COUNT = 500_000
@@ -130,3 +139,15 @@ def test_tile_products_are_added_in_the_order_of_amx(m, k, n):
     assert (got != in_turn).any(), "another order would do"
     broadcast = jax.jit(tile_product)(x[:, None, None, :], w[None, :, None, :])
     np.testing.assert_array_equal(np.asarray(broadcast)[..., 0], got)
+
+
+def test_float32_products_are_exact_unless_jax_is_told_otherwise():
+    def precision() -> str:
+        x = jnp.ones((4, 4), jnp.float32)
+        product = lambda x: jnp.matmul(x, x, precision=matmul_precision(x.dtype))  # noqa: E731
+        return jax.jit(product).lower(x).as_text()
+
+    assert matmul_precision(jnp.bfloat16) is None
+    assert "precision = [HIGHEST, HIGHEST]" in precision()
+    with jax.default_matmul_precision("tensorfloat32"):
+        assert "precision = [HIGH, HIGH]" in precision()
