@@ -192,7 +192,7 @@ def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradi
 def _backward(temperature, numerics, entropy_gradient, residuals, cotangents):  # type: ignore[no-untyped-def]
     hidden, head, targets, scored, lse, entropy = residuals
     weight = head.astype(hidden.dtype)
-    precision = matmul_precision(hidden.dtype)
+    precision = matmul_precision(hidden.dtype, gradient=True)
     product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
 
     def step(d_head, x):  # type: ignore[no-untyped-def]

@@ -43,7 +43,6 @@ class Scale:
       harsh: rungs at which the main arms run with all seeds, after everything else.
       seeds: of the main arms; an ablation has the first.
       test_prompts, test_samples: size of an evaluation on the test split.
-      environment: variables of its runs and their tests; the policy is made without them.
       vllm: overrides that make vLLM the sampler, and the learner one that mirrors its kernels.
       confirmed: whether the main arms' first seed runs with vLLM too, or only on demand.
     """
@@ -59,7 +58,6 @@ class Scale:
     seeds: tuple[int, ...]
     test_prompts: int
     test_samples: int
-    environment: tuple[tuple[str, str], ...]
     vllm: tuple[str, ...]
     confirmed: bool
 
@@ -82,8 +80,6 @@ SCALES: dict[str, Scale] = {
         seeds=(0, 1, 2),
         test_prompts=512,
         test_samples=4,
-        # Inputs of float32 products rounded to 10 bits, sums in float32: PLAN.md, "TBPO's bands", allows for that.
-        environment=(("JAX_DEFAULT_MATMUL_PRECISION", "tensorfloat32"),),
         # Small enough for the four arms side by side on one device: 4 KiB of KV cache per token.
         vllm=(
             "rollout.engine={name: vllm, max_model_len: 464, kv_cache_gb: 1.0, gpu_memory_utilization: 0.15}",
@@ -104,7 +100,6 @@ SCALES: dict[str, Scale] = {
         seeds=(0, 1, 2),
         test_prompts=512,
         test_samples=4,
-        environment=(),
         vllm=(
             "rollout.engine={name: vllm, max_model_len: 64, kv_cache_gb: 0.5}",
             "quant.engine=cpu",

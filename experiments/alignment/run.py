@@ -157,25 +157,14 @@ class Experiment:
             ends_with=lambda code, output: note_divergence(folder, code, output),
         )
 
-    def run_jobs(
-        self,
-        jobs: Sequence[Job],
-        budget: Budget,
-        parallel: int = 1,
-        warm: set[str] | None = None,
-        more: Sequence[tuple[str, str]] | None = None,
-    ) -> bool:
-        """`jobs.run_jobs` in this experiment's environment; what fails is added to `failed`.
-
-        Args:
-          more: variables besides `environment`; None: those of the scale's runs.
-        """
+    def run_jobs(self, jobs: Sequence[Job], budget: Budget, parallel: int = 1, warm: set[str] | None = None) -> bool:
+        """`jobs.run_jobs` in this experiment's environment; what fails is added to `failed`."""
         return run_jobs(
             jobs,
             parallel=parallel,
             budget=budget,
             warm=warm,
-            environment=self.environment | dict(self.scale.environment if more is None else more),
+            environment=self.environment,
             cwd=arms.ROOT,
             failed=self.failed,
         )
@@ -316,7 +305,7 @@ def make_base(experiment: Experiment, budget: Budget) -> bool:
             log=experiment.work / "log" / "base.log",
             is_done=receipt.exists,
         )
-        if not experiment.run_jobs([job], budget, more=()):
+        if not experiment.run_jobs([job], budget):
             return False
     found = check_base(experiment, folder)
     write(experiment.work / "base.json", {"sha256": found})

@@ -29,12 +29,17 @@ _ONE = 0x3F800000  # the bits of 1.0
 _TILE = 32  # bfloat16 values in a row of an AMX tile
 
 
-def matmul_precision(dtype: Any) -> lax.Precision | None:
-    """For a product of operands of `dtype`: float32 is full float32 on every backend (no TF32, no bfloat16 passes), or
-    what `jax_default_matmul_precision` (JAX_DEFAULT_MATMUL_PRECISION) says where that is set. None: nothing to say."""
+def matmul_precision(dtype: Any, *, gradient: bool = False) -> lax.Precision | None:
+    """For a product of operands of `dtype`. None: nothing to say.
+
+    float32 is full float32 on every backend (no TF32, no bfloat16 passes) wherever log-probs are computed: the sampler
+    and the learner must agree. Products of a `gradient` with float32 operands may be TF32 (a GPU: inputs of 10 bits of
+    mantissa, float32 sums, several times as fast) or three bfloat16 passes (a TPU). Where
+    `jax_default_matmul_precision` (JAX_DEFAULT_MATMUL_PRECISION) is set, it decides for both.
+    """
     if jnp.dtype(dtype) != jnp.float32 or jax.config.jax_default_matmul_precision is not None:
         return None
-    return lax.Precision.HIGHEST
+    return lax.Precision.HIGH if gradient else lax.Precision.HIGHEST
 
 
 def round_to(x: Float[Array | np.ndarray, "*S"], dtype: Any) -> Float[Array, "*S"]:

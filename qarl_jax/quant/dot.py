@@ -72,7 +72,12 @@ def _stored(y: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _float_dot_general(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, out_dtype: Any, tiles: bool = False
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    out_dtype: Any,
+    tiles: bool = False,
+    gradient: bool = False,
 ) -> jax.Array:
     """Two operands of the compute dtype -> `out_dtype`, accumulated in float32; `tiles`: on a CPU as AMX adds.
 
@@ -82,7 +87,7 @@ def _float_dot_general(
     """
 
     # Of bfloat16 operands, nothing is lost in any way of multiplying them.
-    precision = matmul_precision(jnp.float32)
+    precision = matmul_precision(jnp.float32, gradient=gradient)
 
     def upcast(lhs, rhs):
         y = lax.dot_general(
@@ -129,11 +134,11 @@ class Dense:
 
     def grad_x(self, dy: jax.Array, w: jax.Array) -> jax.Array:
         """[M, N], [N, K] -> [M, K] in dy's dtype."""
-        return _float_dot_general(dy, w.astype(dy.dtype), _DY_W, dy.dtype)
+        return _float_dot_general(dy, w.astype(dy.dtype), _DY_W, dy.dtype, gradient=True)
 
     def grad_w(self, dy: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
         """[M, N], [M, K] -> [N, K] in the master's dtype."""
-        return _float_dot_general(dy, x.astype(dy.dtype), _DY_X, dtype)
+        return _float_dot_general(dy, x.astype(dy.dtype), _DY_X, dtype, gradient=True)
 
 
 class Ragged:
@@ -186,7 +191,7 @@ class Ragged:
         return s[self.expert]
 
     def grad_x(self, dy: jax.Array, w: jax.Array) -> jax.Array:
-        return self._float(dy, w.astype(dy.dtype), dy.dtype)
+        return self._float(dy, w.astype(dy.dtype), dy.dtype, gradient=True)
 
     def grad_w(self, dy: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
         """[M, N], [M, K] -> [E, N, K] in the master's dtype."""
@@ -196,20 +201,20 @@ class Ragged:
         product = functools.partial(
             lax.ragged_dot_general, group_sizes=self.group_sizes, ragged_dot_dimension_numbers=numbers
         )
-        return self._either(product, dy, x.astype(dy.dtype), dtype)
+        return self._either(product, dy, x.astype(dy.dtype), dtype, gradient=True)
 
-    def _float(self, x: jax.Array, w: jax.Array, out_dtype: Any) -> jax.Array:
-        return self._either(functools.partial(lax.ragged_dot, group_sizes=self.group_sizes), x, w, out_dtype)
+    def _float(self, x: jax.Array, w: jax.Array, out_dtype: Any, gradient: bool = False) -> jax.Array:
+        return self._either(functools.partial(lax.ragged_dot, group_sizes=self.group_sizes), x, w, out_dtype, gradient)
 
     @staticmethod
-    def _either(product: Any, lhs: jax.Array, rhs: jax.Array, out_dtype: Any) -> jax.Array:
+    def _either(product: Any, lhs: jax.Array, rhs: jax.Array, out_dtype: Any, gradient: bool = False) -> jax.Array:
         """`product` accumulated in float32, as in `_float_dot_general`."""
 
         def upcast(lhs, rhs):
             y = product(
                 lhs.astype(jnp.float32),
                 rhs.astype(jnp.float32),
-                precision=matmul_precision(jnp.float32),
+                precision=matmul_precision(jnp.float32, gradient=gradient),
                 preferred_element_type=jnp.float32,
             )
             return round_to(y, out_dtype)

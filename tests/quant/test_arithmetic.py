@@ -142,12 +142,13 @@ def test_tile_products_are_added_in_the_order_of_amx(m, k, n):
 
 
 def test_float32_products_are_exact_unless_jax_is_told_otherwise():
-    def precision() -> str:
+    def precision(gradient: bool = False) -> str:
         x = jnp.ones((4, 4), jnp.float32)
-        product = lambda x: jnp.matmul(x, x, precision=matmul_precision(x.dtype))  # noqa: E731
+        product = lambda x: jnp.matmul(x, x, precision=matmul_precision(x.dtype, gradient=gradient))  # noqa: E731
         return jax.jit(product).lower(x).as_text()
 
     assert matmul_precision(jnp.bfloat16) is None
     assert "precision = [HIGHEST, HIGHEST]" in precision()
+    assert "precision = [HIGH, HIGH]" in precision(gradient=True)
     with jax.default_matmul_precision("tensorfloat32"):
         assert "precision = [HIGH, HIGH]" in precision()
