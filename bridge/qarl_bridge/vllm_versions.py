@@ -119,12 +119,16 @@ def keep_sequences_whole(module: str = "vllm.v1.attention.backends.flash_attn") 
     Returns:
       A line for the facts.
     """
-    backend = importlib.import_module(module)
+    unknown = "attention may split long sequences: this vLLM's FlashAttention backend is not the one known here"
+    try:
+        backend = importlib.import_module(module)
+    except ImportError:
+        return unknown
     found = [name for name in ("flash_attn_varlen_func", "get_scheduler_metadata") if callable(vars(backend).get(name))]
     for name in found:
         setattr(backend, name, _with_one_split(getattr(backend, name)))
     if len(found) < 2:
-        return "attention may split long sequences: this vLLM's FlashAttention backend is not the one known here"
+        return unknown
     return "attention does not split sequences"
 
 

@@ -298,3 +298,4 @@ def test_attention_is_told_not_to_split_sequences(monkeypatch):
     assert calls == [((1,), {"q": 2, "num_splits": 1}), ((), {"batch_size": 3, "num_splits": 1})]
     monkeypatch.setitem(sys.modules, "another_backend", types.ModuleType("another_backend"))
     assert "may split" in vllm_versions.keep_sequences_whole("another_backend")
+    assert "may split" in vllm_versions.keep_sequences_whole("no_such_backend")
