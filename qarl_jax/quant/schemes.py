@@ -134,6 +134,7 @@ def _quantize(w: jax.Array, scheme: SchemeConfig) -> QTensor:
 def dequantize(qt: QTensor, dtype: Any = jnp.bfloat16) -> Float[Array, "*L N K"]:
     """The weight a QTensor stands for, [..., N, K] in `dtype`.
 
-    The values are bf(code * scale) for the 4-bit schemes and the float32 product code * scale for the 8-bit ones.
+    The values are bf(code * scale) for the 4-bit schemes, the float32 product code * scale for the 8-bit ones, and the
+    engine's own levels for `w4a8_fp8`.
     """
     return _module(qt.scheme).dequantize(qt).astype(dtype)

@@ -23,8 +23,9 @@ equally far apart (3 * 15 = 45 is 44, 7 * 9 = 63 is 64).
   4. q = the level nearest to w, ties to the smaller magnitude; scale = C v, stored as bfloat16.
 
 C and v have 4 significant bits each, so C v, and the weight C e4m3(q v), are bfloat16 numbers exactly. The largest scale
-of a row is 448 c, of which every way to divide (IEEE, or by a reciprocal, as compiled code may) makes c again, and s / c
-is the e4m3 number 8 v: the engine's factoring gives back (c, v), bit for bit. Where 448 c would be below 2^-9 the engine
+of a row is 448 c, so dividing gives c again, and s / c is the e4m3 number 8 v: the engine's factoring gives back (c, v),
+bit for bit. (Compiled code may multiply with the reciprocal of 448: c is then up to one float32 ulp off, v and one-hot
+outputs are what they are. The bridge pins eager mode.) Where 448 c would be below 2^-9 the engine
 uses its smallest c, 1 / (448 * 512), instead, and so do we; C v is then not a bfloat16 number, but rounding it moves
 s / c by 2^-9 of itself at most, where half the way to the next e4m3 number is 2^-5 or more: it factors alike. There the step ends at
 2^-9 * 8 c = 7e-8, below half of which everything is zero.

@@ -58,9 +58,9 @@ def int4(words, scale):
     return Live(apply, packed=words, scale=scale)
 
 
-def read_back(modules, tensors, mode="full", tied=None, w4a8=False):
+def read_back(modules, tensors, mode="full", tied=None, activations="bf16"):
     reader = readback.ReadBack(
-        modules, tied or {}, device=torch.device("cpu"), w4a8=w4a8, context=contextlib.nullcontext
+        modules, tied or {}, device=torch.device("cpu"), activations=activations, context=contextlib.nullcontext
     )
     return reader.compare(tensors, mode, 0)
 
