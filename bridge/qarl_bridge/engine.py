@@ -77,8 +77,8 @@ def _check_fp8_device(torch: Any) -> None:
     """int4 x fp8 needs a GPU of compute capability 9.0, no more and no less."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise BridgeError(
-            f"int4 weights with fp8 activations (w4a8_fp8) need a Hopper GPU (sm90), this is {_isa(torch)}: use w4a16, or "
-            "w4a8 on a CPU",
+            f"int4 weights with fp8 activations (w4a8_fp8) need a Hopper GPU (sm90), this is {_isa(torch)}: use w4a16, "
+            "or w4a8 on a CPU",
             "setup",
         )
 

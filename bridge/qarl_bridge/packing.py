@@ -102,7 +102,9 @@ def parse(scheme: str) -> tuple[str, int | None]:
         return name, None
     group = int(suffix[1:]) if suffix else _DEFAULT_GROUP
     if name == "w4a8_fp8" and group != _FP8_GROUP:
-        raise BridgeError(f"scheme {scheme!r}: vLLM's int4 x fp8 kernel has groups of {_FP8_GROUP} only", "foreign_scheme")
+        raise BridgeError(
+            f"scheme {scheme!r}: vLLM's int4 x fp8 kernel has groups of {_FP8_GROUP} only", "foreign_scheme"
+        )
     return name, group
 
 

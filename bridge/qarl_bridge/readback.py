@@ -70,8 +70,8 @@ class Shard:
         return Shard(kind, (f"{prefix}.weight", *extra), weight, None, bias, weight.shape[-1])
 
     def columns(self, picked: Any, activations: str) -> list[Any]:
-        """What one-hot rows at `picked` (int64 tensor) must return: one alternative [len(picked), N] float32, or several
-        of which any is right. `activations`: of int4 layers, see `ReadBack`."""
+        """What one-hot rows at `picked` (int64 tensor) must return: one alternative [len(picked), N] float32, or two
+        either of which is right. `activations`: of int4 layers, see `ReadBack`."""
         if self.kind == "dense":
             return [self.weight[:, picked].t().float()]
         if self.kind == "int4":

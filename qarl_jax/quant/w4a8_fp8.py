@@ -22,13 +22,13 @@ equally far apart (3 * 15 = 45 is 44, 7 * 9 = 63 is 64).
   3. v = e4m3(s / C), at least 2^-9; 56 for the groups with s = t;
   4. q = the level nearest to w, ties to the smaller magnitude; scale = C v, stored as bfloat16.
 
-C and v have 4 significant bits each, so C v, and the weight C e4m3(q v), are bfloat16 numbers exactly. The largest scale
-of a row is 448 c, so dividing gives c again, and s / c is the e4m3 number 8 v: the engine's factoring gives back (c, v),
-bit for bit. (Compiled code may multiply with the reciprocal of 448: c is then up to one float32 ulp off, v and one-hot
-outputs are what they are. The bridge pins eager mode.) Where 448 c would be below 2^-9 the engine
-uses its smallest c, 1 / (448 * 512), instead, and so do we; C v is then not a bfloat16 number, but rounding it moves
-s / c by 2^-9 of itself at most, where half the way to the next e4m3 number is 2^-5 or more: it factors alike. There the step ends at
-2^-9 * 8 c = 7e-8, below half of which everything is zero.
+C and v have 4 significant bits each, so C v, and the weight C e4m3(q v), are bfloat16 numbers exactly. The largest
+scale of a row is 448 c, so dividing gives c again, and s / c is the e4m3 number 8 v: the engine's factoring gives back
+(c, v), bit for bit. (Code that multiplies with the reciprocal of 448, as a compiler may make it, gets a c up to one
+float32 ulp off, and the same v. The bridge's default is eager mode, whose kernel divides.) Where 448 c would be below
+2^-9 the engine uses its smallest c, 1 / (448 * 512), instead, and so do we; C v is then not a bfloat16 number, but
+rounding it moves s / c by 2^-9 of itself at most, where half the way to the next e4m3 number is 2^-5 or more: it
+factors alike. There the smallest step is 2^-9 * 8 c = 7e-8, and what is below half of it is zero.
 
 What this costs on Gaussian weights (K = 4096): a relative L2 error of 11.18 %, with `w4a16` 11.10 %. With c free, that
 is, any bfloat16 t, 11.17 %. Publishing `w4a16`'s codes and scales and letting the engine factor them: 11.58 %, and a
@@ -61,6 +61,7 @@ csrc/quantization/cutlass_w4a8; CUTLASS's mixed_dtype_utils.hpp (packed_scale_t)
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import ClassVar
 
 import jax
@@ -91,8 +92,8 @@ class Config(int4.Config):
     def __post_init__(self) -> None:
         if self.group_size != _GROUP:
             raise UserError(
-                f"w4a8 with fp8 activations (quant.engine=cuda) has groups of {_GROUP} only, not {self.group_size}: set "
-                f"quant.group_size={_GROUP}, or use w4a16, or quant.engine=plain for int8 activations"
+                f"w4a8 with fp8 activations (quant.engine=cuda) has groups of {_GROUP} only, not {self.group_size}: "
+                f"set quant.group_size={_GROUP}, or use w4a16, or quant.engine=plain for int8 activations"
             )
 
 
@@ -102,8 +103,8 @@ def check(shape: tuple[int, ...], config: Config) -> str | None:
     n, k = shape[-2:]
     if n % _GROUP or k % _GROUP:
         return (
-            f"vLLM's int4 x fp8 kernel takes N and K that are multiples of {_GROUP}, got N = {n} and K = {k} (no group "
-            "size helps: give this weight another scheme in quant.rules, or set quant.engine=plain for int8 activations)"
+            f"vLLM's int4 x fp8 kernel takes N and K that are multiples of {_GROUP}, got N = {n} and K = {k} "
+            "(no group size helps: give it another scheme in quant.rules, or set quant.engine=plain for int8 activations)"
         )
     return None
 
@@ -124,7 +125,7 @@ def quantize(w: Float[Array, "*L N K"], config: Config) -> QTensor:
     # |w| against the middles between neighbouring levels: one rounded product each, so alike on every backend.
     levels = [_level(group * j) for j in range(9)]
     magnitude = jnp.zeros(w.shape, jnp.int8)
-    for low, high in zip(levels, levels[1:], strict=False):
+    for low, high in itertools.pairwise(levels):
         magnitude += (jnp.abs(w) > (channel * (0.5 * (low + high)))[..., None]).astype(jnp.int8)
     codes = jnp.where(w < 0, -magnitude, jnp.minimum(magnitude, jnp.int8(7)))
     return QTensor(pack_int4(codes.reshape(*lead, k)), round_to(channel * group, jnp.bfloat16), config)
