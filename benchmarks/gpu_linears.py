@@ -9,6 +9,8 @@ of Qwen3-0.6B to 8B, rows M from a single decoded token to a prefill.
 
     w8a8    vllm._custom_ops.scaled_int8_quant, cutlass_scaled_mm (with and without bias)
     w4a16   machete_prepack_B + machete_mm; --int4-kernel marlin: gptq_marlin_repack + marlin's gemm
+    w4a8    w4a8_fp8: scaled_fp8_quant (per token) + vLLM's own factoring of the scales, cutlass_encode_and_reorder_int4b,
+            cutlass_pack_scale_fp8 and cutlass_w4a8_mm (sm90): reported, never promised; shapes of multiples of 128
     fp8     scaled_fp8_quant (per token) + cutlass_scaled_mm, whose accumulation is reduced: reported, never promised
 
 Printed per case: share of outputs equal to the last bit, largest difference in bf16 ulps, relative L2 error, and for
@@ -38,7 +40,7 @@ from qarl_jax.live_layers import Difference
 # K, N of Qwen3's layers: 0.6B (qkv, down), 4B (gate_up), 8B (qkv, o, gate_up, down)
 SHAPES = ((1024, 4096), (3072, 1024), (2560, 19456), (4096, 6144), (4096, 4096), (12288, 4096))
 ROWS = (1, 16, 33, 512)
-PROMISED = {"w8a8": 1.0, "w4a16": 0.999, "fp8": 0.0}
+PROMISED = {"w8a8": 1.0, "w4a16": 0.999, "w4a8": 0.0, "fp8": 0.0}
 
 
 def inputs(k: int, n: int, m: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -52,13 +54,14 @@ def inputs(k: int, n: int, m: int, seed: int) -> tuple[np.ndarray, np.ndarray, n
 
 def learner(scheme: str, w: np.ndarray, x: np.ndarray, bias: np.ndarray | None) -> tuple[np.ndarray, Any]:
     """(outputs [M, N], the QTensor of numpy arrays) under the profile `cuda`."""
-    qtensor = quant.quantize(jnp.asarray(w), quant.parse_scheme(scheme))
+    numerics = quant.Numerics("cuda")
+    qtensor = quant.quantize(jnp.asarray(w), quant.on_engine(quant.parse_scheme(scheme), numerics))
     y = quant.dot(
         jnp.asarray(x),
         jnp.asarray(w),
         qtensor,
         None if bias is None else jnp.asarray(bias),
-        numerics=quant.Numerics("cuda"),
+        numerics=numerics,
     )
     return np.asarray(y), jax.tree.map(np.asarray, qtensor)
 
@@ -105,6 +108,30 @@ class Kernels:
 
     def w4a16(self, qtensor: Any, x: Any, bias: Any) -> Any:
         return self.int4(qtensor, x, bias)
+
+    def w4a8(self, qtensor: Any, x: Any, bias: Any) -> Any:
+        """As vLLM's CutlassW4A8LinearKernel loads and applies a layer, its own functions called in its order."""
+        from vllm.model_executor.layers.quantization.utils import quant_utils
+
+        torch, ops = self.torch, self.ops
+
+        def per_token(rows: Any) -> Any:
+            return ops.scaled_fp8_quant(rows, None, use_per_token_if_dynamic=True)
+
+        scale, channel = quant_utils.convert_bf16_scales_to_fp8(per_token, to_torch(torch, qtensor.scale))  # [N, K/128]
+        words = quant_utils.convert_packed_uint4b8_to_signed_int4_inplace(to_torch(torch, qtensor.qvalue))  # [N, K/8]
+        torch.cuda.synchronize()
+        packed = ops.cutlass_encode_and_reorder_int4b(words.contiguous().t())  # [K/8, N], column-major
+        x_q, x_s = per_token(x)
+        y = ops.cutlass_w4a8_mm(
+            a=x_q,
+            b_q=packed,
+            b_group_scales=ops.cutlass_pack_scale_fp8(scale.t().contiguous()),  # of [K/128, N]
+            b_group_size=128,
+            a_token_scales=x_s,
+            b_channel_scales=channel,
+        )
+        return y if bias is None else y.add_(bias)
 
     def machete(self, qtensor: Any, x: Any, bias: Any) -> Any:
         words = to_torch(self.torch, qtensor.qvalue).t()  # [K/8, N], column-major, as the prepacker wants it

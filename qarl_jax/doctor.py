@@ -426,7 +426,7 @@ def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
         sides = {"quantized (learner)": cfg.quant.forward, "quantized (sampler)": cfg.quant.rollout_scheme}
     for name, scheme in sides.items():
         rules = models.parse_rules(build.schemes(cfg, scheme), cfg.quant.group_size)
-        quantized = models.read_config(cfg.model.path, quant=rules)
+        quantized = models.read_config(cfg.model.path, quant=rules, numerics=quant.resolve(cfg.quant.engine))
         # The layers stacked as under these rules, but without QTensors: a weight that does not fit has none.
         starts = tuple(segment.start for segment in quantized.segments)
         model = models.abstract_model(dataclasses.replace(quantized, quant=quant.Rules(), splits=starts))

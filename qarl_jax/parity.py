@@ -13,10 +13,11 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
     decode, prefill    inside the engine: each token of a greedy response, decoded and then prefilled again
     sampled tokens     log-probs of whole sampled responses
 
-The first four are exact or broken. A linear layer must equal the engine's to the last bit under w8a8 and w4a8, and on
-99.8 % of outputs under w4a16; its relative error, and that of a block, must stay below the bounds of RELATIVE under
-every scheme. The last three are judged by k3 (below) against `--max-k3`, or where the engine's own noise is larger what
-`allowance` says; the last must also beat the unaligned pair.
+The first four are exact or broken. A linear layer must equal the engine's to the last bit under w8a8 and w4a8 (on CUDA,
+w4a8 has fp8 activations, and there is no such share), and on 99.8 % of outputs under w4a16; its relative error, and
+that of a block, must stay below the bounds of RELATIVE under every scheme. The last three are judged by k3 (below)
+against `--max-k3`, or where the engine's own noise is larger what `allowance` says; the last must also beat the
+unaligned pair.
 Run it on your own model before a long run. Exit code 0: all promises kept; 1: one is broken (the first broken rung is
 named); 2: user error.
 
@@ -301,6 +302,7 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
         leave_memory_to_vllm()
     weights = load(path, scheme, engine_name, options.attention)
     config = models.config_of(weights.graphdef)
+    scheme = str(quant.on_engine(quant.parse_scheme(scheme), config.numerics) or "bf16")  # as that engine has it
     rungs: list[Rung] = []
 
     def add(rung: Rung) -> None:
@@ -376,10 +378,10 @@ def allowance(
 
     `max_k3`, or more where the engine's own noise is more: half as much again as a bf16 learner and a bf16 engine have
     between them. Under quantized activations an ulp moves codes, and the measure is a twentieth of the unaligned
-    learner's k3. fp8, whose product the engine sums in reduced precision, has to beat the unaligned learner only.
+    learner's k3. Products of e4m3, which the engine sums in reduced precision, have to beat the unaligned learner only.
     """
     name = scheme.partition(":")[0]
-    share = {"w8a8": 1 / 20, "w4a8": 1 / 20, "fp8": 1.0}.get(name)
+    share = {"w8a8": 1 / 20, "w4a8": 1 / 20, "fp8": 1.0, "w4a8_fp8": 1.0}.get(name)
     if share is not None:
         return max(max_k3, share * unaligned["k3"]) if unaligned else max_k3
     return max(max_k3, 1.5 * bf16_pair["k3"]) if bf16_pair and name != "bf16" else max_k3

@@ -59,14 +59,28 @@ class Options:
     split_attention: bool = False
 
 
-def _int8_activations_for_int4(config: Mapping[str, Any]) -> bool:
-    """Whether the int4 layers of this config.json take int8 activations (w4a8). vLLM's CPU engine runs all one way."""
+def _int4_activations(config: Mapping[str, Any]) -> str:
+    """What the int4 layers of this config.json take: "bf16", "int8" (w4a8) or "fp8" (w4a8_fp8); all the same.
+
+    vLLM's CPU engine runs all int4 layers one way.
+    """
     groups = (config.get("quantization_config") or {}).get("config_groups", {}).values()
     int4 = [g for g in groups if g["weights"]["num_bits"] == 4 and g["weights"]["type"] == "int"]
-    found = {g.get("input_activations") is not None for g in int4}
+    taken = [g.get("input_activations") for g in int4]
+    found = {"bf16" if a is None else "fp8" if a["type"] == "float" else "int8" for a in taken} or {"bf16"}
     if len(found) > 1:
         raise BridgeError("w4a16 and w4a8 layers in one model: vLLM's CPU engine runs all int4 layers one way", "setup")
-    return True in found
+    return found.pop()
+
+
+def _check_fp8_device(torch: Any) -> None:
+    """int4 x fp8 needs a GPU of compute capability 9.0, no more and no less."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise BridgeError(
+            f"int4 weights with fp8 activations (w4a8_fp8) need a Hopper GPU (sm90), this is {_isa(torch)}: use w4a16, "
+            "or w4a8 on a CPU",
+            "setup",
+        )
 
 
 def _prepare_environment(w4a8: bool) -> None:
@@ -127,9 +141,12 @@ class VllmEngine:
         has_weights: bool,
         options: Options,
     ):
-        self._w4a8 = _int8_activations_for_int4(config)
-        _prepare_environment(self._w4a8)
+        self._activations = _int4_activations(config)
+        _prepare_environment(self._activations == "int8")
         import torch
+
+        if self._activations == "fp8":
+            _check_fp8_device(torch)
 
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
@@ -139,9 +156,11 @@ class VllmEngine:
                 torch.cpu._init_amx()
         else:
             threads = 0
-            if self._w4a8:
+            if self._activations == "int8":
                 raise BridgeError(
-                    "vLLM on CUDA drops the int8 activations of w4a8: use w4a16, or w4a8 on a CPU", "setup"
+                    "vLLM on CUDA drops the int8 activations of w4a8: set quant.engine=cuda, which makes them fp8 on a "
+                    "Hopper GPU, or use w4a16",
+                    "setup",
                 )
         try:
             import vllm
@@ -194,7 +213,7 @@ class VllmEngine:
             self._modules,
             self._tied,
             device=torch.device("cuda" if on_gpu else "cpu"),
-            w4a8=self._w4a8,
+            activations=self._activations,
             context=self._worker.config,
         )
         from qarl_bridge.whole_modules import WholeModules

@@ -9,6 +9,7 @@ A linear layer `P` (an HF module path such as model.layers.0.self_attn.q_proj) t
     fp8          float-quantized   P.weight float8_e4m3fn [N, K], P.weight_scale float32 [N, 1]
     w4a16, w4a8  pack-quantized    P.weight_packed int32 [N, K/8], P.weight_scale bfloat16 [N, K/G],
                                    P.weight_shape int64 [2]
+    w4a8_fp8     pack-quantized    as w4a16, G = 128; the engine factors the scales once more (`factors`)
     w3a16, w2a16 pack-quantized    as w4a16: their codes are some of int4's
     bf16         (none)            P.weight bfloat16 [N, K]
 
@@ -81,9 +82,11 @@ _LAYOUTS: dict[str, _Layout] = {
         True,
     ),
 }
+_LAYOUTS["w4a8_fp8"] = dataclasses.replace(_LAYOUTS["w4a8"], activation=_args(8, "float", "token", True))
 # Fewer of int4's codes are int4 codes: the engine cannot tell, and need not.
 _LAYOUTS |= dict.fromkeys(("w3a16", "w2a16"), _LAYOUTS["w4a16"])
 _DEFAULT_GROUP = 128
+_FP8_GROUP = 128  # the only one of vLLM's int4 x fp8 kernel; N and K are multiples of it, too
 
 
 def parse(scheme: str) -> tuple[str, int | None]:
@@ -97,7 +100,12 @@ def parse(scheme: str) -> tuple[str, int | None]:
         raise BridgeError(f"unknown quantization scheme {scheme!r}: use one of {known}", "foreign_scheme")
     if not layout.grouped:
         return name, None
-    return name, int(suffix[1:]) if suffix else _DEFAULT_GROUP
+    group = int(suffix[1:]) if suffix else _DEFAULT_GROUP
+    if name == "w4a8_fp8" and group != _FP8_GROUP:
+        raise BridgeError(
+            f"scheme {scheme!r}: vLLM's int4 x fp8 kernel has groups of {_FP8_GROUP} only", "foreign_scheme"
+        )
+    return name, group
 
 
 def module_name(name: str) -> str:
@@ -173,6 +181,8 @@ def _check(name: str, qvalue: np.ndarray, scale: np.ndarray, scheme: str, layout
     k = stored * 8 if layout.grouped else stored
     if layout.grouped and group != -1 and k % group:
         fail(f"K = {k} is not a multiple of the group size")
+    if scheme.startswith("w4a8_fp8") and n % _FP8_GROUP:
+        fail(f"N = {n} is not a multiple of {_FP8_GROUP}, as vLLM's int4 x fp8 kernel needs it")
     columns = k // group if layout.grouped and group != -1 else 1
     if scale.shape != (n, columns):
         fail(f"scales have shape {scale.shape}, expected {(n, columns)}")
@@ -195,9 +205,27 @@ def unpack_int4(words: np.ndarray) -> np.ndarray:
     return codes.reshape(*words.shape[:-1], words.shape[-1] * 8)
 
 
+def factors(scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What vLLM's int4 x fp8 kernel makes of bfloat16 group scales [N, groups] when it loads them.
+
+    Returns:
+      (C [N, 1], v [N, groups]), float32: code q stands for C e4m3(q v).
+    """
+    values = scale.astype(np.float32)
+    c = np.maximum(values.max(axis=-1, keepdims=True) / np.float32(448), np.float32(1 / (448 * 512)))
+    eightfold = np.minimum(values / c, np.float32(448)).astype(FLOAT8).astype(np.float32)
+    return c * np.float32(8), (eightfold / np.float32(8)).astype(FLOAT8).astype(np.float32)
+
+
 def dequantize(qvalue: np.ndarray, scale: np.ndarray, scheme: str) -> np.ndarray:
-    """The weight [N, K] the arrays stand for: bfloat16 code * scale for 4-bit, the float32 product for 8-bit."""
+    """The weight [N, K] the arrays stand for: bfloat16 code * scale for 4-bit, the float32 product for 8-bit and for
+    w4a8_fp8 (see `factors`)."""
     kind, _ = parse(scheme)
+    if kind == "w4a8_fp8":
+        channel, group = factors(scale)
+        codes = unpack_int4(qvalue).astype(np.float32)
+        levels = codes * np.repeat(group, codes.shape[-1] // scale.shape[-1], axis=-1)
+        return channel * levels.astype(FLOAT8).astype(np.float32)
     factor = scale.astype(np.float32)
     if not _LAYOUTS[kind].grouped:
         return qvalue.astype(np.float32) * factor
@@ -220,10 +248,12 @@ def quantization_config(schemes: Mapping[str, str], ignore: Iterable[str] = ("lm
       The section, or None where nothing is quantized.
 
     Raises:
-      BridgeError("foreign_scheme"): the parts of a module vLLM fuses (q/k/v, gate/up, all experts of a layer) differ.
+      BridgeError("foreign_scheme"): the parts of a module vLLM fuses (q/k/v, gate/up, all experts of a layer) differ,
+        or experts have a scheme that is mirrored for dense layers only.
     """
     by_module = {module_name(name): _canonical(scheme) for name, scheme in schemes.items()}
     _check_fused(by_module)
+    _check_experts(by_module)
     targets: dict[str, list[str]] = {}
     for module, scheme in by_module.items():
         expert = _EXPERT.match(module)
@@ -271,6 +301,16 @@ def _group(scheme: str, targets: list[str]) -> dict[str, Any]:
         "input_activations": None if layout.activation is None else dict(layout.activation),
         "output_activations": None,
     }
+
+
+def _check_experts(by_module: Mapping[str, str]) -> None:
+    for module, scheme in by_module.items():
+        if scheme.startswith("w4a8_fp8") and _EXPERT.match(module):
+            raise BridgeError(
+                f"{module} is {scheme}: experts under int4 weights with fp8 activations (w4a8 on CUDA) were never mirrored; "
+                "give experts w4a16 or fp8 with a rule",
+                "foreign_scheme",
+            )
 
 
 def _check_fused(by_module: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ formula, where the staged tensors are (host or GPU):
     bf16, int4    y[n] = w[n, k] = bf16(q*s)                     exact
     int8, w4a8    s_x = 1/127, x_q = 127: y[n] = bf16((127*q*s_x)*s_w)
     fp8           s_x = 1/448, x_q = 448: y[n] = bf16((448*q*s_x)*s_w)       (each in either order of the products)
+    w4a8_fp8      as fp8, with e4m3(q*v) for q and C for s_w, into which vLLM factors the scales (`_factors`)
 
 Rows of embeddings, norms and biases are compared as stored. Experts are read back through the fused layer itself
 (experts.py). On a GPU every layer is pushed first and the verdicts are fetched together, so that nothing waits per
@@ -68,21 +69,26 @@ class Shard:
         kind = "dense" if weight.ndim == 2 else "stored"
         return Shard(kind, (f"{prefix}.weight", *extra), weight, None, bias, weight.shape[-1])
 
-    def columns(self, picked: Any, w4a8: bool) -> list[Any]:
+    def columns(self, picked: Any, activations: str) -> list[Any]:
         """What one-hot rows at `picked` (int64 tensor) must return: one alternative [len(picked), N] float32, or two
-        either of which is right."""
+        either of which is right. `activations`: of int4 layers, see `ReadBack`."""
         if self.kind == "dense":
             return [self.weight[:, picked].t().float()]
         if self.kind == "int4":
             shifts = (4 * (picked % 8)).to(torch.int32)
             codes = (((self.weight[:, picked // 8] >> shifts) & 0xF) - 8).t().float()
-            scale = self.scale.float()[:, picked // (self.width // self.scale.shape[1])].t()
-            if not w4a8:
-                return [_bf16(codes * scale)]
+            groups = picked // (self.width // self.scale.shape[1])
+            if activations == "fp8":
+                channel, group = _factors(self.scale)
+                codes, scale = _e4m3(codes * group[:, groups].t()), channel.t()
+            else:
+                scale = self.scale.float()[:, groups].t()
+                if activations == "bf16":
+                    return [_bf16(codes * scale)]
         else:
             bytes_ = self.weight.view(torch.uint8)[:, picked]  # float8 cannot be indexed everywhere
             codes, scale = bytes_.view(self.weight.dtype).t().float(), self.scale.float().reshape(1, -1)
-        top = 448.0 if self.kind == "fp8" else 127.0
+        top = 448.0 if self.kind == "fp8" or (self.kind == "int4" and activations == "fp8") else 127.0
         # A float32 tensor: a Python float would be multiplied in float64 on some backends. Both are exact as the kernel
         # has them: |acc| < 2^24.
         x_scale = torch.tensor(1 / top, dtype=torch.float32, device=codes.device)
@@ -94,6 +100,21 @@ def _bf16(x: Any) -> Any:
     return x.to(torch.bfloat16).float()
 
 
+def _e4m3(x: Any) -> Any:
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+
+
+def _factors(scale: Any) -> tuple[Any, Any]:
+    """packing.factors in torch, on any device: C [N, 1] and v [N, groups] of bfloat16 group scales.
+
+    The divisors are tensors: by a number, torch on CUDA multiplies with its reciprocal.
+    """
+    scale = scale.float()
+    top = torch.full_like(scale[:, :1], 448.0)
+    c = (scale.amax(1, keepdim=True) / top).clamp_min(1 / (448 * 512))
+    return c * 8, _e4m3(_e4m3(scale / c) * 0.125)
+
+
 class ReadBack:
     """Comparisons of a live model with staged tensors.
 
@@ -101,7 +122,7 @@ class ReadBack:
       modules: every live module by name.
       tied: head -> embedding whose weight it shares.
       device: where the model computes.
-      w4a8: int4 layers take int8 activations.
+      activations: what int4 layers take: "bf16", "int8" or "fp8".
       context: what a layer's call needs around it (vLLM's config context).
     """
 
@@ -111,13 +132,13 @@ class ReadBack:
         tied: Mapping[str, str],
         *,
         device: Any,
-        w4a8: bool,
+        activations: str,
         context: Callable[[], contextlib.AbstractContextManager],
     ):
         self._modules = modules
         self._tied = tied
         self._device = device
-        self._w4a8 = w4a8
+        self._activations = activations
         self._context = context
 
     def compare(self, tensors: Mapping[str, Any], mode: str, seed: int) -> tuple[int, int]:
@@ -138,7 +159,9 @@ class ReadBack:
                     staged = experts.Staged.find(experts.prefix_of(name), tensors)
                     if staged is None:
                         raise BridgeError(f"read-back: no experts were published for {name}", "engine")
-                    found, pushed = experts.read_back(name, module, staged, mode=mode, rng=rng, w4a8=self._w4a8)
+                    found, pushed = experts.read_back(
+                        name, module, staged, mode=mode, rng=rng, w4a8=self._activations == "int8"
+                    )
                     verdicts += found
                     seen.update(staged.names)
                     rows += pushed
@@ -226,7 +249,7 @@ class ReadBack:
                 here = columns.to(staged)
                 alternatives = [
                     torch.cat(parts, dim=1).to(device)
-                    for parts in zip(*(s.columns(here, self._w4a8) for s in shards), strict=True)
+                    for parts in zip(*(s.columns(here, self._activations) for s in shards), strict=True)
                 ]
                 got = got[:, : alternatives[0].shape[1]]  # a padded vocabulary has rows of its own
                 wrong = ~torch.isfinite(got)

@@ -13,6 +13,7 @@ What the bridge relies on, and where the two differ (read in the sources of both
 | KV cache tensors                | `model_runner.kv_caches`     | the same                                   |
 | `EngineArgs.linear_backend`     | a layer without it: an error | a layer without it: auto, with a warning   |
 | int4 with int8 activations      | none                         | CompressedTensorsWNA8Int                   |
+| int4 with fp8 activations, sm90 | CompressedTensorsW4A8Fp8     | the same                                   |
 | FlashAttention's `num_splits`   | heuristic in eager mode      | the same                                   |
 | labels of weight versions       | none                         | `update_weight_version` (a label, unused)  |
 

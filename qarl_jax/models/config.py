@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from qarl_jax.models.hf_config import HFConfig, MoEConfig
 from qarl_jax.models.registry import MODELS, hf_template
-from qarl_jax.quant import Numerics, Rules, SchemeConfig
+from qarl_jax.quant import Numerics, Rules, SchemeConfig, on_engine
 from qarl_jax.types import UserError
 
 REMAT = ("full", "attention", "mixer", "dots", "none")  # from least memory to least recomputation
@@ -104,7 +104,11 @@ class ModelConfig:
     def scheme_of(self, path: str, rules: Rules | None = None) -> SchemeConfig | None:
         """The scheme of the stacked kernel at `path` ("segments.0.attn.q.kernel"), None for bf16."""
         layer = self.segments[int(path.split(".")[1])].start
-        return (self.quant if rules is None else rules).scheme_for(self._module_name(path.split(".", 2)[2], layer))
+        return self._scheme(path.split(".", 2)[2], layer, rules)
+
+    def _scheme(self, own: str, layer: int, rules: Rules | None) -> SchemeConfig | None:
+        rules = self.quant if rules is None else rules
+        return on_engine(rules.scheme_for(self._module_name(own, layer)), self.numerics)
 
     def describe(self, path: str) -> str:
         """The stacked kernel at `path` in Hugging Face words: "model.layers.{0..27}.self_attn.q_proj.weight"."""
@@ -122,8 +126,7 @@ class ModelConfig:
             *(f"attn.{x}.kernel" for x in "qkvo"),
             *(f"{'moe' if is_moe else 'mlp'}.{x}.kernel" for x in ("gate", "up", "down")),
         ]
-        rules = self.quant if rules is None else rules
-        return is_moe, *(rules.scheme_for(self._module_name(kernel, layer)) for kernel in kernels)
+        return is_moe, *(self._scheme(kernel, layer, rules) for kernel in kernels)
 
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:

@@ -92,6 +92,11 @@ class Numerics:
         """fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x)."""
         return self.profile == "cuda"
 
+    @property
+    def w4a8_is_fp8(self) -> bool:
+        """The engine's int4 layers with 8-bit activations multiply in e4m3, on a grid of their own (`w4a8_fp8`)."""
+        return self.profile == "cuda"
+
     # ---- elementwise layers, for the models ----
 
     @property

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from qarl_jax.quant import fp8, w2a16, w3a16, w4a8, w4a16, w8a8
+from qarl_jax.quant import fp8, w2a16, w3a16, w4a8, w4a8_fp8, w4a16, w8a8
+from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.types import UserError
 
@@ -28,6 +29,7 @@ SCHEMES: dict[type, ModuleType] = {
     fp8.Config: fp8,
     w4a16.Config: w4a16,
     w4a8.Config: w4a8,
+    w4a8_fp8.Config: w4a8_fp8,
     w3a16.Config: w3a16,
     w2a16.Config: w2a16,
 }
@@ -69,6 +71,17 @@ def parse_scheme(text: str, group_size: int | None = None) -> SchemeConfig | Non
     return config_type(group_size=group_size) if takes_group and group_size is not None else config_type()
 
 
+def on_engine(scheme: SchemeConfig | None, numerics: Numerics) -> SchemeConfig | None:
+    """What a scheme's name means on an engine: `w4a8` is `w4a8_fp8` on CUDA; every other name is itself everywhere.
+
+    Raises:
+      UserError: the engine has no such group size.
+    """
+    if isinstance(scheme, w4a8.Config) and numerics.w4a8_is_fp8:
+        return w4a8_fp8.Config(group_size=scheme.group_size)
+    return scheme
+
+
 def _module(scheme: SchemeConfig) -> ModuleType:
     try:
         return SCHEMES[type(scheme)]
@@ -89,7 +102,7 @@ def check_quantizable(shape: tuple[int, ...], scheme: SchemeConfig, name: str = 
     if problem:
         raise UserError(
             f"cannot quantize {name or 'a weight'} {tuple(shape)} under {scheme}: {problem}. "
-            "Choose another group size (quant.group_size) or leave the weight in bf16 with a rule."
+            "Choose another group size (quant.group_size) or leave the weight in bf16 with a rule (quant.rules)."
         )
 
 
@@ -121,6 +134,7 @@ def _quantize(w: jax.Array, scheme: SchemeConfig) -> QTensor:
 def dequantize(qt: QTensor, dtype: Any = jnp.bfloat16) -> Float[Array, "*L N K"]:
     """The weight a QTensor stands for, [..., N, K] in `dtype`.
 
-    The values are bf(code * scale) for the 4-bit schemes and the float32 product code * scale for the 8-bit ones.
+    The values are bf(code * scale) for the 4-bit schemes, the float32 product code * scale for the 8-bit ones, and the
+    engine's own levels for `w4a8_fp8`.
     """
     return _module(qt.scheme).dequantize(qt).astype(dtype)

@@ -23,10 +23,13 @@ not changes about 0.01 % of outputs by one ulp.
 
 **What vLLM does with the bytes.** The tensors of `w4a16`, with `input_activations` of 8 bits in the config
 (`CompressedTensorsWNA8Int`, 0.32). CPU machines without AMX tiles have no such kernel in vLLM itself. On CUDA, the same
-config runs Machete and silently drops the activation quantization.
+config runs Machete and silently drops the activation quantization, so the bridge refuses it there.
 
-**Left out.** int4 x fp8 on sm90 (CUTLASS re-rounds the group scales to e4m3 times a channel scale, so it is another
-grid); Marlin's int8-activation mode (int16 group scales, another grid again).
+**On CUDA** (`quant.engine=cuda`) the name means int4 weights with e4m3 activations, which is what Hopper has a kernel
+for: another grid and another product, `w4a8_fp8`. The embedded sampler and `quant.engine=plain` compute what is written
+here.
+
+**Left out.** Marlin's int8-activation mode (int16 group scales, another grid again).
 
 Sources: QaRL, arXiv 2604.07853; QQQ, arXiv 2406.09904; vLLM csrc/cpu.
 """

@@ -21,7 +21,7 @@ NAME = "model.layers.3.mlp.down_proj"
 LINEAR = [*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down"))]
 
 
-def arrays(config, n=16, k=256, seed=0):
+def arrays(config, n=128, k=256, seed=0):
     w = np.random.default_rng(seed).normal(size=(n, k)).astype(np.float32)
     qt = quant.quantize(w, config)
     return np.asarray(qt.qvalue), np.asarray(qt.scale), qt
@@ -106,15 +106,15 @@ def test_names_dtypes_and_shapes_are_those_of_the_format():
     tensors = packing.pack(NAME, qvalue, scale, "w4a16:g32")
     described = {name.removeprefix(NAME + "."): (str(t.dtype), t.shape) for name, t in tensors.items()}
     assert described == {
-        "weight_packed": ("int32", (16, 32)),
-        "weight_scale": ("bfloat16", (16, 8)),
+        "weight_packed": ("int32", (128, 32)),
+        "weight_scale": ("bfloat16", (128, 8)),
         "weight_shape": ("int64", (2,)),
     }
-    assert tensors[f"{NAME}.weight_shape"].tolist() == [16, 256]
+    assert tensors[f"{NAME}.weight_shape"].tolist() == [128, 256]
     qvalue, scale, _ = arrays(quant.parse_scheme("w8a8"))
     tensors = packing.pack(NAME, qvalue, scale, "w8a8")
     described = {name.removeprefix(NAME + "."): (str(t.dtype), t.shape) for name, t in tensors.items()}
-    assert described == {"weight": ("int8", (16, 256)), "weight_scale": ("float32", (16, 1))}
+    assert described == {"weight": ("int8", (128, 256)), "weight_scale": ("float32", (128, 1))}
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5))

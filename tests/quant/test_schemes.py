@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qarl_jax import quant
-from qarl_jax.quant import QTensor, fp8, w2a16, w3a16, w4a8, w4a16, w8a8
+from qarl_jax.quant import QTensor, fp8, w2a16, w3a16, w4a8, w4a8_fp8, w4a16, w8a8
 from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
 
@@ -22,7 +22,7 @@ CONFIGS = [config() for config in quant.SCHEMES] + [
     w3a16.Config(32),
     w2a16.Config(-1),
 ]
-INT4 = (w4a16.Config, w4a8.Config)  # w3a16 and w2a16 are a kind of w4a16
+INT4 = (w4a16.Config, w4a8.Config, w4a8_fp8.Config)  # w3a16 and w2a16 are a kind of w4a16
 
 
 def weight(*shape, seed=0, scale=0.05):
@@ -40,7 +40,17 @@ def reference(w, config):
         return ref.int8_weight(w)
     if isinstance(config, fp8.Config):
         return ref.fp8_weight(w)
+    if isinstance(config, w4a8_fp8.Config):
+        return ref.w4a8_fp8_weight(w)
     return ref.int4_weight(w, config.group_size, config.bits)
+
+
+def served(codes, scale, config):
+    """The weight codes and scales stand for, by the numpy formulas."""
+    if isinstance(config, w4a8_fp8.Config):
+        channel, table = ref.cutlass_int4_fp8(ref.pack(codes), scale)
+        return channel * table
+    return ref.int4_value(codes, scale) if isinstance(config, INT4) else codes.astype(np.float32) * scale
 
 
 def codes_of(qt: QTensor):
@@ -63,25 +73,25 @@ class TestContract:
     def test_dtypes_and_shapes_of_the_contract(self, config):
         for lead in ((), (3,), (2, 3)):
             qt = jax.eval_shape(
-                lambda w: quant.quantize(w, config), jax.ShapeDtypeStruct((*lead, 16, 256), jnp.float32)
+                lambda w: quant.quantize(w, config), jax.ShapeDtypeStruct((*lead, 128, 256), jnp.float32)
             )
-            assert qt.shape == (*lead, 16, 256)
+            assert qt.shape == (*lead, 128, 256)
             if isinstance(config, INT4):
                 groups = 1 if config.group_size == -1 else 256 // config.group_size
                 assert qt.qvalue.dtype == jnp.int32
-                assert qt.qvalue.shape == (*lead, 16, 32)
+                assert qt.qvalue.shape == (*lead, 128, 32)
                 assert qt.scale.dtype == jnp.bfloat16
-                assert qt.scale.shape == (*lead, 16, groups)
+                assert qt.scale.shape == (*lead, 128, groups)
             else:
                 assert qt.qvalue.dtype == (jnp.int8 if isinstance(config, w8a8.Config) else jnp.float8_e4m3fn)
-                assert qt.qvalue.shape == (*lead, 16, 256)
+                assert qt.qvalue.shape == (*lead, 128, 256)
                 assert qt.scale.dtype == jnp.float32
-                assert qt.scale.shape == (*lead, 16, 1)
+                assert qt.scale.shape == (*lead, 128, 1)
 
     @pytest.mark.slow
     def test_codes_and_scales_equal_the_numpy_formula_bit_for_bit(self, config):
         for seed in range(3):
-            w = weight(16, 256, seed=seed, scale=10.0 ** (seed * 3 - 4))
+            w = weight(128, 256, seed=seed, scale=10.0 ** (seed * 3 - 4))
             codes, scale = reference(w, config)
             qt = quant.quantize(w, config)
             np.testing.assert_array_equal(as_bits(codes_of(qt)), as_bits(codes))
@@ -89,53 +99,50 @@ class TestContract:
 
     @pytest.mark.slow
     def test_jitted_equals_eager(self, config):
-        w = jnp.asarray(weight(16, 256))
+        w = jnp.asarray(weight(128, 256))
         assert_same_bytes(jax.jit(lambda w: quant.quantize(w, config))(w), quant.quantize(w, config))
 
     @pytest.mark.slow
     def test_a_float32_master_and_its_bfloat16_export_have_the_same_bytes(self, config):
-        w = jnp.asarray(weight(16, 256))
+        w = jnp.asarray(weight(128, 256))
         assert_same_bytes(quant.quantize(w, config), quant.quantize(w.astype(jnp.bfloat16), config))
 
     @pytest.mark.slow
     def test_stacked_layers_quantize_as_they_do_one_by_one(self, config):
-        w = jnp.asarray(weight(2, 3, 16, 256))
+        w = jnp.asarray(weight(2, 3, 128, 256))
         stacked = quant.quantize(w, config)
         for i in np.ndindex(2, 3):
             assert_same_bytes(jax.tree.map(lambda x: x[i], stacked), quant.quantize(w[i], config))  # noqa: B023
 
     def test_rows_are_independent_of_each_other(self, config):
-        w = weight(16, 256)
+        w = weight(128, 256)
         other = w.copy()
         other[3] *= 17
         a, b = quant.quantize(w, config), quant.quantize(other, config)
-        keep = np.arange(16) != 3
+        keep = np.arange(128) != 3
         np.testing.assert_array_equal(as_bits(codes_of(a))[keep], as_bits(codes_of(b))[keep])
         np.testing.assert_array_equal(as_bits(a.scale)[keep], as_bits(b.scale)[keep])
 
     @pytest.mark.slow
     def test_dequantize_is_the_served_weight_bit_for_bit(self, config):
-        w = weight(16, 256)
-        codes, scale = reference(w, config)
-        if isinstance(config, INT4):
-            want = ref.int4_value(codes, scale)
-        else:
-            want = codes.astype(np.float32) * scale
+        w = weight(128, 256)
+        want = served(*reference(w, config), config)
         got = jax.jit(lambda w: quant.dequantize(quant.quantize(w, config), jnp.float32))(w)
         np.testing.assert_array_equal(as_bits(got), as_bits(want))
 
     def test_a_zero_row_gives_zeros_and_a_safe_scale(self, config):
-        w = weight(16, 256)
+        w = weight(128, 256)
         w[2] = 0
         qt = quant.quantize(w, config)
         scale = np.asarray(qt.scale, np.float32)
         assert (scale > 0).all()
-        assert (scale[2] == (2.0**-7 if isinstance(config, INT4) else 2.0**-23)).all()
+        if not isinstance(config, w4a8_fp8.Config):  # there the engine's smallest scales
+            assert (scale[2] == (2.0**-7 if isinstance(config, INT4) else 2.0**-23)).all()
         assert not np.asarray(quant.dequantize(qt, jnp.float32))[2].any()
 
     @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e6, 1e30])
     def test_extreme_magnitudes_stay_finite_and_on_the_grid(self, config, magnitude):
-        w = (weight(16, 256) * magnitude).astype(np.float32)
+        w = (weight(128, 256) * magnitude).astype(np.float32)
         codes, scale = reference(w, config)
         qt = quant.quantize(w, config)
         np.testing.assert_array_equal(as_bits(codes_of(qt)), as_bits(codes))
@@ -143,7 +150,7 @@ class TestContract:
         assert np.isfinite(np.asarray(quant.dequantize(qt, jnp.float32))).all()
 
     def test_the_largest_error_is_half_a_step(self, config):
-        w = weight(16, 256)
+        w = weight(128, 256)
         qt = quant.quantize(w, config)
         error = np.abs(np.asarray(quant.dequantize(qt, jnp.float32)) - ref.bf(w))
         scale = np.asarray(qt.scale, np.float32)
@@ -154,18 +161,21 @@ class TestContract:
             assert (error <= largest * (1 + 1e-6)).all()
         else:
             # The largest weight sits at 7.5 (127.5) steps, up to the scale's own rounding, and is clamped to 7 (127).
-            # The served int4 weight is rounded once more, to bfloat16.
-            half = step * (0.5 + 7.5 * 2.0**-8) + np.abs(ref.bf(w)) * 2.0**-8
+            # The served int4 weight is rounded once more, to bfloat16, or to e4m3 (and its scale, too).
+            bits = 4 if isinstance(config, w4a8_fp8.Config) else 8
+            half = step * (0.5 + 7.5 * 2.0**-bits) + np.abs(ref.bf(w)) * 2.0**-bits
             assert (error <= half).all()
 
     def test_quantizing_the_served_weight_again_moves_no_value_by_more_than_one_step(self, config):
         """Exact idempotence is impossible with absmax / 7.5 (code 7 shrinks the next absmax); the drift is bounded."""
-        once = quant.dequantize(quant.quantize(weight(16, 256), config), jnp.float32)
+        once = quant.dequantize(quant.quantize(weight(128, 256), config), jnp.float32)
         again = quant.quantize(once, config)
         scale = np.asarray(again.scale, np.float32)
         step = np.repeat(scale, 256 // scale.shape[-1], -1)
         if isinstance(config, fp8.Config):
             step = np.maximum(np.abs(np.asarray(once)) * 2.0**-3, step * 2.0**-9)
+        if isinstance(config, w4a8_fp8.Config):  # between two levels, each rounded to e4m3
+            step = step + 2 * np.abs(np.asarray(once)) * 2.0**-4
         assert (np.abs(np.asarray(quant.dequantize(again, jnp.float32)) - np.asarray(once)) <= step).all()
 
 
@@ -190,6 +200,7 @@ def test_int4_codes_of_a_negative_extreme_are_idempotent():
         (w4a16.Config(128), 2.827 / 7.5 / 4 / 0.798),
         (w4a16.Config(-1), 3.446 / 7.5 / 4 / 0.798),
         (w4a8.Config(128), 2.827 / 7.5 / 4 / 0.798),
+        (w4a8_fp8.Config(), 1.012 * 2.827 / 7.5 / 4 / 0.798),  # 1 % of it: levels that are not equally far apart
         (w8a8.Config(), 3.446 / 127.5 / 4 / 0.798),
         # Three mantissa bits: a relative error uniform in +-2**-4 / m, m in [1, 2): 2**-5 ln 2 on average, over |w|.
         (fp8.Config(), 2.0**-5 * 0.693),
@@ -207,7 +218,7 @@ def test_expected_relative_error_of_gaussian_weights(config, expected):
 @settings(max_examples=25, deadline=None)
 def test_heavy_tailed_sparse_weights_of_any_size_give_the_reference_codes(seed, config, exponent):
     rng = np.random.default_rng(seed)
-    w = (rng.standard_t(2, size=(4, 128)) * 2.0**exponent).astype(np.float32)
+    w = (rng.standard_t(2, size=(128, 128)) * 2.0**exponent).astype(np.float32)
     w[rng.random(w.shape) < 0.2] = 0
     codes, scale = reference(w, config)
     qt = quant.quantize(w, config)
@@ -220,7 +231,7 @@ def test_heavy_tailed_sparse_weights_of_any_size_give_the_reference_codes(seed, 
 @settings(max_examples=20, deadline=None)
 def test_scaling_a_weight_by_a_power_of_two_scales_its_scale_and_keeps_its_codes(factor, seed):
     factor = 2.0 ** round(np.log2(factor))
-    w = weight(4, 128, seed=seed)
+    w = weight(128, 128, seed=seed, scale=5.0)  # far above the smallest scale an engine takes
     for config in CONFIGS:
         a, b = quant.quantize(w, config), quant.quantize((w * factor).astype(np.float32), config)
         np.testing.assert_array_equal(as_bits(a.qvalue), as_bits(b.qvalue))
