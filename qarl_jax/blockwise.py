@@ -16,15 +16,15 @@ Three grids of levels in [-1, 1], one for each thing an optimizer keeps:
   SIGNED    0 and +-2^(-16 (127 - n) / 126): 16 octaves, 9.2 % apart. AdamW's first moment: it is divided by the root of
             the second, element by element, so that what counts is the error relative to each element.
   UNSIGNED  2^(-24 (255 - n) / 255): 24 octaves (7.2 decades), 6.7 % apart. AdamW's second moment. It has no zero: one
-            would divide by eps alone (the "zero-point problem" of Li et al., arXiv 2309.01507). What is smaller is taken
-            for the smallest level, which shortens a step and never lengthens it.
+            would divide by eps alone (the "zero-point problem" of Li et al., arXiv 2309.01507). What is smaller is
+            taken for the smallest level, which shortens a step and never lengthens it.
 
 Dettmers' dynamic map spends its codes on the top decade (0.7 % apart there, over 10 % from the fourth down) and needs a
 table; logarithmic levels are 2 instructions. Both logarithmic grids are rounded stochastically, to one of the two
 neighbouring levels with probabilities that make the expectation exact: an average with b2 = 0.999 moves by a thousandth
 of an element, which no nearest level of 256 would follow. The two ranges fit: the smallest root of a second moment is
-2^-12 of the block's, so that rounding a first moment from 0 up to its smallest level, 2^-16, moves a weight by 1/16 of a
-step at most.
+2^-12 of the block's, so that rounding a first moment from 0 up to its smallest level, 2^-16, moves a weight by 1/16 of
+a step at most.
 
 Left out: Dettmers' stable embedding layer (it changes the model) and percentile clipping.
 """
@@ -92,7 +92,7 @@ SIGNED = Grid("int8", 127, 16.0)
 UNSIGNED = Grid("uint8", 255, 24.0)
 
 
-def random_bits(shape: Sequence[int], seed: Any) -> UInt32[Array, "..."]:
+def random_bits(shape: Sequence[int], seed: Any) -> UInt32[Array, "*shape"]:
     """32 random bits per element: a hash of (seed + position) and nothing else (MurmurHash3's finalizer).
 
     No buffer of random numbers, and the same bits on every mesh. Position is that in row-major order, so that a slice

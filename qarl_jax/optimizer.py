@@ -28,8 +28,8 @@ What we hold to, and why:
     quantized weight allow for.
   * Only matrices. Embeddings, head, norms, biases and routers take AdamW at the same lr (`label`); a stack of norm
     scales [L, D] is two-dimensional and would otherwise be orthogonalised.
-  * State (unless told otherwise) and arithmetic are float32, whatever the master's dtype. A bfloat16 master is legal, but near 0.02 its spacing
-    is 1.2e-4: at lr 1e-6 it never moves. Keep masters in float32 for RL.
+  * Arithmetic, and the state unless told otherwise, are float32, whatever the master's dtype. A bfloat16 master is
+    legal, but near 0.02 its spacing is 1.2e-4: at lr 1e-6 it never moves. Keep masters in float32 for RL.
 
 Left out: bias correction of the momentum (the iteration is scale-invariant; only the Nesterov mix of the first ~20
 steps would change) and QK-clip (a pre-training remedy).
@@ -308,7 +308,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 class MuonState(NamedTuple):
-    """`momentum`: a tree like the parameters, in the configured moment dtype; `Blocks` for arrays where that is int8."""
+    """`momentum`: a tree like the parameters, in the configured moment dtype; `Blocks` for arrays under int8."""
 
     momentum: Any
 
@@ -534,7 +534,7 @@ def state_shardings(abstract_state: Any, params: Any) -> Any:
 
 
 def _of_scales(place: Any, shape: Sequence[int]) -> Any:
-    """Where the scales of codes of `shape` at `place` lie: with them; whole along the last axis if that cuts a block."""
+    """Where the scales of codes of `shape` at `place` lie: with them, or whole along an axis that cuts blocks."""
     if not isinstance(place, jax.sharding.NamedSharding) or len(place.spec) < len(shape):
         return place
     if place.shard_shape(tuple(shape))[-1] % blockwise.BLOCK == 0:
@@ -552,11 +552,11 @@ def init(optimizer: optax.GradientTransformation, params: Any) -> Any:
 
 
 def moved_to(kind: Literal["device", "pinned_host"], state: Any) -> Any:
-    """A frozen dataclass with its `opt_state` in memory of that kind, complete on return; what was elsewhere is deleted.
+    """A frozen dataclass with its `opt_state` in memory of that kind; what was elsewhere is deleted.
 
-    Waits for the copy, so that neither memory ever holds two: what a program that is still running reads, or one that is
-    dispatched next needs, would otherwise stand beside it. jax.device_put outside of any program, which every backend
-    has: placement inside one is left to each backend's compiler.
+    Waits for the copy, so that neither memory ever holds two: what a program that is still running reads, or one that
+    is dispatched next needs, would otherwise stand beside it. jax.device_put outside of any program, which every
+    backend has: placement inside one is left to each backend's compiler.
     """
     elsewhere = [x for x in jax.tree.leaves(state.opt_state) if x.sharding.memory_kind != kind]
     copies = jax.block_until_ready(jax.device_put(elsewhere, [x.sharding.with_memory_kind(kind) for x in elsewhere]))
