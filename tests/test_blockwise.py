@@ -103,7 +103,7 @@ def test_stochastic_rounding_to_levels_is_right_on_average(grid):
     seeds = jnp.arange(2000, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
     draw = jax.jit(jax.vmap(lambda s: blockwise.decode(blockwise.encode(jnp.asarray(x), grid, s), grid)))
     many = np.asarray(draw(seeds), np.float64)
-    # A share p = (x - low) / (high - low) goes up: the mean's deviation is sqrt((x - low) (high - x) / 2000). Where p is
+    # A share p = (x - low) / (high - low) goes up: the mean deviates by sqrt((x - low) (high - x) / 2000). Where p is
     # so small that only a few draws do, five more or less are no surprise.
     codes = np.arange(grid.top + 1, dtype=np.float32)
     levels = np.asarray(grid.level(jnp.asarray(codes)), np.float64)
