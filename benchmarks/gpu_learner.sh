@@ -8,6 +8,7 @@
 #   learner-8b, learner-1.7b   every scheme beside the peer ($PEER: a command that prints RESULT tokens_per_s=... and takes
 #                              --model, --seq, --rows and --steps, e.g. "python peer_hf.py --remat --compile layer")
 #   kernels                    GEMMs with and without autotuning; attention, plain and packed
+#   memory                     peaks of 8B Muon at 16k tokens by where and how its state is kept, beside the plan
 #   profile                    one profiled step of bf16 and w8a8, summarised
 #   tests                      the tests that need a GPU
 #   step                       the whole step ($SPEEDS: "bf16=N w8a8=N fp8=N w4a16=N", the engine's tokens/s)
@@ -33,6 +34,7 @@ case "$part" in
     timeout 330 "$python" -m benchmarks.gemm --model 8b --autotune 0 4 | tee "$out/gemm.jsonl"
     timeout 190 "$python" -m benchmarks.attention --out "$out/attention.json"
     ;;
+  memory) timeout 530 "$python" -m benchmarks.memory --measure --out "$out/memory.json" ;;
   profile)
     timeout 500 "$python" -m benchmarks.learner --model 1.7b --schemes bf16 w8a8 --profile "$out/profile"
     for scheme in bf16 w8a8; do

@@ -85,7 +85,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--schemes", nargs="+", default=["bf16", "w8a8", "fp8", "w4a16"])
     for field in dataclasses.fields(shapes.Setting):
-        if field.name != "scheme":
+        if isinstance(field.default, bool):
+            parser.add_argument(f"--{field.name}", action="store_true")
+        elif field.name != "scheme":
             parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--peer", default="", help="a command that prints RESULT tokens_per_s=...")

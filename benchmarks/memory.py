@@ -11,6 +11,12 @@ case; `tests/test_plan.py` holds the prediction to the recorded ones.
 What is needed is jax's CUDA plugin (`pip install "jax[cuda12]"`) and, where there is no GPU,
 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu. Kernels are not autotuned: that takes the device itself, and moves
 no buffer of a size that matters.
+
+    python -m benchmarks.memory --measure --out measured.json
+
+takes three updates of each of `MEASURED` on the GPU that is here, each in a process of its own, and sets the peak that
+the device reports beside the plan: Qwen3-8B under Muon with a packed row of 16,384 tokens, its state in bfloat16, in
+int8, and on the host. About a minute per case and, for the last two, a pinned host memory of 10 to 19 GB.
 """
 
 from __future__ import annotations
@@ -20,12 +26,11 @@ import dataclasses
 import json
 import os
 import pathlib
+import subprocess
+import sys
+import tempfile
 import time
 from typing import Any
-
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-)
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +40,20 @@ from jax.sharding import AxisType, Mesh
 
 from benchmarks import shapes
 from benchmarks.shapes import Setting
-from qarl_jax import sharding
+from qarl_jax import plan, sharding
 from qarl_jax.learner import TrainState
 from qarl_jax.types import TrainBatch
 
 TARGET = pathlib.Path(__file__).parent / "targets" / "h200.txtpb"
 
+
+LONG_ROW = Setting(model="8b", scheme="w4a16", rows=1, seq=16384, optimizer="muon", segments=8)
+MEASURED = (
+    LONG_ROW,
+    dataclasses.replace(LONG_ROW, moments="int8"),
+    dataclasses.replace(LONG_ROW, offload=True),
+    dataclasses.replace(LONG_ROW, moments="int8", offload=True),
+)
 
 CASES = (
     Setting(model="0.6b", rows=8),
@@ -49,7 +62,7 @@ CASES = (
     Setting(model="8b"),
     Setting(model="8b", remat="mixer"),
     Setting(model="8b", scheme="bf16", remat="dots"),
-    Setting(model="8b", scheme="w4a16", rows=1, seq=16384, optimizer="muon", segments=8),
+    LONG_ROW,
     Setting(model="8b", scheme="fp8", rows=2, seq=2048, master="float32", grad="float32", layers=12),
     Setting(scheme="bf16"),
     Setting(),
@@ -65,11 +78,13 @@ CASES = (
     Setting(chunk=512),
     Setting(rows=1, seq=16384, segments=16),
     Setting(optimizer="muon", master="float32"),
+    Setting(moments="int8"),
+    *MEASURED[1:],
 )
 
 
-def lower(case: Setting, mesh: Mesh) -> Any:
-    """The update of a case, lowered for CUDA from shapes alone."""
+def lower(case: Setting, mesh: Mesh) -> list[tuple[Any, int]]:
+    """The programs of a case's update, lowered for CUDA from shapes alone, and what stands beside each of them."""
     made, params, qweights = shapes.make_learner(dataclasses.replace(case, attention="cudnn"), mesh)
 
     def put(tree: Any) -> Any:
@@ -88,9 +103,15 @@ def lower(case: Setting, mesh: Mesh) -> Any:
         opt_state=put(jax.eval_shape(made.optimizer.init, params)),
         updates=put(jax.ShapeDtypeStruct((), jnp.int32)),
     )
+    rest = put(qweights), batch, floats, count, count, None
     with jax.set_mesh(mesh):
-        trace = made._update.trace(state, put(qweights), batch, floats, count, count, None)
-        return trace.lower(lowering_platforms=("cuda",))
+        if not case.offload:
+            traces = [(made._update.trace(state, *rest), 0)]
+        else:
+            grads = jax.tree.map(lambda x: x.update(dtype=made.grad_dtype), state.params)
+            traces = [(made._grads.trace(state.params, *rest), 0)]
+            traces += [(made._apply.trace(state, grads), plan.nbytes(qweights))]
+        return [(trace.lower(lowering_platforms=("cuda",)), beside) for trace, beside in traces]
 
 
 def absent_gpu() -> Mesh:
@@ -108,16 +129,56 @@ def absent_gpu() -> Mesh:
 
 
 def compiled_bytes(case: Setting, mesh: Mesh) -> dict[str, Any]:
-    """What the compiler allocates for a case: arguments, new results, temporaries."""
-    lowered = lower(case, mesh)
-    started = time.perf_counter()
-    found = lowered.compile().memory_analysis()
-    return {
-        "arguments": found.argument_size_in_bytes,
-        "results": found.output_size_in_bytes - found.alias_size_in_bytes,
-        "temporaries": found.temp_size_in_bytes,
-        "compile_s": round(time.perf_counter() - started, 1),
-    }
+    """What the compiler allocates for the larger program of a case: arguments and what stays beside them, new results,
+    temporaries."""
+    lowered, started, sizes = lower(case, mesh), time.perf_counter(), []
+    for program, beside in lowered:
+        found = program.compile().memory_analysis()
+        sizes.append(
+            {
+                "arguments": found.argument_size_in_bytes + beside,
+                "results": found.output_size_in_bytes - found.alias_size_in_bytes,
+                "temporaries": found.temp_size_in_bytes,
+            }
+        )
+    largest = max(sizes, key=lambda size: sum(size.values()))
+    return largest | {"compile_s": round(time.perf_counter() - started, 1)}
+
+
+def measured_bytes(case: Setting, arguments: list[str]) -> dict[str, Any]:
+    """What the device reports after three updates, in a process of its own: a peak is one of a process's life."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder) / "out.json"
+        options = [f"--schemes={case.scheme}", f"--out={out}", "--steps=1"]
+        for field in dataclasses.fields(Setting):
+            value = getattr(case, field.name)
+            if isinstance(value, bool):
+                options += [f"--{field.name}"] if value else []
+            elif field.name != "scheme":
+                options.append(f"--{field.name}={value}")
+        subprocess.run([sys.executable, "-m", "benchmarks.learner", *options, *arguments], check=True)
+        (found,) = json.loads(out.read_text())["results"]
+    return found
+
+
+def measure(out: str, arguments: list[str]) -> None:
+    """Prints, and writes to `out`, a line per case of `MEASURED`: the device's peak and the plan by part, in GB.
+
+    Args:
+      arguments: more of them for `benchmarks.learner`, after those of the case.
+    """
+    rows = []
+    for case in MEASURED:
+        found = measured_bytes(case, arguments)
+        setting = Setting(**{field.name: found[field.name] for field in dataclasses.fields(Setting)})
+        planned = {name: size / 1e9 for name, size in shapes.planned(setting).items()}
+        sums = {"planned_gb": sum(planned.values()), "host_gb": shapes.host_bytes(setting) / 1e9, "planned": planned}
+        rows.append(found | sums)
+        if found["peak_gb"]:  # 0 where a device does not say
+            rows[-1]["planned_over_measured"] = sums["planned_gb"] / found["peak_gb"]
+        print(json.dumps(rows[-1]), flush=True)
+        if out:
+            pathlib.Path(out).write_text(json.dumps({"results": rows}, indent=1) + "\n")
 
 
 def report(rows: list[dict[str, Any]]) -> str:
@@ -131,12 +192,22 @@ def report(rows: list[dict[str, Any]]) -> str:
     return "\n".join(["{", *lines, ' "results": [', ",\n".join(map(json.dumps, rows)), "]}"]) + "\n"
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", default="")
-    args = parser.parse_args()
+    parser.add_argument("--measure", action="store_true", help="run MEASURED on the GPU that is here")
+    parser.add_argument("--cases", type=int, nargs="*", help="compile these of CASES only; default: all")
+    args, more = parser.parse_known_args(argv)
+    if args.measure:
+        measure(args.out, more)
+        return 0
+    if more:
+        parser.error(f"unknown: {' '.join(more)}")
+    # Read when the first backend is made.
+    flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     mesh, rows = absent_gpu(), []
-    for case in CASES:
+    for case in CASES if args.cases is None else [CASES[i] for i in args.cases]:
         found = compiled_bytes(case, mesh)
         compiled = found["arguments"] + found["results"] + found["temporaries"]
         rows.append(

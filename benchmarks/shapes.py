@@ -35,8 +35,9 @@ class Setting:
       scheme, engine: as `quant.forward` and `quant.engine`.
       rows, seq: a batch [rows, seq] of real tokens.
       segments: responses to a row, of equal length; 1: one.
-      master: dtype of parameters and moments. grad: of gradients.
+      master: dtype of parameters. grad: of gradients.
       remat, attention, chunk, optimizer: as in a run's config.
+      moments: dtype of the optimizer's moments; "": the master's. offload: they rest on the host.
     """
 
     model: str = "1.7b"
@@ -52,6 +53,8 @@ class Setting:
     attention: str = "auto"
     chunk: int = 2048
     optimizer: str = "adamw"
+    moments: str = ""
+    offload: bool = False
 
 
 def model_config(setting: Setting) -> models.ModelConfig:
@@ -85,8 +88,9 @@ def model_config(setting: Setting) -> models.ModelConfig:
 
 
 def optimizer_config(setting: Setting) -> optimizer.Config:
-    """AdamW or Muon with moments in the master's dtype."""
-    dtypes: Any = {"moment_dtype": setting.master, "second_moment_dtype": setting.master}
+    """AdamW or Muon, both moments in one dtype."""
+    dtype = setting.moments or setting.master
+    dtypes: Any = {"moment_dtype": dtype, "second_moment_dtype": dtype, "offload": setting.offload}
     if setting.optimizer == "adamw":
         return optimizer.AdamW(lr=1e-5, **dtypes)
     return optimizer.Muon(lr=1e-5, matmul_precision="default", **dtypes)
@@ -101,15 +105,26 @@ def make_learner(setting: Setting, mesh: Mesh) -> tuple[Learner, Any, Any]:
         loss_fn=get_loss("grpo", aggregation="seq-mean-token-mean"),
         optimizer=optimizer.make_optimizer(optimizer_config(setting)),
         mesh=mesh,
-        options=Options(max_segments=setting.segments, logprob_chunk=setting.chunk, **options),
+        options=Options(max_segments=setting.segments, logprob_chunk=setting.chunk, offload=setting.offload, **options),
     )
     return made, params, qweights
+
+
+def opt_state_of(setting: Setting, params: Any) -> Any:
+    """The abstract optimizer state of a setting."""
+    return jax.eval_shape(optimizer.make_optimizer(optimizer_config(setting)).init, params)
+
+
+def host_bytes(setting: Setting) -> int:
+    """Bytes of the optimizer state that rest on the host."""
+    params = models.split(models.abstract_model(model_config(setting)))[1]
+    return plan.nbytes(opt_state_of(setting, params)) if setting.offload else 0
 
 
 def planned(setting: Setting) -> dict[str, int]:
     """What the memory plan says of an update of `setting` on one device: bytes by part."""
     graphdef, params, qweights = models.split(models.abstract_model(model_config(setting)))
-    opt_state = jax.eval_shape(optimizer.make_optimizer(optimizer_config(setting)).init, params)
+    opt_state = opt_state_of(setting, params)
     return plan.update_parts(
         models.config_of(graphdef),
         params,
@@ -120,6 +135,7 @@ def planned(setting: Setting) -> dict[str, int]:
         chunk=setting.chunk,
         grad_dtype=setting.grad,
         max_segments=setting.segments,
+        offload=setting.offload,
     )
 
 

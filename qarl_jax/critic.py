@@ -157,6 +157,7 @@ class Critic:
       optimizer: optax transformation over `params`.
       mesh: device mesh; the body lies on it as the policy does, the head is everywhere.
       max_segments: static bound on responses per row; 1: unpacked.
+      offload: the optimizer state rests in the host's memory.
       schedule: learning rate as a function of the update count, for the metrics.
     """
 
@@ -170,11 +171,12 @@ class Critic:
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
         max_segments: int = 1,
+        offload: bool = False,
         schedule: Callable[[Any], Any] | None = None,
     ):
         self.graphdef = models.split(models.abstract_model(config))[0]
         self.term, self.advantage, self.optimizer = term, advantage, optimizer
-        self.mesh, self.max_segments, self.schedule = mesh, max_segments, schedule
+        self.mesh, self.max_segments, self.offload, self.schedule = mesh, max_segments, offload, schedule
         self.replicated = NamedSharding(mesh, PartitionSpec())
         rows = sharding.batch_sharding(mesh)
         self.places = places = sharding.param_shardings(params, mesh)
@@ -190,11 +192,12 @@ class Critic:
     def init(self, params: Any) -> CriticState:
         """A fresh state around `params`, placed on the mesh."""
         params = jax.device_put(params, self.places)
-        return CriticState(
+        state = CriticState(
             params=params,
             opt_state=optimizers.init(self.optimizer, params),
             updates=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
         )
+        return optimizers.moved_to("pinned_host", state) if self.offload else state
 
     def entries(self) -> dict[str, Any]:
         """The state as a checkpoint's entry, beside the learner's."""
@@ -329,5 +332,10 @@ class Critic:
             for micro, target in zip(micros, targets, strict=True):
                 grads, measured = self._accumulate(grads, self.state.params, micro, target, *counts)
                 total = merge(total, measured)
+            if self.offload:
+                jax.block_until_ready(grads)
+                self.state = optimizers.moved_to("device", self.state)
             self.state, applied = self._apply(self.state, grads)
+            if self.offload:
+                self.state = optimizers.moved_to("pinned_host", self.state)
         return total | applied

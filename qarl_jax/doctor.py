@@ -366,12 +366,12 @@ def run_folder(cfg: RunConfig | None) -> Iterator[Check]:
     wanted, why = GIB, "a run takes about 1 GiB"
     if cfg is not None:
         try:
-            sizes = plan.parts(cfg)
+            saved = plan.parts(cfg)["masters"] + plan.optimizer_states(cfg)["optimizer"][0]
         except UserError:
-            sizes = {"masters": 0, "optimizer": 0}  # told by the check of the model
+            saved = 0  # told by the check of the model
         kept = cfg.checkpoint.keep or cfg.train.steps // max(1, cfg.checkpoint.every)
         # One more than is kept: the new step is whole before the oldest goes.
-        wanted = (kept + 1) * (sizes["masters"] + sizes["optimizer"]) + GIB / 4
+        wanted = (kept + 1) * saved + GIB / 4
         why = f"{kept} checkpoints and one being written take {amount(wanted)}"
     yield check("disk", free >= wanted, f"{amount(free)} free", f"free some space: {why}", "warn")
 

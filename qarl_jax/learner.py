@@ -9,7 +9,8 @@ One update, as `train.py` drives it:
 
 Where every mini-batch is a single micro-batch, gradient and optimizer are one compiled program and no accumulator
 exists; otherwise `update` is `zero_grads`, `accumulate_grads` per micro-batch, `apply_update`. Both give the same
-numbers.
+numbers. An optimizer state that lives in the host's memory (`Options.offload`) comes to the device for `apply_update`
+alone, so that gradient and optimizer are two programs then.
 
 The forward reads only the QTensors (and the masters of what is not quantized: norms, embeddings, lm_head); the
 gradient reaches the masters through the straight-through estimator in `quant.dot` (QaRL, arXiv 2604.07853, sec. 3.1).
@@ -71,6 +72,7 @@ class Options:
         many micro-batches their sum then loses bits (eight are kept), so use it with one or a few.
       one_program: compute an update of a single micro-batch in one program. Off where other updates have several, so
         that a run never needs both.
+      offload: the optimizer state rests in the host's memory, and `apply_update` moves it to the device and back.
       max_segments: static bound on responses per packed row.
       entropy_coef: weight of the entropy bonus (0: entropy is only a metric).
       kl_coef: weight of the KL to the reference policy (0: none, and no reference is needed).
@@ -84,6 +86,7 @@ class Options:
     logprob_chunk: int = 2048
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     one_program: bool = True
+    offload: bool = False
     max_segments: int = 1
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
@@ -155,17 +158,19 @@ class Learner:
         )
         self._apply = jax.jit(self._apply_fn, donate_argnums=(0,))
         self._update = jax.jit(self._update_fn, donate_argnums=(0,))
+        self._grads = jax.jit(self._grads_fn, out_shardings=(self.param_shardings, self.replicated))
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def init(self, params: Any) -> TrainState:
         """A fresh state around `params`, placed on the mesh; the moments lie where their parameters do."""
         params = jax.device_put(params, self.param_shardings)
-        return TrainState(
+        state = TrainState(
             params=params,
             opt_state=optimizers.init(self.optimizer, params),
             updates=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
         )
+        return optimizers.moved_to("pinned_host", state) if self.options.offload else state
 
     def model(self, params: Any) -> models.Transformer:
         """The model itself, for export and inspection."""
@@ -343,12 +348,19 @@ class Learner:
 
     def apply_update(self, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, Metric]]:
         """One optimizer update; `state` is donated. A zero or non-finite gradient leaves the state as it is."""
+        if self.options.offload:
+            jax.block_until_ready(grads)  # what the backward holds is given back before the state arrives
+            state = optimizers.moved_to("device", state)
         with jax.set_mesh(self.mesh):
-            return self._apply(state, grads)
+            state, metrics = self._apply(state, grads)
+        return optimizers.moved_to("pinned_host", state) if self.options.offload else state, metrics
+
+    def _grads_fn(self, params: Any, *rest: Any) -> tuple[Any, dict[str, Metric]]:
+        grads, metrics = self._gradient(params, *rest)
+        return jax.tree.map(lambda g: g.astype(self.grad_dtype), grads), metrics
 
     def _update_fn(self, state: TrainState, *rest: Any) -> tuple[TrainState, dict[str, Metric]]:
-        grads, metrics = self._gradient(state.params, *rest)
-        grads = jax.tree.map(lambda g: g.astype(self.grad_dtype), grads)
+        grads, metrics = self._grads_fn(state.params, *rest)
         # Said once each, as the split programs say it at their borders: gradients and masters lie where masters do.
         grads = jax.lax.with_sharding_constraint(grads, self.param_shardings)
         new_state, applied = self._apply_fn(state, grads)
@@ -379,9 +391,13 @@ class Learner:
         """
         refs = [None] * len(micros) if ref_logprobs is None else ref_logprobs
         if len(micros) == 1 and self.options.one_program:
-            counts = self._counts(num_tokens, num_sequences)
+            rest = qweights, micros[0], old_logprobs[0], *self._counts(num_tokens, num_sequences), refs[0]
             with jax.set_mesh(self.mesh):
-                return self._update(state, qweights, micros[0], old_logprobs[0], *counts, refs[0])
+                if not self.options.offload:
+                    return self._update(state, *rest)
+                grads, total = self._grads(state.params, *rest)
+            state, applied = self.apply_update(state, grads)
+            return state, total | applied
         grads, total = self.zero_grads(state), dict[str, Metric]()
         for micro, old, ref in zip(micros, old_logprobs, refs, strict=True):
             grads, measured = self.accumulate_grads(

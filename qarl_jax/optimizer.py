@@ -28,8 +28,8 @@ What we hold to, and why:
     quantized weight allow for.
   * Only matrices. Embeddings, head, norms, biases and routers take AdamW at the same lr (`label`); a stack of norm
     scales [L, D] is two-dimensional and would otherwise be orthogonalised.
-  * State and arithmetic are float32, whatever the master's dtype. A bfloat16 master is legal, but near 0.02 its spacing
-    is 1.2e-4: at lr 1e-6 it never moves. Keep masters in float32 for RL.
+  * Arithmetic, and the state unless told otherwise, are float32, whatever the master's dtype. A bfloat16 master is
+    legal, but near 0.02 its spacing is 1.2e-4: at lr 1e-6 it never moves. Keep masters in float32 for RL.
 
 Left out: bias correction of the momentum (the iteration is scale-invariant; only the Nesterov mix of the first ~20
 steps would change) and QK-clip (a pre-training remedy).
@@ -38,16 +38,17 @@ steps would change) and QK-clip (a pre-training remedy).
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from qarl_jax import blockwise
+from qarl_jax.blockwise import Blocks
 from qarl_jax.types import UserError
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -57,6 +58,8 @@ MATCH_RMS = 0.2
 """RMS of a typical AdamW update in units of lr (arXiv 2502.16982, sec. 2.2)."""
 
 # -------------------------------------------------------------------------------------------------------- configuration
+
+MomentDtype = Literal["float32", "bfloat16", "int8"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,9 +106,12 @@ class Muon:
       eps: added to the Frobenius norm; a zero gradient gives a zero update.
       adamw_lr: peak learning rate of the other parameters; None: `lr`.
       adamw_b1, adamw_b2, adamw_eps, adamw_weight_decay: AdamW on the other parameters. Norms and biases never decay.
-      moment_dtype: dtype of the stored momentum and first moments, "float32" or "bfloat16".
-      second_moment_dtype: of the stored second moments. "bfloat16" is rounded stochastically (`round_stochastically`):
-        rounded to nearest, an average of 8 bits with b2 = 0.999 would absorb no new square.
+      moment_dtype: dtype of the stored momentum and first moments: "float32", "bfloat16", or "int8", a code per element
+        and a scale per block of 256 (`blockwise`). Norms, biases and vectors are float32 then; they are few.
+      second_moment_dtype: of the stored second moments, likewise. "bfloat16" is rounded stochastically
+        (`round_stochastically`): rounded to nearest, an average of 8 bits with b2 = 0.999 would absorb no new square.
+      offload: keep the state in the host's memory but for the update itself. The same numbers, less device memory while
+        gradients are computed, and two transfers of the state per update.
       clip_norm: bound on the global gradient norm; None: no clipping.
       schedule: the shape of lr over updates.
     """
@@ -123,8 +129,9 @@ class Muon:
     adamw_b2: float = 0.95
     adamw_eps: float = 1e-8
     adamw_weight_decay: float = 0.0
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    second_moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    moment_dtype: MomentDtype = "float32"
+    second_moment_dtype: MomentDtype = "float32"
+    offload: bool = False
     clip_norm: float | None = 1.0
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
 
@@ -147,7 +154,7 @@ class AdamW:
       lr: peak learning rate.
       weight_decay: decoupled, multiplied by lr; norms and biases never decay.
       b1, b2, eps: decay of the two moments, and the term added to the root of the second.
-      moment_dtype, second_moment_dtype, clip_norm, schedule: as in `Muon`.
+      moment_dtype, second_moment_dtype, offload, clip_norm, schedule: as in `Muon`.
     """
 
     lr: float = 1e-6
@@ -155,8 +162,9 @@ class AdamW:
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    second_moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    moment_dtype: MomentDtype = "float32"
+    second_moment_dtype: MomentDtype = "float32"
+    offload: bool = False
     clip_norm: float | None = 1.0
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
 
@@ -186,7 +194,7 @@ def _in_unit_interval(cfg: Any, *names: str) -> None:
 
 def _check_common(cfg: Any) -> None:
     for field in ("moment_dtype", "second_moment_dtype"):
-        _one_of(field, getattr(cfg, field), ("float32", "bfloat16"))
+        _one_of(field, getattr(cfg, field), get_args(MomentDtype))
     if not cfg.lr >= 0:
         raise UserError(f"lr must be 0 or more, got {cfg.lr}.")
     if not cfg.weight_decay >= 0:
@@ -300,7 +308,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 class MuonState(NamedTuple):
-    """`momentum`: a tree like the parameters, in the configured moment dtype."""
+    """`momentum`: a tree like the parameters, in the configured moment dtype; `Blocks` for arrays under int8."""
 
     momentum: Any
 
@@ -310,7 +318,16 @@ def scale_by_muon(cfg: Muon) -> optax.GradientTransformation:
     dtype = jnp.dtype(cfg.moment_dtype)
 
     def init(params: Any) -> MuonState:
+        if cfg.moment_dtype == "int8":
+            return MuonState(momentum=jax.tree.map(lambda p: blockwise.zeros(p.shape, blockwise.LINEAR), params))
         return MuonState(momentum=jax.tree.map(lambda p: jnp.zeros_like(p, dtype=dtype), params))
+
+    def in_eight_bits(grad: Array, stored: Blocks) -> tuple[Array, Blocks]:
+        # Decoded and encoded matrix by matrix as well: no stack of float32 momenta.
+        if grad.ndim > 2:
+            return jax.lax.map(lambda pair: in_eight_bits(*pair), (grad, stored))
+        momentum = cfg.momentum * blockwise.decode(stored, blockwise.LINEAR) + (1.0 - cfg.momentum) * grad
+        return direction(momentum, grad), blockwise.encode(momentum, blockwise.LINEAR)
 
     def direction(momentum: Array, grad: Array) -> Array:
         if grad.ndim > 2:
@@ -321,6 +338,10 @@ def scale_by_muon(cfg: Muon) -> optax.GradientTransformation:
 
     def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
         del params
+        if cfg.moment_dtype == "int8":
+            with jax.named_scope("newton_schulz"):
+                directions, stored = _unzip(lambda _, *pair: in_eight_bits(*pair), 2, grads, state.momentum)
+            return directions, MuonState(momentum=stored)
         momentum = jax.tree.map(
             lambda m, g: cfg.momentum * m.astype(jnp.float32) + (1.0 - cfg.momentum) * g, state.momentum, grads
         )
@@ -331,40 +352,41 @@ def scale_by_muon(cfg: Muon) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-# ------------------------------------------------------------------------------------------------- stochastic rounding
+# ------------------------------------------------------------------------------------------------------ stored moments
+
+
+def _unzip(f: Callable[..., tuple[Any, ...]], count: int, tree: Any, *rest: Any) -> tuple[Any, ...]:
+    """`count` trees of f's results, f taking a leaf's number, the leaf, and its subtree in each of `rest`."""
+    leaves, structure = jax.tree.flatten(tree)
+    rows = zip(range(len(leaves)), leaves, *map(structure.flatten_up_to, rest), strict=True)
+    results = [f(*row) for row in rows]
+    return tuple(jax.tree.unflatten(structure, [result[i] for result in results]) for i in range(count))
 
 
 def round_stochastically(x: Float[Array, "*S"], seed: Array) -> Float[Array, "*S"]:
     """float32 -> bfloat16, up or down with probabilities that make its expectation x (Gupta et al., arXiv 1502.02551).
 
-    16 random bits are added below the last bit kept, and what is then below it is dropped. The bits are a hash of
-    (seed, position) and nothing else (MurmurHash3's finalizer): no buffer of random numbers, the same on every mesh.
+    16 random bits are added below the last bit kept, and what is then below it is dropped. The bits are a hash of seed
+    and position (`blockwise.random_bits`).
 
     Args:
       x: float32; what is not finite is kept.
       seed: uint32 scalar, another one for every rounding.
     """
-    h = jnp.full(x.shape, seed, jnp.uint32)
-    for dim, size in enumerate(x.shape):
-        # Position in row-major order, modulo 2^32.
-        stride = jnp.uint32(math.prod(x.shape[dim + 1 :]) % 2**32)
-        h = h + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) * stride if size > 1 else h
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        h = (h ^ (h >> jnp.uint32(shift))) * jnp.uint32(factor)
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (h >> jnp.uint32(16))
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (blockwise.random_bits(x.shape, seed) >> jnp.uint32(16))
     rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
-def _round_tree(tree: Any, count: Any) -> Any:
-    """Every leaf rounded stochastically, from the update's number and the leaf's: a resumed run rounds alike."""
-    leaves, structure = jax.tree.flatten(tree)
+def _seed(count: Any, number: int) -> Array:
+    """Of a rounding, from the update's number and the leaf's: a resumed run rounds alike."""
     # Multiplied by odd constants, so that neither neighbouring updates nor neighbouring leaves share their bits.
-    seeds = [
-        jnp.asarray(count).astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(number * 0x7FEB352D % 2**32)
-        for number in range(len(leaves))
-    ]
-    return jax.tree.unflatten(structure, [round_stochastically(x, s) for x, s in zip(leaves, seeds, strict=True)])
+    return jnp.asarray(count).astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(number * 0x7FEB352D % 2**32)
+
+
+def _is_few(path: Sequence[Any], ndim: int) -> bool:
+    """Norms, biases and vectors: not worth eight bits."""
+    return ndim < 2 or bool(_NO_DECAY.search(path_name(path)))
 
 
 # ------------------------------------------------------------------------------------------------------------- builders
@@ -373,20 +395,49 @@ def _round_tree(tree: Any, count: Any) -> Any:
 def _adamw(
     cfg: Muon | AdamW, *, b1: float, b2: float, eps: float, weight_decay: float, schedule: Any
 ) -> optax.GradientTransformation:
-    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=jnp.dtype(cfg.moment_dtype))
-    nu_dtype = jnp.dtype(cfg.second_moment_dtype)
+    float_dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=float_dtypes.get(cfg.moment_dtype))
 
     def init(params: Any) -> Any:
-        state = adam.init(params)
-        return state._replace(nu=jax.tree.map(lambda x: x.astype(nu_dtype), state.nu))
+        def zeros(dtype: MomentDtype, grid: blockwise.Grid) -> Any:
+            def of(path: Sequence[Any], p: Any) -> Any:
+                if dtype == "int8" and not _is_few(path, p.ndim):
+                    return blockwise.zeros(p.shape, grid)
+                return jnp.zeros_like(p, dtype=float_dtypes.get(dtype, jnp.float32))
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            return jax.tree_util.tree_map_with_path(of, params)
+
+        mu, nu = zeros(cfg.moment_dtype, blockwise.SIGNED), zeros(cfg.second_moment_dtype, blockwise.UNSIGNED)
+        return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=mu, nu=nu)
+
+    def one(count: Any, seed: Array, grad: Array, stored_mu: Any, stored_nu: Any) -> tuple[Array, Any, Any]:
+        """One parameter's update and moments."""
+        quantized = isinstance(stored_mu, Blocks) or isinstance(stored_nu, Blocks)
+        if quantized and grad.ndim > 2:  # a matrix at a time, so that few moments are decoded at once
+            firsts = jnp.arange(grad.shape[0], dtype=jnp.uint32) * jnp.uint32(grad[0].size % 2**32)
+            rows = (seed + firsts, grad, stored_mu, stored_nu)
+            return jax.lax.map(lambda row: one(count, *row), rows)
+        mu = blockwise.decode(stored_mu, blockwise.SIGNED) if isinstance(stored_mu, Blocks) else stored_mu
+        nu = blockwise.decode(stored_nu, blockwise.UNSIGNED) if isinstance(stored_nu, Blocks) else stored_nu
+        state = optax.ScaleByAdamState(count=count, mu=mu, nu=nu.astype(jnp.float32))
         # optax raises a Python float to an int32 counter, which strict promotion (ours) refuses.
         with jax.numpy_dtype_promotion("standard"):
-            updates, new = adam.update(grads, state._replace(nu=_float32(state.nu)), params)
-        if nu_dtype == jnp.bfloat16:
-            new = new._replace(nu=_round_tree(new.nu, state.count))
-        return updates, new
+            update, new = adam.update(grad, state)
+        mu, nu = new.mu, new.nu
+        if isinstance(stored_mu, Blocks):
+            mu = blockwise.encode(mu, blockwise.SIGNED, ~seed)
+        if isinstance(stored_nu, Blocks):
+            nu = blockwise.encode(nu, blockwise.UNSIGNED, seed)
+        elif stored_nu.dtype == jnp.bfloat16:
+            nu = round_stochastically(nu, seed)
+        return update, mu, nu
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        updates, mu, nu = _unzip(
+            lambda number, *leaf: one(state.count, _seed(state.count, number), *leaf), 3, grads, state.mu, state.nu
+        )
+        return updates, optax.ScaleByAdamState(count=optax.safe_increment(state.count), mu=mu, nu=nu)
 
     return optax.chain(
         optax.GradientTransformation(init, update),
@@ -472,21 +523,48 @@ def state_shardings(abstract_state: Any, params: Any) -> Any:
         anywhere = jax.sharding.NamedSharding(anywhere.mesh, jax.sharding.PartitionSpec())
 
     def of(path: Sequence[Any], leaf: Any) -> Any:
+        shape = leaf.codes.shape if isinstance(leaf, Blocks) else leaf.shape
         # A moment's path is the optimizer's own keys followed by the parameter's, e.g. "0.muon.momentum.layers.kernel".
         parts = path_name(path).split(".")
-        for start in range(len(parts)):
-            param = named.get(".".join(parts[start:]))
-            if param is not None and param.shape == leaf.shape:
-                return param.sharding
-        return anywhere
+        candidates = (named.get(".".join(parts[start:])) for start in range(len(parts)))
+        place = next((p.sharding for p in candidates if p is not None and p.shape == shape), anywhere)
+        return Blocks(codes=place, scale=_of_scales(place, shape)) if isinstance(leaf, Blocks) else place
 
-    return jax.tree_util.tree_map_with_path(of, abstract_state)
+    return jax.tree_util.tree_map_with_path(of, abstract_state, is_leaf=lambda x: isinstance(x, Blocks))
+
+
+def _of_scales(place: Any, shape: Sequence[int]) -> Any:
+    """Where the scales of codes of `shape` at `place` lie: with them, or whole along an axis that cuts blocks."""
+    if not isinstance(place, jax.sharding.NamedSharding) or len(place.spec) < len(shape):
+        return place
+    if place.shard_shape(tuple(shape))[-1] % blockwise.BLOCK == 0:
+        return place
+    return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec(*place.spec[: len(shape) - 1]))
 
 
 def init(optimizer: optax.GradientTransformation, params: Any) -> Any:
     """A fresh optimizer state, each moment born in its parameter's sharding (a plain jit replicates zeros)."""
     shardings = state_shardings(jax.eval_shape(optimizer.init, params), params)
     return jax.jit(optimizer.init, out_shardings=shardings)(params)
+
+
+# ----------------------------------------------------------------------------------------------------------- offloading
+
+
+def moved_to(kind: Literal["device", "pinned_host"], state: Any) -> Any:
+    """A frozen dataclass with its `opt_state` in memory of that kind; what was elsewhere is deleted.
+
+    Waits for the copy, so that neither memory ever holds two: what a program that is still running reads, or one that
+    is dispatched next needs, would otherwise stand beside it. jax.device_put outside of any program, which every
+    backend has: placement inside one is left to each backend's compiler.
+    """
+    elsewhere = [x for x in jax.tree.leaves(state.opt_state) if x.sharding.memory_kind != kind]
+    copies = jax.block_until_ready(jax.device_put(elsewhere, [x.sharding.with_memory_kind(kind) for x in elsewhere]))
+    moved = iter(copies)
+    there = jax.tree.map(lambda x: x if x.sharding.memory_kind == kind else next(moved), state.opt_state)
+    for x in elsewhere:
+        x.delete()
+    return dataclasses.replace(state, opt_state=there)
 
 
 # ------------------------------------------------------------------------------------------------------------- applying

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from qarl_jax import build, critic, models, optimizer, sharding
@@ -113,6 +114,13 @@ def layer_activations(model: models.ModelConfig, positions: int, max_segments: i
     return round(positions * max(whole - _kept(model, max_segments), whole / 4))
 
 
+def update_scratch(params: Any, mesh: Mesh | AbstractMesh | None = None) -> int:
+    """Bytes that an optimizer works with beside masters, gradients and its state: two float32 copies of the largest
+    stack of weights, its momentum or moments as decoded and its update (an estimate)."""
+    stacks = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return 2 * max(nbytes(stack, mesh, jnp.float32) for stack in stacks)
+
+
 def update_parts(
     model: models.ModelConfig,
     params: Any,
@@ -125,6 +133,7 @@ def update_parts(
     grad_dtype: Any,
     max_segments: int = 1,
     one_program: bool = True,
+    offload: bool = False,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> dict[str, int]:
     """Bytes by part at the fullest moment of an update.
@@ -134,13 +143,17 @@ def update_parts(
     gradients of layers yet, but a chunk of logits (float32, and their gradient in the compute dtype) and the head's
     float32 gradient twice, before and after the chunk. "log-prob chunk" is what the second needs beyond the first.
 
+    Where the optimizer's state rests on the host, there is a third: the update itself, when the state and what it works
+    with (`update_scratch`) are here and activations are gone. "optimizer" is then what it needs beyond the other two.
+
     Args:
       params, qweights, opt_state: abstract or not.
       rows, row_len: of one micro-batch on one device.
       chunk: tokens whose logits exist at once (`train.logprob_chunk`).
       grad_dtype: `train.grad_dtype`.
       max_segments: static bound on responses per row.
-      one_program: whether gradient and optimizer are one program; otherwise an accumulator stands beside the gradient.
+      one_program: whether an update is a single micro-batch; otherwise an accumulator stands beside the gradient.
+      offload: `optimizer.offload`.
       mesh: count what one of its devices holds; None: everything.
     """
     positions, grad_dtype = rows * row_len, jnp.dtype(grad_dtype)
@@ -154,13 +167,18 @@ def update_parts(
     if nbytes(params, mesh, own) != nbytes(params, mesh, jnp.float32):
         layers += vocabulary
     logits = min(chunk, positions) * model.vocab_size * (4 + model.compute_dtype.itemsize)
+    chunks = max(0, saved + logits + 2 * vocabulary - layers - gradient)
+    state = nbytes(opt_state, mesh)
+    if offload:
+        gone = layers + chunks + (0 if one_program else gradient)
+        state = max(0, state + update_scratch(params, mesh) - gone)
     return {
         "masters": nbytes(params, mesh),
-        "optimizer": nbytes(opt_state, mesh),
+        "optimizer": state,
         "gradients": gradient + (0 if one_program else nbytes(params, mesh, grad_dtype)),
         "QTensors": nbytes(qweights, mesh),
         "activations (estimate)": layers,
-        "log-prob chunk": max(0, saved + logits + 2 * vocabulary - layers - gradient),
+        "log-prob chunk": chunks,
     }
 
 
@@ -168,7 +186,8 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
     """Bytes by part: what one update holds at once, over the whole mesh or on one of its devices.
 
     Policy and critic are updated in turn, so that gradients and activations are those of the larger of the two. The
-    reference policy of a KL term is a copy in the compute dtype with QTensors of its own.
+    reference policy of a KL term is a copy in the compute dtype with QTensors of its own. An optimizer state that rests
+    on the host is counted for what its visit adds to the peak (`update_parts`); all of it is in `optimizer_states`.
 
     activations is an estimate (`update_parts`), an upper one where the tensor axis splits them. The embedded sampler
     keeps a copy of the policy and its keys and values between updates; vLLM's memory is its own (`rollout.engine`).
@@ -186,6 +205,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         "grad_dtype": cfg.train.grad_dtype,
         "max_segments": build.max_segments(cfg),
         "one_program": cfg.micro_batches_per_update[1] == 1,
+        "offload": cfg.optimizer.offload,
         "mesh": mesh,
     }
     out = update_parts(model, params, qweights, opt_state, **shape)
@@ -193,13 +213,17 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         out["reference policy"] = nbytes(params, mesh, model.compute_dtype) + nbytes(qweights, mesh)
     if cfg.critic is not None:
         body, own, moments = abstract_critic(cfg, graphdef)
-        out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": nbytes(moments, mesh)}
         # Its gradient is float32, with an accumulator of its own, and it has no logits.
-        out["gradients"] = max(out["gradients"], 2 * nbytes(own, mesh, jnp.float32))
+        gradient = nbytes(own, mesh, jnp.float32)
+        out["gradients"] = max(out["gradients"], 2 * gradient)
         positions = shape["rows"] * cfg.row_len
         segments = shape["max_segments"]
         needed = saved_activations(body, positions, segments) + layer_activations(body, positions, segments)
         out["activations (estimate)"] = max(out["activations (estimate)"], needed)
+        held = nbytes(moments, mesh)
+        if cfg.critic.optimizer.offload:
+            held = max(0, held + update_scratch(own, mesh) - needed - gradient)
+        out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": held}
     if isinstance(cfg.rollout.engine, jax_sampler.Config):
         sampled = build.rollout_graphdef(cfg, graphdef)
         prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial
@@ -217,6 +241,18 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
             sequences=prompts * cfg.rollout.num_samples_per_prompt,
         )
         out |= {"sampler's policy": nbytes(weights, mesh), "sampler's KV cache": nbytes(cache)}
+    return out
+
+
+def optimizer_states(cfg: RunConfig, *, per_device: bool = False) -> dict[str, tuple[int, bool]]:
+    """Whole optimizer states by owner, wherever they are: bytes, and whether they rest on the host."""
+    graphdef, params = abstract_policy(cfg)
+    mesh = planned_mesh(cfg) if per_device else None
+    state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
+    out = {"optimizer": (nbytes(state, mesh), cfg.optimizer.offload)}
+    if cfg.critic is not None:
+        moments = abstract_critic(cfg, graphdef)[2]
+        out["critic's optimizer"] = (nbytes(moments, mesh), cfg.critic.optimizer.offload)
     return out
 
 
@@ -330,6 +366,12 @@ def describe(cfg: RunConfig) -> str:
     rows = [(name, whole[name], own[name]) for name in whole]
     rows.append(("sum", sum(whole.values()), sum(own.values())))
     lines += [f"  {name:<24}{a / GIB:9.3f} GiB{b / GIB:10.3f} GiB" for name, a, b in rows]
+    states, shares = optimizer_states(cfg), optimizer_states(cfg, per_device=True)
+    if any(on_host for _, on_host in states.values()):
+        lines.append("host         pinned memory, moved to the devices for an update and back (optimizer.offload)")
+    for name, (size, on_host) in states.items():
+        if on_host:
+            lines.append(f"  {name:<24}{size / GIB:9.3f} GiB{shares[name][0] / GIB:10.3f} GiB")
     lines += colocation(cfg)
     split = cfg.quant.rollout_scheme != cfg.quant.forward
     for rollout in (False, True) if split else (False,):

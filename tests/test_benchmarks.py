@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import attention, gemm, learner, shapes, step_gpu, trace_summary
+from benchmarks import attention, gemm, learner, memory, shapes, step_gpu, trace_summary
 
 SMALL = ["--model", "tiny", "--rows", "8", "--seq", "32", "--steps", "1"]
 
@@ -30,6 +30,21 @@ def test_the_learner_is_measured_beside_its_peer(capsys, tmp_path):
         assert line["mfu"] is None  # no peak is known of a CPU
     assert w8a8["of_the_first"] == pytest.approx(w8a8["tokens_per_s"] / bf16["tokens_per_s"])
     assert json.loads((tmp_path / "out.json").read_text())["results"] == [bf16, w8a8]
+
+
+@pytest.mark.slow
+def test_a_peak_is_measured_in_a_process_of_its_own_and_set_beside_the_plan(capfd, tmp_path, monkeypatch):
+    case = shapes.Setting(model="tiny", optimizer="muon", moments="int8", offload=True)
+    monkeypatch.setattr(memory, "MEASURED", (case,))
+    out = tmp_path / "out.json"
+    assert memory.main(["--measure", "--out", str(out), "--rows=8", "--seq=32"]) == 0
+    (line,) = json.loads(out.read_text())["results"]
+    assert (line["moments"], line["offload"], line["rows"], line["seq"]) == ("int8", True, 8, 32)
+    assert line["planned_gb"] == pytest.approx(sum(line["planned"].values()))
+    params = line["planned"]["masters"] / 2  # bfloat16
+    assert params < line["host_gb"] < 2.1 * params  # a byte, or two of embedding and head, each
+    assert "planned_over_measured" not in line  # a CPU does not say
+    assert json.loads(capfd.readouterr().out.splitlines()[-1]) == line
 
 
 def test_a_peer_that_fails_is_told(tmp_path):

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claims about checkpoints: exact, atomic, checked, and never the reason that something is lost."""
 
+import dataclasses
 import errno
 import json
 import logging
@@ -71,6 +72,40 @@ def test_parameters_optimizer_state_and_extra_come_back_bit_for_bit(checkpoints)
     assert_same_bits(back.state, state)
     assert (back.step, back.extra) == (1, EXTRA)
     assert checkpoints.extra() == EXTRA
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind, asynchronous):
+    eight = {"moment_dtype": "int8", "second_moment_dtype": "int8"}
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.standard_normal((3, 8, 300)), jnp.float32) for name in ("kernel", "embed")}
+    tx = optimizer.make_optimizer(optimizer.Muon(lr=0.1, **eight))
+    step = jax.jit(lambda state, params: optimizer.update(tx, jax.tree.map(jnp.sin, params), state, params)[:2])
+
+    @dataclasses.dataclass(frozen=True)
+    class State:
+        opt_state: object
+
+    def trained(opt_state, params, updates):
+        for _ in range(updates):
+            here = optimizer.moved_to("device", State(opt_state)).opt_state
+            params, here = step(here, params)
+            opt_state = optimizer.moved_to(kind, State(here)).opt_state
+        return opt_state, params
+
+    opt_state, params = trained(optimizer.moved_to(kind, State(optimizer.init(tx, params))).opt_state, params, 2)
+    state = {"params": params, "opt_state": opt_state}
+    copied = jax.device_get(state)
+    fresh = optimizer.moved_to(kind, State(optimizer.init(tx, params))).opt_state
+    with Checkpoints(tmp_path / "checkpoints", Config(asynchronous=asynchronous)) as checkpoints:
+        checkpoints.save(1, state)
+        onward = jax.device_get(trained(opt_state, params, 2))
+        checkpoints.wait()
+        back = checkpoints.restore({"params": params, "opt_state": fresh}).state
+    assert_same_bits(back, copied)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(back["opt_state"])} == {kind}
+    assert_same_bits(trained(back["opt_state"], back["params"], 2), onward)
 
 
 def test_every_dtype_special_value_and_empty_array_survives(checkpoints):

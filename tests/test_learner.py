@@ -92,6 +92,10 @@ def fresh(scheme="w4a16:g32", mesh="", loss="tbpo"):
     return made, made.init(jax.tree.map(lambda x: jnp.array(x, copy=True), params))
 
 
+def counts_of(rows):
+    return rows.num_tokens, rows.num_sequences
+
+
 def gradient(made, state, rows, size, scored=True):
     """(gradient, reduced metrics) of the responses packed in `rows`, `size` rows at a time."""
     qweights = made.quantize(state.params)
@@ -442,6 +446,49 @@ def test_one_program_for_an_update_gives_the_numbers_of_three():
     assert values(together) == {key: pytest.approx(value, rel=1e-5, abs=1e-7) for key, value in apart.items()}
     assert apart["optim/skipped"] == 0
     assert int(state.updates) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["", "fsdp8"])
+def test_a_state_on_the_host_gives_the_numbers_of_one_on_the_device(mesh):
+    made, params = make(mesh=mesh)
+    chosen = optimizer.Muon(lr=0.02, moment_dtype="int8", second_moment_dtype="int8")
+    rows, after = packed(), {}
+    for offload in (False, True):
+        learner = Learner(
+            made.graphdef,
+            loss_fn=made.loss_fn,
+            optimizer=optimizer.make_optimizer(chosen),
+            mesh=made.mesh,
+            options=dataclasses.replace(made.options, offload=offload),
+        )
+        state = learner.init(jax.tree.map(lambda x: jnp.array(x, copy=True), params))
+        kind = "pinned_host" if offload else "device"
+        programs = []
+        for _ in range(3):
+            assert {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state)} == {kind}
+            assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
+            before = jax.tree.leaves(state.opt_state)
+            micro = learner.put(rows.batch)
+            grads, measured = learner._grads(
+                state.params, learner.quantize(state.params), micro, None, *learner._counts(*counts_of(rows)), None
+            )
+            state, applied = learner.apply_update(state, grads)
+            assert all(x.is_deleted() for x in before)
+            programs.append(learner._apply._cache_size())
+        assert programs[2] == programs[1]  # no trip makes another one
+        after[offload] = jax.device_get(state), values(measured | applied)
+        if offload:  # and `update` takes this way by itself
+            again = learner.init(jax.tree.map(lambda x: jnp.array(x, copy=True), params))
+            for _ in range(3):
+                again, metrics = learner.update(
+                    again, learner.quantize(again.params), [learner.put(rows.batch)], [None], *counts_of(rows)
+                )
+            assert_same_bits(jax.device_get(again), after[True][0])
+            assert values(metrics) == after[True][1]
+            assert learner._update._cache_size() == 0
+    assert_same_bits(after[True][0], after[False][0])
+    assert after[True][1] == after[False][1]
 
 
 def test_a_batch_of_nothing_moves_nothing_in_one_program_either(moved):

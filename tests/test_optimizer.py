@@ -14,7 +14,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import TypeCheckError
 
-from qarl_jax import optimizer
+from qarl_jax import blockwise, optimizer
+from qarl_jax.blockwise import LINEAR, SIGNED, UNSIGNED, Blocks
 from qarl_jax.optimizer import AdamW, Muon, Schedule
 from qarl_jax.types import UserError
 from tests.reference.muon import adamw_steps, muon_steps, newton_schulz
@@ -359,6 +360,167 @@ def test_second_moments_round_alike_on_every_mesh():
     np.testing.assert_array_equal(one, many)
 
 
+# ---------------------------------------------------------------------------------------------------------- eight bits
+
+EIGHT = {"moment_dtype": "int8", "second_moment_dtype": "int8"}
+
+
+def steps(cfg, params, grads_per_step):
+    """(parameters, optimizer state) after one donated update per gradient tree."""
+    tx = optimizer.make_optimizer(cfg)
+    params = jax.tree.map(lambda x: jnp.array(x, copy=True), params)
+    state = optimizer.init(tx, params)
+    step = jax.jit(lambda g, s, p: optimizer.update(tx, g, s, p)[:2], donate_argnums=(1, 2))
+    for grads in grads_per_step:
+        params, state = step(jax.tree.map(jnp.asarray, grads), state, params)
+    return params, state
+
+
+@pytest.mark.parametrize("config_type", [Muon, AdamW])
+def test_matrices_have_moments_in_a_byte_each_and_few_numbers_stay_in_float32(config_type):
+    params = {
+        "layers": {"kernel": jnp.zeros((3, 6, 300)), "norm": jnp.zeros((3, 300))},
+        "embed": jnp.zeros((10, 300)),
+        "bias": jnp.zeros((6,)),
+    }
+    tx = optimizer.make_optimizer(config_type(**EIGHT))
+    state = tx.init(params)
+    new_state = jax.eval_shape(lambda s: optimizer.update(tx, params, s, params)[1], state)
+    described = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (state, new_state)]
+    assert described[0] == described[1]
+    few = {"norm", "bias"}
+    for kind, dtype in (("momentum", "int8"), ("mu", "int8"), ("nu", "uint8")):
+        leaves = jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, Blocks))
+        found = [x for p, x in leaves if kind in (keys := optimizer.path_name(p).split(".")) and not few & set(keys)]
+        assert all(blocks.codes.dtype == dtype and blocks.scale.dtype == jnp.float32 for blocks in found)
+        assert len(found) == {Muon: 1, AdamW: 0 if kind == "momentum" else 2}[config_type]
+    others = [x for p, x in jax.tree.leaves_with_path(state) if few & set(optimizer.path_name(p).split("."))]
+    assert {x.dtype.name for x in others} == {"float32"}
+    assert len(others) == 4  # two moments of a norm and of a bias
+
+
+def test_muon_in_eight_bits_is_muon_with_its_momentum_rounded_between_updates():
+    w, grads = normal(0, 2, 12, 300), [normal(i, 2, 12, 300) for i in (1, 2)]
+    cfg = Muon(lr=0.1, moment_dtype="int8", **FREE)
+    once, state = steps(cfg, {"kernel": w}, [{"kernel": grads[0]}])
+    # The first update has no rounded momentum behind it.
+    exact = run(Muon(lr=0.1, **FREE), {"kernel": w}, [{"kernel": grads[0]}])
+    np.testing.assert_allclose(once["kernel"], exact["kernel"], atol=1e-6)
+    stored = optax.tree.get(state, "momentum")["kernel"]
+    momentum = np.asarray(blockwise.decode(stored, LINEAR))
+    scale = np.repeat(np.asarray(stored.scale), 256, axis=-1)[..., :300]
+    assert (np.abs(momentum - 0.05 * grads[0]) <= scale / 254 * (1 + 1e-4)).all()
+    twice, _ = steps(cfg, {"kernel": w}, [{"kernel": g} for g in grads])
+    u = 0.95 * (0.95 * momentum + 0.05 * grads[1]) + 0.05 * grads[1]
+    for number in range(2):
+        want = once["kernel"][number] - 0.1 * 0.2 * 300**0.5 * optimizer.orthogonalize(jnp.asarray(u[number]))
+        np.testing.assert_allclose(twice["kernel"][number], want, atol=2e-6)
+
+
+@pytest.mark.parametrize("leading", [(), (3,)])
+def test_adamw_in_eight_bits_stays_within_what_its_grids_allow(leading):
+    w, grads = normal(0, *leading, 12, 300), [normal(i, *leading, 12, 300) for i in (1, 2)]
+    b1, b2 = 0.9, 0.95
+    trees = [{"kernel": g} for g in grads]
+    once, twice = (steps(AdamW(lr=1.0, b1=b1, b2=b2, **EIGHT, **FREE), {"kernel": w}, trees[:n])[0] for n in (1, 2))
+    exact = run(AdamW(lr=1.0, b1=b1, b2=b2, **FREE), {"kernel": w}, trees[:1])
+    np.testing.assert_allclose(once["kernel"], exact["kernel"], atol=1e-6)  # nothing was stored before it
+    # The second direction is (b1 m + (1 - b1) g) / sqrt(b2 v + (1 - b2) g^2), bias corrected: linear in m, monotonic in
+    # v, so that it lies between its values at the ends of what m and v may have been rounded to.
+    m, v = (1 - b1) * grads[0].astype(np.float64), (1 - b2) * grads[0].astype(np.float64) ** 2
+    largest = [np.stack([np.abs(x[..., i : i + 256]).max(-1) for i in (0, 256)], -1) for x in (m, v)]
+    floor_m, floor_v = (
+        np.repeat(x, 256, -1)[..., :300] * f for x, f in zip(largest, (2.0**-16, 2.0**-24), strict=True)
+    )
+    off_m, off_v = np.abs(m) * (2**SIGNED.step - 1) + floor_m, v * (2**UNSIGNED.step - 1)
+    corners = [
+        (b1 * (m + a * off_m) + (1 - b1) * grads[1]) / (1 - b1**2)
+        / np.sqrt((b2 * np.maximum(v + b * off_v, floor_v) + (1 - b2) * grads[1].astype(np.float64) ** 2) / (1 - b2**2))
+        for a in (-1, 1) for b in (-1, 1)
+    ]  # fmt: skip
+    moved = np.asarray(once["kernel"], np.float64) - np.asarray(twice["kernel"])
+    assert (moved >= np.min(corners, 0) - 1e-5).all()
+    assert (moved <= np.max(corners, 0) + 1e-5).all()
+    middle = (b1 * m + (1 - b1) * grads[1]) / (1 - b1**2) / np.sqrt(
+        (b2 * v + (1 - b2) * grads[1].astype(np.float64) ** 2) / (1 - b2**2)
+    )  # fmt: skip
+    assert np.abs(moved - middle).max() > 1e-3  # the moments have been rounded
+    assert abs((moved - middle).mean()) < 0.01  # and to no side
+
+
+def test_an_eight_bit_second_moment_forgets_beside_one_that_does_not():
+    """Half of a block keeps its square of 1, so that its scale stays; the other half must decay by its codes alone."""
+    params = {"kernel": jnp.zeros((64, 256))}
+    tx = optimizer.make_optimizer(AdamW(lr=0.0, second_moment_dtype="int8", clip_norm=None))
+    held = jnp.arange(256) < 128
+    step = jax.jit(lambda s, g: tx.update({"kernel": jnp.broadcast_to(g, (64, 256))}, s, params)[1])
+    state = step(tx.init(params), jnp.ones((256,)))
+    for _ in range(200):
+        state = step(state, held.astype(jnp.float32))
+    nu = np.asarray(blockwise.decode(optax.tree.get(state, "nu")["kernel"], UNSIGNED), np.float64)
+    # 8,192 averages each, to within what their mean may be off; the held ones grow as 1 - 0.999^201.
+    assert nu[:, 128:].mean() == pytest.approx(0.001 * 0.999**200, rel=0.02)
+    assert nu[:, :128].mean() == pytest.approx(1 - 0.999**201, rel=0.02)
+
+
+@pytest.mark.parametrize("config_type", [Muon, AdamW])
+def test_eight_bit_states_lie_with_their_parameters_and_are_the_same_on_a_mesh(config_type):
+    """Blocks of 256: on one device's columns, over several devices', and a short last one."""
+    shapes = {"rows": (3, 16, 700), "columns": (8, 2048), "cut": (8, 800), "embed": (16, 300)}
+    specs = {"rows": (None, "fsdp"), "columns": (None, "fsdp"), "cut": (None, "fsdp"), "embed": ("fsdp", None)}
+    params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    grads = [{name: normal(10 * i, *shape) for name, shape in shapes.items()} for i in (1, 2, 3)]
+    cfg = config_type(lr=0.01, weight_decay=0.0, clip_norm=None, **EIGHT)
+    single, state = steps(cfg, params, grads)
+
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    places = {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in specs.items()}
+    sharded = jax.device_put(params, places)
+    tx = optimizer.make_optimizer(cfg)
+    on_mesh = optimizer.init(tx, sharded)
+    born = jax.tree.map(lambda x: x.sharding, on_mesh)
+    step = jax.jit(lambda g, s, p: optimizer.update(tx, g, s, p)[:2], donate_argnums=(1, 2))
+    for g in grads:
+        before = jax.tree.leaves(on_mesh)
+        sharded, on_mesh = step(jax.device_put(g, places), on_mesh, sharded)
+        assert all(x.is_deleted() for x in before)
+    for name in shapes:
+        np.testing.assert_allclose(sharded[name], single[name], atol=1e-6)
+    for a, b in zip(jax.tree.leaves(jax.device_get(on_mesh)), jax.tree.leaves(jax.device_get(state)), strict=True):
+        if (
+            a.dtype == jnp.float32
+        ):  # two programs: a multiplication and an addition are fused in one and not in the other
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+        else:  # which a code sees where its random number lies between the two
+            assert np.abs(a.astype(int) - b).max() <= 1
+            assert (a != b).mean() < 1e-3
+    jax.tree.map(
+        lambda x, where: x.sharding.is_equivalent_to(where, x.ndim) or pytest.fail(str(x.sharding)), on_mesh, born
+    )
+
+    kind = "momentum" if config_type is Muon else "nu"
+    blocks = optax.tree.get(on_mesh, kind)
+    local = {
+        name: jax.tree.map(lambda x: x.addressable_shards[0].data.shape, blocks[name])
+        for name in ("rows", "columns", "cut")
+    }
+    assert local == {
+        "rows": Blocks(codes=(3, 2, 700), scale=(3, 2, 3)),
+        "columns": Blocks(codes=(8, 256), scale=(8, 1)),
+        "cut": Blocks(codes=(8, 100), scale=(8, 4)),  # its blocks lie across devices
+    }
+
+
+def test_a_gradient_that_is_not_finite_leaves_eight_bit_states_as_they_are():
+    params = {"kernel": jnp.asarray(normal(0, 4, 300))}
+    tx = optimizer.make_optimizer(AdamW(lr=0.1, **EIGHT))
+    params, state, _ = optimizer.update(tx, params, tx.init(params), params)
+    broken = {"kernel": params["kernel"].at[2, 7].set(jnp.nan)}
+    after, new_state, stats = optimizer.update(tx, broken, state, params)
+    assert not bool(stats["moved"])
+    jax.tree.map(np.testing.assert_array_equal, (after, new_state), (params, state))
+
+
 def test_a_zero_gradient_changes_nothing_and_is_reported():
     params = {"kernel": jnp.asarray(normal(0, 4, 3))}
     tx = optimizer.make_optimizer(Muon(lr=0.1))
@@ -469,7 +631,8 @@ def test_impossible_settings_are_refused_with_the_field_s_name(make, says):
     ("make", "says"),
     [
         (lambda: Muon(scale="rms"), "'?match_rms'?, '?original'?"),
-        (lambda: AdamW(moment_dtype="float16"), "'?float32'?, '?bfloat16'?"),
+        (lambda: AdamW(moment_dtype="float16"), "'?float32'?, '?bfloat16'?, '?int8'?"),
+        (lambda: Muon(second_moment_dtype="int4"), "'?float32'?, '?bfloat16'?, '?int8'?"),
         (lambda: Schedule(kind="cosin"), "'?constant'?, '?linear'?, '?cosine'?"),
     ],
 )

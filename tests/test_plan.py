@@ -19,6 +19,7 @@ from qarl_jax.types import UserError
 from tests.reference import tiny
 
 NAMES = ("model", "scheme", "rows", "seq", "remat", "master", "grad", "optimizer", "chunk", "segments", "layers")
+NAMES += ("moments", "offload")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,43 @@ def test_planned_bytes_are_those_of_the_arrays(world, forward):
     assert sizes["QTensors"] == really(qweights)
     transformation = optimizer.make_optimizer(cfg.optimizer, cfg.train.total_updates)
     assert sizes["optimizer"] == really(transformation.init(params))
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+@pytest.mark.parametrize(("first", "second"), [("int8", "int8"), ("bfloat16", "int8"), ("int8", "float32")])
+def test_planned_optimizer_bytes_are_those_of_the_states_arrays(world, name, first, second):
+    chosen = {"name": name, "moment_dtype": first, "second_moment_dtype": second}
+    cfg = world.changed(optimizer=chosen).config
+    params = models.split(tiny.random_model())[1]
+    state = optimizer.init(optimizer.make_optimizer(cfg.optimizer), params)
+    assert plan.parts(cfg)["optimizer"] == really(state)
+    assert plan.optimizer_states(cfg) == {"optimizer": (really(state), False)}
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_one_device_of_a_mesh_holds_its_share_of_eight_bit_states(world, name):
+    chosen = {"name": name, "moment_dtype": "int8", "second_moment_dtype": "int8"}
+    cfg = world.changed(optimizer=chosen, mesh={"fsdp": 8}, train={"micro_batch_rows": 8}).config
+    params = models.split(tiny.random_model())[1]
+    params = jax.device_put(params, sharding.param_shardings(params, sharding.make_mesh(fsdp=8)))
+    state = optimizer.init(optimizer.make_optimizer(cfg.optimizer), params)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert plan.parts(cfg, per_device=True)["optimizer"] == held < really(state)
+
+
+def test_a_state_on_the_host_is_planned_there_and_on_the_device_for_what_its_visit_adds(world):
+    here, there = (world.changed(optimizer={"name": "muon", "offload": on}).config for on in (False, True))
+    sizes, less = plan.parts(here), plan.parts(there)
+    assert {name for name in sizes if sizes[name] != less[name]} == {"optimizer"}
+    assert plan.optimizer_states(there) == {"optimizer": (sizes["optimizer"], True)}
+    # Gradients are accumulated: when the state arrives, the last micro-batch's and all activations are gone.
+    params = plan.abstract_policy(there)[1]
+    gone = less["activations (estimate)"] + less["log-prob chunk"] + less["gradients"] // 2
+    assert less["optimizer"] == max(0, sizes["optimizer"] + plan.update_scratch(params) - gone)
+    text = plan.describe(there)
+    assert "host         pinned memory" in text
+    assert f"{sizes['optimizer'] / plan.GIB:.3f} GiB" in text.split("host  ")[1]
+    assert "pinned" not in plan.describe(here)
 
 
 @pytest.mark.slow
