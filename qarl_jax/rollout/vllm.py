@@ -259,7 +259,7 @@ class VllmEngine:
         self._staged: sender.Version | None = None
         self._stager: DeviceStager | None = None
         self._transport = config.transport
-        self._route = ""  # what it came to
+        self.route = ""  # "host", "cuda_ipc" or "nccl": how the last version went
         self._model_json: dict[str, Any] | None = None
         self._model: tuple[bytes, bytes] | None = None  # fingerprint, scheme hash
         self._numerics = "plain"
@@ -326,8 +326,8 @@ class VllmEngine:
             self._stager.close()
             self._stager = None
         assert self._client is not None
-        if (route := self._client.route(staged)) != self._route:
-            self._route = route
+        if (route := self._client.route(staged)) != self.route:
+            self.route = route
             self._log(f"publishing over {_TRANSPORTS[route]}")
         self._staged, self.version = staged, version
         return report

@@ -455,7 +455,7 @@ def test_an_engine_killed_while_it_receives_is_replaced_and_given_both_versions(
         assert e.restarts == 2
         assert drawn(e)
         assert e.status().version.step == 1
-        assert e._route == "nccl"
+        assert e.route == "nccl"
 
 
 @pytest.mark.slow
