@@ -4,14 +4,15 @@
 
     python benchmarks/publish.py --shapes tiny 100mb                           # on a CPU
     python benchmarks/publish.py --shapes 8b --schemes w4a16 w8a8 bf16 --engine cuda --out .../publish_h200.json
+    python benchmarks/publish.py --shapes 8b --engine cuda --transport nccl --engine-device 1       # on two GPUs
     python benchmarks/publish.py --model assets/tiny-qwen3 --schemes w8a8 --soak 100
 
 Random weights in the shapes of a Qwen3, or the model of a folder. A publish goes from "update applied" to "the engine
 serves the new version":
 
     quantize   masters -> QTensors (jitted; part of an update, not of total_s)
-    stage      cast, copy and fingerprint: into a memory file, or (transport cuda_ipc) into a buffer on the GPU
-    open       the bridge maps it
+    stage      cast, copy and fingerprint: into a memory file, or (cuda_ipc, nccl) into a buffer on the GPU
+    open       the bridge maps it, or (nccl) receives it, at receive_gb_per_s
     validate   every fingerprint, every float
     drain      waiting for running requests (none here)
     load       into the live layers, fingerprints checked at the door
@@ -164,6 +165,7 @@ def engine_for(args: argparse.Namespace, log: list[str]) -> VllmEngine:
             max_num_seqs=16,
             readback=args.readback,
             transport=args.transport,
+            visible_gpus=args.engine_device,
             loader=args.loader,
             int4_kernel=args.int4_kernel,
             execution=args.execution,
@@ -215,6 +217,9 @@ def measure(name: str, weights: PolicyWeights, scheme: str, args: argparse.Names
         "bytes": nbytes,
         "tensors": int(reports[-1]["tensors"]),
         "gb_per_s": nbytes / median["total_s"] / 1e9,
+        "transport": engine.route,
+        "engine_device": args.engine_device,
+        "receive_gb_per_s": nbytes / median["open_s"] / 1e9 if engine.route == "nccl" else None,
         "copy_s": copy_s,
         "share_of_copy_bandwidth": copy_s / median["total_s"],
         "repeats": args.repeats,
@@ -311,7 +316,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--soak", type=int, default=0, help="that many publishes with generation in between")
     parser.add_argument("--readback", default="sampled", choices=("off", "sampled", "full"))
-    parser.add_argument("--transport", default="auto", choices=("auto", "cuda_ipc", "host"))
+    parser.add_argument("--transport", default="auto", choices=("auto", "cuda_ipc", "nccl", "host"))
+    parser.add_argument("--engine-device", default="", help="the engine's GPU, as CUDA_VISIBLE_DEVICES names it")
     parser.add_argument("--loader", default="auto", choices=("auto", "vllm"))
     parser.add_argument("--int4-kernel", default="auto", choices=("auto", "machete", "marlin"))
     parser.add_argument("--execution", default="eager", choices=("eager", "compiled"))

@@ -266,9 +266,10 @@ def device_bytes(cfg: RunConfig) -> int | None:
     if not found:
         return None
     engine = cfg.rollout.engine
-    if isinstance(engine, vllm.Config) and not engine.address.startswith("tcp://"):
+    if isinstance(engine, vllm.Config):
         card = found / learner_share()
-        found = min(found, card * (1 - engine.gpu_memory_utilization) - staging_bytes(cfg))
+        theirs = 0.0 if engine.has_own_gpu else engine.gpu_memory_utilization
+        found = min(found, card * (1 - theirs) - staging_bytes(cfg))
     return int(found)
 
 
@@ -299,9 +300,10 @@ def learner_share() -> float:
 
 
 def staging_bytes(cfg: RunConfig) -> int:
-    """Of two versions in buffers on the card, where they are published through its memory."""
+    """Of two versions in buffers on the learner's card, where they are published from its memory (with NCCL: as many
+    on the engine's)."""
     assert isinstance(cfg.rollout.engine, vllm.Config)
-    return 0 if cfg.rollout.engine.transport == "host" else 2 * published_bytes(cfg)
+    return 2 * published_bytes(cfg) if cfg.rollout.engine.stages_on_gpu else 0
 
 
 def published_bytes(cfg: RunConfig) -> int:
@@ -314,13 +316,26 @@ def published_bytes(cfg: RunConfig) -> int:
     return nbytes(qweights) + nbytes(rest, dtype=jnp.bfloat16)
 
 
+def _apart(cfg: RunConfig, engine: vllm.Config) -> list[str]:
+    """Lines on a vLLM with a GPU of its own."""
+    where = f"GPU {engine.visible_gpus}" if engine.visible_gpus else f"the GPU of the bridge at {engine.address}"
+    lines = [f"vLLM         on {where}: {engine.gpu_memory_utilization:.0%} of it at most (gpu_memory_utilization)"]
+    if not engine.stages_on_gpu:
+        return [*lines, "  weights go over host memory"]
+    staged, version = staging_bytes(cfg) / GIB, published_bytes(cfg) / GIB
+    how = f"weights go over NCCL; staging takes {staged:.3f} GiB of either card: two versions of {version:.3f} GiB"
+    return [*lines, f"  {how}"]
+
+
 def colocation(cfg: RunConfig) -> list[str]:
     """Lines on how learner and vLLM share one card, where they do; none without vLLM."""
     if not isinstance(cfg.rollout.engine, vllm.Config):
         return []
     engine = cfg.rollout.engine
-    if engine.address.startswith("tcp://"):
+    if engine.address.startswith("tcp://") and not engine.stages_on_gpu:
         return ["vLLM         on another host: weights go over the socket"]
+    if engine.has_own_gpu:
+        return _apart(cfg, engine)
     learner, staged = learner_share(), staging_bytes(cfg)
     cache = f"{engine.kv_cache_gb:g} GiB" if engine.kv_cache_gb else "what that leaves"
     share, version = engine.gpu_memory_utilization, published_bytes(cfg) / GIB

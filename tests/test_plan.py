@@ -275,6 +275,12 @@ def test_the_plan_says_how_a_card_is_shared(world, monkeypatch):
     assert lines in plan.describe(with_vllm(world, gpu_memory_utilization=0.4, transport="host"))
     far = with_vllm(world, address="tcp://h:1", key_file="k")
     assert plan.colocation(far) == ["vLLM         on another host: weights go over the socket"]
+    for apart in ({"visible_gpus": "1"}, {"transport": "nccl", "address": "tcp://h:1", "key_file": "k"}):
+        first, second = plan.colocation(with_vllm(world, gpu_memory_utilization=0.9, **apart))
+        assert ("on GPU 1: 90% of it" if "visible_gpus" in apart else "of the bridge at tcp://h:1: 90%") in first
+        assert "over NCCL" in second
+        assert f"{plan.published_bytes(far) / plan.GIB:.3f} GiB" in second
+    assert "host memory" in plan.colocation(with_vllm(world, visible_gpus="1", transport="host"))[1]
 
 
 def test_jax_leaves_memory_to_vllm_unless_told_otherwise(world, monkeypatch):
@@ -303,5 +309,7 @@ def test_what_the_learner_may_take_of_a_card_leaves_vllm_and_staging_theirs(worl
     assert plan.device_bytes(with_vllm(world, gpu_memory_utilization=0.4, transport="host")) == 60 * 2**30
     shared = with_vllm(world, gpu_memory_utilization=0.4)
     assert plan.device_bytes(shared) == 60 * 2**30 - 2 * plan.published_bytes(shared)
+    apart = with_vllm(world, gpu_memory_utilization=0.9, visible_gpus="1")
+    assert plan.device_bytes(apart) == 75 * 2**30  # vLLM's share is of another card, and staging fits beside JAX's
     Card.memory_stats = lambda self: None
     assert plan.device_bytes(shared) is None

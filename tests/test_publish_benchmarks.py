@@ -67,6 +67,8 @@ def test_publish_offers_what_the_config_offers():
     assert (args.layers, args.schemes) == (2, ["w4a16"])
     for name in ("transport", "loader", "execution", "int4_kernel", "readback"):
         assert getattr(args, name) == getattr(Config(), name)
+    apart = publish.build_parser().parse_args(["--transport", "nccl", "--engine-device", "1"])
+    assert Config(transport=apart.transport, visible_gpus=apart.engine_device).has_own_gpu
     with pytest.raises(SystemExit, match="exclude each other"):
         publish.main(["--model", "x", "--shapes", "tiny"])
 

@@ -1,10 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A version that lies in a buffer of the trainer's on the engine's own GPU: read where it is, never copied to the host.
+"""A version on the engine's own GPU, never copied to the host: in a buffer of the trainer's, read where it is
+(transport/cuda_ipc.py), or in one of the engine's own, where it came from another GPU (transport/nccl.py).
 
-The trainer could still write to the buffer, unlike to a sealed file. So its fingerprints are checked twice, each one
-pass at memory speed: when it is staged, and on the far side of the loader's door, when everything has been read
-(`confirm`). A version that changed in between is found, and the state machine restores the last good one.
+The trainer could still write to a buffer of its own, unlike to a sealed file. So the fingerprints are checked twice,
+each one pass at memory speed: when the version is staged, and on the far side of the loader's door, when everything has
+been read (`confirm`). A version that changed in between is found, and the state machine restores the last good one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from qarl_bridge import fingerprint, staged, wire
 from qarl_bridge.errors import BridgeError
-from qarl_bridge.transport import cuda_ipc
+from qarl_bridge.transport import cuda_ipc, nccl
 
 _ROWS_AT_ONCE = 16_384  # 64 MiB
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -48,13 +49,15 @@ class DeviceCopy:
     Args:
       manifest: checked already (`wire.check_manifest`).
       buffer: uint8 tensor, total_bytes rounded up to whole rows.
-      close: lets go of the mapping.
+      close: lets go of the memory.
+      borrowed: it is the trainer's.
     """
 
-    borrowed = True
-
-    def __init__(self, manifest: wire.Manifest, buffer: Any, close: Callable[[], None] = lambda: None):
+    def __init__(
+        self, manifest: wire.Manifest, buffer: Any, close: Callable[[], None] = lambda: None, *, borrowed: bool = True
+    ):
         self.manifest = manifest
+        self.borrowed = borrowed
         self._buffer = buffer
         self._close: Callable[[], None] | None = close
 
@@ -106,7 +109,8 @@ class DeviceCopy:
         try:
             self._check_bytes()
         except BridgeError as error:
-            raise BridgeError(f"{error}: the trainer wrote to it after it was staged", "torn") from None
+            whose = "the trainer wrote to it" if self.borrowed else "it changed on the engine's GPU"
+            raise BridgeError(f"{error}: {whose} after it was staged", "torn") from None
 
     def close(self) -> None:
         close, self._close = self._close, None
@@ -144,18 +148,39 @@ def open_version(manifest: wire.Manifest, memory: wire.DeviceMemory) -> DeviceCo
     gpu = cuda_ipc.find(memory.device)
     size = whole_rows(manifest.total_bytes)
     pointer = gpu.open(memory.handle, size)
+    return _copy_at(manifest, gpu, pointer, lambda: gpu.close_mapping(pointer), borrowed=True)
+
+
+def receive_version(
+    receiver: nccl.Receiver, manifest: wire.Manifest, memory: wire.NcclMemory, check: Callable[[], None]
+) -> DeviceCopy:
+    """Take a version in from the trainer's GPU; arguments and errors as of `Receiver.receive`."""
+    if manifest.total_bytes == 0:
+        return DeviceCopy(manifest, torch.empty(0, dtype=torch.uint8), borrowed=False)
+    buffer = receiver.receive(memory, whole_rows(manifest.total_bytes), check)
+    return _copy_at(manifest, buffer.device, buffer.pointer, buffer.release, borrowed=False)
+
+
+def _copy_at(
+    manifest: wire.Manifest, gpu: cuda_ipc.Device, pointer: int, let_go: Callable[[], None], *, borrowed: bool
+) -> DeviceCopy:
     where = torch.device("cuda", gpu.ordinal)
     try:
-        buffer = torch.as_tensor(_Span(pointer, size), device=where)
+        buffer = torch.as_tensor(_Span(pointer, whole_rows(manifest.total_bytes)), device=where)
     except BaseException:
-        gpu.close_mapping(pointer)
+        let_go()
         raise
 
     def close() -> None:
         torch.cuda.synchronize(where)  # nothing may still be reading it
-        gpu.close_mapping(pointer)
+        let_go()
 
-    return DeviceCopy(manifest, buffer, close)
+    return DeviceCopy(manifest, buffer, close, borrowed=borrowed)
+
+
+def receiver() -> nccl.Receiver:
+    """Of versions from another GPU, on the one torch uses."""
+    return nccl.Receiver(cuda_ipc.Device(torch.cuda.current_device()))
 
 
 def uuid_of_current() -> bytes:

@@ -22,7 +22,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -245,6 +245,7 @@ class VllmEngine:
             records_routing=options.record_routing,
             device=device.uuid_of_current() if on_gpu else b"",
         )
+        self._receiver = device.receiver() if self.facts.device else None
 
     def _kernels(self) -> dict[str, str]:
         """Linear layer -> class that computes it."""
@@ -358,6 +359,14 @@ class VllmEngine:
 
         return device.open_version(manifest, memory)
 
+    def receive(self, manifest: wire.Manifest, memory: wire.NcclMemory, check: Callable[[], None]) -> Copy:
+        """A version from another GPU, into memory of this engine's; see device.py."""
+        if self._receiver is None:
+            raise BridgeError("this engine runs on a CPU", "unshared")
+        from qarl_bridge import device
+
+        return device.receive_version(self._receiver, manifest, memory, check)
+
     def restore_initial(self) -> bool:
         """Reload the folder the engine was started from."""
         if not self.has_weights:
@@ -461,6 +470,8 @@ class VllmEngine:
 
     def close(self) -> None:
         """Free the engine."""
+        if self._receiver is not None:
+            self._receiver.close()
         self._engine.engine_core.shutdown()
 
 

@@ -56,6 +56,7 @@ class FakeEngine:
         self.fail_read_back = 0
         self.stall = False  # steps make no progress
         self.mapper: Callable[[wire.Manifest, wire.DeviceMemory], Copy] | None = None
+        self.receiver: Callable[[wire.Manifest, wire.NcclMemory, Callable[[], None]], Copy] | None = None
 
     def submit(self, request_id: str, draw: wire.Draw, sampling: wire.Sampling) -> None:
         """Queue one completion."""
@@ -106,6 +107,12 @@ class FakeEngine:
         if self.mapper is None:
             raise BridgeError("this engine has no GPU", "unshared")
         return self.mapper(manifest, memory)
+
+    def receive(self, manifest: wire.Manifest, memory: wire.NcclMemory, check: Callable[[], None]) -> Copy:
+        """Through `receiver`, which a test sets."""
+        if self.receiver is None:
+            raise BridgeError("this engine has no GPU", "unshared")
+        return self.receiver(manifest, memory, check)
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[wire.Recorded]:
         """The prompt, as it came, into every module, and out of it."""

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +27,8 @@ class Finished:
 
 
 class Engine(Protocol):
-    """One thread calls it, except `open_device`. Tensors are numpy arrays, or torch tensors on the engine's GPU."""
+    """One thread calls it, except `open_device` and `receive`. Tensors are numpy arrays, or torch tensors on the
+    engine's GPU."""
 
     facts: wire.Facts
     expected: Mapping[str, wire.Expected]  # exactly the tensors a version must hold
@@ -47,6 +48,10 @@ class Engine(Protocol):
 
     def open_device(self, manifest: wire.Manifest, memory: wire.DeviceMemory) -> Copy:
         """A version that lies in a buffer on the engine's GPU; BridgeError("unshared") if it cannot be reached."""
+
+    def receive(self, manifest: wire.Manifest, memory: wire.NcclMemory, check: Callable[[], None]) -> Copy:
+        """A version that comes from another GPU. `check` is called while waiting; what it raises ends that.
+        BridgeError("unshared") if nothing can come."""
 
     def load(self, tensors: Iterator[tuple[str, Any]]) -> None:
         """Replace all weights in place and forget everything computed with the old ones (prefix and KV cache)."""

@@ -5,9 +5,9 @@
     announce v -> stage -> commit
 
 `stage` makes one copy (host arrays into a memory file) and takes each tensor's fingerprint while its bytes are warm. On
-a GPU the learner itself writes a buffer that the bridge can map (`gpu_buffers`, transport/cuda_ipc.py) and hands it in
-with the fingerprints it computed there. A staged version stays with the sender, so that a bridge that died can be given
-it again without touching the learner.
+a GPU the learner itself writes a buffer (`gpu_buffers`) and hands it in with the fingerprints it computed there: an
+engine on that GPU maps it (transport/cuda_ipc.py), to one on another it is broadcast (transport/nccl.py). A staged
+version stays with the sender, so that a bridge that died can be given it again without touching the learner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from qarl_bridge import fingerprint, wire
-from qarl_bridge.transport import cuda_ipc, shm, zeromq
+from qarl_bridge.transport import cuda_ipc, nccl, shm, zeromq
 from qarl_bridge.wire import BridgeError
 
 
@@ -57,19 +57,22 @@ class StagedVersion:
 
 @dataclasses.dataclass
 class DeviceVersion:
-    """A version in a buffer on the GPU. Close it to let the buffer be written again."""
+    """A version in a buffer on the GPU. Close it to let the buffer be written again.
+
+    `transport`: "cuda_ipc", "nccl", or "auto" (see `Client.route`).
+    """
 
     manifest: wire.Manifest
     buffer: cuda_ipc.Buffer
     stage_s: float
-    transport = "cuda_ipc"
+    transport: str = "auto"
 
     def memory(self) -> wire.DeviceMemory:
         """Where the bridge finds it."""
         return wire.DeviceMemory(device=self.buffer.device.uuid, handle=self.buffer.handle)
 
     def chunk(self, offset: int, size: int) -> bytes:
-        raise BridgeError("a version on the GPU is mapped or not published: it has no chunks", "unshared")
+        raise BridgeError("a version on the GPU is mapped or broadcast: it has no chunks", "unshared")
 
     def close(self) -> None:
         """The bridge must not need it any more: it has been refused, or another version serves."""
@@ -157,6 +160,7 @@ class Client:
         self.address = address
         self._timeout_s = timeout_s
         self._channel = zeromq.Channel(address, key, timeout_s)
+        self._communicator: nccl.Communicator | None = None
         try:
             self.facts: wire.Facts = self.request(wire.Hello(protocol=wire.PROTOCOL), wire.Welcome).facts
         except BaseException:
@@ -169,6 +173,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; a lease held on it ends."""
+        self._leave()
         self._channel.close()
 
     def request(
@@ -182,8 +187,17 @@ class Client:
     ) -> Any:
         """Send one request and wait for its reply; `timeout_s` is the longest silence tolerated."""
         self._channel.send(message, data)
+        return self._answer(message, reply, timeout_s or self._timeout_s, on_progress)
+
+    def _answer(
+        self,
+        message: Any,
+        reply: type,
+        timeout_s: float,
+        on_progress: Callable[[wire.Progress], None] | None = None,
+    ) -> Any:
         while True:
-            answer = wire.decode(self._channel.receive(timeout_s or self._timeout_s), wire.REPLY_DECODER)
+            answer = wire.decode(self._channel.receive(timeout_s), wire.REPLY_DECODER)
             if isinstance(answer, wire.Progress):
                 if on_progress is not None:
                     on_progress(answer)
@@ -229,11 +243,40 @@ class Client:
             "rows_read_back": float(report.rows_read_back),
         }
 
+    def route(self, staged: Version) -> str:
+        """How a version travels to this bridge: "host", "cuda_ipc" or "nccl".
+
+        "auto" maps a buffer on the engine's own GPU and broadcasts to another GPU, but not past a TCP address: what
+        the socket encrypts, NCCL does not.
+
+        Raises:
+          BridgeError("unshared"): there is no such way.
+        """
+        if isinstance(staged, StagedVersion):
+            return "host"
+        same = staged.buffer.device.uuid == self.facts.device
+        if staged.transport == "nccl" and same:
+            raise BridgeError(
+                "learner and engine share a GPU, and NCCL joins different ones: name another in "
+                "rollout.engine.visible_gpus",
+                "unshared",
+            )
+        if staged.transport != "auto":
+            return staged.transport
+        if not self.facts.device:
+            raise BridgeError("this engine runs on a CPU", "unshared")
+        if self.address.startswith("tcp://"):
+            raise BridgeError("the bridge is reached over TCP", "unshared")
+        return "cuda_ipc" if same else "nccl"
+
     def _transfer(self, staged: Version) -> wire.Staged:
-        """The bytes, as shared memory where the two processes can reach each other's, else over the socket."""
+        """The bytes: from the GPU where they lie there, else as shared memory, else over the socket."""
         manifest = staged.manifest
+        route = self.route(staged)
         ready = self.request(wire.Announce(manifest=manifest), wire.Ready)
         if isinstance(staged, DeviceVersion):
+            if route == "nccl":
+                return self._broadcast(staged.buffer)
             return self.request(wire.Stage(memory=staged.memory()), wire.Staged)
         if ready.share_memory:
             try:
@@ -246,6 +289,70 @@ class Client:
             size = min(wire.CHUNK_BYTES, manifest.total_bytes - offset)
             self.request(wire.Chunk(offset=offset), wire.Ok, data=staged.chunk(offset, size))
         return self.request(wire.Stage(memory=None), wire.Staged)
+
+    def _broadcast(self, buffer: cuda_ipc.Buffer) -> wire.Staged:
+        """Send a buffer while the bridge receives it, each looking at the other over the socket.
+
+        Raises:
+          BridgeError: what the bridge says of it; "dead" or "timeout", it is gone or silent; "unshared", NCCL failed
+            or took too long, with both ends free again. The next broadcast begins with a new communicator.
+        """
+        library = nccl.load()
+        communicator = self._communicator
+        unique_id = nccl.new_id(library) if communicator is None else communicator.unique_id
+        version = nccl.version(library)
+        stage = wire.Stage(
+            memory=wire.NcclMemory(unique_id=unique_id, rank=1, world=2, version=version, timeout_s=self._timeout_s)
+        )
+        heard = time.monotonic()
+        early: list[Any] = []  # what the bridge answers before our end has noticed that it is done
+
+        def check() -> None:
+            nonlocal heard
+            while (payload := self._channel.poll()) is not None:
+                heard = time.monotonic()
+                answer = wire.decode(payload, wire.REPLY_DECODER)
+                if not isinstance(answer, wire.Progress):
+                    early.append(answer)
+            if early and isinstance(early[0], wire.Error):
+                raise BridgeError(early[0].message, early[0].code)
+            if not early and time.monotonic() - heard > self._timeout_s:
+                raise BridgeError("timed out while waiting for the other side", "timeout")
+
+        self._channel.send(stage)
+        try:
+            if communicator is None:
+                communicator = self._communicator = nccl.Communicator(
+                    buffer.device, 0, 2, unique_id, library=library, timeout_s=self._timeout_s, check=check
+                )
+            communicator.broadcast(buffer.pointer, buffer.size, timeout_s=self._timeout_s, check=check)
+        except BaseException as error:
+            self._leave()
+            if isinstance(error, BridgeError) and error.code == "unshared" and not early:
+                self._give_up(stage)
+            raise
+        if early:
+            return early[0]
+        try:
+            return self._answer(stage, wire.Staged, self._timeout_s)
+        except BaseException:  # whether the bridge is still in the communicator is not known here
+            self._leave()
+            raise
+
+    def _give_up(self, stage: wire.Stage) -> None:
+        """End the bridge's waiting, and take its two answers, so that the connection can be used again."""
+        self._channel.send(wire.Cancel())
+        for expected in (wire.Staged, wire.Ok):
+            try:
+                self._answer(stage, expected, self._timeout_s)
+            except BridgeError as error:
+                if error.code in ("dead", "timeout"):
+                    raise
+
+    def _leave(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.abort()
 
     def generate(
         self,

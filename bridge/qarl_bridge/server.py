@@ -8,7 +8,7 @@
 |---------------|-------------------|------------------------|------------------------------|--------------------------|
 | acquire       | peer's thread     | immediate              | refused: lease, stale        | test_second_trainer_*    |
 | announce      | peer's thread     | immediate              | refused: torn, foreign, ...  | test_announce_refuses_*  |
-| stage         | peer's thread     | client's silence limit | version dropped              | test_chunks_*            |
+| stage         | peer's thread     | client's silence limit | version dropped              | test_chunks_*, test_nccl |
 | validate      | peer's thread     | size / hash speed      | refused: torn, tensor        | test_validation_*       |
 | drain + pause | engine thread     | Commit.drain_timeout_s | refused: timeout             | test_drain_timeout_*     |
 | load          | engine thread     | none (memory copies)   | fenced, last good restored   | test_failed_load_*       |
@@ -368,6 +368,8 @@ class Bridge:
                 return self._chunk(peer, request, data)
             case wire.Stage():
                 return self._stage(peer, request)
+            case wire.Cancel():
+                return wire.Ok()
             case wire.Commit():
                 return self._commit_request(peer, request)
             case wire.Generate():
@@ -518,9 +520,30 @@ class Bridge:
             )
         return wire.Staged(open_s=opened - started, validate_s=time.perf_counter() - opened)
 
-    def _copy_of(self, pending: _Pending, memory: wire.HostMemory | wire.DeviceMemory | None) -> Copy:
+    def _receive(self, manifest: wire.Manifest, peer: Peer, memory: wire.NcclMemory) -> Copy:
+        """The announced version, from another GPU: in a thread of its own, while the trainer gets Progress."""
+
+        def check() -> None:
+            if peer.gone:
+                raise _ClientGoneError("the client is gone", "dead")
+            if self._stopping:
+                raise BridgeError("the bridge is stopping", "dead")
+            if not peer.inbox.empty():
+                raise BridgeError(f"the trainer gave up sending {manifest.version}", "unshared")
+
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            future = pool.submit(self._engine.receive, manifest, memory, check)
+            try:
+                return self._wait(peer, future)
+            except BaseException:  # nobody will use what may still come
+                future.add_done_callback(lambda done: None if done.exception() else done.result().close())
+                raise
+
+    def _copy_of(self, pending: _Pending, memory: wire.HostMemory | wire.DeviceMemory | wire.NcclMemory | None) -> Copy:
         """The announced version, wherever its bytes are."""
         manifest, peer = pending.manifest, pending.owner
+        if isinstance(memory, wire.NcclMemory):
+            return self._receive(manifest, peer, memory)
         if memory is not None and not peer.shares_memory:
             raise BridgeError("memory is shared on one host only: send Chunks", "unshared")
         if isinstance(memory, wire.DeviceMemory):

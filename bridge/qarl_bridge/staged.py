@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Versions on the bridge's side: their bytes, what is checked of them, and how they reach the engine's loader.
 
-A version's bytes lie in host memory (`HostCopy`: a sealed memory file, or what came in chunks) or in a buffer of the
-trainer's on the engine's own GPU (`device.DeviceCopy`). Both are a `Copy`; nothing else asks which.
+A version's bytes lie in host memory (`HostCopy`: a sealed memory file, or what came in chunks) or on the engine's GPU
+(`device.DeviceCopy`: in a buffer of the trainer's, or of the engine's own where they came from another GPU). Both are a
+`Copy`; nothing else asks which.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Copy(Protocol):
 
     def at_the_door(self) -> Iterator[tuple[str, Any]]:
         """Tensors in manifest order, for the engine's loader. Fingerprints are checked as a tensor is handed over, or,
-        where the memory is borrowed, by `confirm`."""
+        on a GPU, by `confirm`."""
 
     def confirm(self) -> None:
         """After a load: BridgeError if the bytes may have changed while they were read."""

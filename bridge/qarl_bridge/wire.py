@@ -35,12 +35,13 @@ from qarl_bridge.keys import create_key as create_key
 from qarl_bridge.keys import parse_address as parse_address
 from qarl_bridge.keys import read_key as read_key
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
 MAX_FRAME = 64 << 20  # a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights never travel in one frame
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
 MAX_STAGE_BYTES = 1 << 41
 DIGEST_BYTES = fingerprint.DIGEST_BYTES
+NCCL_ID_BYTES = 128
 ALIGNMENT = fingerprint.ROW_BYTES  # of tensors in a staged version, so that no row holds two
 
 
@@ -216,6 +217,17 @@ class DeviceMemory(_Struct, tag_field="t", tag=True):
     handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 
 
+class NcclMemory(_Struct, tag_field="t", tag=True):
+    """A buffer on another GPU, which its owner broadcasts while it waits for the reply (transport/nccl.py): join the
+    communicator `unique_id` as `rank` of `world`, or use it again, and receive. `version` is the sender's NCCL's."""
+
+    unique_id: Annotated[bytes, msgspec.Meta(min_length=NCCL_ID_BYTES, max_length=NCCL_ID_BYTES)]
+    rank: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    world: Annotated[int, msgspec.Meta(ge=2, le=1 << 16)]
+    version: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    timeout_s: Seconds
+
+
 class Array(_Struct):
     """An array by value: `data` is its bytes, little-endian."""
 
@@ -305,7 +317,7 @@ class Facts(_Struct):
     pid: Count
     notes: list[Text] = []
     execution: Annotated[str, msgspec.Meta(pattern="^(none|eager|compiled)$")] = "none"
-    device: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # UUID of the GPU whose memory the engine can map
+    device: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # UUID of the engine's GPU; empty: it runs on a CPU
     records_routing: bool = False  # completions carry the experts of their tokens
 
 
@@ -335,10 +347,15 @@ class Announce(_Message):
 
 class Stage(_Message):
     """The announced bytes are complete: in a sealed memory file of the trainer's, in a buffer of its on the engine's
-    GPU, or (None) in the Chunks before this. Every fingerprint and every float is checked. Reply: Staged; Error
-    "unshared" if the memory cannot be reached."""
+    GPU or on another, or (None) in the Chunks before this. Every fingerprint and every float is checked. Reply: Staged;
+    Error "unshared" if the memory cannot be reached."""
 
-    memory: HostMemory | DeviceMemory | None
+    memory: HostMemory | DeviceMemory | NcclMemory | None
+
+
+class Cancel(_Message):
+    """The sender of a NcclMemory has given up: any message does that ends the bridge's waiting; this one does no more.
+    Reply: Ok, after the reply to Stage."""
 
 
 class Chunk(_Message):
@@ -470,7 +487,7 @@ class Completions(_Message):
     completions: list[Drawn]
 
 
-Request = Hello | Status | Acquire | Announce | Stage | Chunk | Commit | Generate | ReadBack | Probe | Shutdown
+Request = Hello | Status | Acquire | Announce | Stage | Cancel | Chunk | Commit | Generate | ReadBack | Probe | Shutdown
 Reply = (
     Welcome | Ok | Error | StatusReply | Ready | Staged | Published | ReadBackReply | Probed | Progress | Completions
 )

@@ -2,17 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging a version on the learner's GPU: from QTensors to the engine's tensors without leaving the device.
 
-    stager = DeviceStager(gpu_buffers(0))
+    stager = DeviceStager(gpu_buffers(0), transport="auto")
     staged = stager.stage(weights, version=..., model=..., scheme=...)    # a sender.DeviceVersion
 
 The learner keeps its weights stacked over layers and in wire layout already, so a layer's tensor is a contiguous piece
-of a stack: publishing it is one device-to-device copy from the stack into a staging buffer that the bridge maps
-(transport/cuda_ipc.py). Masters without a QTensor (embedding, norms, head, all of a bf16 policy) are cast to bfloat16
-first, one stack at a time. The fingerprints are computed by a jitted program from the stacks themselves, not from the
-copy: what the bridge checks is what the learner computes with.
+of a stack: publishing it is one device-to-device copy from the stack into a staging buffer, which an engine on this GPU
+maps (transport/cuda_ipc.py) and one on another is sent (transport/nccl.py). Masters without a QTensor (embedding,
+norms, head, all of a bf16 policy) are cast to bfloat16 first, one stack at a time. The fingerprints are computed by a
+jitted program from the stacks themselves, not from the copy: what the bridge checks is what the learner computes with.
 
-Two buffers are held, one of which the serving version lies in. Everything on one GPU; a learner spread over several
-publishes over host memory.
+Two buffers are held, one of which the serving version lies in. The learner is on one GPU; one that is spread over
+several publishes over host memory.
 """
 
 from __future__ import annotations
@@ -153,10 +153,12 @@ class DeviceStager:
 
     Args:
       buffers: of the GPU the weights are on.
+      transport: how versions travel, see `sender.DeviceVersion`.
     """
 
-    def __init__(self, buffers: Any):
+    def __init__(self, buffers: Any, transport: str = "auto"):
         self._buffers = buffers
+        self._transport = transport
         self._layouts: dict[Any, list[_Place]] = {}
 
     def stage(
@@ -192,7 +194,7 @@ class DeviceStager:
             total_bytes=total,
             digest=bytes(wire.DIGEST_BYTES),
         ).sealed()
-        return sender.DeviceVersion(manifest, buffer, time.perf_counter() - start)
+        return sender.DeviceVersion(manifest, buffer, time.perf_counter() - start, self._transport)
 
     def _fill(self, buffer: Any, places: list[_Place], weights: PolicyWeights) -> list[bytes]:
         tensors: dict[str, Any] = models.by_path(weights.params) | models.by_path(weights.qweights)

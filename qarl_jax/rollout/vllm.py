@@ -48,6 +48,7 @@ _LOG_TAIL_BYTES = 3000
 _TRANSPORTS = {
     "host": "host memory (transport=host)",
     "cuda_ipc": "device memory: learner and engine share a GPU (transport=cuda_ipc)",
+    "nccl": "NCCL: learner and engine are on different GPUs (transport=nccl)",
 }
 
 
@@ -66,8 +67,11 @@ class Config:
     int4_kernel: which of vLLM's CUDA kernels computes with int4 weights: "auto" (its choice), "machete" or "marlin".
     split_attention: let FlashAttention share the keys of a long sequence out to idle processors. Faster where a few
       long sequences are decoded, but a completion then depends on its company, and the learner cannot mirror it.
-    transport: how weights reach the engine: "cuda_ipc" (learner and engine on one GPU: they never leave it), "host"
-      (shared memory, or the socket to another host), "auto": cuda_ipc where it can be. The choice is logged.
+    visible_gpus: the engine's GPU, as CUDA_VISIBLE_DEVICES names it (a number, or a UUID); empty: what the trainer
+      sees, so that they share the first.
+    transport: how weights reach the engine: "cuda_ipc" (learner and engine on one GPU: they never leave it), "nccl" (on
+      two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another host), "auto": on one
+      host cuda_ipc or nccl, whichever fits, else host. The choice is logged.
     loader: "auto" loads whole modules where the bridge has proved on the engine that this gives what vLLM's loader
       gives; "vllm" is always vLLM's own.
     record_routing: return the experts each token was sent to (a mixture of experts, eager); set by
@@ -94,7 +98,8 @@ class Config:
     execution: Literal["eager", "compiled"] = "eager"
     int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
     split_attention: bool = False
-    transport: Literal["auto", "cuda_ipc", "host"] = "auto"
+    visible_gpus: str = ""
+    transport: Literal["auto", "cuda_ipc", "nccl", "host"] = "auto"
     loader: Literal["auto", "vllm"] = "auto"
     record_routing: bool = False
     profile: str = ""
@@ -107,10 +112,36 @@ class Config:
     log_file: str = ""
     engine: Literal["vllm", "fake"] = "vllm"
 
+    @property
+    def has_own_gpu(self) -> bool:
+        """Whether the engine is meant for another GPU than the learner's."""
+        apart = bool(self.visible_gpus) or self.transport == "nccl" or self.address.startswith("tcp://")
+        return apart and self.transport != "cuda_ipc"
+
+    @property
+    def stages_on_gpu(self) -> bool:
+        """Whether versions are staged in the learner's GPU, if it has one."""
+        return self.transport == "nccl" or (self.transport != "host" and not self.address.startswith("tcp://"))
+
     def __post_init__(self) -> None:
         if self.address and not self.key_file:
             raise UserError(
                 "rollout.engine.address names a bridge started by hand: set rollout.engine.key_file to its key"
+            )
+        if self.address and self.visible_gpus:
+            raise UserError(
+                "rollout.engine.visible_gpus is for a bridge that the trainer starts: start the one at "
+                "rollout.engine.address with CUDA_VISIBLE_DEVICES, and leave visible_gpus empty"
+            )
+        if self.transport == "cuda_ipc" and self.address.startswith("tcp://"):
+            raise UserError(
+                "rollout.engine.transport=cuda_ipc needs learner and engine on one GPU: to a bridge over TCP set nccl "
+                "or host"
+            )
+        if self.transport == "nccl" and not self.address and not self.visible_gpus:
+            raise UserError(
+                "rollout.engine.transport=nccl is for learner and engine on different GPUs: name the engine's in "
+                "rollout.engine.visible_gpus, or set transport=auto"
             )
         if self.record_routing and self.execution != "eager":
             raise UserError(
@@ -228,6 +259,7 @@ class VllmEngine:
         self._staged: sender.Version | None = None
         self._stager: DeviceStager | None = None
         self._transport = config.transport
+        self.route = ""  # "host", "cuda_ipc" or "nccl": how the last version went
         self._model_json: dict[str, Any] | None = None
         self._model: tuple[bytes, bytes] | None = None  # fingerprint, scheme hash
         self._numerics = "plain"
@@ -258,8 +290,8 @@ class VllmEngine:
                 raise UserError(f"publishing: {error}") from error
             if error.code != "unshared" or self._transport == "host":
                 raise
-            if self._transport == "cuda_ipc":
-                raise UserError(f"rollout.engine.transport=cuda_ipc: {error}; set auto or host") from error
+            if self._transport != "auto":
+                raise UserError(f"rollout.engine.transport={self._transport}: {error}; set auto or host") from error
             self._log(f"publishing over host memory: {error}")
             self._transport = "host"
             if self._stager is not None and self._staged is None:  # nothing published lies in its buffers
@@ -290,16 +322,21 @@ class VllmEngine:
             raise
         if self._staged is not None:
             self._staged.close()
-        if self._staged is None or self._staged.transport != staged.transport:
-            self._log(f"publishing over {_TRANSPORTS[staged.transport]}")
+        if transport == "host" and self._stager is not None:  # it was left meanwhile: nothing lies in its buffers
+            self._stager.close()
+            self._stager = None
+        assert self._client is not None
+        if (route := self._client.route(staged)) != self.route:
+            self.route = route
+            self._log(f"publishing over {_TRANSPORTS[route]}")
         self._staged, self.version = staged, version
         return report
 
     def _device_stager(self, weights: PolicyWeights) -> DeviceStager:
-        if self._config.address.startswith("tcp://"):
+        if not self._config.stages_on_gpu:
             raise BridgeError("the bridge is reached over TCP", "unshared")
         if self._stager is None:
-            self._stager = DeviceStager(sender.gpu_buffers(gpu_of(weights)))
+            self._stager = DeviceStager(sender.gpu_buffers(gpu_of(weights)), self._transport)
         return self._stager
 
     def status(self) -> wire.StatusReply:
@@ -526,6 +563,8 @@ class VllmEngine:
             *(["--split-attention"] if config.split_attention else []),
         ]  # fmt: skip
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+        if config.visible_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = config.visible_gpus
         try:
             with open(self._log_path(), "ab") as log:
                 self._process = subprocess.Popen(

@@ -6,17 +6,15 @@ both ends of a version, and what happens where there is no driver. `tests/gpu` a
 import ctypes
 import functools
 import os
-import pathlib
-import shutil
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from qarl_bridge import fingerprint, sender, wire
-from qarl_bridge.staged import HostCopy
 from qarl_bridge.transport import cuda_ipc
 from qarl_bridge.wire import BridgeError
 
@@ -24,21 +22,16 @@ from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights, device_staging
 from qarl_jax.rollout.vllm import Config, VllmEngine, engine_tensors
 from qarl_jax.types import UserError
-from tests.reference import bridge_world, tiny
-
-SOURCE = pathlib.Path(__file__).parents[1] / "reference" / "fake_libcuda.c"
-COMPILER = shutil.which("cc") or shutil.which("gcc")
+from tests.reference import bridge_world, fake_gpu, tiny
 
 
 @pytest.fixture(scope="module")
 def library_path(tmp_path_factory):
-    if COMPILER is None:
+    if fake_gpu.COMPILER is None:
         pytest.skip("no C compiler for the stand-in of the CUDA driver")
     folder = tmp_path_factory.mktemp("cuda")
     os.environ["FAKE_CUDA_DIR"] = str(folder)
-    path = folder / "libcuda.so"
-    subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", str(SOURCE), "-o", str(path)], check=True)
-    yield str(path)
+    yield fake_gpu.build(folder)[0]
     del os.environ["FAKE_CUDA_DIR"]
 
 
@@ -49,23 +42,6 @@ def gpu(library_path):
 
 def read(pointer, size):
     return ctypes.string_at(pointer, size)
-
-
-def opener(library_path):
-    """What a bridge on that GPU does, the memory seen as the host's."""
-    library = cuda_ipc.load(library_path)
-
-    def open_version(manifest, memory):
-        device = cuda_ipc.find(memory.device, library)
-        size = sender.align(manifest.total_bytes)
-        pointer = device.open(memory.handle, size)
-        view = np.frombuffer((ctypes.c_ubyte * size).from_address(pointer), np.uint8)
-        copy = HostCopy(manifest, view)
-        copy.close = lambda: device.close_mapping(pointer)
-        copy.borrowed = True
-        return copy
-
-    return open_version
 
 
 # ---- the driver -----------------------------------------------------------------------------------------------------
@@ -205,7 +181,8 @@ def served(tmp_path, gpu, library_path, monkeypatch):
     named = dict(engine_tensors(policy("w8a8")))
     monkeypatch.setattr(bridge_world, "tensors", lambda seed: named)
     with bridge_world.world(tmp_path) as w:
-        w.engine.mapper = opener(library_path)
+        w.engine.mapper = fake_gpu.opener(library_path)
+        w.engine.facts = msgspec.structs.replace(w.engine.facts, device=gpu.uuid)
         yield w, device_staging.DeviceStager(cuda_ipc.Buffers(gpu))
 
 
@@ -269,7 +246,7 @@ def test_what_a_dead_trainer_staged_is_forgotten_with_its_lease(served):
 def test_a_bridge_without_a_gpu_or_over_tcp_refuses_device_memory(tmp_path, gpu, monkeypatch):
     named = dict(engine_tensors(policy("w8a8")))
     monkeypatch.setattr(bridge_world, "tensors", lambda seed: named)
-    stager = device_staging.DeviceStager(cuda_ipc.Buffers(gpu))
+    stager = device_staging.DeviceStager(cuda_ipc.Buffers(gpu), "cuda_ipc")
     for tcp in (False, True):
         with bridge_world.world(tmp_path, tcp=tcp) as w:
             staged = stager.stage(policy("w8a8"), **identity(0))

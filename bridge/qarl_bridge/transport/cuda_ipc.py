@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuCtxPopCurrent_v2": (ctypes.POINTER(_ANY),),
     "cuStreamCreate": (ctypes.POINTER(_ANY), ctypes.c_uint),
     "cuStreamSynchronize": (_ANY,),
+    "cuStreamQuery": (_ANY,),
+    "cuStreamDestroy_v2": (_ANY,),
     "cuMemAlloc_v2": (ctypes.POINTER(_POINTER), _SIZE),
     "cuMemFree_v2": (_POINTER,),
     "cuMemsetD8Async": (_POINTER, ctypes.c_ubyte, _SIZE, _ANY),
@@ -66,6 +69,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuIpcCloseMemHandle": (_POINTER,),
 }
 _NON_BLOCKING = 1
+_NOT_READY = 600
 
 
 @functools.cache
@@ -115,10 +119,9 @@ class Device:
         self._check("cuDeviceGet", ctypes.byref(number), ordinal)
         self._check("cuDeviceGetUuid_v2", ctypes.byref(uuid), number)
         self.uuid = bytes(ctypes.string_at(ctypes.byref(uuid), UUID_BYTES))
-        self._context, self._stream = _ANY(), _ANY()
+        self._context = _ANY()
         self._check("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
-        with self._current():
-            self._check("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
+        self._stream = self.new_stream()
 
     def _check(self, name: str, *arguments: Any) -> None:
         code = getattr(self._cuda, name)(*arguments)
@@ -126,17 +129,38 @@ class Device:
             raise BridgeError(f"{name} failed on GPU {self.ordinal}: {_name(self._cuda, code)}", "unshared")
 
     @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
+    def current(self) -> Iterator[None]:
+        """The device's primary context is this thread's meanwhile."""
         self._check("cuCtxPushCurrent_v2", self._context)
         try:
             yield
         finally:
             self._cuda.cuCtxPopCurrent_v2(ctypes.byref(_ANY()))
 
+    def new_stream(self) -> Any:
+        """A stream that waits for no other, nor others for it."""
+        stream = _ANY()
+        with self.current():
+            self._check("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+        return stream
+
+    def drop_stream(self, stream: Any) -> None:
+        """Give a stream of `new_stream` back."""
+        with self.current():
+            self._check("cuStreamDestroy_v2", stream)
+
+    def is_idle(self, stream: Any) -> bool:
+        """Whether everything started on `stream` is done; an error of it is raised."""
+        with self.current():
+            code = self._cuda.cuStreamQuery(stream)
+        if code not in (0, _NOT_READY):
+            raise BridgeError(f"a stream of GPU {self.ordinal} failed: {_name(self._cuda, code)}", "unshared")
+        return code == 0
+
     def allocate(self, size: int) -> int:
         """A pointer to `size` zeroed bytes."""
         pointer = _POINTER()
-        with self._current():
+        with self.current():
             try:
                 self._check("cuMemAlloc_v2", ctypes.byref(pointer), size)
             except BridgeError as error:
@@ -151,13 +175,13 @@ class Device:
 
     def free(self, pointer: int) -> None:
         """Give memory of `allocate` back."""
-        with self._current():
+        with self.current():
             self._check("cuMemFree_v2", pointer)
 
     def export(self, pointer: int) -> bytes:
         """The handle under which another process maps memory of `allocate`."""
         handle = _Handle()
-        with self._current():
+        with self.current():
             self._check("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
         return bytes(ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES))
 
@@ -170,7 +194,7 @@ class Device:
         pointer, base, actual = _POINTER(), _POINTER(), _SIZE()
         foreign = _Handle()
         ctypes.memmove(ctypes.byref(foreign), handle, HANDLE_BYTES)
-        with self._current():
+        with self.current():
             self._check("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), foreign, _LAZY_ENABLE_PEER_ACCESS)
             self._check("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(actual), pointer)
         left = base.value + actual.value - pointer.value
@@ -181,37 +205,37 @@ class Device:
 
     def close_mapping(self, pointer: int) -> None:
         """Unmap memory of `open`."""
-        with self._current():
+        with self.current():
             self._check("cuIpcCloseMemHandle", pointer)
 
     def copy(self, to: int, source: int, size: int) -> None:
         """Start a copy on this device; `synchronize` waits for it."""
-        with self._current():
+        with self.current():
             self._check("cuMemcpyDtoDAsync_v2", to, source, size, self._stream)
 
     def copy_all(self, copies: list[tuple[int, int, int]]) -> None:
         """Start many copies, (to, source, size) each."""
         function, stream = self._cuda.cuMemcpyDtoDAsync_v2, self._stream
-        with self._current():
+        with self.current():
             for to, source, size in copies:
                 if function(to, source, size, stream):
                     self._check("cuMemcpyDtoDAsync_v2", to, source, size, stream)  # again, for its error
 
     def write(self, to: int, data: bytes) -> None:
         """Copy bytes of the host to the device; done when it returns."""
-        with self._current():
+        with self.current():
             self._check("cuMemcpyHtoDAsync_v2", to, ctypes.cast(ctypes.c_char_p(data), _ANY), len(data), self._stream)
             self._check("cuStreamSynchronize", self._stream)
 
     def synchronize(self) -> None:
         """Wait until everything started here is done."""
-        with self._current():
+        with self.current():
             self._check("cuStreamSynchronize", self._stream)
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of the GPU, whoever uses it."""
         free, total = _SIZE(), _SIZE()
-        with self._current():
+        with self.current():
             self._check("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
 
@@ -226,7 +250,9 @@ def find(uuid: bytes, library: Any = None) -> Device:
         device = _device(cuda, ordinal)
         if device.uuid == uuid:
             return device
-    raise BridgeError("trainer and engine see different GPUs: publish over host memory", "unshared")
+    raise BridgeError(
+        "trainer and engine see different GPUs: publish over NCCL (transport=nccl) or host memory", "unshared"
+    )
 
 
 @functools.cache
@@ -235,19 +261,19 @@ def _device(library: Any, ordinal: int) -> Device:
 
 
 class Buffer:
-    """Exported memory on a device. `release` gives it back to its pool."""
+    """Memory on a device. `release` gives it back to its pool."""
 
     def __init__(self, pool: Buffers, device: Device, size: int):
         self._pool = pool
         self.device = device
         self.size = size
         self.pointer = device.allocate(size)
-        try:
-            self.handle = device.export(self.pointer)
-        except BaseException:
-            device.free(self.pointer)
-            raise
         self.fresh = True  # nothing was written yet
+
+    @functools.cached_property
+    def handle(self) -> bytes:
+        """Under which another process maps it; BridgeError("unshared") where it cannot be exported."""
+        return self.device.export(self.pointer)
 
     def release(self) -> None:
         """To be written again. Idempotent."""
@@ -255,29 +281,32 @@ class Buffer:
 
 
 class Buffers:
-    """The staging buffers of one trainer: as many as are taken at once, which is two."""
+    """The staging buffers of one process: as many as are taken at once, which is two. From any thread."""
 
     def __init__(self, device: Device):
         self.device = device
+        self._lock = threading.Lock()
         self._free: list[Buffer] = []
         self._taken: set[Buffer] = set()
 
     def take(self, size: int) -> Buffer:
         """A buffer of exactly `size` bytes that no version lies in."""
-        for buffer in self._free:
-            if buffer.size == size:
-                self._free.remove(buffer)
-                break
-        else:
-            self._drop_free()
-            buffer = Buffer(self, self.device, size)
-        self._taken.add(buffer)
-        return buffer
+        with self._lock:
+            for buffer in self._free:
+                if buffer.size == size:
+                    self._free.remove(buffer)
+                    break
+            else:
+                self._drop_free()
+                buffer = Buffer(self, self.device, size)
+            self._taken.add(buffer)
+            return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        if buffer in self._taken:
-            self._taken.remove(buffer)
-            self._free.append(buffer)
+        with self._lock:
+            if buffer in self._taken:
+                self._taken.remove(buffer)
+                self._free.append(buffer)
 
     def _drop_free(self) -> None:
         while self._free:
@@ -285,6 +314,7 @@ class Buffers:
 
     def close(self) -> None:
         """Free everything. Idempotent."""
-        self._free += self._taken
-        self._taken.clear()
-        self._drop_free()
+        with self._lock:
+            self._free += self._taken
+            self._taken.clear()
+            self._drop_free()

@@ -413,6 +413,19 @@ class Channel:
         except zmq.ZMQError as error:
             raise BridgeError(f"connection lost while sending: {error}", "dead") from None
 
+    def poll(self) -> bytes | None:
+        """The next message's bytes, if it is there already. BridgeError: dead."""
+        if not self._open:
+            raise BridgeError("the connection was closed", "dead")
+        if self._monitor in dict(self._poller.poll(0)):
+            recv_monitor_message(self._monitor)
+            self._lost = True
+        with contextlib.suppress(zmq.Again):
+            return self._socket.recv_multipart(zmq.NOBLOCK)[0] or None  # none: a sign of life
+        if self._lost:
+            raise BridgeError("connection closed by the other side", "dead")
+        return None
+
     def receive(self, timeout_s: float) -> bytes:
         """The next message's bytes. BridgeError: dead, or timeout after that long a silence."""
         deadline = time.monotonic() + timeout_s
