@@ -307,8 +307,8 @@ def _check_experts(by_module: Mapping[str, str]) -> None:
     for module, scheme in by_module.items():
         if scheme.startswith("w4a8_fp8") and _EXPERT.match(module):
             raise BridgeError(
-                f"{module} is {scheme}: experts under int4 weights with fp8 activations (w4a8 on CUDA) were never mirrored; "
-                "give experts w4a16 or fp8 with a rule",
+                f"{module} is {scheme}: experts under int4 weights with fp8 activations (w4a8 on CUDA) were never "
+                "mirrored; give experts w4a16 or fp8 with a rule",
                 "foreign_scheme",
             )
 

@@ -19,7 +19,7 @@ N, K = 256, 1024
 
 
 def weight(kind="gaussian", seed=0):
-    """[N, K]: rows of very different sizes; "sparse" has empty groups and an empty row, "tiny" hits the engine's floor."""
+    """[N, K]: rows of different sizes; "sparse" has empty groups and an empty row, "tiny" meets the engine's floor."""
     rng = np.random.default_rng(seed)
     w = 0.02 * rng.standard_normal((N, K)) * np.exp(rng.normal(size=(N, 1)))
     if kind == "heavy":
