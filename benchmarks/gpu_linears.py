@@ -9,8 +9,8 @@ of Qwen3-0.6B to 8B, rows M from a single decoded token to a prefill.
 
     w8a8    vllm._custom_ops.scaled_int8_quant, cutlass_scaled_mm (with and without bias)
     w4a16   machete_prepack_B + machete_mm; --int4-kernel marlin: gptq_marlin_repack + marlin's gemm
-    w4a8    w4a8_fp8: scaled_fp8_quant (per token), the scales as vLLM factors them, cutlass_encode_and_reorder_int4b,
-            cutlass_pack_scale_fp8 and cutlass_w4a8_mm (sm90): reported, never promised; shapes of multiples of 128
+    w4a8    that is w4a8_fp8: vLLM's own factoring of the scales, cutlass_encode_and_reorder_int4b and
+            cutlass_pack_scale_fp8; scaled_fp8_quant (per token) + cutlass_w4a8_mm (sm90): reported, never promised
     fp8     scaled_fp8_quant (per token) + cutlass_scaled_mm, whose accumulation is reduced: reported, never promised
 
 Printed per case: share of outputs equal to the last bit, largest difference in bf16 ulps, relative L2 error, and for

@@ -41,9 +41,9 @@ def test_gpu_linears_compares_enough_cases_and_refuses_a_cpu(capsys):
 def test_the_learners_half_of_gpu_linears_runs_here():
     gpu = load("gpu_linears")
     for scheme in gpu.PROMISED:
-        w, x, bias = gpu.inputs(256, 64, 5, 0)
+        w, x, bias = gpu.inputs(256, 128, 5, 0)
         y, qtensor = gpu.learner(scheme, w, x, bias)
-        assert y.shape == (5, 64)
+        assert y.shape == (5, 128)
         assert isinstance(qtensor.qvalue, np.ndarray)
         exact = x.astype(np.float32) @ w.astype(np.float32).T + bias.astype(np.float32)
         assert np.linalg.norm(y.astype(np.float32) - exact) < 0.2 * np.linalg.norm(exact)

@@ -102,7 +102,7 @@ def check_quantizable(shape: tuple[int, ...], scheme: SchemeConfig, name: str = 
     if problem:
         raise UserError(
             f"cannot quantize {name or 'a weight'} {tuple(shape)} under {scheme}: {problem}. "
-            "Choose another group size (quant.group_size) or leave the weight in bf16 with a rule (quant.rules)."
+            "Choose another group size (quant.group_size), or another scheme or bf16 for this weight (quant.rules)."
         )
 
 

@@ -104,7 +104,7 @@ def check(shape: tuple[int, ...], config: Config) -> str | None:
     if n % _GROUP or k % _GROUP:
         return (
             f"vLLM's int4 x fp8 kernel takes N and K that are multiples of {_GROUP}, got N = {n} and K = {k} "
-            "(no group size helps: give it another scheme in quant.rules, or set quant.engine=plain: int8 activations)"
+            "(no group size helps; w4a8 under quant.engine=plain has no such limit)"
         )
     return None
 

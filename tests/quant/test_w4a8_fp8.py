@@ -2,24 +2,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """int4 x fp8 on Hopper: what vLLM makes of our scales when it loads them is what we trained with, bit for bit."""
 
+import dataclasses
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qarl_bridge import packing
+from qarl_bridge import engine, packing
 from qarl_bridge.wire import BridgeError
 
-from qarl_jax import quant
+from qarl_jax import models, quant
 from qarl_jax.quant import Numerics, Rules, w4a8, w4a8_fp8, w4a16
+from qarl_jax.rollout import vllm
 from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
+from tests.reference import tiny
 
 CONFIG = w4a8_fp8.Config()
 N, K = 256, 1024
 
 
 def weight(kind="gaussian", seed=0):
-    """[N, K]: rows of different sizes; "sparse" has empty groups and an empty row, "tiny" hits the engine's floor."""
+    """[N, K]: rows of different sizes; "sparse" has empty groups and an empty row, "tiny" meets the engine's floor."""
     rng = np.random.default_rng(seed)
     w = 0.02 * rng.standard_normal((N, K)) * np.exp(rng.normal(size=(N, 1)))
     if kind == "heavy":
@@ -247,6 +252,28 @@ def test_w4a8_means_fp8_activations_on_cuda_alone():
     with pytest.raises(UserError, match="groups of 128 only"):
         quant.parse_scheme("w4a8_fp8:g32")
     assert Rules.parse([{"match": "x", "scheme": "w4a8_fp8"}]).scheme_for("x") == CONFIG
+
+
+def test_a_models_w4a8_layers_and_its_config_json_are_those_of_its_engine():
+    for profile, kind in (("plain", "int"), ("cpu_amx", "int"), ("cuda", "float")):
+        config = tiny.model_config(hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=4, head_dim=32)
+        config = dataclasses.replace(config, quant=Rules.uniform(w4a8.Config(128)), numerics=Numerics(profile))
+        schemes = {config.scheme_of(f"segments.0.{own}.kernel") for own in ("attn.q", "mlp.down")}
+        assert schemes == {CONFIG if kind == "float" else w4a8.Config(128)}
+        section = vllm.engine_config(models.split(models.abstract_model(config))[0])["quantization_config"]
+        (group,) = section["config_groups"].values()
+        assert group["input_activations"]["type"] == kind
+        assert engine._int4_activations({"quantization_config": section}) == {"int": "int8", "float": "fp8"}[kind]
+
+
+def test_any_other_device_than_a_hopper_gpu_is_refused():
+    def torch(capability):
+        cuda = types.SimpleNamespace(is_available=lambda: True, get_device_capability=lambda: capability)
+        return types.SimpleNamespace(cuda=cuda)
+
+    engine._check_fp8_device(torch((9, 0)))
+    with pytest.raises(BridgeError, match=r"need a Hopper GPU \(sm90\), this is sm89: use w4a16"):
+        engine._check_fp8_device(torch((8, 9)))
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (256, 192)])
