@@ -117,8 +117,8 @@ def layer_activations(model: models.ModelConfig, positions: int, max_segments: i
 def update_scratch(params: Any, mesh: Mesh | AbstractMesh | None = None) -> int:
     """Bytes that an update in a program of its own works with beside masters, gradients and the optimizer's state.
 
-    A float32 number per parameter, and one more for those of the largest stack: so XLA allocates for an H200 at Qwen3-8B
-    under Muon (benchmarks/memory.py), with bfloat16 and int8 moments.
+    A float32 number per parameter, and one more for those of the largest stack: so XLA allocates for an H200 at
+    Qwen3-8B under Muon (benchmarks/memory.py), with bfloat16 and int8 moments.
     """
     stacks = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
     sizes = [nbytes(stack, mesh, jnp.float32) for stack in stacks]
@@ -147,9 +147,9 @@ def update_parts(
     gradients of layers yet, but a chunk of logits (float32, and their gradient in the compute dtype) and the head's
     float32 gradient twice, before and after the chunk. "log-prob chunk" is what the second needs beyond the first.
 
-    Where the update is a program of its own, for its several micro-batches or because the optimizer's state rests on the
-    host, it is a third: activations are gone, what it works with (`update_scratch`) and a state from the host are here.
-    "update (estimate)" is what it needs beyond the other two.
+    Where the update is a program of its own, for its several micro-batches or because the optimizer's state rests on
+    the host, it is a third: activations are gone, what it works with (`update_scratch`) and a state from the host are
+    here. "update (estimate)" is what it needs beyond the other two.
 
     Args:
       params, qweights, opt_state: abstract or not.
