@@ -78,7 +78,6 @@ CASES = (
     Setting(chunk=512),
     Setting(rows=1, seq=16384, segments=16),
     Setting(optimizer="muon", master="float32"),
-    Setting(moments="int8"),
     *MEASURED[1:],
 )
 

@@ -357,7 +357,8 @@ def scale_by_muon(cfg: Muon) -> optax.GradientTransformation:
 
 def _unzip(f: Callable[..., tuple[Any, ...]], count: int, tree: Any, *rest: Any) -> tuple[Any, ...]:
     """`count` trees of f's results, f taking a leaf's number, the leaf, and its subtree in each of `rest`."""
-    leaves, structure = jax.tree.flatten(tree)
+    leaves = jax.tree.leaves(tree)
+    structure: Any = jax.tree.structure(tree)
     rows = zip(range(len(leaves)), leaves, *map(structure.flatten_up_to, rest), strict=True)
     results = [f(*row) for row in rows]
     return tuple(jax.tree.unflatten(structure, [result[i] for result in results]) for i in range(count))

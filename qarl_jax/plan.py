@@ -115,10 +115,14 @@ def layer_activations(model: models.ModelConfig, positions: int, max_segments: i
 
 
 def update_scratch(params: Any, mesh: Mesh | AbstractMesh | None = None) -> int:
-    """Bytes that an optimizer works with beside masters, gradients and its state: two float32 copies of the largest
-    stack of weights, its momentum or moments as decoded and its update (an estimate)."""
+    """Bytes that an update in a program of its own works with beside masters, gradients and the optimizer's state.
+
+    A float32 number per parameter, and one more for those of the largest stack: so XLA allocates for an H200 at
+    Qwen3-8B under Muon (benchmarks/memory.py), with bfloat16 and int8 moments.
+    """
     stacks = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    return 2 * max(nbytes(stack, mesh, jnp.float32) for stack in stacks)
+    sizes = [nbytes(stack, mesh, jnp.float32) for stack in stacks]
+    return sum(sizes) + max(sizes)
 
 
 def update_parts(
@@ -143,8 +147,9 @@ def update_parts(
     gradients of layers yet, but a chunk of logits (float32, and their gradient in the compute dtype) and the head's
     float32 gradient twice, before and after the chunk. "log-prob chunk" is what the second needs beyond the first.
 
-    Where the optimizer's state rests on the host, there is a third: the update itself, when the state and what it works
-    with (`update_scratch`) are here and activations are gone. "optimizer" is then what it needs beyond the other two.
+    Where the update is a program of its own, for its several micro-batches or because the optimizer's state rests on
+    the host, it is a third: activations are gone, what it works with (`update_scratch`) and a state from the host are
+    here. "update (estimate)" is what it needs beyond the other two.
 
     Args:
       params, qweights, opt_state: abstract or not.
@@ -168,17 +173,18 @@ def update_parts(
         layers += vocabulary
     logits = min(chunk, positions) * model.vocab_size * (4 + model.compute_dtype.itemsize)
     chunks = max(0, saved + logits + 2 * vocabulary - layers - gradient)
-    state = nbytes(opt_state, mesh)
-    if offload:
+    state, apart = nbytes(opt_state, mesh), 0
+    if offload or not one_program:
         gone = layers + chunks + (0 if one_program else gradient)
-        state = max(0, state + update_scratch(params, mesh) - gone)
+        apart = max(0, update_scratch(params, mesh) + (state if offload else 0) - gone)
     return {
         "masters": nbytes(params, mesh),
-        "optimizer": state,
+        "optimizer": 0 if offload else state,
         "gradients": gradient + (0 if one_program else nbytes(params, mesh, grad_dtype)),
         "QTensors": nbytes(qweights, mesh),
         "activations (estimate)": layers,
         "log-prob chunk": chunks,
+        "update (estimate)": apart,
     }
 
 
@@ -187,7 +193,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
 
     Policy and critic are updated in turn, so that gradients and activations are those of the larger of the two. The
     reference policy of a KL term is a copy in the compute dtype with QTensors of its own. An optimizer state that rests
-    on the host is counted for what its visit adds to the peak (`update_parts`); all of it is in `optimizer_states`.
+    on the host counts for its visit alone ("update (estimate)"); all of it is in `optimizer_states`.
 
     activations is an estimate (`update_parts`), an upper one where the tensor axis splits them. The embedded sampler
     keeps a copy of the policy and its keys and values between updates; vLLM's memory is its own (`rollout.engine`).

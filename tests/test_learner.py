@@ -470,9 +470,9 @@ def test_a_state_on_the_host_gives_the_numbers_of_one_on_the_device(mesh):
             assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
             before = jax.tree.leaves(state.opt_state)
             micro = learner.put(rows.batch)
-            grads, measured = learner._grads(
-                state.params, learner.quantize(state.params), micro, None, *learner._counts(*counts_of(rows)), None
-            )
+            rest = learner.quantize(state.params), micro, None, *learner._counts(*counts_of(rows)), None
+            with jax.set_mesh(learner.mesh):
+                grads, measured = learner._grads(state.params, *rest)
             state, applied = learner.apply_update(state, grads)
             assert all(x.is_deleted() for x in before)
             programs.append(learner._apply._cache_size())

@@ -69,12 +69,14 @@ def test_one_device_of_a_mesh_holds_its_share_of_eight_bit_states(world, name):
 def test_a_state_on_the_host_is_planned_there_and_on_the_device_for_what_its_visit_adds(world):
     here, there = (world.changed(optimizer={"name": "muon", "offload": on}).config for on in (False, True))
     sizes, less = plan.parts(here), plan.parts(there)
-    assert {name for name in sizes if sizes[name] != less[name]} == {"optimizer"}
+    assert {name for name in sizes if sizes[name] != less[name]} <= {"optimizer", "update (estimate)"}
     assert plan.optimizer_states(there) == {"optimizer": (sizes["optimizer"], True)}
     # Gradients are accumulated: when the state arrives, the last micro-batch's and all activations are gone.
-    params = plan.abstract_policy(there)[1]
+    scratch = plan.update_scratch(plan.abstract_policy(there)[1])
     gone = less["activations (estimate)"] + less["log-prob chunk"] + less["gradients"] // 2
-    assert less["optimizer"] == max(0, sizes["optimizer"] + plan.update_scratch(params) - gone)
+    assert sizes["update (estimate)"] == max(0, scratch - gone)
+    assert less["update (estimate)"] == max(0, sizes["optimizer"] + scratch - gone)
+    assert less["optimizer"] == 0
     text = plan.describe(there)
     assert "host         pinned memory" in text
     assert f"{sizes['optimizer'] / plan.GIB:.3f} GiB" in text.split("host  ")[1]
