@@ -37,7 +37,8 @@ def matmul_precision(dtype: Any, *, gradient: bool = False) -> lax.Precision | N
     mantissa, float32 sums, several times as fast) or three bfloat16 passes (a TPU). Where
     `jax_default_matmul_precision` (JAX_DEFAULT_MATMUL_PRECISION) is set, it decides for both.
     """
-    if jnp.dtype(dtype) != jnp.float32 or jax.config.jax_default_matmul_precision is not None:
+    chosen = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # jax sets it by name
+    if jnp.dtype(dtype) != jnp.float32 or chosen is not None:
         return None
     return lax.Precision.HIGH if gradient else lax.Precision.HIGHEST
 
