@@ -4,8 +4,8 @@
 
 Three rules:
 
-  * At most one process compiles at a time. A job whose program has never been compiled here is *cold* until it says
-    otherwise (`Job.is_warm`); a second cold one waits.
+  * At most `compiles` processes (one) compile at a time, and never two the same program. A job whose program has never
+    been compiled here is *cold* until it says otherwise (`Job.is_warm`); another cold one waits.
   * The budget is the caller's, not ours to overrun: nothing starts in the last `least_s` seconds of it, and `grace_s`
     before its end every running job gets SIGTERM, at which the trainer saves and exits with 0; then SIGKILL.
   * A job that fails is reported with the end of its log and does not take the others with it. Where a failure is an end
@@ -52,6 +52,7 @@ class _Running:
     job: Job
     process: subprocess.Popen[bytes]
     cold: bool
+    device: str
     log_start: int
 
     def output(self) -> str:
@@ -76,6 +77,8 @@ def run_jobs(
     *,
     parallel: int,
     budget: Budget,
+    devices: Sequence[str] = ("",),
+    compiles: int = 1,
     warm: set[str] | None = None,
     least_s: float = 45.0,
     grace_s: float = 30.0,
@@ -85,11 +88,14 @@ def run_jobs(
     cwd: pathlib.Path | None = None,
     failed: list[str] | None = None,
 ) -> bool:
-    """Runs what is not done, in order, `parallel` at a time; waits for all of it or for the end of the budget.
+    """Runs what is not done, in order, `parallel` at a time on each device; waits for all of it or for the end of the
+    budget.
 
     Args:
       jobs: in the order they are to start.
-      parallel: processes at a time.
+      parallel: processes at a time on a device.
+      devices: GPUs, as CUDA_VISIBLE_DEVICES names them; each job gets the least busy one. "": what there is.
+      compiles: most processes that compile at a time.
       budget: see `Budget`.
       warm: programs that have been compiled before; those compiled here are added to it.
       least_s: nothing is started with fewer seconds left.
@@ -126,7 +132,7 @@ def run_jobs(
                         failed.append(item.job.name)
             if budget.left() <= grace_s:
                 break
-            _start(waiting, running, parallel, budget, warm, least_s, environment, say, cwd)
+            _start(waiting, running, parallel, devices, compiles, budget, warm, least_s, environment, say, cwd)
             if not running and (not waiting or budget.left() <= least_s):
                 break
             time.sleep(poll_s)
@@ -139,6 +145,8 @@ def _start(
     waiting: list[Job],
     running: list[_Running],
     parallel: int,
+    devices: Sequence[str],
+    compiles: int,
     budget: Budget,
     warm: set[str],
     least_s: float,
@@ -147,10 +155,12 @@ def _start(
     cwd: pathlib.Path | None,
 ) -> None:
     for job in list(waiting):
-        if len(running) >= parallel or budget.left() <= least_s:
+        device = min(devices, key=[item.device for item in running].count)
+        if [item.device for item in running].count(device) >= parallel or budget.left() <= least_s:
             return
         cold = job.program not in warm
-        if cold and any(item.cold for item in running):
+        compiling = [item.job.program for item in running if item.cold]
+        if cold and (len(compiling) >= compiles or job.program in compiling):
             continue  # a warm one further down may start
         waiting.remove(job)
         job.log.parent.mkdir(parents=True, exist_ok=True)
@@ -160,11 +170,11 @@ def _start(
                 list(job.command),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=None if environment is None else {**os.environ, **environment},
+                env={**os.environ, **(environment or {}), **({"CUDA_VISIBLE_DEVICES": device} if device else {})},
                 cwd=cwd,
             )
-        running.append(_Running(job=job, process=process, cold=cold, log_start=log_start))
-        say(f"{job.name}: started{' (compiles)' if cold else ''}")
+        running.append(_Running(job=job, process=process, cold=cold, device=device, log_start=log_start))
+        say(f"{job.name}: started{f' on GPU {device}' if device else ''}{' (compiles)' if cold else ''}")
 
 
 def _stop(running: list[_Running], budget: Budget, say: Callable[[str], None]) -> None:

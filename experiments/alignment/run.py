@@ -71,6 +71,7 @@ class Experiment:
       vllm: with the stage under vLLM at a scale that has none by itself.
       cache: folder of compiled programs; None: one in `work`.
       is_toy: its policy is of no worth and has no hash to keep to.
+      devices, compiles: see `jobs.run_jobs`.
       failed: names of the jobs that failed.
     """
 
@@ -82,6 +83,8 @@ class Experiment:
     vllm: bool = False
     cache: pathlib.Path | None = None
     is_toy: bool = False
+    devices: tuple[str, ...] = ("",)
+    compiles: int = 1
     failed: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -163,6 +166,8 @@ class Experiment:
             jobs,
             parallel=parallel,
             budget=budget,
+            devices=self.devices,
+            compiles=self.compiles,
             warm=warm,
             environment=self.environment,
             cwd=arms.ROOT,
@@ -401,14 +406,17 @@ def warm_up(experiment: Experiment, budget: Budget, stages: int | None = None) -
     return complete
 
 
-def everything(experiment: Experiment, jobs: int, budget: Budget, stages: int | None = None) -> bool:
-    """All of it, or the first `stages` stages; stops at the first part that the budget does not let finish."""
+def everything(experiment: Experiment, jobs: int, budget: Budget, stages: int | None = None, together: int = 1) -> bool:
+    """All of it, or the first `stages` stages, `together` of them at a time; stops at the first part that the budget
+    does not let finish."""
     if not make_base(experiment, budget):
         return False
     if not (experiment.work / "base_test.json").exists() and not evaluate_base(experiment, budget):
         return False
     check_length(experiment)
-    return all(train(experiment, runs, jobs, budget) for runs in experiment.stages[:stages])
+    todo = experiment.stages[:stages]
+    parts = [[run for stage in todo[i : i + together] for run in stage] for i in range(0, len(todo), together)]
+    return all(train(experiment, runs, jobs, budget) for runs in parts)
 
 
 @contextlib.contextmanager
@@ -457,7 +465,7 @@ def execute(experiment: Experiment, args: argparse.Namespace, budget: Budget) ->
     if args.timing:
         complete &= make_base(experiment, budget) and timing(experiment, budget)
     if args.all:
-        complete &= everything(experiment, args.jobs, budget, args.stages)
+        complete &= everything(experiment, args.jobs, budget, args.stages, args.together)
     return complete
 
 
@@ -485,7 +493,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timing", action="store_true", help="a few steps of each main arm alone")
     parser.add_argument("--warm-up", action="store_true", help="compile the programs of the runs with a toy policy")
     parser.add_argument("--list", action="store_true", help="show what is done")
-    parser.add_argument("--jobs", type=int, default=1, help="trainers at a time on the one device")
+    parser.add_argument("--jobs", type=int, default=1, help="trainers at a time on a device")
+    parser.add_argument("--devices", type=int, default=0, help="GPUs to spread the trainers over (0: do not choose)")
+    parser.add_argument("--compiles", type=int, default=1, help="trainers that may compile at a time")
+    parser.add_argument("--together", type=int, default=1, help="with --all: stages that run side by side")
     parser.add_argument("--budget-s", type=float, help="seconds after which everything has stopped")
     parser.add_argument("--pack", type=pathlib.Path, help="add the raw results to this .tar.xz")
     parser.add_argument("--save-state", type=pathlib.Path, help="pack the work folder into small files in this folder")
@@ -495,15 +506,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--base-set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of base_sft.yaml")
     parser.add_argument("settings", nargs="*", help="section.field=value for every run")
     args = parser.parse_args(argv)
-    if args.jobs < 1:
-        raise UserError(f"--jobs must be at least 1, got {args.jobs}.")
+    for name, least in (("jobs", 1), ("compiles", 1), ("together", 1), ("devices", 0)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name} must be at least {least}, got {getattr(args, name)}.")
     if args.part_mib <= 0 or args.parts < 1:
         raise UserError(f"--part-mib and --parts must be positive, got {args.part_mib:g} and {args.parts}.")
     work = (args.work or arms.ROOT / "runs" / "alignment" / args.scale).absolute()
     work.mkdir(parents=True, exist_ok=True)
     settings, base_settings = tuple(args.settings), tuple(args.base_set)
     experiment = Experiment(
-        scale=arms.SCALES[args.scale], work=work, settings=settings, base_settings=base_settings, vllm=args.vllm
+        scale=arms.SCALES[args.scale],
+        work=work,
+        settings=settings,
+        base_settings=base_settings,
+        vllm=args.vllm,
+        devices=tuple(str(number) for number in range(args.devices)) or ("",),
+        compiles=args.compiles,
     )
     config.load(experiment.scale.config, experiment.settings)  # a mistake in the settings shows before anything runs
     budget, complete = Budget(args.budget_s), False

@@ -136,6 +136,38 @@ def test_only_one_process_compiles_at_a_time(tmp_path):
     assert warm == {"one", "two"}
 
 
+def test_jobs_are_spread_over_devices(tmp_path):
+    # Each waits until all three have started: two on the first device, one on the second.
+    names = ("a", "b", "c")
+    code = (
+        "import os\n"
+        "(done.parent / f'{done.stem}.on').write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        f"while not all((done.parent / f'{{name}}.on').exists() for name in {names}):\n    time.sleep(0.01)\n"
+        "done.touch()"
+    )
+    said = []
+    jobs = [job(tmp_path, name, code) for name in names]
+    options = {"parallel": 2, "devices": ("4", "7"), "compiles": 3, "warm": {"p"}}
+    assert run_jobs(jobs, budget=Budget(60), say=said.append, poll_s=0.01, **options)
+    assert [(tmp_path / f"{name}.on").read_text() for name in names] == ["4", "7", "4"]
+    assert "b: started on GPU 7" in said
+
+
+def test_several_may_compile_but_not_the_same_program(tmp_path):
+    # "a" and "c" compile side by side; "b" has the program of "a" and waits until that is compiled.
+    both = (
+        "while not ((done.parent / 'a.log2').exists() and (done.parent / 'c.log2').exists()):\n    time.sleep(0.01)\n"
+    )
+    start = "(done.parent / f'{done.stem}.log2').touch()\n"
+    early = "assert (done.parent / 'warm').exists()\n"
+    jobs = [
+        job(tmp_path, "a", start + both + "(done.parent / 'warm').touch()\ndone.touch()", "one", "warm"),
+        job(tmp_path, "b", early + "done.touch()", "one", "warm"),
+        job(tmp_path, "c", start + both + "done.touch()", "two", "c.done"),
+    ]
+    assert run_jobs(jobs, parallel=3, compiles=2, budget=Budget(60), poll_s=0.01)
+
+
 def test_a_failing_job_is_reported_and_the_others_go_on(tmp_path):
     said = []
     jobs = [job(tmp_path, "bad", "sys.exit('no such thing')"), job(tmp_path, "good", "done.touch()")]
