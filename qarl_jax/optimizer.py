@@ -433,8 +433,20 @@ def _adamw(
             nu = round_stochastically(nu, seed)
         return update, mu, nu
 
+    def all_at_once(grads: Any, state: Any) -> tuple[Any, Any]:
+        """Moments in floats. One by one is the same arithmetic, but compiled to other last bits: recorded policies
+        could not be made again."""
+        with jax.numpy_dtype_promotion("standard"):
+            updates, new = adam.update(grads, state._replace(nu=_float32(state.nu)))
+        if cfg.second_moment_dtype == "bfloat16":
+            rounded = _unzip(lambda i, x: (round_stochastically(x, _seed(state.count, i)),), 1, new.nu)
+            new = new._replace(nu=rounded[0])
+        return updates, new
+
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
+        if "int8" not in (cfg.moment_dtype, cfg.second_moment_dtype):
+            return all_at_once(grads, state)
         updates, mu, nu = _unzip(
             lambda number, *leaf: one(state.count, _seed(state.count, number), *leaf), 3, grads, state.mu, state.nu
         )

@@ -221,6 +221,22 @@ def test_adamw_follows_the_float64_reference_and_spares_norms_and_biases_from_de
         np.testing.assert_allclose(pick(got), want, atol=1e-6)
 
 
+def test_adamw_in_float32_is_optax_s_to_the_last_bit():
+    """Policies are known by their hash: their last bits may not change with a rewriting of this optimizer."""
+    params = {"kernel": normal(0, 96, 64), "table": normal(1, 33, 64), "bias": normal(2, 64)}
+    ours = optimizer.make_optimizer(AdamW(lr=0.01, **FREE))
+    theirs = optax.chain(optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8), optax.scale_by_learning_rate(0.01))
+    results = []
+    for tx in (ours, theirs):
+        state, step = tx.init(params), jax.jit(lambda g, s, p, tx=tx: tx.update(g, s, p))
+        for seed in range(5):
+            grads = jax.tree.map(lambda p, seed=seed: normal(10 + seed, *p.shape), params)
+            with jax.numpy_dtype_promotion("standard"):
+                updates, state = step(grads, state, params)
+        results.append(updates)
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
 # ------------------------------------------------------------------------------------------------------------ schedules
 
 
