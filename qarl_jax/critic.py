@@ -333,9 +333,7 @@ class Critic:
                 grads, measured = self._accumulate(grads, self.state.params, micro, target, *counts)
                 total = merge(total, measured)
             if self.offload:
-                jax.block_until_ready(grads)
-                self.state = optimizers.moved_to("device", self.state)
-            self.state, applied = self._apply(self.state, grads)
-            if self.offload:
-                self.state = optimizers.moved_to("pinned_host", self.state)
+                self.state, applied = optimizers.apply_offloaded(self._apply, self.state, grads)
+            else:
+                self.state, applied = self._apply(self.state, grads)
         return total | applied

@@ -348,12 +348,10 @@ class Learner:
 
     def apply_update(self, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, Metric]]:
         """One optimizer update; `state` is donated. A zero or non-finite gradient leaves the state as it is."""
-        if self.options.offload:
-            jax.block_until_ready(grads)  # what the backward holds is given back before the state arrives
-            state = optimizers.moved_to("device", state)
         with jax.set_mesh(self.mesh):
-            state, metrics = self._apply(state, grads)
-        return optimizers.moved_to("pinned_host", state) if self.options.offload else state, metrics
+            if self.options.offload:
+                return optimizers.apply_offloaded(self._apply, state, grads)
+            return self._apply(state, grads)
 
     def _grads_fn(self, params: Any, *rest: Any) -> tuple[Any, dict[str, Metric]]:
         grads, metrics = self._gradient(params, *rest)

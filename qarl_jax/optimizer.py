@@ -399,6 +399,11 @@ def _adamw(
     float_dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
     adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=float_dtypes.get(cfg.moment_dtype))
 
+    def step(grads: Any, state: Any) -> tuple[Any, Any]:
+        # optax raises a Python float to an int32 counter, which strict promotion (ours) refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            return adam.update(grads, state)
+
     def init(params: Any) -> Any:
         def zeros(dtype: MomentDtype, grid: blockwise.Grid) -> Any:
             def of(path: Sequence[Any], p: Any) -> Any:
@@ -420,10 +425,7 @@ def _adamw(
             return jax.lax.map(lambda row: one(count, *row), rows)
         mu = blockwise.decode(stored_mu, blockwise.SIGNED) if isinstance(stored_mu, Blocks) else stored_mu
         nu = blockwise.decode(stored_nu, blockwise.UNSIGNED) if isinstance(stored_nu, Blocks) else stored_nu
-        state = optax.ScaleByAdamState(count=count, mu=mu, nu=nu.astype(jnp.float32))
-        # optax raises a Python float to an int32 counter, which strict promotion (ours) refuses.
-        with jax.numpy_dtype_promotion("standard"):
-            update, new = adam.update(grad, state)
+        update, new = step(grad, optax.ScaleByAdamState(count=count, mu=mu, nu=nu.astype(jnp.float32)))
         mu, nu = new.mu, new.nu
         if isinstance(stored_mu, Blocks):
             mu = blockwise.encode(mu, blockwise.SIGNED, ~seed)
@@ -436,8 +438,7 @@ def _adamw(
     def all_at_once(grads: Any, state: Any) -> tuple[Any, Any]:
         """Moments in floats. One by one is the same arithmetic, but compiled to other last bits: recorded policies
         could not be made again."""
-        with jax.numpy_dtype_promotion("standard"):
-            updates, new = adam.update(grads, state._replace(nu=_float32(state.nu)))
+        updates, new = step(grads, state._replace(nu=_float32(state.nu)))
         if cfg.second_moment_dtype == "bfloat16":
             rounded = _unzip(lambda i, x: (round_stochastically(x, _seed(state.count, i)),), 1, new.nu)
             new = new._replace(nu=rounded[0])
@@ -578,6 +579,13 @@ def moved_to(kind: Literal["device", "pinned_host"], state: Any) -> Any:
     for x in elsewhere:
         x.delete()
     return dataclasses.replace(state, opt_state=there)
+
+
+def apply_offloaded(apply: Callable[..., tuple[Any, Any]], state: Any, grads: Any) -> tuple[Any, Any]:
+    """`apply(state, grads)` -> (state, metrics) of a state whose `opt_state` is on the host before and after."""
+    jax.block_until_ready(grads)  # what the backward holds is given back before the state arrives
+    state, metrics = apply(moved_to("device", state), grads)
+    return moved_to("pinned_host", state), metrics
 
 
 # ------------------------------------------------------------------------------------------------------------- applying

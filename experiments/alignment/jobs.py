@@ -155,8 +155,9 @@ def _start(
     cwd: pathlib.Path | None,
 ) -> None:
     for job in list(waiting):
-        device = min(devices, key=[item.device for item in running].count)
-        if [item.device for item in running].count(device) >= parallel or budget.left() <= least_s:
+        taken = [item.device for item in running]
+        device = min(devices, key=taken.count)
+        if taken.count(device) >= parallel or budget.left() <= least_s:
             return
         cold = job.program not in warm
         compiling = [item.job.program for item in running if item.cold]
