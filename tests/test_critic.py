@@ -268,6 +268,19 @@ def test_later_passes_are_whitened_as_the_first():
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 
+def test_a_state_on_the_host_changes_no_update(monkeypatch):
+    rows, verdict = judged()
+    states = []
+    for offload, kind in ((False, "device"), (True, "pinned_host")):
+        monkeypatch.setattr(compiled(), "offload", offload)
+        critic = make(head=True)
+        for _ in range(2):
+            critic.update(put(critic, rows), verdict.targets[0], rows.num_tokens, rows.num_sequences)
+            assert {x.sharding.memory_kind for x in jax.tree.leaves(critic.state.opt_state)} == {kind}
+        states.append(jax.device_get(critic.state))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
 def test_a_critic_learns_a_fixed_batch_within_a_few_updates():
     rows, critic = packed(), make()
     micros, explained, losses = put(critic, rows), [], []
