@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one decoded token per row over a cache of keys and values: one kernel, for the embedded sampler on a GPU.
+"""Attention of one decoded token per row over a cache of keys and values: the embedded sampler's kernel on a GPU.
 
 XLA's own form copies a layer's part of the stacked cache before it multiplies it, and reads all slots of all rows,
 written or not. Here a program per row and kv head walks over the slots that the row has filled, once, with a running
@@ -42,9 +42,7 @@ def can_decode(attention: str, head_dim: int, numerics: Numerics) -> bool:
     return attention == "auto" and not mirrors and shape_fits and devices == 1 and jax.default_backend() == "gpu"
 
 
-def _kernel(
-    layers_ref: Any, slots_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, *, scale: float
-) -> None:
+def _kernel(layers_ref: Any, slots_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, *, scale: float) -> None:
     """One row and kv head, [G, H] queries."""
     row, head = pl.program_id(0), pl.program_id(1)
     layer, last = plgpu.load(layers_ref.at[row]), plgpu.load(slots_ref.at[row])
