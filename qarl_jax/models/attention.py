@@ -179,6 +179,8 @@ def _block_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, 
     order of sums within a product. The backward is that of plain attention.
     """
     scale = jnp.float32(q.shape[-1] ** -0.5) * jnp.float32(math.log2(math.e))
+    if jax.default_backend() == "cpu":  # whose own bf16 dot products (AVX-512) round more than a tensor core's
+        q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
     from_here = jax.lax.cummax(scores, axis=4, reverse=True)
