@@ -326,7 +326,7 @@ class VllmEngine:
             self._stager.close()
             self._stager = None
         assert self._client is not None
-        if (route := self._client.route(staged)) != self.route:
+        if (route := self._client.sent_over) != self.route:
             self.route = route
             self._log(f"publishing over {_TRANSPORTS[route]}")
         self._staged, self.version = staged, version
