@@ -366,7 +366,7 @@ def run_folder(cfg: RunConfig | None) -> Iterator[Check]:
     wanted, why = GIB, "a run takes about 1 GiB"
     if cfg is not None:
         try:
-            saved = plan.parts(cfg)["masters"] + plan.optimizer_states(cfg)["optimizer"][0]
+            saved = plan.parts(cfg)["masters"] + plan.nbytes(plan.optimizer_states(cfg)["optimizer"][0])
         except UserError:
             saved = 0  # told by the check of the model
         kept = cfg.checkpoint.keep or cfg.train.steps // max(1, cfg.checkpoint.every)
