@@ -89,8 +89,9 @@ class QuantConfig:
       rollout: the sampler's scheme; null: the learner's, which is QaRL. forward=bf16 with rollout=w4a16 is the
         quantized-rollout baseline.
       group_size: weights per scale along the input dimension, for schemes with groups written without one.
-      engine: whose arithmetic the learner mirrors: cpu or cuda (vLLM's kernels there), plain, or auto: that of this
-      host. rules: schemes by weight path, first match wins; then `forward` is only the fallback.
+      engine: whose arithmetic the learner mirrors: cpu or cuda (vLLM's kernels there), plain (nobody's), or auto: with
+        rollout.engine.name=vllm that of this host, with jax plain.
+      rules: schemes by weight path, first match wins; then `forward` is only the fallback.
       uaq_scale: QuRL's invariant scaling, once, when the model is loaded (see `uaq.py`); 1: off, 1.5 in the paper.
     """
 
@@ -441,6 +442,16 @@ class RunConfig:
             )
         for term in self.reward_terms:
             self._check_reward(term)
+
+    @property
+    def numerics(self) -> quant.Numerics:
+        """The learner's arithmetic, `quant.engine` resolved; asks JAX for its backend under auto with vLLM.
+
+        The embedded sampler computes with the learner's own functions, so that whatever they mirror the two agree, and
+        mirroring buys nothing there.
+        """
+        embedded = isinstance(self.rollout.engine, jax_sampler.Config)
+        return quant.resolve("plain" if embedded and self.quant.engine == "auto" else self.quant.engine)
 
     def _check_critic(self) -> None:
         wanted, name = isinstance(self.advantage, Gae), self.loss.name

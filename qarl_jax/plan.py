@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from qarl_jax import build, critic, models, optimizer, quant, sharding
+from qarl_jax import build, critic, models, optimizer, sharding
 from qarl_jax.config import RunConfig
 from qarl_jax.rollout import jax_sampler, vllm
 
@@ -28,7 +28,7 @@ def abstract_policy(cfg: RunConfig) -> tuple[Any, Any]:
         compute_dtype=cfg.model.dtype,
         param_dtype=cfg.model.param_dtype,
         quant=models.parse_rules(build.schemes(cfg, cfg.quant.forward), cfg.quant.group_size),
-        numerics=quant.resolve(cfg.quant.engine),  # on CUDA, w4a8 is another scheme
+        numerics=cfg.numerics,  # on CUDA, w4a8 is another scheme
         remat=cfg.model.remat_or_full,
     )
     graphdef, params, _ = models.split(models.abstract_model(config))

@@ -109,7 +109,8 @@ def run(cfg: RunConfig) -> None:
         held_out = build.eval_prompts(cfg, tokenizer) if evaluates else []
 
         # ---- policy, learner, engine ---------------------------------------------------------------------------------
-        graphdef, params = build.load_model(cfg, mesh)
+        resumed = checkpoints.latest_step() is not None
+        graphdef, params = build.load_model(cfg, mesh, build.numerics_of_run(cfg, cfg.run_dir) if resumed else None)
         learner = build.make_learner(cfg, graphdef, mesh)
         # The reference is the policy the run starts from, whatever checkpoint it resumes from.
         reference = learner.reference(params) if cfg.kl.coef else None
@@ -121,7 +122,7 @@ def run(cfg: RunConfig) -> None:
             return state.entries() | (critic.entries() if critic is not None else {})
 
         start, unfinished = 0, None
-        if checkpoints.latest_step() is not None:
+        if resumed:
             restored = checkpoints.restore(entries())
             stream.check_state(restored.extra["data"])
             state, start = TrainState(**{name: restored.state[name] for name in state.entries()}), restored.step

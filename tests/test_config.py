@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from qarl_jax import config, schema, sft
 from qarl_jax.loss import grpo, tbpo
+from qarl_jax.quant import numerics
 from qarl_jax.schema import Variants
 from qarl_jax.types import UserError
 
@@ -530,6 +531,25 @@ def test_a_critic_takes_groups_of_one_and_leaves_the_policy_the_rest_of_the_upda
     assert "adamw at lr 1e-05; the policy waits 4 steps" in config.describe(cfg)
     assert "none" in next(line for line in config.describe(load()).splitlines() if line.startswith("critic"))
     assert load().policy_updates == load().train.total_updates
+
+
+@pytest.mark.parametrize(
+    ("engine", "sampler", "profile"),
+    [
+        ("auto", "jax", "plain"),
+        ("auto", "vllm", "cpu_amx"),
+        ("cpu", "jax", "cpu_amx"),
+        ("cuda", "jax", "cuda"),
+        ("plain", "vllm", "plain"),
+    ],
+)
+def test_auto_mirrors_vllm_where_vllm_samples_and_nothing_else_does_so_unasked(
+    load, monkeypatch, engine, sampler, profile
+):
+    monkeypatch.setattr(numerics, "cpu_has_amx", lambda: True)  # tests run on a CPU
+    cfg = load(f"quant.engine={engine}", f"rollout.engine.name={sampler}")
+    assert cfg.numerics.profile == profile
+    assert cfg.quant.engine == engine
 
 
 def test_the_resolved_config_of_a_run_reads_back(load, write):
