@@ -90,7 +90,7 @@ class QuantConfig:
         quantized-rollout baseline.
       group_size: weights per scale along the input dimension, for schemes with groups written without one.
       engine: whose arithmetic the learner mirrors: cpu or cuda (vLLM's kernels there), plain (nobody's), or auto: with
-        rollout.engine.name=vllm that of this host, with jax plain.
+        rollout.engine.name=vllm that of this host, with jax plain. cpu_*: a vLLM on another kind of CPU.
       rules: schemes by weight path, first match wins; then `forward` is only the fallback.
       uaq_scale: QuRL's invariant scaling, once, when the model is loaded (see `uaq.py`); 1: off, 1.5 in the paper.
     """
@@ -98,7 +98,7 @@ class QuantConfig:
     forward: str = "w4a16"
     rollout: str | None = None
     group_size: int = 128
-    engine: Literal["auto", "cpu", "cuda", "plain"] = "auto"
+    engine: Literal["auto", "cpu", "cuda", "plain", "cpu_amx", "cpu_avx512_bf16", "cpu_avx2"] = "auto"
     rules: tuple[QuantRule, ...] = ()
     uaq_scale: float = 1.0
 

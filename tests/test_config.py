@@ -540,7 +540,7 @@ def test_a_critic_takes_groups_of_one_and_leaves_the_policy_the_rest_of_the_upda
         ("auto", "vllm", "cpu_amx"),
         ("cpu", "jax", "cpu_amx"),
         ("cuda", "jax", "cuda"),
-        ("plain", "vllm", "plain"),
+        *((name, "vllm", name) for name in numerics.PROFILES),  # as a bridge elsewhere may ask for it
     ],
 )
 def test_auto_mirrors_vllm_where_vllm_samples_and_nothing_else_does_so_unasked(
