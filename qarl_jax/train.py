@@ -43,6 +43,7 @@ from qarl_jax import (
     strategies,
     trace,
     uaq,
+    view,
 )
 from qarl_jax import evaluate as evaluations
 from qarl_jax.checkpoint import Checkpoints
@@ -482,7 +483,7 @@ def summary(cfg: RunConfig) -> str:
     lines = [
         f"done: {cfg.run_dir}",
         f"reward/mean       {np.mean(rewards[:5]):.3f} (first five steps) -> {np.mean(rewards[-5:]):.3f} (last five)",
-        f"                  {observe.sparkline(rewards)}",
+        f"                  {view.sparkline(rewards)}",
     ]
     held_out = evaluations.history(cfg.run_dir)
     if len(held_out) > 1:
