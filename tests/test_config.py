@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qarl_jax import config, schema, sft
+from qarl_jax import config, fields, schema, sft
 from qarl_jax.loss import grpo, tbpo
 from qarl_jax.quant import numerics
 from qarl_jax.schema import Variants
@@ -584,7 +584,7 @@ def sections(cls, path):
         found = []
         for owner in classes:
             hint = schema.field_types(owner).get(part)
-            found.extend(nested for nested, _ in schema._nested(hint) if hint is not None)
+            found.extend(nested for nested, _ in fields._nested(hint) if hint is not None)
         classes = found
     return classes
 
