@@ -4,6 +4,8 @@
 
 import io
 
+import numpy as np
+
 from qarl_jax.observe import Config, Observer
 from qarl_jax.view import sparkline, summary_line
 
