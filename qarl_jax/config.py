@@ -58,14 +58,15 @@ class ModelConfig:
       remat: what the backward recomputes: full (every layer), attention (all but softmax attention), mixer (the MLPs
         alone), dots (all but matrix products and attention), none. From least memory to least work; auto takes the
         last of them before none whose memory plan fits the device.
-      attention: implementation: xla (anywhere), cudnn (GPU), splash (TPU); auto picks by device.
+      attention: implementation: xla (anywhere), cudnn (GPU), splash (TPU), flash3 (Hopper, bfloat16: in the order of
+        vLLM's kernel there; elsewhere xla runs instead); auto picks by device, and never flash3.
     """
 
     path: str
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["auto", "full", "attention", "mixer", "dots", "none"] = "full"
-    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+    attention: Literal["auto", "xla", "cudnn", "splash", "flash3"] = "auto"
 
     @property
     def remat_or_full(self) -> str:
