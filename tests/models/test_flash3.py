@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from qarl_jax import quant, sharding
-from qarl_jax.models import flash3
+from qarl_jax.models import ModelConfig, flash3, merge, random_model, split
+from qarl_jax.models import attention as attention_module
 from qarl_jax.models.attention import _flash3, attention, choose, flash_block
 from qarl_jax.models.flash3 import Variant, flash3_attention, segment_bounds
 from qarl_jax.models.fused_attention import runs
+from tests.reference.hf_models import relative
 
 B, T, N, K = 2, 300, 4, 2
 # Three segments, one of them of a single token and one of several blocks, padding behind; and a row that is full.
@@ -109,6 +111,50 @@ def test_rows_and_heads_split_over_a_mesh_give_the_same():
     with jax.set_mesh(sharding.make_mesh(fsdp=2, tensor=2)):
         split = jax.jit(lambda q, k, v, ids: _flash3("xla", True, q, k, v, ids, None))(q, k, v, ids)
     assert share_equal(split, interpreted(q, k, v, SEGMENTS)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["attention", "none"])
+def test_a_model_of_scanned_layers_takes_it_with_segments_and_recomputation(remat, monkeypatch):
+    made = []
+
+    def interpreted(backward, interpret, *operands):
+        made.append(backward)
+        return _flash3(backward, True, *operands)
+
+    monkeypatch.setattr(attention_module, "flash3_lacks", lambda dtype, head_dim: None)
+    monkeypatch.setattr(attention_module, "_flash3", interpreted)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(1, 67, (B, T)))
+
+    def value_and_gradient(implementation):
+        config = ModelConfig(
+            architecture="Qwen3ForCausalLM",
+            vocab_size=67,
+            hidden_size=64,
+            intermediate_size=96,
+            num_layers=2,
+            num_heads=N,
+            num_kv_heads=K,
+            head_dim=32,
+            qk_norm=True,
+            initializer_range=0.2,
+            compute_dtype=jnp.bfloat16,
+            attention=implementation,
+            remat=remat,
+        )
+        graphdef, params, qweights = split(random_model(config, 0))
+
+        def loss(params):
+            out = merge(graphdef, params, qweights)(tokens, None, jnp.asarray(SEGMENTS))
+            return jax.nn.log_softmax(out)[..., 0].mean()
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    (mine, gradient), (plain, wanted) = value_and_gradient("flash3"), value_and_gradient("xla")
+    assert set(made) == {"xla"}
+    np.testing.assert_allclose(mine, plain, rtol=2**-8)
+    for x, y in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
+        assert relative(x, y) < 2**-5  # bf16 activations and cotangents of two layers, rounded some twenty times each
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
