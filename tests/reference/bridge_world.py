@@ -15,6 +15,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from qarl_bridge import sender, server, wire
 from qarl_bridge.fake import FakeEngine
 from qarl_bridge.transport.zeromq import Listener
@@ -135,3 +136,43 @@ def world(path: os.PathLike[str], *, tcp: bool = False, has_weights: bool = Fals
         bridge.stop()
         running.join(PATIENCE_S)
         assert not running.is_alive()
+
+
+# ---- what tests of the state machine say -----------------------------------------------------------------------------
+
+SAMPLING = wire.Sampling(max_tokens=5)
+K_SCALE = "model.layers.0.self_attn.k_proj.weight_scale"
+K_WEIGHT = "model.layers.0.self_attn.k_proj.weight"
+
+
+def draws(n=3):
+    return [wire.Draw(prompt=[1, 2, 3], seed=i) for i in range(n)]
+
+
+def version_of(drawn):
+    """The one version a completion was drawn under."""
+    (span,) = drawn.spans
+    assert (span.start, span.end) == (0, len(drawn.tokens) // 4)
+    return span.version.step
+
+
+@contextlib.contextmanager
+def refused(code, words=None):
+    with pytest.raises(BridgeError, match=words) as error:
+        yield
+    assert error.value.code == code
+
+
+def still_serves(w, client, step):
+    """The engine serves version `step` as if nothing had happened."""
+    status = client.status()
+    assert (status.state, status.version.step) == ("serving", step)
+    assert version_of(client.generate(draws(1), SAMPLING)[0]) == step
+    assert client.read_back().weights == 5
+
+
+def acquire_when_free(w, incarnation):
+    client = w.client()
+    wait_for(lambda: client.status().holder is None)
+    client.acquire("run", incarnation)
+    return client
