@@ -59,7 +59,7 @@ class ModelConfig:
         alone), dots (all but matrix products and attention), none. From least memory to least work; auto takes the
         last of them before none whose memory plan fits the device.
       attention: implementation: xla (anywhere), cudnn (GPU), splash (TPU), flash3 (Hopper, bfloat16: in the order of
-        vLLM's kernel there; elsewhere xla runs instead); auto picks by device, and never flash3.
+        vLLM's kernel there; elsewhere xla runs instead); auto picks by device and quant.engine.
     """
 
     path: str

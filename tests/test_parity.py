@@ -202,6 +202,7 @@ def test_a_mixture_of_experts_climbs_the_ladder_too(tmp_path, scheme):
 def test_what_is_allowed_follows_the_engines_own_noise():
     unaligned, pair = {"k3": 1e-2}, {"k3": 3e-4}
     assert parity.allowance("w4a16:g64", 1e-4, unaligned, pair) == pytest.approx(4.5e-4)
+    assert parity.allowance("w4a16:g64", 1e-5, unaligned, {"k3": 1e-9}) == pytest.approx(1e-4)
     assert parity.allowance("w8a8", 1e-4, unaligned, pair) == pytest.approx(5e-4)
     assert parity.allowance("fp8", 1e-4, unaligned, pair) == 1e-2
     assert parity.allowance("bf16", 1e-4, None, pair) == 1e-4

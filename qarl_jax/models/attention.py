@@ -39,13 +39,17 @@ _QUERY_CHUNK = 512
 _MAX_CHUNKS = 16
 
 
-def choose(attention: str, dtype: Any, head_dim: int, length: int, *, packed: bool) -> str:
-    """The static choice among "xla", "cudnn", "splash" and "flash3"; "auto": the backend's fused kernel if it has one.
+def choose(
+    attention: str, dtype: Any, head_dim: int, length: int, *, packed: bool, numerics: Numerics = Numerics()
+) -> str:
+    """The static choice among "xla", "cudnn", "splash" and "flash3"; "auto": the backend's fused kernel if it has one,
+    and the one in the engine's order where an engine is mirrored and there is one.
 
     Args:
       attention: what the config says. "flash3" where it cannot be had is "xla", with a warning that says why.
       dtype, head_dim, length: of the queries.
       packed: rows hold several segments.
+      numerics: whose roundings to make.
     """
     if attention == "flash3" and (lacks := flash3_lacks(dtype, head_dim)) is not None:
         warnings.warn(f"attention=flash3 needs {lacks}: attention=xla runs instead, in the same blocks", stacklevel=2)
@@ -54,6 +58,8 @@ def choose(attention: str, dtype: Any, head_dim: int, length: int, *, packed: bo
         return attention
     if dtype != jnp.bfloat16 or length == 1:
         return "xla"
+    if numerics.block_attention and flash3_lacks(dtype, head_dim) is None:
+        return "flash3"
     backend = jax.default_backend()
     if backend == "gpu" and head_dim <= 128 and head_dim % 8 == 0 and (not packed or cudnn_packs()):
         return "cudnn"
@@ -81,14 +87,16 @@ def attention(
         Padding (0) sees padding, so every query sees at least itself and nothing is NaN.
       segments: `fused_attention.runs` of the segment ids, for cudnn; None: made here, for as many runs as positions.
       implementation: "auto", "xla", "cudnn", "splash" or "flash3" (see `choose`); with q_slots always xla.
-      numerics: whose roundings to make (xla only).
+      numerics: whose roundings to make (xla; with "auto" also what is chosen).
 
     Returns:
       [B, T, N, H] in q's dtype.
     """
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
-    chosen = choose(implementation, q.dtype, H, T, packed=segment_ids is not None) if q_slots is None else "xla"
+    chosen = "xla"
+    if q_slots is None:
+        chosen = choose(implementation, q.dtype, H, T, packed=segment_ids is not None, numerics=numerics)
     if chosen == "cudnn":
         if segments is None and segment_ids is not None:
             segments = runs(segment_ids, T)

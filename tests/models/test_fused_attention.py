@@ -14,6 +14,7 @@ from qarl_jax import sharding
 from qarl_jax.models import fused_attention
 from qarl_jax.models.attention import attention, choose
 from qarl_jax.models.fused_attention import runs, splash_attention
+from qarl_jax.quant import resolve
 from qarl_jax.types import UserError
 
 B, T, N, K, H = 2, 128, 4, 2, 128
@@ -158,6 +159,10 @@ def test_auto_takes_the_kernel_of_the_backend(monkeypatch):
         monkeypatch.setattr("qarl_jax.models.attention.cudnn_packs", lambda: hopper)  # noqa: B023
         assert auto(packed=False) == "cudnn"
         assert auto(packed=True) == ("cudnn" if hopper else "xla")
+        assert auto(packed=True, numerics=resolve("cuda")) == auto(packed=True)  # not a Hopper GPU, by its device
+    monkeypatch.setattr("qarl_jax.models.attention.flash3_lacks", lambda dtype, head_dim: None)
+    assert auto(packed=True, numerics=resolve("cuda")) == "flash3"
+    assert auto(packed=True, numerics=resolve("plain")) == "cudnn"
     assert choose("auto", jnp.dtype("float32"), 128, 1024, packed=False) == "xla"
     assert choose("xla", jnp.dtype("bfloat16"), 128, 1024, packed=False) == "xla"
 
