@@ -160,7 +160,8 @@ def _sum_cuda(x: jax.Array, pairs: bool) -> jax.Array:
     """
     *lead, width = x.shape
     vectors = width // _VECTOR
-    threads = min(vectors + -vectors % _WARP, _BLOCK)
+    lanes = min(_WARP, 1 << (vectors - 1).bit_length())  # of a warp; the others would add zeros
+    threads = min(vectors + -vectors % lanes, _BLOCK)
     x = jnp.pad(x, (*((0, 0) for _ in lead), (0, -vectors % threads * _VECTOR)))
     x = x.reshape(*lead, -1, threads, _VECTOR)
 
@@ -173,7 +174,7 @@ def _sum_cuda(x: jax.Array, pairs: bool) -> jax.Array:
         total = sequential([own[..., i, :] for i in range(x.shape[-3])])
     else:
         total = sequential([x[..., i, :, j] for i in range(x.shape[-3]) for j in range(_VECTOR)])
-    total = jax.lax.optimization_barrier(total).reshape(*lead, -1, _WARP)  # otherwise computed again for each use
+    total = jax.lax.optimization_barrier(total).reshape(*lead, -1, lanes)  # otherwise computed again for each use
     while total.shape[-1] > 1:
         total = total[..., ::2] + total[..., 1::2]
     total = jax.lax.optimization_barrier(total)
@@ -251,12 +252,24 @@ def _lookup_bwd(dtype: Any, saved: Any, dy: jax.Array) -> tuple[jax.Array, None]
 lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
-def silu_and_mul(gate: jax.Array, up: jax.Array, rounded: bool = False) -> jax.Array:
-    """silu(gate) * up, in float32, rounded to the input dtype. rounded: silu(gate) is, too."""
-    act = jax.nn.silu(gate.astype(jnp.float32))
+def silu_and_mul(gate: jax.Array, up: jax.Array, rounded: bool = False, *, divided: bool = False) -> jax.Array:
+    """silu(gate) * up, in float32, rounded to the input dtype. rounded: silu(gate) is, too. divided: it is one IEEE
+    division, not a product with a reciprocal (the compiler's, an ulp off on a GPU)."""
+    act = (_divided_silu if divided else jax.nn.silu)(gate.astype(jnp.float32))
     if rounded:
         act = store(act, gate.dtype).astype(jnp.float32)
     return store(act * up.astype(jnp.float32), gate.dtype)
+
+
+@jax.custom_jvp
+def _divided_silu(x: jax.Array) -> jax.Array:
+    # Of all bfloat16 x, -2^-8 is a tie when it is rounded and three more are within 4 ulps of one.
+    return divide(x, 1.0 + jnp.exp(-x))
+
+
+@_divided_silu.defjvp
+def _divided_silu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _divided_silu(*primals), jax.jvp(jax.nn.silu, primals, tangents)[1]
 
 
 def _rope_exponents(config: ModelConfig) -> Float[np.ndarray, " H/2"]:

@@ -131,6 +131,11 @@ class Numerics:
         return self.mirrors_engine
 
     @property
+    def divided_silu(self) -> bool:
+        """SiLU is x / (1 + exp(-x)), an IEEE division; otherwise as the compiler divides."""
+        return self.profile == "cuda"
+
+    @property
     def round_rope_table(self) -> bool:
         """cos and sin are rounded to the compute dtype; the rotation itself is float32 with one rounding."""
         return self.mirrors_engine
