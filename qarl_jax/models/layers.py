@@ -9,7 +9,7 @@ between, its `Numerics` profile says so and the same rounding is made here, with
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from qarl_jax.sharding import constrain
 # Names under which the recomputation policies of `transformer.py` know what a layer computes.
 LINEAR_OUTPUT = "linear"  # what every linear layer stores
 ATTENTION_INPUT, ATTENTION_OUTPUT, MIXER_OUTPUT = "qkv", "attention", "mixed"  # q, k, v as projected; softmax V; o
+
+_VECTOR, _WARP, _BLOCK = 8, 32, 1024  # of vLLM's norm kernels: bfloat16 values per load, threads per warp and block
 
 
 class Quantized(nnx.Variable):
@@ -104,37 +106,79 @@ class Linear(nnx.Module):
         return checkpoint_name(y, LINEAR_OUTPUT)
 
 
-def inverse_rms(x: Float[Array, "*B D"], eps: float, *, as_torch: bool = False) -> Float[Array, "*B 1"]:
+def inverse_rms(
+    x: Float[Array, "*B D"], eps: float, *, order: Literal["any", "torch", "cuda", "cuda_pairs"] = "any"
+) -> Float[Array, "*B 1"]:
     """1 / sqrt(mean(x^2) + eps), float32.
 
-    as_torch: to the last bit what torch computes on x86 (x.pow(2).mean(-1), then rsqrt), for D a multiple of 32. An ulp
-    of this moves one element of a norm in some 10^5 across a rounding boundary, and under w8a8 one moved element moves
-    int8 codes downstream.
+    order: that of the sum. An ulp of it moves one element of a norm in some 10^5 across a rounding boundary, and under
+    w8a8 one moved element moves int8 codes downstream.
+      "torch": to the last bit what torch computes on x86 (x.pow(2).mean(-1), then rsqrt), for D a multiple of 32.
+      "cuda": as vLLM's rms_norm kernel sums bfloat16 values, for D a multiple of 8. "cuda_pairs": as its
+      fused_add_rms_norm does. On a GPU the reciprocal root is the same instruction, too.
+      Other D: any order.
     """
-    if as_torch and x.shape[-1] % 32 == 0:
-        return _inverse_rms_torch(x, eps)
+    if order == "torch" and x.shape[-1] % 32 == 0:
+        return _inverse_rms(x, eps, order)
+    if order.startswith("cuda") and x.shape[-1] % _VECTOR == 0:
+        return _inverse_rms(x, eps, order)
     return jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + jnp.float32(eps))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _inverse_rms_torch(x: jax.Array, eps: float) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _inverse_rms(x: jax.Array, eps: float, order: str) -> jax.Array:
     squares = jnp.square(x)
+    width = jnp.full((*x.shape[:-1], 1), x.shape[-1], jnp.float32)
+    if order != "torch":  # squares of bfloat16 values are exact
+        return jax.lax.rsqrt(divide(_sum_cuda(squares, order == "cuda_pairs"), width) + jnp.float32(eps))
     # The squares are rounded before they are summed. To keep the compiler from fusing the two, their bits meet a zero
     # that only the data knows to be zero: the sign bit of a maximum of absolute values.
     zero = jax.lax.shift_right_logical(
         jax.lax.bitcast_convert_type(jnp.abs(x).max(axis=-1, keepdims=True), jnp.int32), 31
     )
     squares = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(squares, jnp.int32) ^ zero, jnp.float32)
-    width = jnp.full((*x.shape[:-1], 1), x.shape[-1], jnp.float32)
     mean = divide(_sum_torch(squares), width) + jnp.float32(eps)
     return divide(jnp.ones_like(mean), jnp.sqrt(mean))
 
 
-@_inverse_rms_torch.defjvp
-def _inverse_rms_jvp(eps: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+@_inverse_rms.defjvp
+def _inverse_rms_jvp(
+    eps: float, order: str, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
-    r = _inverse_rms_torch(x, eps)
+    r = _inverse_rms(x, eps, order)
     return r, -(r * r * r) * jnp.mean(x * dx, axis=-1, keepdims=True)
+
+
+def _sum_cuda(x: jax.Array, pairs: bool) -> jax.Array:
+    """[*B, D] -> [*B, 1], added in the order of vLLM's norm kernels: a thread adds its vectors of 8 one value after the
+    other (`pairs`: vector by vector, each the sum of its sums of two), CUB's block reduction the threads of a warp as a
+    tree of neighbours, and then the warps in sequence.
+
+    Thread t of n has the vectors t, t + n, ...; n is the kernel's for fewer than 256 tokens (1024), and for more (256)
+    the same order comes out up to D = 2048.
+    """
+    *lead, width = x.shape
+    vectors = width // _VECTOR
+    lanes = min(_WARP, 1 << (vectors - 1).bit_length())  # of a warp; the others would add zeros
+    threads = min(vectors + -vectors % lanes, _BLOCK)
+    x = jnp.pad(x, (*((0, 0) for _ in lead), (0, -vectors % threads * _VECTOR)))
+    x = x.reshape(*lead, -1, threads, _VECTOR)
+
+    def sequential(parts: list[jax.Array]) -> jax.Array:
+        return functools.reduce(jnp.add, parts)
+
+    if pairs:
+        twos = [x[..., i] + x[..., i + 1] for i in range(0, _VECTOR, 2)]
+        own = sequential(twos)
+        total = sequential([own[..., i, :] for i in range(x.shape[-3])])
+    else:
+        total = sequential([x[..., i, :, j] for i in range(x.shape[-3]) for j in range(_VECTOR)])
+    total = jax.lax.optimization_barrier(total).reshape(*lead, -1, lanes)  # otherwise computed again for each use
+    while total.shape[-1] > 1:
+        total = total[..., ::2] + total[..., 1::2]
+    total = jax.lax.optimization_barrier(total)
+    return sequential([total[..., i, :] for i in range(total.shape[-2])])
 
 
 def _sum_torch(x: jax.Array) -> jax.Array:
@@ -171,11 +215,12 @@ class RMSNorm(nnx.Module):
         self.numerics = config.numerics
         self.dtype = config.compute_dtype
 
-    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """x (compute dtype, or float32 when not yet rounded) -> compute dtype."""
+    def __call__(self, x: Float[Array, "*B D"], *, added: bool = False) -> Float[Array, "*B D"]:
+        """x (compute dtype, or float32 when not yet rounded) -> compute dtype. added: x is a residual sum."""
         x = x.astype(jnp.float32)
         weight = store(self.weight.get_value(), self.dtype).astype(jnp.float32)
-        y = x * inverse_rms(x, self.eps, as_torch=self.numerics.sums_as_torch)
+        order = self.numerics.norm_order
+        y = x * inverse_rms(x, self.eps, order="cuda_pairs" if order == "cuda" and added else order)
         if self.numerics.round_before_norm_weight:
             y = store(y, self.dtype).astype(jnp.float32)
         return store(y * weight.reshape((1,) * (y.ndim - 1) + weight.shape), self.dtype)
@@ -184,7 +229,7 @@ class RMSNorm(nnx.Module):
         """(norm(residual + delta), residual + delta). The sum is stored rounded; numerics: whether read so."""
         total = residual.astype(jnp.float32) + delta.astype(jnp.float32)
         stored = store(total, self.dtype)
-        return self(stored if self.numerics.round_sum_before_norm else total), stored
+        return self(stored if self.numerics.round_sum_before_norm else total, added=True), stored
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -207,12 +252,24 @@ def _lookup_bwd(dtype: Any, saved: Any, dy: jax.Array) -> tuple[jax.Array, None]
 lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
-def silu_and_mul(gate: jax.Array, up: jax.Array, rounded: bool = False) -> jax.Array:
-    """silu(gate) * up, in float32, rounded to the input dtype. rounded: silu(gate) is, too."""
-    act = jax.nn.silu(gate.astype(jnp.float32))
+def silu_and_mul(gate: jax.Array, up: jax.Array, rounded: bool = False, *, divided: bool = False) -> jax.Array:
+    """silu(gate) * up, in float32, rounded to the input dtype. rounded: silu(gate) is, too. divided: it is one IEEE
+    division, not a product with a reciprocal (the compiler's, an ulp off on a GPU)."""
+    act = (_divided_silu if divided else jax.nn.silu)(gate.astype(jnp.float32))
     if rounded:
         act = store(act, gate.dtype).astype(jnp.float32)
     return store(act * up.astype(jnp.float32), gate.dtype)
+
+
+@jax.custom_jvp
+def _divided_silu(x: jax.Array) -> jax.Array:
+    # Of all bfloat16 x, -2^-8 is a tie when it is rounded and three more are within 4 ulps of one.
+    return divide(x, 1.0 + jnp.exp(-x))
+
+
+@_divided_silu.defjvp
+def _divided_silu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _divided_silu(*primals), jax.jvp(jax.nn.silu, primals, tangents)[1]
 
 
 def _rope_exponents(config: ModelConfig) -> Float[np.ndarray, " H/2"]:

@@ -76,6 +76,7 @@ class MoE(nnx.Module):
         self.down = Linear(D, F, axis="embed_out", config=config, rngs=rngs, stack=experts)
         self.moe = config.moe
         self.silu_rounded = config.numerics.round_silu
+        self.silu_divided = config.numerics.divided_silu
         self.float_inside = config.numerics.float_experts
 
     def __call__(self, x: Float[Array, "B T D"], routed: Int[Array, "B T k"] | None = None) -> Float[Array, "B T D"]:
@@ -92,7 +93,7 @@ class MoE(nnx.Module):
             plain = all(linear.quantized is None for linear in (self.gate, self.up, self.down))
             exact = jnp.float32 if self.float_inside and plain else None
             gate, up = (linear(rows, group_sizes, dtype=exact) for linear in (self.gate, self.up))
-            hidden = store(silu_and_mul(gate, up, self.silu_rounded), x.dtype)
+            hidden = store(silu_and_mul(gate, up, self.silu_rounded, divided=self.silu_divided), x.dtype)
             out = self.down(hidden, group_sizes, dtype=exact)
             out_MkD = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(M, k, D)
             # Weighted and summed in float32, rounded once.

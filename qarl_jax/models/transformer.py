@@ -112,9 +112,11 @@ class MLP(nnx.Module):
         self.up = Linear(F, D, axis="mlp", **args)
         self.down = Linear(D, F, axis="embed_out", **args)
         self.silu_rounded = config.numerics.round_silu
+        self.silu_divided = config.numerics.divided_silu
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        hidden = constrain(silu_and_mul(self.gate(x), self.up(x), self.silu_rounded), "batch", None, "tensor")
+        hidden = silu_and_mul(self.gate(x), self.up(x), self.silu_rounded, divided=self.silu_divided)
+        hidden = constrain(hidden, "batch", None, "tensor")
         return constrain(self.down(hidden), "batch", None, None)
 
 

@@ -115,9 +115,10 @@ class Numerics:
         return self.is_vllm_cpu
 
     @property
-    def sums_as_torch(self) -> bool:
-        """RMSNorm's mean of squares is summed in torch's order (8-float vectors on x86), and its rsqrt is 1 / sqrt."""
-        return self.is_vllm_cpu
+    def norm_order(self) -> Literal["any", "torch", "cuda"]:
+        """The order in which RMSNorm's mean of squares is summed: torch's (8-float vectors on x86; its rsqrt is
+        1 / sqrt), that of vLLM's CUDA kernels, or the compiler's."""
+        return "torch" if self.is_vllm_cpu else "cuda" if self.profile == "cuda" else "any"
 
     @property
     def round_sum_before_norm(self) -> bool:
@@ -128,6 +129,11 @@ class Numerics:
     def round_silu(self) -> bool:
         """SiLU(gate) is rounded before it is multiplied by up."""
         return self.mirrors_engine
+
+    @property
+    def divided_silu(self) -> bool:
+        """SiLU is x / (1 + exp(-x)), an IEEE division; otherwise as the compiler divides."""
+        return self.profile == "cuda"
 
     @property
     def round_rope_table(self) -> bool:

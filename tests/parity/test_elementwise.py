@@ -87,7 +87,7 @@ def test_residual_add_and_norm_equal_the_engines_on_every_element(vllm, width):
 def test_the_inverse_rms_is_torchs_to_the_last_bit(vllm, width):
     x = np.random.default_rng(width).normal(size=(500, width)).astype(np.float32)
     want = vllm.torch.rsqrt(vllm.torch.from_numpy(x).pow(2).mean(-1, keepdim=True) + 1e-6).numpy()
-    exact = jax.jit(functools.partial(layers.inverse_rms, eps=1e-6, as_torch=True))(x)
+    exact = jax.jit(functools.partial(layers.inverse_rms, eps=1e-6, order="torch"))(x)
     np.testing.assert_array_equal(exact, want)
     usual = jax.jit(functools.partial(layers.inverse_rms, eps=1e-6))(x)
     assert (np.asarray(usual) == want).mean() < 0.95, "XLA's own sum and rsqrt would do"
