@@ -118,11 +118,13 @@ def shaped(shape: str, layers: int, scheme: str, engine: str) -> PolicyWeights:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _noise(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return 0.02 * jax.random.normal(key, shape, dtype)
+    """Deviation 0.02. A stack is drawn layer by layer: at once, experts would take several times their own memory."""
+    if len(shape) < 3:
+        return 0.02 * jax.random.normal(key, shape, dtype)
+    return jax.lax.map(lambda key: _noise(key, shape[1:], dtype), jax.random.split(key, shape[0]))
 
 
-def _quantize(graphdef: Any, params: Any) -> Any:
-    return jax.jit(lambda p: models.quantize_params(graphdef, p))(params)
+_quantize = jax.jit(models.quantize_params, static_argnums=0)
 
 
 def moved(weights: PolicyWeights, scale: float) -> PolicyWeights:
@@ -187,6 +189,7 @@ def measure(name: str, weights: PolicyWeights, scheme: str, args: argparse.Names
     reports = []
     try:
         for version in range(args.repeats + 1):
+            weights = dataclasses.replace(weights, qweights=None)  # or there would be two of them in memory
             start = time.perf_counter()
             qweights = jax.block_until_ready(_quantize(weights.graphdef, weights.params))
             quantized = time.perf_counter()

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
+import pathlib
+import re
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qarl_jax import critic as critics
-from qarl_jax import data, models, optimizer, rollout, sharding, uaq
+from qarl_jax import data, models, optimizer, quant, rollout, sharding, uaq
 from qarl_jax.config import RunConfig
 from qarl_jax.learner import Learner, Options
 from qarl_jax.loss import get_term, loss_from_config
@@ -48,15 +51,55 @@ def schemes(cfg: RunConfig, fallback: str) -> list[dict[str, str]]:
     return [*(dataclasses.asdict(rule) for rule in cfg.quant.rules), {"match": "", "scheme": fallback}]
 
 
-def load_model(cfg: RunConfig, mesh: Mesh) -> tuple[Any, Any]:
-    """The policy's graph definition under `quant.forward`, and its masters on the mesh."""
+def run_record(directory: str | os.PathLike[str]) -> tuple[pathlib.Path, dict[str, Any]] | None:
+    """The run.json of a run folder, or of one of its folders: where it is, and what it says; None: there is none.
+
+    Raises:
+      UserError: it is not JSON.
+    """
+    start = pathlib.Path(directory).absolute()
+    for folder in (start, *start.parents[:2]):
+        file = folder / "run.json"
+        if file.is_file():
+            try:
+                return file, json.loads(file.read_text())
+            except ValueError as error:
+                raise UserError(f"{file} is not JSON ({error}).") from None
+    return None
+
+
+def recorded_numerics(directory: str | os.PathLike[str]) -> quant.Numerics | None:
+    """What the run of a folder computed in when it was last started; None: nothing says it."""
+    found = run_record(directory)
+    starts = found[1].get("starts", []) if found else []
+    profile = re.fullmatch(r"Numerics\(profile='(\w+)'\)", str(starts[-1].get("numerics"))) if starts else None
+    return quant.Numerics(profile[1]) if profile else None
+
+
+def numerics_of_run(cfg: RunConfig, directory: str | os.PathLike[str]) -> quant.Numerics:
+    """The learner's arithmetic for a policy that was saved in a run folder, where another run or machine may go on.
+
+    `quant.engine`, if it names one. Under auto, what the run recorded, so that nothing changes in its middle; with vLLM
+    what vLLM computes in on this machine, for it cannot do otherwise.
+    """
+    if cfg.quant.engine != "auto" or cfg.rollout.engine_name == "vllm":
+        return cfg.numerics
+    return recorded_numerics(directory) or cfg.numerics
+
+
+def load_model(cfg: RunConfig, mesh: Mesh, numerics: quant.Numerics | None = None) -> tuple[Any, Any]:
+    """The policy's graph definition under `quant.forward`, and its masters on the mesh.
+
+    Args:
+      numerics: the learner's arithmetic; None: the config's.
+    """
     model = models.load_hf(
         cfg.model.path,
         dtype=cfg.model.dtype,
         param_dtype=cfg.model.param_dtype,
         scheme=schemes(cfg, cfg.quant.forward),
         group_size=cfg.quant.group_size,
-        engine=cfg.quant.engine,
+        engine=(numerics or cfg.numerics).profile,
         attention=cfg.model.attention,
         remat=cfg.model.remat_or_full,
         mesh=mesh,
@@ -209,7 +252,10 @@ __all__ = [
     "make_learner",
     "make_mesh",
     "max_segments",
+    "numerics_of_run",
+    "recorded_numerics",
     "rollout_graphdef",
+    "run_record",
     "schemes",
     "seed_of",
 ]

@@ -33,12 +33,14 @@ from qarl_jax.loss import LOSSES, ppo, tbpo
 from qarl_jax.loss.advantages import ADVANTAGES, Gae, Grpo
 from qarl_jax.observe import Config as LogConfig
 from qarl_jax.partial import Config as PartialConfig
+from qarl_jax.quant.settings import Config as QuantConfig
 from qarl_jax.rewards import RewardConfig, exact
 from qarl_jax.rewards import overlong as overlong_reward
 from qarl_jax.rewards import reasoning_gym as gym_reward
 from qarl_jax.rewards import total as reward_sum
 from qarl_jax.rollout import SamplingConfig, jax_sampler, vllm
 from qarl_jax.schema import Variants
+from qarl_jax.sharding import Config as MeshConfig
 from qarl_jax.types import UserError
 
 LOSS_NAMES: dict[str, type] = {loss.name: loss for loss in LOSSES}
@@ -56,63 +58,20 @@ class ModelConfig:
       remat: what the backward recomputes: full (every layer), attention (all but softmax attention), mixer (the MLPs
         alone), dots (all but matrix products and attention), none. From least memory to least work; auto takes the
         last of them before none whose memory plan fits the device.
-      attention: implementation: xla (anywhere), cudnn (GPU), splash (TPU); auto picks by device.
+      attention: implementation: xla (anywhere), cudnn (GPU), splash (TPU), flash3 (Hopper, bfloat16: in the order of
+        vLLM's kernel there; elsewhere xla runs instead); auto picks by device, and never flash3.
     """
 
     path: str
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["auto", "full", "attention", "mixer", "dots", "none"] = "full"
-    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+    attention: Literal["auto", "xla", "cudnn", "splash", "flash3"] = "auto"
 
     @property
     def remat_or_full(self) -> str:
         """`remat` where no plan was made (`plan.with_remat` does, in a training run): full for auto."""
         return "full" if self.remat == "auto" else self.remat
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantRule:
-    """One entry of `quant.rules`: weights whose path contains the regular expression `match` get `scheme`."""
-
-    match: str
-    scheme: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantConfig:
-    """Which low-bit tensors the learner and the sampler compute with.
-
-    Attributes:
-      forward: the learner's scheme (bf16, w8a8, w4a16, ...; "w4a16:g64" sets a group size). Under engine=cuda, w4a8 is
-        w4a8_fp8.
-      rollout: the sampler's scheme; null: the learner's, which is QaRL. forward=bf16 with rollout=w4a16 is the
-        quantized-rollout baseline.
-      group_size: weights per scale along the input dimension, for schemes with groups written without one.
-      engine: whose arithmetic the learner mirrors: cpu or cuda (vLLM's kernels there), plain, or auto: that of this
-      host. rules: schemes by weight path, first match wins; then `forward` is only the fallback.
-      uaq_scale: QuRL's invariant scaling, once, when the model is loaded (see `uaq.py`); 1: off, 1.5 in the paper.
-    """
-
-    forward: str = "w4a16"
-    rollout: str | None = None
-    group_size: int = 128
-    engine: Literal["auto", "cpu", "cuda", "plain"] = "auto"
-    rules: tuple[QuantRule, ...] = ()
-    uaq_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.uaq_scale < float("inf"):
-            raise UserError(f"uaq_scale must be positive (1: off, 1.5 in QuRL), got {self.uaq_scale}.")
-        for scheme in (self.forward, self.rollout):
-            if scheme is not None:
-                quant.parse_scheme(scheme, self.group_size)
-        quant.Rules.parse([dataclasses.asdict(rule) for rule in self.rules], self.group_size)
-
-    @property
-    def rollout_scheme(self) -> str:
-        """The sampler's scheme, resolved."""
-        return self.forward if self.rollout is None else self.rollout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -307,24 +266,6 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """Devices per mesh axis (see `sharding.py`); -1 in one place: all the rest."""
-
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    expert: int = 1
-
-    def __post_init__(self) -> None:
-        sizes = dataclasses.asdict(self)
-        for axis, size in sizes.items():
-            if size < 1 and size != -1:
-                raise UserError(f"{axis}={size}: a mesh axis has at least 1 device (or -1: all that are left).")
-        if sum(size == -1 for size in sizes.values()) > 1:
-            raise UserError("only one mesh axis may be -1 (all devices that are left).")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Held-out evaluation during training.
 
@@ -441,6 +382,16 @@ class RunConfig:
             )
         for term in self.reward_terms:
             self._check_reward(term)
+
+    @property
+    def numerics(self) -> quant.Numerics:
+        """The learner's arithmetic, `quant.engine` resolved; asks JAX for its backend under auto with vLLM.
+
+        The embedded sampler computes with the learner's own functions, so that whatever they mirror the two agree, and
+        mirroring buys nothing there.
+        """
+        embedded = isinstance(self.rollout.engine, jax_sampler.Config)
+        return quant.resolve("plain" if embedded and self.quant.engine == "auto" else self.quant.engine)
 
     def _check_critic(self) -> None:
         wanted, name = isinstance(self.advantage, Gae), self.loss.name

@@ -268,7 +268,7 @@ def weight_grid() -> Check:
 def numerics(cfg: RunConfig | None) -> Check:
     """The profile `quant.engine` resolves to here, and whether it is that of the sampler."""
     engine = "auto" if cfg is None else cfg.quant.engine
-    profile = quant.resolve(engine).profile
+    profile = (quant.resolve(engine) if cfg is None else cfg.numerics).profile
     found = f"quant.engine={engine} is {profile} here"
     if cfg is not None and cfg.rollout.engine_name == "vllm" and profile == "plain":
         todo = "set quant.engine=auto, so that the learner rounds where vLLM does"
@@ -366,7 +366,7 @@ def run_folder(cfg: RunConfig | None) -> Iterator[Check]:
     wanted, why = GIB, "a run takes about 1 GiB"
     if cfg is not None:
         try:
-            saved = plan.parts(cfg)["masters"] + plan.optimizer_states(cfg)["optimizer"][0]
+            saved = plan.parts(cfg)["masters"] + plan.nbytes(plan.optimizer_states(cfg)["optimizer"][0])
         except UserError:
             saved = 0  # told by the check of the model
         kept = cfg.checkpoint.keep or cfg.train.steps // max(1, cfg.checkpoint.every)
@@ -426,7 +426,7 @@ def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
         sides = {"quantized (learner)": cfg.quant.forward, "quantized (sampler)": cfg.quant.rollout_scheme}
     for name, scheme in sides.items():
         rules = models.parse_rules(build.schemes(cfg, scheme), cfg.quant.group_size)
-        quantized = models.read_config(cfg.model.path, quant=rules, numerics=quant.resolve(cfg.quant.engine))
+        quantized = models.read_config(cfg.model.path, quant=rules, numerics=cfg.numerics)
         # The layers stacked as under these rules, but without QTensors: a weight that does not fit has none.
         starts = tuple(segment.start for segment in quantized.segments)
         model = models.abstract_model(dataclasses.replace(quantized, quant=quant.Rules(), splits=starts))

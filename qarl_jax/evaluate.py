@@ -296,7 +296,7 @@ def run(cfg: RunConfig, *, source: str | None = None, scheme: str | None = None)
         tokenizer = data.load_tokenizer(cfg.model.path)
         prompts = build.eval_prompts(cfg, tokenizer)
         grader = stack.enter_context(contextlib.closing(build.make_grader(cfg)))
-        graphdef, params = build.load_model(cfg, mesh)
+        graphdef, params = build.load_model(cfg, mesh, None if source is None else build.numerics_of_run(cfg, source))
         version = 0
         if found is not None:
             restored = found[0].restore({"params": params}, step=found[1])

@@ -42,11 +42,11 @@ def run_config(directory: str | os.PathLike[str], overrides: Sequence[str] = ())
     Raises:
       UserError: no run.json at or above the folder.
     """
+    found = build.run_record(directory)
+    if found is not None:
+        file, record = found
+        return config.from_dict(record["config"], str(file), overrides)
     start = pathlib.Path(directory).absolute()
-    for folder in (start, *start.parents[:2]):
-        if (folder / "run.json").is_file():
-            file = folder / "run.json"
-            return config.from_dict(json.loads(file.read_text())["config"], str(file), overrides)
     raise UserError(f"{start} is not inside a run folder: no run.json in it or in the two folders above it.")
 
 
@@ -68,7 +68,9 @@ def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: st
     checkpoints, step = checkpoint.find(source)
     cfg = run_config(source)
     mesh = build.make_mesh(cfg)
-    graphdef, params = build.load_model(cfg, mesh)
+    # Under auto this machine's arithmetic may be another than the run's, and with it the grid of w4a8.
+    recorded = build.recorded_numerics(source) if cfg.quant.engine == "auto" else None
+    graphdef, params = build.load_model(cfg, mesh, recorded)
     state = build.make_learner(cfg, graphdef, mesh).init(params)
     # The whole state is named, so that a checkpoint of another model is refused rather than half read.
     params = checkpoints.restore(state.entries(), step=step).state["params"]

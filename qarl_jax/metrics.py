@@ -14,6 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# Prefixes of every metric that depends on the clock or the process, and not on config and seed alone.
+TIME = "time/"
+PERF = "perf/"
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -55,6 +55,7 @@ from qarl_bridge.wire import BridgeError
 
 from qarl_jax import live_layers, models, quant
 from qarl_jax.logprobs import token_logprobs
+from qarl_jax.models.fused_attention import flash3_lacks
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
 from qarl_jax.rollout.vllm import Config, VllmEngine, leave_memory_to_vllm
@@ -108,8 +109,11 @@ class Sampled:
         return Sampled(tokens, segment_ids, response, logprobs, routed)
 
 
-def load(path: str, scheme: str, engine: str, attention: str = "xla") -> PolicyWeights:
+def load(path: str, scheme: str, engine: str, attention: str = "engine") -> PolicyWeights:
     """A model folder as a bf16-computing learner under `scheme`, in the arithmetic of `engine`, ready to publish."""
+    if attention == "engine":
+        head_dim = models.read_config(path).head_dim
+        attention = "flash3" if engine == "cuda" and flash3_lacks(jnp.dtype("bfloat16"), head_dim) is None else "xla"
     model = models.load_hf(
         path, dtype="bfloat16", param_dtype="float32", scheme=scheme, engine=engine, attention=attention
     )
@@ -272,7 +276,7 @@ def decode_and_prefill(engine: VllmEngine, prompts: Sequence[Prompt], length: in
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Attributes: prompts, prompt_len, response_len: size of the comparison. max_k3: see the module docstring.
-    attention: as in model.attention; xla mirrors the engine's kernel, a GPU's own is faster.
+    attention: as in model.attention; "engine" mirrors the engine's kernel: flash3 where it can be had, else xla.
     execution, int4_kernel, kv_cache_gb, gpu_memory_utilization: as in rollout.engine. unaligned, bf16_pair: whether to
     measure these two baselines."""
 
@@ -283,7 +287,7 @@ class Options:
     max_k3: float = 1e-4
     float32_logits: bool = False
     threads: int = 0
-    attention: Literal["auto", "xla", "cudnn"] = "xla"
+    attention: Literal["engine", "auto", "xla", "cudnn", "flash3"] = "engine"
     execution: Literal["eager", "compiled"] = "eager"
     int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
     kv_cache_gb: float = 0.25
@@ -309,7 +313,12 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
         rungs.append(rung)
         show(rung)
 
-    result: dict[str, Any] = {"model": path, "scheme": scheme, "profile": config.numerics.profile}
+    result: dict[str, Any] = {
+        "model": path,
+        "scheme": scheme,
+        "profile": config.numerics.profile,
+        "attention": config.attention,
+    }
     for rung in exact_rungs(weights):
         add(rung)
     prompts = random_prompts(config.vocab_size, options.prompts, options.prompt_len, options.seed)
@@ -429,7 +438,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-k3", type=float, default=defaults.max_k3, help="largest k3 that keeps the promise")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU engine; 0: all")
     parser.add_argument(
-        "--attention", choices=("auto", "xla", "cudnn"), default=defaults.attention, help="the learner's"
+        "--attention",
+        choices=("engine", "auto", "xla", "cudnn", "flash3"),
+        default=defaults.attention,
+        help="the learner's; engine: what mirrors the engine's own",
     )
     parser.add_argument("--execution", choices=("eager", "compiled"), default=defaults.execution)
     parser.add_argument("--int4-kernel", choices=("auto", "machete", "marlin"), default=defaults.int4_kernel)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from qarl_jax import build, critic, models, optimizer, quant, sharding, stackwise
+from qarl_jax import build, critic, models, optimizer, sharding, stackwise
 from qarl_jax.config import RunConfig
 from qarl_jax.rollout import jax_sampler, vllm
 
@@ -27,7 +27,7 @@ def abstract_policy(cfg: RunConfig) -> tuple[Any, Any]:
         compute_dtype=cfg.model.dtype,
         param_dtype=cfg.model.param_dtype,
         quant=models.parse_rules(build.schemes(cfg, cfg.quant.forward), cfg.quant.group_size),
-        numerics=quant.resolve(cfg.quant.engine),  # on CUDA, w4a8 is another scheme
+        numerics=cfg.numerics,  # on CUDA, w4a8 is another scheme
         remat=cfg.model.remat_or_full,
     )
     graphdef, params, _ = models.split(models.abstract_model(config))
@@ -274,15 +274,13 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
     return out
 
 
-def optimizer_states(cfg: RunConfig, *, per_device: bool = False) -> dict[str, tuple[int, bool]]:
-    """Whole optimizer states by owner, wherever they are: bytes, and whether they rest on the host."""
+def optimizer_states(cfg: RunConfig) -> dict[str, tuple[Any, bool]]:
+    """Whole abstract optimizer states by owner, and whether they rest on the host."""
     graphdef, params = abstract_policy(cfg)
-    mesh = planned_mesh(cfg) if per_device else None
     state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
-    out = {"optimizer": (nbytes(state, mesh), cfg.optimizer.offload)}
+    out = {"optimizer": (state, cfg.optimizer.offload)}
     if cfg.critic is not None:
-        moments = abstract_critic(cfg, graphdef)[2]
-        out["critic's optimizer"] = (nbytes(moments, mesh), cfg.critic.optimizer.offload)
+        out["critic's optimizer"] = (abstract_critic(cfg, graphdef)[2], cfg.critic.optimizer.offload)
     return out
 
 
@@ -411,14 +409,12 @@ def describe(cfg: RunConfig) -> str:
     rows = [(name, whole[name], own[name]) for name in whole]
     rows.append(("sum", sum(whole.values()), sum(own.values())))
     lines += [f"  {name:<24}{a / GIB:9.3f} GiB{b / GIB:10.3f} GiB" for name, a, b in rows]
-    states, shares = optimizer_states(cfg), optimizer_states(cfg, per_device=True)
-    if any(on_host for _, on_host in states.values()):
-        lines.append(
-            "host         pinned memory; an update takes it to the devices and back, group by group (optimizer.offload)"
-        )
-    for name, (size, on_host) in states.items():
-        if on_host:
-            lines.append(f"  {name:<24}{size / GIB:9.3f} GiB{shares[name][0] / GIB:10.3f} GiB")
+    resting = {name: state for name, (state, on_host) in optimizer_states(cfg).items() if on_host}
+    if resting:
+        lines.append("host         pinned memory, group by group on the devices for an update (optimizer.offload)")
+    for name, state in resting.items():
+        a, b = nbytes(state), nbytes(state, planned_mesh(cfg))
+        lines.append(f"  {name:<24}{a / GIB:9.3f} GiB{b / GIB:10.3f} GiB")
     lines += colocation(cfg)
     split = cfg.quant.rollout_scheme != cfg.quant.forward
     for rollout in (False, True) if split else (False,):

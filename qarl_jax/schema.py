@@ -17,6 +17,8 @@ one variant mean something else (or nothing) in another: TBPO's clip_high is not
 Every mistake is a `UserError` that says where the value came from (file:line or the override itself), what was expected
 and what is close to it. What we left out: environment variables, interpolation and several files on the command line,
 each of which makes a run depend on something that its dumped config does not show.
+
+What an annotation says is read in `fields.py`.
 """
 
 from __future__ import annotations
@@ -32,27 +34,20 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 
 import yaml
 
+from qarl_jax.fields import (
+    Variants,
+    dotted_keys,
+    field_default,
+    field_types,
+    holds_variants,
+    listing,
+    type_words,
+    variants_of,
+)
 from qarl_jax.types import UserError
 
 T = TypeVar("T")
 Path = tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity: typing needs a hash, a dict has none
-class Variants:
-    """Marks a field whose type is chosen by its `name` key. Example: Annotated[Any, Variants({"exact": exact.Config})].
-
-    Attributes:
-      types: variant name -> dataclass.
-      default: variant taken when the section has no `name` and the field has no default of its own.
-    """
-
-    types: Mapping[str, type]
-    default: str | None = None
-
-    def name_of(self, value: Any) -> str:
-        """The variant name of a built config."""
-        return next(name for name, cls in self.types.items() if type(value) is cls)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +276,7 @@ class _Builder:
     def dataclass(self, cls: type, value: Any, path: Path, siblings: Variants | None = None, variant: str = "") -> Any:
         value = self.plain(value)
         if not isinstance(value, Mapping):
-            raise self.error(path, f"expected a section with keys {_listing(field_types(cls))}, got {_show(value)}.")
+            raise self.error(path, f"expected a section with keys {listing(field_types(cls))}, got {_show(value)}.")
         hints = field_types(cls)
         given: dict[str, Any] = {}
         for key, item in value.items():
@@ -289,7 +284,7 @@ class _Builder:
                 continue
             if key not in hints:
                 raise self.unknown_key(hints, (*path, key), siblings, variant)
-            given[key] = self.value(hints[key], item, (*path, key), _field_default(cls, key))
+            given[key] = self.value(hints[key], item, (*path, key), field_default(cls, key))
         for field in dataclasses.fields(cls):
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             if required and field.name not in given:
@@ -319,7 +314,7 @@ class _Builder:
         near = difflib.get_close_matches(key, hints, n=1)
         suggestion = _dotted((*path[:-1], near[0])) if near else self.elsewhere(key)
         hint = f" Did you mean {suggestion}?" if suggestion else ""
-        return self.error(path, f"unknown key.{hint} Known keys of {section}: {_listing(hints) or 'none'}.")
+        return self.error(path, f"unknown key.{hint} Known keys of {section}: {listing(hints) or 'none'}.")
 
     def elsewhere(self, key: str) -> str | None:
         """The full path of a key that exists in another section (`clip_high` at the top -> `loss.clip_high`)."""
@@ -345,7 +340,7 @@ class _Builder:
     def value(self, hint: Any, value: Any, path: Path, default: Any = dataclasses.MISSING) -> Any:
         origin = typing.get_origin(hint)
         if origin is Annotated:
-            marks = _variants_of(hint)
+            marks = variants_of(hint)
             return self.variant(marks[0], value, path, default) if marks else self.value(hint.__origin__, value, path)
         if hint is Any or hint is object:
             return self.deep(value)
@@ -372,7 +367,7 @@ class _Builder:
 
     def variant(self, variants: Variants, value: Any, path: Path, default: Any) -> Any:
         value = self.plain(value)
-        names = _listing(variants.types)
+        names = listing(variants.types)
         if isinstance(value, str):
             raise self.error(path, f"expected a section, got {value!r}; write {_dotted(path)}.name={value}.")
         if not isinstance(value, Mapping):
@@ -419,7 +414,7 @@ class _Builder:
                     return option
         near = difflib.get_close_matches(str(text), [str(option) for option in allowed], n=1)
         hint_text = f" Did you mean {near[0]}?" if near else ""
-        raise self.error(path, f"expected one of {_listing(allowed)}, got {_show(text)}.{hint_text}")
+        raise self.error(path, f"expected one of {listing(allowed)}, got {_show(text)}.{hint_text}")
 
     def tuple(self, hint: Any, value: Any, path: Path) -> tuple[Any, ...]:
         args = typing.get_args(hint)
@@ -466,7 +461,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def _plain_out(hint: Any, value: Any) -> Any:
     if typing.get_origin(hint) is Annotated:
-        marks = _variants_of(hint)
+        marks = variants_of(hint)
         if marks and value is not None:
             return {"name": marks[0].name_of(value), **to_dict(value)}
         return _plain_out(hint.__origin__, value)
@@ -488,102 +483,6 @@ def to_yaml(config: Any) -> str:
     return yaml.safe_dump(to_dict(config), sort_keys=False, width=120)
 
 
-def dotted_keys(cls: type, prefix: str = "", _inside: tuple[type, ...] = ()) -> list[str]:
-    """Every key that a config of type `cls` may hold, in order, variants' fields included. For suggestions and help."""
-    if cls in _inside:  # a variant may contain itself (a sum of rewards)
-        return []
-    keys: list[str] = []
-    for name, hint in field_types(cls).items():
-        dotted = f"{prefix}{name}"
-        keys.append(dotted)
-        for nested, is_variant in _nested(hint):
-            if is_variant and f"{dotted}.name" not in keys:
-                keys.append(f"{dotted}.name")
-            keys.extend(k for k in dotted_keys(nested, f"{dotted}.", (*_inside, cls)) if k not in keys)
-    return keys
-
-
-def _nested(hint: Any) -> list[tuple[type, bool]]:
-    origin = typing.get_origin(hint)
-    if origin is Annotated:
-        marks = _variants_of(hint)
-        return [(cls, True) for cls in marks[0].types.values()] if marks else _nested(hint.__origin__)
-    if origin in (Union, types.UnionType):
-        return [item for option in typing.get_args(hint) for item in _nested(option)]
-    return [(typing.cast(type, hint), False)] if dataclasses.is_dataclass(hint) else []
-
-
-def holds_variants(cls: type, path: Path) -> bool:
-    """Whether the section at `path` of a config of type `cls` is chosen by a `name` key."""
-    hints: list[Any] = [cls]
-    for key in path:
-        below: list[Any] = []
-        for hint in _alternatives(hints):
-            if typing.get_origin(hint) is tuple:
-                below.extend(arg for arg in typing.get_args(hint) if arg is not Ellipsis)
-            elif typing.get_origin(hint) is dict:
-                below.append(typing.get_args(hint)[1])
-            elif typing.get_origin(hint) is Annotated:
-                for variant in _variants_of(hint):
-                    below.extend(t[key] for t in map(field_types, variant.types.values()) if key in t)
-            elif dataclasses.is_dataclass(hint) and key in field_types(typing.cast(type, hint)):
-                below.append(field_types(typing.cast(type, hint))[key])
-        hints = below
-    return any(typing.get_origin(hint) is Annotated and _variants_of(hint) for hint in _alternatives(hints))
-
-
-def _alternatives(hints: list[Any]) -> list[Any]:
-    out: list[Any] = []
-    for hint in hints:
-        is_union = typing.get_origin(hint) in (Union, types.UnionType)
-        out.extend(_alternatives(list(typing.get_args(hint))) if is_union else [hint])
-    return out
-
-
-def _variants_of(hint: Any) -> list[Variants]:
-    return [mark for mark in hint.__metadata__ if isinstance(mark, Variants)]
-
-
-def field_types(cls: type) -> dict[str, Any]:
-    """Field name -> resolved annotation, in order, of the fields that `cls(...)` takes."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
-
-
-def type_words(hint: Any) -> str:
-    """An annotation in words. Example: `int | None` -> "an integer or null"."""
-    origin = typing.get_origin(hint)
-    if origin is Annotated:
-        marks = _variants_of(hint)
-        return f"a section with name {_listing(marks[0].types)}" if marks else type_words(hint.__origin__)
-    if origin in (Union, types.UnionType):
-        return " or ".join(type_words(option) for option in typing.get_args(hint))
-    if origin is Literal:
-        return "one of " + _listing(typing.get_args(hint))
-    if origin is tuple:
-        return "a list"
-    if origin is dict or hint is dict:
-        return "a mapping"
-    if dataclasses.is_dataclass(hint):
-        return "a section"
-    words = {
-        bool: "true or false",
-        int: "an integer",
-        float: "a number",
-        str: "text",
-        type(None): "null",
-        Any: "any value",
-    }
-    return words.get(hint, getattr(hint, "__name__", str(hint)))
-
-
-def _field_default(cls: type, name: str) -> Any:
-    field = next(field for field in dataclasses.fields(cls) if field.name == name)
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
 def _type_hint(hint: Any, value: Any) -> str:
     if hint is str and isinstance(value, bool):
         return " (YAML reads yes/no/on/off as true/false: put quotes around it.)"
@@ -600,10 +499,6 @@ def _describe_node(node: yaml.Node) -> str:
 
 def _dotted(path: Path) -> str:
     return ".".join(path)
-
-
-def _listing(names: Any) -> str:
-    return ", ".join(str(name) for name in names)
 
 
 def _show(value: Any) -> str:

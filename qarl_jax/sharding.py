@@ -36,6 +36,24 @@ BATCH_AXES = ("data", "fsdp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The section `mesh` of a run's config: devices per mesh axis; -1 in one place: all the rest."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = dataclasses.asdict(self)
+        for axis, size in sizes.items():
+            if size < 1 and size != -1:
+                raise UserError(f"{axis}={size}: a mesh axis has at least 1 device (or -1: all that are left).")
+        if sum(size == -1 for size in sizes.values()) > 1:
+            raise UserError("only one mesh axis may be -1 (all devices that are left).")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
     """Logical axis -> mesh axes, for the arrays at rest (weights, optimizer state). () = replicated.
 

@@ -43,6 +43,7 @@ from qarl_jax import (
     strategies,
     trace,
     uaq,
+    view,
 )
 from qarl_jax import evaluate as evaluations
 from qarl_jax.checkpoint import Checkpoints
@@ -109,7 +110,8 @@ def run(cfg: RunConfig) -> None:
         held_out = build.eval_prompts(cfg, tokenizer) if evaluates else []
 
         # ---- policy, learner, engine ---------------------------------------------------------------------------------
-        graphdef, params = build.load_model(cfg, mesh)
+        resumed = checkpoints.latest_step() is not None
+        graphdef, params = build.load_model(cfg, mesh, build.numerics_of_run(cfg, cfg.run_dir) if resumed else None)
         learner = build.make_learner(cfg, graphdef, mesh)
         # The reference is the policy the run starts from, whatever checkpoint it resumes from.
         reference = learner.reference(params) if cfg.kl.coef else None
@@ -121,7 +123,7 @@ def run(cfg: RunConfig) -> None:
             return state.entries() | (critic.entries() if critic is not None else {})
 
         start, unfinished = 0, None
-        if checkpoints.latest_step() is not None:
+        if resumed:
             restored = checkpoints.restore(entries())
             stream.check_state(restored.extra["data"])
             state, start = TrainState(**{name: restored.state[name] for name in state.entries()}), restored.step
@@ -481,7 +483,7 @@ def summary(cfg: RunConfig) -> str:
     lines = [
         f"done: {cfg.run_dir}",
         f"reward/mean       {np.mean(rewards[:5]):.3f} (first five steps) -> {np.mean(rewards[-5:]):.3f} (last five)",
-        f"                  {observe.sparkline(rewards)}",
+        f"                  {view.sparkline(rewards)}",
     ]
     held_out = evaluations.history(cfg.run_dir)
     if len(held_out) > 1:

@@ -12,8 +12,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qarl_jax import config, schema, sft
+from qarl_jax import config, fields, schema, sft
 from qarl_jax.loss import grpo, tbpo
+from qarl_jax.quant import numerics
 from qarl_jax.schema import Variants
 from qarl_jax.types import UserError
 
@@ -532,6 +533,25 @@ def test_a_critic_takes_groups_of_one_and_leaves_the_policy_the_rest_of_the_upda
     assert load().policy_updates == load().train.total_updates
 
 
+@pytest.mark.parametrize(
+    ("engine", "sampler", "profile"),
+    [
+        ("auto", "jax", "plain"),
+        ("auto", "vllm", "cpu_amx"),
+        ("cpu", "jax", "cpu_amx"),
+        ("cuda", "jax", "cuda"),
+        *((name, "vllm", name) for name in numerics.PROFILES),  # as a bridge elsewhere may ask for it
+    ],
+)
+def test_auto_mirrors_vllm_where_vllm_samples_and_nothing_else_does_so_unasked(
+    load, monkeypatch, engine, sampler, profile
+):
+    monkeypatch.setattr(numerics, "cpu_has_amx", lambda: True)  # tests run on a CPU
+    cfg = load(f"quant.engine={engine}", f"rollout.engine.name={sampler}")
+    assert cfg.numerics.profile == profile
+    assert cfg.quant.engine == engine
+
+
 def test_the_resolved_config_of_a_run_reads_back(load, write):
     cfg = load(*PPO, "advantage.lam=0.9", "critic={path: x, optimizer: {name: muon, lr: 1.0e-4}}")
     assert config.load(write(config.to_yaml(cfg), "critic.yaml")) == cfg
@@ -564,7 +584,7 @@ def sections(cls, path):
         found = []
         for owner in classes:
             hint = schema.field_types(owner).get(part)
-            found.extend(nested for nested, _ in schema._nested(hint) if hint is not None)
+            found.extend(nested for nested, _ in fields._nested(hint) if hint is not None)
         classes = found
     return classes
 

@@ -52,7 +52,8 @@ def test_planned_optimizer_bytes_are_those_of_the_states_arrays(world, name, fir
     params = models.split(tiny.random_model())[1]
     state = optimizer.init(optimizer.make_optimizer(cfg.optimizer), params)
     assert plan.parts(cfg)["optimizer"] == really(state)
-    assert plan.optimizer_states(cfg) == {"optimizer": (really(state), False)}
+    ((name, (planned, on_host)),) = plan.optimizer_states(cfg).items()
+    assert (name, plan.nbytes(planned), on_host) == ("optimizer", really(state), False)
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
@@ -66,11 +67,22 @@ def test_one_device_of_a_mesh_holds_its_share_of_eight_bit_states(world, name):
     assert plan.parts(cfg, per_device=True)["optimizer"] == held < really(state)
 
 
+def test_a_state_on_the_host_is_described_from_one_abstract_model(world, monkeypatch):
+    there = world.changed(optimizer={"offload": True}).config
+    made, own = [], plan.abstract_policy
+    monkeypatch.setattr(plan, "parts", lambda cfg, **_: {"optimizer": 0})
+    monkeypatch.setattr(plan, "quantized", lambda cfg, **_: [])
+    monkeypatch.setattr(plan, "abstract_policy", lambda cfg: made.append(cfg) or own(cfg))
+    assert "host  " in plan.describe(there)
+    assert len(made) == 2  # one to count parameters, one for the state over the mesh and on one device
+
+
 def test_a_state_on_the_host_is_planned_there_and_on_the_device_for_what_its_visit_adds(world):
     here, there = (world.changed(optimizer={"name": "muon", "offload": on}).config for on in (False, True))
     sizes, less = plan.parts(here), plan.parts(there)
     assert {name for name in sizes if sizes[name] != less[name]} <= {"optimizer", "update (estimate)"}
-    assert plan.optimizer_states(there) == {"optimizer": (sizes["optimizer"], True)}
+    planned, on_host = plan.optimizer_states(there)["optimizer"]
+    assert (plan.nbytes(planned), on_host) == (sizes["optimizer"], True)
     # Gradients are accumulated: when the state arrives, the last micro-batch's and all activations are gone.
     params = plan.abstract_policy(there)[1]
     state = jax.eval_shape(optimizer.make_optimizer(there.optimizer).init, params)

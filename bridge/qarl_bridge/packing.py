@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -43,50 +43,123 @@ _EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.\d+\.(?P<proj>[a-z_]+)$")
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """One row of the table above."""
+    """One row of the table above, and what the kernel that computes with it asks for.
+
+    Attributes:
+      format, weight, activation: of compressed-tensors' config section.
+      qvalue, scale: dtypes as they travel.
+      dequantize: (qvalue, scale) -> the weight [N, K] they stand for.
+      grouped: int4 words with scales of groups, or of output channels.
+      kernel: vLLM's kernel as messages name it, where the limits below are its own.
+      group_size: the only one it has; None: any that divides K.
+      row_multiple: what N is a multiple of.
+      dense_only: experts are not served with it.
+    """
 
     format: str
     weight: Mapping[str, Any]
     activation: Mapping[str, Any] | None
     qvalue: np.dtype
     scale: np.dtype
+    dequantize: Callable[[np.ndarray, np.ndarray], np.ndarray]
     grouped: bool = False
+    kernel: str = ""
+    group_size: int | None = None
+    row_multiple: int = 1
+    dense_only: bool = False
 
 
 def _args(bits: int, kind: str, strategy: str, dynamic: bool) -> dict[str, Any]:
     return {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": dynamic}
 
 
+def pack_int4(codes: np.ndarray) -> np.ndarray:
+    """Codes [..., K] in [-8, 7] -> int32 words [..., K/8]."""
+    nibbles = (codes.astype(np.int64) + 8).astype(np.uint32).reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
+    words = np.bitwise_or.reduce(nibbles << np.arange(0, 32, 4, dtype=np.uint32), axis=-1)
+    return words.astype(np.uint32).view(np.int32)
+
+
+def unpack_int4(words: np.ndarray) -> np.ndarray:
+    """int32 words [..., K/8] -> int8 codes [..., K] in [-8, 7]."""
+    nibbles = np.ascontiguousarray(words).view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)
+    codes = (nibbles & 0xF).astype(np.int8) - np.int8(8)
+    return codes.reshape(*words.shape[:-1], words.shape[-1] * 8)
+
+
+def factors(scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What vLLM's int4 x fp8 kernel makes of bfloat16 group scales [N, groups] when it loads them.
+
+    Returns:
+      (C [N, 1], v [N, groups]), float32: code q stands for C e4m3(q v).
+    """
+    values = scale.astype(np.float32)
+    c = np.maximum(values.max(axis=-1, keepdims=True) / np.float32(448), np.float32(1 / (448 * 512)))
+    eightfold = np.minimum(values / c, np.float32(448)).astype(FLOAT8).astype(np.float32)
+    return c * np.float32(8), (eightfold / np.float32(8)).astype(FLOAT8).astype(np.float32)
+
+
+def _of_channels(qvalue: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    return qvalue.astype(np.float32) * scale.astype(np.float32)
+
+
+def _times_group(qvalue: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """int4 codes times their group's scale, in float32, before any rounding."""
+    codes = unpack_int4(qvalue).astype(np.float32)
+    return codes * np.repeat(scale.astype(np.float32), codes.shape[-1] // scale.shape[-1], axis=-1)
+
+
+def _of_groups(qvalue: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    return _times_group(qvalue, scale).astype(BFLOAT16)
+
+
+def _of_factored_groups(qvalue: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    channel, group = factors(scale)
+    return channel * _times_group(qvalue, group).astype(FLOAT8).astype(np.float32)
+
+
+_INT8 = _Layout(
+    "int-quantized",
+    _args(8, "int", "channel", False),
+    _args(8, "int", "token", True),
+    np.dtype(np.int8),
+    np.dtype(np.float32),
+    _of_channels,
+)
+_INT4 = _Layout(
+    "pack-quantized",
+    _args(4, "int", "group", False),
+    None,
+    np.dtype(np.int32),
+    BFLOAT16,
+    _of_groups,
+    grouped=True,
+)
 _LAYOUTS: dict[str, _Layout] = {
-    "w8a8": _Layout(
-        "int-quantized",
-        _args(8, "int", "channel", False),
-        _args(8, "int", "token", True),
-        np.dtype(np.int8),
-        np.dtype(np.float32),
+    "w8a8": _INT8,
+    "fp8": dataclasses.replace(
+        _INT8,
+        format="float-quantized",
+        weight=_args(8, "float", "channel", False),
+        activation=_args(8, "float", "token", True),
+        qvalue=FLOAT8,
     ),
-    "fp8": _Layout(
-        "float-quantized",
-        _args(8, "float", "channel", False),
-        _args(8, "float", "token", True),
-        FLOAT8,
-        np.dtype(np.float32),
+    "w4a16": _INT4,
+    "w4a8": dataclasses.replace(_INT4, activation=_args(8, "int", "token", True)),
+    "w4a8_fp8": dataclasses.replace(
+        _INT4,
+        activation=_args(8, "float", "token", True),
+        dequantize=_of_factored_groups,
+        kernel="vLLM's int4 x fp8 kernel",
+        group_size=128,
+        row_multiple=128,
+        dense_only=True,
     ),
-    "w4a16": _Layout("pack-quantized", _args(4, "int", "group", False), None, np.dtype(np.int32), BFLOAT16, True),
-    "w4a8": _Layout(
-        "pack-quantized",
-        _args(4, "int", "group", False),
-        _args(8, "int", "token", True),
-        np.dtype(np.int32),
-        BFLOAT16,
-        True,
-    ),
+    # Fewer of int4's codes are int4 codes: the engine cannot tell, and need not.
+    "w3a16": _INT4,
+    "w2a16": _INT4,
 }
-_LAYOUTS["w4a8_fp8"] = dataclasses.replace(_LAYOUTS["w4a8"], activation=_args(8, "float", "token", True))
-# Fewer of int4's codes are int4 codes: the engine cannot tell, and need not.
-_LAYOUTS |= dict.fromkeys(("w3a16", "w2a16"), _LAYOUTS["w4a16"])
 _DEFAULT_GROUP = 128
-_FP8_GROUP = 128  # the only one of vLLM's int4 x fp8 kernel; N and K are multiples of it, too
 
 
 def parse(scheme: str) -> tuple[str, int | None]:
@@ -101,9 +174,9 @@ def parse(scheme: str) -> tuple[str, int | None]:
     if not layout.grouped:
         return name, None
     group = int(suffix[1:]) if suffix else _DEFAULT_GROUP
-    if name == "w4a8_fp8" and group != _FP8_GROUP:
+    if layout.group_size not in (None, group):
         raise BridgeError(
-            f"scheme {scheme!r}: vLLM's int4 x fp8 kernel has groups of {_FP8_GROUP} only", "foreign_scheme"
+            f"scheme {scheme!r}: {layout.kernel} has groups of {layout.group_size} only", "foreign_scheme"
         )
     return name, group
 
@@ -181,8 +254,8 @@ def _check(name: str, qvalue: np.ndarray, scale: np.ndarray, scheme: str, layout
     k = stored * 8 if layout.grouped else stored
     if layout.grouped and group != -1 and k % group:
         fail(f"K = {k} is not a multiple of the group size")
-    if scheme.startswith("w4a8_fp8") and n % _FP8_GROUP:
-        fail(f"N = {n} is not a multiple of {_FP8_GROUP}, as vLLM's int4 x fp8 kernel needs it")
+    if n % layout.row_multiple:
+        fail(f"N = {n} is not a multiple of {layout.row_multiple}, as {layout.kernel} needs it")
     columns = k // group if layout.grouped and group != -1 else 1
     if scale.shape != (n, columns):
         fail(f"scales have shape {scale.shape}, expected {(n, columns)}")
@@ -191,46 +264,11 @@ def _check(name: str, qvalue: np.ndarray, scale: np.ndarray, scheme: str, layout
         fail("a scale is not finite and positive")
 
 
-def pack_int4(codes: np.ndarray) -> np.ndarray:
-    """Codes [..., K] in [-8, 7] -> int32 words [..., K/8]."""
-    nibbles = (codes.astype(np.int64) + 8).astype(np.uint32).reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
-    words = np.bitwise_or.reduce(nibbles << np.arange(0, 32, 4, dtype=np.uint32), axis=-1)
-    return words.astype(np.uint32).view(np.int32)
-
-
-def unpack_int4(words: np.ndarray) -> np.ndarray:
-    """int32 words [..., K/8] -> int8 codes [..., K] in [-8, 7]."""
-    nibbles = np.ascontiguousarray(words).view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)
-    codes = (nibbles & 0xF).astype(np.int8) - np.int8(8)
-    return codes.reshape(*words.shape[:-1], words.shape[-1] * 8)
-
-
-def factors(scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What vLLM's int4 x fp8 kernel makes of bfloat16 group scales [N, groups] when it loads them.
-
-    Returns:
-      (C [N, 1], v [N, groups]), float32: code q stands for C e4m3(q v).
-    """
-    values = scale.astype(np.float32)
-    c = np.maximum(values.max(axis=-1, keepdims=True) / np.float32(448), np.float32(1 / (448 * 512)))
-    eightfold = np.minimum(values / c, np.float32(448)).astype(FLOAT8).astype(np.float32)
-    return c * np.float32(8), (eightfold / np.float32(8)).astype(FLOAT8).astype(np.float32)
-
-
 def dequantize(qvalue: np.ndarray, scale: np.ndarray, scheme: str) -> np.ndarray:
     """The weight [N, K] the arrays stand for: bfloat16 code * scale for 4-bit, the float32 product for 8-bit and for
     w4a8_fp8 (see `factors`)."""
     kind, _ = parse(scheme)
-    if kind == "w4a8_fp8":
-        channel, group = factors(scale)
-        codes = unpack_int4(qvalue).astype(np.float32)
-        levels = codes * np.repeat(group, codes.shape[-1] // scale.shape[-1], axis=-1)
-        return channel * levels.astype(FLOAT8).astype(np.float32)
-    factor = scale.astype(np.float32)
-    if not _LAYOUTS[kind].grouped:
-        return qvalue.astype(np.float32) * factor
-    codes = unpack_int4(qvalue).astype(np.float32)
-    return (codes * np.repeat(factor, codes.shape[-1] // scale.shape[-1], axis=-1)).astype(BFLOAT16)
+    return _LAYOUTS[kind].dequantize(qvalue, scale)
 
 
 def quantization_config(schemes: Mapping[str, str], ignore: Iterable[str] = ("lm_head",)) -> dict[str, Any] | None:
@@ -305,10 +343,11 @@ def _group(scheme: str, targets: list[str]) -> dict[str, Any]:
 
 def _check_experts(by_module: Mapping[str, str]) -> None:
     for module, scheme in by_module.items():
-        if scheme.startswith("w4a8_fp8") and _EXPERT.match(module):
+        layout = _LAYOUTS.get(parse(scheme)[0])
+        if layout is not None and layout.dense_only and _EXPERT.match(module):
             raise BridgeError(
-                f"{module} is {scheme}: experts under int4 weights with fp8 activations (w4a8 on CUDA) were never "
-                "mirrored; give experts w4a16 or fp8 with a rule",
+                f"{module} is {scheme}, but {layout.kernel} was never mirrored for experts; give experts w4a16 or fp8 "
+                "with a rule",
                 "foreign_scheme",
             )
 

@@ -69,20 +69,25 @@ class Shard:
         kind = "dense" if weight.ndim == 2 else "stored"
         return Shard(kind, (f"{prefix}.weight", *extra), weight, None, bias, weight.shape[-1])
 
-    def columns(self, picked: Any, activations: str) -> list[Any]:
+    def factors(self, activations: str) -> tuple[Any, Any] | None:
+        """What the engine factors the scales of this layer into, if it does: (C [N, 1], v [N, groups]) float32."""
+        return _factors(self.scale) if self.kind == "int4" and activations == "fp8" else None
+
+    def columns(self, picked: Any, activations: str, factors: tuple[Any, Any] | None) -> list[Any]:
         """What one-hot rows at `picked` (int64 tensor) must return: one alternative [len(picked), N] float32, or two
-        either of which is right. `activations`: of int4 layers, see `ReadBack`."""
+        either of which is right. `activations`: of int4 layers, see `ReadBack`. `factors`: of this shard, made once
+        for all its columns."""
         if self.kind == "dense":
             return [self.weight[:, picked].t().float()]
         if self.kind == "int4":
             shifts = (4 * (picked % 8)).to(torch.int32)
             codes = (((self.weight[:, picked // 8] >> shifts) & 0xF) - 8).t().float()
             groups = picked // (self.width // self.scale.shape[1])
-            if activations == "fp8":
-                channel, group = _factors(self.scale)
+            if factors is not None:
+                channel, group = factors
                 codes, scale = _e4m3(codes * group[:, groups].t()), channel.t()
             else:
-                scale = self.scale.float()[:, groups].t()
+                scale = self.scale[:, groups].float().t()
                 if activations == "bf16":
                     return [_bf16(codes * scale)]
         else:
@@ -240,24 +245,27 @@ class ReadBack:
             if "Marlin" in type(getattr(getattr(module, "scheme", None), "kernel", None)).__name__:
                 live, want_bias = live.sort().values, want_bias.sort().values
             verdicts.append((explain_bias, torch.tensor(not torch.equal(live, want_bias))))
+
+        def factored() -> list[tuple[Any, Any] | None]:
+            return [shard.factors(self._activations) for shard in shards]
+
+        def push(columns: Any, factors: list[tuple[Any, Any] | None]) -> tuple[Any, list[Any], Any]:
+            every = torch.arange(shards[0].width, device=device)
+            got = module.quant_method.apply(module, (every == columns[:, None]).to(torch.bfloat16), None).float()
+            here = columns.to(staged)
+            parts = [s.columns(here, self._activations, f) for s, f in zip(shards, factors, strict=True)]
+            alternatives = [torch.cat(side_by_side, dim=1).to(device) for side_by_side in zip(*parts, strict=True)]
+            got = got[:, : alternatives[0].shape[1]]  # a padded vocabulary has rows of its own
+            wrong = ~torch.isfinite(got)
+            return got, alternatives, wrong | functools.reduce(torch.logical_and, (got != a for a in alternatives))
+
+        factors = factored()  # `explain` outlives the layer's turn: it does not hold them, but makes them anew
         for start in range(0, len(picked), _CHUNK):
-            columns = picked[start : start + _CHUNK]
+            columns, pushed = picked[start : start + _CHUNK], on_device[start : start + _CHUNK]
 
-            def push(columns: Any = on_device[start : start + _CHUNK]) -> tuple[Any, list[Any], Any]:
-                every = torch.arange(shards[0].width, device=device)
-                got = module.quant_method.apply(module, (every == columns[:, None]).to(torch.bfloat16), None).float()
-                here = columns.to(staged)
-                alternatives = [
-                    torch.cat(parts, dim=1).to(device)
-                    for parts in zip(*(s.columns(here, self._activations) for s in shards), strict=True)
-                ]
-                got = got[:, : alternatives[0].shape[1]]  # a padded vocabulary has rows of its own
-                wrong = ~torch.isfinite(got)
-                return got, alternatives, wrong | functools.reduce(torch.logical_and, (got != a for a in alternatives))
-
-            def explain(push: Any = push, columns: np.ndarray = columns) -> None:
+            def explain(columns: np.ndarray = columns, pushed: Any = pushed) -> None:
                 with torch.inference_mode(), self._context():
-                    got, alternatives, wrong = push()
+                    got, alternatives, wrong = push(pushed, factored())
                 places = wrong.nonzero().cpu()
                 if len(places):
                     row, out = (int(i) for i in places[0])
@@ -268,5 +276,5 @@ class ReadBack:
                     )
                 raise BridgeError(f"read-back: {name} differed, and then did not: its kernel is not stable", "engine")
 
-            verdicts.append((explain, push()[2].any()))
+            verdicts.append((explain, push(pushed, factors)[2].any()))
         return verdicts

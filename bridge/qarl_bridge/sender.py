@@ -92,6 +92,20 @@ def align(offset: int) -> int:
     return -(-offset // wire.ALIGNMENT) * wire.ALIGNMENT
 
 
+def manifest_of(
+    entries: list[wire.TensorEntry], *, version: wire.Version, model: bytes, scheme: bytes
+) -> wire.Manifest:
+    """The sealed manifest of a version that ends where the last of its entries does. Arguments as in `stage`."""
+    return wire.Manifest(
+        version=version,
+        model=model,
+        scheme=scheme,
+        tensors=entries,
+        total_bytes=entries[-1].offset + entries[-1].nbytes if entries else 0,
+        digest=bytes(wire.DIGEST_BYTES),
+    ).sealed()
+
+
 def stage(
     tensors: Iterable[tuple[str, np.ndarray]], *, version: wire.Version, model: bytes, scheme: bytes
 ) -> StagedVersion:
@@ -126,14 +140,7 @@ def stage(
             end = offset + len(data)
         os.ftruncate(fd, end)
         shm.seal(fd)
-        manifest = wire.Manifest(
-            version=version,
-            model=model,
-            scheme=scheme,
-            tensors=entries,
-            total_bytes=end,
-            digest=bytes(wire.DIGEST_BYTES),
-        ).sealed()
+        manifest = manifest_of(entries, version=version, model=model, scheme=scheme)
     except BaseException:
         os.close(fd)
         raise
@@ -161,6 +168,7 @@ class Client:
         self._timeout_s = timeout_s
         self._channel = zeromq.Channel(address, key, timeout_s)
         self._communicator: nccl.Communicator | None = None
+        self.sent_over = ""  # "host", "cuda_ipc" or "nccl": how the last version went
         try:
             self.facts: wire.Facts = self.request(wire.Hello(protocol=wire.PROTOCOL), wire.Welcome).facts
         except BaseException:
@@ -272,7 +280,7 @@ class Client:
     def _transfer(self, staged: Version) -> wire.Staged:
         """The bytes: from the GPU where they lie there, else as shared memory, else over the socket."""
         manifest = staged.manifest
-        route = self.route(staged)
+        route = self.sent_over = self.route(staged)
         ready = self.request(wire.Announce(manifest=manifest), wire.Ready)
         if isinstance(staged, DeviceVersion):
             if route == "nccl":

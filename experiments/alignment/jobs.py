@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that share a machine, within a budget of seconds.
 
-Three rules:
+Four rules:
 
   * At most `compiles` processes (one) compile at a time, and never two the same program. A job whose program has never
     been compiled here is *cold* until it says otherwise (`Job.is_warm`); another cold one waits.
   * The budget is the caller's, not ours to overrun: nothing starts in the last `least_s` seconds of it, and `grace_s`
     before its end every running job gets SIGTERM, at which the trainer saves and exits with 0; then SIGKILL.
+  * A job that waits for others (`Job.is_ready`) starts before what stands behind it as soon as it can, and holds up
+    nothing until then.
   * A job that fails is reported with the end of its log and does not take the others with it. Where a failure is an end
     that the job may have (`Job.ends_with`), it is no failure.
 """
@@ -32,6 +34,7 @@ class Job:
       command: argv.
       log: file that its output is appended to.
       is_done: whether nothing is left to do. Asked before the start and after the end.
+      is_ready: whether it can start; asked until it can.
       program: jobs with the same one share compiled programs.
       is_warm: whether this job has compiled what it needs (for a trainer: it has logged a step).
       ends_with: (exit code that is not 0, what this start of it has printed) -> whether that is an end that counts. It
@@ -42,6 +45,7 @@ class Job:
     command: Sequence[str]
     log: pathlib.Path
     is_done: Callable[[], bool]
+    is_ready: Callable[[], bool] = lambda: True
     program: str = ""
     is_warm: Callable[[], bool] = lambda: True
     ends_with: Callable[[int, str], bool] = lambda code, output: False
@@ -133,7 +137,7 @@ def run_jobs(
             if budget.left() <= grace_s:
                 break
             _start(waiting, running, parallel, devices, compiles, budget, warm, least_s, environment, say, cwd)
-            if not running and (not waiting or budget.left() <= least_s):
+            if not running:  # nothing waits, or time is too short, or what waits waits for what has failed
                 break
             time.sleep(poll_s)
     finally:
@@ -159,6 +163,8 @@ def _start(
         device = min(devices, key=taken.count)
         if taken.count(device) >= parallel or budget.left() <= least_s:
             return
+        if not job.is_ready():
+            continue
         cold = job.program not in warm
         compiling = [item.job.program for item in running if item.cold]
         if cold and (len(compiling) >= compiles or job.program in compiling):

@@ -9,14 +9,16 @@
     python -m experiments.alignment.run --rtn                                  # what rounding costs it before any RL
     python -m experiments.alignment.run --timing                               # seconds per step, one arm at a time
     python -m experiments.alignment.run --warm-up --stages 1                   # compile, beside --base
+    python -m experiments.alignment.run --all --runs 'w3a16_*' '*/seed2'       # these alone, in this order
     python -m experiments.alignment.run --list                                 # what is done, and what comes next
     python -m experiments.alignment.run --pack experiments/alignment/results.tar.xz
     python -m experiments.alignment.run --save-state OUT     (--load-state OUT: on the next machine, before the rest)
 
 `--scale cpu` runs the same at the quickstart's size. Order: the base, its evaluation under every scheme of the ladder,
-then `arms.stages`: the arms of one seed at a time, each stage tested on the test split before the next one starts, so
-that a stretch that ends early leaves whole, paired stages behind. `--stages N` stops after the first N. The stage with
-vLLM as the sampler is part of the large scale; `--all --vllm` adds it to the small one.
+then `arms.stages`: the arms of one seed at a time, each run tested on the test split when it ends, and a stage complete
+before the next one starts, so that a stretch that ends early leaves whole, paired stages behind. `--stages N` stops
+after the first N. The stage with vLLM as the sampler is part of the large scale; `--all --vllm` adds it to the small
+one.
 
 A run's folder is <work>/runs/<scheme>/<arm>/seed<N>: that of `python -m qarl_jax.train`, with base.json (hash of the
 policy it started from), a done.json when complete, and a test.json when tested. A run whose gradient is no longer
@@ -31,6 +33,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import fnmatch
 import hashlib
 import json
 import os
@@ -72,6 +75,8 @@ class Experiment:
       cache: folder of compiled programs; None: one in `work`.
       is_toy: its policy is of no worth and has no hash to keep to.
       devices, compiles: see `jobs.run_jobs`.
+      patterns: of the names of runs (`fnmatch`): what matches one is a stage, in the order of the patterns, and nothing
+        else is run. Empty: all stages.
       failed: names of the jobs that failed.
     """
 
@@ -85,12 +90,26 @@ class Experiment:
     is_toy: bool = False
     devices: tuple[str, ...] = ("",)
     compiles: int = 1
+    patterns: tuple[str, ...] = ()
     failed: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def stages(self) -> list[list[Run]]:
-        """Its runs in order."""
-        return arms.stages(self.scale, self.vllm)
+        """Its runs in order.
+
+        Raises:
+          UserError: a pattern matches no run.
+        """
+        found = arms.stages(self.scale, self.vllm)
+        if not self.patterns:
+            return found
+        runs, chosen = [run for stage in found for run in stage], {}
+        for pattern in self.patterns:
+            named = [run for run in runs if fnmatch.fnmatchcase(run.name, pattern)]
+            if not named:
+                raise UserError(f"--runs {pattern}: no run has such a name; --list shows them all.")
+            chosen |= {run.name: run for run in named if run.name not in chosen}
+        return [list(chosen.values())]
 
     @property
     def base(self) -> pathlib.Path | None:
@@ -325,38 +344,33 @@ def evaluate_base(experiment: Experiment, budget: Budget) -> bool:
     def is_done() -> bool:  # one made by an earlier version has no response_len, and is made again
         return path.exists() and "response_len" in json.loads(path.read_text())
 
-    return _assess(experiment, ["--base"], is_done, "base_test", budget)
+    return experiment.run_jobs([_assess(experiment, ["--base"], is_done, "base_test")], budget)
 
 
-def test(experiment: Experiment, runs: Sequence[Run], budget: Budget) -> bool:
-    """Test accuracy of the runs that have ended and have none, in one process, which compiles once per scheme."""
-    steps = experiment.steps()
-    folders = [experiment.folder(run) for run in runs]
-    todo = [f for f in folders if has_ended(f, steps) and not (f / "test.json").exists()]
-    if not todo:
-        return True
-    return _assess(experiment, [str(f) for f in todo], (todo[-1] / "test.json").exists, "test", budget)
+def test_job(experiment: Experiment, run: Run) -> Job:
+    """Test accuracy of a run, as soon as it has ended."""
+    folder, steps = experiment.folder(run), experiment.steps()
+    job = _assess(experiment, [str(folder)], (folder / "test.json").exists, f"test.{run.name.replace('/', '.')}")
+    return dataclasses.replace(job, name=f"test of {run.name}", is_ready=lambda: has_ended(folder, steps))
 
 
-def _assess(experiment: Experiment, what: list[str], is_done: Callable[[], bool], name: str, budget: Budget) -> bool:
+def _assess(experiment: Experiment, what: list[str], is_done: Callable[[], bool], name: str) -> Job:
     head = [experiment.python, "-m", "experiments.alignment.assess", "--scale", experiment.scale.name]
     size = ["--prompts", str(experiment.scale.test_prompts), "--samples", str(experiment.scale.test_samples)]
     command = [*head, *size, "--work", str(experiment.work), *what, "--set", *experiment.shared]
-    log = experiment.work / "log" / f"{name}.log"
-    job = Job(name=name, command=command, log=log, is_done=is_done)
-    return experiment.run_jobs([job], budget)
+    return Job(name=name, command=command, log=experiment.work / "log" / f"{name}.log", is_done=is_done)
 
 
 def train(experiment: Experiment, runs: Sequence[Run], jobs: int, budget: Budget) -> bool:
-    """Trains the runs, `jobs` at a time, and tests them."""
+    """Trains the runs, `jobs` at a time, and tests each when it has ended, before another one starts."""
     for run in runs:
         note_base(experiment, experiment.folder(run))
         job = experiment.job(run)
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with job.log.open("a") as log:
             log.write(f"$ {shlex.join(job.command)}\n")
-    complete = experiment.run_jobs([experiment.job(run) for run in runs], budget, jobs, experiment.warm())
-    return test(experiment, runs, budget) and complete
+    tests = [test_job(experiment, run) for run in runs]
+    return experiment.run_jobs([*tests, *(experiment.job(run) for run in runs)], budget, jobs, experiment.warm())
 
 
 def timing(experiment: Experiment, budget: Budget) -> bool:
@@ -383,20 +397,21 @@ def timing(experiment: Experiment, budget: Budget) -> bool:
     return experiment.run_jobs(jobs, budget)
 
 
-def warm_up(experiment: Experiment, budget: Budget, stages: int | None = None) -> bool:
-    """Compiles what the first `stages` stages need (all: None) with a toy policy, one step each, so that their runs may
-    start side by side as soon as the policy is there. Uses nothing of the policy: goes beside `make_base`."""
+def warm_up(experiment: Experiment, jobs: int, budget: Budget, stages: int | None = None) -> bool:
+    """Compiles what the first `stages` stages need (all: None) with a toy policy, one step each, `jobs` at a time, so
+    that their runs may start side by side as soon as the policy is there. Uses nothing of the policy: goes beside
+    `make_base`."""
     toy = experiment.toy
     toy.work.mkdir(parents=True, exist_ok=True)
     if not make_base(toy, budget):
         return False
-    jobs: dict[str, Job] = {}
+    programs: dict[str, Job] = {}
     for run in (run for stage in experiment.stages[:stages] for run in stage):
         job = toy.job(run)  # warm from its first step on, and then done
         job = dataclasses.replace(job, is_done=job.is_warm, ends_with=lambda code, output: False)
-        jobs.setdefault(run.program, job)
-    complete = toy.run_jobs(list(jobs.values()), budget, warm=experiment.warm())
-    for program in jobs:
+        programs.setdefault(run.program, job)
+    complete = toy.run_jobs(list(programs.values()), budget, jobs, experiment.warm())
+    for program in programs:
         for path in (toy.work / "runs" / program).glob("seed*/metrics.jsonl"):
             if steps := read_lines(path):
                 print(
@@ -450,7 +465,7 @@ def execute(experiment: Experiment, args: argparse.Namespace, budget: Budget) ->
     """What the command line asks for; whether all of it is complete."""
     complete = True
     if args.warm_up:
-        complete &= warm_up(experiment, budget, args.stages)
+        complete &= warm_up(experiment, args.jobs, budget, args.stages)
     if args.base:
         complete &= make_base(experiment, budget)
     if args.rtn:
@@ -483,6 +498,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", choices=sorted(arms.SCALES), default="gpu")
     parser.add_argument("--work", type=pathlib.Path, help="folder for everything (default: runs/alignment/<scale>)")
     parser.add_argument("--all", action="store_true", help="everything that is not done yet, in order")
+    parser.add_argument(
+        "--runs", nargs="+", default=[], metavar="NAME", help="only runs of these names, with wildcards"
+    )
     parser.add_argument("--stages", type=int, help="with --all and --warm-up: only the first so many stages")
     parser.add_argument("--base", action="store_true", help="make the policy")
     parser.add_argument("--rtn", action="store_true", help="test the policy under every scheme of the ladder")
@@ -522,6 +540,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         vllm=args.vllm,
         devices=tuple(str(number) for number in range(args.devices)) or ("",),
         compiles=args.compiles,
+        patterns=tuple(args.runs),
     )
     config.load(experiment.scale.config, experiment.settings)  # a mistake in the settings shows before anything runs
     budget, complete = Budget(args.budget_s), False

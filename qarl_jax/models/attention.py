@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -21,7 +22,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from qarl_jax.models.fused_attention import cudnn_attention, cudnn_packs, runs, splash_attention
+from qarl_jax.models.fused_attention import (
+    cudnn_attention,
+    cudnn_packs,
+    flash3_lacks,
+    runs,
+    splash_attention,
+    split_by_hand,
+)
 from qarl_jax.models.layers import ATTENTION_OUTPUT, store, store_truncated
 from qarl_jax.quant import Numerics
 from qarl_jax.quant.arithmetic import add_separately, matmul_precision, round_bf16, tile_product
@@ -32,13 +40,16 @@ _MAX_CHUNKS = 16
 
 
 def choose(attention: str, dtype: Any, head_dim: int, length: int, *, packed: bool) -> str:
-    """The static choice among "xla", "cudnn" and "splash"; "auto": the backend's fused kernel where it has one.
+    """The static choice among "xla", "cudnn", "splash" and "flash3"; "auto": the backend's fused kernel if it has one.
 
     Args:
-      attention: what the config says.
+      attention: what the config says. "flash3" where it cannot be had is "xla", with a warning that says why.
       dtype, head_dim, length: of the queries.
       packed: rows hold several segments.
     """
+    if attention == "flash3" and (lacks := flash3_lacks(dtype, head_dim)) is not None:
+        warnings.warn(f"attention=flash3 needs {lacks}: attention=xla runs instead, in the same blocks", stacklevel=2)
+        return "xla"
     if attention != "auto":
         return attention
     if dtype != jnp.bfloat16 or length == 1:
@@ -69,7 +80,7 @@ def attention(
         is seen.
         Padding (0) sees padding, so every query sees at least itself and nothing is NaN.
       segments: `fused_attention.runs` of the segment ids, for cudnn; None: made here, for as many runs as positions.
-      implementation: "auto", "xla", "cudnn" or "splash" (see `choose`); with q_slots always xla.
+      implementation: "auto", "xla", "cudnn", "splash" or "flash3" (see `choose`); with q_slots always xla.
       numerics: whose roundings to make (xla only).
 
     Returns:
@@ -84,6 +95,9 @@ def attention(
         return cudnn_attention(q, k, v, segments)
     if chosen == "splash":
         return splash_attention(q, k, v, segment_ids)
+    if chosen == "flash3":
+        backward = choose("auto", q.dtype, H, T, packed=segment_ids is not None)
+        return checkpoint_name(_flash3(backward, False, q, k, v, segment_ids, segments), ATTENTION_OUTPUT)
 
     attend = functools.partial(_attend, numerics=numerics)
     q_BTKGH = q.reshape(B, T, K, N // K, H)
@@ -104,6 +118,37 @@ def attention(
         outs.append(jax.checkpoint(attend)(q_BTKGH[:, start:stop], k[:, :stop], v[:, :stop], seen_BTS, blocks_BT))
     out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)
     return checkpoint_name(out.reshape(B, T, N, H), ATTENTION_OUTPUT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _flash3(
+    backward: str,
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    segments: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
+    """FlashAttention-3's order; the gradient is that of `backward`, another implementation, recomputed."""
+    from qarl_jax.models.flash3 import flash3_attention  # Pallas' Triton, which not every JAX has
+
+    local = functools.partial(flash3_attention, block=flash_block(q.shape[-1]), interpret=interpret)
+    return split_by_hand(local, q, k, v, segment_ids)
+
+
+def _flash3_fwd(backward: str, interpret: bool, *args: Any) -> tuple[jax.Array, Any]:
+    return _flash3(backward, interpret, *args), args
+
+
+def _flash3_bwd(backward: str, interpret: bool, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    del interpret
+    q, k, v, segment_ids, segments = saved
+    arguments: dict[str, Any] = {"segment_ids": segment_ids, "segments": segments, "implementation": backward}
+    return (*jax.vjp(lambda q, k, v: attention(q, k, v, **arguments), q, k, v)[1](g), None, None)
+
+
+_flash3.defvjp(_flash3_fwd, _flash3_bwd)
 
 
 def flash_block(head_dim: int) -> int:
@@ -179,6 +224,8 @@ def _block_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, 
     order of sums within a product. The backward is that of plain attention.
     """
     scale = jnp.float32(q.shape[-1] ** -0.5) * jnp.float32(math.log2(math.e))
+    if jax.default_backend() == "cpu":  # whose own bf16 dot products (AVX-512) round more than a tensor core's
+        q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
     from_here = jax.lax.cummax(scores, axis=4, reverse=True)

@@ -19,7 +19,7 @@ from qarl_jax.quant import Numerics, Rules, SchemeConfig, on_engine
 from qarl_jax.types import UserError
 
 REMAT = ("full", "attention", "mixer", "dots", "none")  # from least memory to least recomputation
-ATTENTION = ("auto", "xla", "cudnn", "splash")
+ATTENTION = ("auto", "xla", "cudnn", "splash", "flash3")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -49,7 +49,8 @@ class ModelConfig:
       splits: layers at which a new segment begins even if the signature does not change, so that the same parameters
         also fit a scheme that tells these layers apart.
       numerics: whose roundings the forward mirrors (`quant.numerics.Numerics`).
-      attention: "xla" (anywhere), "cudnn" (bf16 on a GPU), "splash" (TPU), or "auto": the fused kernel where it can.
+      attention: "xla" (anywhere), "cudnn" (bf16 on a GPU), "splash" (TPU), "flash3" (bf16 on Hopper, in vLLM's order),
+        or "auto": the fused kernel where it can.
       remat: what the backward finds of each layer: "full" its inputs alone, everything is recomputed; "attention" the
         output of softmax attention, too; "mixer" all of the attention half, so that only the MLP is recomputed; "dots"
         all that linear layers and attention put out; "none" everything.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,6 +56,17 @@ def cudnn_packs() -> bool:
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     return bool(fused.check_compute_capability("9.0"))
+
+
+def flash3_lacks(dtype: Any, head_dim: int) -> str | None:
+    """What keeps FlashAttention-3's order (`flash3.py`) from being had here, in a few words; None: nothing."""
+    if jax.default_backend() != "gpu":
+        return "a GPU"
+    if getattr(jax.local_devices()[0], "compute_capability", "") != "9.0":
+        return "a Hopper GPU (compute capability 9.0)"
+    if dtype != jnp.bfloat16:
+        return "model.dtype=bfloat16"
+    return "a head_dim of at most 128" if head_dim > 128 else None
 
 
 def cudnn_attention(
@@ -144,10 +156,20 @@ def splash_attention(
         out = jax.vmap(row, in_axes=(0, 0, 0, None if ids is None else 0))(q_BKGTH, k_BKTH, v_BKTH, ids)
         return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(B, T, N, H).astype(q.dtype)
 
+    return split_by_hand(local, q, k, v, segment_ids)
+
+
+def split_by_hand(
+    local: Callable[..., jax.Array],
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"] | None,
+) -> Float[Array, "B T N H"]:
+    """local(q, k, v, segment_ids) on each device's rows and heads: the partitioner cannot look into a Pallas kernel."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return local(q, k, v, segment_ids)
-    # The partitioner cannot look into a Pallas kernel: rows and heads are split by hand, as they lie.
     heads = "tensor" if k.shape[2] % mesh.shape["tensor"] == 0 else None
     spec = jax.sharding.PartitionSpec(BATCH_AXES, None, heads, None)
     if segment_ids is None:

@@ -153,7 +153,7 @@ def load_hf(
       param_dtype: dtype of the masters; None: dtype.
       group_size: group size of a scheme whose name does not say it.
       engine: whose arithmetic the forward mirrors: "plain", "cpu", "cuda" or "auto" (`quant.resolve`).
-      attention: "auto", "xla" or "cudnn". remat: one of `config.REMAT`. splits: extra segment boundaries.
+      attention: one of `config.ATTENTION`. remat: one of `config.REMAT`. splits: extra segment boundaries.
 
     Raises:
       UserError: anything wrong with the folder; one sentence names the file, key or tensor.

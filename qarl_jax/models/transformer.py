@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 from qarl_jax import quant
 from qarl_jax.models.attention import attention
 from qarl_jax.models.config import ModelConfig
+from qarl_jax.models.decode_attention import can_decode, decode_attention
 from qarl_jax.models.fused_attention import runs
 from qarl_jax.models.layers import (
     ATTENTION_INPUT,
@@ -284,6 +285,7 @@ class Transformer(nnx.Module):
         delta = self._embed(tokens)
         residual = jnp.zeros_like(delta)
         keys, values = cache.k, cache.v
+        in_one_kernel = T == 1 and can_decode(config.attention, config.head_dim, config.numerics)
         for segment, layers in zip(config.segments, self.segments, strict=True):
             structure, state = nnx.split(layers)
 
@@ -296,6 +298,9 @@ class Transformer(nnx.Module):
                     at = (index, rows, write_slots)
                     new_keys = keys.at[at].set(k, mode="drop", unique_indices=True)
                     new_values = values.at[at].set(v, mode="drop", unique_indices=True)
+                    if in_one_kernel:
+                        out = decode_attention(q, new_keys, new_values, index, slots[:, 0])
+                        return out, (new_keys, new_values)
                     k_BSKH = jax.lax.dynamic_index_in_dim(new_keys, index, keepdims=False)
                     v_BSKH = jax.lax.dynamic_index_in_dim(new_values, index, keepdims=False)
                     out = attention(q, k_BSKH, v_BSKH, q_slots=slots, numerics=config.numerics)

@@ -197,8 +197,9 @@ def resolve(engine: str) -> Numerics:
     """The profile of an engine on this host. Call it once per run and record the result.
 
     Args:
-      engine: "cpu" (vLLM CPU on this host's CPU), "cuda" (vLLM CUDA), "plain" (no vLLM), or "auto" (cuda where JAX runs
-        on a GPU, otherwise cpu).
+      engine: "cpu" (vLLM CPU on this host's CPU), "cuda" (vLLM CUDA), "plain" (no vLLM), a profile, or "auto" (vLLM on
+        this host: cuda where JAX runs on a GPU, otherwise cpu). What auto is to a run depends on its sampler, too
+        (`RunConfig.numerics`).
 
     Raises:
       UserError: an unknown engine.

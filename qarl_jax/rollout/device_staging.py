@@ -186,14 +186,7 @@ class DeviceStager:
             )
             for p, digest in zip(places, digests, strict=True)
         ]
-        manifest = wire.Manifest(
-            version=version,
-            model=model,
-            scheme=scheme,
-            tensors=entries,
-            total_bytes=total,
-            digest=bytes(wire.DIGEST_BYTES),
-        ).sealed()
+        manifest = sender.manifest_of(entries, version=version, model=model, scheme=scheme)
         return sender.DeviceVersion(manifest, buffer, time.perf_counter() - start, self._transport)
 
     def _fill(self, buffer: Any, places: list[_Place], weights: PolicyWeights) -> list[bytes]:

@@ -23,10 +23,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -39,12 +35,12 @@ from qarl_jax import models
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
+from qarl_jax.rollout.bridge_process import BridgeProcess
 from qarl_jax.rollout.device_staging import DeviceStager, gpu_of
 from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
 
 # What a user can fix, as opposed to what broke.
 _USER_CODES = frozenset({"auth", "setup", "lease", "foreign_model", "foreign_scheme", "limits"})
-_LOG_TAIL_BYTES = 3000
 _TRANSPORTS = {
     "host": "host memory (transport=host)",
     "cuda_ipc": "device memory: learner and engine share a GPU (transport=cuda_ipc)",
@@ -111,6 +107,19 @@ class Config:
     max_restarts: int = 3
     log_file: str = ""
     engine: Literal["vllm", "fake"] = "vllm"
+
+    @property
+    def arguments(self) -> list[str]:
+        """What a bridge that the trainer starts is told, as `python -m qarl_bridge` takes it."""
+        return [
+            "--engine", self.engine, "--max-model-len", str(self.max_model_len),
+            "--max-num-seqs", str(self.max_num_seqs), "--kv-cache-gb", str(self.kv_cache_gb),
+            "--gpu-memory-utilization", str(self.gpu_memory_utilization), "--seed", str(self.seed),
+            "--threads", str(self.threads), "--execution", self.execution, "--int4-kernel", self.int4_kernel,
+            "--loader", self.loader, *(["--profile", os.path.abspath(self.profile)] if self.profile else []),
+            *(["--record-routing"] if self.record_routing else []),
+            *(["--split-attention"] if self.split_attention else []),
+        ]  # fmt: skip
 
     @property
     def has_own_gpu(self) -> bool:
@@ -253,8 +262,12 @@ class VllmEngine:
         self._incarnation = time.time_ns() if incarnation is None else incarnation
         self._on_progress = on_progress
         self._log = log
-        self._folder: str | None = None
-        self._process: subprocess.Popen | None = None
+        self._bridge = BridgeProcess(
+            arguments=config.arguments,
+            python=config.python,
+            visible_gpus=config.visible_gpus,
+            log_file=config.log_file,
+        )
         self._client: sender.Client | None = None
         self._staged: sender.Version | None = None
         self._stager: DeviceStager | None = None
@@ -326,7 +339,7 @@ class VllmEngine:
             self._stager.close()
             self._stager = None
         assert self._client is not None
-        if (route := self._client.route(staged)) != self.route:
+        if (route := self._client.sent_over) != self.route:
             self.route = route
             self._log(f"publishing over {_TRANSPORTS[route]}")
         self._staged, self.version = staged, version
@@ -407,22 +420,20 @@ class VllmEngine:
         """Stop a bridge this engine started, and free the staged version. Idempotent."""
         grace_s = 0.0
         if self._client is not None:
-            if self._process is not None:
+            if self._bridge.process is not None:
                 with contextlib.suppress(BridgeError):
                     self._client.shutdown()
                     grace_s = 10.0
             self._client.close()
             self._client = None
-        self._stop_process(grace_s)
+        self._bridge.stop(grace_s)
         if self._staged is not None:
             self._staged.close()
             self._staged = None
         if self._stager is not None:
             self._stager.close()
             self._stager = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._bridge.close()
 
     # Checks on what came back ----------------------------------------------------------------------------------------
 
@@ -487,9 +498,12 @@ class VllmEngine:
         """A connection with the lease, to an engine that serves the last published version (if there was one)."""
         config = self._config
         if config.address:
-            address, key = config.address, self._key(config.key_file)
+            address, key = config.address, wire.read_key(config.key_file)
         else:
-            address, key = self._start(staged)
+            assert self._model_json is not None
+            tensors = staged.manifest.tensors
+            expected = [wire.Expected(name=entry.name, dtype=entry.dtype, shape=entry.shape) for entry in tensors]
+            address, key = self._bridge.start(self._model_json, expected)
         deadline = time.monotonic() + config.start_timeout_s
         while True:
             try:
@@ -498,8 +512,8 @@ class VllmEngine:
             except BridgeError as error:
                 if error.code != "dead":
                     raise
-                if self._process is not None and self._process.poll() is not None:
-                    raise UserError(f"the vLLM bridge did not start: {self._last_words()}") from error
+                if self._bridge.has_ended:
+                    raise UserError(f"the vLLM bridge did not start: {self._bridge.last_words()}") from error
                 if time.monotonic() > deadline:
                     raise UserError(f"vLLM bridge: {error} (waited {config.start_timeout_s:g} s)") from error
                 time.sleep(0.1)
@@ -532,91 +546,13 @@ class VllmEngine:
                 f"rollout.router_replay: start the bridge at {self._config.address} {needed} --record-routing"
             )
 
-    def _key(self, path: str) -> bytes:
-        return wire.read_key(path)
-
-    def _start(self, staged: sender.Version) -> tuple[str, bytes]:
-        config = self._config
-        self._stop_process()
-        if self._folder is None:
-            self._folder = tempfile.mkdtemp(prefix="qarl-bridge-")  # mode 0700; short, as unix sockets demand
-        folder = self._folder
-        model = os.path.join(folder, "model")
-        assert self._model_json is not None
-        expected = [
-            wire.Expected(name=entry.name, dtype=entry.dtype, shape=entry.shape) for entry in staged.manifest.tensors
-        ]
-        sender.write_folder(model, self._model_json, expected)
-        key_file = os.path.join(folder, "key")
-        if not os.path.exists(key_file):
-            wire.create_key(key_file)
-        python = config.python or sys.executable
-        address = os.path.join(folder, "socket")
-        command = [
-            python, "-m", "qarl_bridge", "--socket", address, "--model", model, "--key-file", key_file,
-            "--engine", config.engine, "--parent-pid", str(os.getpid()), "--max-model-len", str(config.max_model_len),
-            "--max-num-seqs", str(config.max_num_seqs), "--kv-cache-gb", str(config.kv_cache_gb),
-            "--gpu-memory-utilization", str(config.gpu_memory_utilization), "--seed", str(config.seed),
-            "--threads", str(config.threads), "--execution", config.execution, "--int4-kernel", config.int4_kernel,
-            "--loader", config.loader, *(["--profile", os.path.abspath(config.profile)] if config.profile else []),
-            *(["--record-routing"] if config.record_routing else []),
-            *(["--split-attention"] if config.split_attention else []),
-        ]  # fmt: skip
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-        if config.visible_gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = config.visible_gpus
-        try:
-            with open(self._log_path(), "ab") as log:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    start_new_session=True,  # Ctrl-C is the trainer's to handle
-                )
-        except OSError as error:
-            raise UserError(f"cannot start the vLLM bridge with {python} (rollout.engine.python): {error}") from None
-        return address, self._key(key_file)
-
-    def _log_path(self) -> str:
-        return self._config.log_file or os.path.join(self._folder or "", "bridge.log")
-
-    def _last_words(self) -> str:
-        try:
-            with open(self._log_path(), "rb") as file:
-                file.seek(max(0, os.path.getsize(self._log_path()) - _LOG_TAIL_BYTES))
-                text = file.read().decode(errors="replace").strip()
-        except OSError:
-            return "no output"
-        lines = text.splitlines()
-        errors = [line for line in lines if line.startswith("error:")]
-        return errors[-1].removeprefix("error: ") if errors else "\n".join(lines[-15:])
-
     def _bury(self, error: BridgeError) -> str:
         if self._client is not None:
             self._client.close()
             self._client = None
-        code = None
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(5.0 if error.code == "dead" else 0.0)
-            self._process.kill()  # it broke its word or fell silent: nothing to wait for
-        self._stop_process()
+        # It broke its word or fell silent: nothing to wait for, but the exit code of one that is gone.
+        code = self._bridge.kill(patience_s=5.0 if error.code == "dead" else 0.0)
         return str(error) if code is None else f"{error}; exit code {code}"
-
-    def _stop_process(self, grace_s: float = 0.0) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(grace_s)
-        for stop in (process.terminate, process.kill):
-            if process.poll() is not None:
-                return
-            stop()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10.0)
 
 
 __all__ = ["Config", "VllmEngine", "draw_seed", "engine_config", "engine_tensors", "leave_memory_to_vllm"]

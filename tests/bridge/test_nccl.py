@@ -204,6 +204,7 @@ def test_versions_cross_over_one_communicator_and_outlive_their_trainer(served, 
         following = trainer.stage(step)
         assert client.route(following) == "nccl"
         report = client.publish(following, readback="full")
+        assert client.sent_over == "nccl"
         assert report["tensors"] == len(following.manifest.tensors)
         if held is not None:
             held.close()
@@ -420,10 +421,14 @@ def policy(step):
 
 @pytest.mark.slow
 def test_an_engine_on_another_gpu_is_published_to_over_nccl(folder, gpu, library, monkeypatch, tmp_path):
+    asked, own = [], sender.Client.route
+    monkeypatch.setattr(sender.Client, "route", lambda client, staged: asked.append(1) or own(client, staged))
     with engine(folder, gpu, library, monkeypatch, tmp_path, visible_gpus="2") as (e, lines):
         for step in range(3):
             report = e.publish(policy(step), step)
             assert report["bytes"] > 0
+            assert len(asked) == step + 1
+        assert e.route == "nccl"
         assert sum("transport=nccl" in line for line in lines) == 1
         assert e.restarts == 0
         mine = drawn(e)
@@ -442,11 +447,11 @@ def test_an_engine_killed_while_it_receives_is_replaced_and_given_both_versions(
         e.publish(policy(0), 0)
         receiving = stalls(1)
         # The bridge was started without the fault: it gets it with its next life.
-        os.kill(e._process.pid, signal.SIGKILL)
+        os.kill(e._bridge.process.pid, signal.SIGKILL)
 
         def kill():
             bridge_world.wait_for(receiving.exists)
-            os.kill(e._process.pid, signal.SIGKILL)
+            os.kill(e._bridge.process.pid, signal.SIGKILL)
 
         killer = threading.Thread(target=kill)
         killer.start()

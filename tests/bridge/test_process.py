@@ -106,7 +106,7 @@ def test_the_engine_publishes_samples_and_cleans_up():
         assert completion.policy_version == 0
         e.publish(weights(1), 1)
         assert generate(e)[0][0].policy_version == e.version == 1
-        process, folder = e._process, e._folder
+        process, folder = e._bridge.process, e._bridge.folder
     assert process.returncode == 0
     assert not os.path.exists(folder)
 
@@ -124,13 +124,13 @@ def test_a_killed_bridge_is_replaced_and_answers_as_the_dead_one_would_have():
     with engine(log=lines.append) as e:
         e.publish(weights(0), 3)
         before = generate(e)
-        e._process.kill()
+        e._bridge.process.kill()
         after = generate(e)
         assert tokens(after) == tokens(before)
         assert after[0][0].policy_version == 3
         assert e.restarts == 1
         assert any("died" in line and "exit code -9" in line for line in lines)
-        e._process.kill()
+        e._bridge.process.kill()
         e.publish(weights(1), 4)
         assert generate(e)[0][0].policy_version == 4
 
@@ -140,8 +140,8 @@ def test_a_bridge_killed_while_it_samples_is_replaced():
         e.publish(weights(0), 0)
         before = generate(e)
         # Stopped, so that the request is surely in flight when it dies.
-        os.kill(e._process.pid, signal.SIGSTOP)
-        killer = threading.Timer(0.3, e._process.kill)
+        os.kill(e._bridge.process.pid, signal.SIGSTOP)
+        killer = threading.Timer(0.3, e._bridge.process.kill)
         killer.start()
         assert tokens(generate(e)) == tokens(before)
         assert e.restarts == 1
@@ -151,7 +151,7 @@ def test_a_bridge_that_hangs_is_replaced():
     with engine(dataclasses.replace(FAKE, request_timeout_s=3.0)) as e:
         e.publish(weights(0), 0)
         before = generate(e)
-        os.kill(e._process.pid, signal.SIGSTOP)
+        os.kill(e._bridge.process.pid, signal.SIGSTOP)
         assert tokens(generate(e)) == tokens(before)
 
 
@@ -273,7 +273,7 @@ def test_the_engine_holds_no_reference_to_the_learners_arrays():
         copy = PolicyWeights(graphdef=w.graphdef, params=jax.tree.map(lambda x: x + 0, w.params), qweights=w.qweights)
         e.publish(copy, 0)
         jax.tree.map(lambda x: x.delete(), copy.params)  # as donation does
-        e._process.kill()
+        e._bridge.process.kill()
         generate(e)  # republished from the staged copy
         assert e.restarts == 1
 

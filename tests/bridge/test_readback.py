@@ -94,6 +94,19 @@ def test_an_int4_fp8_layer_is_read_back_through_the_engines_own_factors(publishe
         read_back(modules, tensors, activations="fp8")
 
 
+def test_the_scales_of_a_layer_are_factored_once_however_many_rows_are_pushed(monkeypatch):
+    k, made = 5 * readback._CHUNK // 2, []
+    codes, scale = quant_reference.int4_weight(np.random.default_rng(0).standard_normal((128, k)), 128)
+    words = torch.from_numpy(packing.pack_int4(codes))
+    scales = torch.from_numpy(scale.view(np.int16)).view(torch.bfloat16)
+    tensors = {"m.o_proj.weight_packed": words, "m.o_proj.weight_scale": scales}
+    tensors["m.o_proj.weight_shape"] = torch.tensor([128, k])
+    own = readback._factors
+    monkeypatch.setattr(readback, "_factors", lambda scale: made.append(scale) or own(scale))
+    assert read_back({"m.o_proj": int4_fp8(words, scales)}, tensors, activations="fp8") == (1, k)
+    assert len(made) == 1
+
+
 def read_back(modules, tensors, mode="full", tied=None, activations="bf16"):
     reader = readback.ReadBack(
         modules, tied or {}, device=torch.device("cpu"), activations=activations, context=contextlib.nullcontext

@@ -136,6 +136,27 @@ def test_only_one_process_compiles_at_a_time(tmp_path):
     assert warm == {"one", "two"}
 
 
+def test_a_job_that_waits_for_another_starts_as_soon_as_it_can(tmp_path):
+    log = tmp_path / "order"
+
+    def say(name):
+        return f"open({str(log)!r}, 'a').write('{name} ')\ndone.touch()"
+
+    first, second, last = (job(tmp_path, name, say(name)) for name in ("first", "second", "last"))
+    last = dataclasses.replace(last, is_ready=first.is_done)
+    assert run_jobs([last, first, second], parallel=1, budget=Budget(None), poll_s=0.01)
+    assert log.read_text().split() == ["first", "last", "second"]
+
+
+def test_what_waits_for_a_job_that_failed_is_not_waited_for(tmp_path):
+    failing = job(tmp_path, "failing", "sys.exit(3)")
+    waiting = dataclasses.replace(job(tmp_path, "waiting", "done.touch()"), is_ready=failing.is_done)
+    failed: list[str] = []
+    assert not run_jobs([waiting, failing], parallel=2, budget=Budget(None), poll_s=0.01, failed=failed)
+    assert failed == ["failing"]
+    assert not waiting.is_done()
+
+
 def test_jobs_are_spread_over_devices(tmp_path):
     # Each waits until all three have started: two on the first device, one on the second.
     names = ("a", "b", "c")
@@ -296,6 +317,21 @@ def test_an_unfinished_stage_is_not_followed_by_the_next(toy):
     assert not list((toy.work / "runs").glob("*/*/seed1"))
 
 
+def test_some_runs_are_named_by_patterns_and_run_in_their_order(toy):
+    chosen = dataclasses.replace(toy, patterns=("w2a16_*/4_*/seed0", "*/2_*/seed1", "*/seed1"))
+    (stage,) = chosen.stages
+    names = [one.name for one in stage]
+    assert names[0] == "w2a16_g128/4_qarl_tbpo/seed0"
+    assert names[1:4] == [f"{rung}/2_rollout_grpo/seed1" for rung in ("w4a16_g-1", "w3a16_g128", "w2a16_g128")]
+    assert len(names) == len(set(names)) == 1 + 3 + 7  # a run is taken once, where it is named first
+    with pytest.raises(UserError, match="no run has such a name; --list"):
+        _ = dataclasses.replace(toy, patterns=("w2a16_g128",)).stages
+    assert not run.everything(chosen, 2, Budget(None))
+    assert {str(path.parent.relative_to(toy.work / "runs")) for path in toy.work.glob("runs/*/*/*/starts")} == set(
+        names
+    )
+
+
 DIVERGENCE = (
     "Traceback (most recent call last):\n  ...\nRuntimeError: step 2, update 3 of 8: the gradient is not finite. The"
     " run stops here; its last checkpoint is intact. Lower optimizer.lr, or inspect samples.jsonl.\n"
@@ -398,7 +434,7 @@ def test_a_program_that_was_compiled_here_is_warm_as_long_as_its_cache_is(toy):
 def test_programs_are_compiled_with_a_toy_policy_and_nothing_else_is_touched(toy, capsys, monkeypatch, tmp_path):
     (tmp_path / "base.sha256").write_text('{"cpu": "the hash of the real one"}')
     monkeypatch.setattr(run, "HASH", tmp_path / "base.sha256")
-    assert run.warm_up(toy, Budget(None), stages=2)
+    assert run.warm_up(toy, 2, Budget(None), stages=2)
     stages = arms.stages(toy.scale)
     programs = [one.program for one in stages[0]]
     assert [one.program for one in stages[1]] == programs

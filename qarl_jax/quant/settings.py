@@ -1,0 +1,57 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The section `quant` of a run's config: schemes by name, checked; which weights they mean is for `rules.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from qarl_jax.quant.rules import Rules
+from qarl_jax.quant.schemes import parse_scheme
+from qarl_jax.types import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One entry of `quant.rules`: weights whose path contains the regular expression `match` get `scheme`."""
+
+    match: str
+    scheme: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The section `quant`: which low-bit tensors the learner and the sampler compute with.
+
+    Attributes:
+      forward: the learner's scheme (bf16, w8a8, w4a16, ...; "w4a16:g64" sets a group size). Under engine=cuda, w4a8 is
+        w4a8_fp8.
+      rollout: the sampler's scheme; null: the learner's, which is QaRL. forward=bf16 with rollout=w4a16 is the
+        quantized-rollout baseline.
+      group_size: weights per scale along the input dimension, for schemes with groups written without one.
+      engine: whose arithmetic the learner mirrors: cpu or cuda (vLLM's kernels there), plain (nobody's), or auto: with
+        rollout.engine.name=vllm that of this host, with jax plain. cpu_*: a vLLM on another kind of CPU.
+      rules: schemes by weight path, first match wins; then `forward` is only the fallback.
+      uaq_scale: QuRL's invariant scaling, once, when the model is loaded (see `uaq.py`); 1: off, 1.5 in the paper.
+    """
+
+    forward: str = "w4a16"
+    rollout: str | None = None
+    group_size: int = 128
+    engine: Literal["auto", "cpu", "cuda", "plain", "cpu_amx", "cpu_avx512_bf16", "cpu_avx2"] = "auto"
+    rules: tuple[Rule, ...] = ()
+    uaq_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.uaq_scale < float("inf"):
+            raise UserError(f"uaq_scale must be positive (1: off, 1.5 in QuRL), got {self.uaq_scale}.")
+        for scheme in (self.forward, self.rollout):
+            if scheme is not None:
+                parse_scheme(scheme, self.group_size)
+        Rules.parse([dataclasses.asdict(rule) for rule in self.rules], self.group_size)
+
+    @property
+    def rollout_scheme(self) -> str:
+        """The sampler's scheme, resolved."""
+        return self.forward if self.rollout is None else self.rollout
