@@ -110,8 +110,9 @@ class Muon:
         and a scale per block of 256 (`blockwise`). Norms, biases and vectors are float32 then; they are few.
       second_moment_dtype: of the stored second moments, likewise. "bfloat16" is rounded stochastically
         (`round_stochastically`): rounded to nearest, an average of 8 bits with b2 = 0.999 would absorb no new square.
-      offload: keep the state in the host's memory but for the update itself. The same numbers, less device memory while
-        gradients are computed, and two transfers of the state per update.
+      offload: keep the state in the host's memory; an update takes it to the device stack by stack (`stackwise`). The
+        same numbers as an update outside of the gradient's program gives, less device memory, and two transfers of the
+        state per update.
       clip_norm: bound on the global gradient norm; None: no clipping.
       schedule: the shape of lr over updates.
     """
