@@ -41,7 +41,7 @@ from jax.sharding import AxisType, Mesh
 from benchmarks import shapes
 from benchmarks.shapes import Setting
 from qarl_jax import plan, sharding
-from qarl_jax.learner import TrainState
+from qarl_jax.learner import Learner, TrainState
 from qarl_jax.types import TrainBatch
 
 TARGET = pathlib.Path(__file__).parent / "targets" / "h200.txtpb"
@@ -79,11 +79,14 @@ CASES = (
     Setting(rows=1, seq=16384, segments=16),
     Setting(optimizer="muon", master="float32"),
     *MEASURED[1:],
+    dataclasses.replace(LONG_ROW, master="float32", offload=True),
+    dataclasses.replace(LONG_ROW, seq=1024, moments="int8", offload=True),  # its update is the fullest moment
 )
 
 
 def lower(case: Setting, mesh: Mesh) -> list[tuple[Any, int]]:
-    """The programs of a case's update, lowered for CUDA from shapes alone, and what stands beside each of them."""
+    """The programs of a case's update, lowered for CUDA from shapes alone, and the bytes held while each runs: its
+    arguments, read or not, and what stands beside them."""
     made, params, qweights = shapes.make_learner(dataclasses.replace(case, attention="cudnn"), mesh)
 
     def put(tree: Any) -> Any:
@@ -107,10 +110,29 @@ def lower(case: Setting, mesh: Mesh) -> list[tuple[Any, int]]:
         if not case.offload:
             traces = [(made._update.trace(state, *rest), 0)]
         else:
-            grads = jax.tree.map(lambda x: x.update(dtype=made.grad_dtype), state.params)
-            traces = [(made._grads.trace(state.params, *rest), 0)]
-            traces += [(made._apply.trace(state, grads), plan.nbytes(qweights))]
-        return [(trace.lower(lowering_platforms=("cuda",)), beside) for trace, beside in traces]
+            traces = [(made._grads.trace(state.params, *rest), plan.nbytes(params) + plan.nbytes(qweights))]
+            traces += streamed(made, state, plan.nbytes(qweights))
+        return [(trace.lower(lowering_platforms=("cuda",)), held) for trace, held in traces]
+
+
+def streamed(made: Learner, state: TrainState, beside: int) -> list[tuple[Any, int]]:
+    """The programs of an update from the host, traced, and the bytes held while each runs."""
+    layout = made._apply.layout(state)
+    assert layout is not None
+    programs = made._apply.programs(layout, state)
+    params, moments = jax.tree.leaves(state.params), layout.leaves(state.opt_state)
+    grads = [x.update(dtype=made.grad_dtype) for x in params]
+    counters = [moments[i] for i in layout.counters]
+    norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=made.replicated)
+    held = plan.nbytes(params) + plan.nbytes(grads) + beside
+    visits = [plan.nbytes([moments[i] for i in group.moments]) for group in layout.groups]
+    traces = []
+    for number, (group, program) in enumerate(zip(layout.groups, programs, strict=True)):
+        own = [params[i] for i in group.params], [moments[i] for i in group.moments], counters
+        traced = program.trace(*own, [grads[i] for i in group.params], (norm, norm))
+        neighbours = [*visits[max(0, number - 1) : number], *visits[number + 1 : number + 2], 0]
+        traces.append((traced, held + visits[number] + max(neighbours)))
+    return traces
 
 
 def absent_gpu() -> Mesh:
@@ -131,11 +153,11 @@ def compiled_bytes(case: Setting, mesh: Mesh) -> dict[str, Any]:
     """What the compiler allocates for the larger program of a case: arguments and what stays beside them, new results,
     temporaries."""
     lowered, started, sizes = lower(case, mesh), time.perf_counter(), []
-    for program, beside in lowered:
+    for program, held in lowered:
         found = program.compile().memory_analysis()
         sizes.append(
             {
-                "arguments": found.argument_size_in_bytes + beside,
+                "arguments": max(held, found.argument_size_in_bytes),
                 "results": found.output_size_in_bytes - found.alias_size_in_bytes,
                 "temporaries": found.temp_size_in_bytes,
             }

@@ -54,6 +54,7 @@ from qarl_jax.loss.advantages import Gae, gae, moments, token_rewards, whiten
 from qarl_jax.loss.value import explained_variance
 from qarl_jax.metrics import Max, Mean, Metric, merge
 from qarl_jax.schema import Variants
+from qarl_jax.stackwise import Update
 from qarl_jax.types import LossInputs, TrainBatch, UserError
 
 
@@ -176,7 +177,8 @@ class Critic:
     ):
         self.graphdef = models.split(models.abstract_model(config))[0]
         self.term, self.advantage, self.optimizer = term, advantage, optimizer
-        self.mesh, self.max_segments, self.offload, self.schedule = mesh, max_segments, offload, schedule
+        self.mesh, self.max_segments, self.schedule = mesh, max_segments, schedule
+        self._apply = Update(optimizer, self._described, offload=offload)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         rows = sharding.batch_sharding(mesh)
         self.places = places = sharding.param_shardings(params, mesh)
@@ -185,7 +187,6 @@ class Critic:
         self._whiten = jax.jit(whiten, out_shardings=rows)
         self._zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), out_shardings=places)
         self._accumulate = jax.jit(self._accumulate_fn, donate_argnums=(0,), out_shardings=(places, self.replicated))
-        self._apply = jax.jit(self._apply_fn, donate_argnums=(0,))
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class Critic:
             opt_state=optimizers.init(self.optimizer, params),
             updates=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
         )
-        return optimizers.moved_to("pinned_host", state) if self.offload else state
+        return self._apply.placed(state)
 
     def entries(self) -> dict[str, Any]:
         """The state as a checkpoint's entry, beside the learner's."""
@@ -305,16 +306,15 @@ class Critic:
         new, metrics = jax.grad(objective, has_aux=True)(params)
         return jax.tree.map(jnp.add, grads, new), metrics
 
-    def _apply_fn(self, state: CriticState, grads: Any) -> tuple[CriticState, dict[str, Metric]]:
-        new_state, stats = optimizers.advance(self.optimizer, state, grads)
+    def _described(self, stats: dict[str, Any], updates: Any) -> dict[str, Metric]:
         one = jnp.ones((), jnp.float32)
         metrics: dict[str, Metric] = {
             "critic/grad_norm": Mean(stats["grad_norm"], one),
             "critic/nonfinite": Max(jnp.where(stats["finite"], 0.0, 1.0)),
         }
         if self.schedule is not None:
-            metrics["critic/lr"] = Mean(jnp.asarray(self.schedule(state.updates), jnp.float32), one)
-        return new_state, metrics
+            metrics["critic/lr"] = Mean(jnp.asarray(self.schedule(updates), jnp.float32), one)
+        return metrics
 
     def update(
         self, micros: Sequence[TrainBatch], targets: Sequence[Targets], num_tokens: float, num_sequences: float
@@ -332,8 +332,5 @@ class Critic:
             for micro, target in zip(micros, targets, strict=True):
                 grads, measured = self._accumulate(grads, self.state.params, micro, target, *counts)
                 total = merge(total, measured)
-            if self.offload:
-                self.state, applied = optimizers.apply_offloaded(self._apply, self.state, grads)
-            else:
-                self.state, applied = self._apply(self.state, grads)
+            self.state, applied = self._apply(self.state, grads)
         return total | applied

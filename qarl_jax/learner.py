@@ -9,8 +9,8 @@ One update, as `train.py` drives it:
 
 Where every mini-batch is a single micro-batch, gradient and optimizer are one compiled program and no accumulator
 exists; otherwise `update` is `zero_grads`, `accumulate_grads` per micro-batch, `apply_update`. Both give the same
-numbers. An optimizer state that lives in the host's memory (`Options.offload`) comes to the device for `apply_update`
-alone, so that gradient and optimizer are two programs then.
+numbers. `apply_update` goes stack by stack where the model is not small (`stackwise`). An optimizer state that rests in
+the host's memory (`Options.offload`) comes to the device for it, so that gradient and optimizer are separate programs.
 
 The forward reads only the QTensors (and the masters of what is not quantized: norms, embeddings, lm_head); the
 gradient reaches the masters through the straight-through estimator in `quant.dot` (QaRL, arXiv 2604.07853, sec. 3.1).
@@ -31,7 +31,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qarl_jax import error_tokens, models, sharding, trace, uaq
+from qarl_jax import error_tokens, models, sharding, stackwise, trace, uaq
 from qarl_jax import optimizer as optimizers
 from qarl_jax.logprobs import token_logprobs
 from qarl_jax.loss import Loss, Objective, diagnostics, normalized
@@ -72,7 +72,8 @@ class Options:
         many micro-batches their sum then loses bits (eight are kept), so use it with one or a few.
       one_program: compute an update of a single micro-batch in one program. Off where other updates have several, so
         that a run never needs both.
-      offload: the optimizer state rests in the host's memory, and `apply_update` moves it to the device and back.
+      offload: the optimizer state rests in the host's memory, and `apply_update` moves it to the device and back, stack
+        by stack.
       max_segments: static bound on responses per packed row.
       entropy_coef: weight of the entropy bonus (0: entropy is only a metric).
       kl_coef: weight of the KL to the reference policy (0: none, and no reference is needed).
@@ -156,7 +157,7 @@ class Learner:
         self._accumulate = jax.jit(
             self._accumulate_fn, donate_argnums=(0,), out_shardings=(self.param_shardings, self.replicated)
         )
-        self._apply = jax.jit(self._apply_fn, donate_argnums=(0,))
+        self._apply = stackwise.Update(optimizer, self._described, offload=options.offload)
         self._update = jax.jit(self._update_fn, donate_argnums=(0,))
         self._grads = jax.jit(self._grads_fn, out_shardings=(self.param_shardings, self.replicated))
 
@@ -170,7 +171,7 @@ class Learner:
             opt_state=optimizers.init(self.optimizer, params),
             updates=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
         )
-        return optimizers.moved_to("pinned_host", state) if self.options.offload else state
+        return self._apply.placed(state)
 
     def model(self, params: Any) -> models.Transformer:
         """The model itself, for export and inspection."""
@@ -331,10 +332,10 @@ class Learner:
 
     # ---- update -----------------------------------------------------------------------------------------------------
 
-    def _apply_fn(self, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, Metric]]:
-        new_state, stats = optimizers.advance(self.optimizer, state, grads)
+    def _described(self, stats: dict[str, Any], updates: Any) -> dict[str, Metric]:
+        """An update's metrics, from `optimizer.update`'s stats and the count of those before it."""
         moved, one = stats["moved"], jnp.ones((), jnp.float32)
-        change = jnp.where(moved, uaq.relative_norm(stats["updates"], state.params), 0.0)
+        change = jnp.where(moved, uaq.relative_norm(*stats["squares"]), 0.0)
         metrics: dict[str, Metric] = {
             "optim/grad_norm": Mean(stats["grad_norm"], one),
             "optim/update_norm": Mean(stats["update_norm"], one),
@@ -343,14 +344,12 @@ class Learner:
             "optim/skipped": Mean(jnp.where(moved, 0.0, 1.0), one),
         }
         if self.schedule is not None:
-            metrics["optim/lr"] = Mean(jnp.asarray(self.schedule(state.updates), jnp.float32), one)
-        return new_state, metrics
+            metrics["optim/lr"] = Mean(jnp.asarray(self.schedule(updates), jnp.float32), one)
+        return metrics
 
     def apply_update(self, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, Metric]]:
         """One optimizer update; `state` is donated. A zero or non-finite gradient leaves the state as it is."""
         with jax.set_mesh(self.mesh):
-            if self.options.offload:
-                return optimizers.apply_offloaded(self._apply, state, grads)
             return self._apply(state, grads)
 
     def _grads_fn(self, params: Any, *rest: Any) -> tuple[Any, dict[str, Metric]]:
@@ -361,7 +360,7 @@ class Learner:
         grads, metrics = self._grads_fn(state.params, *rest)
         # Said once each, as the split programs say it at their borders: gradients and masters lie where masters do.
         grads = jax.lax.with_sharding_constraint(grads, self.param_shardings)
-        new_state, applied = self._apply_fn(state, grads)
+        new_state, applied = self._apply.whole(state, grads)
         params = jax.lax.with_sharding_constraint(new_state.params, self.param_shardings)
         metrics = jax.lax.with_sharding_constraint(metrics | applied, self.replicated)
         return dataclasses.replace(new_state, params=params), metrics

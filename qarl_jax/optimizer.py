@@ -110,8 +110,9 @@ class Muon:
         and a scale per block of 256 (`blockwise`). Norms, biases and vectors are float32 then; they are few.
       second_moment_dtype: of the stored second moments, likewise. "bfloat16" is rounded stochastically
         (`round_stochastically`): rounded to nearest, an average of 8 bits with b2 = 0.999 would absorb no new square.
-      offload: keep the state in the host's memory but for the update itself. The same numbers, less device memory while
-        gradients are computed, and two transfers of the state per update.
+      offload: keep the state in the host's memory; an update takes it to the device stack by stack (`stackwise`). The
+        same numbers as an update outside of the gradient's program gives, less device memory, and two transfers of the
+        state per update.
       clip_norm: bound on the global gradient norm; None: no clipping.
       schedule: the shape of lr over updates.
     """
@@ -379,10 +380,15 @@ def round_stochastically(x: Float[Array, "*S"], seed: Array) -> Float[Array, "*S
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
-def _seed(count: Any, number: int) -> Array:
-    """Of a rounding, from the update's number and the leaf's: a resumed run rounds alike."""
+def _seed(count: Any, number: int, first: Any = None) -> Array:
+    """Of a rounding, from the update's number and the leaf's: a resumed run rounds alike.
+
+    Args:
+      first: uint32, the position in its leaf at which what is rounded begins; None: 0.
+    """
     # Multiplied by odd constants, so that neither neighbouring updates nor neighbouring leaves share their bits.
-    return jnp.asarray(count).astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(number * 0x7FEB352D % 2**32)
+    seed = jnp.asarray(count).astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(number * 0x7FEB352D % 2**32)
+    return seed if first is None else seed + first
 
 
 def _is_few(path: Sequence[Any], ndim: int) -> bool:
@@ -435,26 +441,31 @@ def _adamw(
             nu = round_stochastically(nu, seed)
         return update, mu, nu
 
-    def all_at_once(grads: Any, state: Any) -> tuple[Any, Any]:
+    def all_at_once(grads: Any, state: Any, seed: Callable[[int], Array]) -> tuple[Any, Any]:
         """Moments in floats. One by one is the same arithmetic, but compiled to other last bits: recorded policies
         could not be made again."""
         updates, new = step(grads, state._replace(nu=_float32(state.nu)))
         if cfg.second_moment_dtype == "bfloat16":
-            rounded = _unzip(lambda i, x: (round_stochastically(x, _seed(state.count, i)),), 1, new.nu)
+            rounded = _unzip(lambda i, x: (round_stochastically(x, seed(i)),), 1, new.nu)
             new = new._replace(nu=rounded[0])
         return updates, new
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        grads: Any, state: Any, params: Any = None, *, numbers: Any = None, first: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
         del params
+        whose = range(len(jax.tree.leaves(grads))) if numbers is None else jax.tree.leaves(numbers)
+
+        def seed(i: int) -> Array:
+            return _seed(state.count, whose[i], first)
+
         if "int8" not in (cfg.moment_dtype, cfg.second_moment_dtype):
-            return all_at_once(grads, state)
-        updates, mu, nu = _unzip(
-            lambda number, *leaf: one(state.count, _seed(state.count, number), *leaf), 3, grads, state.mu, state.nu
-        )
+            return all_at_once(grads, state, seed)
+        updates, mu, nu = _unzip(lambda i, *leaf: one(state.count, seed(i), *leaf), 3, grads, state.mu, state.nu)
         return updates, optax.ScaleByAdamState(count=optax.safe_increment(state.count), mu=mu, nu=nu)
 
     return optax.chain(
-        optax.GradientTransformation(init, update),
+        optax.GradientTransformationExtraArgs(init, update),
         optax.add_decayed_weights(weight_decay, mask=_decays),
         optax.scale_by_learning_rate(schedule),
     )
@@ -486,7 +497,8 @@ def _build_muon(cfg: Muon, total_updates: int | None) -> optax.GradientTransform
         weight_decay=cfg.adamw_weight_decay,
         schedule=make_schedule(other_lr, cfg.schedule, total_updates),
     )
-    return optax.partition({"muon": matrices, "adamw": others}, labels)
+    # `numbers` goes to each rule as its parameters do.
+    return optax.partition({"muon": matrices, "adamw": others}, labels, mask_compatible_extra_args=True)
 
 
 _BUILDERS: dict[type, Callable[[Any, int | None], optax.GradientTransformation]] = {
@@ -499,16 +511,46 @@ def _float32(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+def _clip(bound: float) -> optax.GradientTransformationExtraArgs:
+    """optax.clip_by_global_norm, of the leaves that are given or by the norm that is."""
+    whole = optax.clip_by_global_norm(bound)
+
+    def update(grads: Any, state: Any, params: Any = None, *, norm: Any = None, **_: Any) -> tuple[Any, Any]:
+        if norm is None:
+            return whole.update(grads, state, params)
+        # optax's formula, so that the bits are those of a clipping of all leaves at once.
+        return jax.tree.map(lambda g: jax.lax.select(norm < bound, g, (g / norm) * bound), grads), state
+
+    return optax.GradientTransformationExtraArgs(whole.init, update)
+
+
+class Optimizer(optax.GradientTransformationExtraArgs):
+    """`make_optimizer`'s: `update(grads, state, params)` of all parameters at once, or of a part of them with
+
+      norm: float32 scalar, `clipping_norm` of all gradients.
+      numbers: a tree of ints like the parameters: each leaf's place among all that its rule updates.
+      first: uint32 scalar; the leaf given begins at this of its elements (some layers of a stack). None: at 0.
+
+    The state then holds the part's moments, in trees with an `optax.MaskedNode` for every parameter that is elsewhere.
+    """
+
+
+def _in_float32(inner: optax.GradientTransformation) -> Optimizer:
     """State, gradients and parameters reach `inner` as float32, whatever the master's dtype."""
+    inner = optax.with_extra_args_support(inner)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return inner.update(_float32(grads), state, _float32(params))
+    def update(grads: Any, state: Any, params: Any = None, **part: Any) -> tuple[Any, Any]:
+        return inner.update(_float32(grads), state, _float32(params), **part)
 
-    return optax.GradientTransformation(lambda params: inner.init(_float32(params)), update)
+    return Optimizer(lambda params: inner.init(_float32(params)), update)
 
 
-def make_optimizer(cfg: Config, total_updates: int | None = None) -> optax.GradientTransformation:
+def clipping_norm(grads: Any) -> Float[Array, ""]:
+    """The global norm that `make_optimizer`'s clipping goes by."""
+    return optax.global_norm(_float32(grads))
+
+
+def make_optimizer(cfg: Config, total_updates: int | None = None) -> Optimizer:
     """The optimizer of a run: clip by global norm, then Muon and AdamW, or AdamW alone.
 
     Labels come from the paths of the parameters given to `init` (an nnx.State or any tree), so that one optimizer
@@ -520,8 +562,39 @@ def make_optimizer(cfg: Config, total_updates: int | None = None) -> optax.Gradi
     """
     inner = _BUILDERS[type(cfg)](cfg, total_updates)
     if cfg.clip_norm is not None:
-        inner = optax.chain(optax.clip_by_global_norm(cfg.clip_norm), inner)
+        inner = optax.chain(_clip(cfg.clip_norm), inner)
     return _in_float32(inner)
+
+
+class Owner(NamedTuple):
+    """Of a moment: the number of its parameter's leaf, and the name of the tree of moments it stands in."""
+
+    param: int
+    tree: str
+
+
+def owners(state: Any, params: Any) -> list[Owner | None]:
+    """For each leaf of an optimizer state (a `Blocks` is one) whom it belongs to; None: a counter.
+
+    Args:
+      state, params: abstract or not.
+    """
+    named = {
+        path_name(path): (i, leaf.shape) for i, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(params))
+    }
+
+    def of(path: Sequence[Any], leaf: Any) -> Owner | None:
+        shape = leaf.codes.shape if isinstance(leaf, Blocks) else leaf.shape
+        # A moment's path is the optimizer's own keys followed by the parameter's, e.g. "0.muon.momentum.layers.kernel".
+        parts = path_name(path).split(".")
+        for start in range(len(parts)):
+            number, wanted = named.get(".".join(parts[start:]), (0, None))
+            if wanted == shape:
+                return Owner(param=number, tree=".".join(parts[:start]))
+        return None
+
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, Blocks))
+    return [of(*leaf) for leaf in leaves]
 
 
 def state_shardings(abstract_state: Any, params: Any) -> Any:
@@ -531,20 +604,17 @@ def state_shardings(abstract_state: Any, params: Any) -> Any:
       abstract_state: `jax.eval_shape(optimizer.init, params)`.
       params: the parameters, or ShapeDtypeStructs of them; every leaf has a `.sharding`.
     """
-    named = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    anywhere = next(iter(named.values())).sharding
+    places = [leaf.sharding for leaf in jax.tree.leaves(params)]
+    anywhere = places[0]
     if isinstance(anywhere, jax.sharding.NamedSharding):
         anywhere = jax.sharding.NamedSharding(anywhere.mesh, jax.sharding.PartitionSpec())
 
-    def of(path: Sequence[Any], leaf: Any) -> Any:
-        shape = leaf.codes.shape if isinstance(leaf, Blocks) else leaf.shape
-        # A moment's path is the optimizer's own keys followed by the parameter's, e.g. "0.muon.momentum.layers.kernel".
-        parts = path_name(path).split(".")
-        candidates = (named.get(".".join(parts[start:])) for start in range(len(parts)))
-        place = next((p.sharding for p in candidates if p is not None and p.shape == shape), anywhere)
-        return Blocks(codes=place, scale=_of_scales(place, shape)) if isinstance(leaf, Blocks) else place
+    def of(leaf: Any, owner: Owner | None) -> Any:
+        place = anywhere if owner is None else places[owner.param]
+        return Blocks(codes=place, scale=_of_scales(place, leaf.codes.shape)) if isinstance(leaf, Blocks) else place
 
-    return jax.tree_util.tree_map_with_path(of, abstract_state, is_leaf=lambda x: isinstance(x, Blocks))
+    leaves, structure = jax.tree.flatten(abstract_state, is_leaf=lambda x: isinstance(x, Blocks))
+    return jax.tree.unflatten(structure, map(of, leaves, owners(abstract_state, params)))
 
 
 def _of_scales(place: Any, shape: Sequence[int]) -> Any:
@@ -562,38 +632,22 @@ def init(optimizer: optax.GradientTransformation, params: Any) -> Any:
     return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
 
-# ----------------------------------------------------------------------------------------------------------- offloading
-
-
-def moved_to(kind: Literal["device", "pinned_host"], state: Any) -> Any:
-    """A frozen dataclass with its `opt_state` in memory of that kind; what was elsewhere is deleted.
-
-    Waits for the copy, so that neither memory ever holds two: what a program that is still running reads, or one that
-    is dispatched next needs, would otherwise stand beside it. jax.device_put outside of any program, which every
-    backend has: placement inside one is left to each backend's compiler.
-    """
-    elsewhere = [x for x in jax.tree.leaves(state.opt_state) if x.sharding.memory_kind != kind]
-    copies = jax.block_until_ready(jax.device_put(elsewhere, [x.sharding.with_memory_kind(kind) for x in elsewhere]))
-    moved = iter(copies)
-    there = jax.tree.map(lambda x: x if x.sharding.memory_kind == kind else next(moved), state.opt_state)
-    for x in elsewhere:
-        x.delete()
-    return dataclasses.replace(state, opt_state=there)
-
-
-def apply_offloaded(apply: Callable[..., tuple[Any, Any]], state: Any, grads: Any) -> tuple[Any, Any]:
-    """`apply(state, grads)` -> (state, metrics) of a state whose `opt_state` is on the host before and after."""
-    jax.block_until_ready(grads)  # what the backward holds is given back before the state arrives
-    state, metrics = apply(moved_to("device", state), grads)
-    return moved_to("pinned_host", state), metrics
-
-
 # ------------------------------------------------------------------------------------------------------------- applying
+
+
+def squares(tree: Any) -> Any:
+    """The sum of squares of each leaf, in float32."""
+    return jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree)
+
+
+def root(sums: Any) -> Float[Array, ""]:
+    """Of the sum of all leaves: the norm whose `squares` they are."""
+    return jnp.sqrt(sum(jax.tree.leaves(sums), jnp.float32(0)))
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:
     """Euclidean norm over all leaves, summed in float32. NaN or infinite as soon as one entry is."""
-    return jnp.sqrt(sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.float32(0)))
+    return root(squares(tree))
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -616,20 +670,27 @@ def update(
 
     Returns:
       (params, state, stats): float32 scalars `grad_norm` (before clipping) and `update_norm` (0 where nothing moved),
-      bool scalars `finite` and `moved`, and `updates`, what was added to the parameters where `moved`.
+      bool scalars `finite` and `moved`, and `squares`: two trees of float32 scalars like the parameters, of what was to
+      be added to each and of itself before.
     """
     grad_norm = global_norm(grads)
+    updates, new_state = optimizer.update(grads, state, params)
+    stats = statistics(grad_norm, squares(updates), squares(params))
+    moved = stats["moved"]
+    return select(moved, apply_updates(params, updates), params), select(moved, new_state, state), stats
+
+
+def statistics(grad_norm: Any, of_updates: Any, of_params: Any) -> dict[str, Any]:
+    """`update`'s stats from the gradients' norm and the `squares` of updates and parameters."""
     finite = jnp.isfinite(grad_norm)
     moved = finite & (grad_norm > 0)
-    updates, new_state = optimizer.update(grads, state, params)
-    stats = {
+    return {
         "grad_norm": grad_norm,
-        "update_norm": jnp.where(moved, global_norm(updates), 0.0),
+        "update_norm": jnp.where(moved, root(of_updates), 0.0),
         "finite": finite,
         "moved": moved,
-        "updates": updates,
+        "squares": (of_updates, of_params),
     }
-    return select(moved, apply_updates(params, updates), params), select(moved, new_state, state), stats
 
 
 def advance(optimizer: optax.GradientTransformation, state: Any, grads: Any) -> tuple[Any, dict[str, Any]]:

@@ -11,10 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from qarl_jax import build, critic, models, optimizer, sharding
+from qarl_jax import build, critic, models, optimizer, sharding, stackwise
 from qarl_jax.config import RunConfig
 from qarl_jax.rollout import jax_sampler, vllm
 
@@ -51,13 +50,18 @@ def nbytes(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any = None
       mesh: count what one device of it holds; None: everything.
       dtype: count as if the arrays had this one.
     """
-    leaves = jax.tree.leaves(tree)
+    return sum(jax.tree.leaves(bytes_of_each(tree, mesh, dtype)))
+
+
+def bytes_of_each(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any = None) -> Any:
+    """`nbytes` leaf by leaf: a tree like the given one."""
+    leaves, structure = jax.tree.flatten(tree)
     shapes = [leaf.shape for leaf in leaves]
     if mesh is not None:
         places = jax.tree.leaves(sharding.param_shardings(tree, mesh))
         shapes = [place.shard_shape(shape) for place, shape in zip(places, shapes, strict=True)]
     sizes = [jnp.dtype(leaf.dtype if dtype is None else dtype).itemsize for leaf in leaves]
-    return sum(math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=True))
+    return jax.tree.unflatten(structure, [math.prod(x) * size for x, size in zip(shapes, sizes, strict=True)])
 
 
 def abstract_critic(cfg: RunConfig, graphdef: Any) -> tuple[models.ModelConfig, Any, Any]:
@@ -115,15 +119,34 @@ def layer_activations(model: models.ModelConfig, positions: int, max_segments: i
     return round(positions * max(whole - _kept(model, max_segments), whole / 4))
 
 
-def update_scratch(params: Any, mesh: Mesh | AbstractMesh | None = None) -> int:
-    """Bytes that an update in a program of its own works with beside masters, gradients and the optimizer's state.
+def update_scratch(
+    params: Any, opt_state: Any, *, offload: bool = False, mesh: Mesh | AbstractMesh | None = None
+) -> int:
+    """Bytes that an update outside of the gradient's program works with beside masters, gradients and a state that
+    rests on the device (`stackwise.Update`).
 
-    A float32 number per parameter, and one more for those of the largest stack: so XLA allocates for an H200 at
-    Qwen3-8B under Muon (benchmarks/memory.py), with bfloat16 and int8 moments.
+    As one program: a float32 number per parameter, one more for those of the largest stack, and a state from the host.
+    In groups: of the fullest one six layers in float32, or 2.5 float32 numbers per parameter where it is not a stack,
+    and of a state from the host two neighbouring groups. So XLA allocates for an H200 at Qwen3-8B under Muon
+    (benchmarks/memory.py), or less.
     """
-    stacks = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    sizes = [nbytes(stack, mesh, jnp.float32) for stack in stacks]
-    return sum(sizes) + max(sizes)
+    layout = stackwise.Layout.of(params, opt_state)
+    sizes = jax.tree.leaves(bytes_of_each(params, mesh, jnp.float32))
+    moments = [sum(jax.tree.leaves(x)) for x in layout.leaves(bytes_of_each(opt_state, mesh))]
+    if len(layout.groups) == 1:
+        return sum(sizes) + max(sizes) + (sum(moments) if offload else 0)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    own = [
+        6 * sizes[first] // shapes[first][0]
+        if not others and stackwise.is_stack(shapes[first])
+        else 5 * sum(sizes[i] for i in (first, *others)) // 2
+        for (first, *others), _ in layout.groups
+    ]
+    if not offload:
+        return max(own)
+    here = [sum(moments[i] for i in group.moments) for group in layout.groups]
+    beside = [max(before, after) for before, after in zip([0, *here], [*here[1:], 0], strict=False)]
+    return max(map(sum, zip(own, here, beside, strict=True)))
 
 
 def update_parts(
@@ -148,9 +171,9 @@ def update_parts(
     gradients of layers yet, but a chunk of logits (float32, and their gradient in the compute dtype) and the head's
     float32 gradient twice, before and after the chunk. "log-prob chunk" is what the second needs beyond the first.
 
-    Where the update is a program of its own, for its several micro-batches or because the optimizer's state rests on
-    the host, it is a third: activations are gone, what it works with (`update_scratch`) and a state from the host are
-    here. "update (estimate)" is what it needs beyond the other two.
+    Where the update is not in the gradient's program, for its several micro-batches or because the optimizer's state
+    rests on the host, it is a third: activations are gone, and what it works with (`update_scratch`) is here. "update
+    (estimate)" is what it needs beyond the other two.
 
     Args:
       params, qweights, opt_state: abstract or not.
@@ -177,7 +200,7 @@ def update_parts(
     state, apart = nbytes(opt_state, mesh), 0
     if offload or not one_program:
         gone = layers + chunks + (0 if one_program else gradient)
-        apart = max(0, update_scratch(params, mesh) + (state if offload else 0) - gone)
+        apart = max(0, update_scratch(params, opt_state, offload=offload, mesh=mesh) - gone)
     return {
         "masters": nbytes(params, mesh),
         "optimizer": 0 if offload else state,
@@ -229,7 +252,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         out["activations (estimate)"] = max(out["activations (estimate)"], needed)
         held = nbytes(moments, mesh)
         if cfg.critic.optimizer.offload:
-            held = max(0, held + update_scratch(own, mesh) - needed - gradient)
+            held = max(0, update_scratch(own, moments, offload=True, mesh=mesh) - needed - gradient)
         out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": held}
     if isinstance(cfg.rollout.engine, jax_sampler.Config):
         sampled = build.rollout_graphdef(cfg, graphdef)
@@ -388,7 +411,7 @@ def describe(cfg: RunConfig) -> str:
     lines += [f"  {name:<24}{a / GIB:9.3f} GiB{b / GIB:10.3f} GiB" for name, a, b in rows]
     resting = {name: state for name, (state, on_host) in optimizer_states(cfg).items() if on_host}
     if resting:
-        lines.append("host         pinned memory, moved to the devices for an update and back (optimizer.offload)")
+        lines.append("host         pinned memory, group by group on the devices for an update (optimizer.offload)")
     for name, state in resting.items():
         a, b = nbytes(state), nbytes(state, planned_mesh(cfg))
         lines.append(f"  {name:<24}{a / GIB:9.3f} GiB{b / GIB:10.3f} GiB")

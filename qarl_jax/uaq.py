@@ -35,7 +35,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from qarl_jax import quant
-from qarl_jax.optimizer import path_name
+from qarl_jax.optimizer import path_name, squares
 from qarl_jax.quant import QTensor
 from qarl_jax.types import UserError
 
@@ -124,9 +124,14 @@ def quantization_error(params: nnx.State, qweights: nnx.State) -> Float[Array, "
 
 
 def relative_norm(updates: Any, params: Any) -> Float[Array, ""]:
-    """||dW||_F / ||W||_F over the layers' kernels, for an optimizer's updates to `params` (QuRL, eq. 14). Traceable."""
+    """||dW||_F / ||W||_F over the layers' kernels (QuRL, eq. 14). Traceable.
+
+    Args:
+      updates, params: trees like the parameters, of each one's sum of squares (`optimizer.squares`): of what an
+        optimizer adds to it, and of itself.
+    """
     pairs = zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True)
-    return _ratio([(_square(dw), _square(w)) for (path, dw), w in pairs if _KERNEL.search(path_name(path))])
+    return _ratio([(dw, w) for (path, dw), w in pairs if _KERNEL.search(path_name(path))])
 
 
 def weight_change(before: Any, after: Any) -> Float[Array, ""]:
@@ -134,6 +139,5 @@ def weight_change(before: Any, after: Any) -> Float[Array, ""]:
 
     Masters in bfloat16 hide changes below their own spacing; keep them in float32.
     """
-    return relative_norm(
-        jax.tree.map(lambda a, b: b.astype(jnp.float32) - a.astype(jnp.float32), before, after), before
-    )
+    moved = jax.tree.map(lambda a, b: b.astype(jnp.float32) - a.astype(jnp.float32), before, after)
+    return relative_norm(squares(moved), squares(before))

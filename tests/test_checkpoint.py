@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from qarl_jax import checkpoint, optimizer
+from qarl_jax import checkpoint, optimizer, stackwise
 from qarl_jax.checkpoint import Checkpoints, Config, DamagedCheckpointError
 from qarl_jax.types import UserError
 
@@ -76,36 +76,41 @@ def test_parameters_optimizer_state_and_extra_come_back_bit_for_bit(checkpoints)
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("kind", ["device", "pinned_host"])
-def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind, asynchronous):
+def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind, asynchronous, monkeypatch):
     eight = {"moment_dtype": "int8", "second_moment_dtype": "int8"}
     rng = np.random.default_rng(0)
     params = {name: jnp.asarray(rng.standard_normal((3, 8, 300)), jnp.float32) for name in ("kernel", "embed")}
     tx = optimizer.make_optimizer(optimizer.Muon(lr=0.1, **eight))
-    step = jax.jit(lambda state, params: optimizer.update(tx, jax.tree.map(jnp.sin, params), state, params)[:2])
+    update = stackwise.Update(tx, lambda stats, updates: stats, offload=kind == "pinned_host")
+    monkeypatch.setattr(stackwise, "GROUP_BYTES", 2**14)
 
+    @jax.tree_util.register_dataclass
     @dataclasses.dataclass(frozen=True)
     class State:
+        params: object
         opt_state: object
+        updates: object
 
-    def trained(opt_state, params, updates):
+    def fresh():
+        copies = jax.tree.map(jnp.copy, params)
+        return update.placed(State(copies, optimizer.init(tx, copies), jnp.int32(0)))
+
+    def trained(state, updates):
         for _ in range(updates):
-            here = optimizer.moved_to("device", State(opt_state)).opt_state
-            params, here = step(here, params)
-            opt_state = optimizer.moved_to(kind, State(here)).opt_state
-        return opt_state, params
+            state, _ = update(state, jax.tree.map(jnp.sin, state.params))
+        return state
 
-    opt_state, params = trained(optimizer.moved_to(kind, State(optimizer.init(tx, params))).opt_state, params, 2)
-    state = {"params": params, "opt_state": opt_state}
+    state = trained(fresh(), 2)
+    assert len(update.layout(state).groups) == 2
     copied = jax.device_get(state)
-    fresh = optimizer.moved_to(kind, State(optimizer.init(tx, params))).opt_state
     with Checkpoints(tmp_path / "checkpoints", Config(asynchronous=asynchronous)) as checkpoints:
-        checkpoints.save(1, state)
-        onward = jax.device_get(trained(opt_state, params, 2))
+        checkpoints.save(1, vars(state))
+        onward = jax.device_get(trained(state, 2))
         checkpoints.wait()
-        back = checkpoints.restore({"params": params, "opt_state": fresh}).state
+        back = State(**checkpoints.restore(vars(fresh())).state)
     assert_same_bits(back, copied)
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(back["opt_state"])} == {kind}
-    assert_same_bits(trained(back["opt_state"], back["params"], 2), onward)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(back.opt_state)} == {kind}
+    assert_same_bits(trained(back, 2), onward)
 
 
 def test_every_dtype_special_value_and_empty_array_survives(checkpoints):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qarl_jax import build, models, observe, optimizer, sharding, train
+from qarl_jax import build, models, observe, optimizer, sharding, stackwise, train
 from qarl_jax import critic as critics
 from qarl_jax.checkpoint import Checkpoints
 from qarl_jax.data import packing
@@ -91,7 +91,7 @@ def with_head(params, seed=0):
 
 
 @functools.cache
-def compiled(mesh="", gamma=0.9, whiten=True):
+def compiled(mesh="", gamma=0.9, whiten=True, offload=False):
     """A critic whose state does not matter."""
     config, params = initial()
     return critics.Critic(
@@ -102,6 +102,7 @@ def compiled(mesh="", gamma=0.9, whiten=True):
         optimizer=optimizer.make_optimizer(optimizer.AdamW(lr=3e-3)),
         mesh=sharding.make_mesh(**MESHES[mesh]),
         max_segments=6,
+        offload=offload,
     )
 
 
@@ -268,12 +269,13 @@ def test_later_passes_are_whitened_as_the_first():
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_state_on_the_host_changes_no_update(monkeypatch):
     rows, verdict = judged()
     states = []
+    monkeypatch.setattr(stackwise, "GROUP_BYTES", 2**14)
     for offload, kind in ((False, "device"), (True, "pinned_host")):
-        monkeypatch.setattr(compiled(), "offload", offload)
-        critic = make(head=True)
+        critic = make(head=True, offload=offload)
         for _ in range(2):
             critic.update(put(critic, rows), verdict.targets[0], rows.num_tokens, rows.num_sequences)
             assert {x.sharding.memory_kind for x in jax.tree.leaves(critic.state.opt_state)} == {kind}

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from qarl_jax import learner as learning
-from qarl_jax import models, optimizer, quant, sharding, train
+from qarl_jax import models, optimizer, quant, sharding, stackwise, train
 from qarl_jax.data import packing
 from qarl_jax.learner import Learner, Options, TrainState, code_flips
 from qarl_jax.loss import get_loss
@@ -449,8 +449,10 @@ def test_one_program_for_an_update_gives_the_numbers_of_three():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["", "fsdp8"])
-def test_a_state_on_the_host_gives_the_numbers_of_one_on_the_device(mesh):
+@pytest.mark.parametrize(("mesh", "bound"), [("", 2**14), ("fsdp8", 2**14), ("", 2**30)])
+def test_a_state_on_the_host_gives_the_numbers_of_one_on_the_device(mesh, bound, monkeypatch):
+    """In groups, and as one program."""
+    monkeypatch.setattr(stackwise, "GROUP_BYTES", bound)
     made, params = make(mesh=mesh)
     chosen = optimizer.Muon(lr=0.02, moment_dtype="int8", second_moment_dtype="int8")
     rows, after = packed(), {}
@@ -475,7 +477,9 @@ def test_a_state_on_the_host_gives_the_numbers_of_one_on_the_device(mesh):
                 grads, measured = learner._grads(state.params, *rest)
             state, applied = learner.apply_update(state, grads)
             assert all(x.is_deleted() for x in before)
-            programs.append(learner._apply._cache_size())
+            walked = [program for group in learner._apply._programs.values() for program in group]
+            assert (len(walked) > 1) == (bound < 2**30)
+            programs.append([program._cache_size() for program in (learner._apply._whole, *walked)])
         assert programs[2] == programs[1]  # no trip makes another one
         after[offload] = jax.device_get(state), values(measured | applied)
         if offload:  # and `update` takes this way by itself
@@ -591,7 +595,7 @@ def lowered(name, scheme, mesh, platform):
         traces = [
             jax.jit(functools.partial(models.quantize_params, graphdef)).trace(params),
             made._accumulate.trace(grads, params, qweights, batch, floats, count, count),
-            made._apply.trace(state, grads),
+            made._apply._whole.trace(state, grads),
             made._update.trace(state, qweights, batch, floats, count, count, None),
         ]
         return [trace.lower(lowering_platforms=(platform,)).as_text() for trace in traces]

@@ -84,7 +84,9 @@ def test_a_state_on_the_host_is_planned_there_and_on_the_device_for_what_its_vis
     planned, on_host = plan.optimizer_states(there)["optimizer"]
     assert (plan.nbytes(planned), on_host) == (sizes["optimizer"], True)
     # Gradients are accumulated: when the state arrives, the last micro-batch's and all activations are gone.
-    scratch = plan.update_scratch(plan.abstract_policy(there)[1])
+    params = plan.abstract_policy(there)[1]
+    state = jax.eval_shape(optimizer.make_optimizer(there.optimizer).init, params)
+    scratch = plan.update_scratch(params, state)
     gone = less["activations (estimate)"] + less["log-prob chunk"] + less["gradients"] // 2
     assert sizes["update (estimate)"] == max(0, scratch - gone)
     assert less["update (estimate)"] == max(0, sizes["optimizer"] + scratch - gone)
