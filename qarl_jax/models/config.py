@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from qarl_jax.models.hf_config import HFConfig, MoEConfig
 from qarl_jax.models.registry import MODELS, hf_template
-from qarl_jax.quant import Numerics, Rules, SchemeConfig, on_engine
+from qarl_jax.quant import Numerics, Rules, SchemeConfig, on_engine, quantizes_activations
+from qarl_jax.quant.numerics import NormOrder
 from qarl_jax.types import UserError
 
 REMAT = ("full", "attention", "mixer", "dots", "none")  # from least memory to least recomputation
@@ -128,6 +129,17 @@ class ModelConfig:
             *(f"{'moe' if is_moe else 'mlp'}.{x}.kernel" for x in ("gate", "up", "down")),
         ]
         return is_moe, *(self._scheme(kernel, layer, rules) for kernel in kernels)
+
+    @functools.cached_property
+    def norm_order(self) -> NormOrder:
+        """The order in which RMSNorm sums (`Numerics.norm_order`), not the compiler's where activations are quantized.
+
+        An ulp of the norm moves an activation's code here and there. Where no engine gives an order, torch's does: then
+        the sampler, the pass that scores and the one with the gradient, three programs, quantize the same numbers.
+        """
+        order = self.numerics.norm_order
+        quantized = any(quantizes_activations(rule.scheme) for rule in self.quant.rules)
+        return "torch" if order == "any" and quantized else order
 
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:

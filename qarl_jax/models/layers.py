@@ -212,14 +212,14 @@ class RMSNorm(nnx.Module):
         shape = (*stack.values(), width)
         self.weight = nnx.Param(jnp.ones(shape, config.param_dtype), axes=(*stack, "norm"))
         self.eps = config.rms_norm_eps
-        self.numerics = config.numerics
+        self.numerics, self.order = config.numerics, config.norm_order
         self.dtype = config.compute_dtype
 
     def __call__(self, x: Float[Array, "*B D"], *, added: bool = False) -> Float[Array, "*B D"]:
         """x (compute dtype, or float32 when not yet rounded) -> compute dtype. added: x is a residual sum."""
         x = x.astype(jnp.float32)
         weight = store(self.weight.get_value(), self.dtype).astype(jnp.float32)
-        order = self.numerics.norm_order
+        order = self.order
         y = x * inverse_rms(x, self.eps, order="cuda_pairs" if order == "cuda" and added else order)
         if self.numerics.round_before_norm_weight:
             y = store(y, self.dtype).astype(jnp.float32)

@@ -21,6 +21,7 @@ from qarl_jax.quant.schemes import (
     on_engine,
     parse_scheme,
     quantize,
+    quantizes_activations,
     scheme_names,
 )
 
@@ -42,6 +43,7 @@ __all__ = [
     "parse_scheme",
     "quantize",
     "quantize_tree",
+    "quantizes_activations",
     "resolve",
     "round_to",
     "scheme_names",

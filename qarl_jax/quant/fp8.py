@@ -43,6 +43,7 @@ from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
 
 NAME = "fp8"
+ACTIVATION_BITS = 8
 _MAX = 448.0
 _ZERO_SCALE = 2.0**-23
 _MIN_ACTIVATION_SCALE = 1.0 / (448.0 * 512.0)

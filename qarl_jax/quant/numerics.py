@@ -30,6 +30,7 @@ from typing import Literal
 
 from qarl_jax.types import UserError
 
+NormOrder = Literal["any", "torch", "cuda"]
 PROFILES: tuple[str, ...] = ("plain", "cpu_amx", "cpu_avx512_bf16", "cpu_avx2", "cuda")
 ENGINES = ("auto", "cpu", "cuda", "plain")
 
@@ -115,7 +116,7 @@ class Numerics:
         return self.is_vllm_cpu
 
     @property
-    def norm_order(self) -> Literal["any", "torch", "cuda"]:
+    def norm_order(self) -> NormOrder:
         """The order in which RMSNorm's mean of squares is summed: torch's (8-float vectors on x86; its rsqrt is
         1 / sqrt), that of vLLM's CUDA kernels, or the compiler's."""
         return "torch" if self.is_vllm_cpu else "cuda" if self.profile == "cuda" else "any"

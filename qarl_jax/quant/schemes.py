@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of schemes, and the operations that look a scheme up in it.
 
-A scheme is one module with `NAME`, `Config`, `check`, `quantize`, `dequantize`, `forward` and `saved_activation`. To
-add one, write the file and add one line here; the batteries in tests/quant and tests/bridge pick it up from the
-registry.
+A scheme is one module with `NAME`, `ACTIVATION_BITS` (of what meets the weights in a product; 16: not quantized),
+`Config`, `check`, `quantize`, `dequantize`, `forward` and `saved_activation`. To add one, write the file and add one
+line here; the batteries in tests/quant and tests/bridge pick it up from the registry.
 """
 
 from __future__ import annotations
@@ -94,6 +94,11 @@ def _module(scheme: SchemeConfig) -> ModuleType:
 def module_of(scheme: SchemeConfig) -> ModuleType:
     """The module that implements a scheme."""
     return _module(scheme)
+
+
+def quantizes_activations(scheme: SchemeConfig | None) -> bool:
+    """Whether activations are quantized before they meet a weight of this scheme. None (bf16): no."""
+    return scheme is not None and _module(scheme).ACTIVATION_BITS < 16
 
 
 def check_quantizable(shape: tuple[int, ...], scheme: SchemeConfig, name: str = "") -> None:

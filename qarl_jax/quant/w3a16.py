@@ -19,6 +19,7 @@ from typing import ClassVar
 from qarl_jax.quant import int4, w4a16
 
 NAME = "w3a16"
+ACTIVATION_BITS = 16
 
 
 @dataclasses.dataclass(frozen=True)

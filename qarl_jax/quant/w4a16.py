@@ -41,6 +41,7 @@ from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
 
 NAME = "w4a16"
+ACTIVATION_BITS = 16
 
 
 @dataclasses.dataclass(frozen=True)

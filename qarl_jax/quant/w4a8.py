@@ -43,12 +43,13 @@ import jax
 import jax.numpy as jnp
 
 from qarl_jax.quant import int4
-from qarl_jax.quant.arithmetic import unpack_int4
+from qarl_jax.quant.arithmetic import fused_multiply_add, unpack_int4
 from qarl_jax.quant.int8 import dequantize_rows, quantize_rows
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
 
 NAME = "w4a8"
+ACTIVATION_BITS = 8
 _AMAX_FLOOR = 1e-7
 
 
@@ -63,7 +64,8 @@ check, quantize, dequantize = int4.check, int4.quantize, int4.dequantize
 
 
 def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
-    """The engine's layer, as in `w8a8.forward`. The arithmetic is the AMX kernel's in every profile."""
+    """The engine's layer, as in `w8a8.forward`. The arithmetic is the AMX kernel's in every profile, its fused addition
+    spelled out: one program would fuse and another not."""
     del numerics
     x_q, s_x = quantize_rows(x, amax_floor=_AMAX_FLOOR)
     w_q = unpack_int4(qt.qvalue)
@@ -75,7 +77,7 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
         w_g = jax.lax.dynamic_slice_in_dim(w_q, g * size, size, axis=-1)
         s_g = jax.lax.dynamic_index_in_dim(qt.scale, g, axis=-1, keepdims=False).astype(jnp.float32)
         p = product.integer(x_g, w_g).astype(jnp.float32)
-        return (p * s_x) * product.per_output(s_g) + acc, None
+        return fused_multiply_add(p * s_x, product.per_output(s_g), acc, s_x), None
 
     start = jnp.zeros((x.shape[0], qt.shape[-2]), jnp.float32)
     if bias is not None:

@@ -76,6 +76,7 @@ from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.types import UserError
 
 NAME = "w4a8_fp8"
+ACTIVATION_BITS = 8
 _GROUP = 128  # of the kernel, and what K and N must be multiples of
 _MAX = 448.0
 _TOP = 56.0  # _MAX / 8: e4m3(-8 v) must not saturate

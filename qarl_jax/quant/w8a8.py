@@ -43,6 +43,7 @@ from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
 
 NAME = "w8a8"
+ACTIVATION_BITS = 8
 # What a row of zeros gets for a scale: float32's machine epsilon, as in compressed-tensors.
 _ZERO_SCALE = 2.0**-23
 
