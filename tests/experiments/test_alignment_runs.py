@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -447,6 +448,29 @@ def test_programs_are_compiled_with_a_toy_policy_and_nothing_else_is_touched(toy
     toy.compiled.mkdir()
     (toy.compiled / "entry").touch()
     assert toy.warm() == set(programs)
+
+
+def test_a_stretch_makes_the_policy_compiles_beside_it_runs_and_packs(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $*" >> {tmp_path}/calls\n')
+    python.chmod(0o755)
+    script = arms.HERE / "stretch.sh"
+    names = ["w4a16_g128/[34]_*/seed2", "w3a16_g128/*"]
+    done = subprocess.run(
+        ["bash", str(script), str(tmp_path / "work"), "900", *names],
+        env=os.environ | {"PYTHON": str(python), "GPUS": "2", "JOBS": "3"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert {line[0] for line in calls[:2]} == {"0", "1"}  # the policy and the compiling, side by side
+    assert all(" ".join(names) in line for line in calls if "--warm-up" in line or "--all" in line)
+    assert "--all" in calls[2]
+    assert "--devices 2 --jobs 3" in calls[2]
+    assert calls[3].endswith(f"--pack {tmp_path}/work/results.tar.xz")
+    assert "schemes" in json.loads((tmp_path / "work" / "base_test.json").read_text())
 
 
 def test_arms_of_a_seed_share_all_but_their_overrides(toy):
