@@ -55,7 +55,11 @@ def equal(got, want):
 
 def rms_norm(width, weight):
     config = types.SimpleNamespace(
-        param_dtype=jnp.float32, rms_norm_eps=1e-6, numerics=NUMERICS, compute_dtype=jnp.bfloat16
+        param_dtype=jnp.float32,
+        rms_norm_eps=1e-6,
+        numerics=NUMERICS,
+        norm_order=NUMERICS.norm_order,
+        compute_dtype=jnp.bfloat16,
     )
     module = layers.RMSNorm(width, config=config, stack={})
     module.weight.set_value(weight.astype(jnp.float32))
