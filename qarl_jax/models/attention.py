@@ -27,6 +27,7 @@ from qarl_jax.models.fused_attention import (
     cudnn_packs,
     flash3_lacks,
     runs,
+    segment_bounds,
     splash_attention,
     split_by_hand,
 )
@@ -171,10 +172,7 @@ def flash_block(head_dim: int) -> int:
 def _block_starts(size: int, segment_ids: jax.Array | None, block: int) -> Int[Array, "#B S"]:
     """Slot of the first key of every key's block; blocks are counted from the begin of a segment."""
     slots = jnp.arange(size, dtype=jnp.int32)[None]
-    if segment_ids is None:
-        return slots - slots % block
-    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    begins = jax.lax.cummax(jnp.where(segment_ids != before, slots, 0), axis=1)
+    begins, _ = segment_bounds(size, segment_ids)
     return slots - (slots - begins) % block
 
 

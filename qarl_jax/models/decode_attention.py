@@ -22,24 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from qarl_jax.quant import Numerics
-
 _KEYS = 32  # met at a time
-
-
-def can_decode(attention: str, head_dim: int, numerics: Numerics) -> bool:
-    """Whether the kernel serves a decoding step here: one GPU, a head_dim that is a power of two, no engine mirrored.
-
-    Args:
-      attention: `model.attention`; anything but "auto" says no.
-      head_dim: of queries and keys.
-      numerics: the profile in use.
-    """
-    mirrors = numerics.block_attention or numerics.vector_attention or numerics.tile_sums
-    mesh = jax.sharding.get_abstract_mesh()
-    devices = jax.device_count() if mesh.empty else mesh.size
-    shape_fits = 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
-    return attention == "auto" and not mirrors and shape_fits and devices == 1 and jax.default_backend() == "gpu"
 
 
 def _kernel(layers_ref: Any, slots_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, *, scale: float) -> None:

@@ -24,7 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
+
+from qarl_jax.models.fused_attention import segment_bounds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,20 +223,6 @@ def _kernel(
         return last
 
     jax.lax.while_loop(lambda first: first < stop, segment, first_row)
-
-
-def segment_bounds(length: int, segment_ids: Int[Array, "B T"] | None) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
-    """First slot of every position's run of equal segment ids, and the slot behind its last, int32.
-
-    Example: [[1, 1, 2, 0]] -> [[0, 0, 2, 3]], [[2, 2, 3, 4]].
-    """
-    slots = jnp.arange(length, dtype=jnp.int32)[None]
-    if segment_ids is None:
-        return jnp.zeros_like(slots), jnp.full_like(slots, length)
-    edges: Bool[Array, "B T1"] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    begins = jnp.where(jnp.pad(edges, ((0, 0), (1, 0)), constant_values=True), slots, 0)
-    ends = jnp.where(jnp.pad(edges, ((0, 0), (0, 1)), constant_values=True), slots + 1, length)
-    return jax.lax.cummax(begins, axis=1), jax.lax.cummin(ends, axis=1, reverse=True)
 
 
 def flash3_attention(

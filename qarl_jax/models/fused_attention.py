@@ -20,9 +20,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from qarl_jax.models.layers import ATTENTION_OUTPUT, store
+from qarl_jax.quant import Numerics
 from qarl_jax.sharding import BATCH_AXES
 from qarl_jax.types import UserError
 
@@ -51,6 +52,20 @@ def runs(segment_ids: Int[Array, "B T"], most: int) -> tuple[Int[Array, "B M1"],
     return jnp.where(begins < length, begins, -1), lengths
 
 
+def segment_bounds(length: int, segment_ids: Int[Array, "B T"] | None) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
+    """First slot of every position's run of equal segment ids, and the slot behind its last, int32.
+
+    Example: [[1, 1, 2, 0]] -> [[0, 0, 2, 3]], [[2, 2, 3, 4]].
+    """
+    slots = jnp.arange(length, dtype=jnp.int32)[None]
+    if segment_ids is None:
+        return jnp.zeros_like(slots), jnp.full_like(slots, length)
+    edges: Bool[Array, "B T1"] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    begins = jnp.where(jnp.pad(edges, ((0, 0), (1, 0)), constant_values=True), slots, 0)
+    ends = jnp.where(jnp.pad(edges, ((0, 0), (0, 1)), constant_values=True), slots + 1, length)
+    return jax.lax.cummax(begins, axis=1), jax.lax.cummin(ends, axis=1, reverse=True)
+
+
 def cudnn_packs() -> bool:
     """Whether this host's GPUs know the packed layout (compute capability 9.0 and later)."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
@@ -67,6 +82,21 @@ def flash3_lacks(dtype: Any, head_dim: int) -> str | None:
     if dtype != jnp.bfloat16:
         return "model.dtype=bfloat16"
     return "a head_dim of at most 128" if head_dim > 128 else None
+
+
+def can_decode(attention: str, head_dim: int, numerics: Numerics) -> bool:
+    """Whether `decode_attention` serves a decoding step here: one GPU, head_dim a power of two, no engine mirrored.
+
+    Args:
+      attention: `model.attention`; anything but "auto" says no.
+      head_dim: of queries and keys.
+      numerics: the profile in use.
+    """
+    mirrors = numerics.block_attention or numerics.vector_attention or numerics.tile_sums
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = jax.device_count() if mesh.empty else mesh.size
+    shape_fits = 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
+    return attention == "auto" and not mirrors and shape_fits and devices == 1 and jax.default_backend() == "gpu"
 
 
 def cudnn_attention(

@@ -25,8 +25,7 @@ from jaxtyping import Array, Float, Int
 from qarl_jax import quant
 from qarl_jax.models.attention import attention
 from qarl_jax.models.config import ModelConfig
-from qarl_jax.models.decode_attention import can_decode, decode_attention
-from qarl_jax.models.fused_attention import runs
+from qarl_jax.models.fused_attention import can_decode, runs
 from qarl_jax.models.layers import (
     ATTENTION_INPUT,
     ATTENTION_OUTPUT,
@@ -301,6 +300,8 @@ class Transformer(nnx.Module):
                     new_keys = keys.at[at].set(k, mode="drop", unique_indices=True)
                     new_values = values.at[at].set(v, mode="drop", unique_indices=True)
                     if in_one_kernel:
+                        from qarl_jax.models.decode_attention import decode_attention  # Pallas' Triton: only where used
+
                         out = decode_attention(q, new_keys, new_values, index, slots[:, 0])
                         return out, (new_keys, new_values)
                     k_BSKH = jax.lax.dynamic_index_in_dim(new_keys, index, keepdims=False)

@@ -469,7 +469,7 @@ def test_a_stretch_makes_the_policy_compiles_beside_it_runs_and_packs(tmp_path):
     assert all(" ".join(names) in line for line in calls if "--warm-up" in line or "--all" in line)
     assert "--all" in calls[2]
     assert "--devices 2 --jobs 3" in calls[2]
-    assert calls[3].endswith(f"--pack {tmp_path}/work/results.tar.xz")
+    assert calls[3].endswith(f"--pack {tmp_path / 'work' / 'results.tar.xz'}")
     assert "schemes" in json.loads((tmp_path / "work" / "base_test.json").read_text())
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qarl_jax.models import abstract_model, decode_attention, transformer
-from qarl_jax.models.decode_attention import can_decode
+from qarl_jax.models.fused_attention import can_decode
 from qarl_jax.quant import Numerics, resolve
 from tests.reference.tiny import model_config
 

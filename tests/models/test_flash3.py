@@ -18,8 +18,8 @@ from qarl_jax import quant, sharding
 from qarl_jax.models import ModelConfig, flash3, merge, random_model, split
 from qarl_jax.models import attention as attention_module
 from qarl_jax.models.attention import _flash3, attention, choose, flash_block
-from qarl_jax.models.flash3 import Variant, flash3_attention, segment_bounds
-from qarl_jax.models.fused_attention import runs
+from qarl_jax.models.flash3 import Variant, flash3_attention
+from qarl_jax.models.fused_attention import runs, segment_bounds
 from tests.reference.hf_models import relative
 
 B, T, N, K = 2, 300, 4, 2
