@@ -10,7 +10,6 @@ Needs matplotlib (`pip install qarl-jax[plot]`).
 from __future__ import annotations
 
 import argparse
-import itertools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -35,14 +34,14 @@ PANELS = (
 """Metric, title, whether it is one of evaluations, whether its axis is logarithmic."""
 
 
-def training(result: Results) -> Any:
-    """Curves over training: a colour per arm, faint for each seed, strong for their mean."""
+def training(result: Results, programs: Sequence[str]) -> Any:
+    """Curves of some runs over training: a colour per arm, faint for each seed, strong for their mean."""
     fig = _figure(figsize=(10, 7))
     handles: dict[str, Any] = {}
     for number, (key, title, held_out, logarithmic) in enumerate(PANELS):
         axes = fig.add_subplot(2, 2, number + 1)
-        for curve in report.curves(result, key, held_out):
-            color, style = _look(result, curve.label)
+        for curve in report.curves(result, programs, key, held_out):
+            color, style = _look(curve.label)
             handles[curve.label] = _draw(axes, curve, color, style, logarithmic)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("policy version" if held_out else "step", fontsize=9)
@@ -102,16 +101,11 @@ def seconds(result: Results) -> Any:
     return fig
 
 
-def _look(result: Results, program: str) -> tuple[str, Any]:
-    """A colour per arm, a line style per rung."""
-    rung, name = program.split("/")
-    rungs = ["bf16", *(r.replace(":", "_") for r in (result.scale.main, *result.scale.gentle, *result.scale.harsh))]
-    rungs.append(f"{rungs[1]}_vllm")
+def _look(program: str) -> tuple[str, Any]:
+    """A colour per arm, and another line style where the colours begin again."""
     main = [n for n, arm in arms.ARMS.items() if arm.main]
-    order = {n: i for i, n in enumerate([*main, *(n for n in arms.ARMS if n not in main)])}
-    style = max(0, rungs.index(rung) - 1) if rung in rungs else 0
-    color = next(itertools.islice(itertools.cycle(COLORS), order.get(name, 0), None))
-    return color, STYLES[(style + order.get(name, 0) // len(COLORS)) % len(STYLES)]
+    order = [*main, *(n for n in arms.ARMS if n not in main)].index(program.split("/")[1])
+    return COLORS[order % len(COLORS)], STYLES[order // len(COLORS) % len(STYLES)]
 
 
 def _figure(figsize: tuple[float, float]) -> Any:
@@ -131,10 +125,11 @@ def make(archive: pathlib.Path, out: pathlib.Path) -> list[pathlib.Path]:
     for name, result in results.items():
         if not any(run.has_ended for run in result.runs.values()):
             continue
-        for kind, draw in (("training", training), ("ratios", ratios), ("seconds", seconds)):
+        drawn = {kind: training(result, programs) for kind, programs in report.training_figures(result).items()}
+        for kind, figure in {**drawn, "ratios": ratios(result), "seconds": seconds(result)}.items():
             written.append(out / "results" / f"{name}_{kind}.png")
             # No date and no version in the file: the same results give the same bytes.
-            draw(result).savefig(written[-1], dpi=90, metadata={"Software": None})
+            figure.savefig(written[-1], dpi=90, metadata={"Software": None})
     return written
 
 

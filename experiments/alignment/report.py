@@ -29,6 +29,8 @@ PHASES = {
 
 BF16, ROLLOUT, ROLLOUT_TBPO, QARL = (name for name, arm in arms.ARMS.items() if arm.main)
 
+ABLATIONS, VLLM = "ablations", "vllm"
+
 WORDS = {
     "gpu": "## One H200: the experiment",
     "cpu": "## One CPU core: the same at the quickstart's size, much smaller than the experiment",
@@ -53,17 +55,61 @@ def text(results: dict[str, Results]) -> str:
 
 
 def verdict(results: dict[str, Results]) -> str:
-    """The answer in a few lines, as far as there is one."""
-    lines = ["## The answer so far", ""]
-    for name, place in (("gpu", "On the H200"), ("cpu", "On one CPU core, at a size much below the experiment's")):
+    """The answer as one table, as far as there is one, and the price; the sections below name the runs."""
+    columns = [
+        *("where, scheme", "QaRL's runs", "seeds", "gap of quantized rollouts, points", "QaRL recovers"),
+        *("TBPO under a bf16 learner recovers", "alignment adds to TBPO, points"),
+    ]
+    rows, lines = [], []
+    for name, place in (("gpu", "H200"), ("cpu", "CPU, small")):
         result = results[name]
-        found = []
-        for rung in dict.fromkeys((result.scale.main, *result.scale.gentle, *result.scale.harsh)):
-            program = _programs(result, rung)
-            if result.seeds(program[BF16], program[ROLLOUT], program[QARL]):
-                found += [f"- {place}: {sentence}" for sentence in gap_sentences(result, rung, "final")]
-        lines += found or [f"- {place}: not run yet."]
-    return "\n".join([*lines, ""])
+        found = [row for rung in _rungs(result) if (row := _answer(result, rung)) is not None]
+        rows += [[f"{place}, `{row[0]}`", *row[1:]] for row in found]
+        if not found:
+            lines.append(f"- {'On the H200' if name == 'gpu' else 'On one CPU core'}: not run yet.")
+    note = (
+        "Final checkpoints on the test split, each arm in its sampler's precision; intervals of each arm are in the"
+        " sections below. Gap: BF16 GRPO less quantized rollout with a bf16 learner and GRPO. Recovered: what an arm is"
+        " better than the latter, over the gap, where there is one. QaRL is the aligned TBPO; the paper: 63 to 108 %."
+    )
+    table = ["", note, "", _table(columns, rows)] if rows else []
+    lines += [line for name in WORDS if (line := _price(results[name]))]
+    return "\n".join(["## The answer", *table, "", *lines, ""])
+
+
+def _rungs(result: Results) -> list[str]:
+    return list(dict.fromkeys((result.scale.main, *result.scale.gentle, *result.scale.harsh)))
+
+
+def _answer(result: Results, rung: str) -> list[str] | None:
+    """A rung's row of the answer, without the place; None where its arms were not run."""
+    program = _programs(result, rung)
+    seeds = result.seeds(program[BF16], program[ROLLOUT], program[QARL])
+    if not seeds:
+        return None
+    arm = {name: result.accuracy(program[name], "final", True, seeds) for name in (BF16, ROLLOUT, QARL)}
+    gap = stats.estimate(arm[BF16] - arm[ROLLOUT])
+    share = stats.recovered(arm[BF16], arm[ROLLOUT], arm[QARL])
+    row = [rung, f"`{program[QARL]}`", ", ".join(map(str, seeds))]
+    row.append(_pm(gap) if share is not None else f"none ({_pm(gap)})")
+    row.append("-" if share is None else f"{_pm(share, digits=0)} %")
+    if not set(seeds) <= set(result.seeds(program[ROLLOUT_TBPO])):
+        return [*row, "-", "-"]
+    tbpo = result.accuracy(program[ROLLOUT_TBPO], "final", True, seeds)
+    other, added = stats.recovered(arm[BF16], arm[ROLLOUT], tbpo), stats.estimate(arm[QARL] - tbpo)
+    row.append("-" if other is None else f"{_pm(other, digits=0)} %")
+    return [*row, f"{_pm(added)}, {_clear(added, 'better', 'worse')}"]
+
+
+def _price(result: Results) -> str:
+    """What a step of QaRL costs beside the others, from runs that had the machine to themselves."""
+    seconds = {program.rpartition("/")[2]: phases(run)["step"] for program, run in result.timing.items()}
+    if not {BF16, ROLLOUT, QARL} <= set(seconds):
+        return ""
+    each = ", ".join(f"{seconds[name]:.2f} s ({arms.ARMS[name].title})" for name in (BF16, ROLLOUT, QARL))
+    place = "On the H200" if result.scale.name == "gpu" else "On one CPU core"
+    price = f"{100 * (seconds[QARL] / seconds[ROLLOUT] - 1):+.1f} %"
+    return f"- {place} a step takes {each} (`timing/`): alignment costs {price} of a step."
 
 
 def section(result: Results) -> str:
@@ -71,8 +117,7 @@ def section(result: Results) -> str:
     if not result.runs and result.base is None:
         return "Not run yet.\n"
     parts = [setting(result), base_table(result)]
-    for rung in dict.fromkeys((result.scale.main, *result.scale.gentle, *result.scale.harsh)):
-        parts.append(accuracy_table(result, rung))
+    parts += [accuracy_table(result, rung) for rung in _rungs(result)]
     parts += [ablation_table(result), vllm_table(result), diverged_list(result), drift_table(result)]
     parts += [time_table(result), figures(result), missing(result)]
     return "\n".join(part for part in parts if part)
@@ -126,7 +171,7 @@ def accuracy_table(result: Results, rung: str) -> str:
         if rung in result.scale.gentle and name not in arms.GENTLE:
             continue
         rows.append(_accuracy_row(result, name, program))
-    if all(row[2] == "not run yet" for row in rows if "bf16/" not in row[1]):
+    if all(row[2].startswith("not ") for row in rows if "bf16/" not in row[1]):
         return f"### Main arms, `{rung}`\n\nNot run yet.\n"
     columns = ["arm", "runs", "seeds", "final, served", "final, bf16", "selected, served", "selected, bf16"]
     sentences = [
@@ -137,7 +182,8 @@ def accuracy_table(result: Results, rung: str) -> str:
         "Accuracy on the test split, %. *served*: in the precision of the arm's sampler. *selected*: the checkpoint of"
         " the best validation accuracy."
     )
-    return "\n".join([f"### Main arms, `{rung}`", "", note, "", _table(columns, rows), "", *sentences, ""])
+    figure = _figure(result, rung.replace(":", "_"))
+    return "\n".join([f"### Main arms, `{rung}`", "", note, "", _table(columns, rows), "", *sentences, "", *figure])
 
 
 def gap_sentences(result: Results, rung: str, label: str, vllm: bool = False) -> list[str]:
@@ -158,17 +204,28 @@ def gap_sentences(result: Results, rung: str, label: str, vllm: bool = False) ->
         out.append(f"no gap at `{rung}`: {_pm(gap)} points, within two standard errors or in favour of the quantized")
         out[-1] += f" rollout ({names}). There is nothing to recover; by the interval, a gap of up to"
         out[-1] += f" {100 * max(0.0, gap.mean + gap.half):.0f} points is not excluded."
-    seeds = result.seeds(programs[BF16], programs[ROLLOUT], programs[QARL])
-    if not seeds:
-        return out
-    a, b, c = (result.accuracy(programs[name], label, True, seeds) for name in (BF16, ROLLOUT, QARL))
-    share, versus = stats.recovered(a, b, c), stats.estimate(c - b)
-    names = f"`{programs[QARL]}`, `{programs[ROLLOUT]}`, {_seeds(seeds)}"
-    names += _diverged(result, [programs[name] for name in (BF16, ROLLOUT, QARL)], seeds)
-    if share is not None:
-        out.append(f"QaRL recovers {_pm(share, digits=0)} % of it ({names}); the paper: 63 to 108 %.")
-    words = _clear(versus, "better", "worse")
-    out.append(f"QaRL less quantized rollout with GRPO: {_pm(versus)} points, {words} ({names}).")
+    for name, title in ((QARL, "QaRL"), (ROLLOUT_TBPO, "TBPO under a bf16 learner")):
+        seeds = result.seeds(programs[BF16], programs[ROLLOUT], programs[name])
+        if not seeds:
+            continue
+        a, b, c = (result.accuracy(programs[which], label, True, seeds) for which in (BF16, ROLLOUT, name))
+        share, versus = stats.recovered(a, b, c), stats.estimate(c - b)
+        names = f"`{programs[name]}`, `{programs[ROLLOUT]}`, {_seeds(seeds)}"
+        names += _diverged(result, [programs[which] for which in (BF16, ROLLOUT, name)], seeds)
+        if share is not None:
+            paper = "; the paper: 63 to 108 %" if name == QARL else ""
+            out.append(f"{title} recovers {_pm(share, digits=0)} % of it ({names}){paper}.")
+        words = _clear(versus, "better", "worse")
+        out.append(f"{title} less quantized rollout with GRPO: {_pm(versus)} points, {words} ({names}).")
+    seeds = result.seeds(programs[QARL], programs[ROLLOUT_TBPO])
+    if seeds:
+        c, d = (result.accuracy(programs[name], label, True, seeds) for name in (QARL, ROLLOUT_TBPO))
+        versus = stats.estimate(c - d)
+        names = f"`{programs[QARL]}`, `{programs[ROLLOUT_TBPO]}`, {_seeds(seeds)}"
+        names += _diverged(result, [programs[name] for name in (QARL, ROLLOUT_TBPO)], seeds)
+        words = _clear(versus, "better", "worse")
+        out.append(f"What alignment adds to TBPO (QaRL less TBPO under a bf16 learner): {_pm(versus)} points, {words}")
+        out[-1] += f" ({names})."
     return out
 
 
@@ -183,20 +240,34 @@ def ablation_table(result: Results) -> str:
         program = arms.Run(arm=arm, rung=rung, seed=seed).program
         seeds = [s for s in result.seeds(program, reference) if s == seed]
         if not seeds:
-            rows.append([arm.title, f"`{program}/seed{seed}`", "not run yet", "", ""])
+            run = result.runs.get(f"{program}/seed{seed}")
+            head = [arm.title, f"`{program}/seed{seed}`", _validation(run)]
+            rows.append([*head, "not run yet" if run is None or not run.has_ended else "not tested", "", ""])
             continue
         x = result.accuracy(program, "final", True, seeds)
         versus = stats.estimate(x - result.accuracy(reference, "final", True, seeds))
         bf16 = result.accuracy(program, "final", False, seeds)
         words = f"{_pm(versus)}, {_clear(versus, 'better', 'worse')}"
         title = arm.title if result.runs[f"{program}/seed{seed}"].failure is None else f"{arm.title} (diverged)"
-        row = [title, f"`{program}/seed{seed}`", _pm(stats.estimate(x)), _pm(stats.estimate(bf16)), words]
-        rows.append(row)
-    if all(row[2] == "not run yet" for row in rows):
+        validation = _validation(result.runs[f"{program}/seed{seed}"])
+        accuracies = [_pm(stats.estimate(x)), _pm(stats.estimate(bf16))]
+        rows.append([title, f"`{program}/seed{seed}`", validation, *accuracies, words])
+    if all(row[3] == "not run yet" for row in rows):
         return f"### Ablations, `{rung}`, one seed each\n\nNot run yet.\n"
-    columns = ["arm", "run", "final, served", "final, bf16", "less QaRL with TBPO, served"]
-    note = f"Accuracy on the test split, %; intervals over prompts. QaRL with TBPO is `{reference}/seed{seed}`."
-    return "\n".join([f"### Ablations, `{rung}`, one seed each", "", note, "", _table(columns, rows), ""])
+    columns = ["arm", "run", "validation, last", "final, served", "final, bf16", "less QaRL with TBPO, served"]
+    last = _validation(result.runs.get(f"{reference}/seed{seed}"))
+    note = (
+        "Accuracy, %; on the test split but for *validation, last*: the run's own last evaluation, served. Intervals"
+        f" over prompts. QaRL with TBPO is `{reference}/seed{seed}` (validation, last: {last})."
+    )
+    head = [f"### Ablations, `{rung}`, one seed each", "", note, ""]
+    return "\n".join([*head, _table(columns, rows), "", *_figure(result, ABLATIONS)])
+
+
+def _validation(run: RunResult | None) -> str:
+    """Accuracy of a run's last evaluation on the validation split, %."""
+    found = [] if run is None or not run.has_ended else [x["eval/reward/mean"] for x in run.evals]
+    return f"{100 * found[-1]:.1f}" if found else "-"
 
 
 def vllm_table(result: Results) -> str:
@@ -224,7 +295,7 @@ def vllm_table(result: Results) -> str:
         " runs are. Accuracy on the test split, %; intervals over prompts."
     )
     sentences = [f"- Final checkpoints: {sentence}" for sentence in gap_sentences(result, rung, "final", vllm=True)]
-    return "\n".join([title, "", note, "", _table(columns, rows), "", *sentences, ""])
+    return "\n".join([title, "", note, "", _table(columns, rows), "", *sentences, "", *_figure(result, VLLM)])
 
 
 def diverged_list(result: Results) -> str:
@@ -340,12 +411,34 @@ def figures(result: Results) -> str:
     if not any(run.has_ended for run in result.runs.values()):
         return ""
     names = {
-        "training": "Validation accuracy, mismatch k3, error tokens, dropped responses over training.",
         "ratios": "Ratios of learner to sampler and of update to start: main arms, main rung, first seed, last steps.",
         "seconds": "Seconds per step by phase.",
     }
     lines = [f"![{words}](results/{result.scale.name}_{name}.png)" for name, words in names.items()]
     return "\n".join(["### Figures", "", *lines, ""])
+
+
+def training_figures(result: Results) -> dict[str, list[str]]:
+    """What is drawn over training: a figure's name -> its runs' folders; only what has ended, with bf16 to compare."""
+    ended = {run.program for run in result.runs.values() if run.has_ended}
+    bf16 = _programs(result, result.scale.main)[BF16]
+    groups = {rung.replace(":", "_"): list(_programs(result, rung).values()) for rung in _rungs(result)}
+    rest = [arms.Run(arm=arm, rung=result.scale.main, seed=0).program for arm in arms.ARMS.values() if not arm.main]
+    groups[ABLATIONS] = [bf16, _programs(result, result.scale.main)[QARL], *rest]
+    groups[VLLM] = list(_programs(result, result.scale.main, vllm=True).values())
+    drawn = {name: [program for program in programs if program in ended] for name, programs in groups.items()}
+    told = {bf16, _programs(result, result.scale.main)[QARL]}
+    return {
+        name: programs for name, programs in drawn.items() if set(programs) - (told if name == ABLATIONS else {bf16})
+    }
+
+
+def _figure(result: Results, name: str) -> list[str]:
+    """The link to a figure over training."""
+    if name not in training_figures(result):
+        return []
+    words = "Validation accuracy, mismatch k3, error tokens, dropped responses over training"
+    return [f"![{words}: {name}.](results/{result.scale.name}_{name}.png)", ""]
 
 
 def missing(result: Results) -> str:
@@ -384,7 +477,8 @@ def _accuracy_row(result: Results, name: str, program: str) -> list[str]:
     seeds = result.seeds(program)
     head = [arms.ARMS[name].title, f"`{program}`"]
     if not seeds:
-        return [*head, "not run yet", "", "", "", ""]
+        ended = any(run.program == program and run.has_ended for run in result.runs.values())
+        return [*head, "not tested" if ended else "not run yet", "", "", "", ""]
     cells = [
         _pm(stats.estimate(result.accuracy(program, label, served, seeds)))
         for label in ("final", "selected")
@@ -439,10 +533,10 @@ class Curve:
     seeds: dict[int, tuple[list[int], list[float]]]
 
 
-def curves(result: Results, key: str, held_out: bool = False) -> list[Curve]:
-    """The series of a metric (or of a validation metric, by version) of all runs that ended, one Curve per folder."""
+def curves(result: Results, programs: Sequence[str], key: str, held_out: bool = False) -> list[Curve]:
+    """The series of a metric (or of a validation metric, by version) of the runs that ended, one Curve per folder."""
     out = []
-    for program in _run_programs(result):
+    for program in programs:
         seeds = {}
         for _, run in sorted(result.runs.items()):
             if run.program == program and run.has_ended:

@@ -260,18 +260,23 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path):
 def test_a_gap_and_the_share_that_is_recovered_are_stated_with_their_runs(tmp_path):
     text = report.text(results.load(make_results(tmp_path, GAP)))
     assert "the gap of quantized rollouts at `w4a16:g-1` is 30." in text or "is 29." in text
-    recovered = next(line for line in text.splitlines() if "QaRL recovers" in line)
+    recovered = next(line for line in text.splitlines() if line.startswith("- ") and "QaRL recovers" in line)
     share = float(recovered.partition("recovers ")[2].partition(" ")[0])
     assert share == pytest.approx(80, abs=6)  # (0.84 - 0.6) / (0.9 - 0.6), with the noise of 800 responses a seed
     assert "w4a16_g-1/4_qarl_tbpo" in recovered
     assert "seeds 0, 1, 2" in recovered
+    answer = next(line for line in text.splitlines() if line.startswith("| CPU, small, `w4a16:g-1` |"))
+    assert recovered.partition("recovers ")[2].partition(" of it")[0] in answer
 
 
 def test_without_a_gap_nothing_is_recovered(tmp_path):
     text = report.text(results.load(make_results(tmp_path, NO_GAP)))
     assert "no gap at `w4a16:g-1`" in text
     assert "is not excluded" in text
-    assert "recovers" not in text
+    assert "recovers" not in text.replace("QaRL recovers |", "").replace("bf16 learner recovers |", "")  # two columns
+    answer = next(line for line in text.splitlines() if line.startswith("| CPU, small, `w4a16:g-1` |"))
+    assert "| none (" in answer
+    assert "| - | - |" in answer
 
 
 def test_what_was_not_run_is_said(tmp_path):
@@ -282,6 +287,7 @@ def test_what_was_not_run_is_said(tmp_path):
     assert "- `w4a16_g-1/4_qarl_tbpo/seed0`: not run yet" in text
     assert "- `w4a16_g-1/a_grpo/seed0`: not run yet" in text
     assert "QaRL recovers" not in text
+    assert "alignment adds" not in text
 
 
 def test_an_incomplete_run_is_left_out_and_named(tmp_path):
@@ -373,7 +379,7 @@ def test_seconds_are_compared_only_where_runs_had_the_machine_to_themselves(tmp_
 def test_figures_and_text_are_written(tmp_path):
     path = make_results(tmp_path, GAP)
     written = figures.make(path, tmp_path / "docs")
-    assert [file.name for file in written] == ["results.md", "cpu_training.png", "cpu_ratios.png", "cpu_seconds.png"]
+    assert [file.name for file in written] == ["results.md", "cpu_w4a16_g-1.png", "cpu_ratios.png", "cpu_seconds.png"]
     text = written[0].read_text()
     assert all(f"results/{file.name}" in text for file in written[1:])
     assert all(file.stat().st_size > 5000 for file in written[1:])
@@ -388,8 +394,9 @@ def test_the_committed_text_is_that_of_the_committed_results():
 
 def test_curves_keep_seeds_apart(tmp_path):
     loaded = results.load(make_results(tmp_path, GAP))["cpu"]
-    curves = {curve.label: curve for curve in report.curves(loaded, "mismatch/k3")}
-    assert set(curves["bf16/1_bf16_grpo"].seeds) == {0, 1, 2}
-    assert curves["bf16/1_bf16_grpo"].seeds[0] == ([0, 1, 2, 3], [1e-3] * 4)
-    held_out = {curve.label: curve for curve in report.curves(loaded, "eval/reward/mean", held_out=True)}
-    assert held_out["bf16/1_bf16_grpo"].seeds[0] == ([0, 4], [0.4, 0.9])
+    names = ["bf16/1_bf16_grpo", "never/run"]
+    (curve,) = report.curves(loaded, names, "mismatch/k3")
+    assert (curve.label, set(curve.seeds)) == (names[0], {0, 1, 2})
+    assert curve.seeds[0] == ([0, 1, 2, 3], [1e-3] * 4)
+    (held_out,) = report.curves(loaded, names, "eval/reward/mean", held_out=True)
+    assert held_out.seeds[0] == ([0, 4], [0.4, 0.9])
