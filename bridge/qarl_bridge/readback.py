@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,9 @@ import torch
 from qarl_bridge import experts
 from qarl_bridge.errors import BridgeError
 
-SAMPLED_ROWS = 16  # one-hot rows per layer and publish in "sampled" mode; another 16 each time
+SAMPLED_ROWS = (
+    16  # one-hot rows per layer and publish in "sampled" mode, the same for all of a width; another 16 each time
+)
 _CHUNK = 256  # one-hot rows pushed at once in "full" mode
 
 # vLLM's fused modules, as Qwen2, Qwen3, Llama and their kin name them: fused name -> shards in row order.
@@ -73,32 +75,76 @@ class Shard:
         """What the engine factors the scales of this layer into, if it does: (C [N, 1], v [N, groups]) float32."""
         return _factors(self.scale) if self.kind == "int4" and activations == "fp8" else None
 
-    def columns(self, picked: Any, activations: str, factors: tuple[Any, Any] | None) -> list[Any]:
-        """What one-hot rows at `picked` (int64 tensor) must return: one alternative [len(picked), N] float32, or two
-        either of which is right. `activations`: of int4 layers, see `ReadBack`. `factors`: of this shard, made once
-        for all its columns."""
-        if self.kind == "dense":
-            return [self.weight[:, picked].t().float()]
-        if self.kind == "int4":
-            shifts = (4 * (picked % 8)).to(torch.int32)
-            codes = (((self.weight[:, picked // 8] >> shifts) & 0xF) - 8).t().float()
-            groups = picked // (self.width // self.scale.shape[1])
-            if factors is not None:
-                channel, group = factors
-                codes, scale = _e4m3(codes * group[:, groups].t()), channel.t()
-            else:
-                scale = self.scale[:, groups].float().t()
-                if activations == "bf16":
-                    return [_bf16(codes * scale)]
+
+class Columns:
+    """One-hot rows at some inputs, and what it takes to pick their columns from staged tensors.
+
+    Made once for all layers of a width: on a GPU, a read-back takes as long as its kernels take to start.
+
+    Attributes:
+      picked: the inputs, int64 [R].
+      width: K.
+      one_hot: bfloat16 [R, K], where the model computes.
+      index: `picked` where the staged tensors are.
+    """
+
+    def __init__(self, picked: np.ndarray, width: int, *, computing: Any, staged: Any):
+        self.picked, self.width = picked, width
+        inputs = torch.from_numpy(picked)
+        here = inputs.to(computing)
+        self.one_hot = (torch.arange(width, device=computing) == here[:, None]).to(torch.bfloat16)
+        self.index = inputs.to(staged)
+        self._word, self._shift = self.index // 8, (4 * (self.index % 8)).to(torch.int32)
+        self._groups: dict[int, Any] = {}
+
+    def of(self, tensors: Sequence[Any]) -> Any:
+        """Columns of matrices side by side: [N_i, K] each -> [R, sum of N_i]."""
+        return torch.cat([tensor.index_select(1, self.index) for tensor in tensors]).t()
+
+    def codes(self, packed: Sequence[Any]) -> Any:
+        """int4 codes of packed words [N_i, K / 8] -> float32 [R, sum of N_i]."""
+        words = torch.cat([words.index_select(1, self._word) for words in packed])
+        return (((words >> self._shift) & 0xF) - 8).t().float()
+
+    def scales(self, tensors: Sequence[Any]) -> Any:
+        """Group scales [N_i, groups] -> float32 [R, sum of N_i]."""
+        count = tensors[0].shape[1]
+        if count not in self._groups:
+            self._groups[count] = self.index // (self.width // count)
+        return torch.cat([scale.index_select(1, self._groups[count]) for scale in tensors]).t().float()
+
+
+def expected(shards: Sequence[Shard], columns: Columns, activations: str, factors: Sequence[Any]) -> list[Any]:
+    """What one-hot rows must return from a layer of these shards: one alternative [R, N] float32, or two either of
+    which is right.
+
+    Args:
+      shards: of one kind, in row order.
+      activations: of int4 layers, see `ReadBack`.
+      factors: `Shard.factors` of each.
+    """
+    kind = shards[0].kind
+    if kind == "dense":
+        return [columns.of([shard.weight for shard in shards]).float()]
+    if kind == "int4":
+        codes = columns.codes([shard.weight for shard in shards])
+        if activations == "bf16":
+            return [_bf16(codes * columns.scales([shard.scale for shard in shards]))]
+        if activations == "fp8":
+            codes = _e4m3(codes * columns.scales([group for _, group in factors]))
+            scale = torch.cat([channel for channel, _ in factors]).t()
         else:
-            bytes_ = self.weight.view(torch.uint8)[:, picked]  # float8 cannot be indexed everywhere
-            codes, scale = bytes_.view(self.weight.dtype).t().float(), self.scale.float().reshape(1, -1)
-        top = 448.0 if self.kind == "fp8" or (self.kind == "int4" and activations == "fp8") else 127.0
-        # A float32 tensor: a Python float would be multiplied in float64 on some backends. Both are exact as the kernel
-        # has them: |acc| < 2^24.
-        x_scale = torch.tensor(1 / top, dtype=torch.float32, device=codes.device)
-        acc = codes * top
-        return [_bf16((acc * x_scale) * scale), _bf16((acc * scale) * x_scale)]
+            scale = columns.scales([shard.scale for shard in shards])
+    else:
+        bytes_ = columns.of([shard.weight.view(torch.uint8) for shard in shards])  # float8 cannot be indexed everywhere
+        codes = bytes_.contiguous().view(shards[0].weight.dtype).float()
+        scale = torch.cat([shard.scale.float().reshape(1, -1) for shard in shards], dim=1)
+    top = 448.0 if kind == "fp8" or (kind == "int4" and activations == "fp8") else 127.0
+    # A float32 tensor: a Python float would be multiplied in float64 on some backends. Both are exact as the kernel
+    # has them: |acc| < 2^24.
+    x_scale = torch.tensor(1 / top, dtype=torch.float32, device=codes.device)
+    acc = codes * top
+    return [_bf16((acc * x_scale) * scale), _bf16((acc * scale) * x_scale)]
 
 
 def _bf16(x: Any) -> Any:
@@ -157,7 +203,8 @@ class ReadBack:
         layers = rows = 0
         seen: set[str] = set()
         verdicts: list[tuple[Callable[[], None], Any]] = []  # how to explain it, whether it is wrong
-        linear: list[tuple[str, Any, list[Shard], np.ndarray]] = []
+        asked: Iterator[Columns]
+        sampled: dict[int, Columns] = {}  # by width; all layers of a width are asked for the same inputs
         with torch.inference_mode(), self._context():
             for name, module in self._modules.items():
                 if experts.is_experts(module):
@@ -180,19 +227,19 @@ class ReadBack:
                     verdicts += self._stored(name, module, shards[0])
                 else:
                     width = shards[0].width
-                    picked = (
-                        np.arange(width)
-                        if mode == "full"
-                        else np.sort(rng.choice(width, min(SAMPLED_ROWS, width), replace=False))
-                    )
-                    linear.append((name, module, shards, picked))
-                    rows += len(picked)
+                    if mode == "full":
+                        every = np.arange(width)
+                        chunks = (every[start : start + _CHUNK] for start in range(0, width, _CHUNK))
+                        asked = (self._columns(chunk, shards[0]) for chunk in chunks)
+                        rows += width
+                    else:
+                        if width not in sampled:
+                            picked = np.sort(rng.choice(width, min(SAMPLED_ROWS, width), replace=False))
+                            sampled[width] = self._columns(picked, shards[0])
+                        asked = iter([sampled[width]])
+                        rows += len(sampled[width].picked)
+                    verdicts += self._functional(name, module, shards, asked)
                 layers += 1
-            places = np.cumsum([0, *(len(picked) for *_, picked in linear)])
-            every = torch.from_numpy(np.concatenate([picked for *_, picked in linear] or [np.zeros(0, np.int64)]))
-            every = every.to(self._device)  # one transfer for all layers
-            for (name, module, shards, picked), first in zip(linear, places[:-1], strict=True):
-                verdicts += self._functional(name, module, shards, picked, every[first : first + len(picked)])
         unseen = [n for n in tensors if n not in seen]
         if unseen:
             raise BridgeError(
@@ -227,12 +274,14 @@ class ReadBack:
             live, published = live.float(), published.float()
         return [(explain, (live != published).any())]
 
+    def _columns(self, picked: np.ndarray, shard: Shard) -> Columns:
+        return Columns(picked, shard.width, computing=self._device, staged=shard.weight.device)
+
     def _functional(
-        self, name: str, module: Any, shards: list[Shard], picked: np.ndarray, on_device: Any
+        self, name: str, module: Any, shards: list[Shard], asked: Iterator[Columns]
     ) -> list[tuple[Callable[[], None], Any]]:
-        """`on_device`: `picked` as a tensor where the model computes."""
+        """`asked`: the one-hot rows to push, a chunk at a time."""
         verdicts: list[tuple[Callable[[], None], Any]] = []
-        device, staged = self._device, shards[0].weight.device
         bias = getattr(module, "bias", None)
         if bias is not None:
 
@@ -249,32 +298,30 @@ class ReadBack:
         def factored() -> list[tuple[Any, Any] | None]:
             return [shard.factors(self._activations) for shard in shards]
 
-        def push(columns: Any, factors: list[tuple[Any, Any] | None]) -> tuple[Any, list[Any], Any]:
-            every = torch.arange(shards[0].width, device=device)
-            got = module.quant_method.apply(module, (every == columns[:, None]).to(torch.bfloat16), None).float()
-            here = columns.to(staged)
-            parts = [s.columns(here, self._activations, f) for s, f in zip(shards, factors, strict=True)]
-            alternatives = [torch.cat(side_by_side, dim=1).to(device) for side_by_side in zip(*parts, strict=True)]
+        def push(columns: Columns, factors: list[tuple[Any, Any] | None]) -> tuple[Any, list[Any], Any]:
+            got = module.quant_method.apply(module, columns.one_hot, None).float()
+            alternatives = [x.to(self._device) for x in expected(shards, columns, self._activations, factors)]
             got = got[:, : alternatives[0].shape[1]]  # a padded vocabulary has rows of its own
-            wrong = ~torch.isfinite(got)
-            return got, alternatives, wrong | functools.reduce(torch.logical_and, (got != a for a in alternatives))
+            wrong = functools.reduce(torch.logical_and, (got != a for a in alternatives))
+            return got, alternatives, wrong  # a NaN differs from everything
 
-        factors = factored()  # `explain` outlives the layer's turn: it does not hold them, but makes them anew
-        for start in range(0, len(picked), _CHUNK):
-            columns, pushed = picked[start : start + _CHUNK], on_device[start : start + _CHUNK]
+        factors = (
+            factored()
+        )  # `explain` outlives the layer's turn: it holds neither them nor the rows, but makes them anew
+        for columns in asked:
 
-            def explain(columns: np.ndarray = columns, pushed: Any = pushed) -> None:
+            def explain(picked: np.ndarray = columns.picked) -> None:
                 with torch.inference_mode(), self._context():
-                    got, alternatives, wrong = push(pushed, factored())
+                    got, alternatives, wrong = push(self._columns(picked, shards[0]), factored())
                 places = wrong.nonzero().cpu()
                 if len(places):
                     row, out = (int(i) for i in places[0])
                     raise BridgeError(
-                        f"read-back: {name} holds {float(got[row, out])!r} at [{out}, {int(columns[row])}], published "
+                        f"read-back: {name} holds {float(got[row, out])!r} at [{out}, {int(picked[row])}], published "
                         f"was {float(alternatives[0][row, out])!r} ({len(places)} of {wrong.numel()} values differ)",
                         "engine",
                     )
                 raise BridgeError(f"read-back: {name} differed, and then did not: its kernel is not stable", "engine")
 
-            verdicts.append((explain, push(pushed, factors)[2].any()))
+            verdicts.append((explain, push(columns, factors)[2].any()))
         return verdicts
