@@ -137,7 +137,7 @@ def parts(n: int, k: int, *, rows: int = 2048) -> int:
 
     Args:
       n, k: outputs and inputs of the layer as the engine fuses it (q, k and v; gate and up).
-      rows: the most rows the engine multiplies at once (vLLM's max_num_batched_tokens).
+      rows: the most rows the engine multiplies at once: vLLM's max_num_batched_tokens, 2048 unless asked for more.
     """
     if k <= STEP * _LEAST:
         return 1
