@@ -69,9 +69,10 @@ class Attention(nnx.Module):
     def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs, stack: dict[str, int]):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         args: dict[str, Any] = {"config": config, "rngs": rngs, "stack": stack}
-        self.q = Linear(N * H, D, axis="heads", use_bias=config.qkv_bias, **args)
-        self.k = Linear(K * H, D, axis="kv_heads", use_bias=config.qkv_bias, **args)
-        self.v = Linear(K * H, D, axis="kv_heads", use_bias=config.qkv_bias, **args)
+        fused: dict[str, Any] = {"use_bias": config.qkv_bias, "fused_features": (N + 2 * K) * H} | args
+        self.q = Linear(N * H, D, axis="heads", **fused)
+        self.k = Linear(K * H, D, axis="kv_heads", **fused)
+        self.v = Linear(K * H, D, axis="kv_heads", **fused)
         self.o = Linear(D, N * H, axis="embed_out", use_bias=config.o_bias, **args)
         self.q_norm = RMSNorm(H, config=config, stack=stack) if config.qk_norm else None
         self.k_norm = RMSNorm(H, config=config, stack=stack) if config.qk_norm else None
@@ -107,8 +108,8 @@ class MLP(nnx.Module):
     def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs, stack: dict[str, int]):
         D, F = config.hidden_size, config.intermediate_size
         args: dict[str, Any] = {"config": config, "rngs": rngs, "stack": stack}
-        self.gate = Linear(F, D, axis="mlp", **args)
-        self.up = Linear(F, D, axis="mlp", **args)
+        self.gate = Linear(F, D, axis="mlp", fused_features=2 * F, **args)
+        self.up = Linear(F, D, axis="mlp", fused_features=2 * F, **args)
         self.down = Linear(D, F, axis="embed_out", **args)
         self.silu_rounded = config.numerics.round_silu
         self.silu_divided = config.numerics.divided_silu

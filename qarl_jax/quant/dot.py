@@ -29,6 +29,7 @@ from aqt.jax.v2 import aqt_dot_general, aqt_tensor
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from qarl_jax.quant import machete
 from qarl_jax.quant.arithmetic import matmul_precision, round_to, tile_matmul
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
@@ -78,8 +79,10 @@ def _float_dot_general(
     out_dtype: Any,
     tiles: bool = False,
     gradient: bool = False,
+    algorithm: lax.DotAlgorithmPreset | None = None,
 ) -> jax.Array:
-    """Two operands of the compute dtype -> `out_dtype`, accumulated in float32; `tiles`: on a CPU as AMX adds.
+    """Two operands of the compute dtype -> `out_dtype`, accumulated in float32; `tiles`: on a CPU as AMX adds;
+    `algorithm`: on a GPU.
 
     float32 operands are multiplied as `matmul_precision` says. bfloat16 operands go to the
     hardware's own units, whose kernels round their float32 sums as they write them; on CPU XLA's bfloat16 product is
@@ -105,9 +108,14 @@ def _float_dot_general(
     def native(lhs, rhs):
         return _stored(lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=out_dtype), out_dtype)
 
+    def asked(lhs, rhs):
+        y = lax.dot_general(lhs, rhs, dimension_numbers, precision=algorithm, preferred_element_type=out_dtype)
+        return _stored(y, out_dtype)
+
     if lhs.dtype == jnp.float32:
         return upcast(lhs, rhs)
-    return lax.platform_dependent(lhs, rhs, cpu=mirrored if tiles else upcast, default=native)
+    others = {} if algorithm is None else {"cuda": asked}
+    return lax.platform_dependent(lhs, rhs, cpu=mirrored if tiles else upcast, default=native, **others)
 
 
 class Dense:
@@ -120,13 +128,24 @@ class Dense:
         """int8 [M, K], int8 [N, K] -> int32 [M, N], exact."""
         return _integer_dot_general(x, w, _CONTRACT_LAST)
 
-    def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32) -> jax.Array:
-        """[M, K] in compute dtype, [N, K] -> [M, N] in float32, or rounded once to another dtype."""
-        return _float_dot_general(x, w.astype(x.dtype), _CONTRACT_LAST, out_dtype, self.tiles)
+    def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
+        """[M, K] in compute dtype, [N, K] -> [M, N] in float32, or rounded once to another dtype.
 
-    def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """float8 [M, K], float8 [N, K] -> float32 [M, N]."""
-        return _float_dot_general(x, w, _CONTRACT_LAST, jnp.float32)
+        parts: of K (`machete.equal_parts`), each summed by itself and then added in float32, in ascending order.
+        """
+        w = w.astype(x.dtype)
+        if parts == 1:
+            return _float_dot_general(x, w, _CONTRACT_LAST, out_dtype, self.tiles)
+        sums = [
+            _float_dot_general(x[:, first:end], w[:, first:end], _CONTRACT_LAST, jnp.float32, self.tiles)
+            for first, end in machete.inputs_of(x.shape[1], parts)
+        ]
+        return round_to(functools.reduce(jnp.add, sums), out_dtype)
+
+    def float8(self, x: jax.Array, w: jax.Array, *, fast: bool = False) -> jax.Array:
+        """float8 [M, K], float8 [N, K] -> float32 [M, N]; fast: on a GPU, accumulated in the tensor cores all along."""
+        algorithm = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else None
+        return _float_dot_general(x, w, _CONTRACT_LAST, jnp.float32, algorithm=algorithm)
 
     def per_output(self, s: jax.Array) -> jax.Array:
         """[N] per-output values, to be broadcast against [M, N]."""
@@ -158,7 +177,8 @@ class Ragged:
     def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, preferred_element_type=jnp.int32)
 
-    def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32) -> jax.Array:
+    def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
+        del parts  # Machete has no experts
         w = w.astype(x.dtype)
 
         def plain(x, w):
@@ -182,7 +202,8 @@ class Ragged:
 
         return run
 
-    def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
+    def float8(self, x: jax.Array, w: jax.Array, *, fast: bool = False) -> jax.Array:
+        del fast
         # e4m3 codes are exact in bfloat16, which every backend's ragged product takes.
         return self._float(x.astype(jnp.bfloat16), jnp.swapaxes(w.astype(jnp.bfloat16), 1, 2), jnp.float32)
 

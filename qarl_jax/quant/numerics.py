@@ -28,11 +28,17 @@ import dataclasses
 import pathlib
 from typing import Literal
 
+from qarl_jax.quant import machete
 from qarl_jax.types import UserError
 
 NormOrder = Literal["any", "torch", "cuda"]
+Fp8Kernel = Literal["any", "few_rows", "many_rows"]
 PROFILES: tuple[str, ...] = ("plain", "cpu_amx", "cpu_avx512_bf16", "cpu_avx2", "cuda")
 ENGINES = ("auto", "cpu", "cuda", "plain")
+
+# Two orders of sums of vLLM's CUDA kernels, read in their sources and not measured yet: off.
+MACHETE_PARTS = False  # w4a16 adds in the parts into which Machete cuts K (`Numerics.of_layer`)
+CUDA_FP8_KERNEL: Fp8Kernel = "any"  # `Numerics.fp8_kernel` under `cuda`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +47,12 @@ class Numerics:
 
     Attributes:
       profile: one of PROFILES.
+      parts: of K, in which a w4a16 layer's sum is made (`of_layer`). A layer's own, so not in the repr, which names a
+        run's arithmetic.
     """
 
     profile: str = "plain"
+    parts: int = dataclasses.field(default=1, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
@@ -76,6 +85,11 @@ class Numerics:
         """w4a16 adds the bias to the already rounded output (two roundings)."""
         return self.profile == "cuda"
 
+    def of_layer(self, outputs: int, inputs: int) -> Numerics:
+        """The arithmetic of one layer, [outputs, inputs] as the engine fuses it (q, k and v; gate and up)."""
+        mirrored = MACHETE_PARTS and self.profile == "cuda"
+        return dataclasses.replace(self, parts=machete.parts(outputs, inputs)) if mirrored else self
+
     @property
     def tile_sums(self) -> bool:
         """bf16 products (unquantized and w4a16 layers, head, attention) are summed as AMX's tiles sum them; otherwise
@@ -92,6 +106,13 @@ class Numerics:
     def fp8_divides(self) -> bool:
         """fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x)."""
         return self.profile == "cuda"
+
+    @property
+    def fp8_kernel(self) -> Fp8Kernel:
+        """How fp8's product is accumulated and rescaled: "any": in the compiler's accumulation, w_then_x; otherwise in
+        the tensor cores all along, like vLLM's CUTLASS kernel, in its order for a step of "many_rows" (w_then_x) or
+        of "few_rows" (64 or fewer: operands swapped, x_then_w)."""
+        return CUDA_FP8_KERNEL if self.profile == "cuda" else "any"
 
     @property
     def w4a8_is_fp8(self) -> bool:

@@ -10,7 +10,8 @@ scale 2**-7.
 **Product.** w = bf(q * s), then an ordinary product of compute-dtype operands with float32 accumulation, rounded once.
 Machete, Marlin and Humming on sm90 and the CPU kernels without W4A8 all round the weight to bf(q * s) before they
 multiply; a float32 q * s would change 33-40 % of the outputs. The order of summation inside a kernel is the engine's
-own, so this scheme agrees to the last ulp on all but about 0.1 % of outputs, not on every bit.
+own, so this scheme agrees to the last ulp on all but about 0.1 % of outputs, not on every bit. Machete cuts a long K
+among thread blocks (`machete.py`); `Numerics.of_layer` can mirror its parts where they do not depend on the rows.
 
     CPU, plain     y = bf(acc + b)
     CUDA           y = bf(bf(acc) + b)
@@ -58,9 +59,10 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     """The engine's layer; arguments and results as in `w8a8.forward`."""
     w = dequantize(qt).astype(jnp.bfloat16)
     if bias is None:
-        return product.floating(x, w, x.dtype), x
+        return product.floating(x, w, x.dtype, parts=numerics.parts), x
     rounded = numerics.bias_after_rounding
-    return product.floating(x, w, x.dtype if rounded else jnp.float32).astype(jnp.float32) + bias, x
+    y = product.floating(x, w, x.dtype if rounded else jnp.float32, parts=numerics.parts)
+    return y.astype(jnp.float32) + bias, x
 
 
 def saved_activation(saved, dtype):
