@@ -36,8 +36,7 @@ Fp8Kernel = Literal["any", "few_rows", "many_rows"]
 PROFILES: tuple[str, ...] = ("plain", "cpu_amx", "cpu_avx512_bf16", "cpu_avx2", "cuda")
 ENGINES = ("auto", "cpu", "cuda", "plain")
 
-# Two orders of sums of vLLM's CUDA kernels, read in their sources and not measured yet: off.
-MACHETE_PARTS = False  # w4a16 adds in the parts into which Machete cuts K (`Numerics.of_layer`)
+# Read in the kernel's source; that asking changes something for the better was not seen: off.
 CUDA_FP8_KERNEL: Fp8Kernel = "any"  # `Numerics.fp8_kernel` under `cuda`
 
 
@@ -87,8 +86,9 @@ class Numerics:
 
     def of_layer(self, outputs: int, inputs: int) -> Numerics:
         """The arithmetic of one layer, [outputs, inputs] as the engine fuses it (q, k and v; gate and up)."""
-        mirrored = MACHETE_PARTS and self.profile == "cuda"
-        return dataclasses.replace(self, parts=machete.parts(outputs, inputs)) if mirrored else self
+        if self.profile != "cuda":
+            return self
+        return dataclasses.replace(self, parts=machete.parts(outputs, inputs))
 
     @property
     def tile_sums(self) -> bool:

@@ -10,8 +10,8 @@ scale 2**-7.
 **Product.** w = bf(q * s), then an ordinary product of compute-dtype operands with float32 accumulation, rounded once.
 Machete, Marlin and Humming on sm90 and the CPU kernels without W4A8 all round the weight to bf(q * s) before they
 multiply; a float32 q * s would change 33-40 % of the outputs. The order of summation inside a kernel is the engine's
-own, so this scheme agrees to the last ulp on all but about 0.1 % of outputs, not on every bit. Machete cuts a long K
-among thread blocks (`machete.py`); `Numerics.of_layer` can mirror its parts where they do not depend on the rows.
+own. Machete cuts a long K among thread blocks (`machete.py`); under `cuda` a layer adds in its parts where they do not
+depend on the rows (`Numerics.of_layer`), and every output is equal; elsewhere all but about 0.1 %, those by an ulp.
 
     CPU, plain     y = bf(acc + b)
     CUDA           y = bf(bf(acc) + b)
