@@ -15,8 +15,8 @@ multiprocessors. `parts` names the layers whose order does not depend on M; only
 which never knows how many rows shared a sampler's step.
 
 Read in vLLM 0.25's machete/generate.py (the tile) and CUTLASS 3's tile_scheduler_params.h and
-sm90_tile_scheduler_stream_k.hpp (the cuts). On an H200 every output of every case of `benchmarks/kernel_order.py` is the
-kernel's. CUTLASS' "M" is N here, its "N" the rows.
+sm90_tile_scheduler_stream_k.hpp (the cuts). On an H200 every output of every case of `benchmarks/kernel_order.py` was
+the kernel's. CUTLASS' "M" is N here, its "N" the rows.
 """
 
 from __future__ import annotations
