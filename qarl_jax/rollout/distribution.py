@@ -20,6 +20,13 @@ def processed_logits(logits: Float[Array, "B V"], sampling: SamplingConfig) -> F
     """Temperature, then top-k, then top-p: float32 logits of the distribution drawn from; masked entries are -inf.
 
     The order and the meaning of each are vLLM's. Entries tied with the last one kept are all kept.
+
+    Args:
+      logits: [B, V] float32, raw.
+      sampling: static; a temperature of 0 (greedy) leaves the logits undivided.
+
+    Returns:
+      [B, V] float32, not normalized.
     """
     vocab = logits.shape[-1]
     if sampling.temperature > 0:
