@@ -17,8 +17,9 @@ from qarl_jax.learner import Learner, Options, code_flips
 from qarl_jax.loss import get_loss
 from qarl_jax.metrics import merge, values
 from qarl_jax.sft import NegativeLogLikelihood
-from qarl_jax.types import Completion, Prompt, RolloutGroup, VersionSpan
+from qarl_jax.types import Prompt, RolloutGroup
 from tests.reference import tiny
+from tests.reference.rollouts import completion
 
 MESHES = {
     "fsdp8": {"fsdp": 8},
@@ -38,16 +39,8 @@ def groups(count=4, samples=4):
         prompt = tuple(int(token) for token in rng.integers(3, 30, rng.integers(2, 9)))
         completions = []
         for _ in range(samples):
-            tokens = tuple(int(token) for token in rng.integers(0, 30, rng.integers(1, 13)))
-            completions.append(
-                Completion(
-                    prompt_tokens=prompt,
-                    tokens=tokens,
-                    logprobs=rng.normal(-3.4, 0.5, len(tokens)).astype(np.float32),
-                    finish_reason="stop",
-                    versions=(VersionSpan(version=0, start=0, end=len(tokens)),),
-                )
-            )
+            tokens = rng.integers(0, 30, rng.integers(1, 13))
+            completions.append(completion(tokens, rng.normal(-3.4, 0.5, len(tokens)), prompt=prompt))
         rewards = rng.normal(size=samples).astype(np.float32)
         about = Prompt(uid=str(number), tokens=prompt, text="", answer="")
         out.append(RolloutGroup(prompt=about, completions=tuple(completions), rewards=rewards))

@@ -15,11 +15,10 @@ VLLM = {"engine": {"name": "vllm"}}
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    with tiny.compiled_programs(tmp_path_factory):
-        world = tiny.World(tmp_path_factory.mktemp("world"))
-        del world.tree["quant"]["engine"]
-        yield world
+def world(compiled_programs, tmp_path_factory):
+    world = tiny.World(tmp_path_factory.mktemp("world"))
+    del world.tree["quant"]["engine"]
+    return world
 
 
 def recorded(world):
