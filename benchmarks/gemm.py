@@ -17,7 +17,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.shapes import SIZES
+from benchmarks.timing import seconds_of
 from qarl_jax import quant
 
 KINDS: dict[str, tuple[Any, Any, bool]] = {  # operands, result, weights as [K, N]
@@ -42,13 +42,7 @@ KINDS: dict[str, tuple[Any, Any, bool]] = {  # operands, result, weights as [K, 
 def seconds(call: Callable[[], Any], repeats: int) -> float:
     """Median of three timings of `repeats` calls, per call."""
     jax.block_until_ready(call())
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        out = [call() for _ in range(repeats)][-1]
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - started) / repeats)
-    return float(np.median(times))
+    return float(np.median(seconds_of(lambda: [call() for _ in range(repeats)][-1], 3))) / repeats
 
 
 def products(model: str) -> dict[str, tuple[int, int]]:

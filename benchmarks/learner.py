@@ -23,13 +23,13 @@ import json
 import re
 import shlex
 import subprocess
-import time
 from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks import shapes
+from benchmarks.timing import seconds_of
 from qarl_jax import flops, models, sharding
 
 
@@ -51,17 +51,15 @@ def measure(setting: shapes.Setting, steps: int, profile: str = "") -> dict[str,
     batch = made.put(host)
     counts = host.loss_mask.sum(), setting.rows * setting.segments
 
-    def step(state: Any) -> Any:
-        return made.update(state, made.quantize(state.params), [batch], [batch.rollout_logprobs], *counts)[0]
+    def step() -> Any:
+        nonlocal state
+        state, _ = made.update(state, made.quantize(state.params), [batch], [batch.rollout_logprobs], *counts)
+        return state
 
-    times = []
-    for _ in range(steps + 2):  # the first compiles, the second warms up
-        started = time.perf_counter()
-        state = jax.block_until_ready(step(state))
-        times.append(time.perf_counter() - started)
+    times = seconds_of(step, steps + 2)  # the first compiles, the second warms up
     if profile:
         with jax.profiler.trace(profile):
-            state = jax.block_until_ready(step(state))
+            jax.block_until_ready(step())
     seconds = float(np.median(times[2:]))
     tokens = setting.rows * setting.seq
     config = models.config_of(made.graphdef)

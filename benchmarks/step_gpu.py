@@ -18,25 +18,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks import shapes
+from benchmarks.timing import seconds_of
 from qarl_jax import models, sharding
 
 
 def timed(call: Any, repeats: int) -> float:
     """Median seconds of a call, after one to compile."""
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - started)
-    return float(np.median(times))
+    return float(np.median(seconds_of(call, repeats + 1)[1:]))
 
 
 def phases(setting: shapes.Setting, repeats: int, published: str | None = None) -> dict[str, float]:
@@ -62,14 +56,13 @@ def phases(setting: shapes.Setting, repeats: int, published: str | None = None) 
         return jax.device_get(tensors if jax.tree.leaves(tensors) else state.params)
 
     out["publish"] = timed(publish, repeats)
-    times = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
+
+    def update() -> Any:
+        nonlocal state
         state, _ = made.update(state, qweights, [batch], [batch.rollout_logprobs], *counts)
-        jax.block_until_ready(state)
-        times.append(time.perf_counter() - started)
-    out["update"] = float(np.median(times[1:]))
-    return out
+        return state
+
+    return out | {"update": timed(update, repeats)}
 
 
 def step(found: dict[str, float], tokens: int, updates: int, tok_per_s: float) -> dict[str, float]:

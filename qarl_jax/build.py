@@ -69,11 +69,19 @@ def run_record(directory: str | os.PathLike[str]) -> tuple[pathlib.Path, dict[st
 
 
 def recorded_numerics(directory: str | os.PathLike[str]) -> quant.Numerics | None:
-    """What the run of a folder computed in when it was last started; None: nothing says it."""
+    """What the run of a folder computed in when it was last started; None: nothing says it.
+
+    Raises:
+      UserError: run.json is not JSON, or names a profile that is not one of `quant.PROFILES`.
+    """
     found = run_record(directory)
     starts = found[1].get("starts", []) if found else []
-    profile = re.fullmatch(r"Numerics\(profile='(\w+)'\)", str(starts[-1].get("numerics"))) if starts else None
-    return quant.Numerics(profile[1]) if profile else None
+    numerics = starts[-1].get("numerics") if starts else None
+    if isinstance(numerics, dict):
+        return quant.Numerics(numerics.get("profile", ""))
+    # Runs up to November 2026 recorded the object as Python prints it.
+    printed = re.fullmatch(r"Numerics\(profile='(\w+)'\)", str(numerics))
+    return quant.Numerics(printed[1]) if printed else None
 
 
 def numerics_of_run(cfg: RunConfig, directory: str | os.PathLike[str]) -> quant.Numerics:

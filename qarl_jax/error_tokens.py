@@ -37,9 +37,16 @@ PROBABILITY = 1e-3
 """Tokens below this are low. At vocabulary 1.5e5 a uniform draw has 7e-6."""
 
 WINDOW = 8
+"""Positions of a response in which a cluster's low tokens lie."""
+
 LEAST = 3
+"""Low tokens of a cluster at least."""
+
 NGRAM = 4
+"""Tokens of what is looked for again in a response."""
+
 SEEN = 3
+"""Occurrences before, from which on an n-gram counts as repeated: four equal lines are a loop, two are a quotation."""
 
 
 def clustered(
@@ -50,6 +57,10 @@ def clustered(
     Args:
       low: [B, T] bool.
       segment_ids: [B, T] int32; a window never reaches into another segment of the row.
+      window: in positions. least: in tokens.
+
+    Returns:
+      [B, T] bool, a subset of `low`.
     """
     ids = jnp.pad(segment_ids, ((0, 0), (0, window)))
     padded = jnp.pad(low, ((0, 0), (0, window)))
@@ -132,6 +143,9 @@ def repeated(tokens: Sequence[int], *, ngram: int = NGRAM, seen: int = SEEN) -> 
 
     Returns:
       [max(0, L - ngram + 1)] bool.
+
+    Raises:
+      ValueError: more tokens, or a longer n-gram, than that.
     """
     count = len(tokens) - ngram + 1
     if count < 1:
@@ -167,7 +181,11 @@ def zlib_ratio(text: str) -> float:
 
 def text_metrics(responses: Sequence[Sequence[int]], texts: Sequence[str]) -> dict[str, float]:
     """`text/repeated` (mean share of repeated 4-grams), `text/loops` (share of responses that repeat more than half)
-    and `text/zlib_ratio` (mean over non-empty texts)."""
+    and `text/zlib_ratio` (mean over non-empty texts); each 0 where there is nothing to average.
+
+    Args:
+      responses: token ids of each. texts: what they decode to.
+    """
     shares = np.array([repeated_share(tokens) for tokens in responses])
     ratios = [zlib_ratio(text) for text in texts if text]
     return {

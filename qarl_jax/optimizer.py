@@ -1,38 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Muon and AdamW for stacked weights, learning-rate schedules, and the update of a master weight.
+"""The optimizers of masters: Muon for matrices and AdamW for the rest, or AdamW for all; schedules; the guarded update.
 
-Muon (K. Jordan, 2024; "Muon is scalable for LLM training", arXiv 2502.16982) replaces a weight matrix's momentum by
-(nearly) the closest orthogonal matrix. For W [N, K] with gradient g, lr, momentum b and decay wd:
-
-    M <- b M + (1 - b) g                       exponential average, no bias correction
-    u  = b M + (1 - b) g                       Nesterov; u = M without
-    X0 = u / (|u|_F + eps)
-    X  <- a X + (b' A + c A^2) X, A = X X^T    five times, (a, b', c) = (3.4445, -4.7750, 2.0315)
-    W <- W - lr (wd W + scale X)
-
-After five rounds every singular value of X is near 1 (0.7 .. 1.2): the quintic trades accuracy for speed at small
-singular values. The scale is one of
-
-    "match_rms"   0.2 sqrt(max(N, K))   arXiv 2502.16982, eq. 4: an update's RMS is about 0.2 lr, as AdamW's. The
-                                        default, because QaRL's lr of 1e-6 is an AdamW-scale lr.
-    "original"    sqrt(max(1, N / K))   Jordan: spectral norm lr sqrt(N / K); needs an lr near 0.02. At 1e-6 a
-                                        4096-wide matrix moves 1.6e-8 per step, which freezes a quantized policy.
-
-What we hold to, and why:
-
-  * One matrix at a time. Weights are stacked [L, N, K] or [L, E, N, K]; the iteration walks the leading dimensions in a
-    loop (`jax.lax.map`), so that its temporaries are those of one matrix. optax.contrib.muon vmaps: for 36 layers of
-    [12288, 4096] its [36, 4096, 4096] Gram matrices would take 2.4 GB, three times over. It is our oracle in tests.
-  * Float32 with full-precision products. bfloat16 moves the update by 1-2 %, more than the step-to-step code flips of a
-    quantized weight allow for.
-  * Only matrices. Embeddings, head, norms, biases and routers take AdamW at the same lr (`label`); a stack of norm
-    scales [L, D] is two-dimensional and would otherwise be orthogonalised.
-  * Arithmetic, and the state unless told otherwise, are float32, whatever the master's dtype. A bfloat16 master is
-    legal, but near 0.02 its spacing is 1.2e-4: at lr 1e-6 it never moves. Keep masters in float32 for RL.
-
-Left out: bias correction of the momentum (the iteration is scale-invariant; only the Nesterov mix of the first ~20
-steps would change) and QK-clip (a pre-training remedy).
+* Muon (`muon.py`) takes matrices only. Embeddings, head, norms, biases and routers take AdamW at the same lr
+  (`label`); a stack of norm scales [L, D] is two-dimensional and would otherwise be orthogonalised.
+* Arithmetic, and the state unless told otherwise (`moments.py`), are float32, whatever the master's dtype. A bfloat16
+  master is legal, but near 0.02 its spacing is 1.2e-4: at lr 1e-6 it never moves. Keep masters in float32 for RL.
 """
 
 from __future__ import annotations
@@ -47,19 +20,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from qarl_jax import blockwise
+from qarl_jax import blockwise, muon
 from qarl_jax.blockwise import Blocks
+from qarl_jax.moments import MomentDtype, leaf_by_leaf, round_stochastically, rounding_seed
 from qarl_jax.types import UserError
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Jordan's quintic: steepest slope at 0 that still keeps every singular value near 1."""
-
-MATCH_RMS = 0.2
-"""RMS of a typical AdamW update in units of lr (arXiv 2502.16982, sec. 2.2)."""
-
 # -------------------------------------------------------------------------------------------------------- configuration
-
-MomentDtype = Literal["float32", "bfloat16", "int8"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +66,7 @@ class Muon:
       momentum: decay of the gradient's running average.
       nesterov: look one gradient ahead.
       newton_schulz_steps: rounds of the iteration.
-      scale: "match_rms" or "original"; see the module's text.
+      scale: "match_rms" or "original"; see `muon.py`.
       matmul_precision: of the iteration's products: "highest" is float32 everywhere; "high" and "default" let an
         accelerator use fewer bits (TF32 on recent GPUs: about 7x faster there).
       eps: added to the Frobenius norm; a zero gradient gives a zero update.
@@ -109,7 +75,8 @@ class Muon:
       moment_dtype: dtype of the stored momentum and first moments: "float32", "bfloat16", or "int8", a code per element
         and a scale per block of 256 (`blockwise`). Norms, biases and vectors are float32 then; they are few.
       second_moment_dtype: of the stored second moments, likewise. "bfloat16" is rounded stochastically
-        (`round_stochastically`): rounded to nearest, an average of 8 bits with b2 = 0.999 would absorb no new square.
+        (`moments.round_stochastically`): rounded to nearest, an average of 8 bits with b2 = 0.999 would absorb no new
+        square.
       offload: keep the state in the host's memory; an update takes it to the device stack by stack (`stackwise`). The
         same numbers as an update outside of the gradient's program gives, less device memory, and two transfers of the
         state per update.
@@ -139,7 +106,7 @@ class Muon:
     def __post_init__(self) -> None:
         _check_common(self)
         _in_unit_interval(self, "momentum", "adamw_b1", "adamw_b2")
-        _one_of("scale", self.scale, tuple(SCALES))
+        _one_of("scale", self.scale, tuple(muon.SCALES))
         _one_of("matmul_precision", self.matmul_precision, ("default", "high", "highest"))
         if self.newton_schulz_steps < 1:
             raise UserError(f"newton_schulz_steps must be at least 1, got {self.newton_schulz_steps}.")
@@ -272,131 +239,12 @@ def make_schedule(lr: float, cfg: Schedule, total_updates: int | None = None) ->
     return schedule
 
 
-# ----------------------------------------------------------------------------------------------------------------- Muon
-
-
-def orthogonalize(u: Float[Array, "N K"], *, steps: int = 5, eps: float = 1e-8, precision: str = "highest") -> Array:
-    """Newton-Schulz: singular values of `u` [N, K] go to about 1, its singular vectors stay. Returns float32 [N, K].
-
-    The iteration runs on the side with fewer rows, so that its Gram matrix is min(N, K) square. Zero stays zero.
-    """
-    a, b, c = NEWTON_SCHULZ
-    x = u.astype(jnp.float32)
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
-    x = x / (jnp.linalg.norm(x) + eps)
-    for _ in range(steps):
-        gram = jnp.matmul(x, x.T, precision=precision)
-        poly = b * gram + c * jnp.matmul(gram, gram, precision=precision)
-        x = a * x + jnp.matmul(poly, x, precision=precision)
-    return x.T if tall else x
-
-
-def match_rms_scale(n: int, k: int) -> float:
-    """0.2 sqrt(max(N, K)): an orthogonal [N, K] matrix has RMS 1 / sqrt(max(N, K))."""
-    return MATCH_RMS * max(n, k) ** 0.5
-
-
-def original_scale(n: int, k: int) -> float:
-    """sqrt(max(1, N / K)), N outputs over K inputs."""
-    return max(1.0, n / k) ** 0.5
-
-
-SCALES: dict[str, Callable[[int, int], float]] = {
-    "match_rms": match_rms_scale,
-    "original": original_scale,
-}
-
-
-class MuonState(NamedTuple):
-    """`momentum`: a tree like the parameters, in the configured moment dtype; `Blocks` for arrays under int8."""
-
-    momentum: Any
-
-
-def scale_by_muon(cfg: Muon) -> optax.GradientTransformation:
-    """Gradients [..., N, K] -> scaled orthogonal directions, float32; every leading dimension is a loop."""
-    dtype = jnp.dtype(cfg.moment_dtype)
-
-    def init(params: Any) -> MuonState:
-        if cfg.moment_dtype == "int8":
-            return MuonState(momentum=jax.tree.map(lambda p: blockwise.zeros(p.shape, blockwise.LINEAR), params))
-        return MuonState(momentum=jax.tree.map(lambda p: jnp.zeros_like(p, dtype=dtype), params))
-
-    def in_eight_bits(grad: Array, stored: Blocks) -> tuple[Array, Blocks]:
-        # Decoded and encoded matrix by matrix as well: no stack of float32 momenta.
-        if grad.ndim > 2:
-            return jax.lax.map(lambda pair: in_eight_bits(*pair), (grad, stored))
-        momentum = cfg.momentum * blockwise.decode(stored, blockwise.LINEAR) + (1.0 - cfg.momentum) * grad
-        return direction(momentum, grad), blockwise.encode(momentum, blockwise.LINEAR)
-
-    def direction(momentum: Array, grad: Array) -> Array:
-        if grad.ndim > 2:
-            return jax.lax.map(lambda pair: direction(*pair), (momentum, grad))
-        u = cfg.momentum * momentum + (1.0 - cfg.momentum) * grad if cfg.nesterov else momentum
-        x = orthogonalize(u, steps=cfg.newton_schulz_steps, eps=cfg.eps, precision=cfg.matmul_precision)
-        return SCALES[cfg.scale](*grad.shape) * x
-
-    def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
-        del params
-        if cfg.moment_dtype == "int8":
-            with jax.named_scope("newton_schulz"):
-                directions, stored = _unzip(lambda _, *pair: in_eight_bits(*pair), 2, grads, state.momentum)
-            return directions, MuonState(momentum=stored)
-        momentum = jax.tree.map(
-            lambda m, g: cfg.momentum * m.astype(jnp.float32) + (1.0 - cfg.momentum) * g, state.momentum, grads
-        )
-        with jax.named_scope("newton_schulz"):
-            directions = jax.tree.map(direction, momentum, grads)
-        return directions, MuonState(momentum=jax.tree.map(lambda m: m.astype(dtype), momentum))
-
-    return optax.GradientTransformation(init, update)
-
-
-# ------------------------------------------------------------------------------------------------------ stored moments
-
-
-def _unzip(f: Callable[..., tuple[Any, ...]], count: int, tree: Any, *rest: Any) -> tuple[Any, ...]:
-    """`count` trees of f's results, f taking a leaf's number, the leaf, and its subtree in each of `rest`."""
-    leaves = jax.tree.leaves(tree)
-    structure: Any = jax.tree.structure(tree)
-    rows = zip(range(len(leaves)), leaves, *map(structure.flatten_up_to, rest), strict=True)
-    results = [f(*row) for row in rows]
-    return tuple(jax.tree.unflatten(structure, [result[i] for result in results]) for i in range(count))
-
-
-def round_stochastically(x: Float[Array, "*S"], seed: Array) -> Float[Array, "*S"]:
-    """float32 -> bfloat16, up or down with probabilities that make its expectation x (Gupta et al., arXiv 1502.02551).
-
-    16 random bits are added below the last bit kept, and what is then below it is dropped. The bits are a hash of seed
-    and position (`blockwise.random_bits`).
-
-    Args:
-      x: float32; what is not finite is kept.
-      seed: uint32 scalar, another one for every rounding.
-    """
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (blockwise.random_bits(x.shape, seed) >> jnp.uint32(16))
-    rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
-
-
-def _seed(count: Any, number: int, first: Any = None) -> Array:
-    """Of a rounding, from the update's number and the leaf's: a resumed run rounds alike.
-
-    Args:
-      first: uint32, the position in its leaf at which what is rounded begins; None: 0.
-    """
-    # Multiplied by odd constants, so that neither neighbouring updates nor neighbouring leaves share their bits.
-    seed = jnp.asarray(count).astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(number * 0x7FEB352D % 2**32)
-    return seed if first is None else seed + first
+# --------------------------------------------------------------------------------------------------------------- AdamW
 
 
 def _is_few(path: Sequence[Any], ndim: int) -> bool:
     """Norms, biases and vectors: not worth eight bits."""
     return ndim < 2 or bool(_NO_DECAY.search(path_name(path)))
-
-
-# ------------------------------------------------------------------------------------------------------------- builders
 
 
 def _adamw(
@@ -446,7 +294,7 @@ def _adamw(
         could not be made again."""
         updates, new = step(grads, state._replace(nu=_float32(state.nu)))
         if cfg.second_moment_dtype == "bfloat16":
-            rounded = _unzip(lambda i, x: (round_stochastically(x, seed(i)),), 1, new.nu)
+            rounded = leaf_by_leaf(lambda i, x: (round_stochastically(x, seed(i)),), 1, new.nu)
             new = new._replace(nu=rounded[0])
         return updates, new
 
@@ -457,11 +305,11 @@ def _adamw(
         whose = range(len(jax.tree.leaves(grads))) if numbers is None else jax.tree.leaves(numbers)
 
         def seed(i: int) -> Array:
-            return _seed(state.count, whose[i], first)
+            return rounding_seed(state.count, whose[i], first)
 
         if "int8" not in (cfg.moment_dtype, cfg.second_moment_dtype):
             return all_at_once(grads, state, seed)
-        updates, mu, nu = _unzip(lambda i, *leaf: one(state.count, seed(i), *leaf), 3, grads, state.mu, state.nu)
+        updates, mu, nu = leaf_by_leaf(lambda i, *leaf: one(state.count, seed(i), *leaf), 3, grads, state.mu, state.nu)
         return updates, optax.ScaleByAdamState(count=optax.safe_increment(state.count), mu=mu, nu=nu)
 
     return optax.chain(
@@ -469,6 +317,9 @@ def _adamw(
         optax.add_decayed_weights(weight_decay, mask=_decays),
         optax.scale_by_learning_rate(schedule),
     )
+
+
+# ------------------------------------------------------------------------------------------------------------- builders
 
 
 def _build_adamw(cfg: AdamW, total_updates: int | None) -> optax.GradientTransformation:
@@ -485,7 +336,15 @@ def _build_adamw(cfg: AdamW, total_updates: int | None) -> optax.GradientTransfo
 def _build_muon(cfg: Muon, total_updates: int | None) -> optax.GradientTransformation:
     other_lr = cfg.lr if cfg.adamw_lr is None else cfg.adamw_lr
     matrices = optax.chain(
-        scale_by_muon(cfg),
+        muon.scale_by_muon(
+            momentum=cfg.momentum,
+            nesterov=cfg.nesterov,
+            steps=cfg.newton_schulz_steps,
+            scale=cfg.scale,
+            precision=cfg.matmul_precision,
+            eps=cfg.eps,
+            moment_dtype=cfg.moment_dtype,
+        ),
         optax.add_decayed_weights(cfg.weight_decay),
         optax.scale_by_learning_rate(make_schedule(cfg.lr, cfg.schedule, total_updates)),
     )

@@ -56,7 +56,7 @@ def _is_moment(x: Any) -> bool:
 def moved_to(kind: Literal["device", "pinned_host"], state: Any) -> Any:
     """A frozen dataclass with its `opt_state` in memory of that kind; what was elsewhere is deleted.
 
-    Waits for the copy, so that neither memory ever holds two. jax.device_put outside of any program, which every
+    Waits for copies, so that neither memory ever holds two. jax.device_put outside of any program, which every
     backend has.
     """
     return dataclasses.replace(state, opt_state=_arrived(state.opt_state, _sent(state.opt_state, kind)))
@@ -70,11 +70,12 @@ def _sent(tree: Any, kind: str) -> Any:
 
 
 def _arrived(origin: Any, copies: Any) -> Any:
-    """`copies`, complete, and the memory of what they were made from given back."""
-    jax.block_until_ready(copies)
-    for x, copy in zip(jax.tree.leaves(origin), jax.tree.leaves(copies), strict=True):
-        if x is not copy:
-            x.delete()
+    """`copies`; those that are others than their origin are complete, and the origin's memory is given back."""
+    pairs = zip(jax.tree.leaves(origin), jax.tree.leaves(copies), strict=True)
+    moved = [(x, copy) for x, copy in pairs if x is not copy]
+    jax.block_until_ready([copy for _, copy in moved])
+    for x, _ in moved:
+        x.delete()
     return copies
 
 
@@ -303,7 +304,7 @@ class Update:
         if layout is not None:
             return self._walk(layout, state, grads)
         if self.offload:
-            jax.block_until_ready(grads)  # what the backward holds is given back before the state arrives
+            jax.block_until_ready(grads)  # as in `_walk`
             state = moved_to("device", state)
         state, metrics = self._whole(state, grads)
         return (self.placed(state) if self.offload else state), metrics
@@ -311,7 +312,9 @@ class Update:
     def _walk(self, layout: Layout, state: Any, grads: Any) -> tuple[Any, Any]:
         home = "pinned_host" if self.offload else "device"
         programs = self.programs(layout, state)
-        norms = jax.block_until_ready(self._norms(grads))
+        norms = self._norms(grads)
+        if self.offload:
+            jax.block_until_ready(norms)  # what the backward holds is given back before the state arrives
         params, grads, moments = jax.tree.leaves(state.params), jax.tree.leaves(grads), layout.leaves(state.opt_state)
         resting = _picked(moments, layout.counters)
         counters = after = _arrived(resting, _sent(resting, "device"))

@@ -23,6 +23,7 @@ if _FLAGS[0] not in os.environ.get("XLA_FLAGS", "") and os.environ["JAX_PLATFORM
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402  (the flags above must be set first)
+import pytest  # noqa: E402
 
 # A busy machine is no failure. `make test` asks for "repeatable" besides: the same examples every time, so that what
 # fails there was broken by a change, and not by luck; a plain pytest goes on looking for new ones.
@@ -32,3 +33,12 @@ hypothesis.settings.load_profile("patient")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="module")
+def compiled_programs(tmp_path_factory):
+    """Programs compiled by this test session are shared through a folder, whose path this is."""
+    from tests.reference import tiny  # which imports the learner: checks of shapes are put around it before
+
+    with tiny.compiled_programs(tmp_path_factory) as folder:
+        yield folder

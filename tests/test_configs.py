@@ -89,10 +89,9 @@ def test_a_dry_run_plans_it_without_weights(path, folders, tmp_path, monkeypatch
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def world(compiled_programs, tmp_path_factory):
     """A tiny model with its data; the runs over it share their compiled programs."""
-    with tiny.compiled_programs(tmp_path_factory):
-        yield tiny.World(tmp_path_factory.mktemp("world"))
+    return tiny.World(tmp_path_factory.mktemp("world"))
 
 
 # ---- the papers' comparison ----------------------------------------------------------------------------------------

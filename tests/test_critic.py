@@ -22,15 +22,12 @@ from qarl_jax.loss import get_term
 from qarl_jax.loss.advantages import Gae
 from qarl_jax.loss.value import explained_variance
 from qarl_jax.metrics import values as reduced
-from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, VersionSpan
+from qarl_jax.types import Prompt, RolloutGroup, UserError
 from tests.reference import loss_reference as reference
 from tests.reference import tiny
+from tests.reference.rollouts import completion
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled(tmp_path_factory):
-    with tiny.compiled_programs(tmp_path_factory):
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_programs")
 
 
 ROWS = 8
@@ -46,16 +43,7 @@ def groups(count=6, samples=2):
         prompt = tuple(int(token) for token in rng.integers(3, 30, rng.integers(2, 9)))
         lengths = [int(n) for n in rng.integers(2, 13, samples)]
         lengths[0] = {0: 0, 1: 1}.get(number, lengths[0])
-        completions = tuple(
-            Completion(
-                prompt_tokens=prompt,
-                tokens=tuple(int(token) for token in rng.integers(0, 30, n)),
-                logprobs=np.full(n, -3, np.float32),
-                finish_reason="stop",
-                versions=(VersionSpan(version=0, start=0, end=n),) if n else (),
-            )
-            for n in lengths
-        )
+        completions = tuple(completion(rng.integers(0, 30, n), np.full(n, -3), prompt=prompt) for n in lengths)
         # Something to be learned: responses to prompts of an odd length are worth more.
         rewards = np.float32(len(prompt) % 2) + rng.normal(0, 0.1, samples).astype(np.float32)
         about = Prompt(uid=str(number), tokens=prompt, text="", answer="")
@@ -313,8 +301,8 @@ def test_the_gradient_is_that_of_the_plain_loss_of_each_response():
     returns = np.asarray(target.returns)
     tokens, wanted = np.zeros((2, len(responses), tiny.ROW_LEN))
     decided = np.zeros(tokens.shape, bool)  # where a response token is drawn from
-    for row, (completion, s) in enumerate(responses):
-        known = [*completion.prompt_tokens, *completion.tokens]
+    for row, (response, s) in enumerate(responses):
+        known = [*response.prompt_tokens, *response.tokens]
         tokens[row, : len(known)] = known
         here = slice(s.prompt_len - 1, s.prompt_len + s.response_len - 1)
         decided[row, here], wanted[row, here] = True, returns[s.row, s.response]

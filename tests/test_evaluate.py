@@ -10,8 +10,9 @@ import pytest
 
 from qarl_jax import config, evaluate, train
 from qarl_jax.rewards import Grader, exact, format, total
-from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
+from qarl_jax.types import Prompt, UserError
 from tests.reference import tiny
+from tests.reference.rollouts import completion
 
 # ---- estimators ----------------------------------------------------------------------------------------------------
 
@@ -98,18 +99,7 @@ def graded(grader, expected, *rows):
     completions = []
     for row in rows:
         pairs = [response if isinstance(response, tuple) else (response, "stop") for response in row]
-        completions.append(
-            [
-                Completion(
-                    prompt_tokens=(1,),
-                    tokens=tuple(map(ord, text)),
-                    logprobs=np.zeros(len(text), np.float32),
-                    finish_reason=reason,
-                    versions=(VersionSpan(version=0, start=0, end=len(text)),),
-                )
-                for text, reason in pairs
-            ]
-        )
+        completions.append([completion(map(ord, text), prompt=(1,), finish_reason=reason) for text, reason in pairs])
     return grader.grade(Characters(), prompts, completions)
 
 
@@ -180,14 +170,13 @@ def test_impossible_evaluations_are_refused(tmp_path, section, says):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(compiled_programs, tmp_path_factory):
     """A finished run, evaluated with four samples to a prompt."""
-    with tiny.compiled_programs(tmp_path_factory):
-        world = tiny.World(tmp_path_factory.mktemp("world")).changed(
-            eval={"num_samples": 4, "temperature": 1.0}, train={"steps": 1}
-        )
-        assert train.main(world.command()) == 0
-        yield world
+    world = tiny.World(tmp_path_factory.mktemp("world")).changed(
+        eval={"num_samples": 4, "temperature": 1.0}, train={"steps": 1}
+    )
+    assert train.main(world.command()) == 0
+    return world
 
 
 def as_json(capsys, *arguments):

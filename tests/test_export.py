@@ -16,13 +16,9 @@ from qarl_jax.checkpoint import Checkpoints
 from qarl_jax.quant import QTensor
 from tests.reference import hf_models, tiny
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")
+
 STEPS = 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled(tmp_path_factory):
-    with tiny.compiled_programs(tmp_path_factory):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ import pytest
 from qarl_jax import config, observe, train
 from tests.reference import tiny
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")
+
 # What is promised -> the keys that keep the promise.
 PROMISED = {
     "reward": ("reward/mean", "reward/std"),
@@ -37,12 +39,6 @@ RATIOS = tuple(
     for sign in ("pos", "neg")
     for level in ("p01", "p50", "p99")
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled(tmp_path_factory):
-    with tiny.compiled_programs(tmp_path_factory):
-        yield
 
 
 @pytest.fixture(scope="module")

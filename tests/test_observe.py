@@ -16,22 +16,14 @@ from jaxtyping import TypeCheckError
 from qarl_jax import observe
 from qarl_jax.metrics import Max, Mean
 from qarl_jax.observe import Config, Observer, PhaseTimer, read_lines, without_time
-from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, VersionSpan
+from qarl_jax.types import Prompt, RolloutGroup, UserError
+from tests.reference.rollouts import completion
 
 QUIET = Config(view="off", tensorboard=False)
 
 
 def group(uid="t/0", rewards=(0.0, 1.0), texts=("no", "yes")):
-    completions = tuple(
-        Completion(
-            prompt_tokens=(1, 2),
-            tokens=(3,) * (i + 1),
-            logprobs=np.zeros(i + 1, np.float32),
-            finish_reason="stop",
-            versions=(VersionSpan(version=4, start=0, end=i + 1),),
-        )
-        for i in range(len(texts))
-    )
+    completions = tuple(completion((3,) * (i + 1), prompt=(1, 2), version=4) for i in range(len(texts)))
     prompt = Prompt(uid=uid, tokens=(1, 2), text="1+1=", answer="2")
     return RolloutGroup(prompt=prompt, completions=completions, rewards=np.asarray(rewards, np.float32), texts=texts)
 

@@ -10,25 +10,10 @@ import numpy as np
 import pytest
 
 from qarl_jax import models, parity, quant
-from qarl_jax.types import Completion, VersionSpan
+from tests.reference.qwen3 import qwen3
+from tests.reference.rollouts import completion
 
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 96,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-}
+MODEL = qwen3(vocab=96, hidden=128, intermediate=256, layers=2, heads=2, kv_heads=1, head_dim=64, attention_bias=False)
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +23,6 @@ def folder(tmp_path_factory):
     config = models.read_config(path, compute_dtype="bfloat16", param_dtype="float32", quant=models.parse_rules("bf16"))
     models.save_hf(models.random_model(config, 0), path)
     return str(path)
-
-
-def completion(prompt, tokens, logprobs):
-    spans = (VersionSpan(version=0, start=0, end=len(tokens)),)
-    return Completion(
-        prompt_tokens=prompt,
-        tokens=tokens,
-        logprobs=np.asarray(logprobs, np.float32),
-        finish_reason="length",
-        versions=spans,
-    )
 
 
 def test_the_estimators_equal_the_numbers_worked_by_hand():
@@ -72,7 +46,9 @@ def test_equal_logprobs_have_no_mismatch_and_k3_is_never_negative():
 
 
 def test_completions_become_padded_rows():
-    sampled = parity.Sampled.of([completion((5, 6), (7,), [-1.0]), completion((8,), (9, 4), [-2.0, -3.0])])
+    sampled = parity.Sampled.of(
+        [completion((7,), [-1.0], prompt=(5, 6)), completion((9, 4), [-2.0, -3.0], prompt=(8,))]
+    )
     assert sampled.tokens.shape == (2, 32)
     np.testing.assert_array_equal(sampled.tokens[:, :4], [[5, 6, 7, 0], [8, 9, 4, 0]])
     np.testing.assert_array_equal(sampled.segment_ids[:, :4], [[1, 1, 1, 0]] * 2)
@@ -83,7 +59,7 @@ def test_completions_become_padded_rows():
 @pytest.mark.slow
 def test_scores_are_those_of_the_models_logits(folder):
     weights = parity.load(folder, "bf16", "plain")
-    sampled = parity.Sampled.of([completion((5, 6), (7, 8), [0, 0]), completion((8,), (9, 4), [0, 0])])
+    sampled = parity.Sampled.of([completion((7, 8), prompt=(5, 6)), completion((9, 4), prompt=(8,))])
     logprobs, entropy = parity.score(weights, sampled)
     model = models.merge(weights.graphdef, weights.params, weights.qweights)
     z = np.asarray(model(sampled.tokens), np.float64)

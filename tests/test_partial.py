@@ -15,10 +15,13 @@ from qarl_jax.partial import Buffer, Config
 from qarl_jax.rollout import SamplingConfig
 from qarl_jax.rollout.jax_sampler import Config as SamplerConfig
 from qarl_jax.rollout.jax_sampler import JaxSampler
-from qarl_jax.types import Completion, RolloutGroup, UserError, VersionSpan
+from qarl_jax.types import RolloutGroup, UserError, VersionSpan
 from tests.reference import tiny
 from tests.reference.numbered import Source
+from tests.reference.rollouts import completion
 from tests.reference.tiny_policies import VOCAB, policy, prompts
+
+pytestmark = pytest.mark.usefixtures("compiled_programs")
 
 OFF = strategies.Config()
 LIMIT = 10
@@ -39,12 +42,12 @@ class Engine:
             whole = self.length(int(request.prompt.uid), request.number)
             end = min(start + request.max_tokens, whole)
             out.append(
-                Completion(
-                    prompt_tokens=request.prompt.tokens,
-                    tokens=tuple(range(start, end)),
-                    logprobs=np.array([-self.version - t / 100 for t in range(start, end)], np.float32),
+                completion(
+                    range(start, end),
+                    [-self.version - t / 100 for t in range(start, end)],
+                    prompt=request.prompt.tokens,
                     finish_reason="stop" if end == whole else "length",
-                    versions=(VersionSpan(version=self.version, start=0, end=end - start),),
+                    version=self.version,
                 )
             )
         return out
@@ -388,12 +391,6 @@ def test_an_interrupted_response_becomes_what_it_would_have_become():
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled(tmp_path_factory):
-    with tiny.compiled_programs(tmp_path_factory):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -66,11 +66,10 @@ BACKGROUND_KILLS = [("qarl_jax.train", "learn", "after", 4), ("qarl_jax.checkpoi
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
+def environment(compiled_programs):
     """That of the processes: programs are compiled once for all of them."""
-    with tiny.compiled_programs(tmp_path_factory) as folder:
-        names = {name.upper(): str(value) for name, value in tiny.CACHE.items()}
-        yield os.environ | names | {"JAX_COMPILATION_CACHE_DIR": folder}
+    names = {name.upper(): str(value) for name, value in tiny.CACHE.items()}
+    return os.environ | names | {"JAX_COMPILATION_CACHE_DIR": compiled_programs}
 
 
 @pytest.fixture(scope="module")

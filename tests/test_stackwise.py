@@ -215,8 +215,21 @@ def test_no_more_than_two_groups_of_moments_are_on_the_device_and_they_hold_ever
 
 
 @pytest.mark.slow
-def test_no_update_compiles_again():
-    update = make(Muon(moment_dtype="int8", second_moment_dtype="int8"), offload=True)
+@pytest.mark.parametrize("offload", [False, True])
+def test_it_waits_only_where_memory_is_to_be_given_back(offload, monkeypatch):
+    update = make(AdamW(), offload=offload)
+    state, waited = start(update, False), []
+    wait = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda tree: (waited.extend(jax.tree.leaves(tree)), wait(tree))[1])
+    update(state, gradient("small", 0, False))
+    arriving_and_leaving = 2 * len(jax.tree.leaves(state.opt_state))
+    assert len(waited) == (2 + arriving_and_leaving if offload else 0)  # the two norms, and every moment and counter
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [False, True])
+def test_no_update_compiles_again(offload):
+    update = make(Muon(moment_dtype="int8", second_moment_dtype="int8"), offload=offload)
     state, grads = start(update, False), [gradient("small", number, False) for number in range(4)]
     built = compilation.Recompiles()
     state, _ = update(state, grads[0])

@@ -8,14 +8,13 @@ import pytest
 from qarl_jax import strategies
 from qarl_jax.data import PromptStream, packing
 from qarl_jax.strategies import Config
-from qarl_jax.types import Completion, RolloutGroup, UserError, VersionSpan
+from qarl_jax.types import RolloutGroup, UserError
 from tests.reference.numbered import Source
+from tests.reference.rollouts import completion
 
 
-def completion(reason="stop", length=2):
-    span = (VersionSpan(version=0, start=0, end=length),)
-    zeros = np.zeros(length, np.float32)
-    return Completion(prompt_tokens=(3, 4), tokens=(5,) * length, logprobs=zeros, finish_reason=reason, versions=span)
+def response(reason="stop", length=2):
+    return completion((5,) * length, prompt=(3, 4), finish_reason=reason)
 
 
 class Sampler:
@@ -30,7 +29,7 @@ class Sampler:
         groups = [
             RolloutGroup(
                 prompt=prompt,
-                completions=(completion(), completion()),
+                completions=(response(), response()),
                 rewards=np.array([0, float(self.useful(int(prompt.uid)))], np.float32),
             )
             for prompt in prompts
@@ -112,7 +111,7 @@ def test_the_metric_decides_and_not_the_total():
     groups = [
         RolloutGroup(
             prompt=Source(1).prompt(0),
-            completions=(completion(), completion()),
+            completions=(response(), response()),
             rewards=np.array(rewards, np.float32),
         )
         for rewards in ((0, -0.5), (1, 0))
@@ -134,7 +133,7 @@ def test_settings_that_decide_nothing_are_refused():
 def test_truncated_responses_leave_loss_and_denominators():
     group = RolloutGroup(
         prompt=Source(1).prompt(0),
-        completions=(completion("stop", 3), completion("length", 5), completion("abort", 1)),
+        completions=(response("stop", 3), response("length", 5), response("abort", 1)),
         rewards=np.array([1, 0, 0], np.float32),
     )
     (got,) = strategies.without_truncated([group])

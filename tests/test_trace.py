@@ -18,8 +18,9 @@ from qarl_jax.data import make_char_tokenizer, packing
 from qarl_jax.data.tokenizer import pieces
 from qarl_jax.loss import get_loss, tokens
 from qarl_jax.metrics import Rows, merge, values
-from qarl_jax.types import Completion, Prompt, RolloutGroup, VersionSpan
+from qarl_jax.types import Prompt, RolloutGroup
 from tests.reference import tiny
+from tests.reference.rollouts import completion
 
 KEPT, ABOVE, BELOW, REJECTED, NO_SIGNAL = range(len(tokens.FATES))
 
@@ -35,14 +36,7 @@ def make_groups(lengths, seed=0):
     groups = []
     for g, inner in enumerate(lengths):
         completions = tuple(
-            Completion(
-                prompt_tokens=(4, 5),
-                tokens=tuple(int(t) for t in rng.integers(3, 20, size=n)),
-                logprobs=-rng.uniform(0.1, 2.0, size=n).astype(np.float32),
-                finish_reason="stop",
-                versions=(VersionSpan(version=0, start=0, end=n),),
-            )
-            for n in inner
+            completion(rng.integers(3, 20, size=n), -rng.uniform(0.1, 2.0, size=n), prompt=(4, 5)) for n in inner
         )
         prompt = Prompt(uid=f"g{g}", tokens=(4, 5), text="01", answer="")
         rewards = np.arange(len(inner), dtype=np.float32)
@@ -202,11 +196,10 @@ def test_garbage_bytes_are_shown_and_take_no_quadratic_time(bytes_tokenizer):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    with tiny.compiled_programs(tmp_path_factory):
-        world = tiny.World(tmp_path_factory.mktemp("world"))
-        assert train.main(world.command()) == 0
-        yield world
+def run(compiled_programs, tmp_path_factory):
+    world = tiny.World(tmp_path_factory.mktemp("world"))
+    assert train.main(world.command()) == 0
+    return world
 
 
 @pytest.mark.slow

@@ -13,11 +13,7 @@ import pytest
 from qarl_jax import config, observe, train
 from tests.reference import tiny
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled(tmp_path_factory):
-    with tiny.compiled_programs(tmp_path_factory):
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_programs")
 
 
 @pytest.fixture(scope="module")

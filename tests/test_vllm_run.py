@@ -24,7 +24,7 @@ from qarl_jax.types import Prompt, RolloutGroup
 from tests.reference import tiny
 from tests.reference.bridge_world import alive, connected
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("compiled_programs")]
 
 GREEDY = SamplingConfig(max_response_len=16, temperature=0.0)
 PROMPTS = [Prompt(uid=str(i), tokens=(3 + i, 13, 5, 14), text="", answer="") for i in range(6)]
@@ -70,12 +70,6 @@ class Run:
         monkeypatch.setattr(build, "make_engine", watched)
         assert train.main(self.world.command()) == 0
         monkeypatch.undo()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled(tmp_path_factory):
-    with tiny.compiled_programs(tmp_path_factory):
-        yield
 
 
 @pytest.fixture(scope="module", params=["w8a8", "w4a16:g32"])

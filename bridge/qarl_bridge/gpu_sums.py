@@ -34,7 +34,10 @@ def _row_sums(words, out, count, PAIRS: tl.constexpr, ROWS: tl.constexpr):
 
 
 def row_sums(buffer: Any) -> Any:
-    """[rows, 2] int32 (the sums' bits) on the device of `buffer`, a uint8 tensor of whole rows."""
+    """[rows, 2] int32 (the sums' bits) on the device of `buffer`, a uint8 tensor of whole rows.
+
+    A row is `fingerprint.WORDS` 16-bit words; the definition of its two sums is there.
+    """
     words = buffer.view(torch.int32)
     count = words.numel() // _PAIRS
     out = torch.empty((count, 2), dtype=torch.int32, device=buffer.device)

@@ -29,7 +29,12 @@ from qarl_bridge.wire import BridgeError
 
 @dataclasses.dataclass
 class StagedVersion:
-    """A version in a sealed memory file. Close it, or let it be collected, to free the memory."""
+    """A version in a sealed memory file. Close it, or let it be collected, to free the memory.
+
+    Attributes:
+      fd: of the file; -1 once closed.
+      stage_s: seconds that staging took.
+    """
 
     manifest: wire.Manifest
     fd: int
@@ -59,7 +64,9 @@ class StagedVersion:
 class DeviceVersion:
     """A version in a buffer on the GPU. Close it to let the buffer be written again.
 
-    `transport`: "cuda_ipc", "nccl", or "auto" (see `Client.route`).
+    Attributes:
+      stage_s: seconds that staging took.
+      transport: "cuda_ipc", "nccl", or "auto" (see `Client.route`).
     """
 
     manifest: wire.Manifest
@@ -72,6 +79,7 @@ class DeviceVersion:
         return wire.DeviceMemory(device=self.buffer.device.uuid, handle=self.buffer.handle)
 
     def chunk(self, offset: int, size: int) -> bytes:
+        """Raises BridgeError("unshared"), always."""
         raise BridgeError("a version on the GPU is mapped or broadcast: it has no chunks", "unshared")
 
     def close(self) -> None:
@@ -161,7 +169,17 @@ def write_folder(path: str, config: Mapping[str, Any], expected: Iterable[wire.E
 
 
 class Client:
-    """One authenticated connection to a bridge: requests out, replies in, errors raised as BridgeError."""
+    """One authenticated connection to a bridge: requests out, replies in, errors raised as BridgeError.
+
+    Args:
+      address: a path, unix:/path or tcp://host:port.
+      key: the bridge's, 32 bytes (`keys.read_key`).
+      timeout_s: longest silence tolerated, in seconds.
+
+    Raises:
+      BridgeError: nobody listens there ("dead") or answers in time ("timeout"), the key is another ("auth"), or the
+        protocol is ("setup").
+    """
 
     def __init__(self, address: str, key: bytes, *, timeout_s: float = 60.0):
         self.address = address
@@ -227,8 +245,18 @@ class Client:
     def publish(
         self, staged: Version, *, readback: str = "sampled", drain_timeout_s: float = 600.0
     ) -> dict[str, float]:
-        """Announce, stage, commit. Returns seconds and counts; raises BridgeError with the engine still serving (or
-        fenced, code "fenced")."""
+        """Announce, stage, commit.
+
+        Args:
+          readback: "full", "sampled" or "off": which live weights are compared with what was published.
+          drain_timeout_s: longest time for running requests to end, in seconds.
+
+        Returns:
+          Seconds (`*_s`), `bytes`, and counts.
+
+        Raises:
+          BridgeError: refused; the engine goes on serving what it served, or is fenced (code "fenced").
+        """
         start = time.perf_counter()
         manifest = staged.manifest
         done = self._transfer(staged)
@@ -369,12 +397,21 @@ class Client:
         *,
         on_progress: Callable[[wire.Progress], None] | None = None,
     ) -> list[wire.Drawn]:
-        """Completions in the order of `draws`."""
+        """Completions in the order of `draws`.
+
+        Raises:
+          BridgeError: a request beyond the engine's limits ("limits"), or an engine without weights ("bad_state") or
+            behind a fence ("fenced").
+        """
         message = wire.Generate(draws=draws, sampling=sampling)
         return self.request(message, wire.Completions, on_progress=on_progress).completions
 
     def read_back(self, mode: str = "full", seed: int = 0) -> wire.ReadBackReply:
-        """Compare the live layers with the staged copy of the serving version."""
+        """Compare the live layers with the staged copy of the serving version.
+
+        Args:
+          mode: "full", or "sampled" by `seed`.
+        """
         return self.request(wire.ReadBack(mode=mode, seed=seed), wire.ReadBackReply)
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[wire.Recorded]:

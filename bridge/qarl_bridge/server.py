@@ -41,11 +41,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from qarl_bridge import wire
 from qarl_bridge.draws import Batch, Draws
 from qarl_bridge.interface import Engine
+from qarl_bridge.pending import Pending
 from qarl_bridge.profiling import profiled
 from qarl_bridge.staged import Copy, HostCopy
 from qarl_bridge.transport import shm
@@ -63,17 +62,6 @@ class _Lease:
     owner: Peer
 
 
-@dataclasses.dataclass
-class _Pending:
-    """The one version on its way in."""
-
-    manifest: wire.Manifest
-    owner: Peer
-    received: bytearray | None = None  # chunks, where no memory is shared
-    high_water: int = 0
-    copy: Copy | None = None
-
-
 class Bridge:
     """The state machine. `run()` in the main thread; `serve(listener)` starts the threads that talk."""
 
@@ -87,7 +75,7 @@ class Bridge:
         self._lock = threading.Lock()  # lease, pending, peers
         self._lease: _Lease | None = None
         self._last_lease: _Lease | None = None
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         self._good: Copy | None = None
         self._good_owner: Peer | None = None  # whose memory it lies in, if not this process's own
         self._listener: Listener | None = None
@@ -461,17 +449,17 @@ class Bridge:
             if self._committing:
                 raise BridgeError("another version is being loaded", "busy")
             self._discard_pending()
-            self._pending = _Pending(manifest, peer)
+            self._pending = Pending(manifest, peer)
         return wire.Ready(share_memory=peer.shares_memory)
 
-    def _require_pending(self, peer: Peer) -> _Pending:
+    def _require_pending(self, peer: Peer) -> Pending:
         with self._lock:
             self._require_lease(peer)
             if self._pending is None or self._pending.owner is not peer:
                 raise BridgeError("no version announced: send Announce first", "bad_state")
             return self._pending
 
-    def _drop(self, pending: _Pending) -> None:
+    def _drop(self, pending: Pending) -> None:
         with self._lock:
             if self._pending is pending:
                 self._discard_pending()
@@ -481,17 +469,7 @@ class Bridge:
                 self._forget_memory_of(pending.owner)
 
     def _chunk(self, peer: Peer, chunk: wire.Chunk, data: bytes) -> wire.Ok:
-        pending = self._require_pending(peer)
-        if pending.copy is not None:
-            raise BridgeError("the version is already staged", "bad_state")
-        if chunk.offset != pending.high_water:
-            raise BridgeError(f"chunk at {chunk.offset}, expected {pending.high_water}: chunks come in order", "torn")
-        if chunk.offset + len(data) > pending.manifest.total_bytes:
-            raise BridgeError("chunk lies beyond the announced bytes", "torn")
-        if pending.received is None:
-            pending.received = bytearray()
-        pending.received += data  # grows with what really arrives, never with what was merely announced
-        pending.high_water += len(data)
+        self._require_pending(peer).append(chunk, data)
         return wire.Ok()
 
     def _stage(self, peer: Peer, request: wire.Stage) -> wire.Staged:
@@ -539,7 +517,7 @@ class Bridge:
                 future.add_done_callback(lambda done: None if done.exception() else done.result().close())
                 raise
 
-    def _copy_of(self, pending: _Pending, memory: wire.HostMemory | wire.DeviceMemory | wire.NcclMemory | None) -> Copy:
+    def _copy_of(self, pending: Pending, memory: wire.HostMemory | wire.DeviceMemory | wire.NcclMemory | None) -> Copy:
         """The announced version, wherever its bytes are."""
         manifest, peer = pending.manifest, pending.owner
         if isinstance(memory, wire.NcclMemory):
@@ -554,15 +532,7 @@ class Bridge:
                 return HostCopy(manifest, shm.map_sealed(fd, manifest.total_bytes))
             finally:
                 os.close(fd)
-        received = pending.received if pending.received is not None else bytearray()
-        pending.received = None
-        if len(received) != manifest.total_bytes:
-            raise BridgeError(
-                f"{manifest.version} is torn: {len(received)} of {manifest.total_bytes} bytes arrived", "torn"
-            )
-        buffer = np.frombuffer(received, np.uint8)
-        buffer.flags.writeable = False
-        return HostCopy(manifest, buffer)
+        return pending.received_copy()
 
     def _commit_request(self, peer: Peer, request: wire.Commit) -> wire.Published:
         pending = self._require_pending(peer)

@@ -22,7 +22,13 @@ _SHUFFLE = 0x5EED
 
 
 class PromptStream:
-    """Batches of prompts. Example: PromptStream(source, seed=0, prompts_per_step=32).batch(7) -> 32 prompts."""
+    """Batches of prompts. Example: PromptStream(source, seed=0, prompts_per_step=32).batch(7) -> 32 prompts.
+
+    Args:
+      source: the prompts; it is not empty, and has at least `prompts_per_step` of them.
+      seed: of the shuffles.
+      prompts_per_step: P above.
+    """
 
     def __init__(self, source: PromptSource, seed: int, prompts_per_step: int):
         """Raises `UserError` when a step needs more prompts than the source has."""
@@ -39,7 +45,7 @@ class PromptStream:
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # a cache only: (epoch, its permutation)
 
     def indices(self, step: int) -> list[int]:
-        """Source indices of a step, in order."""
+        """Source indices of a step, in order; ValueError for a negative step."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         return self.positions(step * self.prompts_per_step, self.prompts_per_step)
@@ -54,7 +60,7 @@ class PromptStream:
         return [self.source.prompt(i) for i in self.indices(step)]
 
     def epoch(self, step: int) -> float:
-        """How many times the source has been visited before `step`."""
+        """How many times the source has been visited before `step`, parts of a visit included."""
         return step * self.prompts_per_step / len(self.source)
 
     def state(self, step: int) -> dict[str, Any]:

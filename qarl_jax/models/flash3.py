@@ -15,7 +15,6 @@ queries to four warps. The kernel is Pallas' Triton. Backward: see `attention.py
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -28,36 +27,16 @@ from jaxtyping import Array, Float, Int
 
 from qarl_jax.models.fused_attention import segment_bounds
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Variant:
-    """How the kernel is made; all but `row_sum`, `fused_carry` and `approximate` leave the result as it is.
-
-    Attributes:
-      row_sum: how a block's weights are added up. "chain": written out as additions, in FlashAttention-3's order;
-        "masked": the same, terms picked by sums over zeros; "threads": its four sums, each in whatever order Triton
-        adds within a thread; "tree": one sum per block, in Triton's order.
-      fused_carry: rescaling the carried sum and adding the first weight is one fused multiply-add.
-      approximate: exp2 and the reciprocal as nvcc's --use_fast_math has them (FlashAttention's build); else Triton's.
-      queries, warps, stages: of a program; 16 queries to a warp.
-    """
-
-    row_sum: str = "chain"
-    fused_carry: bool = True
-    approximate: bool = True
-    queries: int = 128
-    warps: int = 8
-    stages: int = 2
-
-
-CHOSEN = Variant()
+QUERIES, WARPS, STAGES = 128, 8, 2
+"""Of a program; 16 queries to a warp. Others leave the result as it is."""
 
 
 # ---- arithmetic of one instruction -----------------------------------------------------------------------------------
 
 
 class _Instructions:
-    """Single PTX instructions, so that no compiler joins or splits them; plain operations under the interpreter."""
+    """Single PTX instructions, so that no compiler joins or splits them, exp2 and the reciprocal as nvcc's
+    --use_fast_math has them (FlashAttention's build); plain operations under the interpreter."""
 
     def __init__(self, interpret: bool) -> None:
         self.interpret = interpret
@@ -75,14 +54,11 @@ class _Instructions:
     def fma(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
         return a * b + c if self.interpret else self._asm("fma.rn.ftz.f32 $0, $1, $2, $3;", a, b, c)
 
-    def mul(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return a * b if self.interpret else self._asm("mul.rn.ftz.f32 $0, $1, $2;", a, b)
+    def exp2(self, x: jax.Array) -> jax.Array:
+        return jnp.exp2(x) if self.interpret else self._asm("ex2.approx.ftz.f32 $0, $1;", x)
 
-    def exp2(self, x: jax.Array, approximate: bool) -> jax.Array:
-        return jnp.exp2(x) if self.interpret or not approximate else self._asm("ex2.approx.ftz.f32 $0, $1;", x)
-
-    def reciprocal(self, x: jax.Array, approximate: bool) -> jax.Array:
-        return 1.0 / x if self.interpret or not approximate else self._asm("rcp.approx.ftz.f32 $0, $1;", x)
+    def reciprocal(self, x: jax.Array) -> jax.Array:
+        return 1.0 / x if self.interpret else self._asm("rcp.approx.ftz.f32 $0, $1;", x)
 
 
 # ---- row sums --------------------------------------------------------------------------------------------------------
@@ -95,54 +71,21 @@ def _by_thread(p: Float[Array, "M n"]) -> Float[Array, "M 4 n4"]:
     return dealt.reshape(rows, 4, columns // 4)
 
 
-def _terms(dealt: Float[Array, "M 4 n4"], masked: bool) -> list[Float[Array, "M 4 1"]]:
-    """[M, 4, 1] per column of a thread."""
-    count = dealt.shape[-1]
-    if not masked:
-        return list(jax.lax.split(dealt, (1,) * count, axis=2))
-    places = jax.lax.broadcasted_iota(jnp.int32, dealt.shape, 2)
-    return [jnp.where(places == i, dealt, 0.0).sum(axis=2)[:, :, None] for i in range(count)]
-
-
 def _add_block(
-    sums: Float[Array, "M 4 1"], scale: Float[Array, " M"] | None, p: Float[Array, "M n"], variant: Variant, ops: Any
+    sums: Float[Array, "M 4 1"], scale: Float[Array, " M"] | None, p: Float[Array, "M n"], ops: _Instructions
 ) -> Float[Array, "M 4 1"]:
-    """The threads' sums after a block's weights p; scale: of what was carried, None: 1."""
-    if variant.row_sum == "tree":
-        total = p.sum(axis=1)[:, None, None]
-        if scale is None:
-            return sums + total
-        scale = scale[:, None, None]
-        return ops.fma(sums, scale, total) if variant.fused_carry else ops.mul(sums, scale) + total
+    """The threads' sums after a block's weights p, term after term; scale: of what was carried, None: 1."""
     dealt = _by_thread(p)
-    if variant.row_sum == "threads":
-        first = dealt
-        if scale is None:
-            first = sums + dealt
-        elif variant.fused_carry:
-            first = ops.fma(sums, scale[:, None, None], dealt)
-        else:
-            first = ops.mul(sums, scale[:, None, None]) + dealt
-        places = jax.lax.broadcasted_iota(jnp.int32, dealt.shape, 2)
-        return jnp.where(places == 0, first, dealt).sum(axis=2)[:, :, None]
-    first, *others = _terms(dealt, variant.row_sum == "masked")
-    if scale is None:
-        sums = sums + first
-    elif variant.fused_carry:
-        sums = ops.fma(sums, scale[:, None, None], first)
-    else:
-        sums = ops.mul(sums, scale[:, None, None]) + first
+    first, *others = jax.lax.split(dealt, (1,) * dealt.shape[-1], axis=2)
+    sums = sums + first if scale is None else ops.fma(sums, scale[:, None, None], first)
     for term in others:
         sums = sums + term
     return sums
 
 
-def _meet(sums: Float[Array, "M 4 1"], variant: Variant) -> Float[Array, " M"]:
+def _meet(sums: Float[Array, "M 4 1"]) -> Float[Array, " M"]:
     """(l0 + l2) + (l1 + l3); of two terms the order of a sum does not matter."""
-    rows = sums.shape[0]
-    if variant.row_sum == "tree":
-        return sums.reshape(rows)
-    return sums.reshape(rows, 2, 2).sum(axis=1).sum(axis=1)
+    return sums.reshape(sums.shape[0], 2, 2).sum(axis=1).sum(axis=1)
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
@@ -157,7 +100,6 @@ def _kernel(
     o_ref: Any,
     *,
     widths: tuple[int, ...],
-    variant: Variant,
     interpret: bool,
 ) -> None:
     """One tile of queries of one head, segment by segment. q_ref, o_ref [T, H], k_ref, v_ref [S, H], begins_ref,
@@ -166,12 +108,12 @@ def _kernel(
     ops = _Instructions(interpret)
     length, head_dim = q_ref.shape
     padded = 64 if head_dim <= 64 else 128  # zeros added to a product change nothing
-    queries, block = variant.queries, sum(widths)
+    block = sum(widths)
     c = jnp.float32(head_dim**-0.5) * jnp.float32(math.log2(math.e))
-    first_row = (pl.num_programs(1) - 1 - pl.program_id(1)) * queries  # most keys first
-    rows = first_row + jnp.arange(queries, dtype=jnp.int32)
+    first_row = (pl.num_programs(1) - 1 - pl.program_id(1)) * QUERIES  # most keys first
+    rows = first_row + jnp.arange(QUERIES, dtype=jnp.int32)
     dims = jnp.arange(padded, dtype=jnp.int32)
-    stop = jnp.minimum(first_row + queries, length)
+    stop = jnp.minimum(first_row + QUERIES, length)
 
     def there(slots: jax.Array) -> jax.Array:
         """bool [slots, padded]."""
@@ -199,25 +141,24 @@ def _kernel(
                 scores.append(jnp.where(slots[None] <= rows[:, None], s, -jnp.inf))
             new = functools.reduce(jnp.maximum, [s.max(axis=1) for s in scores], m)
             finite = jnp.where(new == -jnp.inf, 0.0, new)
-            scale = ops.exp2((m - finite) * c, variant.approximate)
+            scale = ops.exp2((m - finite) * c)
             offset = -(finite * c)
             acc = acc * scale[:, None]
             rescale: jax.Array | None = scale
             for s, slots in zip(scores, keys, strict=True):
-                p = ops.exp2(ops.fma(s, jnp.broadcast_to(c, s.shape), offset[:, None]), variant.approximate)
-                sums = _add_block(sums, rescale, p, variant, ops)
+                p = ops.exp2(ops.fma(s, jnp.broadcast_to(c, s.shape), offset[:, None]))
+                sums = _add_block(sums, rescale, p, ops)
                 rescale = None
                 acc = acc + plgpu.dot(p.astype(jnp.bfloat16), load(v_ref, slots, last))
             return new, sums, acc
 
-        threads = 1 if variant.row_sum == "tree" else 4
         empty = (
-            jnp.full((queries,), -jnp.inf, jnp.float32),
-            jnp.zeros((queries, threads, 1), jnp.float32),
-            jnp.zeros((queries, padded), jnp.float32),
+            jnp.full((QUERIES,), -jnp.inf, jnp.float32),
+            jnp.zeros((QUERIES, 4, 1), jnp.float32),
+            jnp.zeros((QUERIES, padded), jnp.float32),
         )
         _, sums, acc = jax.lax.fori_loop(0, blocks, step, empty)
-        out = acc * ops.reciprocal(_meet(sums, variant), variant.approximate)[:, None]
+        out = acc * ops.reciprocal(_meet(sums))[:, None]
         mine = there((rows >= first) & (rows < last))
         plgpu.store(o_ref.at[rows[:, None], dims[None]], out.astype(o_ref.dtype), mask=mine)
         return last
@@ -232,7 +173,6 @@ def flash3_attention(
     segment_ids: Int[Array, "B T"] | None,
     *,
     block: int,
-    variant: Variant | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Causal attention within segments, without a gradient of its own.
@@ -241,24 +181,22 @@ def flash3_attention(
       q, k, v: bfloat16, H at most 128; kv heads are shared by N/K query heads.
       segment_ids: as in `attention.attention`; None: one sequence to a row.
       block: keys of a block (`attention.flash_block`), a multiple of 64.
-      variant: None: `CHOSEN`.
       interpret: run it on any backend, slowly, exp2 and reciprocals as they come there.
     """
     B, T, N, H = q.shape
     K = k.shape[2]
-    variant = CHOSEN if variant is None else variant
     widths = tuple(1 << bit for bit in reversed(range(block.bit_length())) if block >> bit & 1)
     begins, ends = (jnp.broadcast_to(x, (B, T)) for x in segment_bounds(T, segment_ids))
     heads = pl.BlockSpec((None, T, None, H), lambda n, t, b: (b, 0, n, 0))
     shared = pl.BlockSpec((None, T, None, H), lambda n, t, b: (b, 0, n // (N // K), 0))
     slots = pl.BlockSpec((None, T), lambda n, t, b: (b, 0))
     return pl.pallas_call(
-        functools.partial(_kernel, widths=widths, variant=variant, interpret=interpret),
-        grid=(N, pl.cdiv(T, variant.queries), B),
+        functools.partial(_kernel, widths=widths, interpret=interpret),
+        grid=(N, pl.cdiv(T, QUERIES), B),
         in_specs=[heads, shared, shared, slots, slots],
         out_specs=heads,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=variant.warps, num_stages=variant.stages),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="flash3",
     )(q, k, v, begins, ends)

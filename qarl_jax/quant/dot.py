@@ -84,9 +84,9 @@ def _float_dot_general(
     """Two operands of the compute dtype -> `out_dtype`, accumulated in float32; `tiles`: on a CPU as AMX adds;
     `algorithm`: on a GPU.
 
-    float32 operands are multiplied as `matmul_precision` says. bfloat16 operands go to the
-    hardware's own units, whose kernels round their float32 sums as they write them; on CPU XLA's bfloat16 product is
-    slower than a float32 product of the same values, rounded afterwards.
+    float32 operands are multiplied as `matmul_precision` says. bfloat16 operands go to the hardware's own units, whose
+    kernels round their float32 sums as they write them; on CPU XLA's bfloat16 product is slower than a float32 product
+    of the same values, rounded afterwards.
     """
 
     # Of bfloat16 operands, nothing is lost in any way of multiplying them.
@@ -161,9 +161,14 @@ class Dense:
 
 
 class Ragged:
-    """Contractions of activations [M, K], rows sorted by expert, with expert weights [E, N, K]; `tiles` as in `Dense`.
+    """Contractions of activations [M, K], rows sorted by expert, with expert weights [E, N, K].
 
     Rows beyond sum(group_sizes) give zeros.
+
+    Args:
+      group_sizes: [E] int32, rows of each expert.
+      num_rows: M.
+      tiles: as in `Dense`.
     """
 
     def __init__(self, group_sizes: jax.Array, num_rows: int, tiles: bool = False):
@@ -175,9 +180,11 @@ class Ragged:
         self.expert = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), group_sizes.shape[0] - 1)
 
     def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """int8 [M, K], int8 [E, N, K] -> int32 [M, N], exact."""
         return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, preferred_element_type=jnp.int32)
 
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
+        """[M, K] in compute dtype, [E, N, K] -> [M, N] in float32, or rounded once to another dtype."""
         del parts  # Machete has no experts
         w = w.astype(x.dtype)
 
@@ -203,6 +210,7 @@ class Ragged:
         return run
 
     def float8(self, x: jax.Array, w: jax.Array, *, fast: bool = False) -> jax.Array:
+        """float8 [M, K], float8 [E, N, K] -> float32 [M, N]."""
         del fast
         # e4m3 codes are exact in bfloat16, which every backend's ragged product takes.
         return self._float(x.astype(jnp.bfloat16), jnp.swapaxes(w.astype(jnp.bfloat16), 1, 2), jnp.float32)
@@ -212,6 +220,7 @@ class Ragged:
         return s[self.expert]
 
     def grad_x(self, dy: jax.Array, w: jax.Array) -> jax.Array:
+        """[M, N], [E, N, K] -> [M, K] in dy's dtype."""
         return self._float(dy, w.astype(dy.dtype), dy.dtype, gradient=True)
 
     def grad_w(self, dy: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
@@ -338,6 +347,9 @@ def dot(
 
     Returns:
       y in x.dtype, rounded once from float32 (twice where the engine does).
+
+    Raises:
+      ValueError: `qtensor` has another shape than the master.
     """
     n, k = master.shape
     if qtensor is not None and qtensor.shape != (n, k):
@@ -367,6 +379,9 @@ def expert_dot(
 
     Returns:
       [M, N] in x.dtype.
+
+    Raises:
+      ValueError: `qtensor` has another shape than the masters.
     """
     if qtensor is not None and qtensor.shape != master.shape:
         raise ValueError(f"qtensor of shape {qtensor.shape} does not belong to masters of shape {master.shape}")

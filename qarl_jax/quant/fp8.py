@@ -41,8 +41,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from qarl_jax.quant import int8
 from qarl_jax.quant.arithmetic import divide, round_bf16
-from qarl_jax.quant.int8 import dequantize_rows
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
 
@@ -112,7 +112,4 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     return (y if bias is None else y + bias), (x_q, s_x)
 
 
-def saved_activation(saved, dtype):
-    """The activations the forward really used, dequantized: [M, K]."""
-    codes, scale = saved
-    return dequantize_rows(codes, scale, dtype)
+saved_activation = int8.saved_activation

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -39,6 +41,7 @@ def quantize_rows(
     return codes.astype(jnp.int8), scale
 
 
-def dequantize_rows(codes: Shaped[Array, "M K"], scale: Float[Array, "M 1"], dtype) -> Float[Array, "M K"]:
-    """The activations an int8 product really used, code * scale, in `dtype`."""
+def saved_activation(saved: tuple[Shaped[Array, "M K"], Float[Array, "M 1"]], dtype: Any) -> Float[Array, "M K"]:
+    """The activations that a forward on codes and scales of rows really used, code * scale, in `dtype`; fp8's too."""
+    codes, scale = saved
     return (codes.astype(jnp.float32) * scale).astype(dtype)

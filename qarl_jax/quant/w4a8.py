@@ -42,9 +42,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from qarl_jax.quant import int4
+from qarl_jax.quant import int4, int8
 from qarl_jax.quant.arithmetic import fused_multiply_add, unpack_int4
-from qarl_jax.quant.int8 import dequantize_rows, quantize_rows
+from qarl_jax.quant.int8 import quantize_rows
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
 
@@ -86,7 +86,4 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     return y, (x_q, s_x)
 
 
-def saved_activation(saved, dtype):
-    """The activations the forward really used, dequantized: [M, K]."""
-    codes, scale = saved
-    return dequantize_rows(codes, scale, dtype)
+saved_activation = int8.saved_activation

@@ -37,8 +37,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from qarl_jax.quant import int8
 from qarl_jax.quant.arithmetic import add_separately, divide, fused_multiply_add, round_bf16
-from qarl_jax.quant.int8 import dequantize_rows, quantize_rows
+from qarl_jax.quant.int8 import quantize_rows
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
 
@@ -106,7 +107,4 @@ def rescale(acc, s_x, s_w, bias, numerics: Numerics):
     return add_separately(last * first, bias, s_x)
 
 
-def saved_activation(saved, dtype):
-    """The activations the forward really used, dequantized: [M, K]."""
-    codes, scale = saved
-    return dequantize_rows(codes, scale, dtype)
+saved_activation = int8.saved_activation

@@ -40,19 +40,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float, Int
 
-from qarl_jax import models, quant
+from qarl_jax import models
 from qarl_jax.logprobs import logits_of
-from qarl_jax.models.state import path_keys
-from qarl_jax.models.transformer import quantizable
-from qarl_jax.quant import w4a16
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
+from qarl_jax.rollout.compute_form import Policy, compute_form
+from qarl_jax.rollout.distribution import draw
 from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
 
-# Vocabulary entries per block of the two-level search for the drawn token.
-_BLOCK = 128
 # Named, so that no global setting of JAX changes what a run draws.
 _typed_key = functools.partial(jax.random.wrap_key_data, impl="threefry2x32")
 
@@ -82,138 +77,7 @@ class Config:
             raise UserError(f"rollout.refill_fraction must be in (0, 1], got {self.refill_fraction}")
 
 
-# ---- the distribution -----------------------------------------------------------------------------------------------
-
-
-def processed_logits(logits: Float[Array, "B V"], sampling: SamplingConfig) -> Float[Array, "B V"]:
-    """Temperature, then top-k, then top-p: float32 logits of the distribution drawn from; masked entries are -inf.
-
-    The order and the meaning of each are vLLM's. Entries tied with the last one kept are all kept.
-    """
-    vocab = logits.shape[-1]
-    if sampling.temperature > 0:
-        logits = logits / sampling.temperature
-    use_top_k = 0 < sampling.top_k < vocab
-    if not use_top_k and sampling.top_p == 1:
-        return logits
-    descending = jax.lax.sort(logits, is_stable=False)[:, ::-1]
-    if use_top_k:
-        descending = jnp.where(jnp.arange(vocab)[None] < sampling.top_k, descending, -jnp.inf)
-        logits = jnp.where(logits >= descending[:, sampling.top_k - 1, None], logits, -jnp.inf)
-    if sampling.top_p < 1:
-        probs = jax.nn.softmax(descending)
-        before = jnp.cumsum(probs, axis=-1) - probs
-        # An entry stays if the mass of the larger ones has not reached top_p; the largest always stays.
-        keep = before < sampling.top_p
-        smallest = jnp.where(keep, descending, jnp.inf).min(-1, keepdims=True)
-        logits = jnp.where(logits >= smallest, logits, -jnp.inf)
-    return logits
-
-
-def draw(
-    logits: Float[Array, "B V"], uniform: Float[Array, " B"], sampling: SamplingConfig
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """One token per row and its log-probability under the processed distribution.
-
-    Args:
-      logits: [B, V] float32, raw.
-      uniform: [B] float32 in [0, 1), one number per row; the token is where the distribution function passes it.
-      sampling: static.
-
-    Returns:
-      (tokens [B] int32, logprobs [B] float32). Greedy (temperature 0) ignores `uniform`.
-    """
-    if sampling.temperature == 0:
-        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return tokens, logits.max(-1) - jax.nn.logsumexp(logits, axis=-1)
-    z = processed_logits(logits, sampling)
-    top = z.max(-1, keepdims=True)
-    weights = jnp.exp(z - top)
-    rows, vocab = weights.shape
-    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
-    total = blocks.sum(-1).sum(-1)
-
-    def search(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """First index whose inclusive sum passes `target`, and the sum before it. Never an entry of weight 0."""
-        sums = jnp.cumsum(weights, axis=-1)
-        index = (sums <= target[:, None]).sum(-1)
-        # Rounding may leave the target at or beyond the last sum: take the last entry that has any weight.
-        last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
-        index = jnp.minimum(index, last)
-        at = functools.partial(jnp.take_along_axis, indices=index[:, None], axis=-1)
-        return index, (at(sums) - at(weights))[:, 0]
-
-    target = uniform * total
-    block, before = search(blocks.sum(-1), target)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    offset, _ = search(inside, jnp.maximum(target - before, 0.0))
-    tokens = (block * _BLOCK + offset).astype(jnp.int32)
-    chosen = jnp.take_along_axis(z, tokens[:, None], axis=-1)[:, 0]
-    return tokens, chosen - top[:, 0] - jnp.log(total)
-
-
-# ---- what is sampled ------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Policy:
-    """The static half of what is sampled: hashable, bound into the programs.
-
-    graphdef: of the compute form. shadowed: path, shape and dtype of the masters that no forward reads and that are
-    therefore not kept; inside the programs zeros stand in for them, and are compiled away.
-    """
-
-    graphdef: Any
-    shadowed: tuple[tuple[Any, tuple[int, ...], Any], ...] = ()
-
-    @property
-    def vocab_size(self) -> int:
-        return models.config_of(self.graphdef).vocab_size
-
-    def model(self, weights: Any) -> Any:
-        params, qweights = weights
-        flat = dict(nnx.to_flat_state(params))
-        for path, shape, dtype in self.shadowed:
-            flat[path] = nnx.Param(jnp.zeros(shape, dtype))
-        return models.merge(self.graphdef, nnx.from_flat_state(flat), qweights)
-
-    def head(self, weights: Any) -> jax.Array:
-        return self.model(weights).head_weight()
-
-
-def _compute_form(graphdef: Any, params: Any, qweights: Any) -> tuple[_Policy, tuple[Any, Any]]:
-    """A split model -> (policy, weights) that compute the same numbers with less work per step. Traceable.
-
-    A decoding step multiplies every weight with a few rows only, so whatever is done to a weight on the way to its
-    product costs as much as the product itself:
-
-      * w4a16 multiplies with bf(code * scale): that is stored, in the compute dtype, as a plain kernel;
-      * other kernels, embedding and head are stored in the compute dtype instead of being cast at every step;
-      * the codes of the other schemes are multiplied as they are, and the masters they shadow are dropped.
-    """
-    model = models.merge(graphdef, params, qweights)
-    config = model.config
-    shadowed = []
-    for path, linear in quantizable(model).items():
-        master = linear.kernel.get_value()
-        if linear.quantized is None:
-            linear.kernel.set_value(master.astype(config.compute_dtype))
-            continue
-        qtensor = linear.quantized.get_value()
-        # Where the bias is added after a rounding of its own (CUDA), the layer is not a plain product.
-        two_roundings = linear.bias is not None and config.numerics.bias_after_rounding
-        if isinstance(qtensor.scheme, w4a16.Config) and not two_roundings:
-            linear.kernel.set_value(quant.dequantize(qtensor, config.compute_dtype))
-            linear.quantized = None
-        else:
-            shadowed.append((path_keys(path), master.shape, master.dtype))
-    for table in (model.embed, model.head):
-        if table is not None:
-            table.kernel.set_value(table.kernel.get_value().astype(config.compute_dtype))
-    graphdef, params, qweights = models.split(model)
-    dropped = {path for path, _, _ in shadowed}
-    kept = [(path, leaf) for path, leaf in nnx.to_flat_state(params) if path not in dropped]
-    return _Policy(graphdef, tuple(shadowed)), (nnx.from_flat_state(kept), qweights)
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def footprint(
@@ -229,7 +93,7 @@ def footprint(
     length = (
         bucket(prompt_len, config.prompt_bucket) - (-response_len // config.response_bucket) * config.response_bucket
     )
-    weights = jax.eval_shape(lambda p, q: _compute_form(graphdef, p, q)[1], params, qweights)
+    weights = jax.eval_shape(lambda p, q: compute_form(graphdef, p, q)[1], params, qweights)
     model = models.abstract_model(models.config_of(graphdef))
     return weights, jax.eval_shape(lambda: model.init_cache(slots, length))
 
@@ -258,7 +122,7 @@ class _Slots:
     logprobs: Any
 
 
-def _prefill(policy: _Policy, weights: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[Any, jax.Array]:
+def _prefill(policy: Policy, weights: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[Any, jax.Array]:
     """tokens [P, T] right-padded -> (cache of P rows, hidden state of each prompt's last token [P, D])."""
     model = policy.model(weights)
     rows, length = tokens.shape
@@ -268,7 +132,7 @@ def _prefill(policy: _Policy, weights: Any, tokens: jax.Array, lengths: jax.Arra
     return cache, jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
 
 
-def _empty(policy: _Policy, weights: Any, slots: int, length: int, response: int) -> _Slots:
+def _empty(policy: Policy, weights: Any, slots: int, length: int, response: int) -> _Slots:
     """B empty slots with caches of `length` and room for `response` tokens."""
     zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
     return _Slots(
@@ -323,7 +187,7 @@ class _Arrivals:
 
 
 def _insert(
-    policy: _Policy,
+    policy: Policy,
     sampling: SamplingConfig,
     weights: Any,
     slots: _Slots,
@@ -366,7 +230,7 @@ def _insert(
 
 
 def _decode(
-    policy: _Policy, sampling: SamplingConfig, weights: Any, slots: _Slots, until: jax.Array, stop: jax.Array
+    policy: Policy, sampling: SamplingConfig, weights: Any, slots: _Slots, until: jax.Array, stop: jax.Array
 ) -> tuple[_Slots, jax.Array]:
     """Decodes until at most `until` slots are live. Returns the slots and the number of steps."""
     model = policy.model(weights)
@@ -431,7 +295,7 @@ class JaxSampler:
         self.version = -1
         self.stats: dict[str, float] = {}
         self._published: Any = None
-        self._policy: _Policy | None = None
+        self._policy: Policy | None = None
         self._weights: Any = None
         self._programs: dict[Any, Any] = {}
 
@@ -451,7 +315,7 @@ class JaxSampler:
 
     def _prepare(self, params: Any, qweights: Any) -> Any:
         """Traced once per graphdef; the policy is a by-product of the trace."""
-        self._policy, weights = _compute_form(self._published, params, qweights)
+        self._policy, weights = compute_form(self._published, params, qweights)
         # jnp.copy: where nothing changed jit would hand back the caller's own buffers, which the learner donates.
         return jax.tree.map(jnp.copy, weights)
 
@@ -522,7 +386,7 @@ class _Call:
     def __init__(
         self,
         engine: JaxSampler,
-        policy: _Policy,
+        policy: Policy,
         requests: Sequence[Request],
         sampling: SamplingConfig,
         sharing: int | None,

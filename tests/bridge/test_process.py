@@ -29,25 +29,11 @@ from qarl_jax.rollout.vllm import Config, VllmEngine, _batches, draw_seed, engin
 from qarl_jax.types import Prompt, UserError
 from tests.reference import bridge_world
 from tests.reference.bridge_world import connected
+from tests.reference.qwen3 import qwen3
 
 pytestmark = pytest.mark.slow
 
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
+MODEL = qwen3(vocab=64, hidden=32, intermediate=64, layers=2, heads=2, kv_heads=1, head_dim=16)
 FAKE = Config(engine="fake", max_model_len=128, start_timeout_s=120, request_timeout_s=60)
 SAMPLING = SamplingConfig(max_response_len=6)
 PROMPTS = [Prompt(uid=f"p{i}", tokens=(1, 2, i), text="", answer="") for i in range(3)]

@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qarl_jax.data.packing import mini_batches, pack
-from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, VersionSpan
+from qarl_jax.types import Prompt, RolloutGroup, UserError
+from tests.reference.rollouts import completion
 
 
 def make_group(uid, prompt, responses, version=0):
     prompt = Prompt(uid=uid, tokens=tuple(prompt), text="", answer="")
     completions = tuple(
-        Completion(
-            prompt_tokens=prompt.tokens,
-            tokens=tuple(tokens),
+        completion(
+            tokens,
             # Every token of every response gets a log-prob of its own, so that a shift or swap cannot cancel out.
-            logprobs=np.array([-(1000 * tokens[i] + 7 * j + i + 1) / 1e4 for i in range(len(tokens))], np.float32),
-            finish_reason="stop",
-            versions=(VersionSpan(version=version, start=0, end=len(tokens)),) if tokens else (),
+            [-(1000 * tokens[i] + 7 * j + i + 1) / 1e4 for i in range(len(tokens))],
+            prompt=prompt.tokens,
+            version=version,
         )
         for j, tokens in enumerate(responses)
     )

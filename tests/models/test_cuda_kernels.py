@@ -21,6 +21,7 @@ from qarl_jax import models, quant
 from qarl_jax.models import layers
 from qarl_jax.models.attention import _block_starts, attention
 from qarl_jax.quant.arithmetic import fused_multiply_add
+from tests.reference.qwen3 import qwen3
 
 CUDA = quant.Numerics("cuda")
 FILE = pathlib.Path(__file__).parents[1] / "reference" / "cuda_kernels.npz"
@@ -43,23 +44,10 @@ def equal(mine, theirs):
 
 
 def config(**changes):
-    values = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 32,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-    }
-    return models.read_config(values | changes, compute_dtype="bfloat16", param_dtype="float32", numerics=CUDA)
+    sizes = {"vocab": 32, "hidden": 64, "intermediate": 64, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 128}
+    others = {"rope_theta": 1e6, "max_position_embeddings": 512, "tie_word_embeddings": False}
+    values = qwen3(**sizes, **others) | changes
+    return models.read_config(values, compute_dtype="bfloat16", param_dtype="float32", numerics=CUDA)
 
 
 # ---- elementwise -----------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from flax import nnx
 from qarl_jax import models, quant
 from qarl_jax.data.packing import pack
 from qarl_jax.models.moe import Router
-from qarl_jax.types import Completion, Prompt, RolloutGroup, VersionSpan
+from qarl_jax.types import Prompt, RolloutGroup
 from tests.reference.hf_models import SHAPES
+from tests.reference.rollouts import completion
 
 B, T = 2, 6
 
@@ -120,19 +121,13 @@ def test_a_rounded_router_weighs_its_experts_in_bfloat16(model):
 
 
 def test_packing_puts_each_choice_beside_its_token():
-    def completion(prompt, tokens, start):
+    def routed(prompt, tokens, start):
         fed = len(prompt) + len(tokens) - 1
-        return Completion(
-            prompt_tokens=prompt,
-            tokens=tokens,
-            logprobs=np.zeros(len(tokens), np.float32),
-            finish_reason="stop",
-            versions=(VersionSpan(version=0, start=0, end=len(tokens)),),
-            routed_experts=start + np.arange(fed * 4, dtype=np.int16).reshape(fed, 2, 2),
-        )
+        experts = start + np.arange(fed * 4, dtype=np.int16).reshape(fed, 2, 2)
+        return completion(tokens, prompt=prompt, routed_experts=experts)
 
     prompt = Prompt(uid="a", tokens=(5, 6), text="", answer="")
-    both = (completion((5, 6), (7, 8, 9), 0), completion((5, 6), (4,), 100))
+    both = (routed((5, 6), (7, 8, 9), 0), routed((5, 6), (4,), 100))
     group = RolloutGroup(prompt=prompt, completions=both, rewards=np.zeros(2, np.float32))
     packed = pack([group], [[1.0, 1.0]], row_len=10)
     routed = packed.batch.routed_experts

@@ -28,28 +28,25 @@ from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
 from qarl_jax.rollout.vllm import Config, VllmEngine, engine_config, engine_tensors
 from qarl_jax.types import Prompt
 from tests.reference.bridge_world import connected
+from tests.reference.qwen3 import qwen3
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "torch_dtype": "bfloat16",
-}
+MODEL = qwen3(
+    vocab=320,
+    hidden=128,
+    intermediate=256,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    rope_theta=1000000.0,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    torch_dtype="bfloat16",
+)
 SCHEMES = ("w8a8", "w4a16:g32")
 ENGINE = Config(kv_cache_gb=0.1, max_model_len=256, readback="full", threads=1)
 GREEDY = SamplingConfig(max_response_len=24, temperature=0.0)

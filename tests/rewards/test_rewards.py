@@ -19,7 +19,8 @@ from qarl_jax.rewards import (
     reasoning_gym,
     total,
 )
-from qarl_jax.types import Completion, Prompt, UserError
+from qarl_jax.types import Prompt, UserError
+from tests.reference.rollouts import completion
 
 ORIGIN = {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 2}, "seed": 3, "size": 10, "index": 4}
 
@@ -284,14 +285,8 @@ class Characters:
 
 def test_grading_keeps_prompts_samples_and_rewards_together():
     prompts = [dataclasses.replace(prompt(str(i)), uid=str(i)) for i in range(3)]
-
-    def completion(text):
-        tokens = tuple(map(ord, text))
-        logprobs = np.zeros(len(tokens), np.float32)
-        return Completion(prompt_tokens=(3,), tokens=tokens, logprobs=logprobs, finish_reason="stop", versions=())
-
     texts = [["0", "1"], ["1"], ["", "2", "x"]]
-    completions = [[completion(text) for text in group] for group in texts]
+    completions = [[completion(map(ord, text)) for text in group] for group in texts]
     groups, parts = Grader(exact.Config(), max_response_len=4).grade(Characters(), prompts, completions)
     assert [group.rewards.tolist() for group in groups] == [[1, 0], [1], [0, 1, 0]]
     assert [group.prompt.uid for group in groups] == ["0", "1", "2"]

@@ -1,0 +1,90 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The distribution a token is drawn from (temperature, then top-k, then top-p), and one draw from it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from qarl_jax.rollout import SamplingConfig
+
+# Vocabulary entries per block of the two-level search for the drawn token.
+_BLOCK = 128
+
+
+def processed_logits(logits: Float[Array, "B V"], sampling: SamplingConfig) -> Float[Array, "B V"]:
+    """Temperature, then top-k, then top-p: float32 logits of the distribution drawn from; masked entries are -inf.
+
+    The order and the meaning of each are vLLM's. Entries tied with the last one kept are all kept.
+
+    Args:
+      logits: [B, V] float32, raw.
+      sampling: static; a temperature of 0 (greedy) leaves the logits undivided.
+
+    Returns:
+      [B, V] float32, not normalized.
+    """
+    vocab = logits.shape[-1]
+    if sampling.temperature > 0:
+        logits = logits / sampling.temperature
+    use_top_k = 0 < sampling.top_k < vocab
+    if not use_top_k and sampling.top_p == 1:
+        return logits
+    descending = jax.lax.sort(logits, is_stable=False)[:, ::-1]
+    if use_top_k:
+        descending = jnp.where(jnp.arange(vocab)[None] < sampling.top_k, descending, -jnp.inf)
+        logits = jnp.where(logits >= descending[:, sampling.top_k - 1, None], logits, -jnp.inf)
+    if sampling.top_p < 1:
+        probs = jax.nn.softmax(descending)
+        before = jnp.cumsum(probs, axis=-1) - probs
+        # An entry stays if the mass of the larger ones has not reached top_p; the largest always stays.
+        keep = before < sampling.top_p
+        smallest = jnp.where(keep, descending, jnp.inf).min(-1, keepdims=True)
+        logits = jnp.where(logits >= smallest, logits, -jnp.inf)
+    return logits
+
+
+def draw(
+    logits: Float[Array, "B V"], uniform: Float[Array, " B"], sampling: SamplingConfig
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """One token per row and its log-probability under the processed distribution.
+
+    Args:
+      logits: [B, V] float32, raw.
+      uniform: [B] float32 in [0, 1), one number per row; the token is where the distribution function passes it.
+      sampling: static.
+
+    Returns:
+      (tokens [B] int32, logprobs [B] float32). Greedy (temperature 0) ignores `uniform`.
+    """
+    if sampling.temperature == 0:
+        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return tokens, logits.max(-1) - jax.nn.logsumexp(logits, axis=-1)
+    z = processed_logits(logits, sampling)
+    top = z.max(-1, keepdims=True)
+    weights = jnp.exp(z - top)
+    rows, vocab = weights.shape
+    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
+    total = blocks.sum(-1).sum(-1)
+
+    def search(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """First index whose inclusive sum passes `target`, and the sum before it. Never an entry of weight 0."""
+        sums = jnp.cumsum(weights, axis=-1)
+        index = (sums <= target[:, None]).sum(-1)
+        # Rounding may leave the target at or beyond the last sum: take the last entry that has any weight.
+        last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
+        index = jnp.minimum(index, last)
+        at = functools.partial(jnp.take_along_axis, indices=index[:, None], axis=-1)
+        return index, (at(sums) - at(weights))[:, 0]
+
+    target = uniform * total
+    block, before = search(blocks.sum(-1), target)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    offset, _ = search(inside, jnp.maximum(target - before, 0.0))
+    tokens = (block * _BLOCK + offset).astype(jnp.int32)
+    chosen = jnp.take_along_axis(z, tokens[:, None], axis=-1)[:, 0]
+    return tokens, chosen - top[:, 0] - jnp.log(total)
