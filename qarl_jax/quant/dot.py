@@ -113,6 +113,8 @@ def _float_dot_general(
 class Dense:
     """Contractions of activations [M, K] with one weight [N, K]; `tiles`: see `Numerics.tile_sums`."""
 
+    dense = True
+
     def __init__(self, tiles: bool = False):
         self.tiles = tiles
 
@@ -146,6 +148,8 @@ class Ragged:
 
     Rows beyond sum(group_sizes) give zeros.
     """
+
+    dense = False
 
     def __init__(self, group_sizes: jax.Array, num_rows: int, tiles: bool = False):
         self.group_sizes = group_sizes
