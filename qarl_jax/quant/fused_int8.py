@@ -31,12 +31,13 @@ class Kernels:
     """Which kernels a layer takes.
 
     Attributes:
-      product: the int8 product, its rescale, bias and rounding. "triton": `int8_kernels.product`.
+      product: the int8 product, its rescale, bias and rounding. "triton": `int8_kernels.product`; "hopper":
+        `int8_hopper.product` where a layer has no bias and is made of whole tiles, otherwise as "triton".
       rows: the activations' codes and scales. "xla": fused with what comes before, where XLA can; "triton":
         `int8_kernels.quantize_rows`, which reads each row once.
     """
 
-    product: Literal["triton"] = "triton"
+    product: Literal["triton", "hopper"] = "triton"
     rows: Literal["xla", "triton"] = "xla"
 
 
@@ -133,7 +134,12 @@ def _local(
         x_q, s_x = int8_kernels.quantize_rows(x, interpret=interpret)
     else:
         x_q, s_x = quantize_rows(x)
-    b = None if bias is None else bias[0]
     order = numerics.rescale_order
+    if kernels.product == "hopper" and bias is None:
+        from qarl_jax.quant import int8_hopper
+
+        if int8_hopper.fits(x.shape[0], *w_q.shape):
+            return int8_hopper.product(x_q, s_x, w_q, s_w[:, 0], rescale_order=order), (x_q, s_x)
+    b = None if bias is None else bias[0]
     y = int8_kernels.product(x_q, s_x, w_q, s_w[:, 0], b, rescale_order=order, interpret=interpret)
     return y, (x_q, s_x)

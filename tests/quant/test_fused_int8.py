@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from qarl_jax import quant, sharding
-from qarl_jax.quant import Numerics, fused_int8, int8, int8_kernels, w8a8
+from qarl_jax.quant import Numerics, fused_int8, int8, int8_hopper, int8_kernels, w8a8
 from qarl_jax.quant.arithmetic import round_to
 from qarl_jax.quant.dot import Dense
 from qarl_jax.quant.fused_int8 import Kernels
@@ -21,6 +21,7 @@ from qarl_jax.quant.int8_kernels import TILES, Tile, tile_for
 
 CUDA = Numerics("cuda")
 BOTH = Kernels(rows="triton")
+MOSAIC = Kernels(product="hopper")
 HOPPER = jax.default_backend() == "gpu" and jax.local_devices()[0].compute_capability == "9.0"
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs JAX on a Hopper GPU (JAX_PLATFORMS=cuda,cpu)")
 SMALL = Tile(m=32, n=32, k=32, group=2)
@@ -136,7 +137,7 @@ def test_outputs_and_gradients_of_a_layer_are_the_same_with_and_without(monkeypa
 
 def lowered(platform, experts=False):
     """A layer of 512 rows with its gradient, as StableHLO."""
-    n, k = 128, 256
+    n, k = 256, 512
     shape = (2, n, k) if experts else (n, k)
     qt = quant.quantize(jnp.zeros(shape), w8a8.Config())
     x = jax.ShapeDtypeStruct((512, k), jnp.bfloat16)
@@ -146,10 +147,57 @@ def lowered(platform, experts=False):
             y = quant.expert_dot.__wrapped__(x, master, qt, jnp.array([200, 312], jnp.int32), numerics=CUDA)
         else:
             y = quant.dot.__wrapped__(x, master, qt, numerics=CUDA)
-        return jnp.sum(y.astype(jnp.float32))
+        return jnp.sum(jnp.square(y.astype(jnp.float32)))  # its gradient takes y
 
     trace = jax.jit(jax.grad(loss, (0, 1))).trace(x, jax.ShapeDtypeStruct(shape, jnp.float32))
     return trace.lower(lowering_platforms=(platform,)).as_text()
+
+
+# Two blocks, each with more than one tile.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "tile"),
+    [
+        ((384, 512, 512), int8_hopper.CHOSEN),
+        ((128, 512, 256), int8_hopper.Tile(split="n", out_n=32, steps=2)),
+        ((256, 256, 384), int8_hopper.Tile(n=128, width=1, slots=1, steps=3, delay=1)),
+    ],
+    ids=str,
+)
+def test_hoppers_product_equals_the_scheme_to_the_last_bit(shape, tile):
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # has no public name
+
+    x, qt, _ = operands(*shape)
+    for profile in ("cuda", "cpu_amx")[: 2 if tile.width == 1 else 1]:
+        numerics = Numerics(profile)
+        want, (x_q, s_x) = scheme(x, qt, None, numerics=numerics)
+        order, interpret = numerics.rescale_order, InterpretGPUParams()
+        got = int8_hopper.product(
+            x_q, s_x, qt.qvalue, qt.scale[:, 0], rescale_order=order, tile=tile, blocks=2, interpret=interpret
+        )
+        assert_equal_bits(got, want)
+
+
+@pytest.mark.slow
+def test_hoppers_product_takes_whole_tiles_without_a_bias_and_tritons_the_rest(monkeypatch):
+    taken = []
+
+    def record(x_q, s_x, w_q, s_w, **options):
+        taken.append((*x_q.shape, w_q.shape[0]))
+        return int8_kernels.product(x_q, s_x, w_q, s_w, interpret=True, **options)
+
+    monkeypatch.setattr(int8_hopper, "product", record)
+    for shape, bias in (((128, 256, 512), False), ((128, 256, 512), True), ((128, 255, 512), False)):
+        x, qt, b = operands(*shape, bias=bias)
+        got = fused_int8.layer(x, qt.qvalue, qt.scale, b, numerics=CUDA, kernels=MOSAIC, interpret=True)
+        assert_equal_bits(got, scheme(x, qt, b))
+    assert taken == [(128, 512, 256)]
+    monkeypatch.undo()
+    for m, n, k in ((127, 256, 512), (128, 384, 512), (128, 256, 576), (128, 256, 384)):
+        x, qt, _ = operands(m, n, k)
+        x_q, s_x = int8.quantize_rows(x)
+        with pytest.raises(ValueError, match="whole tiles"):
+            int8_hopper.product(x_q, s_x, qt.qvalue, qt.scale[:, 0])
 
 
 def test_only_a_dense_layer_for_cuda_takes_the_kernels(monkeypatch):
@@ -158,9 +206,14 @@ def test_only_a_dense_layer_for_cuda_takes_the_kernels(monkeypatch):
     text = lowered("cuda")
     assert "int8_product" in text
     assert "int8_rows" in text
-    assert "tensor<512x128xi32>" not in text  # the accumulator is nowhere in memory
+    assert "tensor<512x256xi32>" not in text  # the accumulator is nowhere in memory
+    monkeypatch.setattr(fused_int8, "CHOSEN", MOSAIC)
+    text = lowered("cuda")
+    assert "mosaic_gpu" in text
+    assert "tensor<512x256xi32>" not in text
     for text in (lowered("cpu"), lowered("tpu"), lowered("cuda", experts=True)):
         assert "int8_product" not in text
+        assert "mosaic_gpu" not in text
         assert "xi32>" in text
         assert "dot" in text
 
@@ -235,6 +288,10 @@ def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(bias):
 def test_the_table_has_a_tile_for_every_shape():
     for m, n in ((1, 1), (127, 4096), (128, 128), (16384, 24576)):
         assert tile_for(m, n) in [tile for *_, tile in TILES]
+    tile = int8_hopper.CHOSEN
+    part_m, _ = tile.part
+    needed = tile.steps * tile.k * (tile.m + tile.n) + 2 * tile.slots * part_m * tile.out_n * 2
+    assert needed <= 227 * 1024
     for *_, tile in TILES:
         sizes = (tile.m, tile.n, tile.k)
         assert all(size & (size - 1) == 0 for size in sizes)
@@ -253,7 +310,8 @@ def target():
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(16384, 24576, 4096), (1000, 6184, 4176)], ids=str)
-def test_the_kernels_compile_for_an_h200(shape, bias):
+@pytest.mark.parametrize("kernels", [BOTH, MOSAIC], ids=str)
+def test_the_kernels_compile_for_an_h200(shape, bias, kernels):
     where = target()
     m, n, k = shape
 
@@ -262,7 +320,7 @@ def test_the_kernels_compile_for_an_h200(shape, bias):
 
     args = placed(jnp.bfloat16, m, k), placed(jnp.int8, n, k), placed(jnp.float32, n, 1)
     b = placed(jnp.float32, 1, n) if bias else None
-    layer = functools.partial(fused_int8.layer, numerics=CUDA, kernels=BOTH)
+    layer = functools.partial(fused_int8.layer, numerics=CUDA, kernels=kernels)
     compiled = jax.jit(layer).trace(*args, b).lower(lowering_platforms=("cuda",)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < m * n  # no int32 [M, N]
 
@@ -271,7 +329,7 @@ def test_the_kernels_compile_for_an_h200(shape, bias):
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(16384, 6144, 4096), (1000, 6184, 4176), (512, 4096, 12288)], ids=str)
-@pytest.mark.parametrize("kernels", [Kernels(), BOTH], ids=str)
+@pytest.mark.parametrize("kernels", [Kernels(), BOTH, MOSAIC], ids=str)
 def test_on_a_hopper_gpu(shape, bias, kernels):
     x, qt, b = operands(*shape, bias=bias)
     layer = jax.jit(functools.partial(fused_int8.layer, numerics=CUDA, kernels=kernels))
