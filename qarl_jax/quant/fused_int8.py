@@ -33,8 +33,9 @@ class Kernels:
     Attributes:
       product: the int8 product, its rescale, bias and rounding. "triton": `int8_kernels.product`; "hopper":
         `int8_hopper.product` where a layer has no bias and is made of whole tiles, otherwise as "triton".
-      rows: the activations' codes and scales. "xla": fused with what comes before, where XLA can; "triton":
-        `int8_kernels.quantize_rows`, which reads each row once.
+      rows: the activations' codes and scales. "xla": fused with what comes before; behind an RMSNorm XLA computes the
+        norm once for the maxima, once more for the codes and once more for its bfloat16 result, if that is used.
+        "triton": `int8_kernels.quantize_rows`, which reads the stored result once, for all layers that share it.
     """
 
     product: Literal["triton", "hopper"] = "triton"
@@ -138,7 +139,8 @@ def _local(
     if kernels.product == "hopper" and bias is None:
         from qarl_jax.quant import int8_hopper
 
-        if int8_hopper.fits(x.shape[0], *w_q.shape):
+        n, k = w_q.shape
+        if int8_hopper.fits(x.shape[0], n, k):
             return int8_hopper.product(x_q, s_x, w_q, s_w[:, 0], rescale_order=order), (x_q, s_x)
     b = None if bias is None else bias[0]
     y = int8_kernels.product(x_q, s_x, w_q, s_w[:, 0], b, rescale_order=order, interpret=interpret)

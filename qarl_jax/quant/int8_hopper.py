@@ -69,9 +69,10 @@ def _load(ref: Any, at: tuple[Any, ...], layout: Any, interpret: bool) -> jax.Ar
     """Scales, in the registers of those who need them; JAX before 0.11 wants the index apart."""
     if interpret:
         return ref[at]
-    if inspect.signature(mgpu.load).parameters["idx"].default is inspect.Parameter.empty:
-        return mgpu.load(ref, at, layout=layout, optimized=False)
-    return mgpu.load(ref.at[at], layout=layout, optimized=False)
+    load: Any = mgpu.load
+    if inspect.signature(load).parameters["idx"].default is inspect.Parameter.empty:
+        return load(ref, at, layout=layout, optimized=False)
+    return load(ref.at[at], layout=layout, optimized=False)
 
 
 def _kernel(

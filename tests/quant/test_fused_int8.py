@@ -75,6 +75,7 @@ def test_the_order_of_the_two_scales_is_the_profiles():
     assert not np.array_equal(*outputs)  # the order shows in float32, if rarely in bfloat16
 
 
+@pytest.mark.slow
 def test_every_tile_and_order_of_tiles_gives_the_same_bits():
     x, qt, _ = operands(150, 100, 96)
     want, (x_q, s_x) = scheme(x, qt, None)
