@@ -121,6 +121,8 @@ def _float_dot_general(
 class Dense:
     """Contractions of activations [M, K] with one weight [N, K]; `tiles`: see `Numerics.tile_sums`."""
 
+    dense = True
+
     def __init__(self, tiles: bool = False):
         self.tiles = tiles
 
@@ -170,6 +172,8 @@ class Ragged:
       num_rows: M.
       tiles: as in `Dense`.
     """
+
+    dense = False
 
     def __init__(self, group_sizes: jax.Array, num_rows: int, tiles: bool = False):
         self.group_sizes = group_sizes

@@ -18,6 +18,7 @@ order of the two float32 multiplications and where the bias enters:
 
 The order moves float32 results by one ulp, so one bfloat16 output in a hundred thousand. The activation code matters
 far more: x * (1 / s_x) in place of x * (127 / am) flips codes and changes 4 % of bfloat16 outputs (K = 512, Gaussian).
+On a Hopper GPU product, rescale, bias and rounding can be one kernel, with the same bits: `fused_int8.py`.
 
 **Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x). The activation codes are what is kept for
 it: K + 4 bytes per token instead of 2K or 4K.
@@ -33,12 +34,14 @@ Sources: QaRL, arXiv 2604.07853; vLLM csrc/quantization/w8a8.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
-from qarl_jax.quant import int8
-from qarl_jax.quant.arithmetic import add_separately, divide, fused_multiply_add, round_bf16
+from qarl_jax.quant import fused_int8, int8
+from qarl_jax.quant.arithmetic import add_separately, divide, fused_multiply_add, round_bf16, round_to
 from qarl_jax.quant.int8 import quantize_rows
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
@@ -89,11 +92,26 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
       product: dense or per-expert contractions.
 
     Returns:
-      float32 [M, N], not yet rounded to the compute dtype, and the activations as used, for the backward.
+      [M, N] in float32, not yet rounded to the compute dtype, or rounded to it, and the activations as used, for the
+      backward.
     """
+    plain = functools.partial(_forward, numerics=numerics, product=product)
+    if not (product.dense and fused_int8.serves(x, qt.qvalue.shape[0], numerics)):
+        return plain(x, qt.qvalue, qt.scale, bias)
+
+    def rounded(*operands):
+        y, used = plain(*operands)
+        return round_to(y, x.dtype), used
+
+    fused = functools.partial(fused_int8.layer, numerics=numerics)
+    return lax.platform_dependent(x, qt.qvalue, qt.scale, bias, cuda=fused, default=rounded)
+
+
+def _forward(x, codes, scale, bias, *, numerics: Numerics, product):
+    """`forward` in XLA's operations: y in float32."""
     x_q, s_x = quantize_rows(x, amax_floor=numerics.amax_floor, from_rounded_scale=numerics.code_from_rounded_scale)
-    acc = product.integer(x_q, qt.qvalue).astype(jnp.float32)
-    s_w = product.per_output(qt.scale[..., 0])
+    acc = product.integer(x_q, codes).astype(jnp.float32)
+    s_w = product.per_output(scale[..., 0])
     return rescale(acc, s_x, s_w, bias, numerics), (x_q, s_x)
 
 
