@@ -431,7 +431,7 @@ def facts(cfg: RunConfig, graphdef: Any) -> dict[str, Any]:
     _, params = abstract_policy(cfg)
     return {
         "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
-        "numerics": dataclasses.asdict(config.numerics),
+        "numerics": {"profile": config.numerics.profile},  # the rest is a layer's own
         "devices": [str(device) for device in jax.devices()],
         "forward": cfg.quant.forward,
         "rollout": cfg.quant.rollout_scheme,

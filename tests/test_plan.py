@@ -175,7 +175,9 @@ RECORDED = json.loads((pathlib.Path(__file__).parents[1] / "benchmarks/results/m
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: "-".join(str(case[key]) for key in NAMES))
 def test_the_plan_is_within_a_tenth_of_what_the_compiler_allocates(case):
     """For an H200, compiled ahead of time by `python -m benchmarks.memory`; the plan is computed here and now."""
-    setting = shapes.Setting(**{field.name: case[field.name] for field in dataclasses.fields(shapes.Setting)})
+    names = {field.name for field in dataclasses.fields(shapes.Setting)}
+    assert len(names & set(case)) >= 15  # a field that is newer has its default
+    setting = shapes.Setting(**{name: case[name] for name in names & set(case)})
     compiled = case["arguments"] + case["results"] + case["temporaries"]
     assert sum(shapes.planned(setting).values()) == pytest.approx(compiled, rel=0.1)
 

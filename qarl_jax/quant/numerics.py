@@ -46,12 +46,11 @@ class Numerics:
 
     Attributes:
       profile: one of PROFILES.
-      parts: of K, in which a w4a16 layer's sum is made (`of_layer`). A layer's own, so not in the repr, which names a
-        run's arithmetic.
+      parts: of K, in which a w4a16 layer's sum is made (`of_layer`). A layer's own; a run records the profile.
     """
 
     profile: str = "plain"
-    parts: int = dataclasses.field(default=1, repr=False, kw_only=True)
+    parts: int = dataclasses.field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
