@@ -30,9 +30,8 @@ import torch
 from qarl_bridge import experts
 from qarl_bridge.errors import BridgeError
 
-SAMPLED_ROWS = (
-    16  # one-hot rows per layer and publish in "sampled" mode, the same for all of a width; another 16 each time
-)
+# One-hot rows per layer and publish in "sampled" mode, the same for all layers of a width; another 16 each time.
+SAMPLED_ROWS = 16
 _CHUNK = 256  # one-hot rows pushed at once in "full" mode
 
 # vLLM's fused modules, as Qwen2, Qwen3, Llama and their kin name them: fused name -> shards in row order.
@@ -90,10 +89,9 @@ class Columns:
 
     def __init__(self, picked: np.ndarray, width: int, *, computing: Any, staged: Any):
         self.picked, self.width = picked, width
-        inputs = torch.from_numpy(picked)
-        here = inputs.to(computing)
-        self.one_hot = (torch.arange(width, device=computing) == here[:, None]).to(torch.bfloat16)
-        self.index = inputs.to(staged)
+        self.index = torch.from_numpy(picked).to(staged)
+        every = torch.arange(width, device=computing)
+        self.one_hot = (every == self.index.to(computing)[:, None]).to(torch.bfloat16)
         self._word, self._shift = self.index // 8, (4 * (self.index % 8)).to(torch.int32)
         self._groups: dict[int, Any] = {}
 
@@ -302,12 +300,11 @@ class ReadBack:
             got = module.quant_method.apply(module, columns.one_hot, None).float()
             alternatives = [x.to(self._device) for x in expected(shards, columns, self._activations, factors)]
             got = got[:, : alternatives[0].shape[1]]  # a padded vocabulary has rows of its own
-            wrong = functools.reduce(torch.logical_and, (got != a for a in alternatives))
-            return got, alternatives, wrong  # a NaN differs from everything
+            wrong = ~torch.isfinite(got)
+            return got, alternatives, wrong | functools.reduce(torch.logical_and, (got != a for a in alternatives))
 
-        factors = (
-            factored()
-        )  # `explain` outlives the layer's turn: it holds neither them nor the rows, but makes them anew
+        # `explain` outlives the layer's turn: it holds neither these nor the rows, but makes them anew.
+        factors = factored()
         for columns in asked:
 
             def explain(picked: np.ndarray = columns.picked) -> None:

@@ -164,6 +164,14 @@ def test_a_nan_in_the_kernels_own_copy_is_found():
         read_back(modules, tensors)
 
 
+def test_an_infinity_is_wrong_even_where_it_was_published():
+    weight = bf16(8, 16)
+    weight[3, 5] = float("inf")
+    live = Live(lambda layer, x, bias: layer.weight[x.argmax(1)], weight=weight.t().contiguous())  # no 0 * inf
+    with pytest.raises(BridgeError, match=r"o_proj holds inf at \[3, 5\]"):
+        read_back({"m.o_proj": live}, {"m.o_proj.weight": weight})
+
+
 def test_tensors_without_a_live_layer_are_an_error_and_stored_ones_are_compared():
     norm = torch.nn.Module()
     norm.weight = torch.nn.Parameter(bf16(8), requires_grad=False)
