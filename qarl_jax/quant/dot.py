@@ -79,10 +79,8 @@ def _float_dot_general(
     out_dtype: Any,
     tiles: bool = False,
     gradient: bool = False,
-    algorithm: lax.DotAlgorithmPreset | None = None,
 ) -> jax.Array:
-    """Two operands of the compute dtype -> `out_dtype`, accumulated in float32; `tiles`: on a CPU as AMX adds;
-    `algorithm`: on a GPU.
+    """Two operands of the compute dtype -> `out_dtype`, accumulated in float32; `tiles`: on a CPU as AMX adds.
 
     float32 operands are multiplied as `matmul_precision` says. bfloat16 operands go to the hardware's own units, whose
     kernels round their float32 sums as they write them; on CPU XLA's bfloat16 product is slower than a float32 product
@@ -108,14 +106,9 @@ def _float_dot_general(
     def native(lhs, rhs):
         return _stored(lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=out_dtype), out_dtype)
 
-    def asked(lhs, rhs):
-        y = lax.dot_general(lhs, rhs, dimension_numbers, precision=algorithm, preferred_element_type=out_dtype)
-        return _stored(y, out_dtype)
-
     if lhs.dtype == jnp.float32:
         return upcast(lhs, rhs)
-    others = {} if algorithm is None else {"cuda": asked}
-    return lax.platform_dependent(lhs, rhs, cpu=mirrored if tiles else upcast, default=native, **others)
+    return lax.platform_dependent(lhs, rhs, cpu=mirrored if tiles else upcast, default=native)
 
 
 class Dense:
@@ -144,10 +137,9 @@ class Dense:
         ]
         return round_to(functools.reduce(jnp.add, sums), out_dtype)
 
-    def float8(self, x: jax.Array, w: jax.Array, *, fast: bool = False) -> jax.Array:
-        """float8 [M, K], float8 [N, K] -> float32 [M, N]; fast: on a GPU, accumulated in the tensor cores all along."""
-        algorithm = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else None
-        return _float_dot_general(x, w, _CONTRACT_LAST, jnp.float32, algorithm=algorithm)
+    def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """float8 [M, K], float8 [N, K] -> float32 [M, N]."""
+        return _float_dot_general(x, w, _CONTRACT_LAST, jnp.float32)
 
     def per_output(self, s: jax.Array) -> jax.Array:
         """[N] per-output values, to be broadcast against [M, N]."""
@@ -213,9 +205,8 @@ class Ragged:
 
         return run
 
-    def float8(self, x: jax.Array, w: jax.Array, *, fast: bool = False) -> jax.Array:
+    def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """float8 [M, K], float8 [E, N, K] -> float32 [M, N]."""
-        del fast
         # e4m3 codes are exact in bfloat16, which every backend's ragged product takes.
         return self._float(x.astype(jnp.bfloat16), jnp.swapaxes(w.astype(jnp.bfloat16), 1, 2), jnp.float32)
 

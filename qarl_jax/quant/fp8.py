@@ -15,12 +15,8 @@ Which of the two the engine runs depends on its execution mode; the wrong one ch
 
 **Product.** acc = sum_k x_q q in float32, y = bf(s_x * (s_w * acc) + b). On sm90 vLLM's CUTLASS kernel accumulates in
 the tensor cores' reduced precision, and swaps operands (and with them the rescale order) for 64 rows or fewer, so this
-scheme is close, not bit-equal. `Numerics.fp8_kernel` can ask XLA for that accumulation and take the order of one side:
-
-    many_rows    y = bf(s_x * (s_w * acc) + b)
-    few_rows     y = bf(s_w * (s_x * acc) + b)
-
-On CPU the codes are multiplied as float32, exactly what torch's reference loop does up to summation order.
+scheme is close, not bit-equal; asking XLA for fast accumulation by name changed nothing (docs/numerics.md). On CPU the
+codes are multiplied as float32, exactly what torch's reference loop does up to summation order.
 
 **Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x).
 
@@ -106,9 +102,7 @@ def quantize_rows(x: Float[Array, "M K"], numerics: Numerics) -> tuple[Float[Arr
 def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     """The engine's layer; arguments and results as in `w8a8.forward`."""
     x_q, s_x = quantize_rows(x, numerics)
-    s_w = product.per_output(qt.scale[..., 0])
-    acc = product.float8(x_q, qt.qvalue, fast=numerics.fp8_kernel != "any")
-    y = s_w * (s_x * acc) if numerics.fp8_kernel == "few_rows" else s_x * (s_w * acc)
+    y = s_x * (product.per_output(qt.scale[..., 0]) * product.float8(x_q, qt.qvalue))
     return (y if bias is None else y + bias), (x_q, s_x)
 
 

@@ -32,12 +32,8 @@ from qarl_jax.quant import machete
 from qarl_jax.types import UserError
 
 NormOrder = Literal["any", "torch", "cuda"]
-Fp8Kernel = Literal["any", "few_rows", "many_rows"]
 PROFILES: tuple[str, ...] = ("plain", "cpu_amx", "cpu_avx512_bf16", "cpu_avx2", "cuda")
 ENGINES = ("auto", "cpu", "cuda", "plain")
-
-# Read in the kernel's source; that asking changes something for the better was not seen: off.
-CUDA_FP8_KERNEL: Fp8Kernel = "any"  # `Numerics.fp8_kernel` under `cuda`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +101,6 @@ class Numerics:
     def fp8_divides(self) -> bool:
         """fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x)."""
         return self.profile == "cuda"
-
-    @property
-    def fp8_kernel(self) -> Fp8Kernel:
-        """How fp8's product is accumulated and rescaled: "any": in the compiler's accumulation, w_then_x; otherwise in
-        the tensor cores all along, like vLLM's CUTLASS kernel, in its order for a step of "many_rows" (w_then_x) or
-        of "few_rows" (64 or fewer: operands swapped, x_then_w)."""
-        return CUDA_FP8_KERNEL if self.profile == "cuda" else "any"
 
     @property
     def w4a8_is_fp8(self) -> bool:
