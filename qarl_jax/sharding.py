@@ -103,6 +103,11 @@ class Rules:
 RULES = Rules()
 
 
+def is_hopper() -> bool:
+    """Whether JAX computes on Hopper GPUs (compute capability 9.0) here."""
+    return jax.default_backend() == "gpu" and getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
+
+
 def make_mesh(
     data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:

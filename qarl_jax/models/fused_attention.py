@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from qarl_jax.models.layers import ATTENTION_OUTPUT, store
 from qarl_jax.quant import Numerics
-from qarl_jax.sharding import BATCH_AXES
+from qarl_jax.sharding import BATCH_AXES, is_hopper
 from qarl_jax.types import UserError
 
 _BLOCK = 512  # of queries and of keys in splash attention, where the row is a multiple of it
@@ -77,7 +77,7 @@ def flash3_lacks(dtype: Any, head_dim: int) -> str | None:
     """What keeps FlashAttention-3's order (`flash3.py`) from being had here, in a few words; None: nothing."""
     if jax.default_backend() != "gpu":
         return "a GPU"
-    if getattr(jax.local_devices()[0], "compute_capability", "") != "9.0":
+    if not is_hopper():
         return "a Hopper GPU (compute capability 9.0)"
     if dtype != jnp.bfloat16:
         return "model.dtype=bfloat16"

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from qarl_jax.quant.int8 import quantize_rows
 from qarl_jax.quant.numerics import Numerics
-from qarl_jax.sharding import BATCH_AXES
+from qarl_jax.sharding import BATCH_AXES, is_hopper
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,7 @@ def serves(x: jax.Array, outputs: int, numerics: Numerics) -> bool:
       outputs: N.
       numerics: the profile in use.
     """
-    if CHOSEN is None or jax.default_backend() != "gpu":
-        return False
-    if getattr(jax.local_devices()[0], "compute_capability", "") != "9.0" or x.dtype != jnp.bfloat16:
+    if CHOSEN is None or not is_hopper() or x.dtype != jnp.bfloat16:
         return False
     if numerics.amax_floor or numerics.code_from_rounded_scale or not numerics.bias_fused:
         return False

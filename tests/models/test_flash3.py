@@ -26,8 +26,7 @@ B, T, N, K = 2, 300, 4, 2
 # Three segments, one of them of a single token and one of several blocks, padding behind; and a row that is full.
 SEGMENTS = np.stack([np.repeat([1, 2, 3, 0], [37, 1, 202, 60]), np.ones(T, int)]).astype(np.int32)
 FILE = pathlib.Path(__file__).parents[1] / "reference" / "cuda_kernels.npz"
-HOPPER = jax.default_backend() == "gpu" and jax.local_devices()[0].compute_capability == "9.0"
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs JAX on a Hopper GPU (JAX_PLATFORMS=cuda,cpu)")
+on_hopper = pytest.mark.skipif(not sharding.is_hopper(), reason="needs JAX on a Hopper GPU (JAX_PLATFORMS=cuda,cpu)")
 
 
 @functools.cache

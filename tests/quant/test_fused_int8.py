@@ -22,8 +22,7 @@ from qarl_jax.quant.int8_kernels import TILES, Tile, tile_for
 CUDA = Numerics("cuda")
 BOTH = Kernels(rows="triton")
 MOSAIC = Kernels(product="hopper")
-HOPPER = jax.default_backend() == "gpu" and jax.local_devices()[0].compute_capability == "9.0"
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs JAX on a Hopper GPU (JAX_PLATFORMS=cuda,cpu)")
+on_hopper = pytest.mark.skipif(not sharding.is_hopper(), reason="needs JAX on a Hopper GPU (JAX_PLATFORMS=cuda,cpu)")
 SMALL = Tile(m=32, n=32, k=32, group=2)
 
 
