@@ -246,13 +246,18 @@ class Run:
         Nothing of arm 1 is quantized: it has one for all rungs.
         """
         low = "low" in (self.arm.learner, self.arm.sampler)
-        rung = self.rung.replace(":", "_") if low else "bf16"
+        rung = folder_of(self.rung) if low else "bf16"
         return f"{rung}{'_vllm' if self.vllm else ''}/{self.arm.name}/seed{self.seed}"
 
     @property
     def program(self) -> str:
         """Runs with the same have the same compiled programs: all but the seed."""
         return self.name.rpartition("/")[0]
+
+
+def folder_of(rung: str) -> str:
+    """ "w4a16:g128" -> "w4a16_g128", as in the names of runs and figures."""
+    return rung.replace(":", "_")
 
 
 def scheme(kind: str, rung: str) -> str:

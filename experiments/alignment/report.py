@@ -31,6 +31,7 @@ BF16, ROLLOUT, ROLLOUT_TBPO, QARL = (name for name, arm in arms.ARMS.items() if 
 
 ABLATIONS, VLLM = "ablations", "vllm"
 
+PLACES = {"gpu": ("H200", "On the H200"), "cpu": ("CPU, small", "On one CPU core")}
 WORDS = {
     "gpu": "## One H200: the experiment",
     "cpu": "## One CPU core: the same at the quickstart's size, much smaller than the experiment",
@@ -61,12 +62,12 @@ def verdict(results: dict[str, Results]) -> str:
         *("TBPO under a bf16 learner recovers", "alignment adds to TBPO, points"),
     ]
     rows, lines = [], []
-    for name, place in (("gpu", "H200"), ("cpu", "CPU, small")):
+    for name, (place, there) in PLACES.items():
         result = results[name]
         found = [row for rung in _rungs(result) if (row := _answer(result, rung)) is not None]
         rows += [[f"{place}, `{row[0]}`", *row[1:]] for row in found]
         if not found:
-            lines.append(f"- {'On the H200' if name == 'gpu' else 'On one CPU core'}: not run yet.")
+            lines.append(f"- {there}: not run yet.")
     note = (
         "Final checkpoints on the test split, each arm in its sampler's precision; intervals of each arm are in the"
         " sections below. Gap: BF16 GRPO less quantized rollout with a bf16 learner and GRPO. Recovered: what an arm is"
@@ -98,7 +99,7 @@ def _answer(result: Results, rung: str) -> list[str] | None:
     tbpo = result.accuracy(program[ROLLOUT_TBPO], "final", True, seeds)
     other, added = stats.recovered(arm[BF16], arm[ROLLOUT], tbpo), stats.estimate(arm[QARL] - tbpo)
     row.append("-" if other is None else f"{_pm(other, digits=0)} %")
-    return [*row, f"{_pm(added)}, {_clear(added, 'better', 'worse')}"]
+    return [*row, _judged(added)]
 
 
 def _price(result: Results) -> str:
@@ -107,9 +108,8 @@ def _price(result: Results) -> str:
     if not {BF16, ROLLOUT, QARL} <= set(seconds):
         return ""
     each = ", ".join(f"{seconds[name]:.2f} s ({arms.ARMS[name].title})" for name in (BF16, ROLLOUT, QARL))
-    place = "On the H200" if result.scale.name == "gpu" else "On one CPU core"
     price = f"{100 * (seconds[QARL] / seconds[ROLLOUT] - 1):+.1f} %"
-    return f"- {place} a step takes {each} (`timing/`): alignment costs {price} of a step."
+    return f"- {PLACES[result.scale.name][1]} a step takes {each} (`timing/`): alignment costs {price} of a step."
 
 
 def section(result: Results) -> str:
@@ -182,18 +182,27 @@ def accuracy_table(result: Results, rung: str) -> str:
         "Accuracy on the test split, %. *served*: in the precision of the arm's sampler. *selected*: the checkpoint of"
         " the best validation accuracy."
     )
-    figure = _figure(result, rung.replace(":", "_"))
+    figure = _figure(result, arms.folder_of(rung))
     return "\n".join([f"### Main arms, `{rung}`", "", note, "", _table(columns, rows), "", *sentences, "", *figure])
 
 
 def gap_sentences(result: Results, rung: str, label: str, vllm: bool = False) -> list[str]:
-    """The gap that quantized rollouts leave, and the share of it that alignment recovers, or that there is no gap."""
+    """The gap that quantized rollouts leave, the share of it that QaRL and TBPO alone recover, or that there is no gap;
+    and what alignment adds to TBPO."""
     programs = _programs(result, rung, vllm)
+
+    def accuracies(*names: str) -> list[Any]:
+        return [result.accuracy(programs[name], label, True, seeds) for name in names]
+
+    def runs(*names: str, of: Sequence[str] = ()) -> str:
+        """The runs of a sentence, and which diverged of those that it rests on (`of`; empty: the same)."""
+        shown = ", ".join(f"`{programs[name]}`" for name in names)
+        return f"{shown}, {_seeds(seeds)}{_diverged(result, [programs[name] for name in of or names], seeds)}"
+
     seeds = result.seeds(programs[BF16], programs[ROLLOUT])
     if not seeds:
         return []
-    a = result.accuracy(programs[BF16], label, True, seeds)
-    b = result.accuracy(programs[ROLLOUT], label, True, seeds)
+    a, b = accuracies(BF16, ROLLOUT)
     gap = stats.estimate(a - b)
     names = f"`{programs[BF16]}` less `{programs[ROLLOUT]}`, {_seeds(seeds)}"
     names += _diverged(result, (programs[BF16], programs[ROLLOUT]), seeds)
@@ -204,28 +213,23 @@ def gap_sentences(result: Results, rung: str, label: str, vllm: bool = False) ->
         out.append(f"no gap at `{rung}`: {_pm(gap)} points, within two standard errors or in favour of the quantized")
         out[-1] += f" rollout ({names}). There is nothing to recover; by the interval, a gap of up to"
         out[-1] += f" {100 * max(0.0, gap.mean + gap.half):.0f} points is not excluded."
-    for name, title in ((QARL, "QaRL"), (ROLLOUT_TBPO, "TBPO under a bf16 learner")):
+    for name, title, paper in (
+        (QARL, "QaRL", "; the paper: 63 to 108 %"),
+        (ROLLOUT_TBPO, "TBPO under a bf16 learner", ""),
+    ):
         seeds = result.seeds(programs[BF16], programs[ROLLOUT], programs[name])
         if not seeds:
             continue
-        a, b, c = (result.accuracy(programs[which], label, True, seeds) for which in (BF16, ROLLOUT, name))
-        share, versus = stats.recovered(a, b, c), stats.estimate(c - b)
-        names = f"`{programs[name]}`, `{programs[ROLLOUT]}`, {_seeds(seeds)}"
-        names += _diverged(result, [programs[which] for which in (BF16, ROLLOUT, name)], seeds)
+        a, b, c = accuracies(BF16, ROLLOUT, name)
+        share, names = stats.recovered(a, b, c), runs(name, ROLLOUT, of=(BF16, ROLLOUT, name))
         if share is not None:
-            paper = "; the paper: 63 to 108 %" if name == QARL else ""
             out.append(f"{title} recovers {_pm(share, digits=0)} % of it ({names}){paper}.")
-        words = _clear(versus, "better", "worse")
-        out.append(f"{title} less quantized rollout with GRPO: {_pm(versus)} points, {words} ({names}).")
+        out.append(f"{title} less quantized rollout with GRPO: {_judged(stats.estimate(c - b), ' points')} ({names}).")
     seeds = result.seeds(programs[QARL], programs[ROLLOUT_TBPO])
     if seeds:
-        c, d = (result.accuracy(programs[name], label, True, seeds) for name in (QARL, ROLLOUT_TBPO))
-        versus = stats.estimate(c - d)
-        names = f"`{programs[QARL]}`, `{programs[ROLLOUT_TBPO]}`, {_seeds(seeds)}"
-        names += _diverged(result, [programs[name] for name in (QARL, ROLLOUT_TBPO)], seeds)
-        words = _clear(versus, "better", "worse")
-        out.append(f"What alignment adds to TBPO (QaRL less TBPO under a bf16 learner): {_pm(versus)} points, {words}")
-        out[-1] += f" ({names})."
+        c, d = accuracies(QARL, ROLLOUT_TBPO)
+        out.append("What alignment adds to TBPO (QaRL less TBPO under a bf16 learner):")
+        out[-1] += f" {_judged(stats.estimate(c - d), ' points')} ({runs(QARL, ROLLOUT_TBPO)})."
     return out
 
 
@@ -237,21 +241,18 @@ def ablation_table(result: Results) -> str:
     for arm in arms.ARMS.values():
         if arm.main:
             continue
-        program = arms.Run(arm=arm, rung=rung, seed=seed).program
+        name = arms.Run(arm=arm, rung=rung, seed=seed).name
+        run, program = result.runs.get(name), name.rpartition("/")[0]
+        head = [arm.title, f"`{name}`", _validation(run)]
         seeds = [s for s in result.seeds(program, reference) if s == seed]
-        if not seeds:
-            run = result.runs.get(f"{program}/seed{seed}")
-            head = [arm.title, f"`{program}/seed{seed}`", _validation(run)]
+        if run is None or not seeds:
             rows.append([*head, "not run yet" if run is None or not run.has_ended else "not tested", "", ""])
             continue
-        x = result.accuracy(program, "final", True, seeds)
-        versus = stats.estimate(x - result.accuracy(reference, "final", True, seeds))
-        bf16 = result.accuracy(program, "final", False, seeds)
-        words = f"{_pm(versus)}, {_clear(versus, 'better', 'worse')}"
-        title = arm.title if result.runs[f"{program}/seed{seed}"].failure is None else f"{arm.title} (diverged)"
-        validation = _validation(result.runs[f"{program}/seed{seed}"])
-        accuracies = [_pm(stats.estimate(x)), _pm(stats.estimate(bf16))]
-        rows.append([title, f"`{program}/seed{seed}`", validation, *accuracies, words])
+        if run.failure is not None:
+            head[0] += " (diverged)"
+        served, bf16 = (result.accuracy(program, "final", precision, seeds) for precision in (True, False))
+        versus = stats.estimate(served - result.accuracy(reference, "final", True, seeds))
+        rows.append([*head, _pm(stats.estimate(served)), _pm(stats.estimate(bf16)), _judged(versus)])
     if all(row[3] == "not run yet" for row in rows):
         return f"### Ablations, `{rung}`, one seed each\n\nNot run yet.\n"
     columns = ["arm", "run", "validation, last", "final, served", "final, bf16", "less QaRL with TBPO, served"]
@@ -284,7 +285,7 @@ def vllm_table(result: Results) -> str:
         versus = "not run yet"
         if seed in result.seeds(embedded[name]):
             difference = stats.estimate(x - result.accuracy(embedded[name], "final", True, [seed]))
-            versus = f"{_pm(difference)}, {_clear(difference, 'better', 'worse')} (`{embedded[name]}/seed{seed}`)"
+            versus = f"{_judged(difference)} (`{embedded[name]}/seed{seed}`)"
         rows.append([*head, _pm(stats.estimate(x)), _pm(stats.estimate(bf16)), versus])
     title = f"### vLLM as the sampler, `{rung}`, one seed"
     if all(row[2] == "not run yet" for row in rows):
@@ -422,7 +423,7 @@ def training_figures(result: Results) -> dict[str, list[str]]:
     """What is drawn over training: a figure's name -> its runs' folders; only what has ended, with bf16 to compare."""
     ended = {run.program for run in result.runs.values() if run.has_ended}
     bf16 = _programs(result, result.scale.main)[BF16]
-    groups = {rung.replace(":", "_"): list(_programs(result, rung).values()) for rung in _rungs(result)}
+    groups = {arms.folder_of(rung): list(_programs(result, rung).values()) for rung in _rungs(result)}
     rest = [arms.Run(arm=arm, rung=result.scale.main, seed=0).program for arm in arms.ARMS.values() if not arm.main]
     groups[ABLATIONS] = [bf16, _programs(result, result.scale.main)[QARL], *rest]
     groups[VLLM] = list(_programs(result, result.scale.main, vllm=True).values())
@@ -503,6 +504,11 @@ def _dtype(run: RunResult) -> str:
 
 def _clear(x: stats.Estimate, more: str, less: str) -> str:
     return (more if x.mean > 0 else less) if x.is_clear else "no clear difference"
+
+
+def _judged(x: stats.Estimate, unit: str = "") -> str:
+    """A difference of accuracies, and which of the two is better."""
+    return f"{_pm(x)}{unit}, {_clear(x, 'better', 'worse')}"
 
 
 def _sci(x: float | None) -> str:
