@@ -134,21 +134,7 @@ class Kernels:
         return y if bias is None else y.add_(bias)
 
     def machete(self, qtensor: Any, x: Any, bias: Any) -> Any:
-        words = to_torch(self.torch, qtensor.qvalue).t()  # [K/8, N], column-major, as the prepacker wants it
-        scale = to_torch(self.torch, qtensor.scale).t().contiguous()  # [groups, N]
-        packed = self.ops.machete_prepack_B(
-            words,
-            a_type=self.torch.bfloat16,
-            b_type=self.types.uint4b8,
-            group_scales_type=self.torch.bfloat16,
-        )
-        y = self.ops.machete_mm(
-            a=x,
-            b_q=packed,
-            b_type=self.types.uint4b8,
-            b_group_scales=scale,
-            b_group_size=8 * len(words) // len(scale),
-        )
+        y = Machete(self, qtensor)(x)
         return y if bias is None else y.add_(bias)
 
     def marlin(self, qtensor: Any, x: Any, bias: Any) -> Any:
@@ -175,6 +161,34 @@ class Kernels:
             input_size_per_partition=k,
             is_k_full=True,
             bias=None if bias is None else marlin_utils.marlin_permute_bias(bias),
+        )
+
+
+class Machete:
+    """One layer of Machete's, packed once."""
+
+    def __init__(self, kernels: Kernels, qtensor: Any):
+        """`qtensor`: of w4a16, on the host."""
+        torch, self.ops, self.type = kernels.torch, kernels.ops, kernels.types.uint4b8
+        words = to_torch(torch, qtensor.qvalue).t()  # [K/8, N], column-major, as the prepacker wants it
+        self.scale = to_torch(torch, qtensor.scale).t().contiguous()  # [groups, N]
+        self.group = 8 * len(words) // len(self.scale)
+        self._types = {"a_type": torch.bfloat16, "b_type": self.type, "group_scales_type": torch.bfloat16}
+        self.packed = self.ops.machete_prepack_B(words, **self._types)
+
+    def schedules(self) -> list[str]:
+        """The names of those it has."""
+        return list(self.ops.machete_supported_schedules(**self._types))
+
+    def __call__(self, x: Any, schedule: str | None = None) -> Any:
+        """[M, K] -> [M, N], bfloat16 tensors of torch; schedule None: vLLM's choice."""
+        return self.ops.machete_mm(
+            a=x,
+            b_q=self.packed,
+            b_type=self.type,
+            b_group_scales=self.scale,
+            b_group_size=self.group,
+            schedule=schedule,
         )
 
 

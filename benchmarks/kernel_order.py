@@ -53,7 +53,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.extend.core import Primitive
 
-from benchmarks.gpu_linears import Kernels, inputs, to_torch
+from benchmarks.gpu_linears import Kernels, Machete, from_torch, inputs, to_torch
 from qarl_jax import quant
 from qarl_jax.quant import fp8, machete
 
@@ -219,10 +219,8 @@ def product(x: jax.Array, w: jax.Array, precision: Any = None) -> jax.Array:
 
 
 def bfloat16_of(torch: Any, tensor: Any) -> jax.Array:
-    """The same bits."""
-    return lax.bitcast_convert_type(
-        jnp.asarray(tensor.contiguous().view(torch.int16).cpu().numpy()), jnp.dtype("bfloat16")
-    )
+    """The same values."""
+    return jnp.asarray(from_torch(torch, tensor)).astype(jnp.bfloat16)
 
 
 def say(record: dict[str, Any]) -> dict[str, Any]:
@@ -231,30 +229,6 @@ def say(record: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---- w4a16 -----------------------------------------------------------------------------------------------------------
-
-
-class Machete:
-    """One layer of Machete's."""
-
-    def __init__(self, kernels: Kernels, qtensor: Any):
-        self.torch, self.ops, self.types = kernels.torch, kernels.ops, kernels.types
-        words = to_torch(self.torch, np.asarray(qtensor.qvalue)).t()
-        self.scale = to_torch(self.torch, np.asarray(qtensor.scale)).t().contiguous()
-        self.group = 8 * len(words) // len(self.scale)
-        types = {"a_type": self.torch.bfloat16, "b_type": self.types.uint4b8, "group_scales_type": self.torch.bfloat16}
-        self.packed = self.ops.machete_prepack_B(words, **types)
-        self.schedules: list[str] = list(self.ops.machete_supported_schedules(**types))
-
-    def __call__(self, x: Any, schedule: str | None = None) -> jax.Array:
-        y = self.ops.machete_mm(
-            a=x,
-            b_q=self.packed,
-            b_type=self.types.uint4b8,
-            b_group_scales=self.scale,
-            b_group_size=self.group,
-            schedule=schedule,
-        )
-        return bfloat16_of(self.torch, y)
 
 
 def tile_named(schedule: str) -> machete.Tile:
@@ -271,13 +245,14 @@ def w4a16(kernels: Kernels, k: int, n: int, rows: Sequence[int], seed: int, sche
     w, x = jnp.asarray(w_host), jnp.asarray(x_host)
     qtensor = quant.quantize(w, quant.on_engine(quant.parse_scheme("w4a16:g128"), NUMERICS))
     dequantized = quant.dequantize(qtensor).astype(jnp.bfloat16)
-    layer, x_torch, w_torch = Machete(kernels, qtensor), to_torch(torch, x_host), to_torch(torch, dequantized)
+    layer = Machete(kernels, jax.tree.map(np.asarray, qtensor))
+    x_torch, w_torch = to_torch(torch, x_host), to_torch(torch, np.asarray(dequantized))
     many = quant.dot(x, w, qtensor, numerics=NUMERICS)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     records = []
     for m in rows:
         padded, mine = x[: math.ceil(m / TILE_M) * TILE_M], x_torch[:m].contiguous()
-        engine = layer(mine)
+        engine = bfloat16_of(torch, layer(mine))
         exact = mine.double() @ w_torch.double().T
         plan = machete.plan(m, n, k, multiprocessors=processors)
 
@@ -311,7 +286,7 @@ def w4a16(kernels: Kernels, k: int, n: int, rows: Sequence[int], seed: int, sche
                     "chain": share(found["chain"], y),
                     "plan": share(in_order(planned(n, m, machete.plan(m, n, k, tile=tile_named(name)))), y),
                 }
-                for name, y in ((name, layer(mine, name)) for name in layer.schedules)
+                for name, y in ((name, bfloat16_of(torch, layer(mine, name))) for name in layer.schedules())
             }
         records.append(say(record))
     return records
