@@ -23,6 +23,8 @@ SIZES = {
     "0.6b": {"hidden": 1024, "inter": 3072, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "tied": True},
     "1.7b": {"hidden": 2048, "inter": 6144, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "tied": True},
     "8b": {"hidden": 4096, "inter": 12288, "layers": 36, "heads": 32, "kv": 8, "vocab": 151936, "tied": False},
+    "30b-a3b": {"hidden": 2048, "inter": 6144, "layers": 48, "heads": 32, "kv": 4, "vocab": 151936, "tied": False}
+    | {"experts": 128, "experts_per_token": 8, "expert_inter": 768},
 }
 
 
@@ -63,9 +65,21 @@ class Setting:
 def model_config(setting: Setting) -> models.ModelConfig:
     """The ModelConfig of a setting."""
     size = SIZES[setting.model]
-    values = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+    experts = (
+        {
+            "num_experts": size["experts"],
+            "num_experts_per_tok": size["experts_per_token"],
+            "moe_intermediate_size": size["expert_inter"],
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+        if "experts" in size
+        else {}
+    )
+    values = experts | {
+        "architectures": ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if experts else "qwen3",
         "hidden_size": size["hidden"],
         "intermediate_size": size["inter"],
         "num_hidden_layers": setting.layers or size["layers"],

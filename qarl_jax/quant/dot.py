@@ -29,7 +29,7 @@ from aqt.jax.v2 import aqt_dot_general, aqt_tensor
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from qarl_jax.quant import machete
+from qarl_jax.quant import grouped, machete
 from qarl_jax.quant.arithmetic import matmul_precision, round_to, tile_matmul
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
@@ -177,7 +177,11 @@ class Ragged:
 
     def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """int8 [M, K], int8 [E, N, K] -> int32 [M, N], exact."""
-        return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, preferred_element_type=jnp.int32)
+
+        def plain(x, w):
+            return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, preferred_element_type=jnp.int32)
+
+        return self._on_gpu(plain, functools.partial(grouped.product, dtype=jnp.int32), x, w)
 
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
         """[M, K] in compute dtype, [E, N, K] -> [M, N] in float32, or rounded once to another dtype."""
@@ -185,7 +189,7 @@ class Ragged:
         w = w.astype(x.dtype)
 
         def plain(x, w):
-            return self._float(x, jnp.swapaxes(w, 1, 2), out_dtype)
+            return self._float(x, w, out_dtype)
 
         # Experts whose inner values stay float32 come here upcast (`Linear.__call__`): they hold bfloat16 values still.
         return lax.platform_dependent(x, w, cpu=self._tiled(out_dtype), default=plain) if self.tiles else plain(x, w)
@@ -208,7 +212,7 @@ class Ragged:
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """float8 [M, K], float8 [E, N, K] -> float32 [M, N]."""
         # e4m3 codes are exact in bfloat16, which every backend's ragged product takes.
-        return self._float(x.astype(jnp.bfloat16), jnp.swapaxes(w.astype(jnp.bfloat16), 1, 2), jnp.float32)
+        return self._float(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), jnp.float32)
 
     def per_output(self, s: jax.Array) -> jax.Array:
         """[E, N] per-output values -> [M, N], each row its expert's."""
@@ -216,27 +220,37 @@ class Ragged:
 
     def grad_x(self, dy: jax.Array, w: jax.Array) -> jax.Array:
         """[M, N], [E, N, K] -> [M, K] in dy's dtype."""
-        return self._float(dy, w.astype(dy.dtype), dy.dtype, gradient=True)
+        return self._float(dy, w.astype(dy.dtype), dy.dtype, contract_last=False, gradient=True)
 
     def grad_w(self, dy: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
         """[M, N], [M, K] -> [E, N, K] in the master's dtype."""
         numbers = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=_DY_X, lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
         )
-        product = functools.partial(
+        plain = functools.partial(
             lax.ragged_dot_general, group_sizes=self.group_sizes, ragged_dot_dimension_numbers=numbers
         )
-        return self._either(product, dy, x.astype(dy.dtype), dtype, gradient=True)
+        kernel = functools.partial(grouped.weight_gradient, dtype=dtype)
+        return self._either(plain, kernel, dy, x.astype(dy.dtype), dtype, gradient=True)
 
-    def _float(self, x: jax.Array, w: jax.Array, out_dtype: Any, gradient: bool = False) -> jax.Array:
-        return self._either(functools.partial(lax.ragged_dot, group_sizes=self.group_sizes), x, w, out_dtype, gradient)
+    def _float(
+        self, x: jax.Array, w: jax.Array, out_dtype: Any, contract_last: bool = True, gradient: bool = False
+    ) -> jax.Array:
+        """[M, K] and [E, N, K], or [E, K, N] -> [M, N]."""
 
-    @staticmethod
-    def _either(product: Any, lhs: jax.Array, rhs: jax.Array, out_dtype: Any, gradient: bool = False) -> jax.Array:
-        """`product` accumulated in float32, as in `_float_dot_general`."""
+        def plain(x, w, **options):
+            return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2) if contract_last else w, self.group_sizes, **options)
+
+        kernel = functools.partial(grouped.product, dtype=out_dtype, contract_last=contract_last)
+        return self._either(plain, kernel, x, w, out_dtype, gradient)
+
+    def _either(
+        self, plain: Any, kernel: Any, lhs: jax.Array, rhs: jax.Array, out_dtype: Any, gradient: bool = False
+    ) -> jax.Array:
+        """A product accumulated in float32, as in `_float_dot_general`."""
 
         def upcast(lhs, rhs):
-            y = product(
+            y = plain(
                 lhs.astype(jnp.float32),
                 rhs.astype(jnp.float32),
                 precision=matmul_precision(jnp.float32, gradient=gradient),
@@ -245,11 +259,17 @@ class Ragged:
             return round_to(y, out_dtype)
 
         def native(lhs, rhs):
-            return _stored(product(lhs, rhs, preferred_element_type=out_dtype), out_dtype)
+            return _stored(plain(lhs, rhs, preferred_element_type=out_dtype), out_dtype)
 
         if lhs.dtype == jnp.float32:
             return upcast(lhs, rhs)
-        return lax.platform_dependent(lhs, rhs, cpu=upcast, default=native)
+        return self._on_gpu(native, kernel, lhs, rhs, cpu=upcast)
+
+    def _on_gpu(self, plain: Any, kernel: Any, lhs: jax.Array, rhs: jax.Array, **others: Any) -> jax.Array:
+        """`kernel` on an NVIDIA GPU that can have it, `plain` elsewhere."""
+        if grouped.serves(lhs, rhs):
+            others["cuda"] = lambda lhs, rhs: kernel(lhs, rhs, self.group_sizes)
+        return lax.platform_dependent(lhs, rhs, default=plain, **others)
 
 
 @dataclasses.dataclass(frozen=True)
