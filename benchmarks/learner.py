@@ -11,8 +11,8 @@ no fp32 master, the setting of the peer (transformers + torch.compile); with flo
 FLOPs are those of `qarl_jax.flops`.
 
 --peer is a command that does the same work and prints `RESULT ... tokens_per_s=X ...`; it runs first, alone on the GPU,
-and every line then has the ratio to it. Writes one JSON line per scheme to stdout, and all of them to --out. On a CPU:
-`--model tiny --rows 2 --seq 64`.
+and every line then has the ratio to it. Writes one JSON line per scheme to stdout, and all of them to --out; a scheme
+that does not fit has an "error" there, and the exit code is 1. On a CPU: `--model tiny --rows 2 --seq 64`.
 """
 
 from __future__ import annotations
@@ -96,21 +96,25 @@ def main(argv: list[str] | None = None) -> int:
     if peer:
         print(json.dumps({"peer": peer}), flush=True)
     fixed = {f.name: getattr(args, f.name) for f in dataclasses.fields(shapes.Setting) if f.name != "scheme"}
-    results = []
+    results: list[dict[str, Any]] = []
     for scheme in args.schemes:
         setting = shapes.Setting(scheme=scheme, **fixed)
-        result = measure(setting, args.steps, f"{args.profile}/{scheme}" if args.profile else "")
-        if peer:
-            result["of_the_peer"] = result["tokens_per_s"] / float(peer["tokens_per_s"])
-        if results:
-            result["of_the_first"] = result["tokens_per_s"] / results[0]["tokens_per_s"]
+        try:
+            result = measure(setting, args.steps, f"{args.profile}/{scheme}" if args.profile else "")
+        except jax.errors.JaxRuntimeError as error:  # out of memory, as a rule; the others may fit
+            result = dataclasses.asdict(setting) | {"error": str(error).split("\n")[0]}
+        else:
+            if peer:
+                result["of_the_peer"] = result["tokens_per_s"] / float(peer["tokens_per_s"])
+            if results and "error" not in results[0]:
+                result["of_the_first"] = result["tokens_per_s"] / results[0]["tokens_per_s"]
         results.append(result)
         print(json.dumps(result), flush=True)
+        if args.out:
+            with open(args.out, "w", encoding="utf-8") as file:
+                json.dump({"peer": peer, "results": results}, file, indent=1)
         jax.clear_caches()
-    if args.out:
-        with open(args.out, "w", encoding="utf-8") as file:
-            json.dump({"peer": peer, "results": results}, file, indent=1)
-    return 0
+    return int(any("error" in result for result in results))
 
 
 if __name__ == "__main__":
