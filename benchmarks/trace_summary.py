@@ -45,20 +45,22 @@ def newest(folder: str | pathlib.Path) -> pathlib.Path:
     return found[-1]
 
 
-def totals(events: Iterable[dict[str, Any]]) -> collections.Counter[str]:
-    """Microseconds per name, over the rows of devices if there are any; enclosing rows (steps, modules) left out."""
+def totals(events: Iterable[dict[str, Any]]) -> tuple[collections.Counter[str], collections.Counter[str]]:
+    """Microseconds and calls per name, of the rows of devices if there are any; enclosing rows (steps) left out."""
     events = list(events)
     processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     devices = {pid for pid, name in processes.items() if "/device:" in name and "CPU" not in name}
     out: collections.Counter[str] = collections.Counter()
+    calls: collections.Counter[str] = collections.Counter()
     for event in events:
         if event.get("ph") != "X" or (devices and event["pid"] not in devices):
             continue
         if devices and not re.search(r"stream|ops", threads.get((event["pid"], event["tid"]), "stream"), re.I):
             continue
         out[event["name"]] += event.get("dur", 0.0)
-    return out
+        calls[event["name"]] += 1
+    return out, calls
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,16 +71,17 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     path = newest(args.folder)
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        found = totals(json.load(file)["traceEvents"])
+        found, calls = totals(json.load(file)["traceEvents"])
     if args.by == "kind":
-        kinds: collections.Counter[str] = collections.Counter()
-        for name, us in found.items():
-            kinds[kind_of(name)] += us
-        found = kinds
+        kinds: tuple[collections.Counter[str], ...] = collections.Counter(), collections.Counter()
+        for kind, each in zip(kinds, (found, calls), strict=True):
+            for name, amount in each.items():
+                kind[kind_of(name)] += amount
+        found, calls = kinds
     whole = sum(found.values())
     print(f"{path}: {whole / 1e3:.2f} ms")
     for name, us in found.most_common(args.top):
-        print(f"{us / 1e3:10.3f} ms {us / max(whole, 1e-9):6.1%}  {name[:120]}")
+        print(f"{us / 1e3:10.3f} ms {us / max(whole, 1e-9):6.1%} {calls[name]:6d} x  {name[:120]}")
     return 0
 
 

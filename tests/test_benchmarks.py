@@ -60,7 +60,9 @@ def test_products_and_layers_are_timed_at_every_shape(capsys):
     lines = printed(capsys)
     assert {line["layer"] for line in lines} == {"q", "kv", "up", "down"}
     assert {line["kind"] for line in lines} >= {"bf16", "int8", "int8_kn", "fp8", "dot/bf16", "dot/w8a8", "dot/w4a16"}
-    assert all(line["tflops"] > 0 for line in lines)
+    refused = [line for line in lines if "refused" in line]
+    assert {(line["layer"], line["kind"]) for line in refused} == {("kv", "dot/w4a8_fp8")}  # N = 64
+    assert all(line["tflops"] > 0 for line in lines if line not in refused)
 
 
 @pytest.mark.slow
@@ -108,7 +110,7 @@ def test_a_trace_is_summed_over_the_devices_kernels_alone(tmp_path, capsys):
     assert trace_summary.main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "0.60 ms" in said
-    assert "0.500 ms  83.3%  nvjet_gemm" in said
+    assert "0.500 ms  83.3%      2 x  nvjet_gemm" in said
     assert "python" not in said
     assert "jit_step" not in said
     assert trace_summary.main([str(tmp_path), "--by", "kind"]) == 0

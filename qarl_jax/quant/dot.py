@@ -220,7 +220,7 @@ class Ragged:
 
     def grad_x(self, dy: jax.Array, w: jax.Array) -> jax.Array:
         """[M, N], [E, N, K] -> [M, K] in dy's dtype."""
-        return self._float(dy, w.astype(dy.dtype), dy.dtype, contract_last=False, gradient=True)
+        return self._float(dy, jnp.swapaxes(w.astype(dy.dtype), 1, 2), dy.dtype, gradient=True)
 
     def grad_w(self, dy: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
         """[M, N], [M, K] -> [E, N, K] in the master's dtype."""
@@ -233,16 +233,13 @@ class Ragged:
         kernel = functools.partial(grouped.weight_gradient, dtype=dtype)
         return self._either(plain, kernel, dy, x.astype(dy.dtype), dtype, gradient=True)
 
-    def _float(
-        self, x: jax.Array, w: jax.Array, out_dtype: Any, contract_last: bool = True, gradient: bool = False
-    ) -> jax.Array:
-        """[M, K] and [E, N, K], or [E, K, N] -> [M, N]."""
+    def _float(self, x: jax.Array, w: jax.Array, out_dtype: Any, gradient: bool = False) -> jax.Array:
+        """[M, K], [E, N, K] -> [M, N]."""
 
         def plain(x, w, **options):
-            return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2) if contract_last else w, self.group_sizes, **options)
+            return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, **options)
 
-        kernel = functools.partial(grouped.product, dtype=out_dtype, contract_last=contract_last)
-        return self._either(plain, kernel, x, w, out_dtype, gradient)
+        return self._either(plain, functools.partial(grouped.product, dtype=out_dtype), x, w, out_dtype, gradient)
 
     def _either(
         self, plain: Any, kernel: Any, lhs: jax.Array, rhs: jax.Array, out_dtype: Any, gradient: bool = False

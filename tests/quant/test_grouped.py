@@ -49,13 +49,12 @@ def reference(x, w, sizes):
     return out
 
 
-def check_product(m, n, k, sizes, dtype, contract_last, **options):
+def check_product(m, n, k, sizes, dtype, **options):
     x, w, _ = operands(m, n, k, len(sizes), dtype)
     want = reference(x, w, sizes)
     counts = jnp.array(sizes, jnp.int32)
     out = jnp.int32 if dtype == jnp.int8 else jnp.float32
-    given = w if contract_last else jnp.swapaxes(w, 1, 2)
-    got = jax.jit(lambda *a: grouped.product(*a, out, contract_last=contract_last, **options))(x, given, counts)
+    got = jax.jit(lambda *a: grouped.product(*a, out, **options))(x, w, counts)
     assert got.dtype == out
     if dtype == jnp.int8:
         np.testing.assert_array_equal(np.asarray(got), want)
@@ -75,10 +74,9 @@ def check_gradient(m, n, k, sizes, **options):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("contract_last", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16])
-def test_each_row_is_multiplied_with_its_groups_weight(case, contract_last, dtype):
-    check_product(*case, dtype, contract_last, tile=SMALL, interpret=True)
+def test_each_row_is_multiplied_with_its_groups_weight(case, dtype):
+    check_product(*case, dtype, tile=SMALL, interpret=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -112,8 +110,7 @@ def test_float32_and_meshes_that_cut_are_left_to_the_compiler():
 @pytest.mark.parametrize("case", CASES + LARGE, ids=str)
 def test_on_a_gpu(case):
     for dtype in (jnp.int8, jnp.bfloat16):
-        for contract_last in (True, False):
-            check_product(*case, dtype, contract_last)
+        check_product(*case, dtype)
     check_gradient(*case)
 
 
