@@ -61,6 +61,7 @@ SHAPES = {
     "0.6b": (1024, 3072, 28, 16, 8, 128, 151936, 0, 0),
     "8b": (4096, 12288, 36, 32, 8, 128, 151936, 0, 0),
     "30b-a3b": (2048, 6144, 48, 32, 4, 128, 151936, 128, 768),
+    "small-30b-a3b": (128, 256, 48, 2, 1, 64, 512, 128, 128),  # as many tensors, a CPU's size
 }
 PHASES = ("stage_s", "open_s", "validate_s", "drain_s", "load_s", "readback_s", "other_s", "total_s")
 

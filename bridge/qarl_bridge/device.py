@@ -22,6 +22,7 @@ from qarl_bridge.errors import BridgeError
 from qarl_bridge.transport import cuda_ipc, nccl
 
 _ROWS_AT_ONCE = 16_384  # 64 MiB
+_RUN_BYTES = 64 << 20  # tensors looked at at once: a mask of them takes as much
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -59,6 +60,7 @@ class DeviceCopy:
         self.manifest = manifest
         self.borrowed = borrowed
         self._buffer = buffer
+        self._views: dict[str, Any] = {}
         self._close: Callable[[], None] | None = close
 
     def _tensor(self, entry: wire.TensorEntry) -> Any:
@@ -75,35 +77,42 @@ class DeviceCopy:
 
     def validate(self) -> None:
         self._check_bytes()
-        checked, extremes, nan_bits = [], [], []
-        for entry in self.manifest.tensors:
-            if entry.nbytes == 0:
+        checked, extremes = [], []
+        for entries in _runs(self.manifest.tensors):
+            values = self._run(entries)
+            if entries[0].dtype == "float8_e4m3fn":
+                nan = ((values.view(torch.uint8) & 0x7F) == 0x7F).any(dim=1).float()
+                low = high = torch.where(nan > 0, torch.nan, nan)
+            elif values.dtype.is_floating_point:
+                low, high = torch.aminmax(values, dim=1)  # both NaN if anything is
+            else:
                 continue
-            tensor = self._tensor(entry)
-            if entry.dtype == "float8_e4m3fn":
-                nan_bits.append((entry, ((tensor.view(torch.uint8) & 0x7F) == 0x7F).any()))
-            elif tensor.dtype.is_floating_point:
-                low, high = torch.aminmax(tensor)  # both NaN if anything is
-                checked.append(entry)
-                extremes.append(torch.stack([low, high]).float())
-        for entry, found in nan_bits:
-            if bool(found):
-                raise staged.not_finite(entry)
+            checked += entries
+            extremes.append(torch.stack([low, high], dim=1).float())
         if not checked:
             return
-        values = torch.stack(extremes).cpu().numpy()
-        for entry, (low, high) in zip(checked, values, strict=True):
-            if not (np.isfinite(low) and np.isfinite(high)):
+        found = torch.cat(extremes).cpu().numpy()
+        for entry, (lowest, highest), finite in zip(checked, found, np.isfinite(found).all(axis=1), strict=True):
+            if not finite:
                 raise staged.not_finite(entry)
             if staged.is_scale(entry):
-                staged.check_scale_range(entry, float(low), float(high))
+                staged.check_scale_range(entry, float(lowest), float(highest))
+
+    def _run(self, entries: list[wire.TensorEntry]) -> Any:
+        """[tensors, elements]: one view of several tensors, see `_runs`."""
+        first, last = entries[0], entries[-1]
+        dtype = getattr(torch, first.dtype)
+        flat = self._buffer[first.offset : last.offset + last.nbytes].view(dtype)
+        step = (entries[1].offset - first.offset) // dtype.itemsize if len(entries) > 1 else 1
+        return flat.as_strided((len(entries), first.nbytes // dtype.itemsize), (step, 1))
 
     def tensors(self) -> dict[str, Any]:
-        return {entry.name: self._tensor(entry) for entry in self.manifest.tensors}
+        if not self._views:  # asked for twice in every publish
+            self._views = {entry.name: self._tensor(entry) for entry in self.manifest.tensors}
+        return self._views
 
     def at_the_door(self) -> Iterator[tuple[str, Any]]:
-        for entry in self.manifest.tensors:
-            yield entry.name, self._tensor(entry)
+        yield from self.tensors().items()
 
     def confirm(self) -> None:
         try:
@@ -115,8 +124,27 @@ class DeviceCopy:
     def close(self) -> None:
         close, self._close = self._close, None
         if close is not None:
-            self._buffer = None
+            self._buffer, self._views = None, {}
             close()
+
+
+def _runs(entries: list[wire.TensorEntry]) -> list[list[wire.TensorEntry]]:
+    """Tensors of one dtype and size at equal distances (an expert's scale, in every expert), to be looked at at once.
+
+    Empty tensors are left out.
+    """
+    runs: list[list[wire.TensorEntry]] = []
+    last: dict[tuple[str, int], list[wire.TensorEntry]] = {}
+    for entry in entries:
+        if entry.nbytes == 0:
+            continue
+        run = last.get((entry.dtype, entry.nbytes))
+        is_regular = run is None or len(run) < 2 or entry.offset - run[-1].offset == run[1].offset - run[0].offset
+        if run is None or not is_regular or (len(run) + 1) * entry.nbytes > _RUN_BYTES:
+            run = last[entry.dtype, entry.nbytes] = []
+            runs.append(run)
+        run.append(entry)
+    return runs
 
 
 class _Span:

@@ -96,6 +96,8 @@ def _prepare_environment(w4a8: bool) -> None:
     # anybody else wants a core: sleeping after a short spin made decoding 3-13x faster on a busy 2-core host.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     os.environ.setdefault("KMP_BLOCKTIME", "1")
+    # Staged tensors are read only, and nothing writes to them.
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
 
 
 def _isa(torch: Any) -> str:
@@ -112,12 +114,10 @@ def _isa(torch: Any) -> str:
 def _torch_view(torch: Any, array: np.ndarray) -> Any:
     """A torch tensor on the same memory; bf16 and fp8 go by their bits, which numpy cannot name natively."""
     name = wire.dtype_name(array.dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "not writable": right, and nothing writes
-        if name in ("bfloat16", "float8_e4m3fn"):
-            bits = array.view(np.uint16 if name == "bfloat16" else np.uint8)
-            return torch.from_numpy(bits).view(getattr(torch, name))
-        return torch.from_numpy(array)
+    if name in ("bfloat16", "float8_e4m3fn"):
+        bits = array.view(np.uint16 if name == "bfloat16" else np.uint8)
+        return torch.from_numpy(bits).view(getattr(torch, name))
+    return torch.from_numpy(array)
 
 
 # ISA -> the learner's `quant.numerics` profile.
@@ -328,7 +328,6 @@ class VllmEngine:
                     self._whole.load(named)
                 self._whole_is_proved = True
             else:
-                self._worker.reload(named.items())
                 self._prove_whole(named)
         else:
             self._worker.reload((name, self._tensor(array)) for name, array in tensors)
@@ -336,12 +335,14 @@ class VllmEngine:
         self._worker.forget()
 
     def _prove_whole(self, named: Mapping[str, Any]) -> None:
-        """Once, after the first load: may the next ones go module by module? See whole_modules.py."""
+        """The first load: may it, and the next ones, go module by module? See whole_modules.py."""
         from qarl_bridge import whole_modules
 
         assert self._whole is not None
+        sample = self._whole.sample(named)
+        self._worker.reload((name, named[name].cpu()) for names in sample.values() for name in names)
         with self._worker.config():
-            reason = whole_modules.prove(self._whole, named)
+            reason = whole_modules.prove(self._whole, named, sample)
         if reason:
             self._whole = None
             self._worker.reload(named.items())

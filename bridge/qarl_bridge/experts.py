@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from qarl_bridge.errors import BridgeError
 Verdict = tuple[Callable[[], None], Any]
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
+_PARTS_OF = {"w13": _PARTS[:2], "w2": _PARTS[2:]}
 _ROWS = 16  # random rows per layer, at least; more where it takes more for every expert to have one
 _SAMPLED = 8  # experts compared value by value in "sampled" mode
 # Largest relative L2 distance of a row, by what the activations are rounded to on their way.
@@ -83,19 +84,21 @@ class Staged:
     names: tuple[str, ...]
 
     @staticmethod
-    def find(prefix: str, tensors: Mapping[str, Any]) -> Staged | None:
-        """The experts published under `prefix`, if any."""
-        weights, scales, names = {}, {}, []
+    def by_layer(tensors: Mapping[str, Any]) -> dict[str, Staged]:
+        """All published experts, by the prefix of their layer ("model.layers.0.mlp.experts")."""
+        found: dict[str, tuple[dict, dict, list[str]]] = {}
         for name, tensor in tensors.items():
-            if not name.startswith(f"{prefix}."):
+            prefix, is_expert, rest = name.partition(".experts.")
+            if not is_expert:
                 continue
+            weights, scales, names = found.setdefault(f"{prefix}.experts", ({}, {}, []))
             names.append(name)
-            number, part, leaf = name[len(prefix) + 1 :].split(".")
+            number, part, leaf = rest.split(".")
             if leaf in ("weight", "weight_packed"):
                 weights[int(number), part] = tensor
             elif leaf == "weight_scale":
                 scales[int(number), part] = tensor
-        return Staged(weights, scales, tuple(names)) if weights else None
+        return {prefix: Staged(weights, scales, tuple(names)) for prefix, (weights, scales, names) in found.items()}
 
     @property
     def num_experts(self) -> int:
@@ -104,26 +107,46 @@ class Staged:
 
     def codes(self, expert: int, part: str) -> Any:
         """[N, K]: the codes of one matrix, unpacked."""
-        words = self.weights[expert, part]
-        if words.dtype != torch.int32:
-            return words
-        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-        return (((words.unsqueeze(-1) >> shifts) & 0xF) - 8).reshape(words.shape[0], -1)
+        return _codes(self.weights[expert, part])
 
     def served(self, expert: int, part: str) -> Any:
         """[N, K] float32: the weight the codes stand for, rounded to bf16 for int4."""
-        codes = self.codes(expert, part).float()
-        if not self.scales:
-            return codes
-        scale = self.scales[expert, part].float()
-        if self.weights[expert, part].dtype != torch.int32:
-            return codes * scale.reshape(-1, 1)
-        return (codes * scale.repeat_interleave(codes.shape[1] // scale.shape[1], dim=1)).bfloat16().float()
+        return _served(self.weights[expert, part], self.scales.get((expert, part)))
 
     def matrix(self, expert: int, which: str, of: Callable[[int, str], Any]) -> Any:
         """What `of` gives for "w13" (gate above up) or "w2" (down) of one expert."""
-        parts = _PARTS[:2] if which == "w13" else _PARTS[2:]
-        return torch.cat([of(expert, part) for part in parts])
+        return torch.cat([of(expert, part) for part in _PARTS_OF[which]])
+
+    def matrices(self, experts: Sequence[int], which: str) -> Any:
+        """[experts, N, K] float32: `matrix` of several, as served; a few operations for all of them."""
+
+        def stack(of: Mapping[tuple[int, str], Any], part: str) -> Any:
+            return torch.stack([of[expert, part] for expert in experts])
+
+        parts = [
+            _served(stack(self.weights, part), stack(self.scales, part) if self.scales else None)
+            for part in _PARTS_OF[which]
+        ]
+        return torch.cat(parts, dim=1)
+
+
+def _codes(words: Any) -> Any:
+    """[..., N, K] of what is on the wire; int4: of words [..., N, K/8]."""
+    if words.dtype != torch.int32:
+        return words
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return (((words.unsqueeze(-1) >> shifts) & 0xF) - 8).flatten(-2)
+
+
+def _served(words: Any, scale: Any | None) -> Any:
+    """[..., N, K] float32; scale [..., N, groups]."""
+    codes = _codes(words).float()
+    if scale is None:
+        return codes
+    scale = scale.float()
+    if words.dtype != torch.int32:
+        return codes * scale
+    return (codes * scale.repeat_interleave(codes.shape[-1] // scale.shape[-1], dim=-1)).bfloat16().float()
 
 
 def read_back(
@@ -201,24 +224,27 @@ def _functional(
     # Place j of row r goes to the picked expert number (r k + j) mod their count, so that every one is asked.
     places = np.arange(rows * k).reshape(rows, k) % number
     ids = torch.from_numpy(experts[places].astype(np.int32)).to(device)
-    weights = torch.from_numpy(rng.uniform(0.5, 1.5, (rows, k)).astype(np.float32)).to(device)
+    weights = rng.uniform(0.5, 1.5, (rows, k)).astype(np.float32)
     arguments: dict[str, Any] = {
         "layer": module,
         "x": x.clone(),  # a kernel may write into it
-        "topk_weights": weights,
+        "topk_weights": torch.from_numpy(weights).to(device),
         "topk_ids": ids.to(method.topk_indices_dtype or torch.int32),
     }
     accepted = inspect.signature(method.apply).parameters
     arguments |= {extra: None for extra in ("shared_experts", "shared_experts_input") if extra in accepted}
     got = method.apply(**arguments).double()
+    # Every expert over every row, a few experts at once: few operations, and nothing is waited for. Rows it was not
+    # asked for weigh 0.
+    share = np.zeros((rows, number))
+    np.put_along_axis(share, places, weights, axis=1)
     wanted = torch.zeros((rows, width), dtype=torch.float64, device=device)
-    for expert in experts.tolist():
-        at, place = (ids == expert).nonzero(as_tuple=True)
-        first = staged.matrix(expert, "w13", staged.served).to(device).double()
-        gate, up = (x[at].double() @ first.t()).chunk(2, dim=1)
-        hidden = torch.nn.functional.silu(gate) * up
-        second = staged.matrix(expert, "w2", staged.served).to(device).double()
-        wanted.index_add_(0, at, weights[at, place].double().unsqueeze(1) * (hidden @ second.t()))
+    for start in range(0, number, _SAMPLED):
+        few = slice(start, start + _SAMPLED)
+        first, second = (staged.matrices(experts[few].tolist(), which).to(device).double() for which in ("w13", "w2"))
+        gate, up = (x.double() @ first.mT).chunk(2, dim=-1)  # [few, rows, F]
+        out = (torch.nn.functional.silu(gate) * up) @ second.mT
+        wanted += (out * torch.from_numpy(share[:, few].T.copy()).to(device).unsqueeze(-1)).sum(dim=0)
     distance = (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-30)
     limit = _TOLERANCE[_activations(staged, w4a8)]
     wrong = ~(distance <= limit) & ~((wanted.norm(dim=1) == 0) & (got.norm(dim=1) == 0))  # NaN is wrong, too

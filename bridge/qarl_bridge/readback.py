@@ -202,11 +202,12 @@ class ReadBack:
         seen: set[str] = set()
         verdicts: list[tuple[Callable[[], None], Any]] = []  # how to explain it, whether it is wrong
         asked: Iterator[Columns]
+        banks = experts.Staged.by_layer(tensors)
         sampled: dict[int, Columns] = {}  # by width; all layers of a width are asked for the same inputs
         with torch.inference_mode(), self._context():
             for name, module in self._modules.items():
                 if experts.is_experts(module):
-                    staged = experts.Staged.find(experts.prefix_of(name), tensors)
+                    staged = banks.get(experts.prefix_of(name))
                     if staged is None:
                         raise BridgeError(f"read-back: no experts were published for {name}", "engine")
                     found, pushed = experts.read_back(

@@ -27,6 +27,7 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -149,6 +150,8 @@ class Worker:
         self._worker = engine.model_executor.driver_worker.worker
         self.model = self._worker.get_model()
         self.runner = self._worker.model_runner
+        # It warns of every module that a reload was not meant for; what they hold is the read-back's business.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     def config(self) -> contextlib.AbstractContextManager:
         """The config context some layers look up while they are rebuilt."""
@@ -162,7 +165,7 @@ class Worker:
             if tensors is None:
                 self._worker.reload_weights()
             else:
-                self._worker.reload_weights(weights_iterator=tensors)
+                self._worker.reload_weights(weights_iterator=_in_loading_order(tensors))
 
     def forget(self) -> None:
         """Drop every cached prefix, and zero the cache: a NaN of old weights would live on in reused pages."""
@@ -171,6 +174,26 @@ class Worker:
         for cache in self.runner.kv_caches:
             for tensor in _tensors(cache):
                 tensor.zero_()
+
+
+def _in_loading_order(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The shapes of a layer's int4 experts after the rest of that layer.
+
+    vLLM counts elements to know when a layer is complete. Every expert's gate and up have a shape each, for which there
+    is one place: counted twice, they complete a layer of many small experts before its last tensors have come.
+    """
+    layer = ""
+    shapes: list[tuple[str, Any]] = []
+    for name, tensor in tensors:
+        of = name[: name.find(".experts.") + 1]
+        if of != layer:
+            yield from shapes
+            layer, shapes = of, []
+        if of and name.endswith(".weight_shape"):
+            shapes.append((name, tensor))
+        else:
+            yield name, tensor
+    yield from shapes
 
 
 def _tensors(cache: Any) -> Iterator[Any]:

@@ -125,6 +125,48 @@ def test_a_version_on_a_device_with_a_bad_scale_is_refused(bad):
     assert error.value.code == "tensor"
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("bad", [0, 3, 11, 12, None])
+def test_tensors_that_are_looked_at_together_are_told_apart(dtype, bad):
+    """Experts' weights and scales take turns, at equal distances, and then other layers begin."""
+    torch = pytest.importorskip("torch")
+    import ml_dtypes  # noqa: F401  (numpy learns its names)
+    from qarl_bridge import device, sender, wire
+    from qarl_bridge.errors import BridgeError
+
+    numpy_dtype = wire.DTYPES[dtype]
+    arrays = {}
+    for number in range(13):
+        gap = 5000 if number > 7 else 3000  # equal distances end here
+        arrays[f"experts.{number}.weight_packed"] = np.zeros(gap, np.int32)
+        arrays[f"experts.{number}.other"] = np.full((3, 5), 1 + number, np.float32).astype(numpy_dtype)
+    arrays["norm"] = np.ones((7,), np.float32).astype(numpy_dtype)
+    if bad is not None:
+        arrays[f"experts.{bad}.other"][1, 2] = np.nan
+    entries, chunks, end = [], [], 0
+    for name, array in arrays.items():
+        raw = array.tobytes()
+        digest = fingerprint.digest(raw)
+        entries.append(
+            wire.TensorEntry(
+                name=name, dtype=dtype if array.dtype == numpy_dtype else "int32", shape=list(array.shape),
+                offset=end, nbytes=len(raw), digest=digest,
+            )
+        )  # fmt: skip
+        chunks.append(raw.ljust(sender.align(len(raw)), b"\0"))
+        end += sender.align(len(raw))
+    runs = device._runs(entries)
+    assert sorted(len(run) for run in runs if run[0].dtype != "int32") == [1, 5, 8]
+    manifest = sender.manifest_of(
+        entries, version=bridge_world.staged(0).manifest.version, model=b"m" * 16, scheme=b"s" * 16
+    )
+    copy = device.DeviceCopy(manifest, torch.frombuffer(bytearray(b"".join(chunks)), dtype=torch.uint8))
+    if bad is None:
+        return copy.validate()
+    with pytest.raises(BridgeError, match=rf"experts\.{bad}\.other holds NaN"):
+        copy.validate()
+
+
 def test_torch_computes_the_same_sums():
     torch = pytest.importorskip("torch")
     from qarl_bridge import device

@@ -196,7 +196,7 @@ def test_a_tied_head_is_pushed_through_although_only_the_embedding_was_published
 
 # ---- fused experts --------------------------------------------------------------------------------------------------
 
-E, HIDDEN, INNER = 4, 32, 16
+E, HIDDEN, INNER = 10, 32, 16  # more experts than are multiplied at once
 LAYER = "model.layers.0.mlp.experts"
 
 
@@ -261,7 +261,7 @@ def test_wrong_experts_are_found(what):
 
 
 def test_experts_without_a_live_bank_are_an_error():
-    with pytest.raises(BridgeError, match="no live layer for 12 tensor"):
+    with pytest.raises(BridgeError, match="no live layer for 30 tensor"):
         read_back({}, bank())
 
 
@@ -304,6 +304,63 @@ def test_a_parameter_that_is_not_published_sends_everything_to_vllms_loader():
     (source,) = whole_modules._sources("model.layers.0.self_attn.qkv_proj", {"weight": None}, tensors)
     with pytest.raises(whole_modules.Unsupported, match="does not make weight"):
         whole_modules._assemble(source, torch.empty(31, 64, dtype=torch.int8), tensors, "cpu")
+
+
+def test_a_fused_parameter_is_put_together_in_the_layout_its_kernel_wants():
+    tensors = bank()
+    source = whole_modules._sources(f"{LAYER}.routed_experts", {"w2_weight": None}, tensors)[0]
+    like = torch.empty(E, INNER, HIDDEN, dtype=torch.bfloat16)
+    like.is_transposed = True  # as vLLM marks it
+    assert torch.equal(whole_modules._assemble(source, like, tensors, "cpu"), Experts(tensors).w2_weight.mT)
+
+
+def test_two_modules_of_every_kind_are_given_to_vllms_loader():
+    model = torch.nn.Module()
+    tensors = {"model.embed_tokens.weight": bf16(24, 16)}
+    model.embed_tokens = dense(tensors["model.embed_tokens.weight"])
+    model.layers = torch.nn.ModuleList()
+    for number in range(5):
+        layer = torch.nn.Module()
+        prefix = f"model.layers.{number}"
+        layer.qkv_proj, layer.norm = dense(bf16(24, 16)), Live(None, weight=bf16(16))
+        layer.experts = torch.nn.Module()
+        layer.experts.routed_experts = Experts(bank())
+        model.layers.append(layer)
+        width = 32 if number == 4 else 16  # a kind of its own
+        tensors |= {f"{prefix}.{part}_proj.weight": bf16(8, width) for part in "qkv"}
+        tensors |= {f"{prefix}.norm.weight": bf16(16)}
+        tensors |= {name.replace(LAYER, f"{prefix}.experts"): tensor for name, tensor in bank().items()}
+    outer = torch.nn.Module()
+    outer.model = model
+    found = whole_modules.WholeModules(outer, None).sample(tensors)
+    layers = [f"model.layers.{number}" for number in range(5)]
+    assert set(found) == {
+        "model.embed_tokens",
+        *(f"{layers[number]}.qkv_proj" for number in (0, 3, 4)),
+        *(f"{layers[number]}.norm" for number in (0, 4)),
+        *(f"{layers[number]}.experts.routed_experts" for number in (0, 4)),
+    }
+    assert sorted(found[f"{layers[3]}.qkv_proj"]) == [f"{layers[3]}.{part}_proj.weight" for part in "kqv"]
+    assert len(found[f"{layers[4]}.experts.routed_experts"]) == 3 * E
+    state = whole_modules.WholeModules(outer, None)
+    before = state.state(found)
+    model.layers[1].norm.weight.data += 1  # not of the sample
+    model.layers[4].norm.weight.data += 1
+    after = state.state(found)
+    assert [name for name in before if before[name] != after[name]] == ["model.layers.4.norm.weight"]
+
+
+def test_the_shapes_of_a_layers_experts_come_after_its_other_tensors():
+    leaves = ("weight_packed", "weight_scale", "weight_shape")
+    experts = [f"model.layers.{n}.mlp.experts.{e}.up_proj.{leaf}" for n in (0, 1) for e in (0, 1) for leaf in leaves]
+    before, after = [f"model.layers.0.mlp.gate.{leaf}" for leaf in leaves], ["model.norm.weight"]
+    given = [(name, number) for number, name in enumerate([*before, *experts, *after])]
+    got = list(vllm_versions._in_loading_order(given))
+    assert sorted(got, key=lambda pair: pair[1]) == given
+    wanted = [*before]
+    for layer in (experts[:6], experts[6:]):
+        wanted += [n for n in layer if not n.endswith("shape")] + [n for n in layer if n.endswith("shape")]
+    assert [name for name, _ in got] == [*wanted, *after]
 
 
 # ---- versions -------------------------------------------------------------------------------------------------------
