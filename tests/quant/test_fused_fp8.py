@@ -132,8 +132,8 @@ def test_outputs_and_gradients_of_a_layer_are_the_same_with_and_without(monkeypa
     assert float(jnp.abs(got[1][1]).max()) > 0
 
 
-def lowered(platform, experts=False):
-    """A layer of 96 rows with its gradient, as StableHLO."""
+def traced(experts=False):
+    """A layer of 96 rows with its gradient, for every platform."""
     n, k = 256, 384
     shape = (2, n, k) if experts else (n, k)
     qt = quant.quantize(jnp.zeros(shape), fp8.Config())
@@ -146,8 +146,12 @@ def lowered(platform, experts=False):
             y = quant.dot.__wrapped__(x, master, qt, numerics=CUDA)
         return jnp.sum(jnp.square(y.astype(jnp.float32)))  # its gradient takes y
 
-    trace = jax.jit(jax.grad(loss, (0, 1))).trace(x, jax.ShapeDtypeStruct(shape, jnp.float32))
-    return trace.lower(lowering_platforms=(platform,)).as_text()
+    return jax.jit(jax.grad(loss, (0, 1))).trace(x, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def lowered(platform):
+    """The same as StableHLO."""
+    return traced().lower(lowering_platforms=(platform,)).as_text()
 
 
 def hopper(monkeypatch, devices=1):
@@ -168,8 +172,10 @@ def test_a_dense_layer_on_a_hopper_gpu_takes_the_kernel_without_being_asked(monk
     assert "f8E4M3FN>) -> tensor<96x256xf32>" in text
     monkeypatch.undo()
     hopper(monkeypatch)
-    for text in (lowered("cpu"), lowered("tpu"), lowered("cuda", experts=True)):
-        assert "mosaic_gpu" not in text
+    assert "hopper_e4m3" in str(traced().jaxpr)
+    assert "hopper_e4m3" not in str(traced(experts=True).jaxpr)
+    for platform in ("cpu", "tpu"):
+        assert "mosaic_gpu" not in lowered(platform)
 
 
 def test_it_serves_few_rows_but_only_what_the_engines_kernel_multiplies_too(monkeypatch):
