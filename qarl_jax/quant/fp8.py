@@ -27,7 +27,8 @@ what torch's reference loop does up to summation order.
 
 **Left out.** Block scales (DeepSeek's 128 x 128), e5m2 gradients, static activation scales.
 
-Sources: FP8 formats, arXiv 2209.05433; QuRL; vLLM csrc/quantization/w8a8/fp8.
+Sources: FP8 formats, arXiv 2209.05433; QuRL; vLLM csrc/quantization/w8a8/fp8, and for the product
+w8a8/cutlass/c3x/scaled_mm_sm90_fp8_dispatch.cuh.
 """
 
 from __future__ import annotations

@@ -185,6 +185,17 @@ def test_hoppers_product_equals_the_scheme_to_the_last_bit(shape, tile):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shape", [(70, 96, 200), (3, 130, 128)], ids=str)
+def test_hoppers_product_takes_a_bias_and_fills_up_what_no_tile_divides(shape):
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    x, qt, b = operands(*shape, bias=True)
+    want, (x_q, s_x) = scheme(x, qt, b)
+    got = hopper_product.product(x_q, s_x, qt.qvalue, qt.scale[:, 0], b[0], blocks=2, interpret=InterpretGPUParams())
+    assert_equal_bits(got, want)
+
+
+@pytest.mark.slow
 def test_hoppers_product_takes_whole_tiles_without_a_bias_and_tritons_the_rest(monkeypatch):
     taken = []
 
