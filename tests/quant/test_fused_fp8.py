@@ -77,6 +77,7 @@ def test_every_tile_equals_the_formula_where_the_sum_is_exact(shape, tile, bias)
     assert_equal_bits(got, formula(*args))
 
 
+@pytest.mark.slow
 def test_the_order_of_the_two_scales_is_the_one_asked_for():
     args = codes(64, 128, 128)
     got = {
