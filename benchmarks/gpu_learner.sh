@@ -10,6 +10,7 @@
 #   kernels                    GEMMs with and without autotuning; attention, plain and packed
 #   memory                     peaks of 8B Muon at 16k tokens by where and how its state is kept, beside the plan
 #   profile                    one profiled step of bf16 and w8a8, summarised
+#   fp8                        a step of 8B fp8 as vLLM on CUDA computes it, with XLA's products and with the kernel's
 #   tests                      the tests that need a GPU
 #   step                       the whole step ($SPEEDS: "bf16=N w8a8=N fp8=N w4a16=N", the engine's tokens/s)
 #
@@ -40,6 +41,12 @@ case "$part" in
     for scheme in bf16 w8a8; do
       "$python" -m benchmarks.trace_summary "$out/profile/$scheme" | tee "$out/profile_$scheme.txt"
       "$python" -m benchmarks.trace_summary "$out/profile/$scheme" --by kind
+    done
+    ;;
+  fp8)
+    for kernels in xla hopper; do
+      timeout 265 "$python" -m benchmarks.learner --model 8b --schemes fp8 --engine cuda --kernels "$kernels" \
+        --remat "${REMAT:-dots}" --out "$out/learner_fp8_$kernels.json"
     done
     ;;
   tests) JAX_PLATFORMS=cuda,cpu timeout 530 "$python" -m pytest -q -m gpu -n 0 tests/quant tests/models ;;

@@ -31,6 +31,7 @@ import numpy as np
 from benchmarks import shapes
 from benchmarks.timing import seconds_of
 from qarl_jax import flops, models, sharding
+from qarl_jax.types import UserError
 
 
 def run_peer(command: str) -> dict[str, str]:
@@ -101,6 +102,8 @@ def main(argv: list[str] | None = None) -> int:
         setting = shapes.Setting(scheme=scheme, **fixed)
         try:
             result = measure(setting, args.steps, f"{args.profile}/{scheme}" if args.profile else "")
+        except UserError as error:
+            parser.error(str(error))
         except jax.errors.JaxRuntimeError as error:  # out of memory, as a rule; the others may fit
             result = dataclasses.asdict(setting) | {"error": str(error).split("\n")[0]}
         else:

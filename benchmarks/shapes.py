@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from qarl_jax import models, optimizer, plan
 from qarl_jax.learner import Learner, Options
 from qarl_jax.loss import get_loss
-from qarl_jax.quant import fused_int8, resolve
+from qarl_jax.quant import fused, resolve
 from qarl_jax.types import TrainBatch
 
 SIZES = {
@@ -40,8 +40,8 @@ class Setting:
       master: dtype of parameters. grad: of gradients.
       remat, attention, chunk, optimizer: as in a run's config.
       moments: dtype of the optimizer's moments; "": the master's. offload: they rest on the host.
-      kernels: of `w8a8`'s forward on a Hopper GPU, "PRODUCT/ROWS" of `fused_int8.Kernels`, as hopper/triton; "": its
-        default.
+      kernels: of the scheme's forward on a Hopper GPU, as `fused.choose` takes them: xla, hopper, and for `w8a8` triton
+        and hopper/triton, too; "": the scheme's default.
     """
 
     model: str = "1.7b"
@@ -116,8 +116,7 @@ def optimizer_config(setting: Setting) -> optimizer.Config:
 def make_learner(setting: Setting, mesh: Mesh) -> tuple[Learner, Any, Any]:
     """(learner, abstract params, abstract QTensors): GRPO, one update of one micro-batch."""
     if setting.kernels:  # of the whole process
-        product, _, rows = setting.kernels.partition("/")
-        fused_int8.CHOSEN = fused_int8.Kernels(product=product, rows=rows or "xla")  # type: ignore[arg-type]
+        fused.choose(setting.scheme, setting.kernels)
     graphdef, params, qweights = models.split(models.abstract_model(model_config(setting)))
     options: dict[str, Any] = {"grad_dtype": setting.grad}
     made = Learner(

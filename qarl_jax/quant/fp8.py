@@ -14,9 +14,11 @@ A zero row gets the scale 2**-23.
 Which of the two the engine runs depends on its execution mode; the wrong one changes up to 19 % of outputs.
 
 **Product.** acc = sum_k x_q q in float32, y = bf(s_x * (s_w * acc) + b). On sm90 vLLM's CUTLASS kernel accumulates in
-the tensor cores' reduced precision, and swaps operands (and with them the rescale order) for 64 rows or fewer, so this
-scheme is close, not bit-equal; asking XLA for fast accumulation by name changed nothing (docs/numerics.md). On CPU the
-codes are multiplied as float32, exactly what torch's reference loop does up to summation order.
+the tensor cores' reduced precision, and swaps operands (and with them the rescale order) for 64 rows or fewer. On a
+Hopper GPU under `cuda` a kernel of our own accumulates the same way, one bias fused into the last multiplication
+(`hopper_product.py`, by `fused.py`). Elsewhere the compiler does, and this scheme is close, not bit-equal; asking XLA
+for fast accumulation by name changed nothing (docs/numerics.md). On CPU the codes are multiplied as float32, exactly
+what torch's reference loop does up to summation order.
 
 **Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x).
 
@@ -25,7 +27,8 @@ codes are multiplied as float32, exactly what torch's reference loop does up to 
 
 **Left out.** Block scales (DeepSeek's 128 x 128), e5m2 gradients, static activation scales.
 
-Sources: FP8 formats, arXiv 2209.05433; QuRL; vLLM csrc/quantization/w8a8/fp8.
+Sources: FP8 formats, arXiv 2209.05433; QuRL; vLLM csrc/quantization/w8a8/fp8, and for the product
+w8a8/cutlass/c3x/scaled_mm_sm90_fp8_dispatch.cuh.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from qarl_jax.quant import int8
-from qarl_jax.quant.arithmetic import divide, round_bf16
+from qarl_jax.quant import fused, int8
+from qarl_jax.quant.arithmetic import divide, round_bf16, round_to
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
 
@@ -102,8 +105,19 @@ def quantize_rows(x: Float[Array, "M K"], numerics: Numerics) -> tuple[Float[Arr
 def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     """The engine's layer; arguments and results as in `w8a8.forward`."""
     x_q, s_x = quantize_rows(x, numerics)
-    y = s_x * (product.per_output(qt.scale[..., 0]) * product.float8(x_q, qt.qvalue))
-    return (y if bias is None else y + bias), (x_q, s_x)
+    operands = x_q, s_x, qt.qvalue, qt.scale, bias
+
+    def plain(x_q, s_x, codes, scale, bias):
+        y = s_x * (product.per_output(scale[..., 0]) * product.float8(x_q, codes))
+        return y if bias is None else y + bias
+
+    if not (product.dense and fused.serves(NAME, x, qt.qvalue.shape, numerics)):
+        return plain(*operands), (x_q, s_x)
+
+    def rounded(*operands):
+        return round_to(plain(*operands), x.dtype)
+
+    return lax.platform_dependent(*operands, cuda=fused.float8, default=rounded), (x_q, s_x)
 
 
 saved_activation = int8.saved_activation

@@ -18,7 +18,7 @@ order of the two float32 multiplications and where the bias enters:
 
 The order moves float32 results by one ulp, so one bfloat16 output in a hundred thousand. The activation code matters
 far more: x * (1 / s_x) in place of x * (127 / am) flips codes and changes 4 % of bfloat16 outputs (K = 512, Gaussian).
-On a Hopper GPU product, rescale, bias and rounding can be one kernel, with the same bits: `fused_int8.py`.
+On a Hopper GPU product, rescale, bias and rounding can be one kernel, with the same bits: `fused.py`.
 
 **Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x). The activation codes are what is kept for
 it: K + 4 bytes per token instead of 2K or 4K.
@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from qarl_jax.quant import fused_int8, int8
+from qarl_jax.quant import fused, int8
 from qarl_jax.quant.arithmetic import add_separately, divide, fused_multiply_add, round_bf16, round_to
 from qarl_jax.quant.int8 import quantize_rows
 from qarl_jax.quant.numerics import Numerics
@@ -96,15 +96,15 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
       backward.
     """
     plain = functools.partial(_forward, numerics=numerics, product=product)
-    if not (product.dense and fused_int8.serves(x, qt.qvalue.shape[0], numerics)):
+    if not (product.dense and fused.serves(NAME, x, qt.qvalue.shape, numerics)):
         return plain(x, qt.qvalue, qt.scale, bias)
 
     def rounded(*operands):
         y, used = plain(*operands)
         return round_to(y, x.dtype), used
 
-    fused = functools.partial(fused_int8.layer, numerics=numerics)
-    return lax.platform_dependent(x, qt.qvalue, qt.scale, bias, cuda=fused, default=rounded)
+    kernels = functools.partial(fused.layer, numerics=numerics)
+    return lax.platform_dependent(x, qt.qvalue, qt.scale, bias, cuda=kernels, default=rounded)
 
 
 def _forward(x, codes, scale, bias, *, numerics: Numerics, product):

@@ -1,12 +1,16 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`w8a8`'s product with its rescale in Pallas' Mosaic GPU, for Hopper alone: `int8_kernels.product` to the last bit.
+"""Products of 8-bit codes with their rescale in Pallas' Mosaic GPU, for Hopper alone: `w8a8`'s and `fp8`'s.
 
 A persistent kernel, one block of three warpgroups per multiprocessor: one copies tiles of activations and weights by
 TMA, ahead of the two that multiply them (wgmma), each its half of the block's tile. Those two wait for inputs but not
 for each other, so one may rescale and write while the other multiplies, and the next tile's inputs are on their way
-meanwhile. Triton's kernel has nothing of this. What it has and this one lacks: a bias, and sizes that the tile does not
-divide.
+meanwhile. Triton's kernel (`int8_kernels.py`) has nothing of this.
+
+int8 codes are summed in int32: exact. e4m3 codes are summed in float32 within the tensor cores, 32 inputs after the
+other through all of K, and never added up outside. That is what vLLM's CUTLASS kernel does, too, and it decides the
+bits: the cores keep some 14 bits of a sum (docs/numerics.md). A tile decides none, and neither do zeros after the last
+input, with which CUTLASS fills its own last tile.
 """
 
 from __future__ import annotations
@@ -21,9 +25,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Num
+
+from qarl_jax.quant.arithmetic import fused_multiply_add
 
 _MULTIPROCESSORS = 132  # of an H100 or H200 (SXM), where no device is there to be asked
+SUMS = {jnp.dtype(jnp.int8): jnp.int32, jnp.dtype(jnp.float8_e4m3fn): jnp.float32}  # of products of codes
 _COPY_REGISTERS = 40  # of a thread that only starts copies; the others take what it leaves
 
 
@@ -31,11 +38,13 @@ _COPY_REGISTERS = 40  # of a thread that only starts copies; the others take wha
 class Tile:
     """What a block computes and how; no result depends on it.
 
+    wgmma wants parts of a multiple of 64 rows and of 8 outputs, 256 at most.
+
     Attributes:
       m, n: rows and outputs of a block.
       k: inputs it multiplies at a time; 128 bytes are the widest swizzle.
       split: which of the two the warpgroups share out.
-      steps: tiles of inputs in shared memory.
+      steps: tiles of inputs in shared memory, where K has so many.
       delay: tiles whose products may still run when the next one's are started.
       out_n: outputs that are written at a time; slots: such writes in flight, per warpgroup.
       width: rows of tiles walked together, so that the weights they share are still in the L2 cache.
@@ -58,11 +67,21 @@ class Tile:
 
 
 CHOSEN = Tile()
+# Other shapes than its own: outputs that 256 does not divide, and few rows.
+NARROW = Tile(n=128)
+LOW = Tile(m=64, n=128, split="n")
+
+
+def tile_for(m: int, n: int) -> Tile:
+    """The tile of a product of M rows and N outputs, which it need not divide."""
+    if m <= LOW.m:
+        return LOW
+    return CHOSEN if n % CHOSEN.n == 0 else NARROW
 
 
 def fits(m: int, n: int, k: int, tile: Tile = CHOSEN) -> bool:
-    """Whether a product [M, K] x [N, K] is made of whole tiles, at least as many along K as are kept in flight."""
-    return m % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0 and k >= tile.steps * tile.k
+    """Whether a product [M, K] x [N, K] is made of whole tiles."""
+    return m % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0
 
 
 def _load(ref: Any, at: tuple[Any, ...], layout: Any, interpret: bool) -> jax.Array:
@@ -75,10 +94,17 @@ def _load(ref: Any, at: tuple[Any, ...], layout: Any, interpret: bool) -> jax.Ar
     return load(ref.at[at], layout=layout, optimized=False)
 
 
-def _kernel(
-    x_ref: Any, s_x_ref: Any, w_ref: Any, s_w_ref: Any, out_ref: Any, *, tile: Tile, x_first: bool, interpret: bool
-) -> None:
-    """x_ref [M, K], s_x_ref [M], w_ref [N, K] (interpreted: [K, N]), s_w_ref [N], out_ref [M, N]: in global memory."""
+def _kernel(*refs: Any, tile: Tile, bias: bool, x_first: bool, interpret: bool) -> None:
+    """All in global memory.
+
+    Args:
+      refs: x [M, K], s_x [M], w [N, K] (interpreted: [K, N]), s_w [N], a bias [N] if any, and the result [M, N].
+      tile: divides them.
+      bias: whether there is one.
+      x_first: the order of the rescale.
+      interpret: whether on a CPU.
+    """
+    x_ref, s_x_ref, w_ref, s_w_ref, *b_ref, out_ref = refs
     (height, depth), (width,) = x_ref.shape, s_w_ref.shape
     tiles = height // tile.m, width // tile.n
     part_m, part_n = tile.part
@@ -100,7 +126,7 @@ def _kernel(
             in_specs=[block(tile.m, tile.k), w_block],
             wg_axis="warpgroup",
             num_compute_wgs=2,
-            max_concurrent_steps=tile.steps,
+            max_concurrent_steps=min(tile.steps, depth // tile.k),
             compute_context=context,
         )
 
@@ -117,19 +143,23 @@ def _kernel(
             rows, columns = row * tile.m, column * tile.n
 
             def context(run: Any) -> None:
-                @functools.partial(pl.run_scoped, acc=mgpu.ACC((part_m, part_n), jnp.int32))
+                @functools.partial(pl.run_scoped, acc=mgpu.ACC((part_m, part_n), SUMS[x_ref.dtype]))
                 def _one_part(acc: Any) -> None:
                     run(acc)
                     finish(acc)
 
+            def of_outputs(ref: Any, first_n: Any) -> jax.Array:
+                by_column = _load(ref, (pl.ds(first_n, part_n),), mgpu.Layout.WGMMA.reduce(0), interpret)
+                return lax.broadcast_in_dim(by_column, (part_m, part_n), (1,))
+
             def finish(acc: Any) -> None:
                 first_m, first_n = rows + inner_m, columns + inner_n
                 by_row = _load(s_x_ref, (pl.ds(first_m, part_m),), mgpu.Layout.WGMMA.reduce(1), interpret)
-                by_column = _load(s_w_ref, (pl.ds(first_n, part_n),), mgpu.Layout.WGMMA.reduce(0), interpret)
                 s_x = lax.broadcast_in_dim(by_row, (part_m, part_n), (0,))
-                s_w = lax.broadcast_in_dim(by_column, (part_m, part_n), (1,))
+                s_w, *b = (of_outputs(ref, first_n) for ref in (s_w_ref, *b_ref))
                 total = acc[...].astype(jnp.float32)
-                y = (s_w * (total * s_x) if x_first else s_x * (s_w * total)).astype(jnp.bfloat16)
+                first, last = (total * s_x, s_w) if x_first else (s_w * total, s_x)
+                y = (fused_multiply_add(first, last, b[0], s_x) if bias else last * first).astype(jnp.bfloat16)
                 for i in range(part_n // tile.out_n):
                     mgpu.wait_smem_to_gmem(tile.slots - 1, wait_read_only=True)
                     slot = out_smem.at[warpgroup, i % tile.slots]
@@ -164,44 +194,60 @@ def _kernel(
 
 
 def product(
-    x_q: Int[Array, "M K"],
+    x_q: Num[Array, "M K"],
     s_x: Float[Array, "M 1"],
-    w_q: Int[Array, "N K"],
+    w_q: Num[Array, "N K"],
     s_w: Float[Array, " N"],
+    bias: Float[Array, " N"] | None = None,
     *,
     rescale_order: str = "w_then_x",
-    tile: Tile = CHOSEN,
+    tile: Tile | None = None,
     blocks: int | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """bf16 of `w8a8.rescale(x_q w_q^T, ...)` without a bias, equal to the bit, for sizes that `fits` the tile.
+    """bf16 of `w8a8.rescale(x_q w_q^T, ...)`, the sums as above; of int8 codes equal to it to the last bit.
+
+    Sizes that the tile does not divide are filled up with zeros, which writes the operand anew.
 
     Args:
-      x_q, w_q: int8.
-      s_x, s_w: float32.
-      rescale_order: as in `Numerics`.
-      tile: its shared memory must be there.
+      x_q, w_q: int8, or both float8_e4m3fn.
+      s_x, s_w, bias: float32.
+      rescale_order: as in `Numerics`; a bias is fused into the last multiplication.
+      tile: None: `tile_for` the shape. Its shared memory must be there.
       blocks: None: one per multiprocessor.
       interpret: parameters of Pallas' GPU interpreter, which runs it step by step on a CPU (tests); the interpreter
-        cannot transpose in shared memory and gets the weight as [K, N].
-
-    Raises:
-      ValueError: a size that the tile does not divide.
+        cannot transpose in shared memory, gets the weight as [K, N] and adds in numpy's order.
     """
-    (m, k), n = x_q.shape, w_q.shape[0]
-    if not fits(m, n, k, tile):
-        raise ValueError(f"a product of {m} x {k} and {n} x {k} is not made of whole tiles {tile}")
+    m, n = x_q.shape[0], w_q.shape[0]
+    tile = tile_for(m, n) if tile is None else tile
     if blocks is None:
         blocks = jax.local_devices()[0].core_count if jax.default_backend() == "gpu" else _MULTIPROCESSORS
+    x_q, w_q = _filled(x_q, tile.m, tile.k), _filled(w_q, tile.n, tile.k)
+    (rows, _), outputs = x_q.shape, w_q.shape[0]
     interpreted = interpret is not None
-    kernel = functools.partial(_kernel, tile=tile, x_first=rescale_order == "x_then_w", interpret=interpreted)
-    kernel.__name__ = "int8_hopper"  # type: ignore[attr-defined]  # what traces show
-    return mgpu.kernel(
+    operands = [_filled(s_x.reshape(m), tile.m), w_q.T if interpreted else w_q, _filled(s_w, tile.n)]
+    if bias is not None:
+        operands.append(_filled(bias, tile.n))
+    order = rescale_order == "x_then_w"
+    kernel = functools.partial(_kernel, tile=tile, bias=bias is not None, x_first=order, interpret=interpreted)
+    kernel.__name__ = f"hopper_{'int8' if x_q.dtype == jnp.int8 else 'e4m3'}"  # type: ignore[attr-defined]  # in traces
+    y = mgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((m, n), jnp.bfloat16),
-        grid=(blocks,),
+        out_type=jax.ShapeDtypeStruct((rows, outputs), jnp.bfloat16),
+        grid=(min(blocks, rows // tile.m * (outputs // tile.n)),),
         grid_names=("block",),
         num_threads=3,
         thread_name="warpgroup",
         interpret=interpret,
-    )(x_q, s_x.reshape(m), w_q.T if interpreted else w_q, s_w)
+    )(x_q, *operands)
+    return y if (rows, outputs) == (m, n) else y[:m, :n]
+
+
+def _filled(x: jax.Array, *multiples: int) -> jax.Array:
+    """x with zeros after its end in every dimension, up to the next multiple."""
+    padding = [(0, -size % multiple) for size, multiple in zip(x.shape, multiples, strict=True)]
+    if not any(after for _, after in padding):
+        return x
+    if x.dtype == jnp.float8_e4m3fn:  # as bytes, which every compiler can fill up
+        return lax.bitcast_convert_type(jnp.pad(lax.bitcast_convert_type(x, jnp.int8), padding), x.dtype)
+    return jnp.pad(x, padding)

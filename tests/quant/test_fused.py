@@ -1,7 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of w8a8's forward, equal to the scheme's own operations to the last bit: under Pallas' interpreter, on a
-mesh, and on a Hopper GPU. Which kernels run is `fused_int8.CHOSEN`; here every combination does."""
+mesh, and on a Hopper GPU. Which kernels run is `fused.CHOSEN`; here every combination does. fp8 has its own file,
+test_fused_fp8.py."""
 
 import dataclasses
 import functools
@@ -13,10 +14,10 @@ import numpy as np
 import pytest
 
 from qarl_jax import quant, sharding
-from qarl_jax.quant import Numerics, fused_int8, int8, int8_hopper, int8_kernels, w8a8
+from qarl_jax.quant import Numerics, fused, hopper_product, int8, int8_kernels, w8a8
 from qarl_jax.quant.arithmetic import round_to
 from qarl_jax.quant.dot import Dense
-from qarl_jax.quant.fused_int8 import Kernels
+from qarl_jax.quant.fused import Kernels
 from qarl_jax.quant.int8_kernels import TILES, Tile, tile_for
 
 CUDA = Numerics("cuda")
@@ -104,8 +105,13 @@ def test_activation_codes_and_scales_are_those_of_the_scheme(k, dtype):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_equals_the_scheme_and_keeps_its_codes_for_the_backward(kernels, bias):
     x, qt, b = operands(40, 24, 48, bias=bias)
-    got = fused_int8.layer(x, qt.qvalue, qt.scale, b, numerics=CUDA, kernels=kernels, interpret=True)
+    got = fused.layer(x, qt.qvalue, qt.scale, b, numerics=CUDA, kernels=kernels, interpret=True)
     assert_equal_bits(got, scheme(x, qt, b))
+
+
+def served(x, outputs, numerics=CUDA):
+    """Whether the kernels chosen take a layer of so many outputs."""
+    return fused.serves("w8a8", x, (outputs, 64), numerics)
 
 
 def interpreted(monkeypatch, kernels=BOTH):
@@ -114,8 +120,8 @@ def interpreted(monkeypatch, kernels=BOTH):
     def choose(*args, default, cpu=None, cuda=None):
         return cuda(*args, interpret=True) if cuda is not None else (cpu or default)(*args)
 
-    monkeypatch.setattr(fused_int8, "CHOSEN", kernels)
-    monkeypatch.setattr(fused_int8, "serves", lambda *_: True)
+    monkeypatch.setitem(fused.CHOSEN, "w8a8", kernels)
+    monkeypatch.setattr(fused, "serves", lambda *_: True)
     monkeypatch.setattr(jax.lax, "platform_dependent", choose)
 
 
@@ -158,9 +164,9 @@ def lowered(platform, experts=False):
 @pytest.mark.parametrize(
     ("shape", "tile"),
     [
-        ((384, 512, 512), int8_hopper.CHOSEN),
-        ((128, 512, 256), int8_hopper.Tile(split="n", out_n=32, steps=2)),
-        ((256, 256, 384), int8_hopper.Tile(n=128, width=1, slots=1, steps=3, delay=1)),
+        ((384, 512, 512), hopper_product.CHOSEN),
+        ((128, 512, 256), hopper_product.Tile(split="n", out_n=32, steps=2)),
+        ((256, 256, 384), hopper_product.Tile(n=128, width=1, slots=1, steps=3, delay=1)),
     ],
     ids=str,
 )
@@ -172,10 +178,21 @@ def test_hoppers_product_equals_the_scheme_to_the_last_bit(shape, tile):
         numerics = Numerics(profile)
         want, (x_q, s_x) = scheme(x, qt, None, numerics=numerics)
         order, interpret = numerics.rescale_order, InterpretGPUParams()
-        got = int8_hopper.product(
+        got = hopper_product.product(
             x_q, s_x, qt.qvalue, qt.scale[:, 0], rescale_order=order, tile=tile, blocks=2, interpret=interpret
         )
         assert_equal_bits(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(70, 96, 200), (3, 130, 128)], ids=str)
+def test_hoppers_product_takes_a_bias_and_fills_up_what_no_tile_divides(shape):
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    x, qt, b = operands(*shape, bias=True)
+    want, (x_q, s_x) = scheme(x, qt, b)
+    got = hopper_product.product(x_q, s_x, qt.qvalue, qt.scale[:, 0], b[0], blocks=2, interpret=InterpretGPUParams())
+    assert_equal_bits(got, want)
 
 
 @pytest.mark.slow
@@ -186,28 +203,22 @@ def test_hoppers_product_takes_whole_tiles_without_a_bias_and_tritons_the_rest(m
         taken.append((*x_q.shape, w_q.shape[0]))
         return int8_kernels.product(x_q, s_x, w_q, s_w, interpret=True, **options)
 
-    monkeypatch.setattr(int8_hopper, "product", record)
+    monkeypatch.setattr(hopper_product, "product", record)
     for shape, bias in (((128, 256, 512), False), ((128, 256, 512), True), ((128, 255, 512), False)):
         x, qt, b = operands(*shape, bias=bias)
-        got = fused_int8.layer(x, qt.qvalue, qt.scale, b, numerics=CUDA, kernels=MOSAIC, interpret=True)
+        got = fused.layer(x, qt.qvalue, qt.scale, b, numerics=CUDA, kernels=MOSAIC, interpret=True)
         assert_equal_bits(got, scheme(x, qt, b))
     assert taken == [(128, 512, 256)]
-    monkeypatch.undo()
-    for m, n, k in ((127, 256, 512), (128, 384, 512), (128, 256, 576), (128, 256, 384)):
-        x, qt, _ = operands(m, n, k)
-        x_q, s_x = int8.quantize_rows(x)
-        with pytest.raises(ValueError, match="whole tiles"):
-            int8_hopper.product(x_q, s_x, qt.qvalue, qt.scale[:, 0])
 
 
 def test_only_a_dense_layer_for_cuda_takes_the_kernels(monkeypatch):
-    monkeypatch.setattr(fused_int8, "CHOSEN", BOTH)
-    monkeypatch.setattr(fused_int8, "serves", lambda *_: True)
+    monkeypatch.setitem(fused.CHOSEN, "w8a8", BOTH)
+    monkeypatch.setattr(fused, "serves", lambda *_: True)
     text = lowered("cuda")
     assert "int8_product" in text
     assert "int8_rows" in text
     assert "tensor<512x256xi32>" not in text  # the accumulator is nowhere in memory
-    monkeypatch.setattr(fused_int8, "CHOSEN", MOSAIC)
+    monkeypatch.setitem(fused.CHOSEN, "w8a8", MOSAIC)
     text = lowered("cuda")
     assert "mosaic_gpu" in text
     assert "tensor<512x256xi32>" not in text
@@ -219,9 +230,9 @@ def test_only_a_dense_layer_for_cuda_takes_the_kernels(monkeypatch):
 
 
 def test_they_serve_bfloat16_rows_on_one_hopper_gpu_and_no_profile_of_a_cpu(monkeypatch):
-    x = jax.ShapeDtypeStruct((fused_int8.LEAST_ROWS, 64), jnp.bfloat16)
-    monkeypatch.setattr(fused_int8, "CHOSEN", BOTH)
-    assert not fused_int8.serves(x, 64, CUDA)  # a CPU
+    x = jax.ShapeDtypeStruct((fused.LEAST_ROWS, 64), jnp.bfloat16)
+    monkeypatch.setitem(fused.CHOSEN, "w8a8", BOTH)
+    assert not served(x, 64)  # a CPU
 
     class Gpu:
         compute_capability = "9.0"
@@ -229,20 +240,20 @@ def test_they_serve_bfloat16_rows_on_one_hopper_gpu_and_no_profile_of_a_cpu(monk
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [Gpu])
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert fused_int8.serves(x, 64, CUDA)
-    assert fused_int8.serves(x, 64, Numerics("plain"))
-    assert not fused_int8.serves(jax.ShapeDtypeStruct(x.shape, jnp.float32), 64, CUDA)
-    assert not fused_int8.serves(jax.ShapeDtypeStruct((x.shape[0] - 1, 64), x.dtype), 64, CUDA)
+    assert served(x, 64)
+    assert served(x, 64, Numerics("plain"))
+    assert not served(jax.ShapeDtypeStruct(x.shape, jnp.float32), 64)
+    assert not served(jax.ShapeDtypeStruct((x.shape[0] - 1, 64), x.dtype), 64)
     for profile in ("cpu_amx", "cpu_avx512_bf16", "cpu_avx2"):
-        assert not fused_int8.serves(x, 64, Numerics(profile))
+        assert not served(x, 64, Numerics(profile))
     monkeypatch.setattr(Gpu, "compute_capability", "8.0")
-    assert not fused_int8.serves(x, 64, CUDA)
+    assert not served(x, 64)
     monkeypatch.setattr(Gpu, "compute_capability", "9.0")
     monkeypatch.setattr(jax, "device_count", lambda: 2)
-    assert not fused_int8.serves(x, 64, CUDA)  # two GPUs and nothing that says how arrays lie on them
-    monkeypatch.setattr(fused_int8, "CHOSEN", None)
+    assert not served(x, 64)  # two GPUs and nothing that says how arrays lie on them
+    monkeypatch.setitem(fused.CHOSEN, "w8a8", None)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert not fused_int8.serves(x, 64, CUDA)
+    assert not served(x, 64)
 
 
 needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -250,16 +261,16 @@ needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices
 
 @needs_eight
 def test_a_mesh_is_served_where_it_divides_the_layer(monkeypatch):
-    monkeypatch.setattr(fused_int8, "CHOSEN", BOTH)
-    monkeypatch.setattr(fused_int8, "LEAST_ROWS", 16)
+    monkeypatch.setitem(fused.CHOSEN, "w8a8", BOTH)
+    monkeypatch.setattr(fused, "LEAST_ROWS", 16)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [type("Gpu", (), {"compute_capability": "9.0"})])
     with jax.set_mesh(sharding.make_mesh(data=2, fsdp=2, tensor=2)):
         x = jax.ShapeDtypeStruct((64, 48), jnp.bfloat16)
-        assert fused_int8.serves(x, 32, CUDA)
-        assert not fused_int8.serves(x, 33, CUDA)
-        assert not fused_int8.serves(jax.ShapeDtypeStruct((66, 48), jnp.bfloat16), 32, CUDA)
-        assert not fused_int8.serves(jax.ShapeDtypeStruct((60, 48), jnp.bfloat16), 32, CUDA)  # 15 rows a device
+        assert served(x, 32)
+        assert not served(x, 33)
+        assert not served(jax.ShapeDtypeStruct((66, 48), jnp.bfloat16), 32)
+        assert not served(jax.ShapeDtypeStruct((60, 48), jnp.bfloat16), 32)  # 15 rows a device
 
 
 @needs_eight
@@ -275,7 +286,7 @@ def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(bias):
         return None if array is None else jax.device_put(array, jax.sharding.NamedSharding(mesh, spec(*axes)))
 
     args = put(x, ("data", "fsdp"), None), put(qt.qvalue, "tensor", None), put(qt.scale, "tensor", None)
-    layer = functools.partial(fused_int8.layer, numerics=CUDA, kernels=BOTH, interpret=True)
+    layer = functools.partial(fused.layer, numerics=CUDA, kernels=BOTH, interpret=True)
     with jax.set_mesh(mesh):
         compiled = jax.jit(layer).lower(*args, put(b, None, "tensor")).compile()
         got = compiled(*args, put(b, None, "tensor"))
@@ -288,7 +299,7 @@ def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(bias):
 def test_the_table_has_a_tile_for_every_shape():
     for m, n in ((1, 1), (127, 4096), (128, 128), (16384, 24576)):
         assert tile_for(m, n) in [tile for *_, tile in TILES]
-    tile = int8_hopper.CHOSEN
+    tile = hopper_product.CHOSEN
     part_m, _ = tile.part
     needed = tile.steps * tile.k * (tile.m + tile.n) + 2 * tile.slots * part_m * tile.out_n * 2
     assert needed <= 227 * 1024
@@ -320,7 +331,7 @@ def test_the_kernels_compile_for_an_h200(shape, bias, kernels):
 
     args = placed(jnp.bfloat16, m, k), placed(jnp.int8, n, k), placed(jnp.float32, n, 1)
     b = placed(jnp.float32, 1, n) if bias else None
-    layer = functools.partial(fused_int8.layer, numerics=CUDA, kernels=kernels)
+    layer = functools.partial(fused.layer, numerics=CUDA, kernels=kernels)
     compiled = jax.jit(layer).trace(*args, b).lower(lowering_platforms=("cuda",)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < m * n  # no int32 [M, N]
 
@@ -332,7 +343,7 @@ def test_the_kernels_compile_for_an_h200(shape, bias, kernels):
 @pytest.mark.parametrize("kernels", [Kernels(), BOTH, MOSAIC], ids=str)
 def test_on_a_hopper_gpu(shape, bias, kernels):
     x, qt, b = operands(*shape, bias=bias)
-    layer = jax.jit(functools.partial(fused_int8.layer, numerics=CUDA, kernels=kernels))
+    layer = jax.jit(functools.partial(fused.layer, numerics=CUDA, kernels=kernels))
     assert_equal_bits(layer(x, qt.qvalue, qt.scale, b), scheme(x, qt, b))
     for tile in (Tile(m=128, n=256, warps=8), dataclasses.replace(Tile(), group=1)):
         x_q, s_x = jax.jit(int8.quantize_rows)(x)
