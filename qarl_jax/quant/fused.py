@@ -8,7 +8,8 @@ kernel that rescales its accumulator in registers writes two bytes per output in
 well. It changes speed alone: every form is equal to the bit. Within a step it has not been faster, so none is chosen.
 
 **fp8.** The kernel changes bits: it accumulates as the engine's does (`hopper_product.py`), which XLA's products of few
-rows do not. So it is chosen wherever the engine mirrored is vLLM on CUDA.
+rows do not. So it is meant for wherever the engine mirrored is vLLM on CUDA; it is off until it has run
+within a learner.
 
 `CHOSEN` says which kernels run. Everything else keeps XLA's form: other devices, float32 activations, experts, a mesh
 that does not divide the layer; for w8a8 few rows and the profiles of CPUs, for fp8 all profiles but `cuda`.
@@ -53,7 +54,7 @@ class Kernels:
 
 
 # By scheme. None: XLA's form everywhere.
-CHOSEN: dict[str, Kernels | None] = {"w8a8": None, "fp8": Kernels(product="hopper")}
+CHOSEN: dict[str, Kernels | None] = {"w8a8": None, "fp8": None}
 # Of w8a8: below, reading the weight takes most of the time, and there is little to write.
 LEAST_ROWS = 512
 # vLLM gives other N and K than multiples of this to another kernel than CUTLASS'.
