@@ -195,7 +195,7 @@ class Ragged:
         def plain(x, w):
             return self._float(x, w, out_dtype)
 
-        # Experts whose inner values stay float32 come here upcast (`Linear.of_experts`): they hold bfloat16 values still.
+        # Where inner values stay float32 the operands come upcast (`Linear.of_experts`) and hold bfloat16 values still.
         tiled = self._by_expert(lambda x, w_NK: round_to(tile_matmul(x, w_NK), out_dtype), out_dtype)
         return lax.platform_dependent(x, w, cpu=tiled, default=plain) if self.tiles else plain(x, w)
 
