@@ -179,7 +179,7 @@ class Ragged:
         """int8 [M, K], int8 [E, N, K] -> int32 [M, N], exact."""
 
         def multiply(x, w_NK):
-            return lax.dot_general(x, w_NK, _CONTRACT_LAST, preferred_element_type=jnp.int32)
+            return _integer_dot_general(x, w_NK, _CONTRACT_LAST)
 
         def ragged(x, w):
             return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, preferred_element_type=jnp.int32)
