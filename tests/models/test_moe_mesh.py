@@ -44,7 +44,6 @@ MESHES = {
     "fsdp3-expert2": {"fsdp": 3, "expert": 2},  # divides no rows
     "data2-expert3": {"data": 2, "expert": 3},  # divides no experts
     "tensor3-expert2": {"tensor": 3, "expert": 2},  # divides F, not D
-    "tensor5": {"tensor": 5},  # divides nothing
 }
 
 
@@ -85,8 +84,13 @@ def on_mesh(function, sizes, structure, params, qweights, *rest):
         return jax.device_get(function(structure, params, qweights, *rest))
 
 
-@pytest.mark.parametrize("mesh", ["data2-fsdp2-expert2", "data2-expert4", "fsdp3-expert2", "data2-expert3"])
-@pytest.mark.parametrize(("scheme", "dtype"), [("bf16", "float32"), ("w4a16:g32", "bfloat16")])
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "mesh"),
+    [
+        *(("bf16", "float32", m) for m in ("data2-fsdp2-expert2", "data2-expert4", "fsdp3-expert2", "data2-expert3")),
+        ("w4a16:g32", "bfloat16", "data2-fsdp2-expert2"),
+    ],
+)
 def test_no_bit_depends_on_how_tokens_and_experts_are_spread(scheme, dtype, mesh):
     state, (x, _, _) = block(scheme, dtype), data(dtype)
     want = jax.device_get(forward(*state, x, None))
@@ -102,7 +106,7 @@ def test_nor_on_how_features_are_where_sums_are_exact(mesh):
     assert (want != jax.device_get(forward(*state, x, None))).any(), "the replayed experts are others"
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "data2-expert4"])
 def test_gradients_on_a_mesh_equal_one_device(mesh):
     state, (x, dy, _) = block("bf16", "float32"), data("float32")
     want = jax.device_get(backward(*state, x, dy))
