@@ -197,15 +197,19 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins how an activation (or a weight in use) lies, where a mesh is in force (`jax.set_mesh`); otherwise x itself.
+def spec_in_use(shape: Sequence[int], *axes: str | None) -> PartitionSpec:
+    """How the mesh in force (`jax.set_mesh`) cuts an array in use: an activation, or a weight about to be multiplied.
 
     Args:
-      x: an array.
+      shape: of the array.
       axes: per dim "batch", a mesh axis name, or None (whole). A dimension that does not divide stays whole.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return x
     spec = PartitionSpec(*(BATCH_AXES if axis == "batch" else axis for axis in axes))
-    return jax.lax.with_sharding_constraint(x, _divisible(spec, x.shape, dict(mesh.shape)))
+    return _divisible(spec, shape, dict(jax.sharding.get_abstract_mesh().shape))
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Pins how an array lies where a mesh is in force; otherwise x itself. axes: as in `spec_in_use`."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec_in_use(x.shape, *axes))

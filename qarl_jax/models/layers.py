@@ -60,8 +60,7 @@ class Linear(nnx.Module):
     """y = x W^T + b over the last dim, through the one quantization seam.
 
     kernel: [*stack, N, K]; bias: [*stack, N]. `quantized`, where present, is what the forward reads. `stack` dims
-    (layers) are scanned away before a call; with an `expert` dim left, rows of x are sorted by expert and `group_sizes`
-    [E] says how many belong to each.
+    (layers) are scanned away before a call; one with an `expert` dim left is called by `of_experts`.
     """
 
     def __init__(
@@ -85,26 +84,42 @@ class Linear(nnx.Module):
         self.quantized: Quantized | None = nnx.data(None)
         self.numerics = config.numerics.of_layer(fused_features or out_features, in_features)
 
-    def __call__(
-        self, x: jax.Array, group_sizes: jax.Array | None = None, *, dtype: jnp.dtype | None = None
-    ) -> jax.Array:
-        """y in x.dtype; `dtype`=float32: the same product of what is not quantized, left in float32."""
-        master = self.kernel.get_value()
-        qtensor = None if self.quantized is None else self.quantized.get_value()
-        # At rest weights are sharded over fsdp too; in use they are whole over fsdp. Said on the codes, or on what is
-        # already rounded to the compute dtype, so that the all-gather moves a byte or two and not the master.
-        lead = (None,) * (master.ndim - 2)
-        weight = jax.lax.stop_gradient(master).astype(x.dtype) if qtensor is None else qtensor
-        if dtype is not None:
-            assert qtensor is None
-            weight, x = weight.astype(dtype), x.astype(dtype)
-        weight = jax.tree.map(lambda part: constrain(part, *lead, "tensor", None), weight)
+    def __call__(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        """y in x.dtype."""
+        master, weight = self.held(x.dtype)
+        # At rest weights are sharded over fsdp too; in use they are whole over fsdp.
+        weight = jax.tree.map(lambda part: constrain(part, "tensor", None), weight)
         x = constrain(x, *("batch",) * (x.ndim > 2), *(None,) * (x.ndim - (x.ndim > 2)))
-        if group_sizes is None:
-            bias = None if self.bias is None else store(self.bias.get_value(), x.dtype)  # as the engine holds it
-            y = quant.dot(x, master, weight, bias, numerics=self.numerics)
-        else:
-            y = quant.expert_dot(x, master, weight, group_sizes, numerics=self.numerics)
+        bias = None if self.bias is None else store(self.bias.get_value(), x.dtype)  # as the engine holds it
+        return checkpoint_name(quant.dot(x, master, weight, bias, numerics=self.numerics), LINEAR_OUTPUT)
+
+    def held(self, dtype: Any) -> tuple[jax.Array, Any]:
+        """The master, and what a product reads in its place: codes and scales, or the master already rounded to
+        `dtype`, so that an all-gather of it moves a byte or two and not the master."""
+        master = self.kernel.get_value()
+        if self.quantized is not None:
+            return master, self.quantized.get_value()
+        return master, jax.lax.stop_gradient(master).astype(dtype)
+
+    def of_experts(
+        self,
+        rows: Float[Array, "M K"],
+        held: tuple[jax.Array, Any],
+        group_sizes: Int[Array, " E"],
+        dtype: Any = None,
+    ) -> Float[Array, "M N"]:
+        """Rows sorted by expert, each times its expert's weight, in their dtype.
+
+        Args:
+          held: from `held`, or one device's part of it: some experts, some outputs.
+          group_sizes: rows of each of these experts; rows behind them all give zeros.
+          dtype: float32: the same product of what is not quantized, left in float32.
+        """
+        master, weight = held
+        if dtype is not None:
+            assert self.quantized is None
+            weight, rows = weight.astype(dtype), rows.astype(dtype)
+        y = quant.expert_dot(rows, master, weight, group_sizes, numerics=self.numerics)
         return checkpoint_name(y, LINEAR_OUTPUT)
 
 

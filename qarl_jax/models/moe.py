@@ -5,19 +5,33 @@
 Every token is copied to its k experts, the [M * k] copies are sorted by expert, and each expert multiplies its
 contiguous run of rows (`quant.expert_dot`, a ragged product). Nothing is dropped and no capacity is chosen. Padding
 tokens are routed like any other: they cost their rows and touch nobody else's.
+
+On a mesh all of that happens on each device by itself (`jax.shard_map`): a device routes and sorts the tokens of its
+own batch rows, of which the devices along `expert` have the same, and multiplies the copies that go to the experts it
+holds; the others lie behind all groups, where a product gives zeros. Weights come in as they lie in use, gathered over
+`fsdp` as codes. As in dense layers no contraction is split: along `tensor` the inner activations are gathered before
+`down`. The outputs of the copies are brought together along `expert` before they are weighted, one device's and zeros,
+so that the sum over the k experts of a token has one order on every mesh. A device makes room for all copies of its
+tokens, since all of them may go to its experts.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.layers import Linear, normal, silu_and_mul, store
 from qarl_jax.quant.arithmetic import tile_matmul
-from qarl_jax.sharding import constrain
+from qarl_jax.sharding import constrain, spec_in_use
 
 
 class Router(nnx.Module):
@@ -81,21 +95,95 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], routed: Int[Array, "B T k"] | None = None) -> Float[Array, "B T D"]:
         """The experts' weighted sum; `routed`: experts to send each token to (see `Router`)."""
+        structure, router = nnx.split(self.router)
+        held = tuple(linear.held(x.dtype) for linear in (self.gate, self.up, self.down))
+        cut = _Cut.of(x.shape, self.gate.kernel.get_value().shape)
+        local = functools.partial(self._on_device, structure, cut)
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1:
+            return local(x, routed, router, held)
+        y = jax.shard_map(
+            local,
+            in_specs=(cut.rows, cut.rows, PartitionSpec(), (cut.inner, cut.inner, cut.outer)),
+            out_specs=cut.result,
+            check_vma=False,  # the kernels and the schemes' scans do not say along which axes they vary
+        )(x, routed, router, held)
+        return constrain(y, "batch", None, None)
+
+    def _on_device(
+        self,
+        structure: nnx.GraphDef,
+        cut: _Cut,
+        x: Float[Array, "B T D"],
+        routed: Int[Array, "B T k"] | None,
+        router: nnx.State,
+        held: tuple[tuple[jax.Array, Any], ...],
+    ) -> jax.Array:
+        """One device's part: its rows of x, and its part of each weight."""
         B, T, D = x.shape
         M, k, E = B * T, self.moe.num_experts_per_tok, self.moe.num_experts
         x_MD = x.reshape(M, D)
         with jax.named_scope("router"):
-            experts_Mk, weights_Mk = self.router(x_MD, None if routed is None else routed.reshape(M, k))
+            replayed = None if routed is None else routed.reshape(M, k)
+            experts_Mk, weights_Mk = nnx.merge(structure, router)(x_MD, replayed)
         with jax.named_scope("experts"):
-            order = jnp.argsort(experts_Mk.reshape(M * k), stable=True)  # copies, sorted by expert
-            group_sizes = jnp.bincount(experts_Mk.reshape(M * k), length=E).astype(jnp.int32)
-            rows = constrain(x_MD, None, None)[order // k]
+            gate_held, up_held, down_held = held
+            expert, own = experts_Mk.reshape(M * k), gate_held[0].shape[0]
+            if cut.inner[0]:
+                expert = expert - own * jax.lax.axis_index("expert")
+                expert = jnp.where((expert >= 0) & (expert < own), expert, own)
+            order = jnp.argsort(expert, stable=True)  # copies, sorted by expert; those of other devices' experts last
+            group_sizes = jnp.bincount(expert, length=E + 1)[:own].astype(jnp.int32)
+            rows = x_MD[order // k]
             plain = all(linear.quantized is None for linear in (self.gate, self.up, self.down))
             exact = jnp.float32 if self.float_inside and plain else None
-            gate, up = (linear(rows, group_sizes, dtype=exact) for linear in (self.gate, self.up))
+            gate = self.gate.of_experts(rows, gate_held, group_sizes, exact)
+            up = self.up.of_experts(rows, up_held, group_sizes, exact)
             hidden = store(silu_and_mul(gate, up, self.silu_rounded, divided=self.silu_divided), x.dtype)
-            out = self.down(hidden, group_sizes, dtype=exact)
-            out_MkD = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(M, k, D)
+            if cut.inner[1]:  # a contraction is never split
+                hidden = jax.lax.all_gather(hidden, "tensor", axis=1, tiled=True)
+            out = self.down.of_experts(hidden, down_held, group_sizes, exact)
+            out_MkD = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(M, k, -1)
+            # Of each copy one device has an output and all others zeros, so that these sums are exact.
+            if cut.scattered:
+                out_MkD = jax.lax.psum_scatter(out_MkD, "expert", scatter_dimension=2, tiled=True)
+            elif cut.inner[0]:
+                out_MkD = jax.lax.psum(out_MkD, "expert")
             # Weighted and summed in float32, rounded once.
             y = (out_MkD.astype(jnp.float32) * weights_Mk[..., None]).sum(axis=1)
-        return constrain(store(y, x.dtype).reshape(B, T, D), "batch", None, None)
+        return store(y, x.dtype).reshape(B, T, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """How the mesh in force cuts a layer.
+
+    Attributes:
+      rows: of [B, T, ...].
+      inner: of gate and up [E, F, D]. outer: of down [E, D, F].
+      result: of the layer's output [B, T, D]: features as `down` has them, and these once more among the devices that
+        share tokens and have other experts, where they divide them (`scattered`).
+    """
+
+    rows: PartitionSpec
+    inner: PartitionSpec
+    outer: PartitionSpec
+    result: PartitionSpec
+    scattered: bool
+
+    @classmethod
+    def of(cls, x: tuple[int, ...], gate: tuple[int, ...]) -> _Cut:
+        """Args: the shapes of the layer's input [B, T, D] and of the gate's kernel [E, F, D]."""
+        E, F, D = gate
+        rows, outer = spec_in_use(x, "batch", None, None), spec_in_use((E, D, F), "expert", "tensor", None)
+        names: tuple[str, ...] = ("tensor",) if outer[1] else ()
+        sizes = jax.sharding.get_abstract_mesh().shape
+        scattered = outer[0] is not None and D % math.prod(sizes[name] for name in (*names, "expert")) == 0
+        names += ("expert",) if scattered else ()
+        return cls(
+            rows=rows,
+            inner=spec_in_use(gate, "expert", "tensor", None),
+            outer=outer,
+            result=PartitionSpec(rows[0], None, names or None),
+            scattered=scattered,
+        )

@@ -178,10 +178,14 @@ class Ragged:
     def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """int8 [M, K], int8 [E, N, K] -> int32 [M, N], exact."""
 
-        def plain(x, w):
+        def multiply(x, w_NK):
+            return _integer_dot_general(x, w_NK, _CONTRACT_LAST)
+
+        def ragged(x, w):
             return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, preferred_element_type=jnp.int32)
 
-        return self._on_gpu(plain, functools.partial(grouped.product, dtype=jnp.int32), x, w)
+        kernel = functools.partial(grouped.product, group_sizes=self.group_sizes, dtype=jnp.int32)
+        return self._choose(self._by_expert(multiply, jnp.int32), ragged, kernel, x, w)
 
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
         """[M, K] in compute dtype, [E, N, K] -> [M, N] in float32, or rounded once to another dtype."""
@@ -191,23 +195,9 @@ class Ragged:
         def plain(x, w):
             return self._float(x, w, out_dtype)
 
-        # Experts whose inner values stay float32 come here upcast (`Linear.__call__`): they hold bfloat16 values still.
-        return lax.platform_dependent(x, w, cpu=self._tiled(out_dtype), default=plain) if self.tiles else plain(x, w)
-
-    def _tiled(self, out_dtype: Any) -> Any:
-        """Every expert over all rows, as a ragged product on a CPU is, too; each row keeps its own expert's."""
-        inside = jnp.arange(self.expert.shape[0]) < jnp.sum(self.group_sizes)
-
-        def run(x: jax.Array, w: jax.Array) -> jax.Array:
-            def add_expert(y: jax.Array, one: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-                e, w_NK = one
-                return jnp.where(((self.expert == e) & inside)[:, None], tile_matmul(x, w_NK), y), None
-
-            start = jnp.zeros((x.shape[0], w.shape[1]), jnp.float32)
-            y, _ = lax.scan(add_expert, start, (jnp.arange(w.shape[0], dtype=self.expert.dtype), w))
-            return round_to(y, out_dtype)
-
-        return run
+        # Where inner values stay float32 the operands come upcast (`Linear.of_experts`) and hold bfloat16 values still.
+        tiled = self._by_expert(lambda x, w_NK: round_to(tile_matmul(x, w_NK), out_dtype), out_dtype)
+        return lax.platform_dependent(x, w, cpu=tiled, default=plain) if self.tiles else plain(x, w)
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """float8 [M, K], float8 [E, N, K] -> float32 [M, N]."""
@@ -224,49 +214,76 @@ class Ragged:
 
     def grad_w(self, dy: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
         """[M, N], [M, K] -> [E, N, K] in the master's dtype."""
+
+        def by_expert(dy, x):
+            def one(_: None, e: jax.Array) -> tuple[None, jax.Array]:
+                own = jnp.where(self._rows_of(e), dy, jnp.zeros((), dy.dtype))
+                return None, _float_dot_general(own, x, _DY_X, dtype, gradient=True)
+
+            return lax.scan(one, None, self._experts())[1]
+
         numbers = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=_DY_X, lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
         )
-        plain = functools.partial(
+        ragged = functools.partial(
             lax.ragged_dot_general, group_sizes=self.group_sizes, ragged_dot_dimension_numbers=numbers
         )
-        kernel = functools.partial(grouped.weight_gradient, dtype=dtype)
-        return self._either(plain, kernel, dy, x.astype(dy.dtype), dtype, gradient=True)
+        kernel = functools.partial(grouped.weight_gradient, group_sizes=self.group_sizes, dtype=dtype)
+        return self._choose(by_expert, _rounded(ragged, dtype, True), kernel, dy, x.astype(dy.dtype))
 
     def _float(self, x: jax.Array, w: jax.Array, out_dtype: Any, gradient: bool = False) -> jax.Array:
-        """[M, K], [E, N, K] -> [M, N]."""
+        """[M, K], [E, N, K] -> [M, N], accumulated in float32, as in `_float_dot_general`."""
 
-        def plain(x, w, **options):
+        def multiply(x, w_NK):
+            return _float_dot_general(x, w_NK, _CONTRACT_LAST, out_dtype, gradient=gradient)
+
+        def ragged(x, w, **options):
             return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, **options)
 
-        return self._either(plain, functools.partial(grouped.product, dtype=out_dtype), x, w, out_dtype, gradient)
+        kernel = functools.partial(grouped.product, group_sizes=self.group_sizes, dtype=out_dtype)
+        by_expert = self._by_expert(multiply, out_dtype)
+        return self._choose(by_expert, _rounded(ragged, out_dtype, gradient), kernel, x, w)
 
-    def _either(
-        self, plain: Any, kernel: Any, lhs: jax.Array, rhs: jax.Array, out_dtype: Any, gradient: bool = False
-    ) -> jax.Array:
-        """A product accumulated in float32, as in `_float_dot_general`."""
+    def _experts(self) -> jax.Array:
+        return jnp.arange(self.group_sizes.shape[0], dtype=self.expert.dtype)
 
-        def upcast(lhs, rhs):
-            y = plain(
-                lhs.astype(jnp.float32),
-                rhs.astype(jnp.float32),
-                precision=matmul_precision(jnp.float32, gradient=gradient),
-                preferred_element_type=jnp.float32,
-            )
-            return round_to(y, out_dtype)
+    def _rows_of(self, e: jax.Array) -> jax.Array:
+        """[M, 1]: whether a row is one of expert `e`'s."""
+        inside = jnp.arange(self.expert.shape[0]) < jnp.sum(self.group_sizes)
+        return ((self.expert == e) & inside)[:, None]
 
-        def native(lhs, rhs):
-            return _stored(plain(lhs, rhs, preferred_element_type=out_dtype), out_dtype)
+    def _by_expert(self, multiply: Any, dtype: Any) -> Any:
+        """A function of [M, K] and [E, N, K]: one expert after the other over all rows; each row keeps its own's.
 
-        if lhs.dtype == jnp.float32:
-            return upcast(lhs, rhs)
-        return self._on_gpu(native, kernel, lhs, rhs, cpu=upcast)
+        What XLA makes of a ragged product where it has no kernel has as many multiplications, and writes every row once
+        per expert; and its one contraction over [E, K] adds in another order where a device holds other experts.
+        """
 
-    def _on_gpu(self, plain: Any, kernel: Any, lhs: jax.Array, rhs: jax.Array, **others: Any) -> jax.Array:
-        """`kernel` on an NVIDIA GPU that can have it, `plain` elsewhere."""
-        if grouped.serves(lhs, rhs):
-            others["cuda"] = lambda lhs, rhs: kernel(lhs, rhs, self.group_sizes)
-        return lax.platform_dependent(lhs, rhs, default=plain, **others)
+        def run(x: jax.Array, w: jax.Array) -> jax.Array:
+            def add_expert(y: jax.Array, one: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+                e, w_NK = one
+                return jnp.where(self._rows_of(e), multiply(x, w_NK), y), None
+
+            return lax.scan(add_expert, jnp.zeros((x.shape[0], w.shape[1]), dtype), (self._experts(), w))[0]
+
+        return run
+
+    def _choose(self, by_expert: Any, ragged: Any, kernel: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        """`kernel` on an NVIDIA GPU that can have it, `ragged` on a TPU, `by_expert` elsewhere."""
+        platforms = {"cuda": kernel} if grouped.serves(lhs, rhs) else {}
+        return lax.platform_dependent(lhs, rhs, tpu=ragged, default=by_expert, **platforms)
+
+
+def _rounded(ragged: Any, out_dtype: Any, gradient: bool) -> Any:
+    """A ragged product of floats, accumulated in float32, rounded once."""
+
+    def run(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        wide = lhs.dtype == jnp.float32
+        precision = matmul_precision(lhs.dtype, gradient=gradient)
+        y = ragged(lhs, rhs, precision=precision, preferred_element_type=jnp.float32 if wide else out_dtype)
+        return round_to(y, out_dtype) if wide else _stored(y, out_dtype)
+
+    return run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from qarl_jax import quant
 from qarl_jax.quant import grouped
@@ -103,6 +104,10 @@ def test_float32_and_meshes_that_cut_are_left_to_the_compiler():
     if eight.size > 1:
         with jax.set_mesh(eight):
             assert not grouped.serves(bf16, bf16)
+            inside = []
+            cut = jax.shard_map(lambda x: inside.append(grouped.serves(x, x)), in_specs=P(), out_specs=None)
+            jax.eval_shape(cut, bf16)
+            assert inside == [True], "each device has arrays of its own there"
 
 
 @on_gpu
