@@ -177,7 +177,8 @@ def _gather(text: str) -> list[str]:
 
 def _error(number: int, kind: str, message: str) -> Exception:
     """What another process raised: a UserError stays one, of its own kind."""
-    known: dict[str, type[UserError]] = {cls.__name__: cls for cls in (UserError, *UserError.__subclasses__())}
+    kinds: list[type[UserError]] = [UserError, *UserError.__subclasses__()]
+    known = {cls.__name__: cls for cls in kinds}
     return known[kind](message) if kind in known else RuntimeError(f"process {number}: {kind}: {message}")
 
 
