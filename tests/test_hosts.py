@@ -294,3 +294,73 @@ def test_two_processes_stopped_by_one_signal_and_gone_on_with_by_one_equal_one_t
     assert_equal(mixed, alone)
     starts = json.loads((mixed.run_dir / "run.json").read_text())["starts"]
     assert [start["processes"] for start in starts] == [2, 1]
+
+
+@pytest.mark.nightly
+def test_on_eight_devices_two_processes_come_to_the_numbers_of_one_and_outlive_a_kill(world, tmp_path):
+    """Two updates a step, evaluations, traces, Muon; weights, rows and heads split over both processes."""
+    eight = world.changed(
+        run_dir=str(tmp_path / "alone"),
+        mesh={"data": 2, "fsdp": 2, "tensor": 2},
+        optimizer={"name": "muon", "lr": 0.02},
+        train={"steps": 2, "prompts_per_update": 2, "histograms": True},
+        eval={"at_start": True, "at_end": True},
+        log={"samples_per_step": 4, "view": "lines"},
+    )
+    assert train.main(eight.command()) == 0
+    two = eight.changed(run_dir=str(tmp_path / "two"))
+    codes, said = trained(two, devices=4)
+    assert codes == [0, 0], said
+
+    # Collectives of one process and of several add up in other orders: float32's rounding, and nothing else.
+    for one, other in zip(eight.records(), two.records(), strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            if key.startswith(("reward/", "response/", "rollout/", "train/")):
+                assert one[key] == other[key], key
+    assert two.records("eval") == eight.records("eval")
+    words = [[(record["uid"], record["response"]) for record in run.records("samples")] for run in (eight, two)]
+    assert words[0] == words[1]
+    for a, b in zip(masters(eight), masters(two), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+    killed = eight.changed(run_dir=str(tmp_path / "killed"))
+    codes, said = trained(killed, devices=4, victims="01", name="SIGKILL", nth=2)
+    assert codes == [-signal.SIGKILL] * 2, said
+    assert len(killed.records()) == 1
+    codes, said = trained(killed, devices=4)
+    assert codes == [0, 0], said
+    assert_equal(killed, two, ("metrics", "eval", "samples", "histograms"))
+
+
+@pytest.mark.nightly
+def test_two_processes_go_on_with_what_one_began_and_end_when_one_of_them_dies(world, alone, tmp_path):
+    begun = world.changed(run_dir=str(tmp_path / "begun"), train={"steps": 1}, log={"view": "lines"})
+    assert train.main(begun.command()) == 0
+    on = world.changed(run_dir=begun.tree["run_dir"], log={"view": "lines"})
+    # One of the two is killed: the other cannot go on, notices, and ends. Nothing is lost.
+    codes, said = trained(on, victims="1", name="SIGKILL", nth=1)
+    assert codes[1] == -signal.SIGKILL, said
+    assert codes[0] != 0, said
+    codes, said = trained(on)
+    assert codes == [0, 0], said
+    assert "resuming" in said[0]
+    assert_equal(on, alone)
+
+
+@pytest.mark.nightly
+def test_processes_with_other_configs_or_devices_to_spare_are_refused_by_all(world, tmp_path):
+    spare = world.changed(run_dir=str(tmp_path / "spare"))
+    codes, said = trained(spare, devices=2)
+    assert codes == [2, 2], said
+    for text in said:
+        assert "the mesh has 2 devices, but the 2 processes have 4 together" in text
+
+    def arguments(number):
+        where = "distributed.coordinator=auto", f"seed={number}"
+        return ["-m", "qarl_jax.train", *spare.command(*where)]
+
+    codes, said = launch(arguments, slurm=True)
+    assert codes == [2, 2], said
+    for text in said:
+        assert "the config's values: process 1 of 2 has others than process 0." in text
