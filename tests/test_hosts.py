@@ -318,11 +318,14 @@ def test_on_eight_devices_two_processes_come_to_the_numbers_of_one_and_outlive_a
         for key in one:
             if key.startswith(("reward/", "response/", "rollout/", "train/")):
                 assert one[key] == other[key], key
+        assert other["optim/grad_norm"] == pytest.approx(one["optim/grad_norm"], rel=1e-5)
     assert two.records("eval") == eight.records("eval")
     words = [[(record["uid"], record["response"]) for record in run.records("samples")] for run in (eight, two)]
     assert words[0] == words[1]
+    # Of a tensor's norm: AdamW, which updates the embedding here, divides by a gradient's own size, so where that is
+    # nothing but rounding, so is the update.
     for a, b in zip(masters(eight), masters(two), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
 
     killed = eight.changed(run_dir=str(tmp_path / "killed"))
     codes, said = trained(killed, devices=4, victims="01", name="SIGKILL", nth=2)
