@@ -14,12 +14,13 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from qarl_jax import critic as critics
-from qarl_jax import data, models, optimizer, quant, rollout, sharding, uaq
+from qarl_jax import data, hosts, models, optimizer, quant, rollout, sharding, uaq
 from qarl_jax.config import RunConfig
 from qarl_jax.learner import Learner, Options
 from qarl_jax.loss import get_term, loss_from_config
@@ -41,9 +42,19 @@ def leave_memory_to_vllm(cfg: RunConfig) -> None:
 
 
 def make_mesh(cfg: RunConfig) -> Mesh:
-    """The device mesh of `cfg.mesh`."""
+    """The device mesh of `cfg.mesh`.
+
+    Raises:
+      UserError: as `sharding.make_mesh`; and where the run has several processes, a mesh that leaves devices out.
+    """
     leave_memory_to_vllm(cfg)
-    return sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
+    mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
+    if hosts.count() > 1 and mesh.size < jax.device_count():
+        raise UserError(
+            f"the mesh has {mesh.size} devices, but the {hosts.count()} processes have {jax.device_count()} together,"
+            " and each must have its place: set one axis to -1 (all that are left)."
+        )
+    return mesh
 
 
 def schemes(cfg: RunConfig, fallback: str) -> list[dict[str, str]]:

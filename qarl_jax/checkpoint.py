@@ -19,7 +19,9 @@ How nothing is lost:
 Orbax moves the arrays (any sharding in, any sharding out, bit for bit). The step directories are ours, because Orbax's
 manager can neither tell an altered array from a sound one nor fall back to an older step.
 
-One process writes a directory; several may read it.
+A run of several processes (`hosts`) writes and reads together, in one folder that all of them see: each its own shards,
+the first one everything else. Another number of processes reads the same bits. Otherwise one process writes a
+directory, and several may read it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import re
 import shutil
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from qarl_jax import hosts
 from qarl_jax.optimizer import path_name
 from qarl_jax.types import UserError
 
@@ -145,25 +148,31 @@ class Checkpoints:
         Raises:
           UserError: the disk is full, the directory cannot be written. Earlier steps are untouched.
         """
-        if jax.process_count() > 1:
-            raise UserError("Checkpoints are written by a single process; this run has several.")
         self.wait()
         text = json.dumps(dict(extra or {}), allow_nan=False)
         items = {name: {key: _array(leaf) for key, leaf in _named(name, tree).items()} for name, tree in state.items()}
-        staging = self.directory / f"{_SAVING}{step:08d}-{os.getpid()}"
-        with self._explained(step, staging):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._sweep()
+        staging = self.directory / f"{_SAVING}{step:08d}-{hosts.from_first(os.getpid)}"
+        with hosts.together(), self._explained(step, staging):
+            if hosts.is_first():
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._sweep()
+                staging.mkdir()
+        with hosts.together(), self._explained(step, staging):
             self._start(staging, items)
         if self.config.asynchronous:
             self._writer = threading.Thread(target=self._finish_later, args=(step, staging, items, text))
             self._writer.start()
         else:
-            with self._explained(step, staging):
+            with hosts.together(), self._explained(step, staging):
                 self._finish(step, staging, items, text)
 
     def wait(self) -> None:
-        """Until a background save is on disk; raises what went wrong with it."""
+        """Until a background save is on disk; raises what went wrong with it, on any process."""
+        if self._writer is not None:
+            with hosts.together():
+                self._join()
+
+    def _join(self) -> None:
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -173,8 +182,11 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait, then let go of Orbax's threads. The object may be used again."""
+        self._close(self.wait)
+
+    def _close(self, wait: Callable[[], None]) -> None:
         try:
-            self.wait()
+            wait()
         finally:
             if self._orbax is not None:
                 self._orbax.close()
@@ -183,8 +195,9 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        # With an error on its way out the other processes may be anywhere: nobody is asked.
+        self._close(self.wait if kind is None else self._join)
 
     def _start(self, staging: Path, items: Mapping[str, dict[str, Any]]) -> None:
         arrays = {name: {key: x for key, x in flat.items() if x.size} for name, flat in items.items()}
@@ -192,12 +205,13 @@ class Checkpoints:
             # On CPU "device to host" is no copy at all, and a buffer donated to the next step would change underneath.
             arrays = jax.tree.map(lambda x: x.copy(), arrays)
         args = {name: ocp.args.StandardSave(flat) for name, flat in arrays.items() if flat}
-        staging.mkdir()
         if args:
             self._handler().save(staging / "state", ocp.args.Composite(**args))
 
     def _finish(self, step: int, staging: Path, items: Mapping[str, dict[str, Any]], extra: str) -> None:
-        self._handler().wait_until_finished()
+        self._handler().wait_until_finished()  # on the first process: until all have written their part
+        if not hosts.is_first():
+            return
         _write(staging / "extra.json", extra)
         shapes = {
             name: {key: {"shape": list(x.shape), "dtype": str(x.dtype)} for key, x in flat.items()}
@@ -273,7 +287,7 @@ class Checkpoints:
         self.wait()
         if step is not None:
             return self._restore(step, abstract, shardings)
-        candidates = self.steps()[::-1]
+        candidates = hosts.from_first(self.steps)[::-1]
         if not candidates:
             raise UserError(self._nothing_here())
         for candidate in candidates:
@@ -299,27 +313,32 @@ class Checkpoints:
 
     def _restore(self, step: int, abstract: Mapping[str, Any], shardings: Any) -> Restored:
         path = self.path(step)
-        if not path.is_dir():
-            raise UserError(f"{self.directory} has no step {step}; it has {self.steps() or 'none'}.")
-        manifest = _load_json(path, "manifest.json")
-        if manifest.get("format") != _FORMAT:
-            raise UserError(f"{path} has checkpoint format {manifest.get('format')}; this version reads {_FORMAT}.")
-        wanted: dict[str, dict[str, Any]] = {}
-        for name, tree in abstract.items():
-            wanted[name] = _named(name, tree)
-            _check_layout(path, name, manifest["arrays"], wanted[name])
-        needed = ("extra.json", *(f"state/{name}/" for name in abstract))
-        _verify(path, {file: mark for file, mark in manifest["files"].items() if file.startswith(needed)})
-
+        wanted = {name: _named(name, tree) for name, tree in abstract.items()}
+        extra = hosts.from_first(lambda: self._checked(step, wanted))
         placed = None if shardings is None else {name: _named(name, shardings[name]) for name in abstract}
         state = {}
         for name, flat in wanted.items():
             target = {key: _target(leaf, placed[name][key] if placed else None) for key, leaf in flat.items()}
             arrays = {key: jnp.zeros(t.shape, t.dtype, device=t.sharding) for key, t in target.items() if not t.size}
-            arrays |= self._read(path / "state" / name, {key: t for key, t in target.items() if t.size})
+            with hosts.together():
+                arrays |= self._read(path / "state" / name, {key: t for key, t in target.items() if t.size})
             structure = jax.tree.structure(abstract[name])
             state[name] = jax.tree.unflatten(structure, [arrays[key] for key in flat])
-        return Restored(step=step, state=state, extra=_load_json(path, "extra.json"))
+        return Restored(step=step, state=state, extra=extra)
+
+    def _checked(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The JSON of a step that is whole and holds what is wanted. Raises as `restore` does."""
+        path = self.path(step)
+        if not path.is_dir():
+            raise UserError(f"{self.directory} has no step {step}; it has {self.steps() or 'none'}.")
+        manifest = _load_json(path, "manifest.json")
+        if manifest.get("format") != _FORMAT:
+            raise UserError(f"{path} has checkpoint format {manifest.get('format')}; this version reads {_FORMAT}.")
+        for name, arrays in wanted.items():
+            _check_layout(path, name, manifest["arrays"], arrays)
+        needed = ("extra.json", *(f"state/{name}/" for name in wanted))
+        _verify(path, {file: mark for file, mark in manifest["files"].items() if file.startswith(needed)})
+        return _load_json(path, "extra.json")
 
     def _read(self, item: Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         if not target:
@@ -348,7 +367,8 @@ class _Explained:
         if error is None:
             return
         self.checkpoints._drop_orbax()
-        shutil.rmtree(self.staging, ignore_errors=True)
+        if hosts.is_first():
+            shutil.rmtree(self.staging, ignore_errors=True)
         reason = _reason(error)
         if reason:
             where = self.checkpoints.directory

@@ -29,6 +29,7 @@ from qarl_jax.checkpoint import Config as CheckpointConfig
 from qarl_jax.critic import Config as CriticConfig
 from qarl_jax.data import Config as DataConfig
 from qarl_jax.data import reasoning_gym as gym_source
+from qarl_jax.hosts import Config as DistributedConfig
 from qarl_jax.loss import LOSSES, ppo, tbpo
 from qarl_jax.loss.advantages import ADVANTAGES, Gae, Grpo
 from qarl_jax.observe import Config as LogConfig
@@ -335,6 +336,7 @@ class RunConfig:
     optimizer: Annotated[Any, Variants(optimizer.OPTIMIZERS)] = dataclasses.field(default_factory=optimizer.Muon)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
@@ -375,6 +377,12 @@ class RunConfig:
                 f" {shards}, over which the rows are split."
             )
         engine = self.rollout.engine
+        if isinstance(engine, vllm.Config) and self.distributed.is_on:
+            raise UserError(
+                f"distributed.coordinator={self.distributed.coordinator}: a run of several processes has the embedded"
+                " sampler only, for the bridge to vLLM serves one trainer process; set rollout.engine.name=jax, or"
+                " leave distributed.coordinator empty."
+            )
         if isinstance(engine, vllm.Config) and 0 < engine.max_model_len < longest:
             raise UserError(
                 f"rollout.engine.max_model_len={engine.max_model_len} is below data.max_prompt_len +"
@@ -520,7 +528,7 @@ def describe(cfg: RunConfig) -> str:
         *[("" if number else "stages", text) for number, text in enumerate(_stages(cfg))],
         *[("" if number else "partial", text) for number, text in enumerate(_partial(cfg))],
         ("critic", "none" if cfg.critic is None else _critic_words(cfg.critic)),
-        ("mesh", mesh or "one device"),
+        ("mesh", (mesh or "one device") + f"{', over the processes of all hosts' * cfg.distributed.is_on}"),
         ("evaluation", f"{evaluated}, {', '.join(when)}" if when else "none"),
         ("checkpoints", f"{saved}, {cfg.checkpoint.keep or 'all'} kept, in {cfg.run_dir}/checkpoints"),
     ]

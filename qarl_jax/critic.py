@@ -46,7 +46,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from qarl_jax import models, quant, sharding
+from qarl_jax import hosts, models, quant, sharding
 from qarl_jax import optimizer as optimizers
 from qarl_jax.logprobs import preceding, scored_mask
 from qarl_jax.loss import Loss, normalized
@@ -196,7 +196,7 @@ class Critic:
         state = CriticState(
             params=params,
             opt_state=optimizers.init(self.optimizer, params),
-            updates=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
+            updates=hosts.put(np.int32(0), self.replicated),
         )
         return self._apply.placed(state)
 
@@ -245,11 +245,11 @@ class Critic:
             for micros, results in zip(updates[:per_pass], judged[:per_pass], strict=True)
             for micro, found in zip(micros, results, strict=True)
         ]
-        host = jax.device_get(first)
+        host = hosts.fetch(first)
         values, advantages, returns = (
             np.concatenate([part[i][part[0]] for part in host]).astype(np.float64) for i in (1, 2, 3)
         )
-        mean, variance = jax.device_put(tuple(map(np.float32, moments(advantages))), self.replicated)
+        mean, variance = (hosts.put(np.float32(x), self.replicated) for x in moments(advantages))
 
         def trained_on(micro: TrainBatch, found: tuple[jax.Array, ...]) -> TrainBatch:
             advantage = found[1]
@@ -325,7 +325,7 @@ class Critic:
           micros, targets: of that update, from `judge`.
           num_tokens, num_sequences: response tokens and non-empty responses in all of them.
         """
-        counts = jax.device_put((np.float32(num_tokens), np.float32(num_sequences)), self.replicated)
+        counts = [hosts.put(np.float32(x), self.replicated) for x in (num_tokens, num_sequences)]
         with jax.set_mesh(self.mesh):
             total: dict[str, Metric] = {}
             grads = self._zeros(self.state.params)

@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -449,7 +450,14 @@ def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
 
 
 def mesh(cfg: RunConfig) -> Check:
-    """The mesh fits the devices."""
+    """The mesh fits the devices; those of one process here, where the run has several."""
+    if cfg.distributed.is_on:
+        sizes, here = dataclasses.asdict(cfg.mesh), jax.device_count()
+        found = (
+            " x ".join(f"{axis}={size}" for axis, size in sizes.items()) + f" over all processes, {here} device(s) here"
+        )
+        fits = -1 in sizes.values() or math.prod(sizes.values()) % here == 0
+        return check("mesh", fits, found, "make the mesh a multiple of a process's devices", "warn")
     try:
         made = build.make_mesh(cfg)
     except UserError as error:

@@ -31,7 +31,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qarl_jax import error_tokens, models, sharding, stackwise, trace, uaq
+from qarl_jax import error_tokens, hosts, models, sharding, stackwise, trace, uaq
 from qarl_jax import optimizer as optimizers
 from qarl_jax.logprobs import token_logprobs
 from qarl_jax.loss import Loss, Objective, diagnostics, normalized
@@ -169,7 +169,7 @@ class Learner:
         state = TrainState(
             params=params,
             opt_state=optimizers.init(self.optimizer, params),
-            updates=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
+            updates=hosts.put(np.int32(0), self.replicated),
         )
         return self._apply.placed(state)
 
@@ -203,7 +203,7 @@ class Learner:
 
     def put(self, batch: TrainBatch) -> TrainBatch:
         """Host rows [B, T] onto the devices, rows split over the data axes."""
-        return jax.tree.map(lambda x: jax.device_put(np.asarray(x), self.batch_sharding), batch)
+        return jax.tree.map(lambda x: hosts.put(x, self.batch_sharding), batch)
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class Learner:
             return self._accumulate(grads, params, qweights, batch, old_logprobs, *counts, ref_logprobs)
 
     def _counts(self, num_tokens: float, num_sequences: float) -> tuple[jax.Array, jax.Array]:
-        return jax.device_put((np.float32(num_tokens), np.float32(num_sequences)), self.replicated)
+        return hosts.put(np.float32(num_tokens), self.replicated), hosts.put(np.float32(num_sequences), self.replicated)
 
     # ---- update -----------------------------------------------------------------------------------------------------
 

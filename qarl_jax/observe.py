@@ -258,6 +258,7 @@ def _start_facts() -> dict[str, Any]:
         "pid": os.getpid(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
+        "processes": jax.process_count(),
         "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
         "git": git_revision(),
         "versions": versions(),
@@ -427,6 +428,35 @@ class Observer:
         for key, value in record.items():
             if isinstance(value, (int, float)) and key != "step":
                 self._tensorboard.add_scalar(key, value, record["step"])
+
+
+class Silent:
+    """Stands for the Observer on every process of a run but the first: writes nothing, shows nothing."""
+
+    def start(self, *, config: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
+        return
+
+    def write(self, name: str, text: str) -> None: ...
+
+    def truncate_to(self, step: int) -> None: ...
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def samples(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
+    ) -> None: ...
+
+    def histograms(self, step: int, counts: Mapping[str, Sequence[int]]) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 def _own(path: Path) -> TextIO:

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from qarl_jax import hosts
 from qarl_jax.data.packing import Packed, Segment
 from qarl_jax.data.tokenizer import Tokenizer, pieces
 from qarl_jax.loss import Loss, Objective, tokens
@@ -149,7 +150,7 @@ class Follower:
             if id(now) not in fetched:  # several responses of one micro-batch
                 old = now if one.old is None else one.old
                 arrays = (now, old, one.batch.rollout_logprobs, one.batch.advantages, one.batch.loss_mask)
-                fetched[id(now)] = jax.device_get(arrays)
+                fetched[id(now)] = hosts.fetch(arrays)
             at = one.segment.response
             for name, values in zip(rows, fetched[id(now)], strict=False):
                 rows[name][row, at] = values[one.row, at]

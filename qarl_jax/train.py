@@ -10,6 +10,9 @@ Step n consumes completions drawn under version n and publishes version n + 1. E
 (seed, step), and the whole state is in the checkpoint, so that a killed run started again with the same command goes
 on as if nothing had happened. Ctrl-C and SIGTERM finish or drop the step in hand, save, and exit with 0.
 
+Over several hosts the same command is started once per process (`hosts`): all go through this file in step, and what
+leaves the program (files, rewards, the view) is the first one's.
+
 Exit codes: 0 done or interrupted after saving; 1 an error of ours or a diverged run; 2 a mistake in the input, told in
 one sentence.
 """
@@ -20,6 +23,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import signal
 import sys
@@ -36,10 +40,12 @@ from qarl_jax import (
     data,
     error_tokens,
     flops,
+    hosts,
     metrics,
     observe,
     partial,
     plan,
+    quant,
     strategies,
     trace,
     uaq,
@@ -78,6 +84,10 @@ class Interrupt:
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
+    def agreed(self) -> bool:
+        """Whether any process was asked to stop; all come to the same."""
+        return hosts.any_of(self.requested)
+
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.requested:
             raise KeyboardInterrupt
@@ -93,8 +103,14 @@ def run(cfg: RunConfig) -> None:
     """One run, from its last checkpoint or from the start, to `train.steps`, an interrupt or an error."""
     with contextlib.ExitStack() as stack:
         # ---- what is cheap and can refuse, before what takes minutes -------------------------------------------------
+        hosts.start(cfg.distributed)
         interrupt = stack.enter_context(Interrupt())
-        observer = stack.enter_context(observe.Observer(cfg.run_dir, cfg.log, total_steps=cfg.train.steps))
+        same_config(cfg)
+        observer: observe.Observer | observe.Silent = observe.Silent()
+        with hosts.together():
+            if hosts.is_first():
+                observer = observe.Observer(cfg.run_dir, cfg.log, total_steps=cfg.train.steps)
+        stack.enter_context(observer)
         grader = stack.enter_context(contextlib.closing(build.make_grader(cfg)))
         # Entered, so that leaving by an interrupt waits for a save in the background and tells if it failed.
         checkpoints = stack.enter_context(Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint))
@@ -110,8 +126,9 @@ def run(cfg: RunConfig) -> None:
         held_out = build.eval_prompts(cfg, tokenizer) if evaluates else []
 
         # ---- policy, learner, engine ---------------------------------------------------------------------------------
-        resumed = checkpoints.latest_step() is not None
-        graphdef, params = build.load_model(cfg, mesh, build.numerics_of_run(cfg, cfg.run_dir) if resumed else None)
+        resumed = hosts.from_first(lambda: checkpoints.latest_step() is not None)
+        profile = hosts.from_first(lambda: build.numerics_of_run(cfg, cfg.run_dir).profile) if resumed else None
+        graphdef, params = build.load_model(cfg, mesh, quant.Numerics(profile) if profile else None)
         learner = build.make_learner(cfg, graphdef, mesh)
         # The reference is the policy the run starts from, whatever checkpoint it resumes from.
         reference = learner.reference(params) if cfg.kl.coef else None
@@ -133,10 +150,11 @@ def run(cfg: RunConfig) -> None:
             observer.say(f"resuming {cfg.run_dir} after step {start}")
         # Responses that were interrupted, where `rollout.partial` is on: state of the run as much as the weights are.
         buffer = partial.restore(cfg.rollout.partial, unfinished, stream, start, cfg.rollout.num_samples_per_prompt)
-        observer.start(config=config.to_dict(cfg), facts=plan.facts(cfg, graphdef))
-        observer.write("config.yaml", config.to_yaml(cfg))
-        observer.truncate_to(start - 1)
-        evaluations.history(cfg.run_dir, up_to=start)
+        with hosts.together():
+            observer.start(config=config.to_dict(cfg), facts=plan.facts(cfg, graphdef))
+            observer.write("config.yaml", config.to_yaml(cfg))
+            observer.truncate_to(start - 1)
+        evaluated = bool(hosts.from_first(lambda: evaluations.history(cfg.run_dir, up_to=start)))
         engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, observer.say)))
         publisher = Publisher(cfg, learner, engine)
 
@@ -157,12 +175,14 @@ def run(cfg: RunConfig) -> None:
                 key=build.seed_of(cfg.seed, 0, "eval"),
                 ks=cfg.eval.ks,
             ).metrics
-            evaluations.record(cfg.run_dir, version, result)
+            with hosts.together():
+                if hosts.is_first():
+                    evaluations.record(cfg.run_dir, version, result)
             return result
 
         # ---- the loop ------------------------------------------------------------------------------------------------
         publisher.publish(state, start)
-        if cfg.eval.at_start and start == 0 and not evaluations.history(cfg.run_dir):
+        if cfg.eval.at_start and start == 0 and not evaluated:
             observer.say(f"held-out reward before training: {evaluate(0)['eval/reward/mean']:.3f}")
 
         timer, recompiles = observe.PhaseTimer(), compilation.Recompiles()
@@ -194,8 +214,9 @@ def run(cfg: RunConfig) -> None:
             timer.take()
             if step == start + 1:
                 recompiles.take()  # a process's first step warms up
-            profile = jax.profiler.trace(os.path.join(cfg.run_dir, "profile"))
-            with profile if step in cfg.train.profile_steps else contextlib.nullcontext():
+            profiled = step in cfg.train.profile_steps and hosts.is_first()
+            folder = os.path.join(cfg.run_dir, "profile")
+            with jax.profiler.trace(folder) if profiled else contextlib.nullcontext():
                 # ---- sample and grade: nothing has changed yet, so an interrupt drops the step -----------------------
                 if cfg.rollout.partial.is_on:
                     collected, left = partial.collect(
@@ -214,7 +235,7 @@ def run(cfg: RunConfig) -> None:
                     sample_step = functools.partial(sample, step)
                     collected, left = strategies.collect(cfg.rollout.dynamic, stream, step, sample_step), buffer
                 groups = collected.groups
-                if interrupt.requested:
+                if interrupt.agreed():
                     save(step)
                     checkpoints.wait()
                     observer.say(f"interrupted: saved after step {step}; the same command resumes")
@@ -252,18 +273,22 @@ def run(cfg: RunConfig) -> None:
             with timer("trace"):
                 traces = follow.records(groups, tokenizer)
             record |= {"perf/recompiles": float(recompiles.take()) if step > start else 0.0}
-            observer.log(step, record | speed(record, timer.take(), mesh.devices.size, peak_flops))
-            observer.samples(step, collected.groups, traces)
-            observer.histograms(step, histograms)
-            if checkpoints.should_save(done) or last or interrupt.requested:
+            with hosts.together():
+                observer.log(step, record | speed(record, timer.take(), mesh.devices.size, peak_flops))
+                observer.samples(step, collected.groups, traces)
+                observer.histograms(step, histograms)
+            stopping = interrupt.agreed()
+            if checkpoints.should_save(done) or last or stopping:
                 with recompiles.paused():
                     save(done)
-            if interrupt.requested and not last:
+            if stopping and not last:
                 checkpoints.wait()
                 observer.say(f"interrupted: saved after step {done}; the same command resumes")
                 return
         checkpoints.wait()
-        observer.say(summary(cfg))
+        with hosts.together():
+            if hosts.is_first():
+                observer.say(summary(cfg))
 
 
 class Publisher:
@@ -302,6 +327,13 @@ class Publisher:
             report["quant/code_flips"] = float(jax.device_get(code_flips(self._published, qweights).value))
         self._published = qweights
         return report
+
+
+def same_config(cfg: RunConfig) -> None:
+    """Refuses processes that were started with other configs, `distributed.process_id` and the rest of it apart."""
+    values = config.to_dict(cfg)
+    del values["distributed"]
+    hosts.check_same(json.dumps(values, sort_keys=True, default=str).encode(), "the config's values")
 
 
 def learn(
@@ -512,11 +544,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides)
+    if not args.dry_run:
+        hosts.start(cfg.distributed)  # before anything asks JAX for its devices
     if cfg.model.remat == "auto":  # only then: a dry run of any other config leaves the device alone
         cfg = plan.with_remat(cfg, plan.device_bytes(cfg))
     if args.dry_run:
         print(config.to_yaml(cfg))
-    print(config.describe(cfg))
+    if args.dry_run or hosts.is_first():
+        print(config.describe(cfg))
     if args.dry_run:
         print(plan.describe(cfg))
         return 0

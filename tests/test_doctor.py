@@ -173,3 +173,14 @@ def test_on_an_accelerator_the_plan_is_that_of_one_device(world, monkeypatch):
         statuses.append(doctor.memory_plan(cfg).status)
     assert statuses == ["ok", "warn", "fail"]
     assert own < sum(plan.parts(cfg).values())
+
+
+def test_of_a_mesh_over_several_processes_the_devices_of_one_are_here(world):
+    def checked(**sizes):
+        changed = world.changed(mesh=sizes, distributed={"coordinator": "auto"}, train={"micro_batch_rows": 48})
+        return doctor.mesh(changed.config)
+
+    assert checked(data=4, fsdp=4).status == "ok"  # two processes of eight devices
+    assert checked(fsdp=-1).status == "ok"
+    assert checked(data=4, fsdp=3).status == "warn"
+    assert "8 device(s) here" in checked(fsdp=-1).found

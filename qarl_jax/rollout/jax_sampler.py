@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qarl_jax import models
+from qarl_jax import hosts, models
 from qarl_jax.logprobs import logits_of
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
 from qarl_jax.rollout.compute_form import Policy, compute_form
@@ -463,7 +463,7 @@ class _Call:
     def collect(self) -> None:
         """Files the completions of finished slots and frees these."""
         slots = self.slots
-        done, count, tokens, logprobs = jax.device_get((slots.done, slots.count, slots.tokens, slots.logprobs))
+        done, count, tokens, logprobs = hosts.fetch((slots.done, slots.count, slots.tokens, slots.logprobs))
         for slot, owner in enumerate(self.owner):
             if owner is None or not done[slot]:
                 continue

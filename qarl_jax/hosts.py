@@ -1,0 +1,248 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes, one run: every one of them runs the same program over one mesh of all their devices.
+
+    python -m qarl_jax.train --config X distributed.coordinator=auto             # under SLURM, Open MPI, on TPUs, GKE
+    python -m qarl_jax.train --config X distributed.coordinator=host0:7777 \
+        distributed.num_processes=2 distributed.process_id=0                     # ... and 1 on the other host
+
+Prompts, packing and sampling are functions of (config, seed, step), so each process works them out for itself and all
+come to the same; what is not such a function has an owner:
+
+    files, the view, rewards (their pools have time limits)      the first process; the others are told (`from_first`)
+    interrupts, errors while writing                             any process; all act on them (`any_of`, `together`)
+    the contents of an array that lies on several hosts          all, by a gather (`fetch`)
+
+Everything here is a no-op in a run of one process. What talks to the others must be called by all processes, in the
+same order, from the main thread: it travels by the same collectives as the training itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from qarl_jax.types import UserError
+
+AUTO = "auto"
+SHUTDOWN_S = 60
+"""How long a process that ends waits for the others. One that ends by an error of its own waits in vain."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The section `distributed` of a run's config, the same for every process but for `process_id`.
+
+    Attributes:
+      coordinator: empty: a run of one process. auto: as the cluster says (SLURM, Open MPI, Cloud TPU, GKE). Otherwise
+        host:port, where the first process listens.
+      num_processes: how many there are; 0: as the cluster says.
+      process_id: which one this is, from 0; -1: as the cluster says.
+      local_devices: ids of the host's GPUs that this process takes; empty: JAX's choice, which is a single one per
+        process under SLURM and Open MPI, and all of them elsewhere.
+      timeout_s: seconds to wait for the others at the start.
+    """
+
+    coordinator: str = ""
+    num_processes: int = 0
+    process_id: int = -1
+    local_devices: tuple[int, ...] = ()
+    timeout_s: int = 300
+
+    def __post_init__(self) -> None:
+        if self.coordinator not in ("", AUTO) and not self.coordinator.rpartition(":")[2].isdigit():
+            raise UserError(
+                f"coordinator={self.coordinator!r} must be host:port of the first process, auto (SLURM, Open MPI, Cloud"
+                " TPU or GKE tell), or empty (one process)."
+            )
+        if self.num_processes < 0:
+            raise UserError(f"num_processes must be 0 (as the cluster says) or more, got {self.num_processes}.")
+        if self.timeout_s < 1:
+            raise UserError(f"timeout_s must be at least 1, got {self.timeout_s}.")
+        if self.process_id < -1 or 0 < self.num_processes <= self.process_id:
+            raise UserError(
+                f"process_id={self.process_id} must be -1 (as the cluster says) or count from 0 below num_processes="
+                f"{self.num_processes}."
+            )
+        if not self.coordinator and (self.num_processes > 1 or self.process_id > 0):
+            raise UserError(
+                f"num_processes={self.num_processes}, process_id={self.process_id} without a coordinator would start"
+                " runs of one process each: set distributed.coordinator=host:port of the first, or auto."
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the run may have several processes."""
+        return bool(self.coordinator)
+
+
+def start(cfg: Config) -> None:
+    """Joins the other processes. Before anything asks JAX for its devices; a second call does nothing.
+
+    Raises:
+      UserError: no cluster says who is who, or the others do not come.
+    """
+    if not cfg.is_on or jax.distributed.is_initialized():
+        return
+    try:
+        jax.distributed.initialize(
+            None if cfg.coordinator == AUTO else cfg.coordinator,
+            cfg.num_processes or None,
+            None if cfg.process_id < 0 else cfg.process_id,
+            list(cfg.local_devices) or None,
+            initialization_timeout=cfg.timeout_s,
+            shutdown_timeout_seconds=SHUTDOWN_S,
+        )
+    except ValueError as error:
+        raise UserError(
+            f"distributed.coordinator={cfg.coordinator}: no SLURM, Open MPI, Cloud TPU or GKE says which process this"
+            f" is ({error}). Set distributed.coordinator=host:port, distributed.num_processes and"
+            " distributed.process_id."
+        ) from None
+    except RuntimeError as error:
+        if "before any JAX" in str(error):
+            raise
+        raise UserError(
+            f"distributed.coordinator={cfg.coordinator}: the processes did not all meet within {cfg.timeout_s} s"
+            f" ({str(error).splitlines()[0]}). Start every one of them, and check host, port and firewall."
+        ) from error
+
+
+def count() -> int:
+    """Processes of the run. Asks JAX for its devices only where there are several."""
+    return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
+def is_first() -> bool:
+    """Whether this process owns the run's files."""
+    return count() == 1 or jax.process_index() == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- arrays
+
+
+def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A host array that every process has, onto the mesh; each sends its own devices their part and nothing else."""
+    x = np.asarray(x)
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def fetch(tree: Any) -> Any:
+    """`jax.device_get` of arrays that may lie on other hosts too: the whole of each, as numpy, on every process."""
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+            return x
+        return multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.device_get(jax.tree.map(whole, tree) if count() > 1 else tree)
+
+
+# --------------------------------------------------------------------------------------------------------------- words
+
+
+def _padded(data: bytes, length: int) -> np.ndarray:
+    """`data` in a buffer of a power of two, so that few shapes are ever compiled."""
+    out = np.zeros(1 << max(6, (length - 1).bit_length()), np.uint8)
+    out[: len(data)] = np.frombuffer(data, np.uint8)
+    return out
+
+
+def _broadcast(text: str) -> str:
+    """The first process's text, on every process."""
+    data = text.encode() if is_first() else b""
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(_padded(data, length)))[:length]).decode()
+
+
+def _gather(text: str) -> list[str]:
+    """Every process's text, by process. Nobody has any: one small collective."""
+    data = text.encode()
+    lengths = multihost_utils.process_allgather(np.int32(len(data))).reshape(-1)
+    if not lengths.any():
+        return [""] * count()
+    rows = multihost_utils.process_allgather(_padded(data, int(lengths.max())))
+    return [bytes(np.asarray(row)[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
+
+
+def _error(number: int, kind: str, message: str) -> Exception:
+    """What another process raised: a UserError stays one, of its own kind."""
+    kinds: list[type[UserError]] = [UserError, *UserError.__subclasses__()]
+    known = {cls.__name__: cls for cls in kinds}
+    return known[kind](message) if kind in known else RuntimeError(f"process {number}: {kind}: {message}")
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    """What `make()` returns on the first process, which alone calls it: JSON values. Its errors are shared as well."""
+    if count() == 1:
+        return make()
+    failure: Exception | None = None
+    text = ""
+    if is_first():
+        try:
+            text = json.dumps({"value": make()})
+        except Exception as error:
+            failure = error
+            text = json.dumps({"error": [type(error).__name__, str(error)]})
+    told = json.loads(_broadcast(text))
+    if failure is not None:
+        raise failure
+    if "error" in told:
+        raise _error(0, *told["error"])
+    return told["value"]
+
+
+def agree(error: Exception | None) -> None:
+    """Raises `error`, and on the processes that have none the first error of another; returns if nobody has any."""
+    if count() > 1:
+        said = _gather("" if error is None else json.dumps([type(error).__name__, str(error)]))
+        others = [_error(number, *json.loads(text)) for number, text in enumerate(said) if text]
+        error = error or (others[0] if others else None)
+    if error is not None:
+        raise error
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """What one process raises inside, all raise at the end, so that none waits for one that is gone."""
+    if count() == 1:
+        yield
+        return
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    agree(failure)
+
+
+def any_of(flag: bool) -> bool:
+    """Whether any process says so."""
+    return flag if count() == 1 else bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+
+
+def check_same(data: bytes, what: str) -> None:
+    """Stops every process unless all have the same `data`.
+
+    Args:
+      what: the sentence to stop with, "the config": "process 3 has another config than process 0."
+
+    Raises:
+      UserError: naming the first process that differs.
+    """
+    if count() == 1:
+        return
+    said = _gather(hashlib.blake2b(data, digest_size=16).hexdigest())
+    for number, other in enumerate(said):
+        if other != said[0]:
+            raise UserError(f"{what}: process {number} of {count()} has others than process 0.")
