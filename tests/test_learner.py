@@ -27,6 +27,7 @@ MESHES = {
     "fsdp2-tensor4": {"fsdp": 2, "tensor": 4},
     "data2-fsdp4": {"data": 2, "fsdp": 4},
 }
+nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
 ROWS = 8  # of a whole mini-batch, packed
 
 
@@ -142,7 +143,7 @@ def test_parts_of_a_batch_sum_to_its_gradient():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["tbpo", "grpo", "nll"])
+@pytest.mark.parametrize("loss", ["tbpo", nightly("grpo"), nightly("nll")])
 def test_microbatches_sum_to_the_full_batch_gradient(loss):
     wanted, metrics = whole(loss)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(wanted))
@@ -226,19 +227,19 @@ def test_a_mesh_gives_the_gradient_of_one_device(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [nightly("fsdp8"), nightly("tensor8"), "fsdp2-tensor4", "data2-fsdp4"])
 def test_a_mesh_of_eight_equals_one_device_in_float32(mesh):
     check_mesh("bf16", mesh, 1e-5, 1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["fsdp2-tensor4", "tensor8"])
+@pytest.mark.parametrize("mesh", ["fsdp2-tensor4", nightly("tensor8")])
 def test_int4_tensors_are_bit_equal_on_a_mesh_and_the_loss_agrees(mesh):
     check_mesh("w4a16:g32", mesh, 1e-5, 1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["fsdp8", "data2-fsdp4"])
+@pytest.mark.parametrize("mesh", [nightly("fsdp8"), "data2-fsdp4"])
 def test_int8_tensors_are_bit_equal_on_a_mesh_and_the_loss_agrees(mesh):
     # An activation code flips where float32 noise moves a value over a rounding edge, and the gradient with it.
     check_mesh("w8a8", mesh, 1e-3, 5e-2)
@@ -438,7 +439,7 @@ def test_one_program_for_an_update_gives_the_numbers_of_three():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "bound"), [("", 2**14), ("fsdp8", 2**14), ("", 2**30)])
+@pytest.mark.parametrize(("mesh", "bound"), [("", 2**14), nightly("fsdp8", 2**14), nightly("", 2**30)])
 def test_a_state_on_the_host_gives_the_numbers_of_one_on_the_device(mesh, bound, monkeypatch):
     """In groups, and as one program."""
     monkeypatch.setattr(stackwise, "GROUP_BYTES", bound)

@@ -123,9 +123,7 @@ def test_the_whole_ladder_holds_on_a_live_vllm(folder):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "scheme", ["w8a8", *(pytest.param(s, marks=pytest.mark.nightly) for s in ("w4a8", "w4a16:g64"))]
-)
+@pytest.mark.parametrize("scheme", [pytest.param(s, marks=pytest.mark.nightly) for s in ("w8a8", "w4a8", "w4a16:g64")])
 def test_a_model_with_biases_climbs_the_ladder_too(tmp_path, scheme):
     """A kernel may keep a copy of the bias in float32, which a published bias must reach."""
     pytest.importorskip("vllm")
@@ -145,7 +143,7 @@ def test_a_model_with_biases_climbs_the_ladder_too(tmp_path, scheme):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["bf16", "w8a8"])
+@pytest.mark.parametrize("scheme", [pytest.param("bf16", marks=pytest.mark.nightly), "w8a8"])
 def test_a_mixture_of_experts_climbs_the_ladder_too(tmp_path, scheme):
     """vLLM's CPU engine must pack bf16 experts anew at every load; quantized ones run through the bridge's methods."""
     pytest.importorskip("vllm")

@@ -158,7 +158,7 @@ def compare(config, mesh_name, tol):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", ["fsdp2-tensor4", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fsdp8", "tensor8"))]
+    "mesh", ["fsdp2-tensor4", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("fsdp8", "tensor8"))]
 )
 def test_dense_logits_and_gradients_on_a_mesh_equal_one_device(mesh):
     compare(DENSE, mesh, 1e-5)
@@ -166,13 +166,13 @@ def test_dense_logits_and_gradients_on_a_mesh_equal_one_device(mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", ["expert4", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fsdp2-tensor4", "fsdp2-expert4"))]
+    "mesh", ["expert4", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("fsdp2-tensor4", "fsdp2-expert4"))]
 )
 def test_moe_logits_and_gradients_on_a_mesh_equal_one_device(mesh):
     compare(MOE, mesh, 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_w4a16_logits_and_gradients_on_a_mesh_equal_one_device():
     compare(dataclasses.replace(DENSE, quant=parse_rules("w4a16:g32")), "data2-fsdp2-tensor2", 1e-5)
 

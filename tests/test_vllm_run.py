@@ -72,7 +72,7 @@ class Run:
         monkeypatch.undo()
 
 
-@pytest.fixture(scope="module", params=["w8a8", "w4a16:g32"])
+@pytest.fixture(scope="module", params=["w8a8", pytest.param("w4a16:g32", marks=pytest.mark.nightly)])
 def run(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         kill = 1 if request.param == "w8a8" else None

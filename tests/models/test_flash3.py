@@ -113,7 +113,7 @@ def test_rows_and_heads_split_over_a_mesh_give_the_same():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["attention", "none"])
+@pytest.mark.parametrize("remat", ["attention", pytest.param("none", marks=pytest.mark.nightly)])
 def test_a_model_of_scanned_layers_takes_it_with_segments_and_recomputation(remat, monkeypatch):
     made = []
 

@@ -84,6 +84,19 @@ def on_mesh(function, sizes, structure, params, qweights, *rest):
         return jax.device_get(function(structure, params, qweights, *rest))
 
 
+@functools.lru_cache
+def rows_are_alike():
+    """Whether this CPU's float32 products of few rows add up as those of many; without AVX they do not."""
+    rng = np.random.default_rng(0)
+    for k, n in ((D, F), (F, D)):
+        x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((COPIES, k), (k, n)))
+        product = jax.jit(functools.partial(jnp.matmul, precision="highest"))
+        whole = product(x, w)
+        if any((product(x[:m], w) != whole[:m]).any() for m in (COPIES // 2, COPIES // 4, COPIES // 8)):
+            return False
+    return True
+
+
 @pytest.mark.parametrize(
     ("scheme", "dtype", "mesh"),
     [
@@ -94,7 +107,11 @@ def on_mesh(function, sizes, structure, params, qweights, *rest):
 def test_no_bit_depends_on_how_tokens_and_experts_are_spread(scheme, dtype, mesh):
     state, (x, _, _) = block(scheme, dtype), data(dtype)
     want = jax.device_get(forward(*state, x, None))
-    np.testing.assert_array_equal(on_mesh(forward, MESHES[mesh], *state, x, None), want)
+    got = on_mesh(forward, MESHES[mesh], *state, x, None)
+    if dtype == "bfloat16" or rows_are_alike():
+        np.testing.assert_array_equal(got, want)
+    else:
+        np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("mesh", ["fsdp2-tensor2-expert2", "tensor3-expert2"])

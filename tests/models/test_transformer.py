@@ -54,8 +54,13 @@ COMBINATIONS = [
     ("qwen2", "w8a8"),
     ("moe", "bf16"),
     *(
-        pytest.param(name, scheme, marks=pytest.mark.slow)
-        for name, scheme in [("moe", "w4a16:g32"), ("moe", "w8a8"), ("qwen2", "w4a16:g32"), ("dense", "w8a8")]
+        pytest.param(name, scheme, marks=mark)
+        for name, scheme, mark in [
+            ("moe", "w4a16:g32", pytest.mark.slow),
+            ("moe", "w8a8", pytest.mark.nightly),
+            ("qwen2", "w4a16:g32", pytest.mark.nightly),
+            ("dense", "w8a8", pytest.mark.slow),
+        ]
     ),
 ]
 
@@ -172,7 +177,7 @@ def test_rematerialization_changes_no_gradient(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", pytest.param("moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param("qwen2", marks=pytest.mark.nightly), "moe"])
 def test_gradient_equals_finite_differences(name):
     model = model_of(name)
     graphdef, params, qweights = split(model)
@@ -196,7 +201,7 @@ def test_gradient_equals_finite_differences(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scheme"),
-    [("dense", "w8a8"), *(pytest.param("moe", x, marks=pytest.mark.slow) for x in ("w8a8", "w4a16:g32"))],
+    [("dense", "w8a8"), pytest.param("moe", "w8a8", marks=pytest.mark.nightly), ("moe", "w4a16:g32")],
 )
 def test_every_master_gets_a_gradient_through_the_quantized_forward(name, scheme):
     graphdef, params, qweights = split(model_of(name, scheme))

@@ -121,7 +121,7 @@ def same(a, b):
     )
 
 
-@pytest.fixture(scope="module", params=SCHEMES)
+@pytest.fixture(scope="module", params=[pytest.param(SCHEMES[0], marks=pytest.mark.nightly), *SCHEMES[1:]])
 def served(request, tmp_path_factory):
     """A bridge started without weights, after publishing versions 0 and 1 into it."""
     scheme = request.param

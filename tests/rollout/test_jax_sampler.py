@@ -156,12 +156,12 @@ def test_greedy_takes_the_largest_logit_with_its_undivided_logprob():
 # ---- agreement with the learner -------------------------------------------------------------------------------------
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "temperature"), [("w4a16", 1.0), slow("w4a16", 0.8), slow("w8a8", 1.0), slow("bf16", 0.8)]
+    ("scheme", "temperature"), [nightly("w4a16", 1.0), ("w4a16", 0.8), ("w8a8", 1.0), ("bf16", 0.8)]
 )
 def test_reported_logprobs_are_the_learners(scheme, temperature):
     weights = policy(scheme)
@@ -170,8 +170,9 @@ def test_reported_logprobs_are_the_learners(scheme, temperature):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
-@pytest.mark.parametrize("moe", [False, True])
+@pytest.mark.parametrize(
+    ("moe", "scheme"), [(False, "w8a8"), nightly(False, "w4a16"), nightly(True, "w8a8"), (True, "w4a16")]
+)
 def test_biases_untied_heads_and_experts_agree_with_the_learner(scheme, moe):
     weights = policy(scheme, tied=False, moe=moe)
     groups, _ = sampled(weights, prompts(4), num_samples=2)
@@ -195,7 +196,7 @@ def test_bfloat16_agrees_within_roundings():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["w4a16", slow("w8a8")])
+@pytest.mark.parametrize("scheme", [nightly("w4a16"), "w8a8"])
 def test_masters_of_quantized_weights_are_never_read(scheme):
     weights = policy(scheme)
     poisoned = jax.tree.map(lambda x: x, weights.params)
