@@ -84,34 +84,24 @@ def on_mesh(function, sizes, structure, params, qweights, *rest):
         return jax.device_get(function(structure, params, qweights, *rest))
 
 
-@functools.lru_cache
-def rows_are_alike():
-    """Whether this CPU's float32 products of few rows add up as those of many; without AVX they do not."""
-    rng = np.random.default_rng(0)
-    for k, n in ((D, F), (F, D)):
-        x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((COPIES, k), (k, n)))
-        product = jax.jit(functools.partial(jnp.matmul, precision="highest"))
-        whole = product(x, w)
-        if any((product(x[:m], w) != whole[:m]).any() for m in (COPIES // 2, COPIES // 4, COPIES // 8)):
-            return False
-    return True
+SPREAD = ["data2-fsdp2-expert2", "data2-expert4", "fsdp3-expert2", "data2-expert3"]
 
 
 @pytest.mark.parametrize(
-    ("scheme", "dtype", "mesh"),
-    [
-        *(("bf16", "float32", m) for m in ("data2-fsdp2-expert2", "data2-expert4", "fsdp3-expert2", "data2-expert3")),
-        ("w4a16:g32", "bfloat16", "data2-fsdp2-expert2"),
-    ],
+    ("scheme", "mesh"), [*(("bf16", mesh) for mesh in SPREAD), ("w4a16:g32", "data2-fsdp2-expert2")]
 )
-def test_no_bit_depends_on_how_tokens_and_experts_are_spread(scheme, dtype, mesh):
-    state, (x, _, _) = block(scheme, dtype), data(dtype)
+def test_no_bit_depends_on_how_tokens_and_experts_are_spread(scheme, mesh):
+    state, (x, _, _) = block(scheme, "bfloat16"), data("bfloat16")
     want = jax.device_get(forward(*state, x, None))
-    got = on_mesh(forward, MESHES[mesh], *state, x, None)
-    if dtype == "bfloat16" or rows_are_alike():
-        np.testing.assert_array_equal(got, want)
-    else:
-        np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
+    np.testing.assert_array_equal(on_mesh(forward, MESHES[mesh], *state, x, None), want)
+
+
+@pytest.mark.parametrize("mesh", SPREAD[:1])
+def test_nor_does_a_float32_output_but_for_its_last_bits(mesh):
+    """Which a CPU's vectors decide: without AVX the end of a row of numbers is computed otherwise than its middle."""
+    state, (x, _, _) = block("bf16", "float32"), data("float32")
+    want = jax.device_get(forward(*state, x, None))
+    np.testing.assert_allclose(on_mesh(forward, MESHES[mesh], *state, x, None), want, atol=1e-6 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("mesh", ["fsdp2-tensor2-expert2", "tensor3-expert2"])
