@@ -18,6 +18,7 @@ a later incarnation of the same run (a resumed trainer) may step back.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -71,6 +72,7 @@ _SAFETENSORS_DTYPES = {
 }
 
 
+@functools.cache  # asked for every tensor of every version
 def dtype_name(dtype: Any) -> str:
     """Wire name of a numpy (or ml_dtypes) dtype."""
     name = np.dtype(dtype).name
