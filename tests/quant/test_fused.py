@@ -19,8 +19,9 @@ from qarl_jax.quant.arithmetic import round_to
 from qarl_jax.quant.dot import Dense
 from qarl_jax.quant.fused import Kernels
 from qarl_jax.quant.int8_kernels import TILES, Tile, tile_for
+from tests.reference import one_layer
+from tests.reference.one_layer import CUDA, assert_equal_bits
 
-CUDA = Numerics("cuda")
 BOTH = Kernels(rows="triton")
 MOSAIC = Kernels(product="hopper")
 on_hopper = pytest.mark.skipif(not sharding.is_hopper(), reason="needs JAX on a Hopper GPU (JAX_PLATFORMS=cuda,cpu)")
@@ -41,12 +42,6 @@ def scheme(x, qt, bias, numerics=CUDA):
     """What w8a8 computes without a kernel."""
     y, used = w8a8._forward(x, qt.qvalue, qt.scale, bias, numerics=numerics, product=Dense())
     return round_to(y, jnp.bfloat16), used
-
-
-def assert_equal_bits(got, want):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 # M, N and K that the tile divides, that it does not, and that are smaller than it
@@ -115,25 +110,14 @@ def served(x, outputs, numerics=CUDA):
 
 
 def interpreted(monkeypatch, kernels=BOTH):
-    """Every w8a8 layer takes its kernels, interpreted, as it would on a Hopper GPU."""
-
-    def choose(*args, default, cpu=None, cuda=None):
-        return cuda(*args, interpret=True) if cuda is not None else (cpu or default)(*args)
-
     monkeypatch.setitem(fused.CHOSEN, "w8a8", kernels)
-    monkeypatch.setattr(fused, "serves", lambda *_: True)
-    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+    one_layer.interpreted(monkeypatch, True)
 
 
 def test_outputs_and_gradients_of_a_layer_are_the_same_with_and_without(monkeypatch):
     x, qt, b = operands(40, 24, 48, bias=True)
     master = jnp.zeros((24, 48), jnp.float32)
-    dot = quant.dot.__wrapped__  # nothing traced before the kernels were chosen
-
-    def run(x, master, bias):
-        y, vjp = jax.vjp(lambda x, master, bias: dot(x, master, qt, bias, numerics=CUDA), x, master, bias)
-        return y, vjp(jnp.sin(y.astype(jnp.float32)).astype(y.dtype))
-
+    run = one_layer.with_gradient(qt)
     want = jax.jit(run)(x, master, b[0])
     interpreted(monkeypatch)
     got = jax.jit(lambda *args: run(*args))(x, master, b[0])
@@ -143,19 +127,7 @@ def test_outputs_and_gradients_of_a_layer_are_the_same_with_and_without(monkeypa
 
 def lowered(platform, experts=False):
     """A layer of 512 rows with its gradient, as StableHLO."""
-    n, k = 256, 512
-    shape = (2, n, k) if experts else (n, k)
-    qt = quant.quantize(jnp.zeros(shape), w8a8.Config())
-    x = jax.ShapeDtypeStruct((512, k), jnp.bfloat16)
-
-    def loss(x, master):
-        if experts:
-            y = quant.expert_dot.__wrapped__(x, master, qt, jnp.array([200, 312], jnp.int32), numerics=CUDA)
-        else:
-            y = quant.dot.__wrapped__(x, master, qt, numerics=CUDA)
-        return jnp.sum(jnp.square(y.astype(jnp.float32)))  # its gradient takes y
-
-    trace = jax.jit(jax.grad(loss, (0, 1))).trace(x, jax.ShapeDtypeStruct(shape, jnp.float32))
+    trace = one_layer.traced(512, 256, 512, w8a8.Config(), (200, 312) if experts else ())
     return trace.lower(lowering_platforms=(platform,)).as_text()
 
 

@@ -18,8 +18,9 @@ from qarl_jax import quant, sharding
 from qarl_jax.quant import Numerics, fp8, fused, hopper_product
 from qarl_jax.quant.fused import Kernels
 from qarl_jax.types import UserError
+from tests.reference import one_layer
+from tests.reference.one_layer import CUDA, assert_equal_bits
 
-CUDA = Numerics("cuda")
 LOW, NARROW, WIDE = hopper_product.LOW, hopper_product.NARROW, hopper_product.CHOSEN
 on_hopper = pytest.mark.skipif(not sharding.is_hopper(), reason="needs JAX on a Hopper GPU (JAX_PLATFORMS=cuda,cpu)")
 needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -48,12 +49,6 @@ def formula(x_q, s_x, w_q, s_w, bias=None, order="w_then_x"):
     if bias is not None:
         y = (last.astype(np.float64) * first + np.asarray(bias, np.float64)).astype(np.float32)
     return y.astype(ml_dtypes.bfloat16)
-
-
-def assert_equal_bits(got, want):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 # More than one tile to a block; more and fewer steps along K than are kept in flight; sizes that are filled up.
@@ -103,25 +98,14 @@ def layer(k, n, bias):
 
 
 def interpreted(monkeypatch):
-    """Every fp8 layer takes its kernel, interpreted, as it would on a Hopper GPU."""
-
-    def choose(*args, default, cpu=None, cuda=None):
-        return cuda(*args, interpret=interpreter()) if cuda is not None else (cpu or default)(*args)
-
-    monkeypatch.setattr(fused, "serves", lambda *_: True)
-    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+    one_layer.interpreted(monkeypatch, interpreter())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 def test_outputs_and_gradients_of_a_layer_are_the_same_with_and_without(monkeypatch, bias):
     x, master, qt, b = layer(48, 32, bias)
-    dot = quant.dot.__wrapped__  # nothing traced before the kernel was chosen
-
-    def run(x, master, bias):
-        y, vjp = jax.vjp(lambda x, master, bias: dot(x, master, qt, bias, numerics=CUDA), x, master, bias)
-        return y, vjp(jnp.sin(y.astype(jnp.float32)).astype(y.dtype))
-
+    run = one_layer.with_gradient(qt)
     want = jax.jit(run)(x, master, b)
     interpreted(monkeypatch)
     ran = []
@@ -135,19 +119,7 @@ def test_outputs_and_gradients_of_a_layer_are_the_same_with_and_without(monkeypa
 
 def traced(experts=False):
     """A layer of 96 rows with its gradient, for every platform."""
-    n, k = 256, 384
-    shape = (2, n, k) if experts else (n, k)
-    qt = quant.quantize(jnp.zeros(shape), fp8.Config())
-    x = jax.ShapeDtypeStruct((96, k), jnp.bfloat16)
-
-    def loss(x, master):
-        if experts:
-            y = quant.expert_dot.__wrapped__(x, master, qt, jnp.array([60, 36], jnp.int32), numerics=CUDA)
-        else:
-            y = quant.dot.__wrapped__(x, master, qt, numerics=CUDA)
-        return jnp.sum(jnp.square(y.astype(jnp.float32)))  # its gradient takes y
-
-    return jax.jit(jax.grad(loss, (0, 1))).trace(x, jax.ShapeDtypeStruct(shape, jnp.float32))
+    return one_layer.traced(96, 256, 384, fp8.Config(), (60, 36) if experts else ())
 
 
 def lowered(platform):

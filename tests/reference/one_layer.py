@@ -1,0 +1,61 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One quantized layer with its gradient, for tests of the kernels that may take its place (`qarl_jax/quant/fused.py`).
+
+Nothing here is jitted by the library, so that nothing was traced before a test chose its kernels.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qarl_jax import quant
+from qarl_jax.quant import Numerics, fused
+
+CUDA = Numerics("cuda")
+
+
+def assert_equal_bits(got: Any, want: Any) -> None:
+    """All leaves have the same shapes, dtypes and bytes."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def interpreted(monkeypatch: Any, interpret: Any) -> None:
+    """Every layer takes its kernels, interpreted, as it would on a Hopper GPU. interpret: what they are given."""
+
+    def choose(*args: Any, default: Any, cpu: Any = None, cuda: Any = None) -> Any:
+        return cuda(*args, interpret=interpret) if cuda is not None else (cpu or default)(*args)
+
+    monkeypatch.setattr(fused, "serves", lambda *_: True)
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+
+
+def with_gradient(qt: quant.QTensor) -> Any:
+    """A function of (x, master, bias): the layer's output, and its gradients for a cotangent made of it."""
+    dot = quant.dot.__wrapped__
+
+    def run(x: jax.Array, master: jax.Array, bias: jax.Array | None) -> Any:
+        y, vjp = jax.vjp(lambda x, master, bias: dot(x, master, qt, bias, numerics=CUDA), x, master, bias)
+        return y, vjp(jnp.sin(y.astype(jnp.float32)).astype(y.dtype))
+
+    return run
+
+
+def traced(rows: int, n: int, k: int, config: Any, groups: tuple[int, ...] = ()) -> Any:
+    """The trace of a layer [rows, K] -> [rows, N] with its gradient; `groups`: the rows of each of its experts."""
+    shape = (len(groups), n, k) if groups else (n, k)
+    qt = quant.quantize(jnp.zeros(shape), config)
+
+    def loss(x: jax.Array, master: jax.Array) -> jax.Array:
+        if groups:
+            y = quant.expert_dot.__wrapped__(x, master, qt, jnp.array(groups, jnp.int32), numerics=CUDA)
+        else:
+            y = quant.dot.__wrapped__(x, master, qt, numerics=CUDA)
+        return jnp.sum(jnp.square(y.astype(jnp.float32)))  # its gradient takes y
+
+    x, master = jax.ShapeDtypeStruct((rows, k), jnp.bfloat16), jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.jit(jax.grad(loss, (0, 1))).trace(x, master)
