@@ -175,9 +175,7 @@ def run(cfg: RunConfig) -> None:
                 key=build.seed_of(cfg.seed, 0, "eval"),
                 ks=cfg.eval.ks,
             ).metrics
-            with hosts.together():
-                if hosts.is_first():
-                    evaluations.record(cfg.run_dir, version, result)
+            hosts.from_first(lambda: evaluations.record(cfg.run_dir, version, result))
             return result
 
         # ---- the loop ------------------------------------------------------------------------------------------------
@@ -286,9 +284,7 @@ def run(cfg: RunConfig) -> None:
                 observer.say(f"interrupted: saved after step {done}; the same command resumes")
                 return
         checkpoints.wait()
-        with hosts.together():
-            if hosts.is_first():
-                observer.say(summary(cfg))
+        hosts.from_first(lambda: observer.say(summary(cfg)))
 
 
 class Publisher:

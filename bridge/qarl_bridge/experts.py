@@ -47,8 +47,9 @@ def is_experts(module: Any) -> bool:
 
 
 def prefix_of(name: str) -> str:
-    """Hugging Face prefix of the experts of a vLLM module: "model.layers.0.mlp.experts"."""
-    return name.removesuffix(".routed_experts")
+    """ "model.layers.0.mlp.experts" of a live module or a published tensor below it; "" of what is in no expert."""
+    end = name.find(".experts")
+    return "" if end < 0 else name[: end + len(".experts")]
 
 
 def repack(module: Any) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from qarl_bridge import device, fingerprint
+from qarl_bridge import device, experts, fingerprint
 from qarl_bridge.readback import FUSED
 
 # The parameters of vLLM's fused experts -> the projections they hold, as rows, of every expert.
@@ -46,12 +46,6 @@ class _Source:
     parameter: str
     names: tuple[tuple[str, ...], ...]
     is_stacked: bool
-
-
-def _experts_of(name: str) -> str:
-    """ "model.layers.0.mlp.experts" of anything below it; "" of what belongs to no expert."""
-    end = name.find(".experts")
-    return "" if end < 0 else name[: end + len(".experts")]
 
 
 def _stems(prefix: str) -> list[str]:
@@ -75,11 +69,11 @@ def _sources(prefix: str, parameters: Mapping[str, Any], published: Mapping[str,
         for start, parts in _EXPERTS.items():
             if name.startswith(start):
                 own = name.removeprefix(start)
-                experts = _experts_of(prefix)
+                layer = experts.prefix_of(prefix)
                 count = 0
-                while f"{experts}.{count}.{parts[0]}.{own}" in published:
+                while f"{layer}.{count}.{parts[0]}.{own}" in published:
                     count += 1
-                names = tuple(tuple(f"{experts}.{e}.{part}.{own}" for part in parts) for e in range(count))
+                names = tuple(tuple(f"{layer}.{e}.{part}.{own}" for part in parts) for e in range(count))
                 stacked = True
         flat = [one for row in names for one in row]
         if flat and all(one in published for one in flat):
@@ -169,10 +163,10 @@ class WholeModules:
         """
         owned: dict[str, list[str]] = {}
         for name in published:
-            owned.setdefault(_experts_of(name) or name.rpartition(".")[0], []).append(name)
+            owned.setdefault(experts.prefix_of(name) or name.rpartition(".")[0], []).append(name)
         kinds: dict[Any, list[tuple[str, list[str]]]] = {}
         for module, prefix in self._names.items():
-            stems = [_experts_of(prefix)] if _experts_of(prefix) else _stems(prefix)
+            stems = [experts.prefix_of(prefix)] if experts.prefix_of(prefix) else _stems(prefix)
             names = [name for stem in stems for name in owned.get(stem, ())]
             if not names or not module._parameters:
                 continue
