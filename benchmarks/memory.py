@@ -15,8 +15,9 @@ no buffer of a size that matters.
     python -m benchmarks.memory --measure --out measured.json
 
 takes three updates of each of `MEASURED` on the GPU that is here, each in a process of its own, and sets the peak that
-the device reports beside the plan: Qwen3-8B under Muon with a packed row of 16,384 tokens, its state in bfloat16, in
-int8, and on the host. About a minute per case and, for the last two, a pinned host memory of 10 to 19 GB.
+the device reports beside the plan: Qwen3-8B under Muon, what configs/one_h200_8b.yaml trains and then a packed row of
+16,384 tokens with bfloat16 masters, its state in bfloat16, in int8, and on the host. About a minute per case and, for
+those with a state on the host, a pinned host memory of 10 to 38 GB. `--only 0 2` measures these alone.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ TARGET = pathlib.Path(__file__).parent / "targets" / "h200.txtpb"
 
 
 LONG_ROW = Setting(model="8b", scheme="w4a16", rows=1, seq=16384, optimizer="muon", segments=8)
+# What configs/one_h200_8b.yaml trains: float32 masters, moments on the host, a prompt and 16,384 tokens of response.
+SHIPPED = dataclasses.replace(LONG_ROW, seq=18432, segments=1, master="float32", offload=True)
 MEASURED = (
+    SHIPPED,
     LONG_ROW,
     dataclasses.replace(LONG_ROW, moments="int8"),
     dataclasses.replace(LONG_ROW, offload=True),
@@ -78,7 +82,7 @@ CASES = (
     Setting(chunk=512),
     Setting(rows=1, seq=16384, segments=16),
     Setting(optimizer="muon", master="float32"),
-    *MEASURED[1:],
+    *MEASURED[2:],
     dataclasses.replace(LONG_ROW, master="float32", offload=True),
     dataclasses.replace(LONG_ROW, seq=1024, moments="int8", offload=True),  # its update is the fullest moment
 )
@@ -182,14 +186,15 @@ def measured_bytes(case: Setting, arguments: list[str]) -> dict[str, Any]:
     return found
 
 
-def measure(out: str, arguments: list[str]) -> None:
+def measure(out: str, arguments: list[str], only: list[int] | None = None) -> None:
     """Prints, and writes to `out`, a line per case of `MEASURED`: the device's peak and the plan by part, in GB.
 
     Args:
       arguments: more of them for `benchmarks.learner`, after those of the case.
+      only: places of cases in `MEASURED`; None: all.
     """
     rows = []
-    for case in MEASURED:
+    for case in MEASURED if only is None else [MEASURED[i] for i in only]:
         found = measured_bytes(case, arguments)
         setting = Setting(**{field.name: found[field.name] for field in dataclasses.fields(Setting)})
         planned = {name: size / 1e9 for name, size in shapes.planned(setting).items()}
@@ -217,10 +222,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", default="")
     parser.add_argument("--measure", action="store_true", help="run MEASURED on the GPU that is here")
+    parser.add_argument("--only", type=int, nargs="*", help="measure these of MEASURED only; default: all")
     parser.add_argument("--cases", type=int, nargs="*", help="compile these of CASES only; default: all")
     args, more = parser.parse_known_args(argv)
     if args.measure:
-        measure(args.out, more)
+        measure(args.out, more, args.only)
         return 0
     if more:
         parser.error(f"unknown: {' '.join(more)}")

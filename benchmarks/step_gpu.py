@@ -85,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--remat", default="full")
     parser.add_argument("--master", default="bfloat16")
+    parser.add_argument("--engine", default="plain", help="whose arithmetic the learner has: plain or cuda")
     parser.add_argument("--rollout-tok-per-s", nargs="+", required=True, metavar="SCHEME=N", help="bf16 among them")
     parser.add_argument("--out", default="")
     args = parser.parse_args(argv)
@@ -104,6 +105,7 @@ def main(argv: list[str] | None = None) -> int:
             seq=args.seq,
             remat=args.remat,
             master=args.master,
+            engine=args.engine,
             grad=args.master,
         )
         found = phases(setting, args.repeats, published)

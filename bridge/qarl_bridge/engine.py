@@ -73,6 +73,12 @@ def _int4_activations(config: Mapping[str, Any]) -> str:
     return found.pop()
 
 
+def _has_fp8(config: Mapping[str, Any]) -> bool:
+    """Whether any layer of this config.json has fp8 weights."""
+    groups = (config.get("quantization_config") or {}).get("config_groups", {}).values()
+    return any(g["weights"]["type"] == "float" for g in groups)
+
+
 def _check_fp8_device(torch: Any) -> None:
     """int4 x fp8 needs a GPU of compute capability 9.0, no more and no less."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -194,6 +200,8 @@ class VllmEngine:
         )
         if on_gpu and options.execution == "eager" and not options.split_attention:
             notes.append(vllm_versions.keep_sequences_whole())
+        if on_gpu and options.execution == "eager" and _has_fp8(config):
+            notes.append(vllm_versions.keep_fp8_scales_in_order())
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except Exception as error:

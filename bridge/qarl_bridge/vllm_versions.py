@@ -15,6 +15,7 @@ What the bridge relies on, and where the two differ (read in the sources of both
 | int4 with int8 activations      | none                         | CompressedTensorsWNA8Int                   |
 | int4 with fp8 activations, sm90 | CompressedTensorsW4A8Fp8     | the same                                   |
 | FlashAttention's `num_splits`   | heuristic in eager mode      | the same                                   |
+| fp8 products of up to 64 rows   | operands and scales swapped  | the same (sm90)                            |
 | labels of weight versions       | none                         | `update_weight_version` (a label, unused)  |
 
 A version outside the tested ones is started all the same, and said so in the engine's facts: what matters is checked on
@@ -138,6 +139,45 @@ def _with_one_split(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         return function(*args, **named | {"num_splits": 1})
+
+    return call
+
+
+# vLLM's CUTLASS product of fp8 on sm90 swaps its operands for fewer rows (scaled_mm_sm90_fp8_dispatch.cuh).
+_LEAST_FP8_ROWS = 65
+
+
+def keep_fp8_scales_in_order(module: str = "vllm.model_executor.kernels.linear.scaled_mm.cutlass") -> str:
+    """Before an engine starts: fp8's products of few rows are those of many.
+
+    For up to 64 rows the kernel swaps its operands and multiplies by the activation's scale before the weight's, which
+    moves one output in 100,000 by an ulp; over a long response that grows, and the few tokens of a decoding step differ
+    from the same tokens in a prompt. Fewer rows are filled up here.
+
+    Returns:
+      A line for the facts.
+    """
+    unknown = "fp8 products of up to 64 rows may order scales differently: this vLLM's kernel is not the one known here"
+    try:
+        kernel = importlib.import_module(module).CutlassFP8ScaledMMLinearKernel
+        product = kernel.apply_scaled_mm
+    except (ImportError, AttributeError):
+        return unknown
+    kernel.apply_scaled_mm = _with_rows(product, _LEAST_FP8_ROWS)
+    return f"fp8 products of fewer than {_LEAST_FP8_ROWS} rows are filled up to {_LEAST_FP8_ROWS}"
+
+
+def _with_rows(product: Callable[..., Any], least: int) -> Callable[..., Any]:
+    @functools.wraps(product)
+    def call(self: Any, *, A: Any, As: Any, output_shape: list[int], **named: Any) -> Any:
+        rows = A.shape[0]
+        if rows >= least or tuple(As.shape) != (rows, 1):  # one scale for all rows: in either order the same
+            return product(self, A=A, As=As, output_shape=output_shape, **named)
+        filled = A.new_empty((least, A.shape[1]))  # a row's result depends on no other row
+        scales = As.new_ones((least, 1))
+        filled[:rows], scales[:rows] = A, As
+        y = product(self, A=filled, As=scales, output_shape=[least, output_shape[-1]], **named)[:rows]
+        return y.view(*output_shape[:-1], y.shape[-1])
 
     return call
 

@@ -26,6 +26,7 @@ from qarl_jax.sharding import constrain
 # Names under which the recomputation policies of `transformer.py` know what a layer computes.
 LINEAR_OUTPUT = "linear"  # what every linear layer stores
 ATTENTION_INPUT, ATTENTION_OUTPUT, MIXER_OUTPUT = "qkv", "attention", "mixed"  # q, k, v as projected; softmax V; o
+INVERSE_RMS = "inverse_rms"  # of each norm, four bytes a vector
 
 _VECTOR, _WARP, _BLOCK = 8, 32, 1024  # of vLLM's norm kernels: bfloat16 values per load, threads per warp and block
 
@@ -135,16 +136,15 @@ def inverse_rms(
       fused_add_rms_norm does. On a GPU the reciprocal root is the same instruction, too.
       Other D: any order.
     """
-    if order == "torch" and x.shape[-1] % 32 == 0:
-        return _inverse_rms(x, eps, order)
-    if order.startswith("cuda") and x.shape[-1] % _VECTOR == 0:
-        return _inverse_rms(x, eps, order)
-    return jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + jnp.float32(eps))
+    multiple = {"any": 1, "torch": 32}.get(order, _VECTOR)
+    return _inverse_rms(x, eps, order if x.shape[-1] % multiple == 0 else "any")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _inverse_rms(x: jax.Array, eps: float, order: str) -> jax.Array:
     squares = jnp.square(x)
+    if order == "any":
+        return jax.lax.rsqrt(jnp.mean(squares, axis=-1, keepdims=True) + jnp.float32(eps))
     width = jnp.full((*x.shape[:-1], 1), x.shape[-1], jnp.float32)
     if order != "torch":  # squares of bfloat16 values are exact
         return jax.lax.rsqrt(divide(_sum_cuda(squares, order == "cuda_pairs"), width) + jnp.float32(eps))
@@ -163,7 +163,7 @@ def _inverse_rms_jvp(
     eps: float, order: str, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
-    r = _inverse_rms(x, eps, order)
+    r = checkpoint_name(_inverse_rms(x, eps, order), INVERSE_RMS)
     return r, -(r * r * r) * jnp.mean(x * dx, axis=-1, keepdims=True)
 
 

@@ -29,6 +29,7 @@ from qarl_jax.models.fused_attention import can_decode, runs
 from qarl_jax.models.layers import (
     ATTENTION_INPUT,
     ATTENTION_OUTPUT,
+    INVERSE_RMS,
     LINEAR_OUTPUT,
     MIXER_OUTPUT,
     Linear,
@@ -42,6 +43,7 @@ from qarl_jax.models.layers import (
 )
 from qarl_jax.models.moe import MoE
 from qarl_jax.quant.arithmetic import matmul_precision
+from qarl_jax.quant.int8 import ROW_ABSMAX
 from qarl_jax.sharding import constrain
 
 # (q, k, v) -> (attention output, whatever the caller keeps of k and v)
@@ -324,12 +326,14 @@ class Transformer(nnx.Module):
             return constrain(rows, "batch", None, None)
 
 
+# What a reduction over a whole vector leaves: next to no memory, and the backward's own pass over the vector is spared.
+_STATISTICS = (INVERSE_RMS, ROW_ABSMAX)
 # What a backward pass finds stored of every layer, by `ModelConfig.remat`, beyond the two tensors that enter it.
 _SAVED = {
     "full": (),
-    "attention": (ATTENTION_OUTPUT,),
-    "mixer": (ATTENTION_INPUT, ATTENTION_OUTPUT, MIXER_OUTPUT),
-    "dots": (LINEAR_OUTPUT, ATTENTION_OUTPUT),
+    "attention": (ATTENTION_OUTPUT, *_STATISTICS),
+    "mixer": (ATTENTION_INPUT, ATTENTION_OUTPUT, MIXER_OUTPUT, *_STATISTICS),
+    "dots": (LINEAR_OUTPUT, ATTENTION_OUTPUT, *_STATISTICS),
 }
 
 

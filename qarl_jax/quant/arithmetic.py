@@ -165,13 +165,13 @@ def fused_multiply_add(
     """a * b + c in float32 with one rounding, whether or not the compiler has such an operation or chooses to use it.
 
     The product's own rounding error is computed exactly (Dekker, 1971), and so is that of the sum (Knuth's two-sum);
-    both are added last. `nonnegative` keeps the compiler from fusing product and sum, as in `add_separately`. Right to
-    the last bit unless the exact result lies within 2^-24 ulp of the middle between two floats. No overflow, and no
-    subnormal products.
+    both are added last. `nonnegative` keeps the compiler from fusing product and sum, as in `add_separately`, and an
+    operand that is itself a product from being fused into the difference of its halves. Right to the last bit unless
+    the exact result lies within 2^-24 ulp of the middle between two floats. No overflow, and no subnormal products.
     """
-    product = a * b
     zero = lax.shift_right_logical(_bits(nonnegative), 31)
-    product = _float(_bits(product) ^ zero)
+    a, b = _float(_bits(a) ^ zero), _float(_bits(b) ^ zero)
+    product = _float(_bits(a * b) ^ zero)
     (a_high, a_low), (b_high, b_low) = _split(a), _split(b)
     lost = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
     total = product + c

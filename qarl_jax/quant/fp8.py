@@ -96,7 +96,7 @@ def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
 def quantize_rows(x: Float[Array, "M K"], numerics: Numerics) -> tuple[Float[Array, "M K"], Float[Array, "M 1"]]:
     """Dynamic per-token codes float8_e4m3fn and scales float32."""
     x = x.astype(jnp.float32)
-    amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    amax = int8.row_absmax(x)
     scale = jnp.maximum(divide(amax, jnp.full_like(amax, _MAX)), _MIN_ACTIVATION_SCALE)
     scaled = divide(x, scale) if numerics.fp8_divides else x * divide(jnp.ones_like(scale), scale)
     return to_e4m3(scaled), scale

@@ -143,8 +143,12 @@ def _on_mesh(
       outputs: N of the whole layer.
     """
     if _split(operands[0].shape[0], outputs) in ((1, 1), None):
-        return local(*operands)
-    return jax.shard_map(local, in_specs=specs[: len(operands)], out_specs=out, check_vma=False)(*operands)
+        result = local(*operands)
+    else:
+        result = jax.shard_map(local, in_specs=specs[: len(operands)], out_specs=out, check_vma=False)(*operands)
+    # Without it XLA runs a kernel whose result is stored in a stack of layers twice, the second time for the others who
+    # read it (its dynamic-slice fusion takes the kernel along).
+    return jax.lax.optimization_barrier(result)
 
 
 # ---- w8a8 ------------------------------------------------------------------------------------------------------------

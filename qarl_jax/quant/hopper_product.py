@@ -230,7 +230,8 @@ def product(
         operands.append(_filled(bias, tile.n))
     order = rescale_order == "x_then_w"
     kernel = functools.partial(_kernel, tile=tile, bias=bias is not None, x_first=order, interpret=interpreted)
-    kernel.__name__ = f"hopper_{'int8' if x_q.dtype == jnp.int8 else 'e4m3'}"  # type: ignore[attr-defined]  # in traces
+    name = f"hopper_{'int8' if x_q.dtype == jnp.int8 else 'e4m3'}_{outputs}x{x_q.shape[1]}"
+    kernel.__name__ = name  # type: ignore[attr-defined]  # in traces
     y = mgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((rows, outputs), jnp.bfloat16),

@@ -7,9 +7,17 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
 from qarl_jax.quant.arithmetic import divide
+
+ROW_ABSMAX = "row_absmax"  # in a policy of `jax.checkpoint`: four bytes a row spare the backward a pass over activations
+
+
+def row_absmax(x: Float[Array, "M K"]) -> Float[Array, "M 1"]:
+    """max_k |x[m, k]|, under the name `ROW_ABSMAX`."""
+    return checkpoint_name(jnp.max(jnp.abs(x), axis=-1, keepdims=True), ROW_ABSMAX)
 
 
 def quantize_rows(
@@ -29,7 +37,7 @@ def quantize_rows(
       int8 codes in [-127, 127] and float32 scales.
     """
     x = x.astype(jnp.float32)
-    amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    amax = row_absmax(x)
     if amax_floor:
         amax = jnp.maximum(amax, amax_floor)
     scale = divide(amax, jnp.full_like(amax, 127.0))

@@ -413,3 +413,29 @@ def test_attention_is_told_not_to_split_sequences(monkeypatch):
     monkeypatch.setitem(sys.modules, "another_backend", types.ModuleType("another_backend"))
     assert "may split" in vllm_versions.keep_sequences_whole("another_backend")
     assert "may split" in vllm_versions.keep_sequences_whole("no_such_backend")
+
+
+def test_fp8_products_of_few_rows_are_those_of_many(monkeypatch):
+    given = []
+
+    class Kernel:
+        def apply_scaled_mm(self, *, A, B, As, output_shape):
+            given.append((tuple(A.shape), tuple(As.shape), output_shape))
+            return ((A.float() @ B.float()) * As).view(*output_shape)
+
+    module = types.ModuleType("some_kernels")
+    module.CutlassFP8ScaledMMLinearKernel = Kernel
+    monkeypatch.setitem(sys.modules, "some_kernels", module)
+    plain = Kernel.apply_scaled_mm
+    assert "filled up to 65" in vllm_versions.keep_fp8_scales_in_order("some_kernels")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(16, 32, generator=generator).to(torch.float8_e4m3fn)
+    for rows, filled in ((1, 65), (64, 65), (65, 65), (100, 100)):
+        x = torch.randn(rows, 16, generator=generator).to(torch.float8_e4m3fn)
+        named = {"A": x, "B": weight, "As": torch.rand(rows, 1, generator=generator), "output_shape": [1, rows, 32]}
+        torch.testing.assert_close(Kernel().apply_scaled_mm(**named), plain(Kernel(), **named), rtol=0, atol=0)
+        assert given[-2][:2] == ((filled, 16), (filled, 1))
+    one_scale = {"A": x[:3], "B": weight, "As": torch.ones(1), "output_shape": [3, 32]}
+    Kernel().apply_scaled_mm(**one_scale)
+    assert given[-1][0] == (3, 16)
+    assert "may order scales" in vllm_versions.keep_fp8_scales_in_order("no_such_kernels")
