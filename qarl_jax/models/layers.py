@@ -108,6 +108,7 @@ class Linear(nnx.Module):
         held: tuple[jax.Array, Any],
         group_sizes: Int[Array, " E"],
         dtype: Any = None,
+        wide: bool = False,
     ) -> Float[Array, "M N"]:
         """Rows sorted by expert, each times its expert's weight, in their dtype.
 
@@ -115,12 +116,13 @@ class Linear(nnx.Module):
           held: from `held`, or one device's part of it: some experts, some outputs.
           group_sizes: rows of each of these experts; rows behind them all give zeros.
           dtype: float32: the same product of what is not quantized, left in float32.
+          wide: the result of any weight is left in float32.
         """
         master, weight = held
         if dtype is not None:
             assert self.quantized is None
             weight, rows = weight.astype(dtype), rows.astype(dtype)
-        y = quant.expert_dot(rows, master, weight, group_sizes, numerics=self.numerics)
+        y = quant.expert_dot(rows, master, weight, group_sizes, numerics=self.numerics, wide=wide)
         return checkpoint_name(y, LINEAR_OUTPUT)
 
 

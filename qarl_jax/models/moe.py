@@ -92,6 +92,7 @@ class MoE(nnx.Module):
         self.silu_rounded = config.numerics.round_silu
         self.silu_divided = config.numerics.divided_silu
         self.float_inside = config.numerics.float_experts
+        self.weighted_first = config.numerics.weighted_experts
 
     def __call__(self, x: Float[Array, "B T D"], routed: Int[Array, "B T k"] | None = None) -> Float[Array, "B T D"]:
         """The experts' weighted sum; `routed`: experts to send each token to (see `Router`)."""
@@ -142,16 +143,31 @@ class MoE(nnx.Module):
             hidden = store(silu_and_mul(gate, up, self.silu_rounded, divided=self.silu_divided), x.dtype)
             if cut.inner[1]:  # a contraction is never split
                 hidden = jax.lax.all_gather(hidden, "tensor", axis=1, tiled=True)
-            out = self.down.of_experts(hidden, down_held, group_sizes, exact)
+            out = self.down.of_experts(hidden, down_held, group_sizes, exact, wide=self.weighted_first)
+            if self.weighted_first:
+                out = store(out * weights_Mk.reshape(M * k)[order][:, None], x.dtype)
             out_MkD = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(M, k, -1)
             # Of each copy one device has an output and all others zeros, so that these sums are exact.
             if cut.scattered:
                 out_MkD = jax.lax.psum_scatter(out_MkD, "expert", scatter_dimension=2, tiled=True)
             elif cut.inner[0]:
                 out_MkD = jax.lax.psum(out_MkD, "expert")
-            # Weighted and summed in float32, rounded once.
-            y = (out_MkD.astype(jnp.float32) * weights_Mk[..., None]).sum(axis=1)
+            if self.weighted_first:
+                y = _sum_as_vllm(out_MkD)
+            else:  # weighted and summed in float32, rounded once
+                y = (out_MkD.astype(jnp.float32) * weights_Mk[..., None]).sum(axis=1)
         return store(y, x.dtype).reshape(B, T, -1)
+
+
+def _sum_as_vllm(out_MkD: Float[Array, "M k D"]) -> Float[Array, "M D"]:
+    """vLLM's moe_sum: two to four outputs are added one after the other, each sum rounded to their dtype; others in
+    float32, rounded once."""
+    dtype, k = out_MkD.dtype, out_MkD.shape[1]
+    y = out_MkD[:, 0].astype(jnp.float32)
+    for i in range(1, k):
+        y = y + out_MkD[:, i].astype(jnp.float32)
+        y = store(y, dtype).astype(jnp.float32) if k in (2, 3, 4) else y
+    return y
 
 
 @dataclasses.dataclass(frozen=True)

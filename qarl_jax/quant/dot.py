@@ -163,13 +163,15 @@ class Ragged:
       group_sizes: [E] int32, rows of each expert.
       num_rows: M.
       tiles: as in `Dense`.
+      wide: products of floats are left in float32, whatever is asked for.
     """
 
     dense = False
 
-    def __init__(self, group_sizes: jax.Array, num_rows: int, tiles: bool = False):
+    def __init__(self, group_sizes: jax.Array, num_rows: int, tiles: bool = False, wide: bool = False):
         self.group_sizes = group_sizes
         self.tiles = tiles
+        self.wide = wide
         ends = jnp.cumsum(group_sizes)
         # The expert of each row; rows past the last group take the last expert and are masked.
         rows = jnp.arange(num_rows, dtype=ends.dtype)
@@ -191,6 +193,7 @@ class Ragged:
         """[M, K] in compute dtype, [E, N, K] -> [M, N] in float32, or rounded once to another dtype."""
         del parts  # Machete has no experts
         w = w.astype(x.dtype)
+        out_dtype = jnp.float32 if self.wide else out_dtype
 
         def plain(x, w):
             return self._float(x, w, out_dtype)
@@ -293,6 +296,7 @@ class _Spec:
     numerics: Numerics
     master_dtype: Any
     bias_dtype: Any = None
+    wide: bool = False  # the result stays float32
 
 
 def _forward(product, spec: _Spec, x, master, qtensor, bias):
@@ -341,14 +345,14 @@ def _ragged(spec: _Spec, x, master, qtensor, group_sizes):
 
 
 def _ragged_fwd(spec, x, master, qtensor, group_sizes):
-    product = Ragged(group_sizes, x.shape[0], spec.numerics.tile_sums)
+    product = Ragged(group_sizes, x.shape[0], spec.numerics.tile_sums, spec.wide)
     y, (saved, weight) = _forward(product, spec, x, master, qtensor, None)
-    return round_to(y, x.dtype), (saved, weight, group_sizes)
+    return round_to(y, jnp.float32 if spec.wide else x.dtype), (saved, weight, group_sizes, jnp.zeros((), x.dtype))
 
 
 def _ragged_bwd(spec, residuals, dy):
-    saved, weight, group_sizes = residuals
-    dx, dw = _backward(Ragged(group_sizes, dy.shape[0]), spec, saved, weight, dy)
+    saved, weight, group_sizes, like = residuals
+    dx, dw = _backward(Ragged(group_sizes, dy.shape[0]), spec, saved, weight, round_to(dy, like.dtype))
     return dx, dw, None, None
 
 
@@ -388,7 +392,7 @@ def dot(
     return y.reshape(*x.shape[:-1], n)
 
 
-@functools.partial(jax.jit, static_argnames="numerics")
+@functools.partial(jax.jit, static_argnames=("numerics", "wide"))
 def expert_dot(
     x: Float[Array | np.ndarray, "M K"],
     master: Float[Array | np.ndarray, "E N K"],
@@ -396,6 +400,7 @@ def expert_dot(
     group_sizes: Int[Array | np.ndarray, " E"],
     *,
     numerics: Numerics = _PLAIN,
+    wide: bool = False,
 ) -> Float[Array, "M N"]:
     """`dot` for mixture-of-experts: row m is multiplied with the weight of the expert whose group it falls into.
 
@@ -405,13 +410,14 @@ def expert_dot(
       qtensor: the experts, as in `dot`.
       group_sizes: [E] int32, rows per expert; rows beyond their sum give zeros.
       numerics: the engine mirrored.
+      wide: whether the result stays float32, not rounded.
 
     Returns:
-      [M, N] in x.dtype.
+      [M, N] in x.dtype, or float32.
 
     Raises:
       ValueError: `qtensor` has another shape than the masters.
     """
     if qtensor is not None and qtensor.shape != master.shape:
         raise ValueError(f"qtensor of shape {qtensor.shape} does not belong to masters of shape {master.shape}")
-    return _ragged(_Spec(numerics, jnp.dtype(master.dtype)), x, master, qtensor, group_sizes)
+    return _ragged(_Spec(numerics, jnp.dtype(master.dtype), wide=wide), x, master, qtensor, group_sizes)

@@ -54,7 +54,7 @@ class Kernels:
 
 
 # By scheme. None: XLA's form everywhere.
-CHOSEN: dict[str, Kernels | None] = {"w8a8": None, "fp8": None}
+CHOSEN: dict[str, Kernels | None] = {"w8a8": Kernels(product="hopper"), "fp8": Kernels(product="hopper")}
 # Of w8a8: below, reading the weight takes most of the time, and there is little to write.
 LEAST_ROWS = 512
 # vLLM gives other N and K than multiples of this to another kernel than CUTLASS'.
@@ -108,7 +108,7 @@ def serves(scheme: str, x: jax.Array, weight: tuple[int, ...], numerics: Numeric
     if split is None:
         return False
     if scheme == "fp8":
-        return numerics.profile == "cuda" and all(size % _CUTLASS == 0 for size in weight)
+        return numerics.profile in ("cuda", "plain") and all(size % _CUTLASS == 0 for size in weight)
     if numerics.amax_floor or numerics.code_from_rounded_scale or not numerics.bias_fused:
         return False
     return x.shape[0] // split[0] >= LEAST_ROWS

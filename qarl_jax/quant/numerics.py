@@ -79,6 +79,12 @@ class Numerics:
         """w4a16 adds the bias to the already rounded output (two roundings)."""
         return self.profile == "cuda"
 
+    @property
+    def int8_experts_keep_activations(self) -> bool:
+        """w8a8's experts multiply unquantized activations with their int8 codes: vLLM 0.25 on CUDA takes dynamic
+        activation scales, which a checkpoint does not hold, for none (`make_int8_moe_quant_config`)."""
+        return self.profile == "cuda"
+
     def of_layer(self, outputs: int, inputs: int) -> Numerics:
         """The arithmetic of one layer, [outputs, inputs] as the engine fuses it (q, k and v; gate and up)."""
         if self.profile != "cuda":
@@ -143,6 +149,12 @@ class Numerics:
     @property
     def divided_silu(self) -> bool:
         """SiLU is x / (1 + exp(-x)), an IEEE division; otherwise as the compiler divides."""
+        return self.profile == "cuda"
+
+    @property
+    def weighted_experts(self) -> bool:
+        """Each expert's output is multiplied by the token's weight for it before it is rounded, and the rounded ones
+        are summed (vLLM's Triton experts); otherwise rounded outputs are weighted and summed in float32."""
         return self.profile == "cuda"
 
     @property

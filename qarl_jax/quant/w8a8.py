@@ -109,6 +109,8 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
 
 def _forward(x, codes, scale, bias, *, numerics: Numerics, product):
     """`forward` in XLA's operations: y in float32."""
+    if not product.dense and numerics.int8_experts_keep_activations:
+        return product.floating(x, codes) * product.per_output(scale[..., 0]), x
     x_q, s_x = quantize_rows(x, amax_floor=numerics.amax_floor, from_rounded_scale=numerics.code_from_rounded_scale)
     acc = product.integer(x_q, codes).astype(jnp.float32)
     s_w = product.per_output(scale[..., 0])
@@ -125,4 +127,6 @@ def rescale(acc, s_x, s_w, bias, numerics: Numerics):
     return add_separately(last * first, bias, s_x)
 
 
-saved_activation = int8.saved_activation
+def saved_activation(saved, dtype):
+    """The activations the forward really used: [M, K]."""
+    return int8.saved_activation(saved, dtype) if isinstance(saved, tuple) else saved.astype(dtype)

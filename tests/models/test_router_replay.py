@@ -13,9 +13,10 @@ from flax import nnx
 
 from qarl_jax import models, quant
 from qarl_jax.data.packing import pack
-from qarl_jax.models.moe import Router
+from qarl_jax.models.moe import MoE, Router
 from qarl_jax.types import Prompt, RolloutGroup
 from tests.reference.hf_models import SHAPES
+from tests.reference.quant_reference import bf
 from tests.reference.rollouts import completion
 
 B, T = 2, 6
@@ -118,6 +119,38 @@ def test_a_rounded_router_weighs_its_experts_in_bfloat16(model):
     plain = dataclasses.replace(config, numerics=quant.Numerics("plain"))
     _, exact = Router(config=plain, rngs=nnx.Rngs(0), stack={})(x)
     assert (np.asarray(exact) != np.asarray(exact.astype(jnp.bfloat16).astype(jnp.float32))).any()
+
+
+@pytest.mark.parametrize("k", [2, 6])
+def test_on_cuda_outputs_are_weighted_rounded_and_summed_as_vllm_does(model, k):
+    """Two to four in bfloat16, one after the other, more in float32; weights before the first rounding."""
+    moe = dataclasses.replace(model.config.moe, num_experts=8, num_experts_per_tok=k)
+    config = dataclasses.replace(
+        model.config, moe=moe, numerics=quant.Numerics("cuda"), compute_dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
+    )
+    layer = MoE(config=config, rngs=nnx.Rngs(0), stack={})
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((2, 20, config.hidden_size)), jnp.bfloat16)
+    got = np.asarray(jax.jit(lambda x: layer(x))(x), np.float32).reshape(40, -1)
+    experts, weights = layer.router(x.reshape(40, -1))
+    want = np.zeros_like(got)
+    for token, (chosen, weighed) in enumerate(zip(np.asarray(experts), np.asarray(weights), strict=True)):
+        total = np.float32(0)
+        for expert, weight in zip(chosen, weighed, strict=True):
+            gate, up, down = (
+                np.asarray(linear.kernel.get_value()[expert], np.float32)
+                for linear in (layer.gate, layer.up, layer.down)
+            )
+            row = np.asarray(x, np.float32).reshape(40, -1)[token]
+            g, u = bf(gate @ row), bf(up @ row)
+            hidden = bf(bf(g / (1 + np.exp(-g))) * u)
+            total = total + bf((down @ hidden) * weight)
+            total = bf(total) if k <= 4 else total
+        want[token] = bf(total)
+    scale = np.abs(want).max()
+    assert (got == want).mean() > 0.98  # float32 sums in another order
+    np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-9 * scale)
+    plain = MoE(config=dataclasses.replace(config, numerics=quant.Numerics("plain")), rngs=nnx.Rngs(0), stack={})
+    assert (np.asarray(plain(x), np.float32).reshape(40, -1) == want).mean() < 0.9
 
 
 def test_packing_puts_each_choice_beside_its_token():

@@ -152,6 +152,18 @@ def test_a_dense_layer_on_a_hopper_gpu_takes_the_kernel_where_it_is_chosen(monke
         assert "mosaic_gpu" not in lowered(platform)
 
 
+def test_nothing_can_be_fused_to_a_kernels_result(monkeypatch):
+    """XLA's dynamic-slice fusion takes a kernel along into the store of its result, and runs it again for others."""
+    hopper(monkeypatch)
+    qt = quant.quantize(jnp.ones((128, 256)), fp8.Config())
+    traced = jax.jit(quant.dot.__wrapped__, static_argnames="numerics").trace(
+        jnp.ones((128, 256), jnp.bfloat16), jnp.ones((128, 256)), qt, numerics=CUDA
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (result,) = re.findall(r"(%\S+) = stablehlo\.custom_call @mosaic_gpu", text)
+    assert re.findall(rf"stablehlo\.(\w+) {result}\b", text) == ["optimization_barrier"]
+
+
 def test_it_serves_few_rows_but_only_what_the_engines_kernel_multiplies_too(monkeypatch):
     def served(m=1, n=128, k=384, numerics=CUDA, dtype=jnp.bfloat16):
         return fused.serves("fp8", jax.ShapeDtypeStruct((m, k), dtype), (n, k), numerics)
@@ -164,7 +176,8 @@ def test_it_serves_few_rows_but_only_what_the_engines_kernel_multiplies_too(monk
     assert not served(n=640 + 8)  # no product of CUTLASS
     assert not served(k=384 + 8)
     assert not served(dtype=jnp.float32)
-    for profile in set(quant.PROFILES) - {"cuda"}:
+    assert served(numerics=Numerics("plain"))
+    for profile in set(quant.PROFILES) - {"cuda", "plain"}:
         assert not served(numerics=Numerics(profile))
     hopper(monkeypatch, devices=2)
     assert not served()  # two GPUs and nothing that says how arrays lie on them
@@ -219,7 +232,7 @@ def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(monkeypatch, bias
 
 def test_kernels_are_chosen_by_name(monkeypatch):
     monkeypatch.setattr(fused, "CHOSEN", dict(fused.CHOSEN))
-    assert fused.CHOSEN == {"w8a8": None, "fp8": None}
+    assert fused.CHOSEN == {"w8a8": Kernels(product="hopper"), "fp8": Kernels(product="hopper")}
     for scheme, text, kernels in (
         ("fp8", "xla", None),
         ("fp8", "hopper", Kernels(product="hopper")),
