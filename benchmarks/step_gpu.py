@@ -5,9 +5,10 @@
     python -m benchmarks.step_gpu --model 8b --rows 4 --updates 4 --rollout-tok-per-s bf16=N w8a8=N fp8=N w4a16=N
 
 One step trains `updates` x rows x seq tokens, every one of them sampled. The learner's phases are measured here, at
-Qwen3 shapes with random weights and fixed lengths: quantization, one scoring pass over all rows, the updates, and the
-published tensors brought to the host (what a bridge is handed; loading them is the engine's time). Sampling is not:
-give the engine's measured tokens/s per scheme, at the same lengths. Rows of the table:
+Qwen3 shapes with random weights and fixed lengths: quantization, one scoring pass over all rows, and the updates.
+Sampling is not: give the engine's measured tokens/s per scheme, at the same lengths. Nor is publishing, if
+--publish-s has it per scheme, as `benchmarks/publish.py` measures it on a shared card; otherwise the phase is the
+published tensors brought to the host (what a bridge on another host is handed). Rows of the table:
 
     bf16          sampler and learner in bf16
     S             learner and sampler under scheme S (QaRL)
@@ -21,6 +22,7 @@ import json
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import shapes
@@ -33,11 +35,14 @@ def timed(call: Any, repeats: int) -> float:
     return float(np.median(seconds_of(call, repeats + 1)[1:]))
 
 
-def phases(setting: shapes.Setting, repeats: int, published: str | None = None) -> dict[str, float]:
+def phases(
+    setting: shapes.Setting, repeats: int, published: str | None = None, publish_s: float | None = None
+) -> dict[str, float]:
     """Seconds of one quantization, one scoring pass, one update and one publish of a learner.
 
     Args:
       published: the sampler's scheme, where it is not the learner's.
+      publish_s: of a publish, where it is known; None: measured to the host.
     """
     made, abstract, _ = shapes.make_learner(setting, sharding.make_mesh(fsdp=-1))
     state = made.init(shapes.random_params(abstract, made.param_shardings))
@@ -52,10 +57,11 @@ def phases(setting: shapes.Setting, repeats: int, published: str | None = None) 
 
     def publish() -> Any:
         tensors = quantize(state.params)
-        # Layers without a QTensor travel in bfloat16; a bf16 sampler takes all of them so.
-        return jax.device_get(tensors if jax.tree.leaves(tensors) else state.params)
+        # Layers without a QTensor travel in bfloat16; a bf16 sampler takes all of them so. An array that was brought to
+        # the host once stays there, so these are new.
+        return jax.device_get(tensors if jax.tree.leaves(tensors) else jax.tree.map(jnp.copy, state.params))
 
-    out["publish"] = timed(publish, repeats)
+    out["publish"] = timed(publish, repeats) if publish_s is None else publish_s
 
     def update() -> Any:
         nonlocal state
@@ -87,9 +93,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--master", default="bfloat16")
     parser.add_argument("--engine", default="plain", help="whose arithmetic the learner has: plain or cuda")
     parser.add_argument("--rollout-tok-per-s", nargs="+", required=True, metavar="SCHEME=N", help="bf16 among them")
+    parser.add_argument("--publish-s", nargs="*", default=[], metavar="SCHEME=S", help="seconds of a publish")
     parser.add_argument("--out", default="")
     args = parser.parse_args(argv)
-    speeds = {name: float(text) for name, text in (item.split("=") for item in args.rollout_tok_per_s)}
+    speeds, publish_s = (
+        {name: float(text) for name, text in (item.split("=") for item in given)}
+        for given in (args.rollout_tok_per_s, args.publish_s)
+    )
     if "bf16" not in speeds:
         parser.error("--rollout-tok-per-s needs bf16=..., which everything is compared with")
     tokens = args.updates * args.rows * args.seq
@@ -108,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
             engine=args.engine,
             grad=args.master,
         )
-        found = phases(setting, args.repeats, published)
+        found = phases(setting, args.repeats, published, publish_s.get(published or scheme))
         table[label] = step(found, tokens, args.updates, speeds[published or scheme])
         table[label]["of_bf16"] = table["bf16"]["step"] / table[label]["step"]
         print(json.dumps({"run": label} | table[label]), flush=True)

@@ -24,6 +24,7 @@ from qarl_jax import data, hosts, models, optimizer, quant, rollout, sharding, u
 from qarl_jax.config import RunConfig
 from qarl_jax.learner import Learner, Options
 from qarl_jax.loss import get_term, loss_from_config
+from qarl_jax.quant import fused
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig, vllm
 from qarl_jax.types import UserError
@@ -112,6 +113,7 @@ def load_model(cfg: RunConfig, mesh: Mesh, numerics: quant.Numerics | None = Non
     Args:
       numerics: the learner's arithmetic; None: the config's.
     """
+    fused.use(cfg.quant.kernels)
     model = models.load_hf(
         cfg.model.path,
         dtype=cfg.model.dtype,

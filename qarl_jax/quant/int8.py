@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from qarl_jax.quant.arithmetic import divide
 
-ROW_ABSMAX = "row_absmax"  # in a policy of `jax.checkpoint`: four bytes a row spare the backward a pass over activations
+ROW_ABSMAX = "row_absmax"  # in a policy of `jax.checkpoint`: four bytes a row spare the backward a pass over them
 
 
 def row_absmax(x: Float[Array, "M K"]) -> Float[Array, "M 1"]:

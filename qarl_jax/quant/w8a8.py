@@ -18,7 +18,8 @@ order of the two float32 multiplications and where the bias enters:
 
 The order moves float32 results by one ulp, so one bfloat16 output in a hundred thousand. The activation code matters
 far more: x * (1 / s_x) in place of x * (127 / am) flips codes and changes 4 % of bfloat16 outputs (K = 512, Gaussian).
-On a Hopper GPU product, rescale, bias and rounding can be one kernel, with the same bits: `fused.py`.
+On a Hopper GPU product, rescale, bias and rounding are one kernel, with the same bits: `fused.py`. Experts under `cuda`
+multiply unquantized activations, as vLLM 0.25's do: y = (sum_k x q) s_w, in float32.
 
 **Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x). The activation codes are what is kept for
 it: K + 4 bytes per token instead of 2K or 4K.

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qarl_jax import quant, sharding
+from qarl_jax import build, config, quant, sharding
 from qarl_jax.quant import Numerics, fp8, fused, hopper_product
 from qarl_jax.quant.fused import Kernels
 from qarl_jax.types import UserError
@@ -232,7 +232,7 @@ def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(monkeypatch, bias
 
 def test_kernels_are_chosen_by_name(monkeypatch):
     monkeypatch.setattr(fused, "CHOSEN", dict(fused.CHOSEN))
-    assert fused.CHOSEN == {"w8a8": Kernels(product="hopper"), "fp8": Kernels(product="hopper")}
+    assert {"w8a8": Kernels(product="hopper"), "fp8": Kernels(product="hopper")} == fused.CHOSEN
     for scheme, text, kernels in (
         ("fp8", "xla", None),
         ("fp8", "hopper", Kernels(product="hopper")),
@@ -245,6 +245,16 @@ def test_kernels_are_chosen_by_name(monkeypatch):
     for scheme, text in (("fp8", "triton"), ("fp8", "hopper/triton"), ("w8a8", "hooper"), ("w4a16", "xla")):
         with pytest.raises(UserError, match=f"no kernels '{text}' for '{scheme}'"):
             fused.choose(scheme, text)
+
+
+def test_a_run_can_do_without_kernels(monkeypatch):
+    monkeypatch.setattr(fused, "CHOSEN", dict(fused.CHOSEN))
+    fastest = dict(fused.CHOSEN)
+    path = ["model.path=assets/tiny-qwen3", "quant.kernels=xla"]
+    build.load_model(config.load("configs/quickstart.yaml", path), sharding.make_mesh(fsdp=-1))
+    assert set(fused.CHOSEN.values()) == {None}
+    build.load_model(config.load("configs/quickstart.yaml", path[:1]), sharding.make_mesh(fsdp=-1))
+    assert fastest == fused.CHOSEN
 
 
 def test_every_tile_fits_a_multiprocessor_and_its_instructions():
