@@ -129,7 +129,7 @@ class DeviceCopy:
 
 
 def _runs(entries: list[wire.TensorEntry]) -> list[list[wire.TensorEntry]]:
-    """Tensors of one dtype and size at equal distances (an expert's scale, in every expert), to be looked at at once.
+    """Tensors of one dtype and size at equal distances (a norm's weight, in every layer), to be looked at at once.
 
     Empty tensors are left out.
     """

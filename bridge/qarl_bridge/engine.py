@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from qarl_bridge import experts, vllm_versions, wire
+from qarl_bridge import experts, stacks, vllm_versions, wire
 from qarl_bridge.interface import Finished
 from qarl_bridge.routing import Recorder
 from qarl_bridge.staged import Copy
@@ -338,7 +338,7 @@ class VllmEngine:
             else:
                 self._prove_whole(named)
         else:
-            self._worker.reload((name, self._tensor(array)) for name, array in tensors)
+            self._worker.reload(stacks.apart((name, self._tensor(array)) for name, array in tensors))
         self._after_load(reloaded=True)
         self._worker.forget()
 
@@ -348,12 +348,12 @@ class VllmEngine:
 
         assert self._whole is not None
         sample = self._whole.sample(named)
-        self._worker.reload((name, named[name].cpu()) for names in sample.values() for name in names)
+        self._worker.reload(stacks.apart((name, named[name].cpu()) for names in sample.values() for name in names))
         with self._worker.config():
             reason = whole_modules.prove(self._whole, named, sample)
         if reason:
             self._whole = None
-            self._worker.reload(named.items())
+            self._worker.reload(stacks.apart(named.items()))
         self._whole_is_proved = not reason
         note = f"vLLM's own loader loads every version: {reason}" if reason else "loading whole modules"
         self.facts = msgspec.structs.replace(self.facts, notes=[*self.facts.notes, note])

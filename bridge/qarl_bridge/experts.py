@@ -72,16 +72,16 @@ def check_shape(config: Mapping[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """The published experts of one layer: one torch tensor per expert and matrix, as on the wire.
+    """The published experts of one layer: one torch tensor per matrix, as on the wire (stacks.py).
 
     Attributes:
-      weights: (expert, part) -> codes: bf16, int8 or fp8 [N, K], int4 words [N, K/8].
+      weights: part -> codes: bf16, int8 or fp8 [E, N, K], int4 words [E, N, K/8].
       scales: likewise; empty for bf16.
       names: of all the tensors.
     """
 
-    weights: Mapping[tuple[int, str], Any]
-    scales: Mapping[tuple[int, str], Any]
+    weights: Mapping[str, Any]
+    scales: Mapping[str, Any]
     names: tuple[str, ...]
 
     @staticmethod
@@ -94,25 +94,25 @@ class Staged:
                 continue
             weights, scales, names = found.setdefault(f"{prefix}.experts", ({}, {}, []))
             names.append(name)
-            number, part, leaf = rest.split(".")
+            _, part, leaf = rest.split(".")
             if leaf in ("weight", "weight_packed"):
-                weights[int(number), part] = tensor
+                weights[part] = tensor
             elif leaf == "weight_scale":
-                scales[int(number), part] = tensor
+                scales[part] = tensor
         return {prefix: Staged(weights, scales, tuple(names)) for prefix, (weights, scales, names) in found.items()}
 
     @property
     def num_experts(self) -> int:
         """How many."""
-        return len(self.weights) // len(_PARTS)
+        return len(self.weights[_PARTS[0]])
 
     def codes(self, expert: int, part: str) -> Any:
         """[N, K]: the codes of one matrix, unpacked."""
-        return _codes(self.weights[expert, part])
+        return _codes(self.weights[part][expert])
 
     def served(self, expert: int, part: str) -> Any:
         """[N, K] float32: the weight the codes stand for, rounded to bf16 for int4."""
-        return _served(self.weights[expert, part], self.scales.get((expert, part)))
+        return _served(self.weights[part][expert], self.scales[part][expert] if self.scales else None)
 
     def matrix(self, expert: int, which: str, of: Callable[[int, str], Any]) -> Any:
         """What `of` gives for "w13" (gate above up) or "w2" (down) of one expert."""
@@ -121,11 +121,11 @@ class Staged:
     def matrices(self, experts: Sequence[int], which: str) -> Any:
         """[experts, N, K] float32: `matrix` of several, as served; a few operations for all of them."""
 
-        def stack(of: Mapping[tuple[int, str], Any], part: str) -> Any:
-            return torch.stack([of[expert, part] for expert in experts])
+        def pick(stack: Any) -> Any:
+            return torch.stack([stack[expert] for expert in experts])  # float8 cannot be indexed everywhere
 
         parts = [
-            _served(stack(self.weights, part), stack(self.scales, part) if self.scales else None)
+            _served(pick(self.weights[part]), pick(self.scales[part]) if self.scales else None)
             for part in _PARTS_OF[which]
         ]
         return torch.cat(parts, dim=1)
@@ -179,9 +179,9 @@ def read_back(
 def _stored(name: str, module: Any, staged: Staged, which: str, expert: int, w4a8: bool) -> Verdict | None:
     kind = type(module.quant_method).__name__
     if kind.startswith("Portable"):
-        is_int4 = staged.weights[expert, _PARTS[0]].dtype == torch.int32
+        is_int4 = staged.weights[_PARTS[0]].dtype == torch.int32
         served = staged.matrix(expert, which, staged.served if is_int4 and not w4a8 else staged.codes)
-        scale = staged.matrix(expert, which, lambda e, p: staged.scales[e, p])
+        scale = staged.matrix(expert, which, lambda e, p: staged.scales[p][e])
         pairs = [
             (getattr(module, f"{which}_portable")[expert], served),
             (getattr(module, f"{which}_weight_scale")[expert], scale),
@@ -205,7 +205,7 @@ def _stored(name: str, module: Any, staged: Staged, which: str, expert: int, w4a
 
 
 def _activations(staged: Staged, w4a8: bool) -> str:
-    dtype = staged.weights[0, _PARTS[0]].dtype
+    dtype = staged.weights[_PARTS[0]].dtype
     if not staged.scales or (dtype == torch.int32 and not w4a8):
         return "bfloat16"
     return "int8" if dtype in (torch.int8, torch.int32) else "fp8"
@@ -220,7 +220,7 @@ def _functional(
     device = next(module.parameters()).device
     k = min(int(method.moe.experts_per_token), number)
     rows = max(_ROWS, -(-number // k))
-    width = staged.weights[0, _PARTS[2]].shape[0]
+    width = staged.weights[_PARTS[2]].shape[1]
     x = torch.from_numpy(rng.standard_normal((rows, width)).astype(np.float32)).bfloat16().to(device)
     # Place j of row r goes to the picked expert number (r k + j) mod their count, so that every one is asked.
     places = np.arange(rows * k).reshape(rows, k) % number

@@ -201,8 +201,8 @@ def pack(name: str, qvalue: np.ndarray, scale: np.ndarray, scheme: str) -> dict[
 
     Args:
       name: HF name of the module, with or without ".weight".
-      qvalue: [N, K] int8 or float8_e4m3fn, or [N, K/8] int32.
-      scale: [N, 1] float32, or [N, groups] bfloat16.
+      qvalue: [N, K] int8 or float8_e4m3fn, or [N, K/8] int32; of a stack of experts [E, ...].
+      scale: [N, 1] float32, or [N, groups] bfloat16; likewise.
       scheme: how the learner prints it.
 
     Raises:
@@ -212,10 +212,15 @@ def pack(name: str, qvalue: np.ndarray, scale: np.ndarray, scheme: str) -> dict[
     if kind == "bf16":
         raise BridgeError(f"{name}: a bf16 weight has no codes to pack", "tensor")
     layout = _LAYOUTS[kind]
-    _check(name, qvalue, scale, scheme, layout, group)
+    stack = qvalue.shape[:-2]
+    if len(stack) == 1 and scale.shape[:-2] == stack:  # of experts: each row is checked all the same
+        rows = [part.reshape(-1, part.shape[-1]) for part in (qvalue, scale)]
+        _check(name, *rows, scheme, layout, group)
+    else:
+        _check(name, qvalue, scale, scheme, layout, group)
     if not layout.grouped:
         return dict(zip(tensor_names(name, scheme), (qvalue, scale), strict=True))
-    shape = np.array([qvalue.shape[0], qvalue.shape[1] * 8], np.int64)
+    shape = np.broadcast_to(np.array([qvalue.shape[-2], qvalue.shape[-1] * 8], np.int64), (*stack, 2)).copy()
     return dict(zip(tensor_names(name, scheme), (qvalue, scale, shape), strict=True))
 
 

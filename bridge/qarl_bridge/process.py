@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from qarl_bridge import wire
+from qarl_bridge import stacks, wire
 from qarl_bridge.interface import Engine
 from qarl_bridge.server import Bridge
 from qarl_bridge.transport.zeromq import Listener
@@ -41,7 +41,7 @@ def read_folder(path: str) -> tuple[dict[str, Any], dict[str, wire.Expected], bo
         expected: dict[str, wire.Expected] = {}
         for name in names:
             expected |= wire.expected_from_safetensors(os.path.join(path, name))
-        return config, expected, True
+        return config, stacks.expected(expected), True
     try:
         with open(os.path.join(path, "tensors.json"), "rb") as file:
             listed = msgspec.json.decode(file.read(), type=list[wire.Expected])

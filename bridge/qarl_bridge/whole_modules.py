@@ -41,10 +41,10 @@ class Unsupported(Exception):  # noqa: N818 (a finding, not an error)
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """One parameter: where its rows come from. `names`: [experts][shards] of published tensors."""
+    """One parameter: where its rows come from. `names`: published tensors, shard by shard; stacks: of experts."""
 
     parameter: str
-    names: tuple[tuple[str, ...], ...]
+    names: tuple[str, ...]
     is_stacked: bool
 
 
@@ -64,19 +64,14 @@ def _sources(prefix: str, parameters: Mapping[str, Any], published: Mapping[str,
     found: list[_Source] = []
     missing: list[str] = []
     for name in parameters:
-        names: tuple[tuple[str, ...], ...] = (tuple(f"{stem}.{name}" for stem in stems),)
+        names = tuple(f"{stem}.{name}" for stem in stems)
         stacked = False
         for start, parts in _EXPERTS.items():
             if name.startswith(start):
                 own = name.removeprefix(start)
-                layer = experts.prefix_of(prefix)
-                count = 0
-                while f"{layer}.{count}.{parts[0]}.{own}" in published:
-                    count += 1
-                names = tuple(tuple(f"{layer}.{e}.{part}.{own}" for part in parts) for e in range(count))
+                names = tuple(f"{experts.prefix_of(prefix)}.*.{part}.{own}" for part in parts)
                 stacked = True
-        flat = [one for row in names for one in row]
-        if flat and all(one in published for one in flat):
+        if all(one in published for one in names):
             found.append(_Source(name, names, stacked))
         elif _UNUSED not in name:
             missing.append(name)
@@ -89,11 +84,9 @@ def _assemble(source: _Source, like: Any, published: Mapping[str, Any], where: A
     """A tensor of `like`'s shape and dtype, in memory of its own: packing may write to it."""
     names = source.names
     if source.parameter.endswith("weight_shape"):  # each shard's own: vLLM keeps the last
-        names = tuple(row[-1:] for row in names)
-    parts = [published[name] for row in names for name in row]
-    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-    if source.is_stacked:
-        whole = whole.reshape(len(names), -1, *whole.shape[1:])
+        names = names[-1:]
+    parts = [published[name] for name in names]
+    whole = torch.cat(parts, dim=1 if source.is_stacked else 0) if len(parts) > 1 else parts[0]
     if source.is_stacked and whole.ndim == 3 and getattr(like, "is_transposed", False):
         whole = whole.transpose(1, 2)  # as the int4 experts of some kernels are held before packing
     shape = tuple(like.shape)
@@ -107,7 +100,7 @@ def _assemble(source: _Source, like: Any, published: Mapping[str, Any], where: A
         out.zero_()  # a vocabulary is padded
         out[: len(whole)].copy_(whole)
     else:
-        raise Unsupported(f"{source.names[0][0]}: {tuple(whole.shape)} does not make {source.parameter} {shape}")
+        raise Unsupported(f"{source.names[0]}: {tuple(whole.shape)} does not make {source.parameter} {shape}")
     return out
 
 

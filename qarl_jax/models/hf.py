@@ -216,7 +216,7 @@ def _layer_of(stacks: dict[str, Any], layer: jax.Array, dtype: Any) -> dict[str,
 
 
 def export_tensors(
-    params: nnx.State, qweights: nnx.State, config: ModelConfig, dtype: Any = "bfloat16"
+    params: nnx.State, qweights: nnx.State, config: ModelConfig, dtype: Any = "bfloat16", *, stacked: bool = False
 ) -> Iterator[tuple[str, np.ndarray | QTensor]]:
     """Yields (Hugging Face name, tensor), layer by layer: embedding, layers in order, final norm, head (if not tied).
 
@@ -224,6 +224,7 @@ def export_tensors(
       params: masters. qweights: their QTensors, or an empty State.
       config: the model's config.
       dtype: what masters are cast to.
+      stacked: whether the experts of a layer come as one tensor [E, ...], under the name of the first.
 
     Yields:
       For a weight with a QTensor, its name ("...q_proj.weight") and a QTensor of numpy arrays ([N, K] logically); for
@@ -246,6 +247,9 @@ def export_tensors(
                 own = names[path][layer]
                 if isinstance(own, str):
                     yield own, host[path]
+                    continue
+                if stacked:
+                    yield own[0], host[path]
                     continue
                 for expert, name in enumerate(own):
                     yield name, jax.tree.map(lambda x, expert=expert: x[expert], host[path])

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from qarl_bridge import fingerprint, packing, sender, wire
+from qarl_bridge import fingerprint, packing, sender, stacks, wire
 from qarl_bridge.wire import BridgeError
 
 from qarl_jax import models
@@ -82,7 +82,8 @@ class _Place:
 
 
 def layout(weights: PolicyWeights) -> list[_Place]:
-    """Every tensor the engine is given, in the order of `engine_tensors`: embedding, layers in order, norm, head.
+    """Every tensor the engine is given, in the order of `engine_tensors`: embedding, layers in order, norm, head; the
+    experts of a layer in one.
 
     From shapes alone: arrays may be abstract.
     """
@@ -101,7 +102,7 @@ def layout(weights: PolicyWeights) -> list[_Place]:
 
     for path, own, index in _in_order(config, names):
         tensor = tensors[path]
-        lead = len(names[path].shape)
+        lead = _lead(names[path])
         if not isinstance(tensor, QTensor):
             add(own, jnp.bfloat16, tuple(tensor.shape[lead:]), (path, "master"), index)
             continue
@@ -109,12 +110,14 @@ def layout(weights: PolicyWeights) -> list[_Place]:
         add(parts[0], tensor.qvalue.dtype, tuple(tensor.qvalue.shape[lead:]), (path, "qvalue"), index)
         add(parts[1], tensor.scale.dtype, tuple(tensor.scale.shape[lead:]), (path, "scale"), index)
         if len(parts) > 2:
-            add(parts[2], np.int64, (2,), None, constant=np.array(tensor.shape[-2:], "<i8").tobytes())
+            experts = tuple(tensor.shape[lead:-2])
+            shape = np.array(tensor.shape[-2:], "<i8")
+            add(parts[2], np.int64, (*experts, 2), None, constant=shape.tobytes() * math.prod(experts))
     return places
 
 
 def _in_order(config: Any, names: dict[str, np.ndarray]) -> Iterator[tuple[str, str, int]]:
-    """(path, Hugging Face name, number in the stack, row by row) as `models.export_tensors` goes through them."""
+    """(path, Hugging Face name, number in the stack of layers) as `models.export_tensors` goes through them."""
 
     def top(path: str) -> Iterator[tuple[str, str, int]]:
         if path in names:
@@ -125,12 +128,15 @@ def _in_order(config: Any, names: dict[str, np.ndarray]) -> Iterator[tuple[str, 
         paths = [path for path in names if path.startswith(f"segments.{number}.")]
         for layer in range(segment.length):
             for path in paths:
-                shape = names[path].shape
-                for rest in np.ndindex(*shape[1:]):
-                    where = (layer, *rest)
-                    yield path, str(names[path][where]), int(np.ravel_multi_index(where, shape))
+                own = names[path][layer]
+                yield path, own if isinstance(own, str) else stacks.name_of(own[0]), layer
     yield from top("norm.weight")
     yield from top("head.kernel")
+
+
+def _lead(names: np.ndarray) -> int:
+    """Stack dims that tensors are cut out of: layers, if any. Experts stay together."""
+    return min(1, names.ndim)
 
 
 def gpu_of(weights: PolicyWeights, platform: str = "gpu") -> int:
@@ -205,7 +211,7 @@ class DeviceStager:
             stack = tensor if part == "master" else getattr(tensor, part)
             if part == "master" and stack.dtype != jnp.bfloat16:
                 stack = _cast(stack, jnp.bfloat16)
-            sums[source] = row_sums(stack, len(names[path].shape))
+            sums[source] = row_sums(stack, _lead(names[path]))
             stack = jax.block_until_ready(stack)
             pointer = stack.unsafe_buffer_pointer()
             buffer.device.copy_all(

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from qarl_bridge import packing, sender, wire
+from qarl_bridge import packing, sender, stacks, wire
 from qarl_bridge.wire import BridgeError
 
 from qarl_jax import models
@@ -175,10 +175,14 @@ def leave_memory_to_vllm() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
-def engine_tensors(weights: PolicyWeights) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of every tensor of a checkpoint the engine loads, layer by layer; masters as bf16."""
+def engine_tensors(weights: PolicyWeights, *, stacked: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of every tensor of a checkpoint the engine loads, layer by layer; masters as bf16.
+
+    stacked: as a version is published, with the experts of a layer in one tensor (qarl_bridge.stacks).
+    """
     config = models.config_of(weights.graphdef)
-    for name, tensor in models.export_tensors(weights.params, weights.qweights, config):
+    for name, tensor in models.export_tensors(weights.params, weights.qweights, config, stacked=stacked):
+        name = stacks.name_of(name) if stacked else name
         if isinstance(tensor, QTensor):
             yield from packing.pack(name, tensor.qvalue, tensor.scale, str(tensor.scheme)).items()
         else:
@@ -321,7 +325,7 @@ class VllmEngine:
         }
         staged: sender.Version
         if transport == "host":
-            staged = sender.stage(engine_tensors(weights), **identity)
+            staged = sender.stage(engine_tensors(weights, stacked=True), **identity)
         else:
             staged = self._device_stager(weights).stage(weights, **identity)
 

@@ -130,6 +130,7 @@ def policy(scheme, moe=False, seed=0):
         moe=models.MoEConfig(num_experts=3, num_experts_per_tok=2, intermediate_size=32, norm_topk_prob=True)
         if moe
         else None,
+        moe_layers=(1,) if moe else (),
         tie_embeddings=moe,
         param_dtype=jnp.float32,
     )
@@ -146,13 +147,15 @@ def identity(step=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "moe"), [("bf16", False), ("w4a16:g32", False), ("w8a8", True)])
+@pytest.mark.parametrize(
+    ("scheme", "moe"), [("bf16", False), ("w4a16:g32", False), ("w8a8", True), ("w4a16:g32", True)]
+)
 def test_a_version_staged_on_the_device_is_that_of_the_host(gpu, scheme, moe):
     """Names, order, dtypes, shapes, fingerprints and bytes; twice, into two buffers."""
     stager = device_staging.DeviceStager(cuda_ipc.Buffers(gpu))
     for step in range(2):
         weights = policy(scheme, moe, seed=step)
-        host = sender.stage(engine_tensors(weights), **identity(step))
+        host = sender.stage(engine_tensors(weights, stacked=True), **identity(step))
         device = stager.stage(weights, **identity(step))
         assert device.manifest == host.manifest
         size = host.manifest.total_bytes

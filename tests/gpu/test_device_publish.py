@@ -48,7 +48,7 @@ def identity(step):
 def test_another_process_reads_the_learners_version_in_place(scheme):
     pytest.importorskip("torch")
     weights = tiny_policies.policy(scheme)
-    host = sender.stage(engine_tensors(weights), **identity(0))
+    host = sender.stage(engine_tensors(weights, stacked=True), **identity(0))
     stager = device_staging.DeviceStager(sender.gpu_buffers(device_staging.gpu_of(weights)))
     try:
         staged = stager.stage(weights, **identity(0))

@@ -133,7 +133,7 @@ def identity(step):
 def test_another_gpu_receives_the_learners_version_twice_over_one_communicator(scheme):
     library, memory = beginning()
     weights = tiny_policies.policy(scheme)
-    host = sender.stage(engine_tensors(weights), **identity(0))
+    host = sender.stage(engine_tensors(weights, stacked=True), **identity(0))
     expected = hashlib.sha256(os.pread(host.fd, host.manifest.total_bytes, 0)).hexdigest()
     stager = device_staging.DeviceStager(sender.gpu_buffers(device_staging.gpu_of(weights)), "nccl")
     try:
