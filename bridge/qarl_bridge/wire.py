@@ -36,7 +36,7 @@ from qarl_bridge.keys import create_key as create_key
 from qarl_bridge.keys import parse_address as parse_address
 from qarl_bridge.keys import read_key as read_key
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
 MAX_FRAME = 64 << 20  # a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights never travel in one frame
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
