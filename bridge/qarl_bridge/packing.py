@@ -214,8 +214,8 @@ def pack(name: str, qvalue: np.ndarray, scale: np.ndarray, scheme: str) -> dict[
     layout = _LAYOUTS[kind]
     stack = qvalue.shape[:-2]
     if len(stack) == 1 and scale.shape[:-2] == stack:  # of experts: each row is checked all the same
-        rows = [part.reshape(-1, part.shape[-1]) for part in (qvalue, scale)]
-        _check(name, *rows, scheme, layout, group)
+        codes, scales = (part.reshape(-1, part.shape[-1]) for part in (qvalue, scale))
+        _check(name, codes, scales, scheme, layout, group)
     else:
         _check(name, qvalue, scale, scheme, layout, group)
     if not layout.grouped:

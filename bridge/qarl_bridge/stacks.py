@@ -43,7 +43,7 @@ def expected(tensors: Mapping[str, wire.Expected]) -> dict[str, wire.Expected]:
     groups: dict[str, list[wire.Expected]] = {}
     for name, one in tensors.items():
         groups.setdefault(name_of(name), []).append(one)
-    out = {}
+    out: dict[str, wire.Expected] = {}
     for name, group in groups.items():
         first = group[0]
         if first.name == name or any((one.dtype, one.shape) != (first.dtype, first.shape) for one in group):
