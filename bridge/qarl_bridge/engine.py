@@ -185,6 +185,8 @@ class VllmEngine:
 
             portable_kernels.register()
             portable_experts.register()
+        else:
+            experts.check_groups(config)
         arguments = vllm_versions.engine_arguments(
             path=path,
             has_weights=has_weights,

@@ -70,6 +70,29 @@ def check_shape(config: Mapping[str, Any]) -> None:
         )
 
 
+def check_groups(config: Mapping[str, Any]) -> None:
+    """Refuses, before vLLM starts on a GPU, int4 experts whose scales its Marlin kernel would get in a wrong order.
+
+    vLLM 0.25 orders the group scales of gate and up by the expert's width where the width of their inputs is meant
+    (`marlin_moe_permute_scales`, size_k), which matters where one has several groups and the other does not.
+    """
+    section = config.get("quantization_config")
+    width = config.get("moe_intermediate_size") if config.get("num_experts") else None
+    if not section or not width:
+        return
+    groups = section["config_groups"].values()
+    own = [group for group in groups if any("experts" in target for target in group["targets"])]
+    for group in own or [group for group in groups if "Linear" in group["targets"]]:
+        weights = group["weights"]
+        size = weights.get("group_size", 0)
+        if (weights["num_bits"], weights["type"]) == (4, "int") and width <= size < config["hidden_size"]:
+            raise BridgeError(
+                f"experts of {width} features with int4 groups of {size}: vLLM on CUDA scrambles the scales of such "
+                f"experts; use a group size below {width} (w4a16:g32 or g64), or w8a8 or fp8 for them",
+                "setup",
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class Staged:
     """The published experts of one layer: one torch tensor per matrix, as on the wire (stacks.py).

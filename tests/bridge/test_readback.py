@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
-from qarl_bridge import packing, readback, vllm_versions, whole_modules  # noqa: E402
+from qarl_bridge import experts, packing, readback, vllm_versions, whole_modules  # noqa: E402
 from qarl_bridge.errors import BridgeError  # noqa: E402
 
 from tests.reference import quant_reference  # noqa: E402
@@ -256,6 +256,32 @@ def test_wrong_experts_are_found(what):
         live.w13_weight.data = live.w13_weight.data.reshape(E, -1, 8, HIDDEN).transpose(1, 2).reshape(E, -1, HIDDEN)
     with pytest.raises(BridgeError, match=r"routed_experts answers a row for experts .* away from the published"):
         read_back({f"{LAYER}.routed_experts": live}, tensors, "full")
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme", "refused"),
+    [(128, "w4a16", True), (128, "w4a16:g64", False)]
+    + [
+        (129, "w4a16", False),
+        (128, "w4a16:g-1", False),
+        (128, "w8a8", False),
+        (256, "w4a16", False),
+        (0, "w4a16", False),
+    ],
+)
+def test_int4_experts_whose_scales_vllm_scrambles_are_refused(width, scheme, refused):
+    section = packing.quantization_config({"model.layers.0.mlp.experts.0.up_proj": scheme})
+    config = {"num_experts": 8, "moe_intermediate_size": width, "hidden_size": 256, "quantization_config": section}
+    if refused:
+        with pytest.raises(BridgeError, match="experts of 128 features with int4 groups of 128"):
+            experts.check_groups(config)
+    else:
+        experts.check_groups(config)
+    experts.check_groups(config | {"num_experts": 0})
+    experts.check_groups(config | {"hidden_size": 128, "quantization_config": section})
+    experts.check_groups(config | {"quantization_config": None})
+    rules = {"model.layers.0.mlp.experts.0.up_proj": "w8a8", "a.q_proj": "w4a16", "a.k_proj": "w4a16", "b": "w4a16"}
+    experts.check_groups(config | {"quantization_config": packing.quantization_config(rules | {"a.v_proj": "w4a16"})})
 
 
 def test_experts_without_a_live_bank_are_an_error():
