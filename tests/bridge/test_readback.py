@@ -260,8 +260,9 @@ def test_wrong_experts_are_found(what):
 
 @pytest.mark.parametrize(
     ("width", "scheme", "refused"),
-    [(128, "w4a16", True), (128, "w4a16:g64", False)]
-    + [
+    [
+        (128, "w4a16", True),
+        (128, "w4a16:g64", False),
         (129, "w4a16", False),
         (128, "w4a16:g-1", False),
         (128, "w8a8", False),
