@@ -132,15 +132,13 @@ def test_on_cuda_outputs_are_weighted_rounded_and_summed_as_vllm_does(model, k):
     x = jnp.asarray(np.random.default_rng(3).standard_normal((2, 20, config.hidden_size)), jnp.bfloat16)
     got = np.asarray(jax.jit(lambda x: layer(x))(x), np.float32).reshape(40, -1)
     experts, weights = layer.router(x.reshape(40, -1))
+    kernels = [np.asarray(linear.kernel.get_value(), np.float32) for linear in (layer.gate, layer.up, layer.down)]
+    rows = np.asarray(x, np.float32).reshape(40, -1)
     want = np.zeros_like(got)
     for token, (chosen, weighed) in enumerate(zip(np.asarray(experts), np.asarray(weights), strict=True)):
-        total = np.float32(0)
+        row, total = rows[token], np.float32(0)
         for expert, weight in zip(chosen, weighed, strict=True):
-            gate, up, down = (
-                np.asarray(linear.kernel.get_value()[expert], np.float32)
-                for linear in (layer.gate, layer.up, layer.down)
-            )
-            row = np.asarray(x, np.float32).reshape(40, -1)[token]
+            gate, up, down = (kernel[expert] for kernel in kernels)
             g, u = bf(gate @ row), bf(up @ row)
             hidden = bf(bf(g / (1 + np.exp(-g))) * u)
             total = total + bf((down @ hidden) * weight)
