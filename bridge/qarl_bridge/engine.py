@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from qarl_bridge import experts, stacks, vllm_versions, wire
+from qarl_bridge import experts, packing, stacks, vllm_versions, wire
 from qarl_bridge.interface import Finished
 from qarl_bridge.routing import Recorder
 from qarl_bridge.staged import Copy
@@ -64,8 +64,7 @@ def _int4_activations(config: Mapping[str, Any]) -> str:
 
     vLLM's CPU engine runs all int4 layers one way.
     """
-    groups = (config.get("quantization_config") or {}).get("config_groups", {}).values()
-    int4 = [g for g in groups if g["weights"]["num_bits"] == 4 and g["weights"]["type"] == "int"]
+    int4 = [g for g in packing.groups_of(config) if g["weights"]["num_bits"] == 4 and g["weights"]["type"] == "int"]
     taken = [g.get("input_activations") for g in int4]
     found = {"bf16" if a is None else "fp8" if a["type"] == "float" else "int8" for a in taken} or {"bf16"}
     if len(found) > 1:
@@ -75,8 +74,7 @@ def _int4_activations(config: Mapping[str, Any]) -> str:
 
 def _has_fp8(config: Mapping[str, Any]) -> bool:
     """Whether any layer of this config.json has fp8 weights."""
-    groups = (config.get("quantization_config") or {}).get("config_groups", {}).values()
-    return any(g["weights"]["type"] == "float" for g in groups)
+    return any(g["weights"]["type"] == "float" for g in packing.groups_of(config))
 
 
 def _check_fp8_device(torch: Any) -> None:

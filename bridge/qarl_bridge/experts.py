@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from qarl_bridge import packing
 from qarl_bridge.errors import BridgeError
 
 # How to explain a difference, and whether there is one (a bool tensor, perhaps still on its way).
@@ -76,11 +77,10 @@ def check_groups(config: Mapping[str, Any]) -> None:
     vLLM 0.25 orders the group scales of gate and up by the expert's width where the width of their inputs is meant
     (`marlin_moe_permute_scales`, size_k), which matters where one has several groups and the other does not.
     """
-    section = config.get("quantization_config")
     width = config.get("moe_intermediate_size") if config.get("num_experts") else None
-    if not section or not width:
+    if not width:
         return
-    groups = section["config_groups"].values()
+    groups = packing.groups_of(config)
     own = [group for group in groups if any("experts" in target for target in group["targets"])]
     for group in own or [group for group in groups if "Linear" in group["targets"]]:
         weights = group["weights"]

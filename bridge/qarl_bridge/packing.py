@@ -326,6 +326,11 @@ def quantization_config(schemes: Mapping[str, str], ignore: Iterable[str] = ("lm
     }
 
 
+def groups_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The groups that `quantization_config` put into a config.json, if any."""
+    return list((config.get("quantization_config") or {}).get("config_groups", {}).values())
+
+
 def _canonical(scheme: str) -> str:
     name, group = parse(scheme)
     return name if group is None else f"{name}:g{group}"

@@ -296,6 +296,7 @@ class _Spec:
     numerics: Numerics
     master_dtype: Any
     bias_dtype: Any = None
+    compute_dtype: Any = None  # of experts' activations
     wide: bool = False  # the result stays float32
 
 
@@ -347,12 +348,12 @@ def _ragged(spec: _Spec, x, master, qtensor, group_sizes):
 def _ragged_fwd(spec, x, master, qtensor, group_sizes):
     product = Ragged(group_sizes, x.shape[0], spec.numerics.tile_sums, spec.wide)
     y, (saved, weight) = _forward(product, spec, x, master, qtensor, None)
-    return round_to(y, jnp.float32 if spec.wide else x.dtype), (saved, weight, group_sizes, jnp.zeros((), x.dtype))
+    return round_to(y, jnp.float32 if spec.wide else x.dtype), (saved, weight, group_sizes)
 
 
 def _ragged_bwd(spec, residuals, dy):
-    saved, weight, group_sizes, like = residuals
-    dx, dw = _backward(Ragged(group_sizes, dy.shape[0]), spec, saved, weight, round_to(dy, like.dtype))
+    saved, weight, group_sizes = residuals
+    dx, dw = _backward(Ragged(group_sizes, dy.shape[0]), spec, saved, weight, round_to(dy, spec.compute_dtype))
     return dx, dw, None, None
 
 
@@ -420,4 +421,5 @@ def expert_dot(
     """
     if qtensor is not None and qtensor.shape != master.shape:
         raise ValueError(f"qtensor of shape {qtensor.shape} does not belong to masters of shape {master.shape}")
-    return _ragged(_Spec(numerics, jnp.dtype(master.dtype), wide=wide), x, master, qtensor, group_sizes)
+    spec = _Spec(numerics, jnp.dtype(master.dtype), compute_dtype=jnp.dtype(x.dtype), wide=wide)
+    return _ragged(spec, x, master, qtensor, group_sizes)
