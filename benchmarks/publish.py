@@ -67,7 +67,7 @@ PHASES = ("stage_s", "open_s", "validate_s", "drain_s", "load_s", "readback_s", 
 
 
 def shaped(shape: str, layers: int, scheme: str, engine: str) -> PolicyWeights:
-    """A random policy in the shapes of a Qwen3, masters in bfloat16 (what is published is the same)."""
+    """A random policy in the shapes of a Qwen3, masters in bfloat16 (what is published is the same), not quantized."""
     hidden, inter, depth, heads, kv_heads, head_dim, vocab, experts, expert_inter = SHAPES[shape]
     values: dict[str, Any] = {
         "architectures": ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
@@ -113,8 +113,7 @@ def shaped(shape: str, layers: int, scheme: str, engine: str) -> PolicyWeights:
         else:
             value = jax.numpy.ones(like.shape, like.dtype)
         params[keys] = variable.replace(value)
-    state = nnx.from_flat_state(params)
-    return PolicyWeights(graphdef=graphdef, params=state, qweights=_quantize(graphdef, state))
+    return PolicyWeights(graphdef=graphdef, params=nnx.from_flat_state(params), qweights=None)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -129,7 +128,7 @@ _quantize = jax.jit(models.quantize_params, static_argnums=0)
 
 
 def moved(weights: PolicyWeights, scale: float) -> PolicyWeights:
-    """The same policy with its matrices a little larger: other scales, other bytes."""
+    """The same policy, quantized, with its matrices a little larger: other scales, other bytes."""
     params = jax.tree.map(lambda x: x * np.asarray(scale, x.dtype) if x.ndim > 1 else x, weights.params)
     return dataclasses.replace(weights, params=params, qweights=_quantize(weights.graphdef, params))
 
@@ -190,7 +189,7 @@ def measure(name: str, weights: PolicyWeights, scheme: str, args: argparse.Names
     reports = []
     try:
         for version in range(args.repeats + 1):
-            weights = dataclasses.replace(weights, qweights=None)  # or there would be two of them in memory
+            weights = dataclasses.replace(weights, qweights=None)  # the only ones, or two would be in memory
             start = time.perf_counter()
             qweights = jax.block_until_ready(_quantize(weights.graphdef, weights.params))
             quantized = time.perf_counter()
@@ -262,7 +261,7 @@ def soak(name: str, weights: PolicyWeights, scheme: str, args: argparse.Namespac
     Raises:
       RuntimeError: a completion carries another version than the one published last.
     """
-    policies = (weights, moved(weights, 1.01))
+    policies = (moved(weights, 1.0), moved(weights, 1.01))
     vocab = models.config_of(weights.graphdef).vocab_size
     prompts = parity.random_prompts(vocab, 4, 8, 0)
     sampling = SamplingConfig(max_response_len=8)
@@ -353,8 +352,10 @@ def main(argv: list[str] | None = None) -> int:
     print("|" + "---|" * (len(PHASES) + 5))
     for name in (args.model,) if args.model else args.shapes or ("tiny", "100mb"):
         for scheme in args.schemes:
-            load = parity.load if args.model else None
-            weights = load(name, scheme, args.engine) if load else shaped(name, args.layers, scheme, args.engine)
+            if args.model:
+                weights = dataclasses.replace(parity.load(name, scheme, args.engine), qweights=None)
+            else:
+                weights = shaped(name, args.layers, scheme, args.engine)
             if args.soak:
                 r = soak(name, weights, scheme, args)
                 print(json.dumps(r), flush=True)

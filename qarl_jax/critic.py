@@ -46,7 +46,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from qarl_jax import hosts, models, quant, sharding
+from qarl_jax import compilation, hosts, models, quant, sharding
 from qarl_jax import optimizer as optimizers
 from qarl_jax.logprobs import preceding, scored_mask
 from qarl_jax.loss import Loss, normalized
@@ -186,7 +186,12 @@ class Critic:
         self._judge = jax.jit(self._judge_fn, out_shardings=rows)
         self._whiten = jax.jit(whiten, out_shardings=rows)
         self._zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), out_shardings=places)
-        self._accumulate = jax.jit(self._accumulate_fn, donate_argnums=(0,), out_shardings=(places, self.replicated))
+        self._accumulate = jax.jit(
+            self._accumulate_fn,
+            donate_argnums=(0,),
+            out_shardings=(places, self.replicated),
+            compiler_options=compilation.backward_options(),
+        )
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qarl_jax import error_tokens, hosts, models, sharding, stackwise, trace, uaq
+from qarl_jax import compilation, error_tokens, hosts, models, sharding, stackwise, trace, uaq
 from qarl_jax import optimizer as optimizers
 from qarl_jax.logprobs import token_logprobs
 from qarl_jax.loss import Loss, Objective, diagnostics, normalized
@@ -154,12 +154,12 @@ class Learner:
         self._quantize = self.quantizer(graphdef)
         self._zero_grads = jax.jit(self._zeros, out_shardings=self.param_shardings)
         self._score = jax.jit(self._logprobs)
-        self._accumulate = jax.jit(
-            self._accumulate_fn, donate_argnums=(0,), out_shardings=(self.param_shardings, self.replicated)
-        )
+        backward = functools.partial(jax.jit, compiler_options=compilation.backward_options())
+        with_grads = (self.param_shardings, self.replicated)
+        self._accumulate = backward(self._accumulate_fn, donate_argnums=(0,), out_shardings=with_grads)
         self._apply = stackwise.Update(optimizer, self._described, offload=options.offload)
-        self._update = jax.jit(self._update_fn, donate_argnums=(0,))
-        self._grads = jax.jit(self._grads_fn, out_shardings=(self.param_shardings, self.replicated))
+        self._update = backward(self._update_fn, donate_argnums=(0,))
+        self._grads = backward(self._grads_fn, out_shardings=with_grads)
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

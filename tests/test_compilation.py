@@ -65,3 +65,14 @@ def test_auto_keeps_nothing_on_a_cpu_and_respects_jaxs_own_folder(cache_settings
     assert compilation.enable_cache("auto") == str(tmp_path / "qarl_jax" / "xla")
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
     assert compilation.enable_cache("auto") == str(tmp_path / "own")
+
+
+def test_a_backward_asks_xla_for_what_it_knows_alone(monkeypatch):
+    compilation.backward_options.cache_clear()
+    assert compilation.backward_options() is None  # on a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for name, known in (("xla_gpu_autotune_level", 4), ("xla_gpu_no_such_option", 4)):
+        compilation.backward_options.cache_clear()
+        monkeypatch.setattr(compilation, "_NO_ZEROS", {name: known})
+        assert compilation.backward_options() == (None if "no_such" in name else {name: known})
+    compilation.backward_options.cache_clear()

@@ -50,18 +50,24 @@ class DeviceCopy:
     Args:
       manifest: checked already (`wire.check_manifest`).
       buffer: uint8 tensor, total_bytes rounded up to whole rows.
-      close: lets go of the memory.
+      close: lets go of the memory; it is told whether the memory held what was announced.
       borrowed: it is the trainer's.
     """
 
     def __init__(
-        self, manifest: wire.Manifest, buffer: Any, close: Callable[[], None] = lambda: None, *, borrowed: bool = True
+        self,
+        manifest: wire.Manifest,
+        buffer: Any,
+        close: Callable[[bool], None] = lambda sound: None,
+        *,
+        borrowed: bool = True,
     ):
         self.manifest = manifest
         self.borrowed = borrowed
         self._buffer = buffer
         self._views: dict[str, Any] = {}
-        self._close: Callable[[], None] | None = close
+        self._sound = True
+        self._close: Callable[[bool], None] | None = close
 
     def _tensor(self, entry: wire.TensorEntry) -> Any:
         raw = self._buffer[entry.offset : entry.offset + entry.nbytes]
@@ -73,6 +79,7 @@ class DeviceCopy:
             first = entry.offset // fingerprint.ROW_BYTES
             mine = sums[first : first + fingerprint.rows_of(entry.nbytes)]
             if fingerprint.digest_of_sums(mine) != entry.digest:
+                self._sound = False
                 raise staged.torn(entry)
 
     def validate(self) -> None:
@@ -125,7 +132,7 @@ class DeviceCopy:
         close, self._close = self._close, None
         if close is not None:
             self._buffer, self._views = None, {}
-            close()
+            close(self._sound)
 
 
 def _runs(entries: list[wire.TensorEntry]) -> list[list[wire.TensorEntry]]:
@@ -165,8 +172,11 @@ def whole_rows(nbytes: int) -> int:
     return fingerprint.rows_of(nbytes) * fingerprint.ROW_BYTES
 
 
+_mappings: dict[cuda_ipc.Device, cuda_ipc.Mappings] = {}
+
+
 def open_version(manifest: wire.Manifest, memory: wire.DeviceMemory) -> DeviceCopy:
-    """Map the trainer's buffer.
+    """Map the trainer's buffer, which stays mapped for its next version (`forget_trainer`).
 
     Raises:
       BridgeError("unshared"): another GPU, or no way to its memory from here.
@@ -174,9 +184,16 @@ def open_version(manifest: wire.Manifest, memory: wire.DeviceMemory) -> DeviceCo
     if manifest.total_bytes == 0:
         return DeviceCopy(manifest, torch.empty(0, dtype=torch.uint8))
     gpu = cuda_ipc.find(memory.device)
-    size = whole_rows(manifest.total_bytes)
-    pointer = gpu.open(memory.handle, size)
-    return _copy_at(manifest, gpu, pointer, lambda: gpu.close_mapping(pointer), borrowed=True)
+    handle, mappings = memory.handle, _mappings.setdefault(gpu, cuda_ipc.Mappings(gpu))
+    pointer = mappings.open(handle, whole_rows(manifest.total_bytes))
+    # A handle may have come to name other memory: it is mapped anew after a version that was not what was announced.
+    return _copy_at(manifest, gpu, pointer, lambda sound: mappings.close(handle, keep=sound), borrowed=True)
+
+
+def forget_trainer() -> None:
+    """Unmap its buffers, but those that are still read."""
+    for mappings in list(_mappings.values()):
+        mappings.clear()
 
 
 def receive_version(
@@ -186,22 +203,22 @@ def receive_version(
     if manifest.total_bytes == 0:
         return DeviceCopy(manifest, torch.empty(0, dtype=torch.uint8), borrowed=False)
     buffer = receiver.receive(memory, whole_rows(manifest.total_bytes), check)
-    return _copy_at(manifest, buffer.device, buffer.pointer, buffer.release, borrowed=False)
+    return _copy_at(manifest, buffer.device, buffer.pointer, lambda sound: buffer.release(), borrowed=False)
 
 
 def _copy_at(
-    manifest: wire.Manifest, gpu: cuda_ipc.Device, pointer: int, let_go: Callable[[], None], *, borrowed: bool
+    manifest: wire.Manifest, gpu: cuda_ipc.Device, pointer: int, let_go: Callable[[bool], None], *, borrowed: bool
 ) -> DeviceCopy:
     where = torch.device("cuda", gpu.ordinal)
     try:
         buffer = torch.as_tensor(_Span(pointer, whole_rows(manifest.total_bytes)), device=where)
     except BaseException:
-        let_go()
+        let_go(False)
         raise
 
-    def close() -> None:
+    def close(sound: bool) -> None:
         torch.cuda.synchronize(where)  # nothing may still be reading it
-        let_go()
+        let_go(sound)
 
     return DeviceCopy(manifest, buffer, close, borrowed=borrowed)
 

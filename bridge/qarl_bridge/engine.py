@@ -368,6 +368,13 @@ class VllmEngine:
 
         return device.open_version(manifest, memory)
 
+    def forget_trainer(self) -> None:
+        """Unmap buffers of the trainer's on this engine's GPU that no version lies in; see device.py."""
+        if self.facts.device:
+            from qarl_bridge import device
+
+            device.forget_trainer()
+
     def receive(self, manifest: wire.Manifest, memory: wire.NcclMemory, check: Callable[[], None]) -> Copy:
         """A version from another GPU, into memory of this engine's; see device.py."""
         if self._receiver is None:

@@ -55,6 +55,7 @@ class FakeEngine:
         self.fail_load = 0  # number of coming loads to fail half-way
         self.fail_read_back = 0
         self.stall = False  # steps make no progress
+        self.trainers_forgotten = 0
         self.mapper: Callable[[wire.Manifest, wire.DeviceMemory], Copy] | None = None
         self.receiver: Callable[[wire.Manifest, wire.NcclMemory, Callable[[], None]], Copy] | None = None
 
@@ -107,6 +108,10 @@ class FakeEngine:
         if self.mapper is None:
             raise BridgeError("this engine has no GPU", "unshared")
         return self.mapper(manifest, memory)
+
+    def forget_trainer(self) -> None:
+        """Counts."""
+        self.trainers_forgotten += 1
 
     def receive(self, manifest: wire.Manifest, memory: wire.NcclMemory, check: Callable[[], None]) -> Copy:
         """Through `receiver`, which a test sets."""

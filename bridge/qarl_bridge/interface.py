@@ -49,6 +49,9 @@ class Engine(Protocol):
     def open_device(self, manifest: wire.Manifest, memory: wire.DeviceMemory) -> Copy:
         """A version that lies in a buffer on the engine's GPU; BridgeError("unshared") if it cannot be reached."""
 
+    def forget_trainer(self) -> None:
+        """The trainer is gone: let go of what is kept of its memory between versions."""
+
     def receive(self, manifest: wire.Manifest, memory: wire.NcclMemory, check: Callable[[], None]) -> Copy:
         """A version that comes from another GPU. `check` is called while waiting; what it raises ends that.
         BridgeError("unshared") if nothing can come."""

@@ -298,15 +298,18 @@ class Bridge:
             self._forget_memory_of(peer)
 
     def _close_soon(self, copy: Copy) -> None:
+        self._let_go_soon(copy.close, str(copy.manifest.version))
+
+    def _let_go_soon(self, close: Callable[[], None], what: str) -> None:
         """On the engine thread, which may be reading it."""
 
-        def close() -> None:
+        def job() -> None:
             try:
-                copy.close()
+                close()
             except Exception:  # the memory's owner may be dead: nothing of ours depends on it any more
-                self._log(f"letting go of {copy.manifest.version} failed:\n{traceback.format_exc()}")
+                self._log(f"letting go of {what} failed:\n{traceback.format_exc()}")
 
-        self._jobs.put(close)
+        self._jobs.put(job)
 
     def _discard_pending(self) -> None:
         """Caller holds the lock."""
@@ -320,6 +323,7 @@ class Bridge:
         if self._good is not None and self._good_owner is peer and self._good.borrowed:
             self._close_soon(self._good)
             self._good = self._good_owner = None
+        self._let_go_soon(self._engine.forget_trainer, "a trainer's buffers")
 
     def _converse(self, peer: Peer) -> None:
         while (frames := peer.receive()) is not None and not peer.gone:

@@ -148,11 +148,13 @@ def _on_mesh(
       outputs: N of the whole layer.
     """
     if _split(operands[0].shape[0], outputs) in ((1, 1), None):
-        result = local(*operands)
-    else:
-        result = jax.shard_map(local, in_specs=specs[: len(operands)], out_specs=out, check_vma=False)(*operands)
-    # Without it XLA runs a kernel whose result is stored in a stack of layers twice, the second time for the others who
-    # read it (its dynamic-slice fusion takes the kernel along).
+        return local(*operands)
+    return jax.shard_map(local, in_specs=specs[: len(operands)], out_specs=out, check_vma=False)(*operands)
+
+
+def _run_once(result: Any) -> Any:
+    """What a kernel returns, behind a barrier: XLA runs a kernel whose result is stored in a stack of layers twice
+    otherwise, the second time for the others who read it (its dynamic-slice fusion takes the kernel along)."""
     return jax.lax.optimization_barrier(result)
 
 
@@ -203,19 +205,19 @@ def _local(
     from qarl_jax.quant import int8_kernels  # Pallas' Triton, which not every JAX has
 
     if kernels.rows == "triton":
-        x_q, s_x = int8_kernels.quantize_rows(x, interpret=interpret)
+        x_q, s_x = _run_once(int8_kernels.quantize_rows(x, interpret=interpret))
     else:
-        x_q, s_x = quantize_rows(x)
+        x_q, s_x = quantize_rows(x)  # no barrier: a backward that recomputes codes reads them dequantized
     order = numerics.rescale_order
     if kernels.product == "hopper" and bias is None:
         from qarl_jax.quant import hopper_product
 
         n, k = w_q.shape
         if hopper_product.fits(x.shape[0], n, k):
-            return hopper_product.product(x_q, s_x, w_q, s_w[:, 0], rescale_order=order), (x_q, s_x)
+            return _run_once(hopper_product.product(x_q, s_x, w_q, s_w[:, 0], rescale_order=order)), (x_q, s_x)
     b = None if bias is None else bias[0]
     y = int8_kernels.product(x_q, s_x, w_q, s_w[:, 0], b, rescale_order=order, interpret=interpret)
-    return y, (x_q, s_x)
+    return _run_once(y), (x_q, s_x)
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ def float8(
 
     def local(x_q, s_x, w_q, s_w, bias=None):
         b = None if bias is None else bias[0]
-        return hopper_product.product(x_q, s_x, w_q, s_w[:, 0], b, interpret=interpret)
+        return _run_once(hopper_product.product(x_q, s_x, w_q, s_w[:, 0], b, interpret=interpret))
 
     operands = (x_q, s_x, w_q, s_w) if bias is None else (x_q, s_x, w_q, s_w, bias)
     return _on_mesh(local, operands, (_BATCH, _BATCH, _WEIGHT, _WEIGHT, _BIAS), _RESULT, w_q.shape[0])

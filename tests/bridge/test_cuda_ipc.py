@@ -109,6 +109,44 @@ def test_two_buffers_serve_any_number_of_versions_and_are_freed(gpu):
     assert set(os.listdir(folder)) == before
 
 
+class Counting:
+    """A device that counts what is mapped. Handles name nothing."""
+
+    def __init__(self):
+        self.mapped, self.calls = {}, 0
+
+    def open(self, handle, size):
+        self.calls += 1
+        self.mapped[self.calls] = handle
+        return self.calls
+
+    def close_mapping(self, pointer):
+        del self.mapped[pointer]
+
+
+def test_two_buffers_are_mapped_once_and_let_go_with_their_trainer():
+    device = Counting()
+    mappings = cuda_ipc.Mappings(device)
+    for version in range(6):  # a version's buffer is given back when the next one serves
+        handle = b"ab"[version % 2 : version % 2 + 1]
+        assert mappings.open(handle, 64) == version % 2 + 1
+        if version:
+            mappings.close(b"ba"[version % 2 : version % 2 + 1])
+    assert device.calls == 2
+    with pytest.raises(BridgeError, match="holds 64 bytes, the manifest announces 65"):
+        mappings.open(b"a", 65)
+    mappings.clear()  # b is still read
+    assert set(device.mapped.values()) == {b"b"}
+    mappings.open(b"b", 64)
+    mappings.close(b"b")
+    mappings.close(b"b", keep=False)  # it did not hold what was announced
+    assert not device.mapped
+    assert mappings.open(b"b", 64) == 3
+    mappings.close(b"b")
+    mappings.open(b"c", 32)  # the trainer has other buffers now
+    assert set(device.mapped.values()) == {b"c"}
+
+
 # ---- the learner's side ---------------------------------------------------------------------------------------------
 
 
@@ -233,6 +271,7 @@ def test_what_a_dead_trainer_staged_is_forgotten_with_its_lease(served):
     other = w.client()
     bridge_world.wait_for(lambda: other.status().holder is None)
     assert w.bridge._good is None  # its memory is gone: nothing may be restored from it
+    bridge_world.wait_for(lambda: w.engine.trainers_forgotten == 1)
     assert other.status().state == "serving"
     other.acquire("run", 2)
     w.engine.fail_load = 1

@@ -50,11 +50,12 @@ def host_view(manifest: wire.Manifest, pointer: int, let_go: Callable[[], None],
 def opener(library_path: str) -> Callable[[wire.Manifest, wire.DeviceMemory], HostCopy]:
     """What a bridge on the trainer's GPU does."""
     library = cuda_ipc.load(library_path)
+    mappings = cuda_ipc.Mappings(cuda_ipc.Device(0, library))
 
     def open_version(manifest: wire.Manifest, memory: wire.DeviceMemory) -> HostCopy:
-        device = cuda_ipc.find(memory.device, library)
-        pointer = device.open(memory.handle, sender.align(manifest.total_bytes))
-        return host_view(manifest, pointer, lambda: device.close_mapping(pointer), borrowed=True)
+        cuda_ipc.find(memory.device, library)
+        pointer = mappings.open(memory.handle, sender.align(manifest.total_bytes))
+        return host_view(manifest, pointer, lambda: mappings.close(memory.handle), borrowed=True)
 
     return open_version
 

@@ -3,7 +3,7 @@
 """Staging buffers on a GPU that another process of this host maps: CUDA's inter-process handles, through libcuda alone.
 
     trainer   Buffers(Device(0)).take(size) -> Buffer; copy(...); synchronize(); Buffer.handle travels to the bridge
-    bridge    Device.open(handle) -> pointer into the same memory, read in place; Device.close_mapping(pointer)
+    bridge    Mappings(device).open(handle, size) -> pointer into the same memory, read in place; close(handle)
 
 Why buffers of our own and not the learner's arrays: JAX's memory comes from pools and from the virtual-memory API, for
 which cuIpcGetMemHandle fails or names a whole pool. A cuMemAlloc in the same (primary) context can always be exported,
@@ -15,6 +15,8 @@ while the next one is written into the other.
 ctypes and not cuda-python or torch: the learner's environment has neither, and a dozen calls do not need them. Every
 call takes the primary context of its device for its own duration, on the thread that calls.
 
+The bridge keeps both mapped between versions (`Mappings`): mapping takes 5 ms per GB.
+
 When the exporting process ends, what it exported must not be read any more: the bridge forgets it with the lease.
 """
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import threading
 from collections.abc import Iterator
@@ -238,6 +241,51 @@ class Device:
         with self.current():
             self._check("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
+
+
+@dataclasses.dataclass
+class _Mapping:
+    pointer: int
+    size: int  # bytes behind the pointer
+    users: int = 0
+
+
+class Mappings:
+    """Other processes' memory, mapped once and kept until somebody maps other memory or `clear`. From any thread."""
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._lock = threading.Lock()
+        self._held: dict[bytes, _Mapping] = {}
+
+    def open(self, handle: bytes, size: int) -> int:
+        """`Device.open`, or the same pointer as before. To be closed as often as it was opened."""
+        with self._lock:
+            held = self._held.get(handle)
+            if held is None:
+                self._close_unused()  # the trainer has other buffers now
+                held = self._held[handle] = _Mapping(self._device.open(handle, size), size)
+            elif held.size < size:
+                raise BridgeError(f"the staging buffer holds {held.size} bytes, the manifest announces {size}", "torn")
+            held.users += 1
+            return held.pointer
+
+    def close(self, handle: bytes, *, keep: bool = True) -> None:
+        """Nothing reads it any more, until the next `open`. keep: whether to keep it mapped."""
+        with self._lock:
+            held = self._held[handle]
+            held.users -= 1
+            if not keep:
+                self._close_unused()
+
+    def clear(self) -> None:
+        """Unmap whatever nobody reads."""
+        with self._lock:
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        for handle in [handle for handle, held in self._held.items() if held.users == 0]:
+            self._device.close_mapping(self._held.pop(handle).pointer)
 
 
 def find(uuid: bytes, library: Any = None) -> Device:
