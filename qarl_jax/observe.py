@@ -206,6 +206,7 @@ def sample_records(
                 "answer": group.prompt.answer,
                 "reward": float(group.rewards[pick]),
                 "finish_reason": completion.finish_reason,
+                "prompt_len": len(completion.prompt_tokens),
                 "response_len": len(completion.tokens),
                 "policy_version": completion.policy_version,
                 **(traces or {}).get((index, pick), {}),

@@ -137,6 +137,7 @@ def test_samples_show_one_completion_of_each_of_some_groups_spread_over_the_step
         "answer": "2",
         "reward": 1.0,
         "finish_reason": "stop",
+        "prompt_len": 2,
         "response_len": 2,
         "policy_version": 4,
         "advantage": 0.5,
