@@ -35,6 +35,7 @@ w8a8/cutlass/c3x/scaled_mm_sm90_fp8_dispatch.cuh.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +49,7 @@ from qarl_jax.quant.qtensor import QTensor
 
 NAME = "fp8"
 ACTIVATION_BITS = 8
-_MAX = 448.0
+MAX = 448.0  # the largest e4m3 number
 _ZERO_SCALE = 2.0**-23
 _MIN_ACTIVATION_SCALE = 1.0 / (448.0 * 512.0)
 
@@ -72,7 +73,7 @@ def to_e4m3(x: Float[Array | np.ndarray, "*S"]) -> Float[Array, "*S"]:
 
     The rounding is done in float32 first, so that no pass can skip it by cancelling the two conversions.
     """
-    x = jnp.clip(x, -_MAX, _MAX)
+    x = jnp.clip(x, -MAX, MAX)
     # Normal numbers keep 3 mantissa bits (with float32's own exponent range, so no range effects); below 2**-6 the grid
     # is the multiples of 2**-9.
     normal = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
@@ -80,45 +81,72 @@ def to_e4m3(x: Float[Array | np.ndarray, "*S"]) -> Float[Array, "*S"]:
     return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, normal).astype(jnp.float8_e4m3fn)
 
 
+def from_e4m3(codes: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """float8_e4m3fn -> float32, exact. XLA's own conversion takes longer on a GPU than a pass over memory.
+
+    With its exponent moved to where float16 has one, a code is 2^8 times too small, subnormal numbers included.
+    """
+    bits = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint16)
+    magnitude = bits & jnp.uint16(0x7F)
+    half = ((bits & jnp.uint16(0x80)) << jnp.uint16(8)) | (magnitude << jnp.uint16(7))
+    value = lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * jnp.float32(2.0**8)
+    return jnp.where(magnitude == 0x7F, jnp.float32(jnp.nan), value)
+
+
 def quantize(w: Float[Array, "*L N K"], config: Config) -> QTensor:
     """Codes float8_e4m3fn [..., N, K] and scales float32 [..., N, 1] from the bfloat16-rounded master."""
     w = round_bf16(w.astype(jnp.float32))
     amax = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
-    scale = divide(amax, jnp.full_like(amax, _MAX))
+    scale = divide(amax, jnp.full_like(amax, MAX))
     scale = jnp.where(scale == 0, _ZERO_SCALE, scale)
     return QTensor(to_e4m3(divide(w, scale)), scale, config)
 
 
 def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
     """float32 code * scale."""
-    return qt.qvalue.astype(jnp.float32) * qt.scale
+    return from_e4m3(qt.qvalue) * qt.scale
 
 
-def quantize_rows(x: Float[Array, "M K"], numerics: Numerics) -> tuple[Float[Array, "M K"], Float[Array, "M 1"]]:
-    """Dynamic per-token codes float8_e4m3fn and scales float32."""
+def row_scale(amax: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """The scales of rows with these absmax."""
+    return jnp.maximum(divide(amax, jnp.full_like(amax, MAX)), _MIN_ACTIVATION_SCALE)
+
+
+def quantize_rows(
+    x: Float[Array, "M K"], numerics: Numerics, amax: Float[Array, "M 1"] | None = None
+) -> tuple[Float[Array, "M K"], Float[Array, "M 1"]]:
+    """Dynamic per-token codes float8_e4m3fn and scales float32. amax: as in `int8.quantize_rows`."""
     x = x.astype(jnp.float32)
-    amax = int8.row_absmax(x)
-    scale = jnp.maximum(divide(amax, jnp.full_like(amax, _MAX)), _MIN_ACTIVATION_SCALE)
+    scale = row_scale(int8.row_absmax(x) if amax is None else amax)
     scaled = divide(x, scale) if numerics.fp8_divides else x * divide(jnp.ones_like(scale), scale)
     return to_e4m3(scaled), scale
 
 
 def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     """The engine's layer; arguments and results as in `w8a8.forward`."""
-    x_q, s_x = quantize_rows(x, numerics)
-    operands = x_q, s_x, qt.qvalue, qt.scale, bias
+    quantized = functools.partial(quantize_rows, numerics=numerics)
 
-    def plain(x_q, s_x, codes, scale, bias):
+    def plain(x, codes, scale, bias):
+        x_q, s_x = quantized(x)
         y = s_x * (product.per_output(scale[..., 0]) * product.float8(x_q, codes))
-        return y if bias is None else y + bias
+        return y if bias is None else y + bias, (x_q, s_x)
 
+    operands = x, qt.qvalue, qt.scale, bias
     if not (product.dense and fused.serves(NAME, x, qt.qvalue.shape, numerics)):
-        return plain(*operands), (x_q, s_x)
+        return plain(*operands)
 
     def rounded(*operands):
-        return round_to(plain(*operands), x.dtype)
+        y, used = plain(*operands)
+        return round_to(y, x.dtype), used
 
-    return lax.platform_dependent(*operands, cuda=fused.float8, default=rounded), (x_q, s_x)
+    def with_kernels(x, codes, scale, bias, interpret=None):
+        x_q, used = fused.row_codes(NAME, x, codes.shape[0], quantized, numerics=numerics, interpret=bool(interpret))
+        return fused.float8(x_q, used[1], codes, scale, bias, interpret=interpret), used
+
+    return lax.platform_dependent(*operands, cuda=with_kernels, default=rounded)
 
 
-saved_activation = int8.saved_activation
+def saved_activation(saved, dtype):
+    """code * scale of what a forward really used, in `dtype`."""
+    codes, scale = saved
+    return (from_e4m3(codes) * scale).astype(dtype)
