@@ -344,19 +344,26 @@ class VllmEngine:
 
     def _prove_whole(self, named: Mapping[str, Any]) -> None:
         """The first load: may it, and the next ones, go module by module? See whole_modules.py."""
-        from qarl_bridge import whole_modules
-
         assert self._whole is not None
         sample = self._whole.sample(named)
-        self._worker.reload(stacks.apart((name, named[name].cpu()) for names in sample.values() for name in names))
-        with self._worker.config():
-            reason = whole_modules.prove(self._whole, named, sample)
+        reason = self._compare_whole(named, sample)
+        if reason and self._whole.did_together:
+            self._whole.together = False
+            reason = self._compare_whole(named, sample)
         if reason:
             self._whole = None
             self._worker.reload(stacks.apart(named.items()))
         self._whole_is_proved = not reason
         note = f"vLLM's own loader loads every version: {reason}" if reason else "loading whole modules"
         self.facts = msgspec.structs.replace(self.facts, notes=[*self.facts.notes, note])
+
+    def _compare_whole(self, named: Mapping[str, Any], sample: Mapping[str, list[str]]) -> str:
+        from qarl_bridge import whole_modules
+
+        assert self._whole is not None
+        self._worker.reload(stacks.apart((name, named[name].cpu()) for names in sample.values() for name in names))
+        with self._worker.config():
+            return whole_modules.prove(self._whole, named, sample)
 
     def open_device(self, manifest: wire.Manifest, memory: wire.DeviceMemory) -> Copy:
         """A version in a buffer of the trainer's on this engine's GPU; see device.py."""

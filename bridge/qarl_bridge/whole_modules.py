@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from qarl_bridge import device, experts, fingerprint
+from qarl_bridge import device, experts, fingerprint, marlin
 from qarl_bridge.readback import FUSED
 
 # The parameters of vLLM's fused experts -> the projections they hold, as rows, of every expert.
@@ -109,9 +109,14 @@ class WholeModules:
 
     Args:
       model: the live model. model_config: vLLM's.
+
+    Attributes:
+      together: int4 experts of a layer are laid out together (marlin.py).
+      did_together: the last load did so.
     """
 
     def __init__(self, model: Any, model_config: Any):
+        self.together, self.did_together = True, False
         self._model = model
         self._model_config = model_config
         self._names = {module: name for name, module in model.named_modules()}
@@ -127,7 +132,8 @@ class WholeModules:
         """
         from vllm.model_executor.model_loader.reload import layerwise
 
-        with torch.no_grad():
+        self.did_together = False
+        with torch.no_grad(), marlin.experts_together(self.together) as called:
             layerwise.initialize_layerwise_reload(self._model)
             for module, prefix in self._names.items():
                 info = layerwise.get_layerwise_info(module)
@@ -148,6 +154,7 @@ class WholeModules:
                 # Buffers, and processing, and the copy into the live storage, as after vLLM's own loaders.
                 layerwise._layerwise_process(module, info)
             layerwise.finalize_layerwise_reload(self._model, self._model_config)
+        self.did_together = bool(called)
 
     def sample(self, published: Mapping[str, Any]) -> dict[str, list[str]]:
         """The first and the last module of every kind: live name -> names of the tensors published for it.
