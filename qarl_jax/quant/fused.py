@@ -62,7 +62,8 @@ _CUTLASS = 16
 
 Codes = tuple[Num[Array, "M K"], Float[Array, "M 1"]]
 
-_GRIDS: dict[str, Any] = {"w8a8": "int8", "fp8": "e4m3"}
+# The grid of the activations' codes, and their dtype.
+_CODES: dict[str, tuple[Any, Any]] = {"w8a8": ("int8", jnp.int8), "fp8": ("e4m3", jnp.float8_e4m3fn)}
 
 _BATCH = PartitionSpec(BATCH_AXES, None)
 _WEIGHT = PartitionSpec("tensor", None)
@@ -173,22 +174,22 @@ def row_codes(
     Args:
       scheme: of `CHOSEN`.
       outputs: N of the layer.
-      quantized: the scheme's own quantization of rows; it takes their `amax`, too.
+      quantized: the scheme's own quantization of rows, which takes their `amax`, too; codes of any dtype.
       numerics: the profile in use.
       kernels, interpret: as in `layer`.
 
     Returns:
-      The codes, and codes and scales for the backward. The second codes are equal to the first, but XLA's: a backward
+      The codes, and codes and scales for the backward. The second codes are the same numbers, but XLA's: a backward
       that recomputes them needs the maxima alone, and reads them dequantized.
     """
     kernels = kernels or CHOSEN[scheme] or Kernels()
     if kernels.rows == "xla":
         used = quantized(x)
-        return used[0], used
+        return used[0].astype(_CODES[scheme][1]), used
     from qarl_jax.quant import int8_kernels  # Pallas' Triton, which not every JAX has
 
     divides = scheme == "fp8" and numerics.fp8_divides
-    local = functools.partial(int8_kernels.quantize_rows, grid=_GRIDS[scheme], divides=divides, interpret=interpret)
+    local = functools.partial(int8_kernels.quantize_rows, grid=_CODES[scheme][0], divides=divides, interpret=interpret)
     codes, amax = _run_once(_on_mesh(local, (x,), (_BATCH,), (_BATCH, _BATCH), outputs))
     return codes, quantized(x, amax=checkpoint_name(amax, ROW_ABSMAX))
 
