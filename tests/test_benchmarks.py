@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import attention, gemm, learner, memory, shapes, step_gpu, trace_summary
+from benchmarks import attention, gemm, learner, memory, packing, shapes, step_gpu, trace_summary
 
 SMALL = ["--model", "tiny", "--rows", "8", "--seq", "32", "--steps", "1"]
 
@@ -129,3 +129,21 @@ def test_rows_of_a_benchmark_are_full_and_their_lengths_add_up():
     assert batch.loss_mask.sum() == 60 - 2 * 4  # all but the first token of each segment
     assert (batch.segment_ids > 0).all()
     assert batch.segment_ids.max() == 4
+
+
+@pytest.mark.slow
+def test_an_update_on_ragged_lengths_is_timed_padded_and_packed(capsys, tmp_path):
+    samples = [{"step": step, "prompt_len": 5 + n, "response_len": 3 + 4 * n} for step in (1, 2) for n in range(6)]
+    (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
+    lengths = tmp_path / "lengths.json"
+    assert packing.main(["--samples", str(tmp_path / "samples.jsonl"), "--out", str(lengths)]) == 0
+    assert json.loads(lengths.read_text())["lengths"] == [[5 + n, 3 + 4 * n] for n in range(6)]  # of the first step
+    command = ["--lengths", str(lengths), "--model", "tiny", "--row-len", "64", "--micro-tokens", "64", "--steps", "1"]
+    assert packing.main([*command, "--out", str(tmp_path / "out.json")]) == 0
+    padded, packed = printed(capsys)
+    assert padded["responses"] == packed["responses"] == 6
+    assert padded["tokens"] == packed["tokens"] == sum(8 + 5 * n for n in range(6))
+    assert padded["row_len"] == 8 + 5 * 5
+    assert padded["padding_share"] > packed["padding_share"]
+    assert padded["recompiles"] == packed["recompiles"] == 0
+    assert json.loads((tmp_path / "out.json").read_text())["results"] == [padded, packed]

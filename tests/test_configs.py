@@ -191,7 +191,7 @@ def test_a_run_is_what_its_name_says(run, forward, rollout, loss):
 
 
 # One of each kind of learner, sampler, loss and correction; the others differ from them in a number or a name.
-KINDS = {"bf16_grpo", "tbpo", "on_policy_grpo", "ppo", "qurl_acr_uaq"}
+KINDS = {"bf16_grpo", "tbpo", "ppo", "qurl_acr_uaq"}
 
 
 @pytest.mark.parametrize(

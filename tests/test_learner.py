@@ -220,14 +220,14 @@ def check_mesh(scheme, mesh, loss_tol, update_tol):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["fsdp2-tensor4"])
+@pytest.mark.parametrize("mesh", [nightly("fsdp2-tensor4")])
 def test_a_mesh_gives_the_gradient_of_one_device(mesh):
     wanted, found = (gradient(*fresh("bf16", where), packed(), ROWS)[0] for where in ("", mesh))
     assert_close(found, wanted, 1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [nightly("fsdp8"), nightly("tensor8"), "fsdp2-tensor4", "data2-fsdp4"])
+@pytest.mark.parametrize("mesh", [*map(nightly, ("fsdp8", "tensor8", "data2-fsdp4")), "fsdp2-tensor4"])
 def test_a_mesh_of_eight_equals_one_device_in_float32(mesh):
     check_mesh("bf16", mesh, 1e-5, 1e-3)
 

@@ -171,3 +171,23 @@ def test_a_row_that_splash_cannot_take_is_refused_with_what_to_do():
     q = jnp.zeros((1, 100, 2, 128), jnp.bfloat16)
     with pytest.raises(UserError, match=r"train\.row_len"):
         fused_attention.splash_attention(q, q, q, None)
+
+
+def test_cudnn_is_given_rows_of_even_length_and_the_result_is_that_of_the_row(monkeypatch):
+    """Its backward refuses others; rows of a data set's longest response may have any length."""
+    q, k, v, _ = (jnp.asarray(x[:, :37], jnp.float32) for x in operands())
+    plain, lengths = jax.nn.dot_product_attention, []
+
+    def recorded(q, k, v, *, is_causal, implementation):
+        assert implementation == "cudnn"
+        lengths.append(q.shape[1])
+        return plain(q, k, v, is_causal=is_causal, implementation="xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", recorded)
+    got = fused_attention.cudnn_attention(q, k, v, None)
+    assert lengths == [38]
+    want = plain(q, k, v, is_causal=True, implementation="xla")
+    assert got.shape == want.shape
+    assert np.allclose(got, want, atol=1e-6)
+    fused_attention.cudnn_attention(q[:, :36], k[:, :36], v[:, :36], None)
+    assert lengths == [38, 36]
