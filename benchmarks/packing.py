@@ -122,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     for way, row_len in (("padded", padded_len), ("packed", args.row_len)):
         rows = max(1, args.micro_tokens // row_len)
+        rows += -rows % jax.device_count()  # they are split over the devices
         packed = pack(
             groups,
             advantages,

@@ -133,16 +133,28 @@ def test_rows_of_a_benchmark_are_full_and_their_lengths_add_up():
 
 @pytest.mark.slow
 def test_an_update_on_ragged_lengths_is_timed_padded_and_packed(capsys, tmp_path):
-    samples = [{"step": step, "prompt_len": 5 + n, "response_len": 3 + 4 * n} for step in (1, 2) for n in range(6)]
+    ragged = [(5 + n, 3 + 4 * n) for n in range(6)] * 7
+    samples = [{"step": step, "prompt_len": p, "response_len": r} for step in (1, 2) for p, r in ragged]
     (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
     lengths = tmp_path / "lengths.json"
     assert packing.main(["--samples", str(tmp_path / "samples.jsonl"), "--out", str(lengths)]) == 0
-    assert json.loads(lengths.read_text())["lengths"] == [[5 + n, 3 + 4 * n] for n in range(6)]  # of the first step
-    command = ["--lengths", str(lengths), "--model", "tiny", "--row-len", "64", "--micro-tokens", "64", "--steps", "1"]
+    assert json.loads(lengths.read_text())["lengths"] == [list(pair) for pair in ragged]  # of the first step
+    command = [
+        "--lengths",
+        str(lengths),
+        "--model",
+        "tiny",
+        "--row-len",
+        "128",
+        "--micro-tokens",
+        "128",
+        "--steps",
+        "1",
+    ]
     assert packing.main([*command, "--out", str(tmp_path / "out.json")]) == 0
     padded, packed = printed(capsys)
-    assert padded["responses"] == packed["responses"] == 6
-    assert padded["tokens"] == packed["tokens"] == sum(8 + 5 * n for n in range(6))
+    assert padded["responses"] == packed["responses"] == 42
+    assert padded["tokens"] == packed["tokens"] == sum(map(sum, ragged))
     assert padded["row_len"] == 8 + 5 * 5
     assert padded["padding_share"] > packed["padding_share"]
     assert padded["recompiles"] == packed["recompiles"] == 0
