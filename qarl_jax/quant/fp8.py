@@ -48,8 +48,7 @@ from qarl_jax.quant.qtensor import QTensor
 
 NAME = "fp8"
 ACTIVATION_BITS = 8
-MAX = 448.0  # the largest e4m3 number
-_LEAST_EXPONENT = 127 - 6  # as float32 has it; below, e4m3 has multiples of 2^-9
+_MAX = 448.0
 _ZERO_SCALE = 2.0**-23
 _MIN_ACTIVATION_SCALE = 1.0 / (448.0 * 512.0)
 
@@ -68,33 +67,24 @@ def check(shape: tuple[int, ...], config: Config) -> str | None:
     return None
 
 
-def on_grid(x: Float[Array | np.ndarray, "*S"]) -> Float[Array, "*S"]:
-    """float32 -> the nearest e4m3 number, ties to even, saturating; still float32.
-
-    A number is rounded by adding and subtracting another, whose last bit is worth what e4m3's last is at its exponent:
-    2^-3 of a power of two, from 2^-6 on. A handful of operations, or a backward would be limited by them.
-    """
-    x = jnp.clip(x, -MAX, MAX)  # also keeps a multiplication before it from being fused with the addition
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    exponent = jnp.maximum(bits & jnp.uint32(0x7F800000), jnp.uint32(_LEAST_EXPONENT << 23))
-    large = lax.bitcast_convert_type(exponent + jnp.uint32((20 << 23) | (1 << 22)), jnp.float32)  # 1.5 * 2^20 times it
-    rounded = lax.bitcast_convert_type((x + large) - large, jnp.uint32)
-    return lax.bitcast_convert_type(rounded | (bits & jnp.uint32(0x80000000)), jnp.float32)  # -0, too
-
-
 def to_e4m3(x: Float[Array | np.ndarray, "*S"]) -> Float[Array, "*S"]:
     """float32 -> float8_e4m3fn, nearest, ties to even, saturating.
 
     The rounding is done in float32 first, so that no pass can skip it by cancelling the two conversions.
     """
-    return on_grid(x).astype(jnp.float8_e4m3fn)
+    x = jnp.clip(x, -_MAX, _MAX)
+    # Normal numbers keep 3 mantissa bits (with float32's own exponent range, so no range effects); below 2**-6 the grid
+    # is the multiples of 2**-9.
+    normal = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
+    subnormal = jnp.round(x * 512.0) * (1.0 / 512.0)
+    return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, normal).astype(jnp.float8_e4m3fn)
 
 
 def quantize(w: Float[Array, "*L N K"], config: Config) -> QTensor:
     """Codes float8_e4m3fn [..., N, K] and scales float32 [..., N, 1] from the bfloat16-rounded master."""
     w = round_bf16(w.astype(jnp.float32))
     amax = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
-    scale = divide(amax, jnp.full_like(amax, MAX))
+    scale = divide(amax, jnp.full_like(amax, _MAX))
     scale = jnp.where(scale == 0, _ZERO_SCALE, scale)
     return QTensor(to_e4m3(divide(w, scale)), scale, config)
 
@@ -104,53 +94,31 @@ def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
     return qt.qvalue.astype(jnp.float32) * qt.scale
 
 
-def row_scale(amax: Float[Array, "*S"]) -> Float[Array, "*S"]:
-    """The scales of rows with these absmax."""
-    return jnp.maximum(divide(amax, jnp.full_like(amax, MAX)), _MIN_ACTIVATION_SCALE)
-
-
-def rows_on_grid(
-    x: Float[Array, "M K"], numerics: Numerics, amax: Float[Array, "M 1"] | None = None
-) -> tuple[Float[Array, "M K"], Float[Array, "M 1"]]:
-    """`quantize_rows`, the codes as float32 numbers. amax: as in `int8.quantize_rows`."""
-    x = x.astype(jnp.float32)
-    scale = row_scale(int8.row_absmax(x) if amax is None else amax)
-    scaled = divide(x, scale) if numerics.fp8_divides else x * divide(jnp.ones_like(scale), scale)
-    return on_grid(scaled), scale
-
-
 def quantize_rows(x: Float[Array, "M K"], numerics: Numerics) -> tuple[Float[Array, "M K"], Float[Array, "M 1"]]:
     """Dynamic per-token codes float8_e4m3fn and scales float32."""
-    values, scale = rows_on_grid(x, numerics)
-    return values.astype(jnp.float8_e4m3fn), scale
+    x = x.astype(jnp.float32)
+    amax = int8.row_absmax(x)
+    scale = jnp.maximum(divide(amax, jnp.full_like(amax, _MAX)), _MIN_ACTIVATION_SCALE)
+    scaled = divide(x, scale) if numerics.fp8_divides else x * divide(jnp.ones_like(scale), scale)
+    return to_e4m3(scaled), scale
 
 
 def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     """The engine's layer; arguments and results as in `w8a8.forward`."""
+    x_q, s_x = quantize_rows(x, numerics)
+    operands = x_q, s_x, qt.qvalue, qt.scale, bias
 
-    def plain(x, codes, scale, bias):
-        x_q, s_x = quantize_rows(x, numerics)
+    def plain(x_q, s_x, codes, scale, bias):
         y = s_x * (product.per_output(scale[..., 0]) * product.float8(x_q, codes))
-        return y if bias is None else y + bias, (x_q, s_x)
+        return y if bias is None else y + bias
 
-    operands = x, qt.qvalue, qt.scale, bias
     if not (product.dense and fused.serves(NAME, x, qt.qvalue.shape, numerics)):
-        return plain(*operands)
+        return plain(*operands), (x_q, s_x)
 
     def rounded(*operands):
-        y, (x_q, s_x) = plain(*operands)
-        return round_to(y, x.dtype), (x_q.astype(jnp.bfloat16), s_x)
+        return round_to(plain(*operands), x.dtype)
 
-    def quantized(x, amax=None):
-        # In bfloat16, which holds every e4m3 number: a backward that recomputes them converts to nothing slower.
-        values, s_x = rows_on_grid(x, numerics, amax)
-        return values.astype(jnp.bfloat16), s_x
-
-    def with_kernels(x, codes, scale, bias, interpret=None):
-        x_q, used = fused.row_codes(NAME, x, codes.shape[0], quantized, numerics=numerics, interpret=bool(interpret))
-        return fused.float8(x_q, used[1], codes, scale, bias, interpret=interpret), used
-
-    return lax.platform_dependent(*operands, cuda=with_kernels, default=rounded)
+    return lax.platform_dependent(*operands, cuda=fused.float8, default=rounded), (x_q, s_x)
 
 
 saved_activation = int8.saved_activation

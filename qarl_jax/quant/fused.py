@@ -4,8 +4,8 @@
 
 **w8a8.** XLA writes the int32 product to memory and reads it back to multiply it by the scales. A kernel that rescales
 its accumulator in registers writes two bytes per output instead of writing and reading four as well. It changes speed
-alone: every form is equal to the bit. In a step of Qwen3-8B (16,384 tokens, one H200) the kernel's products take 149
-ms of 1.42 s, 1,530 TFLOP/s; with XLA's it was 1.53 s, before rows' absmax was kept for the backward (docs/scaling.md).
+alone: every form is equal to the bit. In a step of Qwen3-8B (16,384 tokens, one H200) the kernel's products take 153
+ms of 1.41 s, 1,490 TFLOP/s; with XLA's it was 1.53 s, when more of the rest was in the way (docs/scaling.md).
 
 **fp8.** The kernel changes bits: it accumulates as the engine's does (`hopper_product.py`), which XLA's products of few
 rows do not. Under `plain` it makes few and many rows alike, which XLA's are not.
@@ -23,11 +23,10 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
-from qarl_jax.quant.int8 import ROW_ABSMAX, quantize_rows
+from qarl_jax.quant.int8 import quantize_rows
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.sharding import BATCH_AXES, is_hopper
 from qarl_jax.types import UserError
@@ -43,16 +42,17 @@ class Kernels:
     Attributes:
       product: the product, its rescale, bias and rounding. "triton", w8a8 alone: `int8_kernels.product`; "hopper":
         `hopper_product.product`, of w8a8 where a layer has no bias and is made of whole tiles, otherwise as "triton".
-      rows: the activations' codes and scales. "xla": fused with what comes before, which XLA computes for the maxima
-        and again for the codes: an RMSNorm, SwiGLU. "triton": `int8_kernels.quantize_rows`, which reads the stored
-        result once, for all layers that share it.
+      rows: the activations' codes and scales. "xla": fused with what comes before; behind an RMSNorm XLA computes the
+        norm once for the maxima, once more for the codes and once more for its bfloat16 result, if that is used.
+        "triton", w8a8 alone: `int8_kernels.quantize_rows`, which reads the stored result once, for all layers that
+        share it.
     """
 
     product: Product = "triton"
     rows: Rows = "xla"
 
 
-_FASTEST = {scheme: Kernels(product="hopper", rows="triton") for scheme in ("w8a8", "fp8")}
+_FASTEST = {"w8a8": Kernels(product="hopper"), "fp8": Kernels(product="hopper")}
 # By scheme. None: XLA's form everywhere.
 CHOSEN: dict[str, Kernels | None] = dict(_FASTEST)
 # Of w8a8: below, reading the weight takes most of the time, and there is little to write.
@@ -60,10 +60,7 @@ LEAST_ROWS = 512
 # vLLM gives other N and K than multiples of this to another kernel than CUTLASS'.
 _CUTLASS = 16
 
-Codes = tuple[Num[Array, "M K"], Float[Array, "M 1"]]
-
-# The grid of the activations' codes, and their dtype.
-_CODES: dict[str, tuple[Any, Any]] = {"w8a8": ("int8", jnp.int8), "fp8": ("e4m3", jnp.float8_e4m3fn)}
+Codes = tuple[Int[Array, "M K"], Float[Array, "M 1"]]
 
 _BATCH = PartitionSpec(BATCH_AXES, None)
 _WEIGHT = PartitionSpec("tensor", None)
@@ -85,12 +82,14 @@ def choose(scheme: str, text: str) -> None:
     rows = rows or "xla"
     if text == "xla" and scheme in CHOSEN:
         CHOSEN[scheme] = None
-    elif product in {"w8a8": get_args(Product), "fp8": ("hopper",)}.get(scheme, ()) and rows in get_args(Rows):
+    elif (scheme == "w8a8" and product in get_args(Product) and rows in get_args(Rows)) or (
+        (scheme, product, rows) == ("fp8", "hopper", "xla")
+    ):
         CHOSEN[scheme] = Kernels(product=product, rows=rows)  # type: ignore[arg-type]
     else:
         raise UserError(
-            f"no kernels {text!r} for {scheme!r}: w8a8 takes xla, triton or hopper, and fp8 xla or hopper; behind "
-            "triton and hopper may stand /triton"
+            f"no kernels {text!r} for {scheme!r}: w8a8 takes xla, triton or hopper, the last two also with /triton "
+            "behind them, and fp8 takes xla or hopper"
         )
 
 
@@ -159,41 +158,6 @@ def _run_once(result: Any) -> Any:
     return jax.lax.optimization_barrier(result)
 
 
-def row_codes(
-    scheme: str,
-    x: Float[Array, "M K"],
-    outputs: int,
-    quantized: Callable[..., Codes],
-    *,
-    numerics: Numerics,
-    kernels: Kernels | None = None,
-    interpret: bool = False,
-) -> tuple[Num[Array, "M K"], Codes]:
-    """The activations' codes for a product, by the kernels chosen.
-
-    Args:
-      scheme: of `CHOSEN`.
-      outputs: N of the layer.
-      quantized: the scheme's own quantization of rows, which takes their `amax`, too; codes of any dtype.
-      numerics: the profile in use.
-      kernels, interpret: as in `layer`.
-
-    Returns:
-      The codes, and codes and scales for the backward. The second codes are the same numbers, but XLA's: a backward
-      that recomputes them needs the maxima alone, and reads them dequantized.
-    """
-    kernels = kernels or CHOSEN[scheme] or Kernels()
-    if kernels.rows == "xla":
-        used = quantized(x)
-        return used[0].astype(_CODES[scheme][1]), used
-    from qarl_jax.quant import int8_kernels  # Pallas' Triton, which not every JAX has
-
-    divides = scheme == "fp8" and numerics.fp8_divides
-    local = functools.partial(int8_kernels.quantize_rows, grid=_CODES[scheme][0], divides=divides, interpret=interpret)
-    codes, amax = _run_once(_on_mesh(local, (x,), (_BATCH,), (_BATCH, _BATCH), outputs))
-    return codes, quantized(x, amax=checkpoint_name(amax, ROW_ABSMAX))
-
-
 # ---- w8a8 ------------------------------------------------------------------------------------------------------------
 
 
@@ -221,18 +185,14 @@ def layer(
       y and the activations' codes and scales, for the backward.
     """
     kernels = kernels or CHOSEN["w8a8"] or Kernels()
-    codes, used = row_codes(
-        "w8a8", x, w_q.shape[0], quantize_rows, numerics=numerics, kernels=kernels, interpret=interpret
-    )
     local = functools.partial(_local, numerics=numerics, kernels=kernels, interpret=interpret)
-    operands = (codes, used[1], w_q, s_w) if bias is None else (codes, used[1], w_q, s_w, bias)
-    specs = _BATCH, _BATCH, _WEIGHT, _WEIGHT, _BIAS
-    return _on_mesh(local, operands, specs, _RESULT, w_q.shape[0]), used
+    operands = (x, w_q, s_w) if bias is None else (x, w_q, s_w, bias)
+    specs, out = (_BATCH, _WEIGHT, _WEIGHT, _BIAS), (_RESULT, (_BATCH, _BATCH))
+    return _on_mesh(local, operands, specs, out, w_q.shape[0])
 
 
 def _local(
-    x_q: Int[Array, "M K"],
-    s_x: Float[Array, "M 1"],
+    x: Float[Array, "M K"],
     w_q: Int[Array, "N K"],
     s_w: Float[Array, "N 1"],
     bias: Float[Array, "1 N"] | None = None,
@@ -240,19 +200,24 @@ def _local(
     numerics: Numerics,
     kernels: Kernels,
     interpret: bool,
-) -> Float[Array, "M N"]:
-    """One device's part of `layer`, from codes."""
-    from qarl_jax.quant import int8_kernels
+) -> tuple[Float[Array, "M N"], Codes]:
+    """One device's part of `layer`."""
+    from qarl_jax.quant import int8_kernels  # Pallas' Triton, which not every JAX has
 
+    if kernels.rows == "triton":
+        x_q, s_x = _run_once(int8_kernels.quantize_rows(x, interpret=interpret))
+    else:
+        x_q, s_x = quantize_rows(x)  # no barrier: a backward that recomputes codes reads them dequantized
     order = numerics.rescale_order
     if kernels.product == "hopper" and bias is None:
         from qarl_jax.quant import hopper_product
 
         n, k = w_q.shape
-        if hopper_product.fits(x_q.shape[0], n, k):
-            return _run_once(hopper_product.product(x_q, s_x, w_q, s_w[:, 0], rescale_order=order))
+        if hopper_product.fits(x.shape[0], n, k):
+            return _run_once(hopper_product.product(x_q, s_x, w_q, s_w[:, 0], rescale_order=order)), (x_q, s_x)
     b = None if bias is None else bias[0]
-    return _run_once(int8_kernels.product(x_q, s_x, w_q, s_w[:, 0], b, rescale_order=order, interpret=interpret))
+    y = int8_kernels.product(x_q, s_x, w_q, s_w[:, 0], b, rescale_order=order, interpret=interpret)
+    return _run_once(y), (x_q, s_x)
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------

@@ -21,11 +21,7 @@ def row_absmax(x: Float[Array, "M K"]) -> Float[Array, "M 1"]:
 
 
 def quantize_rows(
-    x: Float[Array, "M K"],
-    *,
-    amax: Float[Array, "M 1"] | None = None,
-    amax_floor: float = 0.0,
-    from_rounded_scale: bool = False,
+    x: Float[Array, "M K"], *, amax_floor: float = 0.0, from_rounded_scale: bool = False
 ) -> tuple[Int[Array, "M K"], Float[Array, "M 1"]]:
     """One symmetric int8 scale per row, from the row's absmax.
 
@@ -34,7 +30,6 @@ def quantize_rows(
 
     Args:
       x: activations, any float dtype.
-      amax: `row_absmax` of x; None: not known yet.
       amax_floor: lower bound put under absmax. 0: none, a zero row then gets codes 0 and scale 0.
       from_rounded_scale: codes are RNE(x * (1 / scale)), with the inverse of the already rounded scale (oneDNN).
 
@@ -42,7 +37,7 @@ def quantize_rows(
       int8 codes in [-127, 127] and float32 scales.
     """
     x = x.astype(jnp.float32)
-    amax = row_absmax(x) if amax is None else amax
+    amax = row_absmax(x)
     if amax_floor:
         amax = jnp.maximum(amax, amax_floor)
     scale = divide(amax, jnp.full_like(amax, 127.0))

@@ -1,29 +1,27 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Two kernels of Pallas' Triton for a GPU: `w8a8`'s product with its rescale, and `w8a8`'s and `fp8`'s codes of rows.
+"""Two kernels of Pallas' Triton for `w8a8` on a GPU: codes of the activations, and the product with its rescale.
 
 `product` rescales the accumulator in registers, by the operations of `w8a8.rescale` in their order, and writes
 bfloat16. int32 sums are exact in any order, so every tile gives the same bits. Triton waits for each tile of inputs to
 be multiplied where the sums are int32 (float32 sums may be one tile behind), so the tile chosen is small enough for two
 programs to a multiprocessor, which fill each other's waits.
 
-`quantize_rows` reads a row once and writes codes and absmax; XLA reads it once for the maximum and once for the codes,
-and computes it twice where it is fused with what comes before.
+`quantize_rows` reads a row once and writes codes and scale; XLA reads it once for the maximum and once for the codes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
-from qarl_jax.quant import fp8
 from qarl_jax.quant.arithmetic import divide, fused_multiply_add
 
 
@@ -149,35 +147,21 @@ def product(
 # ---- activations -----------------------------------------------------------------------------------------------------
 
 
-Grid = Literal["int8", "e4m3"]
-_CODES = {"int8": jnp.int8, "e4m3": jnp.float8_e4m3fn}
-
-
-def _codes(x: jax.Array, amax: jax.Array, grid: Grid, divides: bool, interpret: bool) -> jax.Array:
-    """Codes of a row x float32 [1, K] with its absmax [1], as in `int8.quantize_rows` and `fp8.quantize_rows`."""
-    if grid == "int8":
-        inverse = divide(jnp.full_like(amax, 127.0), jnp.where(amax == 0, 1.0, amax))
-        scaled = x * inverse[:, None]
-        if interpret:
-            rounded = jnp.round(scaled).astype(jnp.int32)
-        else:
-            # A single instruction; adding and subtracting 1.5 * 2^23 could be fused with the multiplication before it.
-            result = [jax.ShapeDtypeStruct(scaled.shape, jnp.int32)]
-            (rounded,) = plgpu.elementwise_inline_asm(
-                "cvt.rni.s32.f32 $0, $1;", args=(scaled,), constraints="=r,f", pack=1, result_shape_dtypes=result
-            )
-        return jnp.clip(rounded, -128, 127).astype(jnp.int8)
-    scale = fp8.row_scale(amax)[:, None]
-    scaled = divide(x, jnp.broadcast_to(scale, x.shape)) if divides else x * divide(jnp.ones_like(scale), scale)
+def _codes(scaled: jax.Array, interpret: bool) -> jax.Array:
+    """float32 -> int32, to nearest, ties to even, in [-128, 127]."""
     if interpret:
-        return fp8.to_e4m3(scaled)
-    return jnp.clip(scaled, -fp8.MAX, fp8.MAX).astype(jnp.float8_e4m3fn)  # one instruction, to nearest even
+        codes = jnp.round(scaled).astype(jnp.int32)
+    else:
+        # A single instruction; adding and subtracting 1.5 * 2^23 could be fused with the multiplication before it.
+        result = [jax.ShapeDtypeStruct(scaled.shape, jnp.int32)]
+        (codes,) = plgpu.elementwise_inline_asm(
+            "cvt.rni.s32.f32 $0, $1;", args=(scaled,), constraints="=r,f", pack=1, result_shape_dtypes=result
+        )
+    return jnp.clip(codes, -128, 127)
 
 
-def _rows_kernel(
-    x_ref: Any, codes_ref: Any, amax_ref: Any, *, widths: tuple[int, ...], grid: Grid, divides: bool, interpret: bool
-) -> None:
-    """One row: x_ref [M, K], codes_ref [M, K], amax_ref [M]."""
+def _rows_kernel(x_ref: Any, codes_ref: Any, scale_ref: Any, *, widths: tuple[int, ...], interpret: bool) -> None:
+    """One row: x_ref [M, K], codes_ref [M, K], scale_ref [M]."""
     row = pl.program_id(0) + jnp.arange(1, dtype=jnp.int32)
     depth = x_ref.shape[1]
     starts = [sum(widths[:i]) for i in range(len(widths))]
@@ -189,37 +173,35 @@ def _rows_kernel(
         x = plgpu.load(x_ref.at[at], mask=inside, other=None if inside is None else 0.0)
         parts.append((at, inside, x.astype(jnp.float32)))
     amax = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), axis=1) for _, _, x in parts])
-    plgpu.store(amax_ref.at[row], amax)
+    full = jnp.full_like(amax, 127.0)
+    inverse = divide(full, jnp.where(amax == 0, 1.0, amax))
+    plgpu.store(scale_ref.at[row], divide(amax, full))
     for at, inside, x in parts:
-        plgpu.store(codes_ref.at[at], _codes(x, amax, grid, divides, interpret), mask=inside)
+        plgpu.store(codes_ref.at[at], _codes(x * inverse[:, None], interpret).astype(jnp.int8), mask=inside)
 
 
-def quantize_rows(
-    x: Float[Array, "M K"], *, grid: Grid = "int8", divides: bool = False, interpret: bool = False
-) -> tuple[Num[Array, "M K"], Float[Array, "M 1"]]:
-    """The codes of `int8.quantize_rows` (without a floor, from the exact scale) or `fp8.quantize_rows`, to the bit.
+def quantize_rows(x: Float[Array, "M K"], *, interpret: bool = False) -> tuple[Int[Array, "M K"], Float[Array, "M 1"]]:
+    """`int8.quantize_rows` without a floor and from the exact scale, equal to the bit.
 
     Args:
       x: bfloat16 or float32.
-      grid: of the codes, int8 or float8_e4m3fn.
-      divides: of e4m3, `Numerics.fp8_divides`.
       interpret: without a GPU, step by step (tests).
 
     Returns:
-      codes, and the rows' absmax in float32.
+      int8 codes and float32 scales.
     """
     m, k = x.shape
     whole = [1 << bit for bit in reversed(range(k.bit_length())) if k >> bit & 1]
     # Triton's shapes are powers of two. A width of many ones in binary is padded instead of cut.
     widths = tuple(whole) if len(whole) <= 3 and min(whole) >= 256 else (pl.next_power_of_2(k),)
-    codes, amax = pl.pallas_call(
-        functools.partial(_rows_kernel, widths=widths, grid=grid, divides=divides, interpret=interpret),
+    codes, scale = pl.pallas_call(
+        functools.partial(_rows_kernel, widths=widths, interpret=interpret),
         grid=(m,),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
         out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
-        out_shape=[jax.ShapeDtypeStruct((m, k), _CODES[grid]), jax.ShapeDtypeStruct((m,), jnp.float32)],
+        out_shape=[jax.ShapeDtypeStruct((m, k), jnp.int8), jax.ShapeDtypeStruct((m,), jnp.float32)],
         compiler_params=plgpu.CompilerParams(num_warps=4 if k <= 4096 else 8, num_stages=1),
         interpret=interpret,
-        name=f"{grid}_rows",
+        name="int8_rows",
     )(x)
-    return codes, amax[:, None]
+    return codes, scale[:, None]

@@ -69,7 +69,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from qarl_jax.quant import fp8, int4
+from qarl_jax.quant import fp8, int4, int8
 from qarl_jax.quant.arithmetic import divide, pack_int4, round_bf16, round_to, unpack_int4
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
@@ -171,4 +171,4 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     return y, (x_q, s_x)
 
 
-saved_activation = fp8.saved_activation
+saved_activation = int8.saved_activation
