@@ -5,9 +5,9 @@
     python -m benchmarks.packing --lengths benchmarks/results/lengths_longhand.json --model 1.7b --scheme w8a8
 
 --lengths holds {"lengths": [[prompt, response], ...]} of an RL run's rollout, in tokens; --samples makes such a file of
-a run's own samples.jsonl (`log.samples_per_step` at least as large as the batch). The tokens themselves are random, and
-so are the weights. Both ways do all the responses in one update of AdamW, in micro-batches of about --micro-tokens
-positions:
+a run's own samples.jsonl, which has one response to each of `log.samples_per_step` prompts. The tokens themselves are
+random, and so are the weights. Both ways do all the responses in one update of AdamW, in micro-batches of about
+--micro-tokens positions:
 
     padded   a response to a row, rows as long as --padded-len (by default the longest response)
     packed   rows of --row-len, each filled with whole responses (`qarl_jax.data.packing`)
@@ -96,9 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--lengths", type=pathlib.Path, help="JSON with the lengths of a rollout")
-    source.add_argument(
-        "--samples", type=pathlib.Path, help="a run's samples.jsonl: write its lengths to --out, and end"
-    )
+    source.add_argument("--samples", type=pathlib.Path, help="a run's samples.jsonl: write its lengths, and end")
     parser.add_argument("--model", default="1.7b", choices=tuple(shapes.SIZES))
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--scheme", default="w8a8")
@@ -110,9 +108,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args(argv)
     if args.samples:
-        found = lengths_of_samples(args.samples)
-        text = json.dumps({"lengths": found})
-        args.out.write_text(text + "\n") if args.out else print(text)
+        text = json.dumps({"lengths": lengths_of_samples(args.samples)})
+        if args.out:
+            args.out.write_text(f"{text}\n")
+        else:
+            print(text)
         return 0
     lengths = [(int(prompt), int(response)) for prompt, response in json.loads(args.lengths.read_text())["lengths"]]
     groups = groups_of(lengths, shapes.SIZES[args.model]["vocab"])

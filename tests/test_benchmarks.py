@@ -139,18 +139,7 @@ def test_an_update_on_ragged_lengths_is_timed_padded_and_packed(capsys, tmp_path
     lengths = tmp_path / "lengths.json"
     assert packing.main(["--samples", str(tmp_path / "samples.jsonl"), "--out", str(lengths)]) == 0
     assert json.loads(lengths.read_text())["lengths"] == [list(pair) for pair in ragged]  # of the first step
-    command = [
-        "--lengths",
-        str(lengths),
-        "--model",
-        "tiny",
-        "--row-len",
-        "128",
-        "--micro-tokens",
-        "128",
-        "--steps",
-        "1",
-    ]
+    command = ["--lengths", str(lengths), "--model=tiny", "--row-len=128", "--micro-tokens=128", "--steps=1"]
     assert packing.main([*command, "--out", str(tmp_path / "out.json")]) == 0
     padded, packed = printed(capsys)
     assert padded["responses"] == packed["responses"] == 42

@@ -27,7 +27,7 @@ def experts_together(wanted: bool = True) -> Iterator[list[str]]:
     """vLLM lays experts out together meanwhile, if it is a version whose functions are known, and if `wanted`.
 
     Yields:
-      A list to which the names of the replaced functions are added as they are called.
+      A list to which the names of the replaced functions are added when they are called.
     """
     called: list[str] = []
     if not wanted:

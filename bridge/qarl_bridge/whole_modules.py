@@ -112,11 +112,11 @@ class WholeModules:
 
     Attributes:
       together: int4 experts of a layer are laid out together (marlin.py).
-      did_together: the last load did so.
     """
 
     def __init__(self, model: Any, model_config: Any):
-        self.together, self.did_together = True, False
+        self.together = True
+        self._laid_out_together: list[str] = []
         self._model = model
         self._model_config = model_config
         self._names = {module: name for name, module in model.named_modules()}
@@ -132,8 +132,7 @@ class WholeModules:
         """
         from vllm.model_executor.model_loader.reload import layerwise
 
-        self.did_together = False
-        with torch.no_grad(), marlin.experts_together(self.together) as called:
+        with torch.no_grad(), marlin.experts_together(self.together) as self._laid_out_together:
             layerwise.initialize_layerwise_reload(self._model)
             for module, prefix in self._names.items():
                 info = layerwise.get_layerwise_info(module)
@@ -154,7 +153,11 @@ class WholeModules:
                 # Buffers, and processing, and the copy into the live storage, as after vLLM's own loaders.
                 layerwise._layerwise_process(module, info)
             layerwise.finalize_layerwise_reload(self._model, self._model_config)
-        self.did_together = bool(called)
+
+    @property
+    def did_together(self) -> bool:
+        """Whether the last load, which may have failed, laid experts out together."""
+        return bool(self._laid_out_together)
 
     def sample(self, published: Mapping[str, Any]) -> dict[str, list[str]]:
         """The first and the last module of every kind: live name -> names of the tensors published for it.

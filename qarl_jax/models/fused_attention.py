@@ -107,7 +107,7 @@ def cudnn_attention(
 ) -> Float[Array, "B T N H"]:
     """cuDNN's kernel, bfloat16. segments: `runs`; None: one sequence to a row."""
     length = q.shape[1]
-    if length % 2:  # its backward takes even lengths alone; causality hides the position added from all others
+    if length % 2:  # its backward takes even lengths alone; the position added is in no segment, and no other sees it
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
         return cudnn_attention(q, k, v, segments)[:, :length]
     if segments is None:

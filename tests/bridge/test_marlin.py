@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 ops = pytest.importorskip("vllm._custom_ops")
 
-from qarl_bridge import marlin  # noqa: E402
+from qarl_bridge import marlin, whole_modules  # noqa: E402
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16  # noqa: E402
 
 
@@ -63,3 +63,19 @@ def test_a_vllm_without_these_functions_is_left_alone(monkeypatch):
     with marlin.experts_together() as called:
         assert int_wna16.marlin_moe_permute_scales is before
     assert called == []
+
+
+def test_a_load_that_fails_after_experts_were_laid_out_together_says_that_they_were(monkeypatch):
+    """The bridge then tries them one by one."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    def fails(model):
+        int_wna16.marlin_moe_permute_scales(torch.zeros(2, 1, 64), 64, 64, -1)
+        raise RuntimeError("a kernel of another version")
+
+    monkeypatch.setattr(layerwise, "initialize_layerwise_reload", fails)
+    loader = whole_modules.WholeModules(torch.nn.Module(), None)
+    for together in (True, False):
+        loader.together = together
+        assert whole_modules.prove(loader, {}, []) == "RuntimeError: a kernel of another version"
+        assert loader.did_together == together
