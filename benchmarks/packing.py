@@ -6,11 +6,11 @@
 
 --lengths holds {"lengths": [[prompt, response], ...]} of an RL run's rollout, in tokens; --samples makes such a file of
 a run's own samples.jsonl, which has one response to each of `log.samples_per_step` prompts. The tokens themselves are
-random, and so are the weights. Both ways do all the responses in one update of AdamW, in micro-batches of about
---micro-tokens positions:
+random, and so are the weights. Both ways do all the responses in one update of AdamW, in as few micro-batches of up to
+--micro-tokens positions as hold them, evenly filled:
 
     padded   a response to a row, rows as long as --padded-len (by default the longest response)
-    packed   rows of --row-len, each filled with whole responses (`qarl_jax.data.packing`)
+    packed   rows of each --row-len, each filled with whole responses (`qarl_jax.data.packing`)
 
 One JSON line each; seconds are of the whole update, tokens those that are no padding.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
@@ -101,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--scheme", default="w8a8")
     parser.add_argument("--remat", default="dots")
-    parser.add_argument("--row-len", type=int, default=4096)
+    parser.add_argument("--row-len", type=int, nargs="+", default=[4096])
     parser.add_argument("--padded-len", type=int, default=0, help="0: the longest response with its prompt")
     parser.add_argument("--micro-tokens", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=3)
@@ -120,17 +121,14 @@ def main(argv: list[str] | None = None) -> int:
     padded_len = args.padded_len or max(map(sum, lengths))
     setting = shapes.Setting(model=args.model, layers=args.layers, scheme=args.scheme, remat=args.remat)
     results = []
-    for way, row_len in (("padded", padded_len), ("packed", args.row_len)):
-        rows = max(1, args.micro_tokens // row_len)
-        rows += -rows % jax.device_count()  # they are split over the devices
-        packed = pack(
-            groups,
-            advantages,
-            row_len=row_len,
-            rows_multiple=rows,
-            max_segments=_SEGMENTS,
-            unpacked=way == "padded",
+    for way, row_len in (("padded", padded_len), *(("packed", row_len) for row_len in args.row_len)):
+        filled = functools.partial(
+            pack, groups, advantages, row_len=row_len, max_segments=_SEGMENTS, unpacked=way == "padded"
         )
+        together = filled(rows_multiple=1).batch.tokens.shape[0]
+        rows = -(-together // -(-together * row_len // args.micro_tokens))
+        rows += -rows % jax.device_count()  # they are split over the devices
+        packed = filled(rows_multiple=rows)
         results.append({"way": way} | measure(setting, packed, rows, args.steps))
         print(json.dumps(results[-1]), flush=True)
         jax.clear_caches()

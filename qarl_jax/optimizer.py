@@ -254,7 +254,8 @@ def _adamw(
     adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=float_dtypes.get(cfg.moment_dtype))
 
     def step(grads: Any, state: Any) -> tuple[Any, Any]:
-        # optax raises a Python float to an int32 counter, which strict promotion (ours) refuses.
+        # Both moments are float32 here: optax multiplies a bfloat16 one by b1 in bfloat16, which has no 0.9. And it
+        # raises a Python float to an int32 counter, which strict promotion (ours) refuses.
         with jax.numpy_dtype_promotion("standard"):
             return adam.update(grads, state)
 
@@ -279,7 +280,7 @@ def _adamw(
             return jax.lax.map(lambda row: one(count, *row), rows)
         mu = blockwise.decode(stored_mu, blockwise.SIGNED) if isinstance(stored_mu, Blocks) else stored_mu
         nu = blockwise.decode(stored_nu, blockwise.UNSIGNED) if isinstance(stored_nu, Blocks) else stored_nu
-        update, new = step(grad, optax.ScaleByAdamState(count=count, mu=mu, nu=nu.astype(jnp.float32)))
+        update, new = step(grad, optax.ScaleByAdamState(count=count, mu=_float32(mu), nu=_float32(nu)))
         mu, nu = new.mu, new.nu
         if isinstance(stored_mu, Blocks):
             mu = blockwise.encode(mu, blockwise.SIGNED, ~seed)
@@ -292,7 +293,7 @@ def _adamw(
     def all_at_once(grads: Any, state: Any, seed: Callable[[int], Array]) -> tuple[Any, Any]:
         """Moments in floats. One by one is the same arithmetic, but compiled to other last bits: recorded policies
         could not be made again."""
-        updates, new = step(grads, state._replace(nu=_float32(state.nu)))
+        updates, new = step(grads, state._replace(mu=_float32(state.mu), nu=_float32(state.nu)))
         if cfg.second_moment_dtype == "bfloat16":
             rounded = leaf_by_leaf(lambda i, x: (round_stochastically(x, seed(i)),), 1, new.nu)
             new = new._replace(nu=rounded[0])
@@ -391,17 +392,25 @@ class Optimizer(optax.GradientTransformationExtraArgs):
       first: uint32 scalar; the leaf given begins at this of its elements (some layers of a stack). None: at 0.
 
     The state then holds the part's moments, in trees with an `optax.MaskedNode` for every parameter that is elsewhere.
+
+    Attributes:
+      elementwise: (a parameter's path, ndim) -> whether each element's update follows from its own gradient, master and
+        moments, so that any elements of it are a part.
     """
 
+    elementwise: Callable[[Sequence[Any], int], bool]
 
-def _in_float32(inner: optax.GradientTransformation) -> Optimizer:
+
+def _in_float32(inner: optax.GradientTransformation, elementwise: Callable[[Sequence[Any], int], bool]) -> Optimizer:
     """State, gradients and parameters reach `inner` as float32, whatever the master's dtype."""
     inner = optax.with_extra_args_support(inner)
 
     def update(grads: Any, state: Any, params: Any = None, **part: Any) -> tuple[Any, Any]:
         return inner.update(_float32(grads), state, _float32(params), **part)
 
-    return Optimizer(lambda params: inner.init(_float32(params)), update)
+    made = Optimizer(lambda params: inner.init(_float32(params)), update)
+    made.elementwise = elementwise
+    return made
 
 
 def clipping_norm(grads: Any) -> Float[Array, ""]:
@@ -422,7 +431,12 @@ def make_optimizer(cfg: Config, total_updates: int | None = None) -> Optimizer:
     inner = _BUILDERS[type(cfg)](cfg, total_updates)
     if cfg.clip_norm is not None:
         inner = optax.chain(_clip(cfg.clip_norm), inner)
-    return _in_float32(inner)
+
+    def elementwise(path: Sequence[Any], ndim: int) -> bool:
+        blocks = "int8" in (cfg.moment_dtype, cfg.second_moment_dtype)
+        return not blocks and (isinstance(cfg, AdamW) or label(path, ndim) == "adamw")
+
+    return _in_float32(inner, elementwise)
 
 
 class Owner(NamedTuple):

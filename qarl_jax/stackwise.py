@@ -38,8 +38,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from qarl_jax import one_pass
 from qarl_jax import optimizer as optimizers
 from qarl_jax.blockwise import Blocks
+from qarl_jax.sharding import is_hopper
 
 GROUP_BYTES = 2**30
 """Float32 bytes of the parameters that a group of several holds at most; a leaf that alone has more is one group.
@@ -107,8 +109,12 @@ class Layout:
     numbers: tuple[int, ...]
 
     @classmethod
-    def of(cls, params: Any, opt_state: Any) -> Layout:
-        """The layout of `params` and an optimizer's state around them."""
+    def of(cls, params: Any, opt_state: Any, apart: Sequence[int] | None = None) -> Layout:
+        """The layout of `params` and an optimizer's state around them.
+
+        Args:
+          apart: leaves that are a group each, all others being one; None: groups go by size.
+        """
         leaves, structure = jax.tree.flatten(params)
         owners = optimizers.owners(opt_state, params)
         groups: list[list[int]] = []
@@ -120,6 +126,9 @@ class Layout:
                 room = GROUP_BYTES
             groups[-1].append(i)
             room -= size
+        if apart is not None:
+            groups = [*([i] for i in apart), [i for i in range(len(leaves)) if i not in apart]]
+            groups = [group for group in groups if group]
         numbers, seen = [0] * len(leaves), dict[str, int]()
         for owner in owners:
             if owner is not None:
@@ -192,8 +201,50 @@ class Update:
 
     def whole(self, state: Any, grads: Any) -> tuple[Any, Any]:
         """The update as one program, or as a part of one."""
-        after, stats = optimizers.advance(self.optimizer, state, grads)
-        return after, self.describe(stats, state.updates)
+        apart = self._apart(state, grads)
+        if not apart:
+            after, stats = optimizers.advance(self.optimizer, state, grads)
+            return after, self.describe(stats, state.updates)
+        layout = Layout.of(state.params, state.opt_state, apart)
+        norms = optimizers.global_norm(grads), optimizers.clipping_norm(grads)
+        params, moments = jax.tree.leaves(state.params), layout.leaves(state.opt_state)
+        grads, counters = jax.tree.leaves(grads), _picked(moments, layout.counters)
+        after = counters
+        sums: Any = [None] * len(params), [None] * len(params)
+        for group in layout.groups:
+            own = _picked(params, group.params), _picked(moments, group.moments)
+            *new, updated, after, squares = self._group_fn(
+                layout, group, *own, counters, _picked(grads, group.params), norms
+            )
+            for i, *found in zip(group.params, *new, *squares, strict=True):
+                params[i], sums[0][i], sums[1][i] = found
+            for i, x in zip(group.moments, updated, strict=True):
+                moments[i] = x
+        for i, x in zip(layout.counters, after, strict=True):
+            moments[i] = x
+        return self._finished(layout, state, params, moments, norms[0], sums, self._finish_fn)
+
+    def _apart(self, state: Any, grads: Any) -> list[int]:
+        """The leaves that `in_one_pass` takes."""
+        if not (isinstance(self.optimizer, optimizers.Optimizer) and is_hopper()):
+            return []
+        params, grads = jax.tree.leaves(state.params), jax.tree.leaves(grads)
+        layout = Layout.of(state.params, state.opt_state, range(len(params)))
+        moments = layout.leaves(state.opt_state)
+
+        def taken(i: int, group: Group) -> bool:
+            return self._takes_one_pass(layout, [i], [params[i]], _picked(moments, group.moments), [grads[i]])
+
+        return [i for i, group in enumerate(layout.groups) if taken(i, group)]
+
+    def _finished(
+        self, layout: Layout, state: Any, params: Any, moments: Any, norm: Any, sums: Any, finish: Callable[..., Any]
+    ) -> tuple[Any, Any]:
+        """The state of these leaves, and the metrics."""
+        sums = tuple(jax.tree.unflatten(layout.params, part) for part in sums)
+        count, metrics = finish(norm, sums, state.updates)
+        params, opt_state = jax.tree.unflatten(layout.params, params), jax.tree.unflatten(layout.state, moments)
+        return dataclasses.replace(state, params=params, opt_state=opt_state, updates=count), metrics
 
     def placed(self, state: Any) -> Any:
         """`state` with its `opt_state` where it rests."""
@@ -238,17 +289,79 @@ class Update:
         Args:
           norms: of all gradients, `optimizer.global_norm` and `optimizer.clipping_norm`.
         """
+        by_xla = functools.partial(self._by_xla, layout, group)
+        operands = params, moments, counters, grads, norms
+        if not self._takes_one_pass(layout, group.params, params, moments, grads):
+            return by_xla(*operands)
+        by_kernel = functools.partial(self.in_one_pass, layout, group)
+        found: Any = jax.lax.platform_dependent(*operands, cuda=by_kernel, default=by_xla)
+        return found
+
+    def _advanced(
+        self,
+        layout: Layout,
+        group: Group,
+        params: list[Any],
+        moments: list[Any],
+        counters: list[Any],
+        grads: list[Any],
+        norms: tuple[Array, Array],
+        **part: Any,
+    ) -> Any:
+        """`_group_fn` of all elements given, at once; `part` as in `optimizer.Optimizer`."""
+        updates, *new = self._step(layout, group, params, moments, counters, grads, norm=norms[1], **part)
+        sums = optimizers.squares(updates), optimizers.squares(params)
+        after = [optimizers.apply_updates(params, updates), *new]
         moved = jnp.isfinite(norms[0]) & (norms[0] > 0)
+        return *optimizers.select(moved, after, [params, moments, counters]), sums
 
-        def advanced(stacks: tuple[list[Any], list[Any]], grads: list[Any], **part: Any) -> Any:
-            params, moments = stacks
-            updates, *new = self._step(layout, group, params, moments, counters, grads, norm=norms[1], **part)
-            sums = optimizers.squares(updates), optimizers.squares(params)
-            after = [optimizers.apply_updates(params, updates), *new]
-            return *optimizers.select(moved, after, [params, moments, counters]), sums
+    def _takes_one_pass(
+        self, layout: Layout, where: Sequence[int], params: list[Any], moments: list[Any], grads: list[Any]
+    ) -> bool:
+        """Whether `in_one_pass` serves here, and takes the leaf at `where`: these, if they are of one."""
+        if len(where) > 1 or not (isinstance(self.optimizer, optimizers.Optimizer) and is_hopper()):
+            return False
+        names = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(layout.params, layout.numbers))
+        path = names[where[0]][0]
+        return self.optimizer.elementwise(path, params[0].ndim) and one_pass.serves(*params, *moments, *grads)
 
+    def in_one_pass(
+        self,
+        layout: Layout,
+        group: Group,
+        params: list[Any],
+        moments: list[Any],
+        counters: list[Any],
+        grads: list[Any],
+        norms: tuple[Array, Array],
+        *,
+        interpret: bool = False,
+    ) -> Any:
+        """`_group_fn` of a leaf whose update is elementwise, by `one_pass.run`."""
+        advanced = functools.partial(self._advanced, layout, group)
+
+        def step(scalars: Any, first: Array, stacks: list[Array], reads: list[Array]) -> Any:
+            params, moments, _, sums = advanced(stacks[:1], stacks[1:], scalars[0], reads, scalars[1], first=first)
+            return [*params, *moments], [*sums[0], *sums[1]]
+
+        stacks, (update, param) = one_pass.run(step, (counters, norms), [*params, *moments], grads, interpret=interpret)
+        after = advanced(params, moments, counters, grads, norms)[2]  # nothing else of it is computed
+        return stacks[:1], stacks[1:], after, ([update], [param])
+
+    def _by_xla(
+        self,
+        layout: Layout,
+        group: Group,
+        params: list[Any],
+        moments: list[Any],
+        counters: list[Any],
+        grads: list[Any],
+        norms: tuple[Array, Array],
+    ) -> Any:
+        """`_group_fn`, a stack layer by layer."""
+        advanced = functools.partial(self._advanced, layout, group)
         if len(params) > 1 or not is_stack(params[0].shape):
-            return advanced((params, moments), grads)
+            return advanced(params, moments, counters, grads, norms)
 
         layers, *matrix = params[0].shape
 
@@ -256,7 +369,8 @@ class Update:
             stacks, _, before = carry
             cut = functools.partial(jax.tree.map, lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1))
             first = i.astype(jnp.uint32) * jnp.uint32(math.prod(matrix) % 2**32)
-            *new, after, sums = advanced(cut(stacks), cut(grads), first=first)
+            params, moments = cut(stacks)
+            *new, after, sums = advanced(params, moments, counters, cut(grads), norms, first=first)
             written = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i, 0), stacks, tuple(new))
             return written, after, jax.tree.map(jnp.add, before, sums)
 
@@ -337,10 +451,7 @@ class Update:
             moments[i] = x
         for x in counters:
             x.delete()
-        sums = tuple(jax.tree.unflatten(layout.params, part) for part in sums)
-        count, metrics = self._finish(norms[0], sums, state.updates)
-        params, opt_state = jax.tree.unflatten(layout.params, params), jax.tree.unflatten(layout.state, moments)
-        return dataclasses.replace(state, params=params, opt_state=opt_state, updates=count), metrics
+        return self._finished(layout, state, params, moments, norms[0], sums, self._finish)
 
     @staticmethod
     def _visits(layout: Layout, moments: list[Any]) -> Iterator[tuple[list[Any], list[Any]]]:

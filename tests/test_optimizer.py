@@ -194,6 +194,20 @@ def test_moments_have_the_configured_dtypes(second):
     assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, new_state)
 
 
+@pytest.mark.parametrize("second", ["float32", "bfloat16", "int8"])
+def test_a_bfloat16_first_moment_is_averaged_in_float32_and_rounded_once(second):
+    """bfloat16 has no 0.9: its 0.8984 would make every update 1.6 % too short."""
+    tx = optimizer.make_optimizer(AdamW(b1=0.9, moment_dtype="bfloat16", second_moment_dtype=second, clip_norm=None))
+    params, g = {"kernel": jnp.zeros((4, 256))}, jnp.asarray(normal(1, 4, 256))
+    first = tx.update({"kernel": g}, tx.init(params), params)[1]
+    before = optax.tree.get(first, "mu")["kernel"]
+    after = optax.tree.get(tx.update({"kernel": g}, first, params)[1], "mu")["kernel"]
+    assert before.dtype == after.dtype == jnp.bfloat16
+    wanted = 0.9 * np.float64(before) + 0.1 * np.float64(g)
+    nearest = np.float64(jnp.asarray(wanted, jnp.float32).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(np.float64(after), nearest)
+
+
 # ------------------------------------------------------------------------------------------------- stochastic rounding
 
 
