@@ -90,7 +90,8 @@ def _updates_of(cfg, master, grads, one_program, like):
 
 
 def config(kind, moments):
-    decay = {"weight_decay": 0.1} if kind is AdamW else {"adamw_weight_decay": 0.1}
+    # Of b2 = 0.999 the first bias corrections, 1 - b2^t, have four digits in float32, whoever computes them.
+    decay = {"weight_decay": 0.1, "b2": 0.9} if kind is AdamW else {"adamw_weight_decay": 0.1, "adamw_b2": 0.9}
     schedule = Schedule(kind="cosine", warmup_updates=2)
     return kind(lr=0.02, moment_dtype=moments, second_moment_dtype=moments, schedule=schedule, **decay)
 
