@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.sharding import AxisType
 from jaxtyping import Array, Float
+
+from qarl_jax.sharding import on_one_device
 
 BLOCK = 2048
 """Elements of a program: eight to a thread, 16 bytes of bfloat16."""
@@ -35,12 +36,10 @@ Step = Callable[..., tuple[list[Array], list[Float[Array, ""]]]]
 
 def serves(*arrays: Any) -> bool:
     """Whether `run` takes these arrays, all of one shape: large, of whole blocks that 32 bits can number, in float32 or
-    bfloat16, and on one device, since a kernel is not cut for a mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    whole = jax.device_count() == 1 if mesh.empty else mesh.size == 1 or set(mesh.axis_types) == {AxisType.Manual}
+    bfloat16, and on one device."""
     size = arrays[0].size
     return (
-        whole
+        on_one_device()
         and LEAST <= size < 2**31
         and size % BLOCK == 0
         and all(x.shape == arrays[0].shape and x.dtype in (jnp.float32, jnp.bfloat16) for x in arrays)

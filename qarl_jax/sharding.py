@@ -108,6 +108,15 @@ def is_hopper() -> bool:
     return jax.default_backend() == "gpu" and getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
 
 
+def on_one_device() -> bool:
+    """Whether what is traced here is computed by one device: by the only one of the mesh in force (without a mesh, of
+    the process), or by each for itself (`jax.shard_map`). A kernel needs that: the partitioner cannot cut it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    return mesh.size == 1 or set(mesh.axis_types) == {AxisType.Manual}
+
+
 def make_mesh(
     data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:

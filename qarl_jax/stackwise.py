@@ -97,9 +97,10 @@ class Layout:
 
     Attributes:
       params, state: their structures; in the state a `Blocks` is one leaf.
-      groups: every parameter is in one, in their order.
+      groups: every parameter is in one.
       counters: leaves of the state that belong to no parameter.
       numbers: for each parameter its place among those whose moments stand in the same tree.
+      in_one_pass: the parameters that are updated by a kernel where they are a group by themselves.
     """
 
     params: Any
@@ -107,51 +108,69 @@ class Layout:
     groups: tuple[Group, ...]
     counters: tuple[int, ...]
     numbers: tuple[int, ...]
+    in_one_pass: tuple[int, ...]
 
     @classmethod
-    def of(cls, params: Any, opt_state: Any, apart: Sequence[int] | None = None) -> Layout:
+    def of(
+        cls,
+        params: Any,
+        opt_state: Any,
+        takes: Callable[[Sequence[Any], list[Any]], bool] = lambda path, leaves: False,
+        *,
+        by_size: bool = True,
+    ) -> Layout:
         """The layout of `params` and an optimizer's state around them.
 
         Args:
-          apart: leaves that are a group each, all others being one; None: groups go by size.
+          takes: (a parameter's path, it and its moments) -> whether it is one of `in_one_pass`.
+          by_size: groups as described above. False: each of `in_one_pass` is one, and all others are one.
         """
-        leaves, structure = jax.tree.flatten(params)
+        named, structure = jax.tree_util.tree_flatten_with_path(params)
+        stored, stored_structure = jax.tree.flatten(opt_state, is_leaf=_is_moment)
         owners = optimizers.owners(opt_state, params)
-        groups: list[list[int]] = []
-        room = 0
-        for i, leaf in enumerate(leaves):
-            size = 4 * math.prod(leaf.shape)
-            if size > room:
-                groups.append([])
-                room = GROUP_BYTES
-            groups[-1].append(i)
-            room -= size
-        if apart is not None:
-            groups = [*([i] for i in apart), [i for i in range(len(leaves)) if i not in apart]]
-            groups = [group for group in groups if group]
-        numbers, seen = [0] * len(leaves), dict[str, int]()
+
+        def moments(group: Sequence[int]) -> tuple[int, ...]:
+            return tuple(i for i, owner in enumerate(owners) if owner is not None and owner.param in group)
+
+        in_one_pass = tuple(
+            i for i, (path, leaf) in enumerate(named) if takes(path, [leaf, *_picked(stored, moments([i]))])
+        )
+        groups = _by_size([leaf for _, leaf in named])
+        if not by_size:
+            rest = [i for i in range(len(named)) if i not in in_one_pass]
+            groups = [*([i] for i in in_one_pass), *([rest] if rest else [])]
+        numbers, seen = [0] * len(named), dict[str, int]()
         for owner in owners:
             if owner is not None:
                 numbers[owner.param] = seen.get(owner.tree, 0)
                 seen[owner.tree] = numbers[owner.param] + 1
         return cls(
             params=structure,
-            state=jax.tree.structure(opt_state, is_leaf=_is_moment),
-            groups=tuple(
-                Group(
-                    params=tuple(group),
-                    moments=tuple(i for i, owner in enumerate(owners) if owner is not None and owner.param in group),
-                )
-                for group in groups
-            ),
+            state=stored_structure,
+            groups=tuple(Group(params=tuple(group), moments=moments(group)) for group in groups),
             counters=tuple(i for i, owner in enumerate(owners) if owner is None),
             numbers=tuple(numbers),
+            in_one_pass=in_one_pass,
         )
 
     def leaves(self, opt_state: Any) -> list[Any]:
         """The leaves of a state that `Group.moments` and `counters` number."""
         found: list[Any] = self.state.flatten_up_to(opt_state)
         return found
+
+
+def _by_size(leaves: Sequence[Any]) -> list[list[int]]:
+    """Neighbours together up to `GROUP_BYTES`, a larger leaf alone; by number."""
+    groups: list[list[int]] = []
+    room = 0
+    for i, leaf in enumerate(leaves):
+        size = 4 * math.prod(leaf.shape)
+        if size > room:
+            groups.append([])
+            room = GROUP_BYTES
+        groups[-1].append(i)
+        room -= size
+    return groups
 
 
 def is_stack(shape: Sequence[int]) -> bool:
@@ -169,6 +188,48 @@ def _placed(structure: Any, where: Sequence[int], what: Sequence[Any]) -> Any:
     for i, x in zip(where, what, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
+
+
+class _Leaves:
+    """The leaves of a state while its groups are updated, one after the other."""
+
+    def __init__(self, layout: Layout, state: Any):
+        self.layout, self.state = layout, state
+        self.params, self.moments = jax.tree.leaves(state.params), layout.leaves(state.opt_state)
+        self._sums: tuple[list[Any], list[Any]] = [None] * len(self.params), [None] * len(self.params)
+
+    def put(self, group: Group, params: list[Any], moments: list[Any], squares: tuple[list[Any], list[Any]]) -> None:
+        """What `Update._group_fn` made of a group."""
+        for i, *found in zip(group.params, params, *squares, strict=True):
+            self.params[i], self._sums[0][i], self._sums[1][i] = found
+        for i, x in zip(group.moments, moments, strict=True):
+            self.moments[i] = x
+
+    def finished(self, counters: list[Any], norm: Any, finish: Callable[..., tuple[Any, Any]]) -> tuple[Any, Any]:
+        """The state after all groups, and its metrics by `Update._finish_fn`."""
+        for i, x in zip(self.layout.counters, counters, strict=True):
+            self.moments[i] = x
+        sums = tuple(jax.tree.unflatten(self.layout.params, part) for part in self._sums)
+        count, metrics = finish(norm, sums, self.state.updates)
+        params = jax.tree.unflatten(self.layout.params, self.params)
+        opt_state = jax.tree.unflatten(self.layout.state, self.moments)
+        return dataclasses.replace(self.state, params=params, opt_state=opt_state, updates=count), metrics
+
+
+class Part(NamedTuple):
+    """What the update of a group is computed from.
+
+    Attributes:
+      params, moments, grads: leaves of the group, or a cut of its only one.
+      counters: of the whole state.
+      norms: of all gradients, `optimizer.global_norm` and `optimizer.clipping_norm`.
+    """
+
+    params: list[Any]
+    moments: list[Any]
+    counters: list[Any]
+    grads: list[Any]
+    norms: tuple[Array, Array]
 
 
 # --------------------------------------------------------------------------------------------------------------- update
@@ -195,56 +256,25 @@ class Update:
     ):
         self.optimizer, self.describe, self.offload = optimizer, describe, offload
         self._whole = jax.jit(self.whole, donate_argnums=(0,))
-        self._norms = jax.jit(lambda grads: (optimizers.global_norm(grads), optimizers.clipping_norm(grads)))
+        self._norms = jax.jit(self._norms_fn)
         self._finish = jax.jit(self._finish_fn)
         self._programs: dict[Any, list[Any]] = {}
 
     def whole(self, state: Any, grads: Any) -> tuple[Any, Any]:
         """The update as one program, or as a part of one."""
-        apart = self._apart(state, grads)
-        if not apart:
+        layout = self._layout(state, by_size=False)
+        if layout is None or not layout.in_one_pass:
             after, stats = optimizers.advance(self.optimizer, state, grads)
             return after, self.describe(stats, state.updates)
-        layout = Layout.of(state.params, state.opt_state, apart)
-        norms = optimizers.global_norm(grads), optimizers.clipping_norm(grads)
-        params, moments = jax.tree.leaves(state.params), layout.leaves(state.opt_state)
-        grads, counters = jax.tree.leaves(grads), _picked(moments, layout.counters)
-        after = counters
-        sums: Any = [None] * len(params), [None] * len(params)
+        leaves, norms, grads = _Leaves(layout, state), self._norms_fn(grads), jax.tree.leaves(grads)
+        counters = after = _picked(leaves.moments, layout.counters)
         for group in layout.groups:
-            own = _picked(params, group.params), _picked(moments, group.moments)
-            *new, updated, after, squares = self._group_fn(
+            own = _picked(leaves.params, group.params), _picked(leaves.moments, group.moments)
+            params, moments, after, squares = self._group_fn(
                 layout, group, *own, counters, _picked(grads, group.params), norms
             )
-            for i, *found in zip(group.params, *new, *squares, strict=True):
-                params[i], sums[0][i], sums[1][i] = found
-            for i, x in zip(group.moments, updated, strict=True):
-                moments[i] = x
-        for i, x in zip(layout.counters, after, strict=True):
-            moments[i] = x
-        return self._finished(layout, state, params, moments, norms[0], sums, self._finish_fn)
-
-    def _apart(self, state: Any, grads: Any) -> list[int]:
-        """The leaves that `in_one_pass` takes."""
-        if not (isinstance(self.optimizer, optimizers.Optimizer) and is_hopper()):
-            return []
-        params, grads = jax.tree.leaves(state.params), jax.tree.leaves(grads)
-        layout = Layout.of(state.params, state.opt_state, range(len(params)))
-        moments = layout.leaves(state.opt_state)
-
-        def taken(i: int, group: Group) -> bool:
-            return self._takes_one_pass(layout, [i], [params[i]], _picked(moments, group.moments), [grads[i]])
-
-        return [i for i, group in enumerate(layout.groups) if taken(i, group)]
-
-    def _finished(
-        self, layout: Layout, state: Any, params: Any, moments: Any, norm: Any, sums: Any, finish: Callable[..., Any]
-    ) -> tuple[Any, Any]:
-        """The state of these leaves, and the metrics."""
-        sums = tuple(jax.tree.unflatten(layout.params, part) for part in sums)
-        count, metrics = finish(norm, sums, state.updates)
-        params, opt_state = jax.tree.unflatten(layout.params, params), jax.tree.unflatten(layout.state, moments)
-        return dataclasses.replace(state, params=params, opt_state=opt_state, updates=count), metrics
+            leaves.put(group, params, moments, squares)
+        return leaves.finished(after, norms[0], self._finish_fn)
 
     def placed(self, state: Any) -> Any:
         """`state` with its `opt_state` where it rests."""
@@ -252,130 +282,84 @@ class Update:
 
     # ---- what a group's program computes -----------------------------------------------------------------------------
 
-    def _step(
-        self,
-        layout: Layout,
-        group: Group,
-        params: list[Any],
-        moments: list[Any],
-        counters: list[Any],
-        grads: list[Any],
-        **part: Any,
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """(updates, moments, counters) of a group, or of one layer of its only leaf."""
-        where = (*group.moments, *layout.counters)
+    def _norms_fn(self, grads: Any) -> tuple[Array, Array]:
+        return optimizers.global_norm(grads), optimizers.clipping_norm(grads)
+
+    def _step(self, layout: Layout, group: Group, part: Part, **where: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """(updates, moments, counters) of a group, or of a cut of its only leaf."""
+        stored = (*group.moments, *layout.counters)
         updates, state = self.optimizer.update(
-            _placed(layout.params, group.params, grads),
-            _placed(layout.state, where, [*moments, *counters]),
-            _placed(layout.params, group.params, params),
+            _placed(layout.params, group.params, part.grads),
+            _placed(layout.state, stored, [*part.moments, *part.counters]),
+            _placed(layout.params, group.params, part.params),
             numbers=_placed(layout.params, group.params, _picked(layout.numbers, group.params)),
-            **part,
+            norm=part.norms[1],
+            **where,
         )
-        new = dict(zip(sorted(where), jax.tree.leaves(state, is_leaf=_is_moment), strict=True))
+        new = dict(zip(sorted(stored), jax.tree.leaves(state, is_leaf=_is_moment), strict=True))
         return jax.tree.leaves(updates), [new[i] for i in group.moments], [new[i] for i in layout.counters]
 
     def _group_fn(
-        self,
-        layout: Layout,
-        group: Group,
-        params: list[Any],
-        moments: list[Any],
-        counters: list[Any],
-        grads: list[Any],
-        norms: tuple[Array, Array],
+        self, layout: Layout, group: Group, *operands: Any
     ) -> tuple[list[Any], list[Any], list[Any], tuple[list[Array], list[Array]]]:
         """(params, moments, counters, squares of updates and of params before) of a group's update.
 
         Args:
-          norms: of all gradients, `optimizer.global_norm` and `optimizer.clipping_norm`.
+          operands: those of `Part`.
         """
+        part = Part(*operands)
         by_xla = functools.partial(self._by_xla, layout, group)
-        operands = params, moments, counters, grads, norms
-        if not self._takes_one_pass(layout, group.params, params, moments, grads):
-            return by_xla(*operands)
+        if len(group.params) > 1 or group.params[0] not in layout.in_one_pass:
+            return by_xla(part)
         by_kernel = functools.partial(self.in_one_pass, layout, group)
-        found: Any = jax.lax.platform_dependent(*operands, cuda=by_kernel, default=by_xla)
+        found: Any = jax.lax.platform_dependent(part, cuda=by_kernel, default=by_xla)
         return found
 
-    def _advanced(
-        self,
-        layout: Layout,
-        group: Group,
-        params: list[Any],
-        moments: list[Any],
-        counters: list[Any],
-        grads: list[Any],
-        norms: tuple[Array, Array],
-        **part: Any,
-    ) -> Any:
-        """`_group_fn` of all elements given, at once; `part` as in `optimizer.Optimizer`."""
-        updates, *new = self._step(layout, group, params, moments, counters, grads, norm=norms[1], **part)
-        sums = optimizers.squares(updates), optimizers.squares(params)
-        after = [optimizers.apply_updates(params, updates), *new]
-        moved = jnp.isfinite(norms[0]) & (norms[0] > 0)
-        return *optimizers.select(moved, after, [params, moments, counters]), sums
+    def _advanced(self, layout: Layout, group: Group, part: Part, **where: Any) -> Any:
+        """`_group_fn` of all elements given, at once; `where` they are, as `optimizer.Optimizer` has it."""
+        updates, *new = self._step(layout, group, part, **where)
+        sums = optimizers.squares(updates), optimizers.squares(part.params)
+        after = [optimizers.apply_updates(part.params, updates), *new]
+        moved = jnp.isfinite(part.norms[0]) & (part.norms[0] > 0)
+        return *optimizers.select(moved, after, list(part[:3])), sums
 
-    def _takes_one_pass(
-        self, layout: Layout, where: Sequence[int], params: list[Any], moments: list[Any], grads: list[Any]
-    ) -> bool:
-        """Whether `in_one_pass` serves here, and takes the leaf at `where`: these, if they are of one."""
-        if len(where) > 1 or not (isinstance(self.optimizer, optimizers.Optimizer) and is_hopper()):
-            return False
-        names = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(layout.params, layout.numbers))
-        path = names[where[0]][0]
-        return self.optimizer.elementwise(path, params[0].ndim) and one_pass.serves(*params, *moments, *grads)
-
-    def in_one_pass(
-        self,
-        layout: Layout,
-        group: Group,
-        params: list[Any],
-        moments: list[Any],
-        counters: list[Any],
-        grads: list[Any],
-        norms: tuple[Array, Array],
-        *,
-        interpret: bool = False,
-    ) -> Any:
+    def in_one_pass(self, layout: Layout, group: Group, part: Part, *, interpret: bool = False) -> Any:
         """`_group_fn` of a leaf whose update is elementwise, by `one_pass.run`."""
         advanced = functools.partial(self._advanced, layout, group)
 
         def step(scalars: Any, first: Array, stacks: list[Array], reads: list[Array]) -> Any:
-            params, moments, _, sums = advanced(stacks[:1], stacks[1:], scalars[0], reads, scalars[1], first=first)
+            counters, norms = scalars
+            cut = Part(stacks[:1], stacks[1:], counters, reads, norms)
+            params, moments, _, sums = advanced(cut, first=first)
             return [*params, *moments], [*sums[0], *sums[1]]
 
-        stacks, (update, param) = one_pass.run(step, (counters, norms), [*params, *moments], grads, interpret=interpret)
-        after = advanced(params, moments, counters, grads, norms)[2]  # nothing else of it is computed
+        stacks, (update, param) = one_pass.run(
+            step, (part.counters, part.norms), [*part.params, *part.moments], part.grads, interpret=interpret
+        )
+        after = advanced(part)[2]  # nothing else of it is computed
         return stacks[:1], stacks[1:], after, ([update], [param])
 
-    def _by_xla(
-        self,
-        layout: Layout,
-        group: Group,
-        params: list[Any],
-        moments: list[Any],
-        counters: list[Any],
-        grads: list[Any],
-        norms: tuple[Array, Array],
-    ) -> Any:
+    def _by_xla(self, layout: Layout, group: Group, part: Part) -> Any:
         """`_group_fn`, a stack layer by layer."""
         advanced = functools.partial(self._advanced, layout, group)
-        if len(params) > 1 or not is_stack(params[0].shape):
-            return advanced(params, moments, counters, grads, norms)
+        if len(part.params) > 1 or not is_stack(part.params[0].shape):
+            return advanced(part)
 
-        layers, *matrix = params[0].shape
+        layers, *matrix = part.params[0].shape
 
         def layer(i: Array, carry: Any) -> Any:
             stacks, _, before = carry
             cut = functools.partial(jax.tree.map, lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1))
             first = i.astype(jnp.uint32) * jnp.uint32(math.prod(matrix) % 2**32)
             params, moments = cut(stacks)
-            *new, after, sums = advanced(params, moments, counters, cut(grads), norms, first=first)
+            *new, after, sums = advanced(
+                part._replace(params=params, moments=moments, grads=cut(part.grads)), first=first
+            )
             written = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i, 0), stacks, tuple(new))
             return written, after, jax.tree.map(jnp.add, before, sums)
 
         nothing = [jnp.zeros((), jnp.float32)]
-        start = (params, moments), counters, (nothing, nothing)
+        start = (part.params, part.moments), part.counters, (nothing, nothing)
         (new_params, new_moments), after, sums = jax.lax.fori_loop(0, layers, layer, start)
         return new_params, new_moments, after, sums
 
@@ -387,10 +371,19 @@ class Update:
 
     def layout(self, state: Any) -> Layout | None:
         """The groups of a state, abstract or not; None: one program updates it as a whole."""
-        if not isinstance(self.optimizer, optimizers.Optimizer):
+        layout = self._layout(state)
+        return layout if layout is not None and len(layout.groups) > 1 else None
+
+    def _layout(self, state: Any, *, by_size: bool = True) -> Layout | None:
+        """None: the optimizer knows of no parts."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, optimizers.Optimizer):
             return None
-        layout = Layout.of(state.params, state.opt_state)
-        return layout if len(layout.groups) > 1 else None
+
+        def takes(path: Sequence[Any], leaves: list[Any]) -> bool:
+            return is_hopper() and optimizer.elementwise(path, leaves[0].ndim) and one_pass.serves(*leaves)
+
+        return Layout.of(state.params, state.opt_state, takes, by_size=by_size)
 
     def programs(self, layout: Layout, state: Any) -> list[Any]:
         """For each group a jitted `_group_fn(params, moments, counters, grads, norms)`, in place of the first two."""
@@ -429,29 +422,24 @@ class Update:
         norms = self._norms(grads)
         if self.offload:
             jax.block_until_ready(norms)  # what the backward holds is given back before the state arrives
-        params, grads, moments = jax.tree.leaves(state.params), jax.tree.leaves(grads), layout.leaves(state.opt_state)
-        resting = _picked(moments, layout.counters)
+        leaves, grads = _Leaves(layout, state), jax.tree.leaves(grads)
+        resting = _picked(leaves.moments, layout.counters)
         counters = after = _arrived(resting, _sent(resting, "device"))
-        sums: Any = [None] * len(params), [None] * len(params)
-        visits = self._visits(layout, moments)
+        visits = self._visits(layout, leaves.moments)
         nobody: tuple[list[Any], list[Any]] = [], []
         here, leaving = next(visits), nobody
         for group, program in zip(layout.groups, programs, strict=True):
-            own = _picked(params, group.params), _arrived(*here)
-            *new, updated, after, squares = program(*own, counters, _picked(grads, group.params), norms)
+            own = _picked(leaves.params, group.params), _arrived(*here)
+            params, updated, after, squares = program(*own, counters, _picked(grads, group.params), norms)
             _arrived(*leaving)  # the last group's moments are gone when the next one's come
             here = next(visits, nobody)
             leaving = updated, _sent(updated, home)
-            for i, *found in zip(group.params, *new, *squares, strict=True):
-                params[i], sums[0][i], sums[1][i] = found
-            for i, x in zip(group.moments, leaving[1], strict=True):
-                moments[i] = x
+            leaves.put(group, params, leaving[1], squares)
         _arrived(*leaving)
-        for i, x in zip(layout.counters, _arrived(after, _sent(after, home)), strict=True):
-            moments[i] = x
+        after = _arrived(after, _sent(after, home))
         for x in counters:
             x.delete()
-        return self._finished(layout, state, params, moments, norms[0], sums, self._finish)
+        return leaves.finished(after, norms[0], self._finish)
 
     @staticmethod
     def _visits(layout: Layout, moments: list[Any]) -> Iterator[tuple[list[Any], list[Any]]]:

@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An elementwise update by a kernel: XLA's numbers, in place, for the leaves that it takes and no others."""
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 from qarl_jax import one_pass, optimizer, sharding, stackwise
+from qarl_jax.learner import TrainState
 from qarl_jax.optimizer import AdamW, Muon, Schedule
 
 SHAPES = {
@@ -21,14 +20,6 @@ SHAPES = {
 }
 BLOCK = 256
 LARGE = 2  # embed and down; v is no whole number of blocks, norms are small
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    params: Any
-    opt_state: Any
-    updates: Any
 
 
 @pytest.fixture
@@ -43,11 +34,11 @@ def interpreted(small, monkeypatch):
     """What XLA would compute on a CPU is computed by the kernel, step by step. The leaves' paths that it had."""
     seen = []
 
-    def by_kernel(self, layout, group, *rest):
-        if self._takes_one_pass(layout, group.params, rest[0], rest[1], rest[3]):
+    def by_kernel(self, layout, group, part):
+        if len(group.params) == 1 and group.params[0] in layout.in_one_pass:
             seen.append(group.params)
-            return self.in_one_pass(layout, group, *rest, interpret=True)
-        return by_xla(self, layout, group, *rest)
+            return self.in_one_pass(layout, group, part, interpret=True)
+        return by_xla(self, layout, group, part)
 
     by_xla = stackwise.Update._by_xla
     monkeypatch.setattr(stackwise.Update, "_by_xla", by_kernel)
@@ -75,7 +66,9 @@ def updates_of(cfg, master, grads=GRADS, one_program=True, like=None):
 def _updates_of(cfg, master, grads, one_program, like):
     update = stackwise.Update(optimizer.make_optimizer(cfg, 20), lambda stats, updates: stats | {"before": updates})
     params = drawn(0, 1.0, master)
-    state = State(params, optimizer.init(update.optimizer, params), jnp.zeros((), jnp.int32))
+    state = TrainState(
+        params=params, opt_state=optimizer.init(update.optimizer, params), updates=jnp.zeros((), jnp.int32)
+    )
     seen = []
     step = jax.jit(update.whole) if one_program else update
     for number, kind in enumerate(grads):

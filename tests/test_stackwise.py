@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An update in groups: the same bits wherever the state rests, one program's numbers, two groups on the device."""
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qarl_jax import compilation, optimizer, stackwise
 from qarl_jax.blockwise import Blocks
+from qarl_jax.learner import TrainState
 from qarl_jax.optimizer import AdamW, Muon, Schedule
 
 SHAPES = {
@@ -27,14 +26,6 @@ SPECS = {"embed": {"kernel": PartitionSpec("fsdp", None)}, "layers": {"down": UP
 BOUND = 3000  # bytes: v (2,304) and the last norm share a group, every other leaf is one
 LEAVES = 6
 UPDATES = ("clipped", "small", "zero", "nonfinite", "clipped")  # what each gradient is like
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    params: Any
-    opt_state: Any
-    updates: Any
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +61,9 @@ def gradient(kind, number, on_mesh, dtype="float32"):
 
 def start(update, on_mesh, dtype="float32"):
     params = drawn(0, 1.0, on_mesh, dtype)
-    state = State(params, optimizer.init(update.optimizer, params), jnp.zeros((), jnp.int32))
+    state = TrainState(
+        params=params, opt_state=optimizer.init(update.optimizer, params), updates=jnp.zeros((), jnp.int32)
+    )
     return update.placed(state)
 
 

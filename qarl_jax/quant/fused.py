@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from qarl_jax.quant.int8 import quantize_rows
 from qarl_jax.quant.numerics import Numerics
-from qarl_jax.sharding import BATCH_AXES, is_hopper
+from qarl_jax.sharding import BATCH_AXES, is_hopper, on_one_device
 from qarl_jax.types import UserError
 
 Product = Literal["triton", "hopper"]
@@ -121,12 +121,10 @@ def serves(scheme: str, x: jax.Array, weight: tuple[int, ...], numerics: Numeric
 
 def _split(rows: int, outputs: int) -> tuple[int, int] | None:
     """Into how many parts the mesh in force cuts rows and outputs; None: it does not divide them, or is not known."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return (1, 1) if jax.device_count() == 1 else None
-    if mesh.size == 1 or set(mesh.axis_types) == {AxisType.Manual}:
+    if on_one_device():
         return 1, 1
-    if set(mesh.axis_types) != {AxisType.Auto}:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return None
     shape = dict(mesh.shape)
     parts = 1

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, Num
+
+from qarl_jax.sharding import on_one_device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,7 @@ FLOATS, INTEGERS, WEIGHTS = Tile(n=256, warps=8), Tile(stages=4), Tile()
 def serves(*operands: jax.Array) -> bool:
     """Whether the kernels take these operands: 16 or 8 bits wide, and all on one device, since nothing can be cut out
     of a kernel but by hand (`jax.shard_map`)."""
-    mesh = jax.sharding.get_abstract_mesh()
-    whole = jax.device_count() == 1 if mesh.empty else mesh.size == 1 or set(mesh.axis_types) == {AxisType.Manual}
-    return whole and all(x.dtype in (jnp.bfloat16, jnp.int8) for x in operands)
+    return on_one_device() and all(x.dtype in (jnp.bfloat16, jnp.int8) for x in operands)
 
 
 def _table(group_sizes: Int[Array, " E"], rows: int, height: int) -> tuple[Int[Array, " T"], ...]:
