@@ -63,7 +63,7 @@ class Config:
 
     Attributes:
       every: save after every so many steps; 0: never on a schedule (only when asked, e.g. at the end or on Ctrl-C).
-      keep: how many of the newest steps stay; null: all.
+      keep: how many of the newest whole steps stay; null: all. A damaged one does not count, and stays.
       keep_every: steps that are multiples of this stay for good, on top of `keep`; null: none.
       asynchronous: write in the background while training goes on; a failure then surfaces at the next save or at the
         end. On a CPU this holds a copy of the state until it is written.
@@ -113,6 +113,7 @@ class Checkpoints:
         self._orbax: ocp.AsyncCheckpointer | None = None
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._read_whole: set[int] = set()  # steps whose every byte this process has written or compared
 
     # ---------------------------------------------------------------------------------------------------------- looking
 
@@ -232,6 +233,7 @@ class Checkpoints:
                 _delete(aside)
         else:
             staging.rename(final)
+        self._read_whole.add(step)
         _sync(self.directory)
         self._retire()
 
@@ -264,11 +266,20 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _retire(self) -> None:
+        """Delete what is beyond `keep`. Only whole steps count, and a damaged one stays."""
         if self.config.keep is None:
             return
-        for step in self.steps()[: -self.config.keep]:
-            if not (self.config.keep_every and step % self.config.keep_every == 0):
+        newer = 0
+        for step in reversed(self.steps()):
+            if newer >= self.config.keep and self.config.keep_every and step % self.config.keep_every == 0:
+                continue
+            # Sizes are compared every time, contents once in a process: reading all that is kept at every save is dear.
+            if not _is_sound(self.path(step), contents=step not in self._read_whole):
+                continue
+            self._read_whole.add(step)
+            if newer >= self.config.keep:
                 _delete(self.path(step))
+            newer += 1
 
     # -------------------------------------------------------------------------------------------------------- restoring
 
@@ -465,7 +476,7 @@ def _fingerprint(path: Path) -> list[int]:
     return [size, crc]
 
 
-def _verify(step: Path, files: Mapping[str, Sequence[int]]) -> None:
+def _verify(step: Path, files: Mapping[str, Sequence[int]], contents: bool = True) -> None:
     for name, (size, crc) in files.items():
         path = step / name
         if not path.is_file():
@@ -474,13 +485,14 @@ def _verify(step: Path, files: Mapping[str, Sequence[int]]) -> None:
             raise DamagedCheckpointError(
                 f"The checkpoint {step} is damaged: {name} has {path.stat().st_size} bytes instead of {size}."
             )
-        if _fingerprint(path)[1] != crc:
+        if contents and _fingerprint(path)[1] != crc:
             raise DamagedCheckpointError(f"The checkpoint {step} is damaged: the contents of {name} have changed.")
 
 
-def _is_sound(step: Path) -> bool:
+def _is_sound(step: Path, contents: bool = True) -> bool:
+    """Whether every file is there in full and, with `contents`, unaltered."""
     try:
-        _verify(step, _load_json(step, "manifest.json")["files"])
+        _verify(step, _load_json(step, "manifest.json")["files"], contents)
     except DamagedCheckpointError:
         return False
     return True

@@ -258,6 +258,21 @@ def test_a_run_that_fell_back_saves_over_the_damaged_step_and_keeps_the_evidence
     assert (checkpoints.directory / "step_00000002.damaged").is_dir()
 
 
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit], ids=["cut", "altered"])
+def test_a_damaged_step_does_not_count_towards_keep_and_stays(tmp_path, damage):
+    x = {"x": jnp.arange(100.0)}
+    options = Config(keep=2, asynchronous=False)
+    with Checkpoints(tmp_path, options) as checkpoints:
+        for step in (10, 15):
+            checkpoints.save(step, x)
+    damage(largest_file(checkpoints.path(15)))
+    with Checkpoints(tmp_path, options) as resumed:  # another process, which fell back to 10
+        resumed.save(17, x)
+        assert resumed.steps() == [10, 15, 17]
+        resumed.save(20, x)
+        assert resumed.steps() == [15, 17, 20]
+
+
 def test_when_every_step_is_damaged_it_is_an_error_that_names_them(checkpoints):
     for step in (1, 2):
         checkpoints.save(step, {"x": jnp.arange(100.0)})
