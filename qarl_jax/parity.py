@@ -59,7 +59,7 @@ from qarl_jax.logprobs import token_logprobs
 from qarl_jax.models.fused_attention import flash3_lacks
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
-from qarl_jax.rollout.vllm import Config, VllmEngine, leave_memory_to_vllm
+from qarl_jax.rollout.vllm import BrokenPromiseError, Config, VllmEngine, leave_memory_to_vllm
 from qarl_jax.types import Completion, Prompt, UserError, entry_point
 
 ENTROPY_FLOOR = 0.5  # nat
@@ -200,11 +200,11 @@ def published(engine: VllmEngine, weights: PolicyWeights) -> list[Rung]:
     """Publishes with a full read-back: the rungs "hash at the door" and "read-back"."""
     try:
         report = engine.publish(weights, 0)
-    except BridgeError as error:
-        door = error.code not in ("torn", "tensor")
+    except BrokenPromiseError as broken:
+        door = broken.code == "read_back"
         return [
-            Rung("hash at the door", door, "" if door else str(error)),
-            Rung("read-back", False if door else None, str(error) if door else ""),
+            Rung("hash at the door", door, "" if door else broken.found),
+            Rung("read-back", False if door else None, broken.found if door else ""),
         ]
     return [
         Rung("hash at the door", True, f"{int(report['tensors'])} tensors, {int(report['bytes']):,} bytes"),

@@ -41,6 +41,21 @@ from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
 
 # What a user can fix, as opposed to what broke.
 _USER_CODES = frozenset({"auth", "setup", "lease", "foreign_model", "foreign_scheme", "limits"})
+# A promise that was not kept: what was promised, and what it means that it is broken.
+_PROMISES = {
+    "read_back": (
+        "the live engine computes with the very weights that were published",
+        "the engine would sample from another policy than the one that learns, so nothing was drawn from it",
+    ),
+    "torn": (
+        "every tensor reaches the engine's loader as the learner made it",
+        "the version changed or was cut short on its way, and the engine did not take it",
+    ),
+    "tensor": (
+        "every published tensor is finite and of the scheme's form",
+        "the learner's weights are not usable, and the engine did not take them",
+    ),
+}
 _TRANSPORTS = {
     "host": "host memory (transport=host)",
     "cuda_ipc": "device memory: learner and engine share a GPU (transport=cuda_ipc)",
@@ -124,6 +139,36 @@ class Config(wire.EngineOptions):
                 raise UserError(f"rollout.engine.{name} must be positive, got {getattr(self, name)}")
 
 
+class BrokenPromiseError(UserError):
+    """A version that the engine does not hold, or did not get, as it was published.
+
+    Attributes:
+      code: the bridge's: "read_back", "torn" or "tensor".
+      found: what the bridge found, with the name of the layer or tensor.
+    """
+
+    def __init__(self, error: BridgeError, schemes: Sequence[str], facts: wire.Facts | None):
+        self.code, self.found = error.code, str(error)
+        promise, meaning = _PROMISES[error.code]
+        where = "" if facts is None else f" in {facts.engine} {facts.engine_version}, {facts.isa} ({facts.profile})"
+        remedy = (
+            "Lower optimizer.lr, or resume from an earlier checkpoint."
+            if self.code == "tensor"
+            else "Start again. If it comes again, the memory or the network between the two is at fault."
+            if self.code == "torn"
+            else "Take another scheme (quant.forward and quant.rollout; bf16 relies on least), or the embedded sampler"
+            " (rollout.engine.name=jax). `python -m qarl_jax.parity` compares the two rung by rung. Please report its"
+            " output and that of `python -m qarl_jax.doctor`: this engine build is not one we know."
+        )
+        super().__init__(
+            f"a promise is broken at publishing.\n"
+            f"  promised: {promise}.\n"
+            f"  found:    {self.found} (scheme {', '.join(schemes)}{where}).\n"
+            f"  means:    {meaning}.\n"
+            f"  to do:    {remedy}"
+        )
+
+
 def leave_memory_to_vllm() -> None:
     """Call before JAX first asks for its devices: on a card shared with vLLM it must take memory as it needs it, not
     three quarters of the card at once. What the user has set stays."""
@@ -158,6 +203,12 @@ def engine_config(graphdef: Any) -> dict[str, Any]:
     ignore = ["lm_head"] if config.moe is None else ["lm_head", "re:.*mlp\\.gate$"]
     section = packing.quantization_config(schemes, ignore)
     return values if section is None else values | {"quantization_config": section}
+
+
+def _schemes(config: models.ModelConfig) -> list[str]:
+    """The schemes of a model's weights, each once."""
+    paths = quantizable(models.abstract_model(config))
+    return list(dict.fromkeys(str(config.scheme_of(path) or "bf16") for path in paths))
 
 
 def draw_seed(key: int, uid: str, number: int, start: int = 0) -> int:
@@ -235,6 +286,7 @@ class VllmEngine:
         self._model_json: dict[str, Any] | None = None
         self._model: tuple[bytes, bytes] | None = None  # fingerprint, scheme hash
         self._numerics = "plain"
+        self._schemes: list[str] = []
         self.version = -1
         self.restarts = 0
 
@@ -254,22 +306,26 @@ class VllmEngine:
                 "publish: model or scheme differ from the first publish; make a new engine for another model"
             )
         self._model, self._model_json = identity, model_json
-        self._numerics = models.config_of(weights.graphdef).numerics.profile
+        config = models.config_of(weights.graphdef)
+        self._numerics, self._schemes = config.numerics.profile, _schemes(config)
         try:
             return self._publish(weights, version, self._transport)
         except BridgeError as error:
             if error.code in _USER_CODES:
                 raise UserError(f"publishing: {error}") from error
+            if error.code in _PROMISES:  # found while staging
+                raise BrokenPromiseError(error, self._schemes, self.facts) from None
             if error.code != "unshared" or self._transport == "host":
                 raise
             if self._transport != "auto":
                 raise UserError(f"rollout.engine.transport={self._transport}: {error}; set auto or host") from error
             self._log(f"publishing over host memory: {error}")
-            self._transport = "host"
-            if self._stager is not None and self._staged is None:  # nothing published lies in its buffers
-                self._stager.close()
-                self._stager = None
-            return self._publish(weights, version, "host")
+        # Out of the handler: what goes wrong from here on has nothing to do with the first way.
+        self._transport = "host"
+        if self._stager is not None and self._staged is None:  # nothing published lies in its buffers
+            self._stager.close()
+            self._stager = None
+        return self._publish(weights, version, "host")
 
     def _publish(self, weights: PolicyWeights, version: int, transport: str) -> dict[str, float]:
         assert self._model is not None
@@ -444,6 +500,8 @@ class VllmEngine:
             except BridgeError as error:
                 if error.code in _USER_CODES:
                     raise UserError(f"vLLM bridge: {error}") from error
+                if error.code in _PROMISES:
+                    raise BrokenPromiseError(error, self._schemes, self.facts) from None
                 if error.code not in ("dead", "timeout"):
                     raise
                 cause = self._bury(error)
@@ -516,4 +574,12 @@ class VllmEngine:
         return str(error) if code is None else f"{error}; exit code {code}"
 
 
-__all__ = ["Config", "VllmEngine", "draw_seed", "engine_config", "engine_tensors", "leave_memory_to_vllm"]
+__all__ = [
+    "BrokenPromiseError",
+    "Config",
+    "VllmEngine",
+    "draw_seed",
+    "engine_config",
+    "engine_tensors",
+    "leave_memory_to_vllm",
+]
