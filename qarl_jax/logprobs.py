@@ -5,7 +5,7 @@
 The head, the log-softmax and the gather are one operation here, run over chunks of time with its own VJP:
 
     z = float32(h @ W^T) / temperature          (W [V, D] in the compute dtype, products accumulated in float32)
-    logprob = z[token] - logsumexp(z)
+    logprob = z[token] - logsumexp(z)                   (in float64 where `numerics.float64_log_softmax`)
     entropy = logsumexp(z) - sum_v softmax(z)_v z_v
 
 The backward recomputes z chunk by chunk from the saved hidden states and logsumexp:
@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from qarl_jax.quant.arithmetic import matmul_precision, tile_matmul
+from qarl_jax.quant.arithmetic import divide, matmul_precision, tile_matmul
 from qarl_jax.types import UserError
 
 # 1024 rows of float32 logits over a vocabulary of 152k are 0.6 GB: large enough for full-speed products, small enough
@@ -168,13 +168,28 @@ def _chosen(targets: jax.Array, vocab: int) -> jax.Array:
     return jax.lax.broadcasted_iota(targets.dtype, (*targets.shape, vocab), targets.ndim) == targets[..., None]
 
 
+def _tempered(logits: jax.Array, temperature: float) -> jax.Array:
+    """Logits over the temperature, an IEEE division, as an engine's: XLA's would multiply by a reciprocal."""
+    return logits if temperature == 1.0 else divide(logits, jnp.full_like(logits, temperature))
+
+
+def _logprob_in_float64(z: jax.Array, target: jax.Array) -> jax.Array:
+    """[..., V], [...] -> float32(z_t - top - log(sum exp(z - top))), computed in float64: the same in any order."""
+    with jax.enable_x64(True):
+        wide = z.astype(jnp.float64)
+        top = wide.max(-1)
+        offset = top + jnp.log(jnp.exp(wide - top[..., None]).sum(-1))
+        chosen = jnp.where(_chosen(target, z.shape[-1]), wide, 0.0).sum(-1)
+        return (chosen - offset).astype(jnp.float32)
+
+
 def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradient):  # type: ignore[no-untyped-def]
     # Cast here and not in the caller: the master's gradient then keeps the float32 it is summed in.
     weight = head.astype(hidden.dtype)
 
     def step(carry, x):  # type: ignore[no-untyped-def]
         h, target, keep = x
-        z = logits_of(h, weight, numerics=numerics) / temperature
+        z = _tempered(logits_of(h, weight, numerics=numerics), temperature)
         top = z.max(-1, keepdims=True)
         exps = jnp.exp(z - top)
         total = exps.sum(-1)
@@ -182,7 +197,10 @@ def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradi
         # Relative to the maximum, the sums keep full precision however large the logits are.
         chosen = jnp.where(_chosen(target, weight.shape[0]), z - top, 0.0).sum(-1)
         entropy = log_total - (exps * (z - top)).sum(-1) / total
-        outputs = (chosen - log_total, entropy, top[..., 0] + log_total)
+        logprob = chosen - log_total
+        if getattr(numerics, "float64_log_softmax", False):
+            logprob = _logprob_in_float64(z, target)
+        outputs = (logprob, entropy, top[..., 0] + log_total)
         return carry, tuple(jnp.where(keep, out, 0.0) for out in outputs)
 
     _, (logprobs, entropy, lse) = jax.lax.scan(step, None, (hidden, targets, scored))
@@ -200,7 +218,7 @@ def _backward(temperature, numerics, entropy_gradient, residuals, cotangents):  
         keep, lse_t, entropy_t, d_logprob, d_entropy = (leaf[..., None] for leaf in rest)
         # Where nothing is scored the hidden state may be anything: 0 * NaN must not reach the head.
         h = jnp.where(keep, h, jnp.zeros((), h.dtype))
-        logp = logits_of(h, weight, numerics=numerics) / temperature - lse_t
+        logp = _tempered(logits_of(h, weight, numerics=numerics), temperature) - lse_t
         p = jnp.exp(logp)
         dz = (jnp.where(_chosen(target, weight.shape[0]), 1.0, 0.0) - p) * d_logprob
         if entropy_gradient:

@@ -28,8 +28,9 @@ import numpy as np
 from aqt.jax.v2 import aqt_dot_general, aqt_tensor
 from jax import lax
 from jaxtyping import Array, Float, Int
+from qarl_bridge import contract
 
-from qarl_jax.quant import grouped, machete
+from qarl_jax.quant import grouped
 from qarl_jax.quant.arithmetic import matmul_precision, round_to, tile_matmul
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
@@ -126,14 +127,14 @@ class Dense:
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
         """[M, K] in compute dtype, [N, K] -> [M, N] in float32, or rounded once to another dtype.
 
-        parts: of K (`machete.equal_parts`), each summed by itself and then added in float32, in ascending order.
+        parts: of K (`contract.cuts`), each summed by itself and then added in float32, in ascending order.
         """
         w = w.astype(x.dtype)
         if parts == 1:
             return _float_dot_general(x, w, _CONTRACT_LAST, out_dtype, self.tiles)
         sums = [
             _float_dot_general(x[:, first:end], w[:, first:end], _CONTRACT_LAST, jnp.float32, self.tiles)
-            for first, end in machete.inputs_of(x.shape[1], parts)
+            for first, end in contract.cuts(x.shape[1], parts)
         ]
         return round_to(functools.reduce(jnp.add, sums), out_dtype)
 
@@ -191,7 +192,7 @@ class Ragged:
 
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
         """[M, K] in compute dtype, [E, N, K] -> [M, N] in float32, or rounded once to another dtype."""
-        del parts  # Machete has no experts
+        del parts  # the engine keeps its own order for experts
         w = w.astype(x.dtype)
         out_dtype = jnp.float32 if self.wide else out_dtype
 
@@ -305,9 +306,10 @@ def _forward(product, spec: _Spec, x, master, qtensor, bias):
     bias = None if bias is None else bias.astype(jnp.float32)[None, :]
     if not isinstance(qtensor, QTensor):
         w = master.astype(x.dtype) if qtensor is None else qtensor
+        parts = spec.numerics.parts
         if bias is None:
-            return product.floating(x, w, x.dtype), (x, w)
-        return product.floating(x, w) + bias, (x, w)
+            return product.floating(x, w, x.dtype, parts=parts), (x, w)
+        return product.floating(x, w, parts=parts) + bias, (x, w)
     y, saved = module_of(qtensor.scheme).forward(x, qtensor, bias, numerics=spec.numerics, product=product)
     return y, (saved, qtensor)
 

@@ -28,10 +28,11 @@ import dataclasses
 import pathlib
 from typing import Literal
 
-from qarl_jax.quant import machete
+from qarl_bridge import contract
+
 from qarl_jax.types import UserError
 
-NormOrder = Literal["any", "torch", "cuda"]
+NormOrder = Literal["any", "torch", "float64"]
 PROFILES: tuple[str, ...] = ("plain", "cpu_amx", "cpu_avx512_bf16", "cpu_avx2", "cuda")
 ENGINES = ("auto", "cpu", "cuda", "plain")
 
@@ -42,7 +43,8 @@ class Numerics:
 
     Attributes:
       profile: one of PROFILES.
-      parts: of K, in which a w4a16 layer's sum is made (`of_layer`). A layer's own; a run records the profile.
+      parts: of K, in which a layer's sum of bfloat16 products is made (`of_layer`). A layer's own; a run records the
+        profile.
     """
 
     profile: str = "plain"
@@ -76,7 +78,7 @@ class Numerics:
 
     @property
     def bias_after_rounding(self) -> bool:
-        """w4a16 adds the bias to the already rounded output (two roundings)."""
+        """w4a8_fp8 adds the bias to the already rounded output (two roundings)."""
         return self.profile == "cuda"
 
     @property
@@ -89,7 +91,7 @@ class Numerics:
         """The arithmetic of one layer, [outputs, inputs] as the engine fuses it (q, k and v; gate and up)."""
         if self.profile != "cuda":
             return self
-        return dataclasses.replace(self, parts=machete.parts(outputs, inputs))
+        return dataclasses.replace(self, parts=contract.parts_of(outputs, inputs))
 
     @property
     def tile_sums(self) -> bool:
@@ -133,8 +135,8 @@ class Numerics:
     @property
     def norm_order(self) -> NormOrder:
         """The order in which RMSNorm's mean of squares is summed: torch's (8-float vectors on x86; its rsqrt is
-        1 / sqrt), that of vLLM's CUDA kernels, or the compiler's."""
-        return "torch" if self.is_vllm_cpu else "cuda" if self.profile == "cuda" else "any"
+        1 / sqrt), none that matters, in float64 (the contract on CUDA), or the compiler's."""
+        return "torch" if self.is_vllm_cpu else "float64" if self.profile == "cuda" else "any"
 
     @property
     def round_sum_before_norm(self) -> bool:
@@ -201,7 +203,12 @@ class Numerics:
     @property
     def round_logits(self) -> bool:
         """Logits are rounded to the compute dtype (the engine's lm_head is not float32)."""
-        return self.mirrors_engine
+        return self.is_vllm_cpu
+
+    @property
+    def float64_log_softmax(self) -> bool:
+        """Log-probs are computed in float64 from the float32 logits, and rounded once (the contract on CUDA)."""
+        return self.profile == "cuda"
 
 
 def cpu_has_amx() -> bool:

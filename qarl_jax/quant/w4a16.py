@@ -8,13 +8,10 @@ because vLLM's scale parameter is bfloat16 and a float32 scale in a file would b
 scale 2**-7.
 
 **Product.** w = bf(q * s), then an ordinary product of compute-dtype operands with float32 accumulation, rounded once.
-Machete, Marlin and Humming on sm90 and the CPU kernels without W4A8 all round the weight to bf(q * s) before they
-multiply; a float32 q * s would change 33-40 % of the outputs. The order of summation inside a kernel is the engine's
-own. Machete cuts a long K among thread blocks (`machete.py`); under `cuda` a layer adds in its parts where they do not
-depend on the rows (`Numerics.of_layer`), and every output is equal; elsewhere all but about 0.1 %, those by an ulp.
-
-    CPU, plain     y = bf(acc + b)
-    CUDA           y = bf(bf(acc) + b)
+y = bf(acc + b). Machete, Marlin and Humming on sm90 and the CPU kernels without W4A8 all round the weight to bf(q * s)
+before they multiply; a float32 q * s would change 33-40 % of the outputs. vLLM's own kernels on CUDA cut K by the
+number of rows, so the bridge's takes their place, with parts of K that the weight's shape decides
+(`qarl_bridge.contract`).
 
 vLLM's CPU engine with AMX silently replaces this scheme by `w4a8` unless VLLM_CPU_INT4_W4A8=0: name the scheme you
 mean.
@@ -60,9 +57,7 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     w = dequantize(qt).astype(jnp.bfloat16)
     if bias is None:
         return product.floating(x, w, x.dtype, parts=numerics.parts), x
-    rounded = numerics.bias_after_rounding
-    y = product.floating(x, w, x.dtype if rounded else jnp.float32, parts=numerics.parts)
-    return y.astype(jnp.float32) + bias, x
+    return product.floating(x, w, parts=numerics.parts) + bias, x
 
 
 def saved_activation(saved, dtype):
