@@ -283,6 +283,17 @@ def numerics(cfg: RunConfig | None) -> Check:
     if cfg is not None and cfg.rollout.engine_name == "vllm" and profile == "plain":
         todo = "set quant.engine=auto, so that the learner rounds where vLLM does"
         return Check(name="numerics", status="warn", found=found + ", but vLLM samples", todo=todo)
+    if cfg is not None and isinstance(cfg.rollout.engine, vllm.Config):
+        execution = cfg.rollout.engine.execution
+        on_gpu = jax.default_backend() == "gpu"
+        mode = execution if execution != "auto" else "graphs" if on_gpu else "eager"
+        found += f", rollout.engine.execution={execution} is {mode}"
+        if mode == "compiled":
+            todo = "set rollout.engine.execution=auto: compiled kernels round otherwise than the learner does"
+            return Check(name="numerics", status="warn", found=found + ", which is not aligned", todo=todo)
+        if mode == "graphs" and not on_gpu and not cfg.rollout.engine.address:
+            todo = "set rollout.engine.execution=auto: CUDA graphs need a CUDA GPU"
+            return Check(name="numerics", status="fail", found=found, todo=todo)
     return Check(name="numerics", status="ok", found=found)
 
 
@@ -537,7 +548,7 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
     model = models.config_of(weights.graphdef)
     aligned = cfg.quant.rollout_scheme == cfg.quant.forward
     engine = vllm.VllmEngine(
-        dataclasses.replace(settings, record_routing=model.moe is not None and settings.execution == "eager"),
+        dataclasses.replace(settings, record_routing=model.moe is not None and settings.execution != "compiled"),
         run_id="doctor",
         log=lambda line: None,
     )
@@ -546,14 +557,16 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
         published = engine.publish(weights, 0)
         facts = engine.facts
         assert facts is not None
+        kernels = " ".join(sorted(set(facts.kernels.values())))
+        modules, rows = published["weights_read_back"], published["rows_read_back"]
         yield Check(
             name=name,
             status="ok",
-            found=f"{facts.engine} {facts.engine_version}, build {facts.isa}, profile {facts.profile},"
-            f" {' '.join(sorted(set(facts.kernels.values())))}: {cfg.quant.rollout_scheme} published and read back,"
-            f" {int(published['weights_read_back'])} modules, {int(published['rows_read_back'])} rows",
+            found=f"{facts.engine} {facts.engine_version}, build {facts.isa}, profile {facts.profile}, "
+            f"{facts.execution}, {kernels}: {cfg.quant.rollout_scheme} published and read back, {modules:.0f} modules, "
+            f"{rows:.0f} rows",
         )
-        if model.numerics.profile == "plain" or settings.execution != "eager":
+        if model.numerics.profile == "plain" or facts.execution == "compiled":
             return  # the learner mirrors no engine, or the engine calls no module by itself
         for what, names, linear in (
             ("live layers", live_layers.linear_names(model), True),

@@ -407,7 +407,10 @@ def test_a_taken_port_is_told_by_the_bridge(world, tmp_path):
         address = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
         command = [sys.executable, "-m", "qarl_bridge", "--socket", address, "--model", str(world.model)]
         done = subprocess.run(
-            [*command, "--key-file", str(key), "--engine", "fake"], capture_output=True, text=True, timeout=300
+            [*command, "--key-file", str(key), "--options", '{"engine": "fake"}'],
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ")
