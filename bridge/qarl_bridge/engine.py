@@ -166,10 +166,10 @@ class VllmEngine:
         mirrored = execution in vllm_versions.MIRRORED
         if on_gpu and mirrored and not options.split_attention:
             notes.append(vllm_versions.keep_sequences_whole())
-        if on_gpu and mirrored:
+        if on_gpu and options.kernels == "contract" and mirrored:
             from qarl_bridge import pinned
 
-            notes.append(pinned.install(int4=options.int4_kernel == "auto"))
+            notes.append(pinned.install(options.int4_kernel))
         if on_gpu and mirrored and _has_fp8(config):
             notes.append(vllm_versions.keep_fp8_scales_in_order())
         if not mirrored:

@@ -34,11 +34,11 @@ _OF_THE_SECOND_RUNNER = (
 UNKNOWN = "products and norms are vLLM's own: this version's classes are not the ones known here"
 
 
-def install(int4: bool) -> str:
+def install(int4_kernel: str) -> str:
     """Before an engine is built.
 
     Args:
-      int4: whether int4 layers are the bridge's, too; False where the user named a kernel.
+      int4_kernel: as in `EngineOptions`; int4 layers are the bridge's unless one of vLLM's kernels is named.
 
     Returns:
       A line for the facts.
@@ -52,6 +52,7 @@ def install(int4: bool) -> str:
         originals = [linear.apply, head.apply, norm.forward_cuda, sampler.compute_logprobs, top.forward_native]
     except (ImportError, AttributeError):
         return UNKNOWN
+    int4 = int4_kernel in ("auto", "packed")
     if getattr(originals[0], "by_contract", False):
         return _line(int4)
     _replace(linear, "apply", _linear)
@@ -69,7 +70,7 @@ def install(int4: bool) -> str:
     if int4:
         from qarl_bridge import pinned_int4
 
-        pinned_int4.register()
+        pinned_int4.register(packed=int4_kernel == "packed")
     return _line(int4)
 
 

@@ -4,13 +4,12 @@
 
 The weight is held as bf16(q s), made from the loaded codes and scales at each load: from 64 rows on a product of bf16
 weights is faster than one that decodes int4 (Machete's, too), and it is the same number to the bit. It costs the memory
-of an unquantized layer. `fixed_order.product` multiplies packed words as well (`PACKED`), for few rows or little
-memory.
+of an unquantized layer; where that is too much, the packed words are multiplied as they are (`packed`).
 """
 
 from __future__ import annotations
 
-import os
+from typing import ClassVar
 
 import torch
 from vllm.model_executor.kernels import linear as registry
@@ -20,13 +19,12 @@ from vllm.scalar_type import scalar_types
 
 from qarl_bridge import fixed_order
 
-PACKED = os.environ.get("QARL_BRIDGE_INT4_PACKED") == "1"
-
 
 class FixedOrderInt4LinearKernel(MPLinearKernel):
     """See the module docstring."""
 
-    WEIGHT = "weight_fixed_order"  # bfloat16 [N, K]
+    WEIGHT = "weight_fixed_order"  # bfloat16 [N, K], or int32 [N, K/8] with scales beside it
+    packed: ClassVar[bool] = False
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -50,7 +48,7 @@ class FixedOrderInt4LinearKernel(MPLinearKernel):
         """Codes and scales -> what is multiplied; the loaded tensors stay, for the next load to be copied into."""
         packed, scale = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
         words, scales = packed.data, scale.data.t().contiguous()
-        if PACKED:
+        if self.packed:
             held = {self.WEIGHT: fixed_order.interleaved(words), self.WEIGHT + "_scale": scales}
         else:
             held = {self.WEIGHT: fixed_order.dequantized(words, scales)}
@@ -64,8 +62,9 @@ class FixedOrderInt4LinearKernel(MPLinearKernel):
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def register() -> None:
+def register(packed: bool) -> None:
     """Put it first among the GPU's candidates (idempotent)."""
+    FixedOrderInt4LinearKernel.packed = packed
     kernels = registry._POSSIBLE_KERNELS.setdefault(PlatformEnum.CUDA, [])
     if FixedOrderInt4LinearKernel not in kernels:
         kernels.insert(0, FixedOrderInt4LinearKernel)
