@@ -158,7 +158,7 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
             logprob_chunk=cfg.train.logprob_chunk,
             grad_dtype=cfg.train.grad_dtype,
             one_program=cfg.micro_batches_per_update[1] == 1,
-            offload=cfg.optimizer.offload,
+            offload=cfg.optimizer.offload is True,
             max_segments=max_segments(cfg),
             entropy_coef=cfg.train.entropy_coef,
             kl_coef=cfg.kl.coef,
@@ -210,7 +210,7 @@ def make_critic(cfg: RunConfig, graphdef: Any, params: Any, mesh: Mesh) -> criti
         schedule=optimizer.make_schedule(chosen.lr, chosen.schedule, updates),
         mesh=mesh,
         max_segments=max_segments(cfg),
-        offload=chosen.offload,
+        offload=chosen.offload is True,
     )
 
 

@@ -34,8 +34,8 @@ In a mixture of experts the tokens are scored with the experts the engine sent t
 once more with the learner's own choice: router logits are rounded to bf16, many tie, and an engine breaks ties its way.
 
 The engine runs as a run's does (CUDA graphs on a GPU, eagerly on a CPU; the ladder says which) and with the kernels it
-chooses; `--execution` and `--int4-kernel` compare others. `--execution eager,graphs` compares engines in two modes instead
-(`compare_modes`): from the same weights, prompts and seeds, every number must come out the same to the last bit.
+chooses; `--execution` and `--int4-kernel` compare others. `--execution eager,graphs` compares two engines with each other
+instead (`compare_modes`): from the same weights, prompts and seeds, every number must come out the same to the last bit.
 
 What is left out: single modules of a compiled engine (they are not called one by one), and top-p or top-k sampling.
 """
