@@ -5,13 +5,13 @@
     cfg, made = settle(cfg, card_bytes())     # "auto" settings chosen; UserError where nothing of it fits
     made.keep()                               # before JAX asks for its devices: its allocator takes its share at once
 
-A card holds, side by side: what the learner needs at the fullest moment of an update (`plan.parts`), two staged versions
-where weights are published from the card, and the engine: its weights, its KV cache, the activations of its largest
-step, its CUDA graphs. Each of the two processes also has a CUDA context, which lies in nobody's allocator.
+A card holds, side by side: what the learner needs at the fullest moment of an update (`plan.parts`), two staged
+versions where weights are published from the card, and the engine: its weights, its KV cache, the activations of its
+largest step, its CUDA graphs. Each of the two processes also has a CUDA context, which lies in nobody's allocator.
 
-JAX's own way of sharing a card is to take memory as it needs it. Its pool then grows in steps that double, gives nothing
-back, and meets the engine half-way: a cast of a gigabyte asked for the 24 that were left under JAX's limit, and the run
-died of it. So the learner's share is one region, taken at the start; what lies outside of it is the engine's.
+JAX's own way of sharing a card is to take memory as it needs it. Its pool then grows in steps that double, and gives
+nothing back, so that a cast of one gigabyte can ask for all that is left under JAX's limit, which the engine holds. So
+the learner's share is one region, taken at the start; what lies outside of it is the engine's.
 
 What is an estimate here: the engine's activations and graphs, and the contexts. Everything else is counted from shapes.
 """
@@ -109,6 +109,16 @@ class CardPlan:
         if FRACTION not in os.environ and PREALLOCATE not in os.environ:
             os.environ[FRACTION], os.environ[PREALLOCATE] = f"{self.fraction:.3f}", "true"
 
+    def words(self) -> str:
+        """What is missing, in one sentence."""
+        there = self.engine if self.apart is None else self.apart[1]
+        engine = f", engine {sum(there.values()) / GIB:.1f}" if there else ""
+        where = "" if self.apart is None else f" on a card of its own, of which it may use {self.apart[0] / GIB:.1f}"
+        return (
+            f"it needs {self.missing / GIB:.1f} GiB more than the {self.card / GIB:.1f} there are (learner "
+            f"{self.needed / GIB:.1f}, staging {self.staging / GIB:.1f}{engine}{where})"
+        )
+
     def lines(self) -> list[str]:
         """The plan for people."""
         rows = [(f"learner: {name}", size) for name, size in self.learner.items()]
@@ -162,7 +172,7 @@ def at_once(cfg: RunConfig) -> int:
 
 
 def engine_parts(cfg: RunConfig) -> dict[str, int]:
-    """Bytes of a vLLM on a GPU. Without `kv_cache_gb` its KV cache is whatever is left, and one sequence is the least."""
+    """Bytes of a vLLM on a GPU. Without `kv_cache_gb` its KV cache is what is left; one sequence is the least."""
     engine, model = cfg.rollout.engine, _model(cfg)
     assert isinstance(engine, vllm.Config)
     inner = model.intermediate_size
@@ -203,12 +213,7 @@ def settle(cfg: RunConfig, card: int | None) -> tuple[RunConfig, CardPlan | None
             return choice, made
         first = first or made
     assert first is not None
-    raise UserError(
-        f"This run does not fit the card: {first.missing / GIB:.1f} GiB too much.\n"
-        + "\n".join(first.lines())
-        + "\n"
-        + advice(cfg, card)
-    )
+    raise UserError(f"This run does not fit the card: {first.words()}. {advice(cfg, card)}")
 
 
 def fits(cfg: RunConfig, card: int) -> bool:
