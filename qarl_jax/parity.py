@@ -15,7 +15,7 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
 
 The first four are exact or broken. A linear layer must equal the engine's to the last bit under w8a8 and w4a8 (on CUDA,
 w4a8 has fp8 activations, and there is no such share), and on 99.8 % of outputs under w4a16; its relative error, and
-that of a block, must stay below the bounds of RELATIVE under every scheme. The last three are judged by k3 (below)
+that of a block, must stay below `live_layers.RELATIVE` under every scheme. The last three are judged by k3 (below)
 against `--max-k3`, or where the engine's own noise is larger what `allowance` says; the last must also beat the
 unaligned pair.
 Run it on your own model before a long run. Exit code 0: all promises kept; 1: one is broken (the first broken rung is
@@ -34,8 +34,9 @@ In a mixture of experts the tokens are scored with the experts the engine sent t
 once more with the learner's own choice: router logits are rounded to bf16, many tie, and an engine breaks ties its way.
 
 The engine runs as a run's does (CUDA graphs on a GPU, eagerly on a CPU; the ladder says which) and with the kernels it
-chooses; `--execution` and `--int4-kernel` compare others. `--execution eager,graphs` compares engines in two modes instead
-(`compare_modes`): from the same weights, prompts and seeds, every number must come out the same to the last bit.
+chooses; `--execution` and `--int4-kernel` compare others. `--execution eager,graphs` compares engines in two modes
+instead (`compare_modes`): from the same weights, prompts and seeds, every number must come out the same to the
+last bit.
 
 What is left out: single modules of a compiled engine (they are not called one by one), and top-p or top-k sampling.
 """
@@ -65,12 +66,6 @@ from qarl_jax.rollout.vllm import BrokenPromiseError, Config, VllmEngine, leave_
 from qarl_jax.types import Completion, Prompt, UserError, entry_point
 
 ENTROPY_FLOOR = 0.5  # nat
-# Smallest share of a linear layer's outputs that equal the engine's to the last bit. Integer sums are exact; a float
-# sum has an order of its own in every kernel.
-EQUAL = {"w8a8": 1.0, "w4a8": 1.0, "w4a16": 0.998}
-# Largest L2 norm of the differences over that of the outputs. bfloat16's own rounding error is 2^-9 of a value at most;
-# a block rounds some twenty times in a row.
-RELATIVE = {"linear layers": 2.0**-8, "blocks": 2.0**-6}
 _BATCH = 16  # rows scored at once
 Mode = Literal["auto", "eager", "graphs", "compiled"]
 _MODES: tuple[str, ...] = get_args(Mode)
@@ -232,17 +227,7 @@ def module_rungs(engine: VllmEngine, weights: PolicyWeights, scheme: str, prompt
         except UserError as error:  # a compiled engine, or a reply too large: not a broken promise
             yield Rung(name, None, str(error))
             continue
-        outputs = sum(d.count for d in found)
-        share = sum(d.equal * d.count for d in found) / outputs
-        worst = max(found, key=lambda d: d.relative)
-        ok = worst.relative <= RELATIVE[name] and (not linear or share >= EQUAL.get(scheme.partition(":")[0], 0.0))
-        yield Rung(
-            name,
-            ok,
-            f"{len(found)} modules, {share:.3%} of {outputs} outputs equal, largest difference "
-            f"{max(d.max_abs for d in found):.1e} ({max(d.max_ulp for d in found):.0f} ulp), relative error "
-            f"{worst.relative:.1e} in {worst.module}",
-        )
+        yield Rung(name, *live_layers.judge(found, scheme, linear))
 
 
 def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[Prompt]:
