@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 from qarl_bridge import contract
 
-from qarl_jax.quant import grouped
+from qarl_jax.quant import fused, grouped
 from qarl_jax.quant.arithmetic import matmul_precision, round_to, tile_matmul
 from qarl_jax.quant.numerics import Numerics
 from qarl_jax.quant.qtensor import QTensor
@@ -138,6 +138,12 @@ class Dense:
         ]
         return round_to(functools.reduce(jnp.add, sums), out_dtype)
 
+    def linear(self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
+        """[M, K], [N, K], [1, N] -> bf(x w^T + b), summed in the parts of `numerics`; rounded, or the float32 to round."""
+        if fused.serves("bf16", x, w.shape, numerics):
+            return fused.floating(x, w.astype(x.dtype), bias, parts=numerics.parts)
+        return _with_bias(self, x, w, bias, numerics)
+
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """float8 [M, K], float8 [N, K] -> float32 [M, N]."""
         return _float_dot_general(x, w, _CONTRACT_LAST, jnp.float32)
@@ -202,6 +208,10 @@ class Ragged:
         # Where inner values stay float32 the operands come upcast (`Linear.of_experts`) and hold bfloat16 values still.
         tiled = self._by_expert(lambda x, w_NK: round_to(tile_matmul(x, w_NK), out_dtype), out_dtype)
         return lax.platform_dependent(x, w, cpu=tiled, default=plain) if self.tiles else plain(x, w)
+
+    def linear(self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
+        """As in `Dense`, in the kernel's own order."""
+        return _with_bias(self, x, w, bias, numerics)
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """float8 [M, K], float8 [E, N, K] -> float32 [M, N]."""
@@ -278,6 +288,12 @@ class Ragged:
         return lax.platform_dependent(lhs, rhs, tpu=ragged, default=by_expert, **platforms)
 
 
+def _with_bias(product: Any, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
+    if bias is None:
+        return product.floating(x, w, x.dtype, parts=numerics.parts)
+    return product.floating(x, w, parts=numerics.parts) + bias
+
+
 def _rounded(ragged: Any, out_dtype: Any, gradient: bool) -> Any:
     """A ragged product of floats, accumulated in float32, rounded once."""
 
@@ -306,10 +322,7 @@ def _forward(product, spec: _Spec, x, master, qtensor, bias):
     bias = None if bias is None else bias.astype(jnp.float32)[None, :]
     if not isinstance(qtensor, QTensor):
         w = master.astype(x.dtype) if qtensor is None else qtensor
-        parts = spec.numerics.parts
-        if bias is None:
-            return product.floating(x, w, x.dtype, parts=parts), (x, w)
-        return product.floating(x, w, parts=parts) + bias, (x, w)
+        return product.linear(x, w, bias, spec.numerics), (x, w)
     y, saved = module_of(qtensor.scheme).forward(x, qtensor, bias, numerics=spec.numerics, product=product)
     return y, (saved, qtensor)
 

@@ -7,6 +7,9 @@ its accumulator in registers writes two bytes per output instead of writing and 
 alone: every form is equal to the bit. In a step of Qwen3-8B (16,384 tokens, one H200) the kernel's products take 153
 ms of 1.41 s, 1,490 TFLOP/s; with XLA's it was 1.53 s, when more of the rest was in the way (docs/scaling.md).
 
+**bf16, and w4a16's bf16(q s).** Under `cuda` alone: the kernel adds K up in the contract's parts for any number of
+rows, where XLA's library cuts K by a rule of its own when rows are few, and passes over memory once a part.
+
 **fp8.** The kernel changes bits: it accumulates as the engine's does (`hopper_product.py`), which XLA's products of few
 rows do not. Under `plain` it makes few and many rows alike, which XLA's are not.
 
@@ -52,7 +55,7 @@ class Kernels:
     rows: Rows = "xla"
 
 
-_FASTEST = {"w8a8": Kernels(product="hopper"), "fp8": Kernels(product="hopper")}
+_FASTEST = {name: Kernels(product="hopper") for name in ("w8a8", "fp8", "bf16")}
 # By scheme. None: XLA's form everywhere.
 CHOSEN: dict[str, Kernels | None] = dict(_FASTEST)
 # Of w8a8: below, reading the weight takes most of the time, and there is little to write.
@@ -83,13 +86,13 @@ def choose(scheme: str, text: str) -> None:
     if text == "xla" and scheme in CHOSEN:
         CHOSEN[scheme] = None
     elif (scheme == "w8a8" and product in get_args(Product) and rows in get_args(Rows)) or (
-        (scheme, product, rows) == ("fp8", "hopper", "xla")
+        scheme in ("fp8", "bf16") and (product, rows) == ("hopper", "xla")
     ):
         CHOSEN[scheme] = Kernels(product=product, rows=rows)  # type: ignore[arg-type]
     else:
         raise UserError(
             f"no kernels {text!r} for {scheme!r}: w8a8 takes xla, triton or hopper, the last two also with /triton "
-            "behind them, and fp8 takes xla or hopper"
+            "behind them, and fp8 and bf16 take xla or hopper"
         )
 
 
@@ -112,6 +115,8 @@ def serves(scheme: str, x: jax.Array, weight: tuple[int, ...], numerics: Numeric
     split = _split(x.shape[0], weight[0])
     if split is None:
         return False
+    if scheme == "bf16":
+        return numerics.profile == "cuda"
     if scheme == "fp8":
         return numerics.profile in ("cuda", "plain") and all(size % _CUTLASS == 0 for size in weight)
     if numerics.amax_floor or numerics.code_from_rounded_scale or not numerics.bias_fused:
@@ -216,6 +221,28 @@ def _local(
     b = None if bias is None else bias[0]
     y = int8_kernels.product(x_q, s_x, w_q, s_w[:, 0], b, rescale_order=order, interpret=interpret)
     return _run_once(y), (x_q, s_x)
+
+
+# ---- bf16 ------------------------------------------------------------------------------------------------------------
+
+
+def floating(
+    x: Float[Array, "M K"],
+    w: Float[Array, "N K"],
+    bias: Float[Array, "1 N"] | None,
+    *,
+    parts: int,
+    interpret: Any = None,
+) -> Float[Array, "M N"]:
+    """bf(acc + b) of bfloat16 operands and a float32 bias, acc in the contract's `parts` of K."""
+    from qarl_jax.quant import hopper_product
+
+    def local(x, w, bias=None):
+        b = None if bias is None else bias[0]
+        return _run_once(hopper_product.float_product(x, w, b, parts=parts, interpret=interpret))
+
+    operands = (x, w) if bias is None else (x, w, bias)
+    return _on_mesh(local, operands, (_BATCH, _WEIGHT, _BIAS), _RESULT, w.shape[0])
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------

@@ -55,9 +55,7 @@ check, quantize, dequantize = int4.check, int4.quantize, int4.dequantize
 def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     """The engine's layer; arguments and results as in `w8a8.forward`."""
     w = dequantize(qt).astype(jnp.bfloat16)
-    if bias is None:
-        return product.floating(x, w, x.dtype, parts=numerics.parts), x
-    return product.floating(x, w, parts=numerics.parts) + bias, x
+    return product.linear(x, w, bias, numerics), x
 
 
 def saved_activation(saved, dtype):
