@@ -32,11 +32,13 @@ import jax
 import numpy as np
 from packaging.requirements import Requirement
 
-from qarl_jax import build, config, data, models, plan, quant
-from qarl_jax.config import RunConfig
-from qarl_jax.models import hf
+from qarl_jax import data, models, quant
+from qarl_jax.models.hf import weights as hf
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant.dot import Dense
+from qarl_jax.run import build, config
+from qarl_jax.run import memory_plan as plan
+from qarl_jax.run.config import RunConfig
 from qarl_jax.types import UserError, entry_point
 
 Status = Literal["ok", "warn", "fail"]

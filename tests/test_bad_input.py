@@ -21,7 +21,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from qarl_jax import data, train
-from qarl_jax.checkpoint import Checkpoints
+from qarl_jax.run.checkpoint import Checkpoints
 
 ALPHABET = "0123456789+-*= "
 HIDDEN = {

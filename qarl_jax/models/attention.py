@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from qarl_jax.models.fused_attention import (
+from qarl_jax.kernels.attention_vendor import (
     cudnn_attention,
     cudnn_packs,
     flash3_lacks,
@@ -32,8 +32,8 @@ from qarl_jax.models.fused_attention import (
     split_by_hand,
 )
 from qarl_jax.models.layers import ATTENTION_OUTPUT, store, store_truncated
+from qarl_jax.numerics.float32 import add_separately, matmul_precision, round_bf16, tile_product
 from qarl_jax.quant import Numerics
-from qarl_jax.quant.arithmetic import add_separately, matmul_precision, round_bf16, tile_product
 
 # Queries handled at once: bounds the live scores to [B, N, chunk, keys]. At most 16 chunks bound the compile time.
 _QUERY_CHUNK = 512
@@ -140,7 +140,7 @@ def _flash3(
     segments: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
     """FlashAttention-3's order; the gradient is that of `backward`, another implementation, recomputed."""
-    from qarl_jax.models.flash3 import flash3_attention  # Pallas' Triton, which not every JAX has
+    from qarl_jax.kernels.attention_flash3 import flash3_attention  # Pallas' Triton, which not every JAX has
 
     local = functools.partial(flash3_attention, block=flash_block(q.shape[-1]), interpret=interpret)
     return split_by_hand(local, q, k, v, segment_ids)

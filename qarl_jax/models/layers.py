@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from qarl_jax import quant
 from qarl_jax.models.config import ModelConfig
-from qarl_jax.quant.arithmetic import divide
-from qarl_jax.sharding import constrain
+from qarl_jax.numerics.float32 import divide
+from qarl_jax.runtime.mesh import constrain
 
 # Names under which the recomputation policies of `transformer.py` know what a layer computes.
 LINEAR_OUTPUT = "linear"  # what every linear layer stores

@@ -30,8 +30,8 @@ from jaxtyping import Array, Float, Int
 
 from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.layers import Linear, normal, silu_and_mul, store
-from qarl_jax.quant.arithmetic import tile_matmul
-from qarl_jax.sharding import constrain, spec_in_use
+from qarl_jax.numerics.float32 import tile_matmul
+from qarl_jax.runtime.mesh import constrain, spec_in_use
 
 
 class Router(nnx.Module):

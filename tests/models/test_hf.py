@@ -27,9 +27,9 @@ from qarl_jax.models import (
     split,
     with_scheme,
 )
-from qarl_jax.models.safetensors import SafetensorsFile
+from qarl_jax.models.hf.safetensors import SafetensorsFile
 from qarl_jax.quant import QTensor
-from qarl_jax.sharding import make_mesh
+from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import UserError
 from tests.reference import hf_models
 

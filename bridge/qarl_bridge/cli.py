@@ -1,0 +1,174 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The bridge as a process: its command line, its model folder, its end. `python -m qarl_bridge --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from qarl_bridge.engine.versions import INT4_KERNELS
+from qarl_bridge.protocol import expert_stacks, messages
+from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server.bridge import Bridge
+from qarl_bridge.server.engine_api import Engine
+from qarl_bridge.transport.zeromq import Listener
+
+
+def read_folder(path: str) -> tuple[dict[str, Any], dict[str, messages.Expected], bool]:
+    """(config.json, expected tensors, whether the folder holds weights).
+
+    The tensors come from the safetensors headers, or, for a folder without weights, from its tensors.json.
+    """
+    try:
+        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
+            config = json.load(file)
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
+        names = sorted(n for n in os.listdir(path) if n.endswith(".safetensors"))
+    except (OSError, ValueError) as error:
+        raise BridgeError(f"{path} is not a model folder: {error}", "setup") from None
+    if names:
+        expected: dict[str, messages.Expected] = {}
+        for name in names:
+            expected |= messages.expected_from_safetensors(os.path.join(path, name))
+        return config, expert_stacks.expected(expected), True
+    try:
+        with open(os.path.join(path, "tensors.json"), "rb") as file:
+            listed = msgspec.json.decode(file.read(), type=list[messages.Expected])
+    except (OSError, msgspec.DecodeError) as error:
+        raise BridgeError(f"{path} holds neither safetensors nor a readable tensors.json: {error}", "setup") from None
+    return config, {entry.name: entry for entry in listed}, False
+
+
+def _watch_parent(pid: int, on_death: Callable[[], None]) -> None:
+    """Stop when the trainer that started this bridge is gone.
+
+    Polling getppid rather than PR_SET_PDEATHSIG: the latter fires when the *thread* that spawned us ends.
+    """
+
+    def loop() -> None:
+        while os.getppid() == pid:
+            time.sleep(0.5)
+        on_death()
+        time.sleep(5.0)
+        os._exit(4)  # the engine thread did not come back in time (a long load, a long step)
+
+    threading.Thread(target=loop, daemon=True, name="parent").start()
+
+
+def _log(line: str) -> None:
+    print(f"[qarl_bridge] {line}", file=sys.stderr, flush=True)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Command line of `python -m qarl_bridge`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m qarl_bridge", description="Owns one vLLM engine for a qarl_jax trainer."
+    )
+    parser.add_argument("--socket", required=True, help="path of a unix socket, or tcp://host:port")
+    parser.add_argument("--model", required=True, help="model folder (config.json with safetensors or tensors.json)")
+    parser.add_argument(
+        "--key-file", required=True, help="64 hexadecimal digits, mode 0600; created if missing (unix only)"
+    )
+    parser.add_argument("--engine", choices=("vllm", "fake"), default="vllm", help="fake: a toy, to test a set-up")
+    parser.add_argument("--parent-pid", type=int, default=0, help="exit when this process, the parent, is gone")
+    parser.add_argument("--max-model-len", type=int, default=0, help="longest prompt + response; 0: the model's own")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="most sequences decoded together")
+    parser.add_argument("--kv-cache-gb", type=float, default=0.0, help="KV cache size; 0: vLLM decides")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.5, help="fraction of device memory vLLM may use"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--execution", choices=("eager", "compiled"), default="eager", help="eager is what the learner mirrors"
+    )
+    parser.add_argument(
+        "--int4-kernel", choices=INT4_KERNELS, default="auto", help="which of vLLM's CUDA kernels for int4 weights"
+    )
+    parser.add_argument("--loader", choices=("auto", "vllm"), default="auto", help="vllm: never load whole modules")
+    parser.add_argument("--profile", default="", help="folder for a profile of every load and read-back")
+    parser.add_argument(
+        "--record-routing", action="store_true", help="return the experts each token was sent to (eager, MoE only)"
+    )
+    parser.add_argument(
+        "--split-attention", action="store_true", help="leave it to FlashAttention to split long sequences (CUDA)"
+    )
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: all this process may use")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a bridge; returns the exit code (0 stopped, 2 user error, 3 engine failed)."""
+    args = build_parser().parse_args(argv)
+    try:
+        kind, _ = messages.parse_address(args.socket)
+        if args.parent_pid and os.getppid() != args.parent_pid:
+            return 0
+        if not os.path.exists(args.key_file):
+            if kind == "tcp":
+                raise BridgeError(f"a TCP bridge needs an existing key file; {args.key_file} does not exist", "auth")
+            messages.create_key(args.key_file)
+        key = messages.read_key(args.key_file)
+        config, expected, has_weights = read_folder(args.model)
+        listener = Listener(args.socket, key)  # before the slow part: a taken address fails at once
+    except BridgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    bridge: Bridge | None = None
+    stopped = False
+
+    def stop(*_: Any) -> None:
+        nonlocal stopped
+        stopped = True
+        if bridge is not None:
+            bridge.stop()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    if args.parent_pid:
+        _watch_parent(args.parent_pid, stop)
+    try:
+        started = time.perf_counter()
+        engine: Engine
+        if args.engine == "fake":
+            from qarl_bridge.server.fake_engine import FakeEngine
+
+            engine = FakeEngine(config, expected, has_weights=has_weights, max_model_len=args.max_model_len or 4096)
+        else:
+            from qarl_bridge.engine.engine import Options, VllmEngine
+
+            options = Options(
+                max_model_len=args.max_model_len,
+                max_num_seqs=args.max_num_seqs,
+                kv_cache_gb=args.kv_cache_gb,
+                gpu_memory_utilization=args.gpu_memory_utilization,
+                seed=args.seed,
+                threads=args.threads,
+                execution=args.execution,
+                int4_kernel=args.int4_kernel,
+                record_routing=args.record_routing,
+                split_attention=args.split_attention,
+                loader=args.loader,
+            )
+            engine = VllmEngine(args.model, config, expected, has_weights=has_weights, options=options)
+        bridge = Bridge(engine, _log, profile=args.profile)
+        if stopped:
+            bridge.stop()
+        _log(f"ready on {args.socket} after {time.perf_counter() - started:.1f} s: {engine.facts.profile}")
+        bridge.serve(listener)
+        return bridge.run()
+    except BridgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        listener.close()
