@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from qarl_jax.models.layers import ATTENTION_OUTPUT, store
-from qarl_jax.quant import Numerics
+from qarl_jax.numerics.engine import Numerics
+from qarl_jax.numerics.float32 import round_to
 from qarl_jax.runtime.mesh import BATCH_AXES, is_hopper
+from qarl_jax.runtime.remat import ATTENTION_OUTPUT
 from qarl_jax.types import UserError
 
 _BLOCK = 512  # of queries and of keys in splash attention, where the row is a multiple of it
@@ -179,7 +180,7 @@ def splash_attention(
         K = k.shape[2]
         kernel = _splash_kernel(T, N // K, interpret)
         # The kernel does not scale; in float32 and rounded once, as its products take the compute dtype.
-        q = store(q.astype(jnp.float32) * jnp.float32(H**-0.5), q.dtype)
+        q = round_to(q.astype(jnp.float32) * jnp.float32(H**-0.5), q.dtype)
         q_BKGTH = jnp.transpose(q.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
         k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k, v))
 

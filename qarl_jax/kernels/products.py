@@ -27,7 +27,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from qarl_jax.numerics.engine import Numerics
-from qarl_jax.quant.schemes.int8_rows import quantize_rows
+from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.runtime.mesh import BATCH_AXES, is_hopper, on_one_device
 from qarl_jax.types import UserError
 
@@ -208,6 +208,8 @@ def _local(
         x_q, s_x = quantize_rows(x)  # no barrier: a backward that recomputes codes reads them dequantized
     order = numerics.rescale_order
     if kernels.product == "hopper" and bias is None:
+        from qarl_jax.kernels import product_hopper  # Pallas' Mosaic GPU, which not every JAX has
+
         n, k = w_q.shape
         if product_hopper.fits(x.shape[0], n, k):
             return _run_once(product_hopper.product(x_q, s_x, w_q, s_w[:, 0], rescale_order=order)), (x_q, s_x)

@@ -31,9 +31,9 @@ from qarl_jax.kernels.attention_vendor import (
     splash_attention,
     split_by_hand,
 )
-from qarl_jax.models.layers import ATTENTION_OUTPUT, store, store_truncated
-from qarl_jax.numerics.float32 import add_separately, matmul_precision, round_bf16, tile_product
+from qarl_jax.numerics.float32 import add_separately, matmul_precision, round_bf16, round_to, tile_product, truncate_to
 from qarl_jax.quant import Numerics
+from qarl_jax.runtime.remat import ATTENTION_OUTPUT
 
 # Queries handled at once: bounds the live scores to [B, N, chunk, keys]. At most 16 chunks bound the compile time.
 _QUERY_CHUNK = 512
@@ -183,13 +183,13 @@ def _attend(
     the kernel works in blocks -> [B, T, K, G, H]."""
     dtype = q.dtype
     if blocks is not None and dtype == jnp.bfloat16:
-        return store(_block_attention(q, k, v, seen, blocks), dtype)
+        return round_to(_block_attention(q, k, v, seen, blocks), dtype)
     if numerics.vector_attention:
         out = _attend_in_order(numerics, *(x.astype(jnp.float32) for x in (q, k, v)), seen)
-        return (store_truncated if numerics.truncates else store)(out, dtype)
+        return (truncate_to if numerics.truncates else round_to)(out, dtype)
     if numerics.tile_sums and dtype == jnp.bfloat16:
-        return store(_attend_in_order(numerics, q, k, v, seen), dtype)
-    return store(_softmax_attention(q, k, v, seen), dtype)
+        return round_to(_attend_in_order(numerics, q, k, v, seen), dtype)
+    return round_to(_softmax_attention(q, k, v, seen), dtype)
 
 
 def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
@@ -201,7 +201,9 @@ def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
     # The maximum only guards exp against overflow; it cancels, so no gradient flows through it.
     p = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
     total = jnp.moveaxis(p.sum(axis=-1), 3, 1)[..., None]
-    out = jnp.einsum("bkgts,bskh->btkgh", store(p, dtype), v, precision=precision, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "bkgts,bskh->btkgh", round_to(p, dtype), v, precision=precision, preferred_element_type=jnp.float32
+    )
     return out / total
 
 

@@ -26,25 +26,18 @@ from qarl_jax import quant
 from qarl_jax.kernels.attention_vendor import can_decode, runs
 from qarl_jax.models.attention import attention
 from qarl_jax.models.config import ModelConfig
-from qarl_jax.models.layers import (
+from qarl_jax.models.layers import Linear, Quantized, RMSNorm, apply_rope, lookup, normal, rope_table, silu_and_mul
+from qarl_jax.models.moe import MoE
+from qarl_jax.numerics.float32 import matmul_precision
+from qarl_jax.runtime.mesh import constrain
+from qarl_jax.runtime.remat import (
     ATTENTION_INPUT,
     ATTENTION_OUTPUT,
     INVERSE_RMS,
     LINEAR_OUTPUT,
     MIXER_OUTPUT,
-    Linear,
-    Quantized,
-    RMSNorm,
-    apply_rope,
-    lookup,
-    normal,
-    rope_table,
-    silu_and_mul,
+    ROW_ABSMAX,
 )
-from qarl_jax.models.moe import MoE
-from qarl_jax.numerics.float32 import matmul_precision
-from qarl_jax.quant.schemes.int8_rows import ROW_ABSMAX
-from qarl_jax.runtime.mesh import constrain
 
 # (q, k, v) -> (attention output, whatever the caller keeps of k and v)
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]

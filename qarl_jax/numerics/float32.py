@@ -50,6 +50,15 @@ def round_to(x: Float[Array | np.ndarray, "*S"], dtype: Any) -> Float[Array, "*S
     return jnp.asarray(x).astype(dtype)
 
 
+def truncate_to(x: Float[Array, "*S"], dtype: Any) -> Float[Array, "*S"]:
+    """As `round_to`, but bfloat16 is reached by dropping the low 16 bits (rounding toward zero); the gradient is 1."""
+    if jnp.dtype(dtype) == jnp.bfloat16 and x.dtype == jnp.float32:
+        bits = lax.bitcast_convert_type(lax.stop_gradient(x), jnp.uint32) & jnp.uint32(0xFFFF0000)
+        # x + (truncated - x) is exact, hence equal to truncated: both subtraction and addition stay within an ulp of x.
+        x = x + (lax.bitcast_convert_type(bits, jnp.float32) - lax.stop_gradient(x))
+    return round_to(x, dtype)
+
+
 def round_bf16(x: Float[Array | np.ndarray, "*S"]) -> Float[Array, "*S"]:
     """float32 -> the nearest bfloat16 value (ties to even), still stored as float32."""
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)

@@ -110,6 +110,7 @@ def test_a_version_on_a_device_with_a_bad_scale_is_refused(bad):
     torch = pytest.importorskip("torch")
     from qarl_bridge.client import sender
     from qarl_bridge.protocol.errors import BridgeError
+    from qarl_bridge.server import staged_gpu
 
     name = "model.layers.0.self_attn.k_proj.weight_scale"
     scale = bridge_world.tensors(0)[name]
@@ -135,6 +136,7 @@ def test_tensors_that_are_looked_at_together_are_told_apart(dtype, bad):
     from qarl_bridge.client import sender
     from qarl_bridge.protocol import messages
     from qarl_bridge.protocol.errors import BridgeError
+    from qarl_bridge.server import staged_gpu
 
     numpy_dtype = messages.DTYPES[dtype]
     arrays = {}
@@ -171,6 +173,7 @@ def test_tensors_that_are_looked_at_together_are_told_apart(dtype, bad):
 
 def test_torch_computes_the_same_sums():
     torch = pytest.importorskip("torch")
+    from qarl_bridge.server import staged_gpu
 
     data = np.random.default_rng(2).integers(0, 256, 5 * ROW, np.uint8)
     got = staged_gpu.row_sums(torch.from_numpy(data))

@@ -17,10 +17,11 @@ from qarl_jax import quant
 from qarl_jax.kernels import product_hopper, product_triton, products
 from qarl_jax.kernels.product_triton import TILES, Tile, tile_for
 from qarl_jax.kernels.products import Kernels
+from qarl_jax.numerics import rows
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.quant import Numerics
 from qarl_jax.quant.dot import Dense
-from qarl_jax.quant.schemes import int8_rows, w8a8
+from qarl_jax.quant.schemes import w8a8
 from qarl_jax.runtime import mesh as sharding
 from tests.reference import one_layer
 from tests.reference.one_layer import CUDA, assert_equal_bits
@@ -96,7 +97,7 @@ def test_the_largest_sums_do_not_overflow():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_activation_codes_and_scales_are_those_of_the_scheme(k, dtype):
     x, _, _ = operands(9, 4, k, dtype=dtype)
-    assert_equal_bits(product_triton.quantize_rows(x, interpret=True), jax.jit(int8_rows.quantize_rows)(x))
+    assert_equal_bits(product_triton.quantize_rows(x, interpret=True), jax.jit(rows.quantize_rows)(x))
 
 
 @pytest.mark.parametrize("kernels", [Kernels(), BOTH], ids=str)
@@ -321,7 +322,7 @@ def test_on_a_hopper_gpu(shape, bias, kernels):
     layer = jax.jit(functools.partial(products.layer, numerics=CUDA, kernels=kernels))
     assert_equal_bits(layer(x, qt.qvalue, qt.scale, b), scheme(x, qt, b))
     for tile in (Tile(m=128, n=256, warps=8), dataclasses.replace(Tile(), group=1)):
-        x_q, s_x = jax.jit(int8_rows.quantize_rows)(x)
+        x_q, s_x = jax.jit(rows.quantize_rows)(x)
         product = jax.jit(functools.partial(product_triton.product, tile=tile))
         got = product(x_q, s_x, qt.qvalue, qt.scale[:, 0], None if b is None else b[0])
         assert_equal_bits(got, scheme(x, qt, b)[0])

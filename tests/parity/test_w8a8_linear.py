@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from qarl_jax import quant
-from qarl_jax.quant.schemes import int8_rows, w8a8
+from qarl_jax.numerics import rows as int8_rows
+from qarl_jax.quant.schemes import w8a8
 from tests.reference import quant_reference as ref
 
 pytestmark = pytest.mark.vllm

@@ -9,8 +9,8 @@ import pytest
 
 from qarl_jax import quant
 from qarl_jax.numerics.float32 import divide, round_to
+from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.quant.schemes.fp8 import to_e4m3
-from qarl_jax.quant.schemes.int8_rows import quantize_rows
 from tests.reference import quant_reference as ref
 
 pytestmark = [

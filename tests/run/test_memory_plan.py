@@ -303,7 +303,7 @@ def test_the_plan_says_how_a_card_is_shared(world, monkeypatch):
         first, second = memory_plan.colocation(with_vllm(world, gpu_memory_utilization=0.9, **apart))
         assert ("on GPU 1: 90% of it" if "visible_gpus" in apart else "of the bridge at tcp://h:1: 90%") in first
         assert "over NCCL" in second
-        assert f"{memory_plan.published_bytes(far) / plan.GIB:.3f} GiB" in second
+        assert f"{memory_plan.published_bytes(far) / memory_plan.GIB:.3f} GiB" in second
     assert "host memory" in memory_plan.colocation(with_vllm(world, visible_gpus="1", transport="host"))[1]
 
 

@@ -375,17 +375,23 @@ class VllmEngine:
         if memory.device != self.facts.device:
             raise BridgeError("the trainer's arrays and this engine lie on different GPUs", "unshared")
 
+        from qarl_bridge.server import staged_gpu
+
         return staged_gpu.open_version(manifest, memory)
 
     def forget_trainer(self) -> None:
         """Unmap buffers of the trainer's on this engine's GPU that no version lies in; see device.py."""
         if self.facts.device:
+            from qarl_bridge.server import staged_gpu
+
             staged_gpu.forget_trainer()
 
     def receive(self, manifest: messages.Manifest, memory: messages.NcclMemory, check: Callable[[], None]) -> Copy:
         """A version from another GPU, into memory of this engine's; see device.py."""
         if self._receiver is None:
             raise BridgeError("this engine runs on a CPU", "unshared")
+
+        from qarl_bridge.server import staged_gpu
 
         return staged_gpu.receive_version(self._receiver, manifest, memory, check)
 

@@ -42,10 +42,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from qarl_jax.kernels import products
+from qarl_jax.numerics import rows
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.float32 import divide, round_bf16, round_to
 from qarl_jax.quant.qtensor import QTensor
-from qarl_jax.quant.schemes import int8_rows
 
 NAME = "fp8"
 ACTIVATION_BITS = 8
@@ -98,7 +98,7 @@ def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
 def quantize_rows(x: Float[Array, "M K"], numerics: Numerics) -> tuple[Float[Array, "M K"], Float[Array, "M 1"]]:
     """Dynamic per-token codes float8_e4m3fn and scales float32."""
     x = x.astype(jnp.float32)
-    amax = int8_rows.row_absmax(x)
+    amax = rows.row_absmax(x)
     scale = jnp.maximum(divide(amax, jnp.full_like(amax, _MAX)), _MIN_ACTIVATION_SCALE)
     scaled = divide(x, scale) if numerics.fp8_divides else x * divide(jnp.ones_like(scale), scale)
     return to_e4m3(scaled), scale
@@ -122,4 +122,4 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     return lax.platform_dependent(*operands, cuda=products.float8, default=rounded), (x_q, s_x)
 
 
-saved_activation = int8_rows.saved_activation
+saved_activation = rows.saved_activation

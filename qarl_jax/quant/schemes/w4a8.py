@@ -42,11 +42,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from qarl_jax.numerics import rows
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.float32 import fused_multiply_add, unpack_int4
+from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.quant.qtensor import QTensor
-from qarl_jax.quant.schemes import int4_grid, int8_rows
-from qarl_jax.quant.schemes.int8_rows import quantize_rows
+from qarl_jax.quant.schemes import int4_grid
 
 NAME = "w4a8"
 ACTIVATION_BITS = 8
@@ -86,4 +87,4 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     return y, (x_q, s_x)
 
 
-saved_activation = int8_rows.saved_activation
+saved_activation = rows.saved_activation

@@ -70,10 +70,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from qarl_jax.numerics import rows
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.float32 import divide, pack_int4, round_bf16, round_to, unpack_int4
 from qarl_jax.quant.qtensor import QTensor
-from qarl_jax.quant.schemes import fp8, int4_grid, int8_rows
+from qarl_jax.quant.schemes import fp8, int4_grid
 from qarl_jax.types import UserError
 
 NAME = "w4a8_fp8"
@@ -172,4 +173,4 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     return y, (x_q, s_x)
 
 
-saved_activation = int8_rows.saved_activation
+saved_activation = rows.saved_activation

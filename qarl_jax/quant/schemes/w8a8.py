@@ -42,11 +42,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from qarl_jax.kernels import products
+from qarl_jax.numerics import rows
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.float32 import add_separately, divide, fused_multiply_add, round_bf16, round_to
+from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.quant.qtensor import QTensor
-from qarl_jax.quant.schemes import int8_rows
-from qarl_jax.quant.schemes.int8_rows import quantize_rows
 
 NAME = "w8a8"
 ACTIVATION_BITS = 8
@@ -131,4 +131,4 @@ def rescale(acc, s_x, s_w, bias, numerics: Numerics):
 
 def saved_activation(saved, dtype):
     """The activations the forward really used: [M, K]."""
-    return int8_rows.saved_activation(saved, dtype) if isinstance(saved, tuple) else saved.astype(dtype)
+    return rows.saved_activation(saved, dtype) if isinstance(saved, tuple) else saved.astype(dtype)

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Dynamic int8 activations, one scale per token: the half that `w8a8` and `w4a8` share."""
+"""Activations coded in eight bits, one dynamic scale per row (a token): int8, and what fp8 shares with it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
 from qarl_jax.numerics.float32 import divide
-
-ROW_ABSMAX = "row_absmax"  # in a policy of `jax.checkpoint`: four bytes a row spare the backward a pass over them
+from qarl_jax.runtime.remat import ROW_ABSMAX
 
 
 def row_absmax(x: Float[Array, "M K"]) -> Float[Array, "M 1"]:
