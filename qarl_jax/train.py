@@ -43,12 +43,12 @@ from qarl_jax.metrics import Metric
 from qarl_jax.models import invariant_scaling
 from qarl_jax.observe import error_tokens, flops, recorder, terminal, token_trace
 from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, dynamic_sampling, partial_rollouts
-from qarl_jax.run import build, config, memory_plan
+from qarl_jax.run import build, card, config, memory_plan
 from qarl_jax.run import evaluation as evaluations
-from qarl_jax.run.checkpoint import Checkpoints
+from qarl_jax.run.checkpoint import Checkpoints, DamagedCheckpointError, Restored
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import compilation, processes
-from qarl_jax.types import Completion, Prompt, RolloutGroup, entry_point
+from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, entry_point
 
 # Reported once more over the updates after a step's first, where alone the ratio bands can act (the first has ratio 1).
 LATER = ("clip/", "loss/ratio", "loss/seq_ratio", "proximal/")
@@ -127,8 +127,8 @@ def run(cfg: RunConfig) -> None:
             return state.entries() | (critic.entries() if critic is not None else {})
 
         start, unfinished = 0, None
-        if resumed:
-            restored = checkpoints.restore(entries())
+        restored = restore(cfg, checkpoints, observer, entries())
+        if restored is not None:
             stream.check_state(restored.extra["data"])
             state, start = TrainState(**{name: restored.state[name] for name in state.entries()}), restored.step
             if critic is not None:
@@ -198,6 +198,7 @@ def run(cfg: RunConfig) -> None:
                 return engine.extend(requests, sampling=dataclasses.replace(sampling, max_response_len=chunk))
 
         for step in range(start, cfg.train.steps):
+            checkpoints.check()
             timer.take()
             if step == start + 1:
                 recompiles.take()  # a process's first step warms up
@@ -274,6 +275,38 @@ def run(cfg: RunConfig) -> None:
                 return
         checkpoints.wait()
         processes.from_first(lambda: observer.say(summary(cfg)))
+
+
+def restore(
+    cfg: RunConfig, checkpoints: Checkpoints, observer: recorder.Observer | recorder.Silent, state: dict[str, Any]
+) -> Restored | None:
+    """The run's newest whole checkpoint, read into `state`; None: it begins at step 0.
+
+    Raises:
+      UserError: there were checkpoints and none is whole, unless `checkpoint.start_over` says to begin anew.
+    """
+    latest = processes.from_first(observer.latest)
+    if processes.from_first(checkpoints.steps):
+        try:
+            return checkpoints.restore(state)
+        except DamagedCheckpointError as damage:
+            lost = str(damage)
+    elif latest is None:
+        return None
+    elif checkpoints.must_have_saved(latest + 1):
+        lost = f"{cfg.run_dir} has records up to step {latest}, but its checkpoints are gone."
+    else:
+        observer.say(f"no checkpoint had been saved when this run ended at step {latest}: it begins at step 0 again")
+        return None
+    if not cfg.checkpoint.start_over:
+        raise UserError(
+            f"{lost} Put one back, or name another run_dir; checkpoint.start_over=true begins at step 0 and keeps the"
+            " old records aside."
+        )
+    with processes.together():
+        observer.set_aside()
+    observer.say(f"{lost} The run begins at step 0; its old records are kept as *.jsonl.old-*")
+    return None
 
 
 class Publisher:
@@ -526,17 +559,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="YAML file (see configs/)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plans, then stop")
+    parser.add_argument("--card-gb", type=float, help="with --dry-run: plan for a card of that many GiB")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides)
     if not args.dry_run:
         processes.start(cfg.distributed)  # before anything asks JAX for its devices
+    found = card.card_bytes() if args.card_gb is None else int(args.card_gb * 2**30)
+    cfg, shared = card.settle(cfg, found)  # a run that does not fit ends here
+    if shared is not None and not args.dry_run:
+        shared.keep()
     if cfg.model.remat == "auto":  # only then: a dry run of any other config leaves the device alone
         cfg = memory_plan.with_remat(cfg, memory_plan.device_bytes(cfg))
     if args.dry_run:
         print(config.to_yaml(cfg))
     if args.dry_run or processes.is_first():
         print(config.describe(cfg))
+        print("\n".join(shared.lines() if shared is not None else ()), end="\n" * (shared is not None))
     if args.dry_run:
         print(memory_plan.describe(cfg))
         return 0

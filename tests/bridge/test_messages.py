@@ -13,6 +13,7 @@ from qarl_bridge.protocol import fingerprint, messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.transport import shm
 
+from qarl_jax.rollout.vllm.engine import Config
 from tests.reference import bridge_world
 
 
@@ -181,3 +182,27 @@ def test_expected_tensors_are_read_from_a_safetensors_header(tmp_path):
         file.truncate(20)
     with pytest.raises(BridgeError, match="safetensors header"):
         messages.expected_from_safetensors(path)
+
+
+def test_engine_options_cross_as_json_and_a_subclass_adds_nothing():
+    options = messages.EngineOptions(max_num_seqs=8, kv_cache_gb=20, execution="graphs", record_routing=True)
+    assert messages.EngineOptions.from_json(options.to_json()) == options
+    assert messages.EngineOptions.from_json("{}") == messages.EngineOptions()
+    config = Config(transport="host", profile="/p")
+    assert messages.EngineOptions.from_json(config.to_json()) == messages.EngineOptions(profile="/p")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "engine options"),
+        ('{"max_num_seq": 3}', "there is no 'max_num_seq'"),
+        ('{"execution": "fast"}', "execution"),
+        ('{"max_num_seqs": 0}', "must be positive"),
+        ('{"record_routing": true, "execution": "compiled"}', "cannot record routed experts"),
+    ],
+)
+def test_engine_options_that_cannot_be_meant_are_refused(text, said):
+    with pytest.raises(BridgeError, match=said) as caught:
+        messages.EngineOptions.from_json(text)
+    assert caught.value.code == "setup"

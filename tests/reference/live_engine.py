@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from qarl_bridge.client import sender
 from qarl_bridge.engine import fast_load
-from qarl_bridge.engine.engine import Options, VllmEngine
+from qarl_bridge.engine.engine import VllmEngine
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server import bridge as server
@@ -149,7 +149,7 @@ def main(scheme: str, folder: str) -> None:
     }
     config = engine_config(weights.graphdef)
     sender.write_folder(folder, config, expected.values())
-    options = Options(max_model_len=64, kv_cache_gb=0.1, max_num_seqs=8, threads=1)
+    options = messages.EngineOptions(max_model_len=64, kv_cache_gb=0.1, max_num_seqs=8, threads=1)
     engine = VllmEngine(folder, config, expected, has_weights=False, options=options)
     bridge = server.Bridge(engine)
     listener = Listener(os.path.join(folder, "s"), KEY)
