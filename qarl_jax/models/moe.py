@@ -43,7 +43,7 @@ class Router(nnx.Module):
         self.kernel = nnx.Param(normal(rngs, shape, config), axes=(*stack, None, "embed"))
         self.moe = config.moe
         self.dtype = config.compute_dtype
-        self.rounded = config.numerics.mirrors_engine
+        self.rounded = config.numerics.round_experts
         self.round_weights = config.numerics.round_routing
         self.tiles = config.numerics.tile_sums and config.moe.num_experts >= 16  # vLLM multiplies fewer in float32
 

@@ -3,23 +3,16 @@
 """Which engine's arithmetic the learner mirrors.
 
 The integer codes and scales of the weights are the same everywhere. What differs between vLLM's engines is how
-activations are scaled, in which order the integer accumulator is rescaled, and where elementwise layers round. A
-profile names one combination; nothing else in the project asks what machine this is.
-
-    profile          engine                        activation code   rescale             bias
-    plain            none: embedded sampler        x * (127 / am)    s_x * (s_w * acc)   float32, then round
-    cpu_amx          vLLM CPU, AMX (sgl)           x * (127 / am)    (acc * s_x) * s_w   float32, then round
-    cpu_avx512_bf16  vLLM CPU, AVX-512 with bf16   x * (1 / s_x)     (acc * s_w) * s_x   float32, then round
-    cpu_avx2         vLLM CPU, less than that      x * (1 / s_x)     (acc * s_w) * s_x   float32, then round
-    cuda             vLLM CUDA (CUTLASS, Machete)  x * (127 / am)    s_x * (s_w * acc)   w4a16: after rounding
-
-(am = max |x| of a token, s_x = am / 127, the int8 activation scale; cpu_amx puts 1e-7 under am.)
+activations are scaled, in which order the integer accumulator is rescaled, and where elementwise layers round. A record
+of `Numerics` says all of it for one engine, and nothing else in the project asks what machine this is. A new engine is
+one record, which lists where the engine departs from `PLAIN`; `python -m qarl_jax.numerics` prints all of them as the
+table in docs/numerics.md.
 
 vLLM's CPU wheel holds three builds and loads one by the CPU's flags: `_C` (AVX-512 with bf16; AMX is a switch inside
-it), `_C_AVX512` and `_C_AVX2`. The last two have no rounding conversion to bf16 and share a profile.
+it), `_C_AVX512` and `_C_AVX2`. The last two have no rounding conversion to bf16 and share a record.
 
-Elementwise layers, in eager mode (the mode the bridge pins): see the fields below. Sources: vLLM 0.32 CPU (run on an
-AMD Zen 3 and a Zen 5; AMX as in its sources) and vLLM 0.25.1 CUDA (csrc/quantization, run on one H200).
+Elementwise layers are mirrored in eager mode (the mode the bridge pins). Sources: vLLM 0.32 CPU (run on an AMD Zen 3
+and a Zen 5; AMX as in its sources) and vLLM 0.25.1 CUDA (csrc/quantization, run on one H200).
 """
 
 from __future__ import annotations
@@ -32,176 +25,181 @@ from qarl_jax.numerics import machete
 from qarl_jax.types import UserError
 
 NormOrder = Literal["any", "torch", "cuda"]
-PROFILES: tuple[str, ...] = ("plain", "cpu_amx", "cpu_avx512_bf16", "cpu_avx2", "cuda")
 ENGINES = ("auto", "cpu", "cuda", "plain")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """The arithmetic of one engine. Hashable: pass it as a static argument.
+    """The arithmetic of one engine. Hashable: pass it as a static argument. The defaults are those of `PLAIN`.
+
+    In what follows x is an activation, am the absmax of its row (a token), s_x = am / 127 its int8 scale, s_w the
+    weight's scale and acc the int32 sum of products.
 
     Attributes:
-      profile: one of PROFILES.
-      parts: of K, in which a w4a16 layer's sum is made (`of_layer`). A layer's own; a run records the profile.
+      profile: the record's name, which a run records.
+      amax_floor: lower bound put under a row's absmax before its int8 scale is taken; 0: none.
+      code_from_rounded_scale: int8 activation codes are RNE(x * (1 / s_x)), with the rounded s_x; otherwise
+        RNE(x * (127 / am)).
+      rescale_order: whether the int32 accumulator meets s_x or s_w first: (acc * s_x) * s_w, or s_x * (s_w * acc).
+      bias_fused: w8a8's last multiplication and the bias are one operation; otherwise two, each rounded (oneDNN on
+        AVX2).
+      bias_after_rounding: w4a16 adds the bias to the already rounded output (two roundings).
+      int8_experts_keep_activations: w8a8's experts multiply unquantized activations with their int8 codes: vLLM 0.25
+        on CUDA takes dynamic activation scales, which a checkpoint does not hold, for none
+        (`make_int8_moe_quant_config`).
+      tile_sums: bf16 products (unquantized and w4a16 layers, head, attention) are summed as AMX's tiles sum them;
+        otherwise in the compiler's order.
+      machete_parts: a w4a16 layer's sum is made in Machete's parts of K (`of_layer`).
+      fp8_divides: fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x).
+      fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, where there are such.
+      w4a8_is_fp8: int4 layers with 8-bit activations multiply in e4m3, on a grid of their own (`w4a8_fp8`).
+      block_attention: attention meets the keys in blocks, the last one first, and rounds its weights against the
+        maximum so far (FlashAttention-3).
+      vector_attention: attention is vLLM's `vec` kernel: float32 throughout, the queries scaled first, exp(s - max)
+        not rounded.
+      round_probabilities: attention weights exp(s - max) are rounded, unnormalised, before they multiply V; the
+        divisor is not.
+      polynomial_exp: attention's exp is a polynomial of degree 5, up to 3e-7 off (AVX-512); otherwise the C library's.
+      truncates: vLLM's own C++ ops (rope, attention) store bf16 by dropping the low bits: the builds for CPUs without
+        bf16 instructions have no rounding conversion. Measured with both of them.
+      norm_order: the order in which RMSNorm's mean of squares is summed: torch's (8-float vectors on x86; its rsqrt is
+        1 / sqrt), that of vLLM's CUDA kernels, or the compiler's.
+      round_before_norm_weight: RMSNorm is bf(bf(x * r) * w) (vLLM CPU eager); otherwise bf(x * r * w).
+      round_sum_before_norm: the residual sum is rounded before RMSNorm reads it; otherwise it reads the float32 sum.
+      round_silu: SiLU(gate) is rounded before it is multiplied by up.
+      divided_silu: SiLU is x / (1 + exp(-x)), an IEEE division; otherwise as the compiler divides.
+      round_rope_table: cos and sin are rounded to the compute dtype; the rotation itself is float32, rounded once.
+      rope_on_device: the engine makes that table on the device, by its power function.
+      round_routing: the weights of a token's experts are rounded to the compute dtype (vLLM CPU takes their softmax in
+        bf16).
+      round_experts: an expert's inner values round as the engine's do; otherwise float32 inside.
+      float_experts: experts that are not quantized round their hidden state and the sum of their outputs alone.
+      weighted_experts: each expert's output is multiplied by the token's weight for it before it is rounded, and the
+        rounded ones are summed (vLLM's Triton experts); otherwise rounded outputs are weighted and summed in float32.
+      round_logits: logits are rounded to the compute dtype (the engine's lm_head is not float32).
+      parts: of K, in which a w4a16 layer's sum is made. A layer's own.
     """
 
     profile: str = "plain"
-    parts: int = dataclasses.field(default=1, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.profile not in PROFILES:
-            raise UserError(f"unknown numerics profile {self.profile!r}: use one of {', '.join(PROFILES)}")
-
-    # ---- quantized linear layers ----
-
-    @property
-    def amax_floor(self) -> float:
-        """Lower bound put under a row's absmax before its int8 scale is taken; 0: none."""
-        return 1e-7 if self.profile == "cpu_amx" else 0.0
-
-    @property
-    def code_from_rounded_scale(self) -> bool:
-        """int8 activation codes are RNE(x * (1 / s_x)), with the rounded s_x; otherwise RNE(x * (127 / absmax))."""
-        return self.profile in ("cpu_avx512_bf16", "cpu_avx2")
-
-    @property
-    def rescale_order(self) -> Literal["x_then_w", "w_then_x"]:
-        """Whether the int32 accumulator meets the activation scale or the weight scale first."""
-        return "x_then_w" if self.profile == "cpu_amx" else "w_then_x"
-
-    @property
-    def bias_fused(self) -> bool:
-        """w8a8's last multiplication and the bias are one operation; otherwise two, each rounded (oneDNN on AVX2)."""
-        return self.profile != "cpu_avx2"
-
-    @property
-    def bias_after_rounding(self) -> bool:
-        """w4a16 adds the bias to the already rounded output (two roundings)."""
-        return self.profile == "cuda"
-
-    @property
-    def int8_experts_keep_activations(self) -> bool:
-        """w8a8's experts multiply unquantized activations with their int8 codes: vLLM 0.25 on CUDA takes dynamic
-        activation scales, which a checkpoint does not hold, for none (`make_int8_moe_quant_config`)."""
-        return self.profile == "cuda"
+    amax_floor: float = 0.0
+    code_from_rounded_scale: bool = False
+    rescale_order: Literal["x_then_w", "w_then_x"] = "w_then_x"
+    bias_fused: bool = True
+    bias_after_rounding: bool = False
+    int8_experts_keep_activations: bool = False
+    tile_sums: bool = False
+    machete_parts: bool = False
+    fp8_divides: bool = False
+    fp8_on_tensor_cores: bool = True
+    w4a8_is_fp8: bool = False
+    block_attention: bool = False
+    vector_attention: bool = False
+    round_probabilities: bool = False
+    polynomial_exp: bool = False
+    truncates: bool = False
+    norm_order: NormOrder = "any"
+    round_before_norm_weight: bool = False
+    round_sum_before_norm: bool = False
+    round_silu: bool = False
+    divided_silu: bool = False
+    round_rope_table: bool = False
+    rope_on_device: bool = False
+    round_routing: bool = False
+    round_experts: bool = False
+    float_experts: bool = False
+    weighted_experts: bool = False
+    round_logits: bool = False
+    parts: int = 1
 
     def of_layer(self, outputs: int, inputs: int) -> Numerics:
         """The arithmetic of one layer, [outputs, inputs] as the engine fuses it (q, k and v; gate and up)."""
-        if self.profile != "cuda":
+        if not self.machete_parts:
             return self
         return dataclasses.replace(self, parts=machete.parts(outputs, inputs))
 
-    @property
-    def tile_sums(self) -> bool:
-        """bf16 products (unquantized and w4a16 layers, head, attention) are summed as AMX's tiles sum them; otherwise
-        in the compiler's order."""
-        return self.profile == "cpu_amx"
 
-    @property
-    def block_attention(self) -> bool:
-        """Attention meets the keys in blocks, the last one first, and rounds its weights against the maximum so far
-        (FlashAttention-3)."""
-        return self.profile == "cuda"
+# No engine: the embedded sampler calls the learner's own functions. float32 inside, one rounding at the end.
+PLAIN = Numerics()
 
-    @property
-    def fp8_divides(self) -> bool:
-        """fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x)."""
-        return self.profile == "cuda"
+_VLLM_CPU = Numerics(
+    fp8_on_tensor_cores=False,
+    norm_order="torch",
+    round_before_norm_weight=True,
+    round_silu=True,
+    round_rope_table=True,
+    round_routing=True,
+    round_experts=True,
+    float_experts=True,
+    round_logits=True,
+)
+# vLLM CPU with AMX (sgl's kernels).
+CPU_AMX = dataclasses.replace(
+    _VLLM_CPU,
+    profile="cpu_amx",
+    amax_floor=1e-7,
+    rescale_order="x_then_w",
+    tile_sums=True,
+    round_probabilities=True,
+    polynomial_exp=True,
+)
+# vLLM CPU, AVX-512 with bf16 instructions.
+CPU_AVX512_BF16 = dataclasses.replace(
+    _VLLM_CPU, profile="cpu_avx512_bf16", code_from_rounded_scale=True, vector_attention=True, polynomial_exp=True
+)
+# vLLM CPU on less than that.
+CPU_AVX2 = dataclasses.replace(
+    _VLLM_CPU,
+    profile="cpu_avx2",
+    code_from_rounded_scale=True,
+    bias_fused=False,
+    vector_attention=True,
+    truncates=True,
+)
+# vLLM CUDA: CUTLASS, Machete, FlashAttention-3.
+CUDA = Numerics(
+    profile="cuda",
+    bias_after_rounding=True,
+    int8_experts_keep_activations=True,
+    machete_parts=True,
+    fp8_divides=True,
+    w4a8_is_fp8=True,
+    block_attention=True,
+    round_probabilities=True,
+    norm_order="cuda",
+    round_sum_before_norm=True,
+    round_silu=True,
+    divided_silu=True,
+    round_rope_table=True,
+    rope_on_device=True,
+    round_experts=True,
+    weighted_experts=True,
+    round_logits=True,
+)
+RECORDS = {record.profile: record for record in (PLAIN, CPU_AMX, CPU_AVX512_BF16, CPU_AVX2, CUDA)}
+PROFILES: tuple[str, ...] = tuple(RECORDS)
 
-    @property
-    def w4a8_is_fp8(self) -> bool:
-        """The engine's int4 layers with 8-bit activations multiply in e4m3, on a grid of their own (`w4a8_fp8`)."""
-        return self.profile == "cuda"
 
-    # ---- elementwise layers, for the models ----
+def of_profile(name: str) -> Numerics:
+    """The record of that name, as a run wrote it down.
 
-    @property
-    def mirrors_engine(self) -> bool:
-        """Elementwise layers round where the engine's do (otherwise: float32 inside, one rounding at the end)."""
-        return self.profile != "plain"
+    Raises:
+      UserError: no such record.
+    """
+    if name not in RECORDS:
+        raise UserError(f"unknown numerics profile {name!r}: use one of {', '.join(PROFILES)}")
+    return RECORDS[name]
 
-    @property
-    def is_vllm_cpu(self) -> bool:
-        """Any of vLLM's CPU builds."""
-        return self.profile.startswith("cpu_")
 
-    @property
-    def round_before_norm_weight(self) -> bool:
-        """RMSNorm is bf(bf(x * r) * w) (vLLM CPU eager); otherwise bf(x * r * w)."""
-        return self.is_vllm_cpu
+def table() -> str:
+    """All records as a Markdown table, one field a row."""
 
-    @property
-    def norm_order(self) -> NormOrder:
-        """The order in which RMSNorm's mean of squares is summed: torch's (8-float vectors on x86; its rsqrt is
-        1 / sqrt), that of vLLM's CUDA kernels, or the compiler's."""
-        return "torch" if self.is_vllm_cpu else "cuda" if self.profile == "cuda" else "any"
+    def cell(value: object) -> str:
+        return {True: "yes", False: ""}[value] if isinstance(value, bool) else str(value)
 
-    @property
-    def round_sum_before_norm(self) -> bool:
-        """The residual sum is rounded before RMSNorm reads it (CUDA); otherwise the norm reads the float32 sum."""
-        return self.profile == "cuda"
-
-    @property
-    def round_silu(self) -> bool:
-        """SiLU(gate) is rounded before it is multiplied by up."""
-        return self.mirrors_engine
-
-    @property
-    def divided_silu(self) -> bool:
-        """SiLU is x / (1 + exp(-x)), an IEEE division; otherwise as the compiler divides."""
-        return self.profile == "cuda"
-
-    @property
-    def weighted_experts(self) -> bool:
-        """Each expert's output is multiplied by the token's weight for it before it is rounded, and the rounded ones
-        are summed (vLLM's Triton experts); otherwise rounded outputs are weighted and summed in float32."""
-        return self.profile == "cuda"
-
-    @property
-    def round_rope_table(self) -> bool:
-        """cos and sin are rounded to the compute dtype; the rotation itself is float32 with one rounding."""
-        return self.mirrors_engine
-
-    @property
-    def rope_on_device(self) -> bool:
-        """The engine makes that table on the device, by its power function."""
-        return self.profile == "cuda"
-
-    @property
-    def round_probabilities(self) -> bool:
-        """Attention weights exp(s - max) are rounded, unnormalised, before they multiply V; the divisor is not."""
-        return self.mirrors_engine and not self.vector_attention
-
-    @property
-    def vector_attention(self) -> bool:
-        """Attention is vLLM's `vec` kernel: float32 throughout, the queries scaled first, exp(s - max) not rounded."""
-        return self.profile in ("cpu_avx512_bf16", "cpu_avx2")
-
-    @property
-    def polynomial_exp(self) -> bool:
-        """The kernel's exp is a polynomial of degree 5, up to 3e-7 off (AVX-512); otherwise the C library's."""
-        return self.profile in ("cpu_amx", "cpu_avx512_bf16")
-
-    @property
-    def truncates(self) -> bool:
-        """vLLM's own C++ ops (rope, attention) store bf16 by dropping the low bits: the builds for CPUs without bf16
-        instructions have no rounding conversion. Measured with both of them."""
-        return self.profile == "cpu_avx2"
-
-    @property
-    def round_routing(self) -> bool:
-        """The weights of a token's experts are rounded to the compute dtype (vLLM CPU takes their softmax in bf16)."""
-        return self.is_vllm_cpu
-
-    @property
-    def float_experts(self) -> bool:
-        """Experts that are not quantized round their hidden state and the sum of their outputs alone (vLLM CPU)."""
-        return self.is_vllm_cpu
-
-    @property
-    def round_logits(self) -> bool:
-        """Logits are rounded to the compute dtype (the engine's lm_head is not float32)."""
-        return self.mirrors_engine
+    names = [f.name for f in dataclasses.fields(Numerics) if f.name not in ("profile", "parts")]
+    rows = [[f"`{name}`", *(cell(getattr(record, name)) for record in RECORDS.values())] for name in names]
+    lines = [["", *(f"`{profile}`" for profile in PROFILES)], ["---"] * (1 + len(PROFILES)), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def cpu_has_amx() -> bool:
@@ -232,14 +230,16 @@ def resolve(engine: str) -> Numerics:
     Raises:
       UserError: an unknown engine.
     """
-    if engine in PROFILES and engine != "cuda":
-        return Numerics(engine)
+    if engine in RECORDS:
+        return RECORDS[engine]
     if engine == "auto":
         import jax  # the backend is asked for here only, so that naming an engine never initialises one
 
         engine = "cuda" if jax.default_backend() == "gpu" else "cpu"
     if engine == "cuda":
-        return Numerics("cuda")
+        return CUDA
     if engine == "cpu":
-        return Numerics("cpu_amx" if cpu_has_amx() else "cpu_avx512_bf16" if cpu_has_avx512_bf16() else "cpu_avx2")
-    raise UserError(f"unknown quant.engine {engine!r}: use one of {', '.join(ENGINES)}")
+        return CPU_AMX if cpu_has_amx() else CPU_AVX512_BF16 if cpu_has_avx512_bf16() else CPU_AVX2
+    raise UserError(
+        f"unknown quant.engine {engine!r}: use one of {', '.join(ENGINES)}, or a profile: {', '.join(PROFILES)}"
+    )

@@ -19,7 +19,7 @@ from qarl_jax.kernels.product_triton import TILES, Tile, tile_for
 from qarl_jax.kernels.products import Kernels
 from qarl_jax.numerics import rows
 from qarl_jax.numerics.float32 import round_to
-from qarl_jax.quant import Numerics
+from qarl_jax.quant import resolve
 from qarl_jax.quant.dot import Dense
 from qarl_jax.quant.schemes import w8a8
 from qarl_jax.runtime import mesh as sharding
@@ -64,7 +64,7 @@ def test_the_order_of_the_two_scales_is_the_profiles():
     x, qt, _ = operands(256, 128, 64)
     outputs = []
     for profile in ("cuda", "cpu_amx"):
-        numerics = Numerics(profile)
+        numerics = resolve(profile)
         want, (x_q, s_x) = scheme(x, qt, None, numerics=numerics)
         got = product_triton.product(
             x_q, s_x, qt.qvalue, qt.scale[:, 0], rescale_order=numerics.rescale_order, tile=SMALL, interpret=True
@@ -151,7 +151,7 @@ def test_hoppers_product_equals_the_scheme_to_the_last_bit(shape, tile):
 
     x, qt, _ = operands(*shape)
     for profile in ("cuda", "cpu_amx")[: 2 if tile.width == 1 else 1]:
-        numerics = Numerics(profile)
+        numerics = resolve(profile)
         want, (x_q, s_x) = scheme(x, qt, None, numerics=numerics)
         order, interpret = numerics.rescale_order, InterpretGPUParams()
         got = product_hopper.product(
@@ -217,11 +217,11 @@ def test_they_serve_bfloat16_rows_on_one_hopper_gpu_and_no_profile_of_a_cpu(monk
     monkeypatch.setattr(jax, "local_devices", lambda: [Gpu])
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert served(x, 64)
-    assert served(x, 64, Numerics("plain"))
+    assert served(x, 64, resolve("plain"))
     assert not served(jax.ShapeDtypeStruct(x.shape, jnp.float32), 64)
     assert not served(jax.ShapeDtypeStruct((x.shape[0] - 1, 64), x.dtype), 64)
     for profile in ("cpu_amx", "cpu_avx512_bf16", "cpu_avx2"):
-        assert not served(x, 64, Numerics(profile))
+        assert not served(x, 64, resolve(profile))
     monkeypatch.setattr(Gpu, "compute_capability", "8.0")
     assert not served(x, 64)
     monkeypatch.setattr(Gpu, "compute_capability", "9.0")

@@ -29,7 +29,7 @@ pytestmark = [
 SHAPES = [(256, 768), (1024, 1024), (1024, 2048), (3072, 1024), (1536, 256), (1536, 1536), (8960, 1536), (4096, 1024)]
 ROWS = [1, 7, 64]
 CASES = [(k, n, m, bias) for k, n in SHAPES for m in ROWS for bias in (False, True)]
-AMX = quant.Numerics("cpu_amx")
+AMX = quant.resolve("cpu_amx")
 GROUP = 128
 
 

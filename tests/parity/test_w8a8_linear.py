@@ -83,7 +83,7 @@ def test_activation_scales_and_codes_equal_vllms_on_every_element(ops, torch, k)
 @pytest.mark.slow
 def test_onednn_layers_equal_the_learners_bit_for_bit(ops, torch):
     exact = has_flag("avx512_vnni") or has_flag("avx_vnni")
-    numerics = quant.Numerics("cpu_avx512_bf16" if has_flag("avx512_bf16") else "cpu_avx2")
+    numerics = quant.resolve("cpu_avx512_bf16" if has_flag("avx512_bf16") else "cpu_avx2")
     unequal = []
     for k, n, m, with_bias in CASES:
         # 255 * 64 * 2 is the largest pair that an int16 holds.
@@ -117,7 +117,7 @@ def test_the_bridges_portable_int8_layers_equal_the_learners_bit_for_bit(torch):
         kernel.process_weights_after_loading(layer)
         b = torch.from_numpy(bias).to(torch.bfloat16) if with_bias else None
         y = kernel.apply_weights(layer, torch.from_numpy(x).to(torch.bfloat16), b).float().numpy()
-        mine = learner(x, codes, scale, bias if with_bias else None, jnp.bfloat16, quant.Numerics("cpu_avx2"))
+        mine = learner(x, codes, scale, bias if with_bias else None, jnp.bfloat16, quant.resolve("cpu_avx2"))
         if (y != mine).any():
             unequal.append((k, n, m, with_bias, (y != mine).mean()))
     assert not unequal, f"{len(unequal)} of {len(CASES)} cases differ: {unequal[:5]}"
@@ -131,7 +131,7 @@ def test_the_bridges_int8_experts_equal_the_learners_bit_for_bit(torch):
         x, codes, scale, _ = case(k, n, m, 128)
         x_bf16, w, s = torch.from_numpy(x).to(torch.bfloat16), torch.from_numpy(codes).float(), torch.from_numpy(scale)
         y = kernels.int8_product(x_bf16, w, s, None, like_amx=True).float().numpy()
-        mine = learner(x, codes, scale, None, jnp.bfloat16, quant.Numerics("cpu_amx"))
+        mine = learner(x, codes, scale, None, jnp.bfloat16, quant.resolve("cpu_amx"))
         np.testing.assert_array_equal(y, mine)
 
 
