@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -24,7 +25,7 @@ from qarl_bridge import sender, wire
 from qarl_bridge.wire import BridgeError
 
 from qarl_jax import models, quant
-from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, make_engine
+from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, make_engine, vllm
 from qarl_jax.rollout.vllm import Config, VllmEngine, _batches, draw_seed, engine_config, engine_tensors
 from qarl_jax.types import Prompt, UserError
 from tests.reference import bridge_world
@@ -41,8 +42,6 @@ PROMPTS = [Prompt(uid=f"p{i}", tokens=(1, 2, i), text="", answer="") for i in ra
 
 @functools.cache
 def weights(seed=0, scheme="w4a16:g32", profile="plain"):
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "config.json"), "w") as file:
             json.dump(MODEL, file)
@@ -470,3 +469,41 @@ time.sleep(600)
     trainer.wait()
     bridge_world.wait_for(lambda: not bridge_world.alive(pid))
     assert not os.path.exists(tmp_path / "s")
+
+
+def test_an_address_where_nobody_listens_is_spoken_of_with_the_time_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm, "_FIRST_WORD_S", 0.05)
+    said = []
+    key = tmp_path / "key"
+    wire.create_key(str(key))
+    config = Config(address=str(tmp_path / "mistyped"), key_file=str(key), start_timeout_s=1.0)
+    with engine(config, log=said.append) as e, pytest.raises(UserError, match=r"nobody is listening .*waited 1 s"):
+        e.publish(weights(), 0)
+    where = f"{tmp_path}/mistyped (rollout.engine.address)"
+    assert said[1:] == [f"waiting for the bridge at {where} to answer: 1 s left (rollout.engine.start_timeout_s)"]
+
+
+def test_what_a_killed_trainer_and_its_bridge_leave_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    code = f"""
+import os, time
+from qarl_jax.rollout.bridge_process import BridgeProcess
+bridge = BridgeProcess(arguments=["--options", '{{"engine": "fake"}}'])
+bridge.start({MODEL!r}, [])
+while not os.path.exists(os.path.join(bridge.folder, "socket")):
+    time.sleep(0.01)
+time.sleep(0.2)
+print(bridge.process.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
+        bridge = int(trainer.stdout.readline())
+        os.kill(bridge, signal.SIGKILL)
+        trainer.kill()
+    (key,) = tmp_path.glob("qarl-bridge-*/key")
+    with engine() as e:
+        e.publish(weights(), 0)
+        assert not key.exists()
+        assert len(list(tmp_path.iterdir())) == 2  # the folders of this engine and of its bridge
+    assert not list(tmp_path.iterdir())
