@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 import pytest
-from qarl_bridge.scratch import Scratch
+from qarl_bridge.protocol.scratch import Scratch
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +27,8 @@ def test_a_folder_is_ones_own_and_goes_when_it_is_closed():
 
 
 def test_what_a_killed_process_held_is_swept_and_what_a_live_one_holds_is_not(temporary):
-    hold = "import tempfile; from qarl_bridge.scratch import Scratch; s = Scratch('kind-'); print(s.path, flush=True)"
-    command = [sys.executable, "-c", f"{hold}; input()"]
+    hold = "from qarl_bridge.protocol.scratch import Scratch; s = Scratch('kind-'); print(s.path, flush=True); input()"
+    command = [sys.executable, "-c", hold]
     environment = os.environ | {"TMPDIR": str(temporary)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as holder:
         path = holder.stdout.readline().strip()

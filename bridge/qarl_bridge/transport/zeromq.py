@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages over ZeroMQ: a ROUTER in the bridge, a DEALER in each trainer, CURVE between them on every kind of address.
 
-A message is msgpack (wire.py), and for a Chunk raw bytes besides. A trainer's message travels in frames of at most
+A message is msgpack (messages.py), and for a Chunk raw bytes besides. A trainer's message travels in frames of at most
 MAX_PART bytes, with an empty one between msgpack and raw bytes; that, and _HANDSHAKE_MS, bounds what a stranger who
 never completes a handshake can make the bridge hold. A reply is one frame; an empty one is a sign of life, no more.
 
@@ -39,8 +39,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from qarl_bridge import wire
-from qarl_bridge.wire import BridgeError
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.messages import BridgeError
 
 SWEEP_S = 5.0
 LINGER_MS = 1000  # for the last replies of a bridge that stops
@@ -62,7 +62,7 @@ def _key_pair(key: bytes, owner: bytes) -> tuple[bytes, bytes]:
 
 def _endpoint(address: str) -> str:
     """The address as ZeroMQ writes it, host names resolved (it would retry an unknown one for ever)."""
-    kind, where = wire.parse_address(address)
+    kind, where = messages.parse_address(address)
     if kind == "unix":
         return f"ipc://{where}" if where.startswith("/") else f"ipc://./{where}"  # "@x" and "*" mean other things
     host, port = where
@@ -96,10 +96,10 @@ def _joined(frames: list[bytes]) -> list[bytes]:
     return [b"".join(frames[:between]), b"".join(frames[between + 1 :])]
 
 
-def encode(message: wire.Request | wire.Reply) -> bytes:
+def encode(message: messages.Request | messages.Reply) -> bytes:
     """msgpack bytes of a message that fits a frame; completions may be longer, for they go to who asked for them."""
-    payload = wire.encode(message)
-    most = wire.MAX_REPLY if isinstance(message, wire.Completions) else wire.MAX_FRAME
+    payload = messages.encode(message)
+    most = messages.MAX_REPLY if isinstance(message, messages.Completions) else messages.MAX_FRAME
     if len(payload) > most:
         raise BridgeError(f"{type(message).__name__} of {len(payload)} bytes exceeds a frame's {most}", "limits")
     return payload
@@ -128,7 +128,7 @@ class Peer:
         """Frames of the next message (none at all: too many); None: the peer is gone or the bridge stops."""
         return self.inbox.get()
 
-    def send(self, message: wire.Reply) -> None:
+    def send(self, message: messages.Reply) -> None:
         """Post one message; that the peer is gone shows later, in `gone`. BridgeError(limits) if it is too long."""
         self._listener.post(self, encode(message))
 
@@ -147,7 +147,7 @@ class Listener:
     """The bridge's socket. Handshakes are answered from the start; messages wait until `start`.
 
     Args:
-      address: see wire.parse_address. A stale unix socket that nobody listens on is replaced.
+      address: see messages.parse_address. A stale unix socket that nobody listens on is replaced.
       key: who does not hold it stays outside.
 
     Raises:
@@ -156,7 +156,7 @@ class Listener:
 
     def __init__(self, address: str, key: bytes):
         self._wake = os.eventfd(0)
-        self.kind, self._where = wire.parse_address(address)
+        self.kind, self._where = messages.parse_address(address)
         self.address = address
         self._peers: dict[bytes, Peer] = {}
         self._outbox: collections.deque[Callable[[], None]] = collections.deque()
@@ -284,13 +284,15 @@ class Listener:
             self._probe()  # the new one may be the successor of a dead one
             peer = Peer(self, identity)
             if len(self._peers) >= MAX_PEERS:
-                self._transmit(peer, encode(wire.Error(code="limits", message=f"{MAX_PEERS} clients are connected")))
+                self._transmit(
+                    peer, encode(messages.Error(code="limits", message=f"{MAX_PEERS} clients are connected"))
+                )
                 return
             self._peers[identity] = peer
             on_peer(peer)
         if peer.inbox.qsize() >= MAX_AHEAD:
             message = f"more than {MAX_AHEAD} requests are waiting for an answer"
-            self._transmit(peer, encode(wire.Error(code="limits", message=message)))
+            self._transmit(peer, encode(messages.Error(code="limits", message=message)))
             return
         peer.inbox.put(frames)
 
@@ -302,7 +304,7 @@ class Listener:
         while self._router.getsockopt(zmq.RCVMORE):
             part = self._router.recv()
             total += len(part) + 1  # empty ones count as well
-            if total <= wire.MAX_FRAME + 2 * wire.CHUNK_BYTES:
+            if total <= messages.MAX_FRAME + 2 * messages.CHUNK_BYTES:
                 frames.append(part)
             else:
                 frames.clear()
@@ -373,7 +375,7 @@ def _left_ms(deadline: float) -> int:
 
 def _is_crowded(address: str) -> bool:
     """Whether somebody listens on a unix socket after all: a full queue of connections refuses as if nobody did."""
-    kind, where = wire.parse_address(address)
+    kind, where = messages.parse_address(address)
     if kind != "unix":
         return False  # over TCP the kernel tries again by itself
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -431,7 +433,7 @@ class Channel:
     def _connect(self, endpoint: str, key: bytes) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket, endpoint.partition(":")[0], wire.MAX_REPLY)
+        _configure(self._socket, endpoint.partition(":")[0], messages.MAX_REPLY)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # our deadline counts: a bridge may be busy starting
@@ -449,7 +451,7 @@ class Channel:
             raise BridgeError(f"the bridge at {self._address} does not answer the handshake", "timeout")
         return int(recv_monitor_message(self._monitor)["event"])
 
-    def send(self, message: wire.Request, data: bytes | memoryview | None = None) -> None:
+    def send(self, message: messages.Request, data: bytes | memoryview | None = None) -> None:
         """Send one message, with a second frame of raw bytes where given."""
         frames = _frames(encode(message), data)
         if not self._open:
