@@ -14,6 +14,7 @@ import dataclasses
 import glob
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -146,7 +147,7 @@ def _read_jsonl(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
                     continue
                 try:
                     row = json.loads(line)
-                except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+                except (ValueError, RecursionError) as error:  # a number of thousands of digits among them
                     raise UserError(f"{place}: not a JSON object: {error}.") from None
                 if not isinstance(row, dict):
                     raise UserError(f"{place}: expected a JSON object with columns, got {type(row).__name__}.")
@@ -214,6 +215,8 @@ def _question(value: Any, key: str, place: str) -> str | list[dict[str, str]]:
 
 
 def _answer(value: Any, key: str, place: str) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{place}: column {key!r}: {value} is no answer: a number must be finite, or be text.")
     if isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip():
         return str(value)
     raise UserError(f"{place}: column {key!r}: expected an answer (text or a number), got {value!r:.60}.")
