@@ -27,11 +27,10 @@ import numpy as np
 
 from qarl_jax import data, metrics, models, optimizer, schema, sharding
 from qarl_jax.data.traces import Manner, worked_answer
+from qarl_jax.export import RECEIPT
 from qarl_jax.learner import Learner, Options
 from qarl_jax.metrics import Mean, Metric, masked_mean
 from qarl_jax.types import LossInputs, TrainBatch, UserError, entry_point
-
-RECEIPT = "sft.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
