@@ -38,7 +38,7 @@ from flax import nnx
 from packaging.requirements import Requirement
 from qarl_bridge.wire import BridgeError
 
-from qarl_jax import build, config, data, live_layers, models, plan, quant
+from qarl_jax import build, card, config, data, live_layers, models, plan, quant
 from qarl_jax.config import RunConfig
 from qarl_jax.models import hf
 from qarl_jax.models.transformer import quantizable
@@ -488,7 +488,15 @@ def mesh(cfg: RunConfig) -> Check:
 
 
 def memory_plan(cfg: RunConfig) -> Check:
-    """What one update holds, beside what there is."""
+    """What one update holds, beside what there is; on a GPU what learner and engine hold of the card together."""
+    if whole := card.card_bytes():
+        try:
+            _, made = card.settle(cfg, whole)
+        except UserError as error:
+            said, _, todo = str(error).partition(". ")
+            return Check(name="memory plan", status="fail", found=said, todo=todo)
+        assert made is not None
+        return Check(name="memory plan", status="ok", found="; ".join(line.strip() for line in made.lines()))
     sizes = plan.parts(cfg)
     total = sum(sizes.values())
     found = f"{amount(total)}: " + ", ".join(f"{name} {amount(size)}" for name, size in sizes.items())

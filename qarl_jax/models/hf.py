@@ -33,6 +33,7 @@ from qarl_jax.types import UserError
 _FLOATS = {np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_PIECE_BYTES = 64 << 20  # of a cast that goes to the host
 
 
 def hf_names(config: ModelConfig) -> dict[str, np.ndarray]:
@@ -168,6 +169,15 @@ def load_hf(
         remat=remat,
         splits=splits,
     )
+    return finish(*load_masters(path, config, mesh))
+
+
+def load_masters(path: str | pathlib.Path, config: ModelConfig, mesh: Mesh | None = None) -> tuple[Any, nnx.State]:
+    """(graphdef, masters) of a folder whose config.json was read: no QTensor is made of them.
+
+    Raises:
+      UserError: as `load_hf`.
+    """
     checkpoint = Checkpoint(path)
     check_names(config, set(checkpoint), str(path))
     graphdef, abstract, _ = split(abstract_model(config))
@@ -179,7 +189,7 @@ def load_hf(
         name = ".".join(map(str, keys))
         sharding = default if shardings is None else shardings[name]
         loaded[keys] = variable.replace(_read(checkpoint, names[name], variable.get_value(), sharding))
-    return finish(graphdef, nnx.from_flat_state(loaded))
+    return graphdef, nnx.from_flat_state(loaded)
 
 
 def _read(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
@@ -215,6 +225,32 @@ def _layer_of(stacks: dict[str, Any], layer: jax.Array, dtype: Any) -> dict[str,
     return {path: one(stack) for path, stack in stacks.items()}
 
 
+def _sent(stacks: dict[str, Any], layer: int, dtype: Any) -> dict[str, Any]:
+    """A layer, on its way to the host while somebody works on the one before it."""
+    tensors = _layer_of(stacks, jnp.int32(layer), dtype)
+    for leaf in jax.tree.leaves(tensors):
+        if leaf.is_fully_addressable:
+            leaf.copy_to_host_async()
+    return tensors
+
+
+@functools.partial(jax.jit, static_argnames=("count", "dtype"))
+def _rows_of(table: jax.Array, start: jax.Array, count: int, dtype: Any) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(table, start, count).astype(dtype)
+
+
+def _on_host(table: jax.Array, dtype: np.dtype) -> np.ndarray:
+    """An embedding, a head or a norm in `dtype`, a piece at a time: the device holds no cast copy of the whole."""
+    rows = max(1, min(table.shape[0], _PIECE_BYTES // max(1, table.nbytes // table.shape[0])))
+    if table.dtype == dtype or rows == table.shape[0] or not table.is_fully_addressable:
+        return np.asarray(jax.device_get(table.astype(dtype)))
+    out = np.empty(table.shape, dtype)
+    for start in range(0, table.shape[0], rows):
+        start = min(start, table.shape[0] - rows)  # the last piece repeats rows of the one before
+        out[start : start + rows] = _rows_of(table, jnp.int32(start), rows, dtype)
+    return out
+
+
 def export_tensors(
     params: nnx.State, qweights: nnx.State, config: ModelConfig, dtype: Any = "bfloat16", *, stacked: bool = False
 ) -> Iterator[tuple[str, np.ndarray | QTensor]]:
@@ -236,13 +272,17 @@ def export_tensors(
 
     def top(path: str) -> Iterator[tuple[str, np.ndarray]]:
         if path in names:
-            yield str(names[path]), np.asarray(jax.device_get(tensors[path].astype(dtype)))
+            yield str(names[path]), _on_host(tensors[path], dtype)
 
     yield from top("embed.kernel")
     for number, segment in enumerate(config.segments):
         stacks = {path: tensors[path] for path in names if path.startswith(f"segments.{number}.")}
+        under_way = _sent(stacks, 0, dtype)
         for layer in range(segment.length):
-            host = jax.device_get(_layer_of(stacks, jnp.int32(layer), dtype))
+            arriving = under_way
+            if layer + 1 < segment.length:
+                under_way = _sent(stacks, layer + 1, dtype)
+            host = jax.device_get(arriving)
             for path in stacks:
                 own = names[path][layer]
                 if isinstance(own, str):

@@ -197,3 +197,10 @@ def test_the_gpu_kernels_sums_are_the_same():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", TRITON], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "equal\n", done.stderr[-2000:]
+
+
+def test_a_large_tensor_is_summed_in_pieces_and_gives_the_sums_of_the_whole():
+    data = np.random.default_rng(0).integers(0, 256, 3 * fingerprint._ROWS_PER_THREAD * 4096 + 12, dtype=np.uint8)
+    words = np.append(data, np.zeros(-len(data) % 4096, np.uint8)).view("<u2").reshape(-1, 2048).astype(np.uint64)
+    wanted = np.stack([words.sum(1), (words * np.arange(1, 2049, dtype=np.uint64)).sum(1)], axis=1).astype(np.uint32)
+    np.testing.assert_array_equal(fingerprint.row_sums(data), wanted)

@@ -18,6 +18,7 @@ from qarl_jax.models import (
     abstract_model,
     by_path,
     export_tensors,
+    hf,
     hf_names,
     load_hf,
     merge,
@@ -304,3 +305,11 @@ def test_rules_choose_by_hugging_face_name_and_split_the_stack(tmp_path):
     uniform = split(load_hf(tmp_path / "m"))[0]
     with pytest.raises(UserError, match=r"layers \[1\].*splits=\(1,\)"):
         with_scheme(uniform, rules)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+def test_a_table_reaches_the_host_piece_by_piece_as_it_would_whole(monkeypatch, rows):
+    table = jax.random.normal(jax.random.key(0), (96, 5), jnp.float32)
+    monkeypatch.setattr(hf, "_PIECE_BYTES", rows * 5 * 4)
+    got = hf._on_host(table, np.dtype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(got, np.asarray(table).astype(ml_dtypes.bfloat16))
