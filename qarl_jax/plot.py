@@ -29,8 +29,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl_jax import report
-from qarl_jax.observe import read_lines
+from qarl_jax.observe import html_report
+from qarl_jax.observe.recorder import read_lines
 from qarl_jax.types import UserError, entry_point
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -307,7 +307,7 @@ def ratio_figure(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> Any:
         from matplotlib.lines import Line2D
     except ImportError:
         raise UserError("Plots need matplotlib: pip install qarl-jax[plot].") from None
-    from qarl_jax.loss.diagnostics import EDGES
+    from qarl_jax.loss.common.diagnostics import EDGES
 
     edges = [EDGES[0] * 1.5, *EDGES, EDGES[-1] * 1.5]
     fig = Figure(figsize=(9.5, 2.5 * len(HISTOGRAMS) + 0.5), layout="constrained")
@@ -336,7 +336,7 @@ def ratio_figure(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> Any:
     return fig
 
 
-def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> list[report.Chart]:
+def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> list[html_report.Chart]:
     """The panels of `figure`, as the report draws them."""
     out = []
     for panel in _panels(runs, extra):
@@ -347,15 +347,15 @@ def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -
                 mean = running_mean(values, window)
                 if steps and window > 1:
                     lines.append(
-                        report.Line(label=label, run=index, style=style, steps=steps, values=values, faint=True)
+                        html_report.Line(label=label, run=index, style=style, steps=steps, values=values, faint=True)
                     )
                 if steps:
-                    lines.append(report.Line(label=label, run=index, style=style, steps=steps, values=mean))
+                    lines.append(html_report.Line(label=label, run=index, style=style, steps=steps, values=mean))
             for metric, label in panel.markers.items():
                 steps, values = panel.series(run, metric)
                 if steps:
-                    lines.append(report.Line(label=label, run=index, steps=steps, values=values, marks=True))
-        out.append(report.Chart(title=panel.title, lines=lines, percent=panel.percent, log=panel.log))
+                    lines.append(html_report.Line(label=label, run=index, steps=steps, values=values, marks=True))
+        out.append(html_report.Chart(title=panel.title, lines=lines, percent=panel.percent, log=panel.log))
     return out
 
 
@@ -430,8 +430,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             raise UserError(f"Cannot write {target}: {error.strerror or error}.") from None
     names = {run.name: path for run, path in zip(runs, args.runs, strict=True)}
-    page = report.render(names, charts(runs, window=args.window, extra=args.metric), steps=args.report_steps)
-    report.write(Path(args.out) / "report.html", page)
+    page = html_report.render(names, charts(runs, window=args.window, extra=args.metric), steps=args.report_steps)
+    html_report.write(Path(args.out) / "report.html", page)
     for name in [*figures, "report.html"]:
         print(Path(args.out) / name)
     return 0

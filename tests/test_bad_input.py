@@ -18,13 +18,13 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from qarl_bridge import sender
-from qarl_bridge.wire import BridgeError
+from qarl_bridge.client import sender
+from qarl_bridge.protocol.messages import BridgeError
 from safetensors.numpy import load_file, save_file
 
 from qarl_jax import data, train
-from qarl_jax.checkpoint import Checkpoints
-from qarl_jax.rollout import vllm
+from qarl_jax.rollout.vllm import engine
+from qarl_jax.run.checkpoint import Checkpoints
 
 ALPHABET = "0123456789+-*= "
 HIDDEN = {
@@ -458,14 +458,14 @@ def test_a_promise_that_breaks_at_a_publish_is_told_with_layer_meaning_and_remed
         raise BridgeError(found, code)
 
     raised = []
-    construct = vllm.BrokenPromiseError.__init__
+    construct = engine.BrokenPromiseError.__init__
 
     def construct_and_keep(self, *args):
         raised.append(self)
         construct(self, *args)
 
     monkeypatch.setattr(sender.Client, "publish", publish)
-    monkeypatch.setattr(vllm.BrokenPromiseError, "__init__", construct_and_keep)
+    monkeypatch.setattr(engine.BrokenPromiseError, "__init__", construct_and_keep)
     world.tree["rollout"]["engine"] = {"name": "vllm", "engine": "fake", "start_timeout_s": 120}
     said = refused()
     for part in [found, *expected]:

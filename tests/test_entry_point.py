@@ -20,7 +20,7 @@ def decorated():
 
 
 def test_a_warning_is_a_plain_sentence(decorated, capsys, caplog):
-    log = logging.getLogger("qarl_jax.checkpoint")
+    log = logging.getLogger("qarl_jax.run.checkpoint")
 
     @entry_point
     def main(argv):

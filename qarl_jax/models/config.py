@@ -13,10 +13,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from qarl_jax.models.hf_config import HFConfig, MoEConfig
-from qarl_jax.models.registry import MODELS, hf_template
+from qarl_jax.models.families import MODELS, hf_template
+from qarl_jax.models.hf.config import HFConfig, MoEConfig
+from qarl_jax.numerics.engine import NormOrder
 from qarl_jax.quant import Numerics, Rules, SchemeConfig, on_engine, quantizes_activations
-from qarl_jax.quant.numerics import NormOrder
 from qarl_jax.types import UserError
 
 REMAT = ("full", "attention", "mixer", "dots", "none")  # from least memory to least recomputation

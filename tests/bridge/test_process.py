@@ -20,12 +20,13 @@ import msgspec
 import numpy as np
 import pytest
 from flax import nnx
-from qarl_bridge import sender, wire
-from qarl_bridge.wire import BridgeError
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models, quant
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, make_engine
-from qarl_jax.rollout.vllm import Config, VllmEngine, _batches, draw_seed, engine_config, engine_tensors
+from qarl_jax.rollout.vllm.engine import Config, VllmEngine, _batches, draw_seed, engine_config, engine_tensors
 from qarl_jax.types import Prompt, UserError
 from tests.reference import bridge_world
 from tests.reference.bridge_world import connected
@@ -240,7 +241,7 @@ def test_a_piece_that_goes_on_draws_with_other_numbers_than_the_beginning():
 
 def test_requests_are_split_so_that_they_and_their_replies_fit_a_frame():
     def draw(prompt, limit):
-        return wire.Draw(prompt=[1] * prompt, seed=0, max_tokens=limit)
+        return messages.Draw(prompt=[1] * prompt, seed=0, max_tokens=limit)
 
     draws = [draw(2, 1), draw(100, 1), draw(100, 1), draw(2, 400), draw(2, 400), draw(5000, 5000)]
     split = list(_batches(draws, most=8000, most_back=8000))
@@ -301,7 +302,7 @@ def by_hand(tmp_path, *extra, address=None):
     """A bridge a user started, on a model folder without weights; yields (process, address, key file)."""
     w = weights(0)
     expected = [
-        wire.Expected(name=n, dtype=wire.dtype_name(a.dtype), shape=list(a.shape)) for n, a in engine_tensors(w)
+        messages.Expected(name=n, dtype=messages.dtype_name(a.dtype), shape=list(a.shape)) for n, a in engine_tensors(w)
     ]
     sender.write_folder(str(tmp_path / "model"), engine_config(w.graphdef), expected)
     address = address or str(tmp_path / "s")
@@ -346,13 +347,14 @@ def test_a_bridge_started_by_hand_serves_trainers_and_outlives_them(tmp_path):
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_a_trainer_that_was_killed_leaves_its_lease_to_the_next_at_once(tmp_path, kind):
-    wire.create_key(str(tmp_path / "key"))
+    messages.create_key(str(tmp_path / "key"))
     address = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else str(tmp_path / "s")
     with by_hand(tmp_path, address=address) as (_, _, key_file):
         connected(address, key_file).close()
         code = f"""
 import time
-from qarl_bridge import sender, wire
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages as wire
 client = sender.Client({address!r}, wire.read_key({key_file!r}))
 client.acquire("run", 1)
 print("holds", flush=True)
@@ -385,14 +387,14 @@ def test_over_tcp_the_key_is_a_must_and_bytes_travel_in_chunks(tmp_path):
     with by_hand(tmp_path, address=address) as (process, _, _):
         assert process.wait(60) == 2  # no key file yet: a TCP bridge does not make one up
         assert "needs an existing key file" in process.stderr.read()
-    wire.create_key(str(tmp_path / "key"))
+    messages.create_key(str(tmp_path / "key"))
     with by_hand(tmp_path, address=address) as (process, _, key_file):
         connected(address, key_file).close()
         with engine(dataclasses.replace(FAKE, address=address, key_file=key_file)) as e:
             e.publish(weights(0), 0)
             generate(e)
         wrong = tmp_path / "wrong"
-        wire.create_key(str(wrong))
+        messages.create_key(str(wrong))
         config = dataclasses.replace(FAKE, address=address, key_file=str(wrong))
         with engine(config) as e, pytest.raises(UserError, match="does not hold this bridge's key"):
             e.publish(weights(0), 0)
@@ -425,7 +427,8 @@ def test_a_trainer_killed_in_the_middle_of_a_publish_leaves_the_engine_as_it_was
         (tmp_path / "tensors").write_bytes(pickle.dumps(list(engine_tensors(weights(1)))))
         code = f"""
 import pickle, time
-from qarl_bridge import sender, wire
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages as wire
 from qarl_bridge.transport import shm
 client = sender.Client({address!r}, wire.read_key({key_file!r}))
 client.acquire("run", 2)

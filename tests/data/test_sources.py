@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from qarl_jax import data
-from qarl_jax.data import files, reasoning_gym
-from qarl_jax.data.files import final_answer
-from qarl_jax.data.source import is_heldout
+from qarl_jax.data.sources import files, reasoning_gym
+from qarl_jax.data.sources.files import final_answer
+from qarl_jax.data.sources.template import is_heldout
 from qarl_jax.types import UserError
 
 CHARACTERS = "".join(chr(c) for c in range(32, 127)) + "\n"

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from qarl_jax.models.attention import attention
-from qarl_jax.models.layers import apply_rope, store_truncated
+from qarl_jax.models.layers import apply_rope
+from qarl_jax.numerics.float32 import truncate_to
 from qarl_jax.quant import Numerics
 
 
@@ -20,13 +21,13 @@ def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(jnp.bfloat16)
 
 
-def test_store_truncated_drops_the_low_bits_and_passes_the_gradient_through():
+def test_truncate_to_drops_the_low_bits_and_passes_the_gradient_through():
     x = jax.random.normal(jax.random.key(0), (4096,), jnp.float32) * 100
-    got = jax.jit(lambda x: store_truncated(x, jnp.bfloat16))(x)
+    got = jax.jit(lambda x: truncate_to(x, jnp.bfloat16))(x)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(got, np.float32), truncated(x))
-    np.testing.assert_array_equal(jax.grad(lambda x: store_truncated(x, jnp.bfloat16).astype(jnp.float32).sum())(x), 1)
-    assert store_truncated(x, jnp.float32) is x
+    np.testing.assert_array_equal(jax.grad(lambda x: truncate_to(x, jnp.bfloat16).astype(jnp.float32).sum())(x), 1)
+    assert truncate_to(x, jnp.float32) is x
 
 
 def test_rope_truncates_on_request():

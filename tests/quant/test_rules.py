@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qarl_jax.quant import Numerics, Rules, numerics, quantize, quantize_tree, resolve, w4a16, w8a8
+from qarl_jax.numerics import engine
+from qarl_jax.quant import Numerics, Rules, quantize, quantize_tree, resolve
+from qarl_jax.quant.schemes import w4a16, w8a8
 from qarl_jax.types import UserError
 
 RULES = [
@@ -67,13 +69,13 @@ def test_quantize_tree_names_the_path_that_does_not_fit():
 
 
 def test_engines_resolve_to_profiles_by_what_the_host_is(monkeypatch):
-    monkeypatch.setattr(numerics, "cpu_has_amx", lambda: True)
+    monkeypatch.setattr(engine, "cpu_has_amx", lambda: True)
     assert resolve("cpu") == Numerics("cpu_amx")
     assert resolve("auto") == Numerics("cpu_amx")  # tests run on CPU
-    monkeypatch.setattr(numerics, "cpu_has_amx", lambda: False)
-    monkeypatch.setattr(numerics, "cpu_has_avx512_bf16", lambda: False)
+    monkeypatch.setattr(engine, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(engine, "cpu_has_avx512_bf16", lambda: False)
     assert resolve("cpu") == Numerics("cpu_avx2")
-    monkeypatch.setattr(numerics, "cpu_has_avx512_bf16", lambda: True)
+    monkeypatch.setattr(engine, "cpu_has_avx512_bf16", lambda: True)
     assert resolve("cpu") == Numerics("cpu_avx512_bf16")
     assert resolve("cuda") == Numerics("cuda")
     assert resolve("plain") == Numerics()

@@ -38,8 +38,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from qarl_bridge import wire
-from qarl_bridge.wire import BridgeError
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.messages import BridgeError
 
 SWEEP_S = 5.0
 LINGER_MS = 1000  # for the last replies of a bridge that stops
@@ -59,7 +59,7 @@ def _key_pair(key: bytes, owner: bytes) -> tuple[bytes, bytes]:
 
 def _endpoint(address: str) -> str:
     """The address as ZeroMQ writes it, host names resolved (it would retry an unknown one for ever)."""
-    kind, where = wire.parse_address(address)
+    kind, where = messages.parse_address(address)
     if kind == "unix":
         return f"ipc://{where}" if where.startswith("/") else f"ipc://./{where}"  # "@x" and "*" mean other things
     host, port = where
@@ -77,10 +77,10 @@ def _configure(sock: zmq.Socket, kind: str, most: int) -> None:
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
 
 
-def encode(message: wire.Request | wire.Reply) -> bytes:
+def encode(message: messages.Request | messages.Reply) -> bytes:
     """msgpack bytes of a message that fits a frame; completions may be longer, for they go to who asked for them."""
-    payload = wire.encode(message)
-    most = wire.MAX_REPLY if isinstance(message, wire.Completions) else wire.MAX_FRAME
+    payload = messages.encode(message)
+    most = messages.MAX_REPLY if isinstance(message, messages.Completions) else messages.MAX_FRAME
     if len(payload) > most:
         raise BridgeError(f"{type(message).__name__} of {len(payload)} bytes exceeds a frame's {most}", "limits")
     return payload
@@ -109,7 +109,7 @@ class Peer:
         """Frames of the next message (none at all: too many); None: the peer is gone or the bridge stops."""
         return self.inbox.get()
 
-    def send(self, message: wire.Reply) -> None:
+    def send(self, message: messages.Reply) -> None:
         """Post one message; that the peer is gone shows later, in `gone`. BridgeError(limits) if it is too long."""
         self._listener.post(self, encode(message))
 
@@ -137,7 +137,7 @@ class Listener:
 
     def __init__(self, address: str, key: bytes):
         self._wake = os.eventfd(0)
-        self.kind, self._where = wire.parse_address(address)
+        self.kind, self._where = messages.parse_address(address)
         self.address = address
         self._peers: dict[bytes, Peer] = {}
         self._outbox: collections.deque[Callable[[], None]] = collections.deque()
@@ -150,7 +150,7 @@ class Listener:
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._router = self._context.socket(zmq.ROUTER)
-        _configure(self._router, self.kind, wire.MAX_FRAME)
+        _configure(self._router, self.kind, messages.MAX_FRAME)
         self._router.setsockopt(zmq.LINGER, LINGER_MS)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to who is gone is an error, not a silence
         self._router.setsockopt(zmq.CURVE_SERVER, 1)
@@ -263,13 +263,15 @@ class Listener:
             self._probe()  # the new one may be the successor of a dead one
             peer = Peer(self, identity)
             if len(self._peers) >= MAX_PEERS:
-                self._transmit(peer, encode(wire.Error(code="limits", message=f"{MAX_PEERS} clients are connected")))
+                self._transmit(
+                    peer, encode(messages.Error(code="limits", message=f"{MAX_PEERS} clients are connected"))
+                )
                 return
             self._peers[identity] = peer
             on_peer(peer)
         if peer.inbox.qsize() >= MAX_AHEAD:
             message = f"more than {MAX_AHEAD} requests are waiting for an answer"
-            self._transmit(peer, encode(wire.Error(code="limits", message=message)))
+            self._transmit(peer, encode(messages.Error(code="limits", message=message)))
             return
         peer.inbox.put(frames)
 
@@ -385,7 +387,7 @@ class Channel:
     def _connect(self, endpoint: str, key: bytes) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket, endpoint.partition(":")[0], wire.MAX_REPLY)
+        _configure(self._socket, endpoint.partition(":")[0], messages.MAX_REPLY)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # our deadline counts: a bridge may be busy starting
@@ -403,7 +405,7 @@ class Channel:
             raise BridgeError(f"the bridge at {self._address} does not answer the handshake", "timeout")
         return int(recv_monitor_message(self._monitor)["event"])
 
-    def send(self, message: wire.Request, data: bytes | memoryview | None = None) -> None:
+    def send(self, message: messages.Request, data: bytes | memoryview | None = None) -> None:
         """Send one message, with a second frame of raw bytes where given."""
         frames = [encode(message)] if data is None else [encode(message), data]
         if not self._open:
