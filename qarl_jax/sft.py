@@ -30,11 +30,10 @@ from qarl_jax.data.worked.answers import Manner, worked_answer
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.metrics import Mean, Metric, masked_mean
 from qarl_jax.optim import build as optimizer
+from qarl_jax.run.export import RECEIPT
 from qarl_jax.runtime import mesh
 from qarl_jax.typed_config import load
 from qarl_jax.types import LossInputs, TrainBatch, UserError, entry_point
-
-RECEIPT = "sft.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -226,7 +226,7 @@ def run(cfg: RunConfig) -> None:
                 if interrupt.agreed():
                     save(step)
                     checkpoints.wait()
-                    observer.say(f"interrupted: saved after step {step}; the same command resumes")
+                    observer.end(f"interrupted: saved after step {step}; the same command resumes")
                     return
                 buffer = left
 
@@ -271,10 +271,10 @@ def run(cfg: RunConfig) -> None:
                     save(done)
             if stopping and not last:
                 checkpoints.wait()
-                observer.say(f"interrupted: saved after step {done}; the same command resumes")
+                observer.end(f"interrupted: saved after step {done}; the same command resumes")
                 return
         checkpoints.wait()
-        processes.from_first(lambda: observer.say(summary(cfg)))
+        processes.from_first(lambda: observer.end(summary(cfg)))
 
 
 def restore(

@@ -17,7 +17,7 @@ import tomllib
 
 import pytest
 
-from qarl_jax import data, loss, quant, rewards, rollout, sft
+from qarl_jax import data, loss, metrics, quant, rewards, rollout, sft
 from qarl_jax.models import MODELS
 from qarl_jax.run import config
 from qarl_jax.typed_config import load
@@ -70,6 +70,12 @@ def test_every_link_inside_the_repository_resolves(document):
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text_of(document))
     missing = [link for link in links if "://" not in link and not (ROOT / document).parent.joinpath(link).exists()]
     assert not missing
+
+
+def test_the_readme_names_all_that_may_differ_after_a_resume():
+    paragraph = README.split("**Stopping and resuming.**")[1].split("\n\n")[0]
+    for prefix in (metrics.TIME, metrics.PERF):
+        assert f"`{prefix}*`" in paragraph
 
 
 @pytest.mark.parametrize("document", WRITTEN)

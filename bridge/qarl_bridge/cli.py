@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -64,6 +65,13 @@ def _watch_parent(pid: int, on_death: Callable[[], None]) -> None:
         os._exit(4)  # the engine thread did not come back in time (a long load, a long step)
 
     threading.Thread(target=loop, daemon=True, name="parent").start()
+
+
+def _use_as_temporary(folder: str) -> None:
+    """The temporary directory of this process and its children, but for what is worth keeping: compiled code."""
+    kept = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kept)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 def _log(line: str) -> None:
@@ -122,6 +130,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, stop)
     if args.parent_pid:
         _watch_parent(args.parent_pid, stop)
+    scratch = messages.Scratch("qarl-engine-")  # vLLM leaves files in the temporary directory when it is killed
+    _use_as_temporary(scratch.path)
     try:
         started = time.perf_counter()
         engine: Engine
@@ -144,3 +154,4 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     finally:
         listener.close()
+        scratch.close()

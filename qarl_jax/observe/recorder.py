@@ -301,7 +301,10 @@ class Observer:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._lock = _own(self.run_dir / ".lock")
         except OSError as error:
-            raise UserError(f"Cannot write to the run directory {self.run_dir}: {error.strerror or error}.") from None
+            raise UserError(
+                f"Cannot write to the run directory {self.run_dir}: {error.strerror or error}. Set run_dir to a folder"
+                " that you may write to, on a disk with free space."
+            ) from None
         self._last_step: int | None = None
         self._resumed = -1
         self._tensorboard: Any = None
@@ -391,6 +394,11 @@ class Observer:
         """A line for the reader, above the table or among the lines."""
         self._view.say(text)
 
+    def end(self, text: str) -> None:
+        """The last word of a run, below the table; nothing is shown after it."""
+        self._view.close()
+        self._view.say(text)
+
     def close(self) -> None:
         """Finish the view and the event files, and let go of the directory."""
         self._view.close()
@@ -466,6 +474,8 @@ class Silent:
     def histograms(self, step: int, counts: Mapping[str, Sequence[int]]) -> None: ...
 
     def say(self, text: str) -> None: ...
+
+    def end(self, text: str) -> None: ...
 
     def __enter__(self) -> Silent:
         return self

@@ -7,7 +7,7 @@
     view.say("a line for the reader")                                            # above the table, or among the lines
     view.close()
 
-`ROWS` says what is shown, and in which order; a metric that a record lacks is left out.
+`ROWS` says what the table shows, `LINE` what a line does, in which order; a metric that a record lacks is left out.
 """
 
 from __future__ import annotations
@@ -107,12 +107,27 @@ def _speed(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     return cells + [(name, f"{seconds:.2f}s") for seconds, name in slowest]
 
 
+LINE: Cells = (
+    ("reward", "reward/mean", ".3f"),
+    ("held-out", "eval/reward/mean", ".3f"),
+    ("length", "response/length_mean", ".1f"),
+    ("k3", "mismatch/k3", ".1e"),
+    ("clipped", "clip/frac", ".1%"),
+    ("dropped", "clip/seq_dropped", ".1%"),
+    ("grad", "optim/grad_norm", ".3g"),
+    ("seconds", f"{TIME}step_s", ".2f"),
+    ("tokens/s", f"{TIME}tok_per_s", ",.0f"),
+)
+"""What a line has room for; metrics.jsonl has everything."""
+
+
 def summary_line(record: Mapping[str, Any], total_steps: int | None = None) -> str:
-    """One step as one line. Example: "step 12/100  reward mean 0.530  response length 41.2 ..."."""
+    """One step as one short line. Example: "step 12/100 | reward 0.530 | length 41.2 | ... | tokens/s 12,346"."""
     step = f"step {record['step']}" + (f"/{total_steps}" if total_steps else "")
-    parts = [(title, _row(record, cells)) for title, cells in ROWS] + [("time", _speed(record))]
-    body = [f"{title}: " + " ".join(f"{label} {text}" for label, text in cells) for title, cells in parts if cells]
-    return " | ".join([step, *body])
+    cells = [f"{label} {text}" for label, text in _row(record, LINE)]
+    if record.get("nonfinite"):
+        cells.append("not finite: " + ", ".join(record["nonfinite"]))
+    return " | ".join([step, *cells])
 
 
 BARS = "▁▂▃▄▅▆▇█"

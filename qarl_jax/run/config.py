@@ -512,6 +512,7 @@ def describe(cfg: RunConfig) -> str:
     schemes = cfg.quant.forward
     if cfg.quant.rollout_scheme != cfg.quant.forward:
         schemes = f"{cfg.quant.forward} in the learner, {cfg.quant.rollout_scheme} in the sampler"
+    arm = _arm(cfg.quant)
     rows = "several responses each" if cfg.train.packing == "packed" else "one response each"
     updates = f"{cfg.train.updates_per_step} updates per step ({cfg.train.update_epochs}x over its responses)"
     responses = cfg.train.steps * per_step * samples
@@ -524,6 +525,7 @@ def describe(cfg: RunConfig) -> str:
     saved = f"every {cfg.checkpoint.every} steps" if cfg.checkpoint.every else "at the end"
     lines = [
         ("scheme", schemes),
+        *[("" if number else "note", text) for number, text in enumerate(arm)],
         ("step", f"{per_step} prompts x {samples} samples = {per_step * samples} responses"),
         ("update", f"{per_update} prompts x {samples} samples = {per_update * samples} responses; {updates}"),
         ("micro-batch", f"{cfg.train.micro_batch_rows} rows of {cfg.row_len} tokens, {rows}; {passes}"),
@@ -538,6 +540,29 @@ def describe(cfg: RunConfig) -> str:
     ]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+def _arm(cfg: QuantConfig) -> list[str]:
+    """What a run is for in which learner and sampler are different policies; nothing where they are one (QaRL)."""
+    learner, sampler = cfg.forward, cfg.rollout_scheme
+    if quant.parse_scheme(learner, cfg.group_size) == quant.parse_scheme(sampler, cfg.group_size):
+        return []
+    if learner == "bf16":
+        return [
+            "learner and sampler are different policies by intent: quantized rollouts under an unquantized learner,",
+            f"the baseline that QaRL is compared with. For QaRL set quant.forward={sampler}",
+        ]
+    purpose = (
+        "a low-bit learner on an unquantized policy's samples"
+        if sampler == "bf16"
+        else "two low-bit policies on different grids"
+    )
+    return [
+        f"learner and sampler are different policies by intent: {purpose}.",
+        "The arm is a control: do low bits in the learner's forward help by themselves, or by being the sampler's?",
+        "What the difference comes to is measured as mismatch/*.",
+        f"For QaRL leave quant.rollout out, or set it to {learner}",
+    ]
 
 
 def _stages(cfg: RunConfig) -> list[str]:

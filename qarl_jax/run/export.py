@@ -31,6 +31,8 @@ from qarl_jax.types import UserError, entry_point
 FORMATS = ("hf", "compressed-tensors")
 MAX_SHARD_BYTES = 5 * 10**9
 # Of a model folder, what the weights do not replace: tokenizer, chat template, generation settings.
+RECEIPT = "sft.json"  # what `sft` notes of the weights it made
+_OTHERS = ("config.json", RECEIPT)
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".gguf")
 
 
@@ -80,7 +82,7 @@ def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: st
     staging.mkdir(parents=True)
     try:
         for file in sorted(pathlib.Path(cfg.model.path).iterdir()):
-            if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name != "config.json":
+            if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _OTHERS:
                 shutil.copy2(file, staging / file.name)
         if kind == "hf":
             models.save_hf(models.merge(models.with_scheme(graphdef, "bf16"), params, build.no_qweights()), staging)

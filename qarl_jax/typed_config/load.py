@@ -48,6 +48,7 @@ from qarl_jax.types import UserError
 
 T = TypeVar("T")
 Path = tuple[str, ...]
+MAX_VALUES = 100_000  # of a file: nested aliases can stand for billions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +108,8 @@ def read_yaml(cls: type, file: str | os.PathLike[str], _seen: tuple[str, ...] = 
         place = f"{name}:{mark.line + 1}" if mark else name
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(f"{place}: not valid YAML: {problem}.") from None
+    except RecursionError:
+        raise UserError(f"{name}: nested too deeply to be read.") from None
     layer = Layer({}, {(): name}, name)
     if root is None:
         raise UserError(f"{name}: the file is empty.")
@@ -145,6 +148,8 @@ def _read_text(name: str) -> str:
 def _convert(node: yaml.Node, path: Path, layer: Layer, name: str, open_nodes: tuple[int, ...]) -> Any:
     """YAML node -> plain values, noting each line and refusing duplicate keys (PyYAML keeps the last one silently)."""
     layer.origins[path] = f"{name}:{node.start_mark.line + 1}" if path else name
+    if len(layer.origins) > MAX_VALUES:
+        raise UserError(f"{name}: more than {MAX_VALUES:,} values, counting what an alias stands for each time.")
     if id(node) in open_nodes:
         raise UserError(f"{name}:{node.start_mark.line + 1}: an alias contains itself.")
     if len(open_nodes) > 50:
@@ -233,7 +238,7 @@ def _parse_override(text: str) -> tuple[Path, _Text, str]:
 def _read_text_value(value: _Text) -> Any:
     try:
         return yaml.safe_load(value.text)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         return value.text
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 
@@ -180,10 +181,64 @@ def test_messages_beyond_a_frame_are_not_sent_and_not_taken(address):
         with pytest.raises(BridgeError, match="exceeds a frame"):
             channel.send(messages.Error(code="x", message="x" * (messages.MAX_FRAME + 1)))
         assert asked(channel) == messages.Ok()
-        channel._socket.send(bytes(messages.MAX_FRAME + 2000))
+        channel._socket.send(bytes(zeromq.MAX_PART + 2000))
         with pytest.raises(BridgeError, match="closed by the other side"):
             channel.receive(PATIENCE_S)
         channel.close()
+
+
+def test_a_long_message_travels_in_parts_and_arrives_whole(address):
+    peers = queue.SimpleQueue()
+    listener = zeromq.Listener(address, KEY)
+    listener.start(on_peer=peers.put, on_gone=lambda peer: None, on_end=lambda: None)
+    channel = zeromq.Channel(listener.address, KEY, PATIENCE_S)
+    long = messages.Error(code="x", message="y" * (3 * zeromq.MAX_PART))
+    data = os.urandom(2 * zeromq.MAX_PART + 17)
+    channel.send(long, data)
+    channel.send(messages.Status(), b"")
+    channel.send(messages.Status())
+    channel._socket.send_multipart([bytes(zeromq.MAX_PART)] * 81)
+    peer = peers.get(timeout=PATIENCE_S)
+    received = [peer.inbox.get(timeout=PATIENCE_S) for _ in range(4)]
+    status = messages.encode(messages.Status())
+    assert received == [[messages.encode(long), data], [status, b""], [status], []]
+    channel.close()
+    listener.close()
+
+
+def test_a_stranger_cannot_make_the_bridge_hold_a_large_command():
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    with listening("tcp://127.0.0.1:0") as (listener, _, _):
+        _, where = messages.parse_address(listener.address)
+        with socket.create_connection(where) as stranger:
+            stranger.settimeout(PATIENCE_S)
+            stranger.sendall(greeting + b"\x06" + struct.pack(">Q", 2 * zeromq.MAX_PART))
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(64):  # its own greeting, then it hangs up without waiting for the rest
+                    pass
+
+
+def test_a_bridge_whose_queue_of_connections_is_full_is_waited_for(tmp_path):
+    path = str(tmp_path / "s")
+    with contextlib.ExitStack() as stack:
+        crowded = stack.enter_context(socket.socket(socket.AF_UNIX))
+        crowded.bind(path)
+        crowded.listen(0)
+        for _ in range(2):  # one more than it takes
+            one = stack.enter_context(socket.socket(socket.AF_UNIX))
+            one.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                one.connect(path)
+        came = []
+        thread = threading.Thread(target=lambda: came.append(zeromq.Channel(path, KEY, PATIENCE_S)))
+        thread.start()
+        time.sleep(0.3)
+        crowded.close()
+        os.unlink(path)
+        with listening(path):
+            thread.join(PATIENCE_S)
+            assert asked(came[0]) == messages.Ok()
+            came[0].close()
 
 
 def test_another_protocol_is_refused_in_words(tmp_path):

@@ -25,11 +25,15 @@ RECORD = {
 }
 
 
-def test_a_step_s_line_shows_what_there_is_slowest_phase_first():
-    assert summary_line(RECORD, 100) == (
-        "step 12/100 | reward: mean 0.530 | response: length 41.2 | mismatch: k3 1.50e-05 | clipped: sequences 12.5% | "
-        "update: loss nan | time: tokens/s 12,346 step 4.25 update 2.50s rollout 1.50s"
+def test_a_step_s_line_shows_what_there_is_and_fits_a_wide_terminal():
+    shown = summary_line(RECORD, 100)
+    assert shown == (
+        "step 12/100 | reward 0.530 | length 41.2 | k3 1.5e-05 | dropped 12.5% | seconds 4.25 | "
+        "tokens/s 12,346 | not finite: loss/total"
     )
+    everything = RECORD | {"eval/reward/mean": 0.123, "clip/frac": 0.5, "optim/grad_norm": 123.4}
+    del everything["nonfinite"]
+    assert len(summary_line(everything, 100)) < 150
     assert summary_line({"step": 0}) == "step 0"
 
 
@@ -38,7 +42,7 @@ def test_outside_a_terminal_each_step_is_a_plain_line(tmp_path):
     with Observer(tmp_path, Config(tensorboard=False), total_steps=2, stream=stream) as observer:
         observer.say("hello [bold]")
         observer.log(1, {"reward/mean": 0.5})
-    assert stream.getvalue() == "hello [bold]\nstep 1/2 | reward: mean 0.500\n"
+    assert stream.getvalue() == "hello [bold]\nstep 1/2 | reward 0.500\n"
 
 
 class Terminal(io.StringIO):
@@ -59,6 +63,16 @@ def test_in_a_terminal_a_table_shows_every_group_and_notes_scroll_above(tmp_path
         assert text in shown  # 88 steps of 4.25 s are 374 s
     assert "saved [step 11]" in shown
     assert "loss/total = nan" in shown
+
+
+def test_the_last_word_stands_below_the_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with Observer(tmp_path, Config(tensorboard=False), total_steps=100, stream=stream) as observer:
+        observer.log(12, {"reward/mean": 0.1})
+        observer.end("interrupted: saved after step 12")
+    shown = stream.getvalue()
+    assert shown.rindex("step 12 of 100") < shown.index("interrupted: saved after step 12")
 
 
 def test_sparklines_scale_to_what_they_show():

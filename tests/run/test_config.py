@@ -82,6 +82,23 @@ def test_derived_numbers_are_in_prompts_and_printed(load):
 STAGES = "rollout.stages=[{until: 3, max_response_len: 16}, {until: 5, max_response_len: 32}]"
 
 
+@pytest.mark.parametrize(
+    ("forward", "rollout", "said"),
+    [
+        ("w4a16", "w8a8", ["different policies by intent", "different grids", "control", "set it to w4a16"]),
+        ("w4a16", "bf16", ["different policies by intent", "unquantized policy's samples"]),
+        ("bf16", "w8a8", ["different policies by intent", "baseline", "quant.forward=w8a8"]),
+        ("w4a16", "w4a16:g128", []),
+        ("w8a8", "w8a8", []),
+    ],
+)
+def test_an_arm_in_which_learner_and_sampler_differ_says_so_and_what_it_is_for(load, forward, rollout, said):
+    text = config.describe(load(f"quant.forward={forward}", f"quant.rollout={rollout}"))
+    for part in said:
+        assert part in text
+    assert bool(said) == ("different policies" in text)
+
+
 def test_stages_are_resolved_by_the_step_alone(load):
     cfg = load("train.steps=8", STAGES)
     assert [cfg.rollout.max_response_len_at(step) for step in range(8)] == [16] * 3 + [32] * 2 + [64] * 3

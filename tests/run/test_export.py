@@ -26,6 +26,7 @@ STEPS = 2
 def run(tmp_path_factory):
     """A finished run: two steps of w4a16."""
     world = tiny.World(tmp_path_factory.mktemp("world"))
+    (world.model / "sft.json").write_text("{}")  # what `sft` says of the weights that training replaces
     assert train.main(world.command()) == 0
     return world
 
@@ -59,6 +60,12 @@ def low_bit_folder(run, tmp_path_factory):
 # ---- hf ------------------------------------------------------------------------------------------------------------
 
 
+def test_what_was_noted_of_the_base_models_weights_is_not_exported(hf_folder, low_bit_folder):
+    for folder in (hf_folder, low_bit_folder):
+        assert (folder / "tokenizer.json").is_file()
+        assert not (folder / "sft.json").exists()
+
+
 @pytest.mark.slow
 def test_an_hf_export_has_the_names_shapes_and_dtypes_of_the_folder_training_started_from(run, hf_folder):
     before, after = load_file(run.model / "model.safetensors"), load_file(hf_folder / "model.safetensors")
@@ -66,7 +73,7 @@ def test_an_hf_export_has_the_names_shapes_and_dtypes_of_the_folder_training_sta
         name: (x.shape, x.dtype) for name, x in before.items()
     }
     assert any(after[name].tobytes() != before[name].tobytes() for name in before)
-    assert {path.name for path in hf_folder.iterdir()} == {path.name for path in run.model.iterdir()}
+    assert {path.name for path in hf_folder.iterdir()} == {path.name for path in run.model.iterdir()} - {"sft.json"}
     values = json.loads((hf_folder / "config.json").read_text())
     assert "quantization_config" not in values
     assert values["vocab_size"] == 30

@@ -36,10 +36,11 @@ from qarl_bridge.protocol.errors import BridgeError as BridgeError
 from qarl_bridge.protocol.keys import create_key as create_key
 from qarl_bridge.protocol.keys import parse_address as parse_address
 from qarl_bridge.protocol.keys import read_key as read_key
+from qarl_bridge.protocol.scratch import Scratch as Scratch
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
-MAX_FRAME = 64 << 20  # a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights never travel in one frame
+MAX_FRAME = 64 << 20  # of a message: a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights travel in Chunks
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
 MAX_STAGE_BYTES = 1 << 41
 DIGEST_BYTES = fingerprint.DIGEST_BYTES

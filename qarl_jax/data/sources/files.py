@@ -14,6 +14,7 @@ import dataclasses
 import glob
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -74,6 +75,7 @@ class Source:
         rows = 0
         for file in _expand(cfg.path):
             reader = _read_parquet(file) if isinstance(cfg, Parquet) else _read_jsonl(file)
+            columns: tuple[str, str] | None = None
             stem = os.path.splitext(os.path.basename(file))[0]
             for number, place, row in reader:
                 if cfg.limit and rows >= cfg.limit:
@@ -84,7 +86,7 @@ class Source:
                 ):
                     continue
                 rows += 1
-                prompt_key, answer_key = _columns(cfg, row, place)
+                columns = prompt_key, answer_key = _columns(cfg, row, place, columns)
                 question = _question(_reach(row, prompt_key, place), prompt_key, place)
                 answer = final_answer(_answer(_reach(row, answer_key, place), answer_key, place))
                 meta = {key: value for key, value in row.items() if isinstance(value, str | int | float)}
@@ -146,7 +148,11 @@ def _read_jsonl(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
                     continue
                 try:
                     row = json.loads(line)
-                except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+                except json.JSONDecodeError as error:  # its own line number counts within this line
+                    ends = error.pos >= len(error.doc.rstrip())
+                    where = "where the line ends" if ends else f"at column {error.pos + 1}"
+                    raise UserError(f"{place}: not a JSON object: {error.msg} {where}.") from None
+                except (ValueError, RecursionError) as error:  # a number of thousands of digits among them
                     raise UserError(f"{place}: not a JSON object: {error}.") from None
                 if not isinstance(row, dict):
                     raise UserError(f"{place}: expected a JSON object with columns, got {type(row).__name__}.")
@@ -172,12 +178,20 @@ def _read_parquet(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
         raise UserError(f"{file}: not a readable parquet file: {str(error).splitlines()[0]}") from None
 
 
-def _columns(cfg: Jsonl, row: Mapping[str, Any], place: str) -> tuple[str, str]:
+def _columns(cfg: Jsonl, row: Mapping[str, Any], place: str, before: tuple[str, str] | None) -> tuple[str, str]:
+    """The columns of a row with question and answer. `before`: those of the row before it in its file."""
+    given = (cfg.prompt_key, cfg.answer_key)
+    for keys in [given] if cfg.prompt_key else LAYOUTS.values():
+        if all(key in row or _has(row, key) for key in keys):
+            return keys
+    if before:
+        lacks = [repr(key) for key in before if key not in row and not _has(row, key)]
+        raise UserError(
+            f"{place}: this row has no {' and no '.join(lacks)}, which the rows before it have. Add it, or remove the"
+            " row."
+        )
     if cfg.prompt_key:
-        return cfg.prompt_key, cfg.answer_key
-    for prompt_key, answer_key in LAYOUTS.values():
-        if _has(row, prompt_key) and _has(row, answer_key):
-            return prompt_key, answer_key
+        return given  # told by whoever reaches for them
     raise UserError(
         f"{place}: cannot tell which columns hold the question and the answer among {', '.join(row) or 'none'}."
         " Set data.source.prompt_key and data.source.answer_key."
@@ -214,6 +228,8 @@ def _question(value: Any, key: str, place: str) -> str | list[dict[str, str]]:
 
 
 def _answer(value: Any, key: str, place: str) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{place}: column {key!r}: {value} is no answer: a number must be finite, or be text.")
     if isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip():
         return str(value)
     raise UserError(f"{place}: column {key!r}: expected an answer (text or a number), got {value!r:.60}.")

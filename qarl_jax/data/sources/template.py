@@ -87,23 +87,23 @@ class Template:
             messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
             if self.system:
                 messages = [{"role": "system", "content": self.system}, *messages]
-            import jinja2
-
             try:
                 return self.tokenizer.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=True, **self.chat_args
                 )
-            except jinja2.TemplateError as error:
-                raise UserError(f"the tokenizer's chat template fails on {messages!r:.200}: {error}") from None
+            except Exception as error:  # a template is a program, and may fail in any way
+                raise UserError(
+                    f"the tokenizer's chat template fails on {messages!r:.200}: {type(error).__name__}: {error}"
+                ) from None
         text = question if isinstance(question, str) else _last_user_message(question)
         if self.compiled is None:
             return f"{self.system}\n{text}" if self.system else text
-        import jinja2
-
         try:
             return self.compiled.render(question=text, system=self.system, meta=meta)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"data.template {self.template!r}: {error}.") from None
+        except Exception as error:
+            raise UserError(
+                f"data.template {self.template!r} fails on {text!r:.200}: {type(error).__name__}: {error}."
+            ) from None
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids; a chat template writes its special tokens itself, other text gets the tokenizer's own."""

@@ -205,9 +205,23 @@ def _read(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDtypeStruct,
         for place in np.ndindex(*shape[:lead]):
             source = views[tuple(r[p] for r, p in zip(ranges, place, strict=True))]
             out[place] = _cast(source[inner], like.dtype)
+            if not _is_finite(out[place]):
+                name = names[tuple(r[p] for r, p in zip(ranges, place, strict=True))]
+                raise UserError(
+                    f"{checkpoint.folder}: the weights of {name} are not all finite (NaN or infinite numbers); get the"
+                    " model again, or an earlier checkpoint of it."
+                )
         return out
 
     return jax.make_array_from_callback(like.shape, sharding, shard)
+
+
+def _is_finite(x: np.ndarray) -> bool:
+    """Whether no number is NaN or infinite."""
+    if x.dtype == ml_dtypes.bfloat16:
+        return not ((np.ascontiguousarray(x).view(np.uint16) & 0x7F80) == 0x7F80).any()
+    with np.errstate(all="ignore"):  # one number tells of them all, and fast; that it overflows is possible
+        return bool(np.isfinite(x.sum(dtype=np.float32))) or bool(np.isfinite(x).all())
 
 
 def _cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -57,6 +58,7 @@ _PROMISES = {
         "the learner's weights are not usable, and the engine did not take them",
     ),
 }
+_FIRST_WORD_S, _NEXT_WORD_S = 5.0, 30.0  # after which a bridge that does not answer is spoken of
 _TRANSPORTS = {
     "host": "host memory (transport=host)",
     "cuda_ipc": "device memory: learner and engine share a GPU (transport=cuda_ipc)",
@@ -66,7 +68,7 @@ _TRANSPORTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(messages.EngineOptions):
-    """The engine's own options (`wire.EngineOptions`), and how the trainer reaches and supervises it.
+    """The engine's own options (`messages.EngineOptions`), and how the trainer reaches and supervises it.
 
     Attributes:
     python: interpreter that runs the bridge, with qarl_bridge and vLLM installed; empty: this one.
@@ -526,18 +528,8 @@ class VllmEngine:
             expected = [messages.Expected(name=entry.name, dtype=entry.dtype, shape=entry.shape) for entry in tensors]
             address, key = self._bridge.start(self._model_json, expected)
         deadline = time.monotonic() + config.start_timeout_s
-        while True:
-            try:
-                client = sender.Client(address, key, timeout_s=max(1.0, deadline - time.monotonic()))
-                break
-            except BridgeError as error:
-                if error.code != "dead":
-                    raise
-                if self._bridge.has_ended:
-                    raise UserError(f"the vLLM bridge did not start: {self._bridge.last_words()}") from error
-                if time.monotonic() > deadline:
-                    raise UserError(f"vLLM bridge: {error} (waited {config.start_timeout_s:g} s)") from error
-                time.sleep(0.1)
+        with self._speaking_up(deadline):
+            client = self._first_contact(address, key, deadline)
         client.set_timeout(config.request_timeout_s)
         try:
             client.acquire(self._run_id, self._incarnation)
@@ -554,6 +546,41 @@ class VllmEngine:
             f"{facts.engine} {facts.engine_version}, execution {facts.execution} ({facts.profile}, {facts.isa}, "
             f"{facts.threads} threads){notes}"
         )
+
+    def _first_contact(self, address: str, key: bytes, deadline: float) -> sender.Client:
+        """A client of a bridge that may have to start first."""
+        while True:
+            try:
+                return sender.Client(address, key, timeout_s=max(1.0, deadline - time.monotonic()))
+            except BridgeError as error:
+                if error.code != "dead":
+                    raise
+                if self._bridge.has_ended:
+                    raise UserError(f"the vLLM bridge did not start: {self._bridge.last_words()}") from error
+                if time.monotonic() > deadline:
+                    raise UserError(f"vLLM bridge: {error} (waited {self._config.start_timeout_s:g} s)") from error
+                time.sleep(0.1)
+
+    @contextlib.contextmanager
+    def _speaking_up(self, deadline: float) -> Iterator[None]:
+        """While it lasts, lines that say what is being waited for, with the time left."""
+        what = "its vLLM bridge to start"
+        if self._config.address:
+            what = f"the bridge at {self._config.address} (rollout.engine.address) to answer"
+        over = threading.Event()
+
+        def speak() -> None:
+            pause = _FIRST_WORD_S
+            while not over.wait(pause):
+                pause = _NEXT_WORD_S
+                left = max(0.0, deadline - time.monotonic())
+                self._log(f"waiting for {what}: {left:.0f} s left (rollout.engine.start_timeout_s)")
+
+        threading.Thread(target=speak, daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
     def _check_facts(self, facts: messages.Facts) -> None:
         if facts.engine != "fake" and self._numerics not in ("plain", facts.profile):

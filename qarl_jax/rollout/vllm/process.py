@@ -7,17 +7,16 @@
     bridge.has_ended, bridge.last_words()
     bridge.stop()                                              # and start again on the same folder, or close()
 
-It lives in a folder of its own (mode 0700): a model without weights, a key, a socket, a log.
+It lives in a folder of its own (mode 0700): a model without weights, a key, a socket, a log. A trainer that is killed
+leaves that folder behind, and the next one removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +43,7 @@ class BridgeProcess:
         self._python = python or sys.executable
         self._visible_gpus = visible_gpus
         self._log_file = log_file
-        self.folder: str | None = None
+        self._scratch: messages.Scratch | None = None
         self.process: subprocess.Popen | None = None
 
     def start(self, config: Mapping[str, Any], expected: Iterable[messages.Expected]) -> tuple[str, bytes]:
@@ -57,8 +56,9 @@ class BridgeProcess:
           UserError: there is no such interpreter.
         """
         self.stop()
-        if self.folder is None:
-            self.folder = tempfile.mkdtemp(prefix="qarl-bridge-")  # mode 0700; short, as unix sockets demand
+        if self._scratch is None:
+            self._scratch = messages.Scratch("qarl-bridge-")
+        assert self.folder is not None
         model, address, key_file = (os.path.join(self.folder, name) for name in ("model", "socket", "key"))
         sender.write_folder(model, config, expected)
         if not os.path.exists(key_file):
@@ -85,6 +85,11 @@ class BridgeProcess:
                 f"cannot start the vLLM bridge with {self._python} (rollout.engine.python): {error}"
             ) from None
         return address, messages.read_key(key_file)
+
+    @property
+    def folder(self) -> str | None:
+        """Where it lives, from the first start to the end."""
+        return None if self._scratch is None else self._scratch.path
 
     @property
     def has_ended(self) -> bool:
@@ -133,9 +138,9 @@ class BridgeProcess:
     def close(self, grace_s: float = 0.0) -> None:
         """Stop it and remove its folder. Idempotent."""
         self.stop(grace_s)
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder = None
+        if self._scratch is not None:
+            self._scratch.close()
+            self._scratch = None
 
 
 __all__ = ["BridgeProcess"]
