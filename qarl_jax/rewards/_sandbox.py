@@ -327,10 +327,15 @@ def _checked(task: dict, deadline: float, memory_mb: int) -> bool:
     exec(compile(task.get("preamble", ""), "preamble", "exec"), names)
     exec(compile(task["test"], "test", "exec"), names)
     program = Program(task["program"], deadline, memory_mb)
+
+    def candidate(*args: object) -> object:
+        return program.call(task["entry_point"], list(args))
+
+    names[task["entry_point"]] = candidate  # some tests call it by its name
     try:
         program.answer()
         try:
-            names["check"](lambda *args: program.call(task["entry_point"], list(args)))
+            names["check"](candidate)
         except Exception:  # an assertion, or a comparison that cannot be made
             return False
         return True

@@ -147,6 +147,13 @@ def test_a_program_that_takes_too_much_is_stopped_in_time(reward, name):
     assert score(reward, RIGHT) == 1.0
 
 
+def test_a_test_may_call_the_function_by_its_name_and_what_the_prompt_defines(reward):
+    prompt = 'def half(x):\n    return x // 2\n\ndef double(x):\n    """Twice x."""\n'
+    meta = DOUBLE | {"prompt": prompt, "test": "def check(f):\n    assert half(f(6)) == double(3)"}
+    assert score(reward, RIGHT, meta) == 1.0
+    assert score(reward, "```python\ndef double(x):\n    return x\n```", meta) == 0.0
+
+
 def test_programs_that_read_and_print_are_compared_word_by_word(reward):
     meta = {"input_output": json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]})}
     for reading in ("a, b = map(int, input().split())", "import sys; a, b = map(int, sys.stdin.read().split())"):
