@@ -13,10 +13,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from qarl_jax.models.hf_config import HFConfig, MoEConfig
-from qarl_jax.models.registry import MODELS, hf_template
+from qarl_jax.models.families import MODELS, hf_template
+from qarl_jax.models.hf.config import HFConfig, MoEConfig, RopeScaling
+from qarl_jax.numerics.engine import NormOrder
 from qarl_jax.quant import Numerics, Rules, SchemeConfig, on_engine, quantizes_activations
-from qarl_jax.quant.numerics import NormOrder
 from qarl_jax.types import UserError
 
 REMAT = ("full", "attention", "mixer", "dots", "none")  # from least memory to least recomputation
@@ -35,12 +35,13 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer of the Qwen families.
+    """A decoder-only transformer of the Qwen and Llama families.
 
     Attributes:
       architecture: Hugging Face architecture, a key of `MODELS`.
       vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: V, D, F, L, N, K, H.
       rope_theta, rms_norm_eps, max_position_embeddings, initializer_range: as in config.json.
+      rope_scaling: Llama 3.1's stretched frequencies; None: plain RoPE.
       tie_embeddings: the head is the embedding.
       qkv_bias, o_bias: attention projections carry a bias. qk_norm: RMSNorm over H on q and k, before RoPE.
       moe: the expert block, None for a dense model. moe_layers: which layers have it.
@@ -66,6 +67,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32768
     initializer_range: float = 0.02
@@ -163,9 +165,7 @@ def read_config(source: str | pathlib.Path | Mapping[str, Any], **overrides: Any
     Raises:
       UserError: no or broken config.json, an architecture not in `MODELS`, a key missing, mistyped or unsupported.
     """
-    if isinstance(source, Mapping):
-        values = source
-    else:
+    if not isinstance(source, Mapping):
         path = pathlib.Path(source) / "config.json"
         if not path.is_file():
             raise UserError(f"{source}: no config.json there; give a Hugging Face model folder")
@@ -175,6 +175,15 @@ def read_config(source: str | pathlib.Path | Mapping[str, Any], **overrides: Any
             raise UserError(f"{path}: cannot be read as JSON ({error})") from error
         if not isinstance(values, dict):
             raise UserError(f"{path}: expected a JSON object, found a {type(values).__name__}")
+        try:
+            return _read_values(values, overrides)
+        except UserError as error:  # which of several folders, if there is a critic or a base model
+            said = str(error)
+            raise UserError(f"{path.parent}/{said}" if said.startswith(path.name) else f"{path}: {said}") from None
+    return _read_values(source, overrides)
+
+
+def _read_values(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig:
     hf = HFConfig(values)
     if hf.architecture not in MODELS:
         raise UserError(

@@ -28,15 +28,14 @@ import numpy as np
 from aqt.jax.v2 import aqt_dot_general, aqt_tensor
 from jax import lax
 from jaxtyping import Array, Float, Int
-from qarl_bridge import contract
+from qarl_bridge.protocol import contract
 
-from qarl_jax.quant import fused, grouped
-from qarl_jax.quant.arithmetic import matmul_precision, round_to, tile_matmul
-from qarl_jax.quant.numerics import Numerics
+from qarl_jax.kernels import experts_triton
+from qarl_jax.kernels import products as fused
+from qarl_jax.numerics.engine import PLAIN, Numerics
+from qarl_jax.numerics.float32 import matmul_precision, round_to, tile_matmul
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import dequantize, module_of
-
-_PLAIN = Numerics("plain")
 
 # Dimension numbers of [M, K] x [N, K] -> [M, N] and of the two backward products.
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
@@ -139,7 +138,7 @@ class Dense:
         return round_to(functools.reduce(jnp.add, sums), out_dtype)
 
     def linear(self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
-        """[M, K], [N, K], [1, N] -> bf(x w^T + b), summed in the parts of `numerics`; rounded, or the float32 to round."""
+        """[M, K], [N, K], [1, N] -> x w^T + b, summed in the parts of `numerics`, rounded or yet to be rounded."""
         if fused.serves("bf16", x, w.shape, numerics):
             return fused.floating(x, w.astype(x.dtype), bias, parts=numerics.parts)
         return _with_bias(self, x, w, bias, numerics)
@@ -193,7 +192,7 @@ class Ragged:
         def ragged(x, w):
             return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, preferred_element_type=jnp.int32)
 
-        kernel = functools.partial(grouped.product, group_sizes=self.group_sizes, dtype=jnp.int32)
+        kernel = functools.partial(experts_triton.product, group_sizes=self.group_sizes, dtype=jnp.int32)
         return self._choose(self._by_expert(multiply, jnp.int32), ragged, kernel, x, w)
 
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
@@ -242,7 +241,7 @@ class Ragged:
         ragged = functools.partial(
             lax.ragged_dot_general, group_sizes=self.group_sizes, ragged_dot_dimension_numbers=numbers
         )
-        kernel = functools.partial(grouped.weight_gradient, group_sizes=self.group_sizes, dtype=dtype)
+        kernel = functools.partial(experts_triton.weight_gradient, group_sizes=self.group_sizes, dtype=dtype)
         return self._choose(by_expert, _rounded(ragged, dtype, True), kernel, dy, x.astype(dy.dtype))
 
     def _float(self, x: jax.Array, w: jax.Array, out_dtype: Any, gradient: bool = False) -> jax.Array:
@@ -254,7 +253,7 @@ class Ragged:
         def ragged(x, w, **options):
             return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, **options)
 
-        kernel = functools.partial(grouped.product, group_sizes=self.group_sizes, dtype=out_dtype)
+        kernel = functools.partial(experts_triton.product, group_sizes=self.group_sizes, dtype=out_dtype)
         by_expert = self._by_expert(multiply, out_dtype)
         return self._choose(by_expert, _rounded(ragged, out_dtype, gradient), kernel, x, w)
 
@@ -284,7 +283,7 @@ class Ragged:
 
     def _choose(self, by_expert: Any, ragged: Any, kernel: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """`kernel` on an NVIDIA GPU that can have it, `ragged` on a TPU, `by_expert` elsewhere."""
-        platforms = {"cuda": kernel} if grouped.serves(lhs, rhs) else {}
+        platforms = {"cuda": kernel} if experts_triton.serves(lhs, rhs) else {}
         return lax.platform_dependent(lhs, rhs, tpu=ragged, default=by_expert, **platforms)
 
 
@@ -382,7 +381,7 @@ def dot(
     qtensor: QTensor | Float[Array | np.ndarray, "N K"] | None = None,
     bias: Float[Array | np.ndarray, " N"] | None = None,
     *,
-    numerics: Numerics = _PLAIN,
+    numerics: Numerics = PLAIN,
 ) -> Float[Array, "*B N"]:
     """y = x W^T + b, with W the QTensor's weight, in the arithmetic of the engine `numerics` names.
 
@@ -415,7 +414,7 @@ def expert_dot(
     qtensor: QTensor | Float[Array | np.ndarray, "E N K"] | None,
     group_sizes: Int[Array | np.ndarray, " E"],
     *,
-    numerics: Numerics = _PLAIN,
+    numerics: Numerics = PLAIN,
     wide: bool = False,
 ) -> Float[Array, "M N"]:
     """`dot` for mixture-of-experts: row m is multiplied with the weight of the expert whose group it falls into.
