@@ -21,12 +21,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from qarl_bridge import packing, sender, stacks, wire
 from qarl_bridge.wire import BridgeError
@@ -36,7 +38,7 @@ from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
 from qarl_jax.rollout.bridge_process import BridgeProcess
-from qarl_jax.rollout.device_staging import DeviceStager, gpu_of
+from qarl_jax.rollout.device_staging import DeviceStager, gpu_of, layout
 from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
 
 # What a user can fix, as opposed to what broke.
@@ -282,6 +284,7 @@ class VllmEngine:
             log_file=config.log_file,
         )
         self._client: sender.Client | None = None
+        self._prepared: tuple[str, bytes] | None = None  # address and key of a bridge that starts before its weights
         self._staged: sender.Version | None = None
         self._stager: DeviceStager | None = None
         self._transport = config.transport
@@ -297,6 +300,20 @@ class VllmEngine:
     def facts(self) -> wire.Facts | None:
         """What the connected engine says of itself: versions, ISA, kernels, arithmetic profile."""
         return None if self._client is None else self._client.facts
+
+    def prepare(self, graphdef: Any) -> None:
+        """Starts the bridge for a model whose weights are still to come, and returns at once: vLLM starts meanwhile.
+
+        Args:
+          graphdef: as the first `publish` will have it.
+        """
+        if self._config.address or self._prepared is not None or self._client is not None:
+            return
+        _, params, _ = models.split(models.abstract_model(models.config_of(graphdef)))
+        qweights = jax.eval_shape(functools.partial(models.quantize_params, graphdef), params)
+        places = layout(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights))
+        expected = [wire.Expected(name=place.name, dtype=place.dtype, shape=list(place.shape)) for place in places]
+        self._prepared = self._bridge.start(engine_config(graphdef), expected)
 
     # RolloutEngine ---------------------------------------------------------------------------------------------------
 
@@ -519,6 +536,8 @@ class VllmEngine:
         config = self._config
         if config.address:
             address, key = config.address, wire.read_key(config.key_file)
+        elif self._prepared is not None:
+            (address, key), self._prepared = self._prepared, None
         else:
             assert self._model_json is not None
             tensors = staged.manifest.tensors
