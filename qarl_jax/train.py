@@ -47,6 +47,7 @@ from qarl_jax import (
     partial,
     plan,
     quant,
+    startup,
     strategies,
     trace,
     uaq,
@@ -129,8 +130,18 @@ def run(cfg: RunConfig) -> None:
         # ---- policy, learner, engine ---------------------------------------------------------------------------------
         resumed = hosts.from_first(lambda: checkpoints.latest_step() is not None)
         profile = hosts.from_first(lambda: build.numerics_of_run(cfg, cfg.run_dir).profile) if resumed else None
-        graphdef, params = build.load_model(cfg, mesh, quant.Numerics(profile) if profile else None)
+        starting = startup.SideBySide()
+        graphdef = build.policy_graphdef(cfg, quant.Numerics(profile) if profile else None)
         learner = build.make_learner(cfg, graphdef, mesh)
+        # The engine's process starts, and the programs of a step are compiled, while the weights are read.
+        engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, observer.say)))
+        engine.prepare(build.rollout_graphdef(cfg, graphdef))
+        if hosts.count() == 1:
+            stack.callback(starting.wait)
+            first = (checkpoints.latest_step() or 0) if resumed else 0
+            starting.background("programs", functools.partial(build.compile_ahead, cfg, learner, first))
+        with starting.span("weights"):
+            params = jax.block_until_ready(build.load_masters(cfg, graphdef, mesh))
         # The reference is the policy the run starts from, whatever checkpoint it resumes from.
         reference = learner.reference(params) if cfg.kl.coef else None
         critic = build.make_critic(cfg, graphdef, params, mesh)
@@ -156,7 +167,6 @@ def run(cfg: RunConfig) -> None:
             observer.write("config.yaml", config.to_yaml(cfg))
             observer.truncate_to(start - 1)
         evaluated = bool(hosts.from_first(lambda: evaluations.history(cfg.run_dir, up_to=start)))
-        engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, observer.say)))
         publisher = Publisher(cfg, learner, engine)
 
         def save(step: int) -> None:
@@ -180,7 +190,10 @@ def run(cfg: RunConfig) -> None:
             return result
 
         # ---- the loop ------------------------------------------------------------------------------------------------
-        publisher.publish(state, start)
+        with starting.span("publish"):
+            first_publish = publisher.publish(state, start)
+        begun = starting.seconds() | {k: v for k, v in first_publish.items() if k.startswith("time/start_")}
+        observer.say(startup.words(begun))
         if cfg.eval.at_start and start == 0 and not evaluated:
             observer.say(f"held-out reward before training: {evaluate(0)['eval/reward/mean']:.3f}")
 
@@ -243,6 +256,10 @@ def run(cfg: RunConfig) -> None:
                 buffer = left
 
                 # ---- learn -------------------------------------------------------------------------------------------
+                if step == start:
+                    with timer("compile"):  # what is left of it
+                        starting.join()
+                    begun = starting.seconds() | begun
                 advantages = finite(np.stack([group.rewards for group in groups]))
                 if critic is None:  # else the reward itself, of which the critic makes an advantage per token
                     advantages = group_advantages(advantages, cfg.advantage.name)
@@ -266,7 +283,7 @@ def run(cfg: RunConfig) -> None:
             last = done == cfg.train.steps
             relative = advantages if critic is None else None
             record = rollout_metrics(collected.sampled, collected.parts, relative) | collected.metrics
-            record |= learned | published
+            record |= learned | published | (begun if step == start else {})
             if (cfg.eval.every and done % cfg.eval.every == 0 and not last) or (last and cfg.eval.at_end):
                 with timer("eval"), recompiles.paused():
                     record |= evaluate(done)

@@ -283,6 +283,8 @@ class VllmEngine:
             visible_gpus=config.visible_gpus,
             log_file=config.log_file,
         )
+        self._started = time.monotonic()  # the bridge, last
+        self._start_s = 0.0  # until it answered
         self._client: sender.Client | None = None
         self._prepared: tuple[str, bytes] | None = None  # address and key of a bridge that starts before its weights
         self._staged: sender.Version | None = None
@@ -313,6 +315,7 @@ class VllmEngine:
         qweights = jax.eval_shape(functools.partial(models.quantize_params, graphdef), params)
         places = layout(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights))
         expected = [wire.Expected(name=place.name, dtype=place.dtype, shape=list(place.shape)) for place in places]
+        self._started = time.monotonic()
         self._prepared = self._bridge.start(engine_config(graphdef), expected)
 
     # RolloutEngine ---------------------------------------------------------------------------------------------------
@@ -377,6 +380,8 @@ class VllmEngine:
         if (route := self._client.sent_over) != self.route:
             self.route = route
             self._log(f"publishing over {_TRANSPORTS[route]}")
+        if self.version < 0:
+            report = report | {"start_engine_s": self._start_s}
         self._staged, self.version = staged, version
         return report
 
@@ -540,6 +545,7 @@ class VllmEngine:
             (address, key), self._prepared = self._prepared, None
         else:
             assert self._model_json is not None
+            self._started = time.monotonic()
             tensors = staged.manifest.tensors
             expected = [wire.Expected(name=entry.name, dtype=entry.dtype, shape=entry.shape) for entry in tensors]
             address, key = self._bridge.start(self._model_json, expected)
@@ -556,6 +562,7 @@ class VllmEngine:
                 if time.monotonic() > deadline:
                     raise UserError(f"vLLM bridge: {error} (waited {config.start_timeout_s:g} s)") from error
                 time.sleep(0.1)
+        self._start_s = time.monotonic() - self._started
         client.set_timeout(config.request_timeout_s)
         try:
             client.acquire(self._run_id, self._incarnation)
