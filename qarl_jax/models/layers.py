@@ -3,7 +3,7 @@
 """The small parts of a layer: linear maps, RMSNorm, SwiGLU's activation, rotary embedding.
 
 Elementwise math runs in float32 and is rounded where a tensor is stored in the compute dtype. Where an engine rounds in
-between, its `Numerics` profile says so and the same rounding is made here, with an operation that XLA keeps (`store`).
+between, its `Numerics` profile says so and the same rounding is made here, by an operation that XLA keeps (`round_to`).
 """
 
 from __future__ import annotations
@@ -20,36 +20,15 @@ from jaxtyping import Array, Float, Int
 
 from qarl_jax import quant
 from qarl_jax.models.config import ModelConfig
-from qarl_jax.quant.arithmetic import divide
-from qarl_jax.sharding import constrain
-
-# Names under which the recomputation policies of `transformer.py` know what a layer computes.
-LINEAR_OUTPUT = "linear"  # what every linear layer stores
-ATTENTION_INPUT, ATTENTION_OUTPUT, MIXER_OUTPUT = "qkv", "attention", "mixed"  # q, k, v as projected; softmax V; o
-INVERSE_RMS = "inverse_rms"  # of each norm, four bytes a vector
+from qarl_jax.numerics.float32 import divide, round_to, truncate_to
+from qarl_jax.runtime.mesh import constrain
+from qarl_jax.runtime.remat import INVERSE_RMS, LINEAR_OUTPUT
 
 _VECTOR, _WARP, _BLOCK = 8, 32, 1024  # of vLLM's norm kernels: bfloat16 values per load, threads per warp and block
 
 
 class Quantized(nnx.Variable):
     """Holds the QTensor a forward consumes in place of a master. Never differentiated, replaced after every update."""
-
-
-def store(x: jax.Array, dtype: Any) -> jax.Array:
-    """x as it is when stored in `dtype`. Unlike a bare cast, the rounding survives XLA, which may otherwise keep a
-    float32 intermediate unrounded between two casts (`xla_allow_excess_precision`)."""
-    if dtype == jnp.bfloat16 and x.dtype == jnp.float32:
-        x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return x.astype(dtype)
-
-
-def store_truncated(x: jax.Array, dtype: Any) -> jax.Array:
-    """As `store`, but bfloat16 is reached by dropping the low 16 bits (rounding toward zero); the gradient is 1."""
-    if dtype == jnp.bfloat16 and x.dtype == jnp.float32:
-        bits = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(x), jnp.uint32) & jnp.uint32(0xFFFF0000)
-        # x + (truncated - x) is exact, hence equal to truncated: both subtraction and addition stay within an ulp of x.
-        x = x + (jax.lax.bitcast_convert_type(bits, jnp.float32) - jax.lax.stop_gradient(x))
-    return store(x, dtype)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], config: ModelConfig) -> jax.Array:
@@ -91,7 +70,7 @@ class Linear(nnx.Module):
         # At rest weights are sharded over fsdp too; in use they are whole over fsdp.
         weight = jax.tree.map(lambda part: constrain(part, "tensor", None), weight)
         x = constrain(x, *("batch",) * (x.ndim > 2), *(None,) * (x.ndim - (x.ndim > 2)))
-        bias = None if self.bias is None else store(self.bias.get_value(), x.dtype)  # as the engine holds it
+        bias = None if self.bias is None else round_to(self.bias.get_value(), x.dtype)  # as the engine holds it
         return checkpoint_name(quant.dot(x, master, weight, bias, numerics=self.numerics), LINEAR_OUTPUT)
 
     def held(self, dtype: Any) -> tuple[jax.Array, Any]:
@@ -237,17 +216,17 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"], *, added: bool = False) -> Float[Array, "*B D"]:
         """x (compute dtype, or float32 when not yet rounded) -> compute dtype. added: x is a residual sum."""
         x = x.astype(jnp.float32)
-        weight = store(self.weight.get_value(), self.dtype).astype(jnp.float32)
+        weight = round_to(self.weight.get_value(), self.dtype).astype(jnp.float32)
         order = self.order
         y = x * inverse_rms(x, self.eps, order="cuda_pairs" if order == "cuda" and added else order)
         if self.numerics.round_before_norm_weight:
-            y = store(y, self.dtype).astype(jnp.float32)
-        return store(y * weight.reshape((1,) * (y.ndim - 1) + weight.shape), self.dtype)
+            y = round_to(y, self.dtype).astype(jnp.float32)
+        return round_to(y * weight.reshape((1,) * (y.ndim - 1) + weight.shape), self.dtype)
 
     def add(self, delta: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(norm(residual + delta), residual + delta). The sum is stored rounded; numerics: whether read so."""
         total = residual.astype(jnp.float32) + delta.astype(jnp.float32)
-        stored = store(total, self.dtype)
+        stored = round_to(total, self.dtype)
         return self(stored if self.numerics.round_sum_before_norm else total, added=True), stored
 
 
@@ -276,8 +255,8 @@ def silu_and_mul(gate: jax.Array, up: jax.Array, rounded: bool = False, *, divid
     division, not a product with a reciprocal (the compiler's, an ulp off on a GPU)."""
     act = (_divided_silu if divided else jax.nn.silu)(gate.astype(jnp.float32))
     if rounded:
-        act = store(act, gate.dtype).astype(jnp.float32)
-    return store(act * up.astype(jnp.float32), gate.dtype)
+        act = round_to(act, gate.dtype).astype(jnp.float32)
+    return round_to(act * up.astype(jnp.float32), gate.dtype)
 
 
 @jax.custom_jvp
@@ -322,7 +301,7 @@ def rope_table(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[jax.A
     angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, :, None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if config.numerics.round_rope_table:
-        cos, sin = (store(part, config.compute_dtype).astype(jnp.float32) for part in (cos, sin))
+        cos, sin = (round_to(part, config.compute_dtype).astype(jnp.float32) for part in (cos, sin))
     return cos, sin
 
 
@@ -332,5 +311,5 @@ def apply_rope(
     """Rotates pairs (x[i], x[i + H/2]), in float32, one rounding (toward zero if `truncate`)."""
     cos, sin = table
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rounded = store_truncated if truncate else store
+    rounded = truncate_to if truncate else round_to
     return rounded(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)

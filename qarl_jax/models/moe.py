@@ -29,9 +29,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from qarl_jax.models.config import ModelConfig
-from qarl_jax.models.layers import Linear, normal, silu_and_mul, store
-from qarl_jax.quant.arithmetic import tile_matmul
-from qarl_jax.sharding import constrain, spec_in_use
+from qarl_jax.models.layers import Linear, normal, silu_and_mul
+from qarl_jax.numerics.float32 import round_to, tile_matmul
+from qarl_jax.runtime.mesh import constrain, spec_in_use
 
 
 class Router(nnx.Module):
@@ -43,7 +43,7 @@ class Router(nnx.Module):
         self.kernel = nnx.Param(normal(rngs, shape, config), axes=(*stack, None, "embed"))
         self.moe = config.moe
         self.dtype = config.compute_dtype
-        self.rounded = config.numerics.mirrors_engine
+        self.rounded = config.numerics.round_experts
         self.round_weights = config.numerics.round_routing
         self.tiles = config.numerics.tile_sums and config.moe.num_experts >= 16  # vLLM multiplies fewer in float32
 
@@ -58,7 +58,7 @@ class Router(nnx.Module):
         The weight enters as the engine holds it (in the compute dtype), the product is exact to float32: a flipped
         choice is the largest mismatch a sampler and a learner can have.
         """
-        weight = store(self.kernel.get_value(), self.dtype).astype(jnp.float32)
+        weight = round_to(self.kernel.get_value(), self.dtype).astype(jnp.float32)
         if self.tiles and x.dtype == jnp.bfloat16:
             logits = tile_matmul(x, weight)
         else:
@@ -66,7 +66,7 @@ class Router(nnx.Module):
                 x.astype(jnp.float32), weight, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
             )
         if self.rounded:
-            logits = store(logits, self.dtype).astype(jnp.float32)
+            logits = round_to(logits, self.dtype).astype(jnp.float32)
         chosen, experts = jax.lax.top_k(logits, self.moe.num_experts_per_tok)
         if replayed is not None:
             experts = jnp.where(replayed < 0, experts, replayed.astype(experts.dtype))
@@ -74,7 +74,7 @@ class Router(nnx.Module):
         # The softmax of the chosen logits is that of all, divided by its sum over the chosen.
         among = chosen if self.moe.norm_topk_prob else logits
         weights = jnp.exp(chosen - jax.nn.logsumexp(among, axis=-1, keepdims=True))
-        return experts, store(weights, self.dtype).astype(jnp.float32) if self.round_weights else weights
+        return experts, round_to(weights, self.dtype).astype(jnp.float32) if self.round_weights else weights
 
 
 class MoE(nnx.Module):
@@ -140,12 +140,12 @@ class MoE(nnx.Module):
             exact = jnp.float32 if self.float_inside and plain else None
             gate = self.gate.of_experts(rows, gate_held, group_sizes, exact)
             up = self.up.of_experts(rows, up_held, group_sizes, exact)
-            hidden = store(silu_and_mul(gate, up, self.silu_rounded, divided=self.silu_divided), x.dtype)
+            hidden = round_to(silu_and_mul(gate, up, self.silu_rounded, divided=self.silu_divided), x.dtype)
             if cut.inner[1]:  # a contraction is never split
                 hidden = jax.lax.all_gather(hidden, "tensor", axis=1, tiled=True)
             out = self.down.of_experts(hidden, down_held, group_sizes, exact, wide=self.weighted_first)
             if self.weighted_first:
-                out = store(out * weights_Mk.reshape(M * k)[order][:, None], x.dtype)
+                out = round_to(out * weights_Mk.reshape(M * k)[order][:, None], x.dtype)
             out_MkD = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(M, k, -1)
             # Of each copy one device has an output and all others zeros, so that these sums are exact.
             if cut.scattered:
@@ -156,7 +156,7 @@ class MoE(nnx.Module):
                 y = _sum_as_vllm(out_MkD)
             else:  # weighted and summed in float32, rounded once
                 y = (out_MkD.astype(jnp.float32) * weights_Mk[..., None]).sum(axis=1)
-        return store(y, x.dtype).reshape(B, T, -1)
+        return round_to(y, x.dtype).reshape(B, T, -1)
 
 
 def _sum_as_vllm(out_MkD: Float[Array, "M k D"]) -> Float[Array, "M D"]:
@@ -166,7 +166,7 @@ def _sum_as_vllm(out_MkD: Float[Array, "M k D"]) -> Float[Array, "M D"]:
     y = out_MkD[:, 0].astype(jnp.float32)
     for i in range(1, k):
         y = y + out_MkD[:, i].astype(jnp.float32)
-        y = store(y, dtype).astype(jnp.float32) if k in (2, 3, 4) else y
+        y = round_to(y, dtype).astype(jnp.float32) if k in (2, 3, 4) else y
     return y
 
 

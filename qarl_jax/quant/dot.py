@@ -29,13 +29,12 @@ from aqt.jax.v2 import aqt_dot_general, aqt_tensor
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from qarl_jax.quant import grouped, machete
-from qarl_jax.quant.arithmetic import matmul_precision, round_to, tile_matmul
-from qarl_jax.quant.numerics import Numerics
+from qarl_jax.kernels import experts_triton
+from qarl_jax.numerics import machete
+from qarl_jax.numerics.engine import PLAIN, Numerics
+from qarl_jax.numerics.float32 import matmul_precision, round_to, tile_matmul
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import dequantize, module_of
-
-_PLAIN = Numerics("plain")
 
 # Dimension numbers of [M, K] x [N, K] -> [M, N] and of the two backward products.
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
@@ -186,7 +185,7 @@ class Ragged:
         def ragged(x, w):
             return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, preferred_element_type=jnp.int32)
 
-        kernel = functools.partial(grouped.product, group_sizes=self.group_sizes, dtype=jnp.int32)
+        kernel = functools.partial(experts_triton.product, group_sizes=self.group_sizes, dtype=jnp.int32)
         return self._choose(self._by_expert(multiply, jnp.int32), ragged, kernel, x, w)
 
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
@@ -231,7 +230,7 @@ class Ragged:
         ragged = functools.partial(
             lax.ragged_dot_general, group_sizes=self.group_sizes, ragged_dot_dimension_numbers=numbers
         )
-        kernel = functools.partial(grouped.weight_gradient, group_sizes=self.group_sizes, dtype=dtype)
+        kernel = functools.partial(experts_triton.weight_gradient, group_sizes=self.group_sizes, dtype=dtype)
         return self._choose(by_expert, _rounded(ragged, dtype, True), kernel, dy, x.astype(dy.dtype))
 
     def _float(self, x: jax.Array, w: jax.Array, out_dtype: Any, gradient: bool = False) -> jax.Array:
@@ -243,7 +242,7 @@ class Ragged:
         def ragged(x, w, **options):
             return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, **options)
 
-        kernel = functools.partial(grouped.product, group_sizes=self.group_sizes, dtype=out_dtype)
+        kernel = functools.partial(experts_triton.product, group_sizes=self.group_sizes, dtype=out_dtype)
         by_expert = self._by_expert(multiply, out_dtype)
         return self._choose(by_expert, _rounded(ragged, out_dtype, gradient), kernel, x, w)
 
@@ -273,7 +272,7 @@ class Ragged:
 
     def _choose(self, by_expert: Any, ragged: Any, kernel: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """`kernel` on an NVIDIA GPU that can have it, `ragged` on a TPU, `by_expert` elsewhere."""
-        platforms = {"cuda": kernel} if grouped.serves(lhs, rhs) else {}
+        platforms = {"cuda": kernel} if experts_triton.serves(lhs, rhs) else {}
         return lax.platform_dependent(lhs, rhs, tpu=ragged, default=by_expert, **platforms)
 
 
@@ -367,7 +366,7 @@ def dot(
     qtensor: QTensor | Float[Array | np.ndarray, "N K"] | None = None,
     bias: Float[Array | np.ndarray, " N"] | None = None,
     *,
-    numerics: Numerics = _PLAIN,
+    numerics: Numerics = PLAIN,
 ) -> Float[Array, "*B N"]:
     """y = x W^T + b, with W the QTensor's weight, in the arithmetic of the engine `numerics` names.
 
@@ -400,7 +399,7 @@ def expert_dot(
     qtensor: QTensor | Float[Array | np.ndarray, "E N K"] | None,
     group_sizes: Int[Array | np.ndarray, " E"],
     *,
-    numerics: Numerics = _PLAIN,
+    numerics: Numerics = PLAIN,
     wide: bool = False,
 ) -> Float[Array, "M N"]:
     """`dot` for mixture-of-experts: row m is multiplied with the weight of the expert whose group it falls into.

@@ -111,12 +111,12 @@ def test_the_gradient_reaches_the_router_through_the_weights_of_the_replayed_exp
 
 @pytest.mark.slow
 def test_a_rounded_router_weighs_its_experts_in_bfloat16(model):
-    config = dataclasses.replace(model.config, numerics=quant.Numerics("cpu_avx2"), compute_dtype=jnp.bfloat16)
+    config = dataclasses.replace(model.config, numerics=quant.resolve("cpu_avx2"), compute_dtype=jnp.bfloat16)
     router = Router(config=config, rngs=nnx.Rngs(0), stack={})
     x = jnp.asarray(np.random.default_rng(2).standard_normal((40, config.hidden_size)), jnp.bfloat16)
     _, weights = router(x)
     np.testing.assert_array_equal(weights, weights.astype(jnp.bfloat16).astype(jnp.float32))
-    plain = dataclasses.replace(config, numerics=quant.Numerics("plain"))
+    plain = dataclasses.replace(config, numerics=quant.resolve("plain"))
     _, exact = Router(config=plain, rngs=nnx.Rngs(0), stack={})(x)
     assert (np.asarray(exact) != np.asarray(exact.astype(jnp.bfloat16).astype(jnp.float32))).any()
 
@@ -126,7 +126,7 @@ def test_on_cuda_outputs_are_weighted_rounded_and_summed_as_vllm_does(model, k):
     """Two to four in bfloat16, one after the other, more in float32; weights before the first rounding."""
     moe = dataclasses.replace(model.config.moe, num_experts=8, num_experts_per_tok=k)
     config = dataclasses.replace(
-        model.config, moe=moe, numerics=quant.Numerics("cuda"), compute_dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
+        model.config, moe=moe, numerics=quant.resolve("cuda"), compute_dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
     )
     layer = MoE(config=config, rngs=nnx.Rngs(0), stack={})
     x = jnp.asarray(np.random.default_rng(3).standard_normal((2, 20, config.hidden_size)), jnp.bfloat16)
@@ -147,7 +147,7 @@ def test_on_cuda_outputs_are_weighted_rounded_and_summed_as_vllm_does(model, k):
     scale = np.abs(want).max()
     assert (got == want).mean() > 0.98  # float32 sums in another order
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-9 * scale)
-    plain = MoE(config=dataclasses.replace(config, numerics=quant.Numerics("plain")), rngs=nnx.Rngs(0), stack={})
+    plain = MoE(config=dataclasses.replace(config, numerics=quant.resolve("plain")), rngs=nnx.Rngs(0), stack={})
     assert (np.asarray(plain(x), np.float32).reshape(40, -1) == want).mean() < 0.9
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from qarl_jax.models.attention import attention
-from qarl_jax.models.layers import apply_rope, store_truncated
-from qarl_jax.quant import Numerics
+from qarl_jax.models.layers import apply_rope
+from qarl_jax.numerics.float32 import truncate_to
+from qarl_jax.quant import PLAIN, resolve
 
 
 def truncated(x):
@@ -20,13 +21,13 @@ def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(jnp.bfloat16)
 
 
-def test_store_truncated_drops_the_low_bits_and_passes_the_gradient_through():
+def test_truncate_to_drops_the_low_bits_and_passes_the_gradient_through():
     x = jax.random.normal(jax.random.key(0), (4096,), jnp.float32) * 100
-    got = jax.jit(lambda x: store_truncated(x, jnp.bfloat16))(x)
+    got = jax.jit(lambda x: truncate_to(x, jnp.bfloat16))(x)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(got, np.float32), truncated(x))
-    np.testing.assert_array_equal(jax.grad(lambda x: store_truncated(x, jnp.bfloat16).astype(jnp.float32).sum())(x), 1)
-    assert store_truncated(x, jnp.float32) is x
+    np.testing.assert_array_equal(jax.grad(lambda x: truncate_to(x, jnp.bfloat16).astype(jnp.float32).sum())(x), 1)
+    assert truncate_to(x, jnp.float32) is x
 
 
 def test_rope_truncates_on_request():
@@ -48,12 +49,12 @@ def test_attention_keeps_its_weights_in_float32_and_truncates_the_output():
     scores = np.where(np.tril(np.ones((7, 7), bool)), scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     want = np.einsum("nts,snh->tnh", p / p.sum(-1, keepdims=True), vf)
-    got = np.asarray(attention(q, k, v, numerics=Numerics("cpu_avx2")), np.float32)[0]
+    got = np.asarray(attention(q, k, v, numerics=resolve("cpu_avx2")), np.float32)[0]
     assert (got == truncated(want)).mean() > 0.98
     nearest = np.asarray(jnp.asarray(want, jnp.float32).astype(jnp.bfloat16), np.float32)
-    got = np.asarray(attention(q, k, v, numerics=Numerics("cpu_avx512_bf16")), np.float32)[0]
+    got = np.asarray(attention(q, k, v, numerics=resolve("cpu_avx512_bf16")), np.float32)[0]
     assert (got == nearest).mean() > 0.98
-    amx = np.asarray(attention(q, k, v, numerics=Numerics("cpu_amx")), np.float32)[0]
+    amx = np.asarray(attention(q, k, v, numerics=resolve("cpu_amx")), np.float32)[0]
     assert (amx == nearest).mean() < 0.95  # its weights are rounded
     rounded = np.asarray(attention(q, k, v), np.float32)[0]
     assert (rounded == truncated(want)).mean() < 0.7
@@ -70,9 +71,9 @@ def test_the_kernels_order_of_sums_changes_no_gradient():
 
         return jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2)))(q, k, v)
 
-    wanted = value(Numerics())
+    wanted = value(PLAIN)
     for profile in ("cpu_avx512_bf16", "cpu_avx2"):
-        found = value(Numerics(profile))
+        found = value(resolve(profile))
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
@@ -83,7 +84,7 @@ def test_the_tile_kernel_has_the_gradient_of_plain_attention():
 
     def grads(profile):
         def run(q, k, v):
-            out = attention(q, k, v, segment_ids=segments, numerics=Numerics(profile))
+            out = attention(q, k, v, segment_ids=segments, numerics=resolve(profile))
             return (out.astype(jnp.float32) * g.astype(jnp.float32)).sum()
 
         return jax.jit(jax.grad(run, argnums=(0, 1, 2)))(q, k, v)

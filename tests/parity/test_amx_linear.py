@@ -11,24 +11,25 @@ import warnings
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qarl_bridge import packing
+from qarl_bridge.protocol import formats
 
 from qarl_jax import quant
-from qarl_jax.quant import w4a8, w4a16, w8a8
-from qarl_jax.quant.arithmetic import pack_int4
+from qarl_jax.numerics import engine
+from qarl_jax.numerics.float32 import pack_int4
+from qarl_jax.quant.schemes import w4a8, w4a16, w8a8
 from tests.reference import quant_reference as ref
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.skipif(not quant.numerics.cpu_has_amx(), reason="this CPU has no AMX tiles to run these kernels with"),
+    pytest.mark.skipif(not engine.cpu_has_amx(), reason="this CPU has no AMX tiles to run these kernels with"),
 ]
 
 # (K, N): the quickstart's gate and up; Qwen3-0.6B k and v, q, down; Qwen2.5-1.5B kv, o, down; Qwen3-8B kv.
 SHAPES = [(256, 768), (1024, 1024), (1024, 2048), (3072, 1024), (1536, 256), (1536, 1536), (8960, 1536), (4096, 1024)]
 ROWS = [1, 7, 64]
 CASES = [(k, n, m, bias) for k, n in SHAPES for m in ROWS for bias in (False, True)]
-AMX = quant.Numerics("cpu_amx")
+AMX = quant.resolve("cpu_amx")
 GROUP = 128
 
 
@@ -116,7 +117,7 @@ def int4_layers(torch, monkeypatch, scheme):
         layer = torch.nn.Module()
         layer.bias = None
         for name, value in (
-            ("weight_packed", torch.from_numpy(packing.pack_int4(codes))),
+            ("weight_packed", torch.from_numpy(formats.pack_int4(codes))),
             ("weight_scale", bf16(torch, scale)),
         ):
             parameter = torch.nn.Parameter(value, requires_grad=False)
@@ -151,7 +152,7 @@ def test_w4a16_layers_equal_the_engines_bit_for_bit(torch, monkeypatch):
 @pytest.mark.parametrize("kernel", ["sgl", "onednn"])
 def test_bf16_layers_equal_the_engines_on_nearly_every_output(torch, kernel):
     """To the last bit, but where oneDNN cuts a long K."""
-    from qarl_bridge.portable_kernels import same_for_few_rows
+    from qarl_bridge.engine.cpu_kernels import same_for_few_rows
     from vllm import _custom_ops as ops
 
     unequal = outputs = 0
@@ -175,7 +176,7 @@ def test_bf16_layers_equal_the_engines_on_nearly_every_output(torch, kernel):
 
 def test_a_few_rows_are_added_otherwise_by_sgls_kernel_and_alike_by_the_bridge(torch):
     """The reason for `same_for_few_rows`: the last sequences of a batch would have log-probs of their own."""
-    from qarl_bridge.portable_kernels import same_for_few_rows
+    from qarl_bridge.engine.cpu_kernels import same_for_few_rows
     from vllm import _custom_ops as ops
 
     k, n = 1536, 256

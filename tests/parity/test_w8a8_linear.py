@@ -7,7 +7,7 @@ Two facts about oneDNN on CPUs without VNNI (AVX2 only), both measured here rath
   * it adds pairs of u8 * s8 products in saturating int16, so its "int32" product is wrong for large codes;
   * vLLM's builds for CPUs without bf16 instructions truncate float32 to bfloat16 where the other rounds to nearest.
 
-The bridge replaces that kernel (qarl_bridge.portable_kernels), so both layers are compared: oneDNN's on codes small
+The bridge replaces that kernel (qarl_bridge.engine.cpu_kernels), so both layers are compared: oneDNN's on codes small
 enough for its product to be exact, the bridge's on all. On CPUs with AMX vLLM takes another kernel for layers whose K
 and N fit its tiles (`test_amx_linear.py`); oneDNN's is then compared under the profile it has elsewhere.
 """
@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from qarl_jax import quant
-from qarl_jax.quant import int8, w8a8
+from qarl_jax.numerics import rows as int8_rows
+from qarl_jax.quant.schemes import w8a8
 from tests.reference import quant_reference as ref
 
 pytestmark = pytest.mark.vllm
@@ -74,7 +75,7 @@ def has_flag(flag):
 def test_activation_scales_and_codes_equal_vllms_on_every_element(ops, torch, k):
     x, *_ = case(k, 1, 300, 127)
     codes, scale, _ = ops.onednn_scaled_int8_quant(torch.from_numpy(x).to(torch.bfloat16), None, None, True)
-    want_codes, want_scale = int8.quantize_rows(jnp.asarray(x), from_rounded_scale=True)
+    want_codes, want_scale = int8_rows.quantize_rows(jnp.asarray(x), from_rounded_scale=True)
     np.testing.assert_array_equal(codes.numpy(), np.asarray(want_codes))
     np.testing.assert_array_equal(scale.numpy().reshape(-1, 1), np.asarray(want_scale))
 
@@ -82,7 +83,7 @@ def test_activation_scales_and_codes_equal_vllms_on_every_element(ops, torch, k)
 @pytest.mark.slow
 def test_onednn_layers_equal_the_learners_bit_for_bit(ops, torch):
     exact = has_flag("avx512_vnni") or has_flag("avx_vnni")
-    numerics = quant.Numerics("cpu_avx512_bf16" if has_flag("avx512_bf16") else "cpu_avx2")
+    numerics = quant.resolve("cpu_avx512_bf16" if has_flag("avx512_bf16") else "cpu_avx2")
     unequal = []
     for k, n, m, with_bias in CASES:
         # 255 * 64 * 2 is the largest pair that an int16 holds.
@@ -104,7 +105,7 @@ def test_onednn_layers_equal_the_learners_bit_for_bit(ops, torch):
 @pytest.mark.slow
 def test_the_bridges_portable_int8_layers_equal_the_learners_bit_for_bit(torch):
     """What the engine really runs on CPUs whose oneDNN product saturates."""
-    kernels = pytest.importorskip("qarl_bridge.portable_kernels")
+    kernels = pytest.importorskip("qarl_bridge.engine.cpu_kernels")
     unequal = []
     for k, n, m, with_bias in CASES:
         x, codes, scale, bias = case(k, n, m, 128)
@@ -116,7 +117,7 @@ def test_the_bridges_portable_int8_layers_equal_the_learners_bit_for_bit(torch):
         kernel.process_weights_after_loading(layer)
         b = torch.from_numpy(bias).to(torch.bfloat16) if with_bias else None
         y = kernel.apply_weights(layer, torch.from_numpy(x).to(torch.bfloat16), b).float().numpy()
-        mine = learner(x, codes, scale, bias if with_bias else None, jnp.bfloat16, quant.Numerics("cpu_avx2"))
+        mine = learner(x, codes, scale, bias if with_bias else None, jnp.bfloat16, quant.resolve("cpu_avx2"))
         if (y != mine).any():
             unequal.append((k, n, m, with_bias, (y != mine).mean()))
     assert not unequal, f"{len(unequal)} of {len(CASES)} cases differ: {unequal[:5]}"
@@ -125,12 +126,12 @@ def test_the_bridges_portable_int8_layers_equal_the_learners_bit_for_bit(torch):
 @pytest.mark.slow
 def test_the_bridges_int8_experts_equal_the_learners_bit_for_bit(torch):
     """The product of its experts on CPUs with AMX, where vLLM's dense layers have another arithmetic than oneDNN's."""
-    kernels = pytest.importorskip("qarl_bridge.portable_kernels")
+    kernels = pytest.importorskip("qarl_bridge.engine.cpu_kernels")
     for k, n, m, _ in CASES[::2]:
         x, codes, scale, _ = case(k, n, m, 128)
         x_bf16, w, s = torch.from_numpy(x).to(torch.bfloat16), torch.from_numpy(codes).float(), torch.from_numpy(scale)
         y = kernels.int8_product(x_bf16, w, s, None, like_amx=True).float().numpy()
-        mine = learner(x, codes, scale, None, jnp.bfloat16, quant.Numerics("cpu_amx"))
+        mine = learner(x, codes, scale, None, jnp.bfloat16, quant.resolve("cpu_amx"))
         np.testing.assert_array_equal(y, mine)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from qarl_jax import quant
-from qarl_jax.quant.arithmetic import divide, round_to
-from qarl_jax.quant.fp8 import to_e4m3
-from qarl_jax.quant.int8 import quantize_rows
+from qarl_jax.numerics.float32 import divide, round_to
+from qarl_jax.numerics.rows import quantize_rows
+from qarl_jax.quant.schemes.fp8 import to_e4m3
 from tests.reference import quant_reference as ref
 
 pytestmark = [
@@ -44,7 +44,7 @@ def test_roundings_survive_a_cast_back_on_the_gpu():
 @pytest.mark.parametrize("profile", quant.PROFILES)
 def test_activation_codes_equal_numpys_on_the_gpu(profile):
     x = ref.bf(gaussian(8192, 512))
-    n = quant.Numerics(profile)
+    n = quant.resolve(profile)
     rows = jax.jit(lambda x: quantize_rows(x, amax_floor=n.amax_floor, from_rounded_scale=n.code_from_rounded_scale))(
         jnp.asarray(x, jnp.bfloat16)
     )

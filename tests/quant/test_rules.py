@@ -2,12 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixed precision by rule, and which engine's arithmetic a run mirrors."""
 
+import dataclasses
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qarl_jax.quant import Numerics, Rules, numerics, quantize, quantize_tree, resolve, w4a16, w8a8
+from qarl_jax.numerics import engine
+from qarl_jax.quant import PLAIN, Rules, quantize, quantize_tree, resolve
+from qarl_jax.quant.schemes import w4a16, w8a8
 from qarl_jax.types import UserError
 
 RULES = [
@@ -67,30 +72,27 @@ def test_quantize_tree_names_the_path_that_does_not_fit():
 
 
 def test_engines_resolve_to_profiles_by_what_the_host_is(monkeypatch):
-    monkeypatch.setattr(numerics, "cpu_has_amx", lambda: True)
-    assert resolve("cpu") == Numerics("cpu_amx")
-    assert resolve("auto") == Numerics("cpu_amx")  # tests run on CPU
-    monkeypatch.setattr(numerics, "cpu_has_amx", lambda: False)
-    monkeypatch.setattr(numerics, "cpu_has_avx512_bf16", lambda: False)
-    assert resolve("cpu") == Numerics("cpu_avx2")
-    monkeypatch.setattr(numerics, "cpu_has_avx512_bf16", lambda: True)
-    assert resolve("cpu") == Numerics("cpu_avx512_bf16")
-    assert resolve("cuda") == Numerics("cuda")
-    assert resolve("plain") == Numerics()
+    monkeypatch.setattr(engine, "cpu_has_amx", lambda: True)
+    assert resolve("cpu") == resolve("cpu_amx")
+    assert resolve("auto") == resolve("cpu_amx")  # tests run on CPU
+    monkeypatch.setattr(engine, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(engine, "cpu_has_avx512_bf16", lambda: False)
+    assert resolve("cpu") == resolve("cpu_avx2")
+    monkeypatch.setattr(engine, "cpu_has_avx512_bf16", lambda: True)
+    assert resolve("cpu") == resolve("cpu_avx512_bf16")
+    assert resolve("cuda") == resolve("cuda")
+    assert resolve("plain") == PLAIN
     with pytest.raises(UserError, match="auto, cpu, cuda, plain"):
         resolve("tpu")
     with pytest.raises(UserError, match="cpu_amx"):
-        Numerics("amx")
+        resolve("amx")
 
 
 def test_the_plain_profile_rounds_nothing_the_engine_rounds():
-    plain = Numerics()
-    assert not any(
-        (
-            plain.round_before_norm_weight,
-            plain.round_silu,
-            plain.round_rope_table,
-            plain.round_probabilities,
-            plain.round_logits,
-        )
-    )
+    assert not any(getattr(PLAIN, field.name) for field in dataclasses.fields(PLAIN) if field.name.startswith("round_"))
+
+
+def test_the_document_has_the_records_as_they_are():
+    """Regenerate the table with `python -m qarl_jax.numerics`."""
+    document = (pathlib.Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
+    assert engine.table() in document

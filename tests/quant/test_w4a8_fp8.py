@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qarl_bridge import engine, packing
-from qarl_bridge.wire import BridgeError
+from qarl_bridge.engine import engine
+from qarl_bridge.protocol import formats
+from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models, quant
-from qarl_jax.quant import Numerics, Rules, w4a8, w4a8_fp8, w4a16
-from qarl_jax.rollout import vllm
+from qarl_jax.quant import Rules, resolve
+from qarl_jax.quant.schemes import w4a8, w4a8_fp8, w4a16
+from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
 from tests.reference import tiny
@@ -58,7 +60,7 @@ def test_codes_and_scales_equal_the_numpy_formula_and_the_weight_is_what_the_ker
     np.testing.assert_array_equal(codes, want_codes)
     channel, table = ref.cutlass_int4_fp8(np.asarray(qt.qvalue), scale)
     np.testing.assert_array_equal(np.asarray(quant.dequantize(qt, jnp.float32)), channel * table)
-    np.testing.assert_array_equal(packing.dequantize(np.asarray(qt.qvalue), scale, str(CONFIG)), channel * table)
+    np.testing.assert_array_equal(formats.dequantize(np.asarray(qt.qvalue), scale, str(CONFIG)), channel * table)
 
 
 @pytest.mark.parametrize("way", ["divide", "reciprocal", "one ulp up", "one ulp down"])
@@ -191,7 +193,7 @@ def test_the_layer_equals_its_formula_bit_for_bit_where_the_sum_is_exact(profile
     assert not (x_q % 8).any()
     assert not (table % 1).any()
     assert (np.abs(x_q) @ np.abs(table).T.astype(np.float64)).max() < 8 * 2.0**24
-    y = quant.dot(jnp.asarray(x, jnp.bfloat16), jnp.asarray(w), qt, bias, numerics=Numerics(profile))
+    y = quant.dot(jnp.asarray(x, jnp.bfloat16), jnp.asarray(w), qt, bias, numerics=resolve(profile))
     want = ref.w4a8_fp8_layer(x, codes, scale, profile, bias)
     if with_bias and profile != "cuda":  # one operation or two: XLA may fuse the last multiplication with the bias
         off = np.asarray(y, np.float32) != want
@@ -204,7 +206,7 @@ def test_the_layer_equals_its_formula_bit_for_bit_where_the_sum_is_exact(profile
 def test_the_layer_equals_its_formula_up_to_the_order_of_the_sum(profile):
     x, w = activations(), weight("heavy")
     codes, scale, qt = published(w)
-    y = quant.dot(jnp.asarray(x), jnp.asarray(w), qt, numerics=Numerics(profile))
+    y = quant.dot(jnp.asarray(x), jnp.asarray(w), qt, numerics=resolve(profile))
     x_q, s_x = ref.fp8_rows(x, profile)
     channel, table = ref.cutlass_int4_fp8(ref.pack(codes), scale)
     want = s_x * (x_q.astype(np.float64) @ table.astype(np.float64).T) * channel[:, 0]
@@ -216,7 +218,7 @@ def test_the_layer_equals_its_formula_up_to_the_order_of_the_sum(profile):
 def test_on_a_gpu_the_product_is_one_of_two_float8_operands():
     x, w = jnp.zeros((32, K), jnp.bfloat16), jnp.zeros((N, K))
     qt = quant.quantize(w, CONFIG)
-    lowered = jax.jit(lambda x, w, qt: quant.dot(x, w, qt, numerics=Numerics("cuda"))).trace(x, w, qt)
+    lowered = jax.jit(lambda x, w, qt: quant.dot(x, w, qt, numerics=resolve("cuda"))).trace(x, w, qt)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     (product,) = [line for line in text.splitlines() if "dot_general" in line and f"{N}x{K}" in line]
     assert product.count("f8E4M3FN") == 2
@@ -226,7 +228,7 @@ def test_on_a_gpu_the_product_is_one_of_two_float8_operands():
 def test_gradients_are_those_of_the_dequantized_operands():
     x, w = jnp.asarray(activations()), jnp.asarray(weight())
     qt = quant.quantize(w, CONFIG)
-    numerics = Numerics("cuda")
+    numerics = resolve("cuda")
     target = jnp.asarray(np.random.default_rng(0).standard_normal((24, N)), jnp.float32)
     dx, dw = jax.grad(lambda x, w: jnp.sum(quant.dot(x, w, qt, numerics=numerics) * target), (0, 1))(x, w)
     x_q, s_x = ref.fp8_rows(np.asarray(x), "cuda")
@@ -243,12 +245,12 @@ def test_gradients_are_those_of_the_dequantized_operands():
 
 def test_w4a8_means_fp8_activations_on_cuda_alone():
     for profile in quant.PROFILES:
-        got = quant.on_engine(w4a8.Config(128), Numerics(profile))
+        got = quant.on_engine(w4a8.Config(128), resolve(profile))
         assert got == (CONFIG if profile == "cuda" else w4a8.Config(128))
-        assert quant.on_engine(w4a16.Config(64), Numerics(profile)) == w4a16.Config(64)
-        assert quant.on_engine(None, Numerics(profile)) is None
+        assert quant.on_engine(w4a16.Config(64), resolve(profile)) == w4a16.Config(64)
+        assert quant.on_engine(None, resolve(profile)) is None
     with pytest.raises(UserError, match=r"groups of 128 only, not 64: set quant.group_size=128"):
-        quant.on_engine(w4a8.Config(64), Numerics("cuda"))
+        quant.on_engine(w4a8.Config(64), resolve("cuda"))
     with pytest.raises(UserError, match="groups of 128 only"):
         quant.parse_scheme("w4a8_fp8:g32")
     assert Rules.parse([{"match": "x", "scheme": "w4a8_fp8"}]).scheme_for("x") == CONFIG
@@ -257,7 +259,7 @@ def test_w4a8_means_fp8_activations_on_cuda_alone():
 def test_a_models_w4a8_layers_and_its_config_json_are_those_of_its_engine():
     for profile, kind in (("plain", "int"), ("cpu_amx", "int"), ("cuda", "float")):
         config = tiny.model_config(hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=4, head_dim=32)
-        config = dataclasses.replace(config, quant=Rules.uniform(w4a8.Config(128)), numerics=Numerics(profile))
+        config = dataclasses.replace(config, quant=Rules.uniform(w4a8.Config(128)), numerics=resolve(profile))
         schemes = {config.scheme_of(f"segments.0.{own}.kernel") for own in ("attn.q", "mlp.down")}
         assert schemes == {CONFIG if kind == "float" else w4a8.Config(128)}
         section = vllm.engine_config(models.split(models.abstract_model(config))[0])["quantization_config"]
@@ -283,7 +285,7 @@ def test_a_shape_the_kernel_does_not_take_is_one_sentence_that_says_what_to_do(s
 
 
 def test_the_config_section_asks_for_float_activations_and_refuses_experts_and_other_groups():
-    section = packing.quantization_config({"model.layers.0.mlp.down_proj": "w4a8_fp8:g128"})
+    section = formats.quantization_config({"model.layers.0.mlp.down_proj": "w4a8_fp8:g128"})
     (group,) = section["config_groups"].values()
     assert group["format"] == "pack-quantized"
     assert group["weights"] == {
@@ -293,9 +295,9 @@ def test_the_config_section_asks_for_float_activations_and_refuses_experts_and_o
         "num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True
     }  # fmt: skip
     with pytest.raises(BridgeError, match=r"experts\.0\.down_proj .* give experts w4a16 or fp8 with a rule"):
-        packing.quantization_config({"model.layers.0.mlp.experts.0.down_proj": "w4a8_fp8:g128"})
+        formats.quantization_config({"model.layers.0.mlp.experts.0.down_proj": "w4a8_fp8:g128"})
     with pytest.raises(BridgeError, match="groups of 128 only"):
-        packing.parse("w4a8_fp8:g64")
+        formats.parse("w4a8_fp8:g64")
 
 
 @pytest.mark.vllm
@@ -304,7 +306,7 @@ def test_vllm_on_a_hopper_gpu_takes_the_section_for_its_int4_fp8_scheme(monkeypa
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
     ).CompressedTensorsConfig
     torch = pytest.importorskip("torch")
-    section = packing.quantization_config({"model.layers.0.mlp.down_proj": "w4a8_fp8"})
+    section = formats.quantization_config({"model.layers.0.mlp.down_proj": "w4a8_fp8"})
     config = compressed.from_config(section)
     monkeypatch.setattr(compressed, "_check_scheme_supported", lambda *args, **named: True)
     found = config.get_scheme(torch.nn.Linear(1, 1), "model.layers.0.mlp.down_proj")
