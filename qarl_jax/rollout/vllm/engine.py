@@ -317,7 +317,7 @@ class VllmEngine:
         _, params, _ = models.split(models.abstract_model(models.config_of(graphdef)))
         qweights = jax.eval_shape(functools.partial(models.quantize_params, graphdef), params)
         places = layout(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights))
-        expected = [wire.Expected(name=place.name, dtype=place.dtype, shape=list(place.shape)) for place in places]
+        expected = [messages.Expected(name=place.name, dtype=place.dtype, shape=list(place.shape)) for place in places]
         self._started = time.monotonic()
         self._prepared = self._bridge.start(engine_config(graphdef), expected)
 
