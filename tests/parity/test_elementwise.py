@@ -115,7 +115,9 @@ def test_rope_equals_the_engines_on_every_element(vllm, theta, head_dim):
     table = torch.cat((angle.cos(), angle.sin()), dim=-1).to(torch.bfloat16)
     want, key = x.clone(), x.clone()
     vllm.ops.rotary_embedding(torch.arange(length), want, key, head_dim, table, True)
-    config = types.SimpleNamespace(head_dim=head_dim, rope_theta=theta, numerics=NUMERICS, compute_dtype=jnp.bfloat16)
+    config = types.SimpleNamespace(
+        head_dim=head_dim, rope_theta=theta, rope_scaling=None, numerics=NUMERICS, compute_dtype=jnp.bfloat16
+    )
 
     @jax.jit
     def learner(x):
@@ -132,7 +134,7 @@ def test_the_frequencies_of_rope_are_torchs_on_every_host(vllm):
     """numpy's float32 power is another on CPUs with AVX-512: a fifth of the frequencies was an ulp or two off."""
     torch = vllm.torch
     for theta, head_dim in [(1e4, 64), (1e6, 128), (1e6, 64), (5e6, 64)]:
-        config = types.SimpleNamespace(head_dim=head_dim, rope_theta=theta)
+        config = types.SimpleNamespace(head_dim=head_dim, rope_theta=theta, rope_scaling=None)
         want = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)).numpy()
         off = np.abs(layers.rope_frequencies(config).view(np.int32) - want.view(np.int32))
         # torch's own power is not always the nearest float32: one frequency of 64 for theta = 1e6.
