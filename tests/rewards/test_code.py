@@ -149,7 +149,7 @@ def test_a_program_that_takes_too_much_is_stopped_in_time(reward, name):
 
 def test_a_test_may_call_the_function_by_its_name_and_what_the_prompt_defines(reward):
     prompt = 'def half(x):\n    return x // 2\n\ndef double(x):\n    """Twice x."""\n'
-    meta = DOUBLE | {"prompt": prompt, "test": "def check(f):\n    assert half(f(6)) == double(3)"}
+    meta = DOUBLE | {"prompt": prompt, "test": "def check(f):\n    assert half(f(6)) == double(3) == 6"}
     assert score(reward, RIGHT, meta) == 1.0
     assert score(reward, "```python\ndef double(x):\n    return x\n```", meta) == 0.0
 
