@@ -19,7 +19,6 @@ one sentence.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ from qarl_jax.observe.token_trace import Follower
 from qarl_jax.run import card, config, memory_plan
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import compilation, processes
-from qarl_jax.types import entry_point
+from qarl_jax.types import Parser, entry_point
 
 
 def run(cfg: RunConfig) -> None:
@@ -58,6 +57,8 @@ def run(cfg: RunConfig) -> None:
                     run.save(step)
                     return run.end_interrupted(step)
                 run.collector.keep()
+                if step == run.start:
+                    run.programs_are_ready()
 
                 # ---- learn, publish ----------------------------------------------------------------------------------
                 groups, advantages = advantages_of(cfg, collected.groups, step)
@@ -74,7 +75,7 @@ def run(cfg: RunConfig) -> None:
             # ---- record and save -------------------------------------------------------------------------------------
             relative = advantages if cfg.critic is None else None
             record = step_metrics.rollout_metrics(collected.sampled, collected.parts, relative) | collected.metrics
-            record |= learned | published
+            record |= learned | published | (run.begun if step == run.start else {})
             if (cfg.eval.every and done % cfg.eval.every == 0 and not last) or (last and cfg.eval.at_end):
                 with timer("eval"), recompiles.paused():
                     record |= run.evaluate(done)
@@ -105,7 +106,7 @@ def profiled(cfg: RunConfig, step: int) -> contextlib.AbstractContextManager[Any
 
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="YAML file (see configs/)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plans, then stop")
     parser.add_argument("--card-gb", type=float, help="with --dry-run: plan for a card of that many GiB")

@@ -5,9 +5,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from typing import Any
+
+import jax
 
 from qarl_jax import data
 from qarl_jax.learning.learner import TrainState
@@ -22,7 +25,7 @@ from qarl_jax.rollout import partial_rollouts
 from qarl_jax.run import build, config, evaluation, memory_plan
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
-from qarl_jax.runtime import compilation, processes
+from qarl_jax.runtime import compilation, processes, startup
 
 
 class Run:
@@ -35,6 +38,7 @@ class Run:
     Attributes:
       state: the policy's masters and optimizer; the loop moves it on.
       start: the step it begins or goes on with.
+      begun: seconds that each part of the start took, for the first step's record.
     """
 
     def __init__(self, cfg: RunConfig, stack: contextlib.ExitStack):
@@ -61,11 +65,21 @@ class Run:
         evaluates = cfg.eval.every or cfg.eval.at_start or cfg.eval.at_end
         self._held_out = build.eval_prompts(cfg, self.tokenizer) if evaluates else []
 
-        # ---- policy, learner -----------------------------------------------------------------------------------------
+        # ---- policy, learner, engine ---------------------------------------------------------------------------------
         resumed = processes.from_first(lambda: self.checkpoints.latest_step() is not None)
         profile = processes.from_first(lambda: build.numerics_of_run(cfg, cfg.run_dir).profile) if resumed else None
-        graphdef, params = build.load_model(cfg, self.mesh, of_profile(profile) if profile else None)
+        self._starting = startup.SideBySide()
+        graphdef = build.policy_graphdef(cfg, of_profile(profile) if profile else None)
         self.learner = build.make_learner(cfg, graphdef, self.mesh)
+        # The engine's process starts, and the programs of a step are compiled, while the weights are read.
+        self.engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, self.observer.say)))
+        self.engine.prepare(build.rollout_graphdef(cfg, graphdef))
+        if processes.count() == 1:
+            stack.callback(self._starting.wait)
+            first = (self.checkpoints.latest_step() or 0) if resumed else 0
+            self._starting.background("programs", functools.partial(build.compile_ahead, cfg, self.learner, first))
+        with self._starting.span("weights"):
+            params = jax.block_until_ready(build.load_masters(cfg, graphdef, self.mesh))
         # The reference is the policy the run starts from, whatever checkpoint it resumes from.
         reference = self.learner.reference(params) if cfg.kl.coef else None
         self.critic = build.make_critic(cfg, graphdef, params, self.mesh)
@@ -90,17 +104,25 @@ class Run:
             self.observer.truncate_to(self.start - 1)
         evaluated = bool(processes.from_first(lambda: evaluation.history(cfg.run_dir, up_to=self.start)))
 
-        # ---- engine, and the loop's verbs ----------------------------------------------------------------------------
-        self.engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, self.observer.say)))
+        # ---- the loop's verbs ----------------------------------------------------------------------------------------
         self.timer = recorder.PhaseTimer()
         self.publisher = Publisher(cfg, self.learner, self.engine)
         self.updates = Updates(cfg, self.learner, self.publisher, self.timer, reference=reference, critic=self.critic)
         self.collector = Collector(
             cfg, self.engine, self.grader, self.tokenizer, self._stop, self.stream, buffer, self.timer
         )
-        self.publisher.publish(self.state, self.start)
+        with self._starting.span("publish"):
+            published = self.publisher.publish(self.state, self.start)
+        self.begun = self._starting.seconds() | {k: v for k, v in published.items() if k.startswith("time/start_")}
+        self.observer.say(startup.words(self.begun))
         if cfg.eval.at_start and self.start == 0 and not evaluated:
             self.observer.say(f"held-out reward before training: {self.evaluate(0)['eval/reward/mean']:.3f}")
+
+    def programs_are_ready(self) -> None:
+        """Waits for what is left of the compilation that began beside the start."""
+        with self.timer("compile"):
+            self._starting.join()
+        self.begun = self._starting.seconds() | self.begun
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Samples and grades the held-out prompts under the version being served; recorded."""

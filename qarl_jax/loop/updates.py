@@ -30,7 +30,7 @@ from qarl_jax.observe.token_trace import LOGPROBS, Follower
 from qarl_jax.rollout import dynamic_sampling
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
-from qarl_jax.types import RolloutGroup, TrainBatch
+from qarl_jax.types import DivergedError, RolloutGroup, TrainBatch
 
 
 def advantages_of(
@@ -104,7 +104,7 @@ class Updates:
         """The new state, the step's reduced metrics and its histograms. `follow`: is told what happens to responses.
 
         Raises:
-          RuntimeError: a gradient is not finite; names the step and the update, and leaves the last checkpoint
+          DivergedError: a gradient is not finite; names the step and the update, and leaves the last checkpoint
             untouched.
         """
         critic, settings = self._critic, self._cfg.critic
@@ -189,7 +189,7 @@ class Updates:
         with self._timer("critic"):
             fitted = critic.update(batch.micros, batch.targets, batch.packed.num_tokens, batch.packed.num_sequences)
             if float(jax.device_get(fitted["critic/nonfinite"].value)):
-                raise RuntimeError(
+                raise DivergedError(
                     f"{place}: the critic's gradient is not finite. The run stops here; its last checkpoint is"
                     " intact. Lower critic.optimizer.lr, or inspect samples.jsonl."
                 )
@@ -208,7 +208,7 @@ class Updates:
                 follow.updated(number, batch.micros, batch.old, logprobs)
             self._publisher.updated()
             if float(jax.device_get(inner["optim/nonfinite"].value)):
-                raise RuntimeError(
+                raise DivergedError(
                     f"{place}: the gradient is not finite. The run stops here;"
                     " its last checkpoint is intact. Lower optimizer.lr, or inspect samples.jsonl."
                 )
