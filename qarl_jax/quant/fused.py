@@ -114,7 +114,7 @@ def serves(scheme: str, x: jax.Array, weight: tuple[int, ...], numerics: Numeric
         return False
     if scheme == "fp8":
         return numerics.profile in ("cuda", "plain") and all(size % _CUTLASS == 0 for size in weight)
-    if numerics.amax_floor or numerics.code_from_rounded_scale or not numerics.bias_fused:
+    if numerics.float64:
         return False
     return x.shape[0] // split[0] >= LEAST_ROWS
 
@@ -165,7 +165,6 @@ def layer(
     s_w: Float[Array, "N 1"],
     bias: Float[Array, "1 N"] | None,
     *,
-    numerics: Numerics,
     kernels: Kernels | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "M N"], Codes]:
@@ -175,7 +174,6 @@ def layer(
       x: bfloat16.
       w_q, s_w: the weight's codes and scales.
       bias: float32 or None.
-      numerics: for the order of the rescale.
       kernels: None: `CHOSEN`.
       interpret: run the kernels on any backend, step by step (tests).
 
@@ -183,7 +181,7 @@ def layer(
       y and the activations' codes and scales, for the backward.
     """
     kernels = kernels or CHOSEN["w8a8"] or Kernels()
-    local = functools.partial(_local, numerics=numerics, kernels=kernels, interpret=interpret)
+    local = functools.partial(_local, kernels=kernels, interpret=interpret)
     operands = (x, w_q, s_w) if bias is None else (x, w_q, s_w, bias)
     specs, out = (_BATCH, _WEIGHT, _WEIGHT, _BIAS), (_RESULT, (_BATCH, _BATCH))
     return _on_mesh(local, operands, specs, out, w_q.shape[0])
@@ -195,7 +193,6 @@ def _local(
     s_w: Float[Array, "N 1"],
     bias: Float[Array, "1 N"] | None = None,
     *,
-    numerics: Numerics,
     kernels: Kernels,
     interpret: bool,
 ) -> tuple[Float[Array, "M N"], Codes]:
@@ -206,15 +203,14 @@ def _local(
         x_q, s_x = _run_once(int8_kernels.quantize_rows(x, interpret=interpret))
     else:
         x_q, s_x = quantize_rows(x)  # no barrier: a backward that recomputes codes reads them dequantized
-    order = numerics.rescale_order
     if kernels.product == "hopper" and bias is None:
         from qarl_jax.quant import hopper_product
 
         n, k = w_q.shape
         if hopper_product.fits(x.shape[0], n, k):
-            return _run_once(hopper_product.product(x_q, s_x, w_q, s_w[:, 0], rescale_order=order)), (x_q, s_x)
+            return _run_once(hopper_product.product(x_q, s_x, w_q, s_w[:, 0])), (x_q, s_x)
     b = None if bias is None else bias[0]
-    y = int8_kernels.product(x_q, s_x, w_q, s_w[:, 0], b, rescale_order=order, interpret=interpret)
+    y = int8_kernels.product(x_q, s_x, w_q, s_w[:, 0], b, interpret=interpret)
     return _run_once(y), (x_q, s_x)
 
 
