@@ -5,7 +5,8 @@
     <dir>/step_00000010/state/params/     one Orbax item per entry of the state, arrays by name
                               opt_state/
                         extra.json        data cursor, RNG seed, policy version, ...: whatever JSON the caller gave
-                        manifest.json     shape and dtype of every array; size and CRC-32 of every file. Written last.
+                        manifest.json     shape and dtype of every array; size and CRC-32 of every file, and its own.
+                                          Written last.
 
 How nothing is lost:
 
@@ -54,7 +55,7 @@ log = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d+)")
 _SAVING = ".saving-"
 _DELETING = ".deleting-"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,16 +64,19 @@ class Config:
 
     Attributes:
       every: save after every so many steps; 0: never on a schedule (only when asked, e.g. at the end or on Ctrl-C).
-      keep: how many of the newest steps stay; null: all.
+      keep: how many of the newest whole steps stay; null: all. A damaged one does not count, and stays.
       keep_every: steps that are multiples of this stay for good, on top of `keep`; null: none.
-      asynchronous: write in the background while training goes on; a failure then surfaces at the next save or at the
-        end. On a CPU this holds a copy of the state until it is written.
+      asynchronous: write in the background while training goes on; a failure is then told at the next step. On a CPU
+        this holds a copy of the state until it is written.
+      start_over: begin at step 0 where a run has records but no whole checkpoint, with the old records kept aside;
+        false: refuse.
     """
 
     every: int = 50
     keep: int | None = 3
     keep_every: int | None = None
     asynchronous: bool = True
+    start_over: bool = False
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -113,19 +117,26 @@ class Checkpoints:
         self._orbax: ocp.AsyncCheckpointer | None = None
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._read_whole: set[int] = set()  # steps whose every byte this process has written or compared
 
     # ---------------------------------------------------------------------------------------------------------- looking
 
     def steps(self) -> list[int]:
-        """Complete steps, oldest first."""
+        """Steps that were saved, oldest first. A folder gets such a name when it is complete, so that one that lacks
+        anything by now, be it the manifest, is damaged, not unfinished."""
         if not self.directory.is_dir():
             return []
         found = [(_STEP.fullmatch(path.name), path) for path in self.directory.iterdir()]
-        return sorted(int(match[1]) for match, path in found if match and (path / "manifest.json").exists())
+        return sorted(int(match[1]) for match, path in found if match and path.is_dir())
 
     def latest_step(self) -> int | None:
-        """The newest complete step, or None."""
+        """The newest step, or None."""
         return max(self.steps(), default=None)
+
+    def must_have_saved(self, done: int) -> bool:
+        """Whether a run that was never without `steps` had a checkpoint on disk after `done` steps."""
+        # A save in the background is waited for by the one after it.
+        return self.config.every > 0 and done > self.config.every * (2 if self.config.asynchronous else 1)
 
     def path(self, step: int) -> Path:
         """The directory of a step."""
@@ -171,6 +182,11 @@ class Checkpoints:
         if self._writer is not None:
             with hosts.together():
                 self._join()
+
+    def check(self) -> None:
+        """Raises what has gone wrong with a background save, on any process, without waiting for one."""
+        if self._writer is not None and hosts.any_of(self._failure is not None):
+            self.wait()
 
     def _join(self) -> None:
         if self._writer is not None:
@@ -219,7 +235,7 @@ class Checkpoints:
         }
         files = {str(path.relative_to(staging)): _fingerprint(path) for path in _files(staging)}
         manifest = {"format": _FORMAT, "step": step, "arrays": shapes, "files": files}
-        _write(staging / "manifest.json", json.dumps(manifest))
+        _write(staging / "manifest.json", json.dumps(manifest | {"crc": _crc(manifest)}))
 
         final = self.path(step)
         if final.exists():
@@ -232,6 +248,7 @@ class Checkpoints:
                 _delete(aside)
         else:
             staging.rename(final)
+        self._read_whole.add(step)
         _sync(self.directory)
         self._retire()
 
@@ -264,11 +281,20 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _retire(self) -> None:
+        """Delete what is beyond `keep`. Only whole steps count, and a damaged one stays."""
         if self.config.keep is None:
             return
-        for step in self.steps()[: -self.config.keep]:
-            if not (self.config.keep_every and step % self.config.keep_every == 0):
+        newer = 0
+        for step in reversed(self.steps()):
+            if newer >= self.config.keep and self.config.keep_every and step % self.config.keep_every == 0:
+                continue
+            # Sizes are compared every time, contents once in a process: reading all that is kept at every save is dear.
+            if not _is_sound(self.path(step), contents=step not in self._read_whole):
+                continue
+            self._read_whole.add(step)
+            if newer >= self.config.keep:
                 _delete(self.path(step))
+            newer += 1
 
     # -------------------------------------------------------------------------------------------------------- restoring
 
@@ -331,9 +357,7 @@ class Checkpoints:
         path = self.path(step)
         if not path.is_dir():
             raise UserError(f"{self.directory} has no step {step}; it has {self.steps() or 'none'}.")
-        manifest = _load_json(path, "manifest.json")
-        if manifest.get("format") != _FORMAT:
-            raise UserError(f"{path} has checkpoint format {manifest.get('format')}; this version reads {_FORMAT}.")
+        manifest = _manifest(path)
         for name, arrays in wanted.items():
             _check_layout(path, name, manifest["arrays"], arrays)
         needed = ("extra.json", *(f"state/{name}/" for name in wanted))
@@ -465,7 +489,7 @@ def _fingerprint(path: Path) -> list[int]:
     return [size, crc]
 
 
-def _verify(step: Path, files: Mapping[str, Sequence[int]]) -> None:
+def _verify(step: Path, files: Mapping[str, Sequence[int]], contents: bool = True) -> None:
     for name, (size, crc) in files.items():
         path = step / name
         if not path.is_file():
@@ -474,21 +498,46 @@ def _verify(step: Path, files: Mapping[str, Sequence[int]]) -> None:
             raise DamagedCheckpointError(
                 f"The checkpoint {step} is damaged: {name} has {path.stat().st_size} bytes instead of {size}."
             )
-        if _fingerprint(path)[1] != crc:
+        if contents and _fingerprint(path)[1] != crc:
             raise DamagedCheckpointError(f"The checkpoint {step} is damaged: the contents of {name} have changed.")
 
 
-def _is_sound(step: Path) -> bool:
+def _is_sound(step: Path, contents: bool = True) -> bool:
+    """Whether every file is there in full and, with `contents`, unaltered."""
     try:
-        _verify(step, _load_json(step, "manifest.json")["files"])
+        _verify(step, _manifest(step)["files"], contents)
     except DamagedCheckpointError:
         return False
     return True
 
 
+def _crc(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest).encode())
+
+
+def _manifest(step: Path) -> dict[str, Any]:
+    """The manifest, its own sum checked first: what an altered one says of model or format would mislead."""
+    manifest = _load_json(step, "manifest.json")
+    damaged = DamagedCheckpointError(f"The checkpoint {step} is damaged: the contents of manifest.json have changed.")
+    if not isinstance(manifest, dict):
+        raise damaged
+    crc = manifest.pop("crc", None)
+    if manifest.get("format") == 1 and crc is None:  # written before manifests had a sum
+        if not all(isinstance(manifest.get(key), dict) for key in ("arrays", "files")):
+            raise damaged
+        return manifest
+    if crc != _crc(manifest):
+        raise damaged
+    if manifest["format"] != _FORMAT:
+        raise UserError(f"{step} has checkpoint format {manifest['format']}; this version reads up to {_FORMAT}.")
+    return manifest
+
+
 def _load_json(step: Path, name: str) -> dict[str, Any]:
     try:
         return json.loads((step / name).read_text())
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"The checkpoint {step} is damaged: {name} is missing.") from None
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"The checkpoint {step} is damaged: {name}: {_first_line(error)}.") from error
 

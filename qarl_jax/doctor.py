@@ -37,6 +37,7 @@ from qarl_jax.config import RunConfig
 from qarl_jax.models import hf
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant.dot import Dense
+from qarl_jax.rollout import vllm
 from qarl_jax.types import UserError, entry_point
 
 Status = Literal["ok", "warn", "fail"]
@@ -274,6 +275,17 @@ def numerics(cfg: RunConfig | None) -> Check:
     if cfg is not None and cfg.rollout.engine_name == "vllm" and profile == "plain":
         todo = "set quant.engine=auto, so that the learner rounds where vLLM does"
         return Check(name="numerics", status="warn", found=found + ", but vLLM samples", todo=todo)
+    if cfg is not None and isinstance(cfg.rollout.engine, vllm.Config):
+        execution = cfg.rollout.engine.execution
+        on_gpu = jax.default_backend() == "gpu"
+        mode = execution if execution != "auto" else "graphs" if on_gpu else "eager"
+        found += f", rollout.engine.execution={execution} is {mode}"
+        if mode == "compiled":
+            todo = "set rollout.engine.execution=auto: compiled kernels round otherwise than the learner does"
+            return Check(name="numerics", status="warn", found=found + ", which is not aligned", todo=todo)
+        if mode == "graphs" and not on_gpu and not cfg.rollout.engine.address:
+            todo = "set rollout.engine.execution=auto: CUDA graphs need a CUDA GPU"
+            return Check(name="numerics", status="fail", found=found, todo=todo)
     return Check(name="numerics", status="ok", found=found)
 
 

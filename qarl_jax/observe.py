@@ -345,6 +345,14 @@ class Observer:
                 _truncate(path, step)
         self._last_step, self._resumed = None, step
 
+    def set_aside(self) -> None:
+        """Keep what an earlier run recorded here under other names, `metrics.jsonl.old-1` and so on."""
+        number = 1 + sum(1 for _ in self.run_dir.glob("metrics.jsonl.old-*"))
+        for path in (self.metrics_path, self.samples_path, self.histograms_path, self.run_dir / "eval.jsonl"):
+            with self._disk_errors(path), contextlib.suppress(FileNotFoundError):
+                path.rename(path.with_name(f"{path.name}.old-{number}"))
+        self._last_step = None
+
     def log(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Record a step everywhere; returns the record as written.
 
@@ -352,7 +360,7 @@ class Observer:
           step: greater than every step recorded before.
           metrics: name -> Mean, Max, number, bool, string, None, or a scalar array.
         """
-        last = self._latest()
+        last = self.latest()
         if last is not None and step <= last:
             raise ValueError(f"Step {step} follows step {last} in {self.metrics_path}: call truncate_to first.")
         record = to_record(step, metrics)
@@ -397,7 +405,8 @@ class Observer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _latest(self) -> int | None:
+    def latest(self) -> int | None:
+        """The last step on record, or None."""
         if self._last_step is None and self.metrics_path.exists():
             self._last_step = max((record["step"] for record in read_lines(self.metrics_path)), default=None)
         return self._last_step
@@ -440,6 +449,10 @@ class Silent:
     def write(self, name: str, text: str) -> None: ...
 
     def truncate_to(self, step: int) -> None: ...
+
+    def set_aside(self) -> None: ...
+
+    def latest(self) -> int | None: ...
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 

@@ -33,7 +33,8 @@ of the learner differ as little as possible; `--float32-logits` compares that in
 In a mixture of experts the tokens are scored with the experts the engine sent them to (`rollout.router_replay`), and
 once more with the learner's own choice: router logits are rounded to bf16, many tie, and an engine breaks ties its way.
 
-The engine runs eagerly and with the kernels it chooses; `--execution compiled` and `--int4-kernel` compare others.
+The engine runs as a run's does (CUDA graphs on a GPU, eagerly on a CPU; the ladder says which) and with the kernels it
+chooses; `--execution` and `--int4-kernel` compare others.
 
 What is left out: single modules of a compiled engine (they are not called one by one), and top-p or top-k sampling.
 """
@@ -50,7 +51,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from qarl_bridge import packing
+from qarl_bridge import packing, wire
 from qarl_bridge.wire import BridgeError
 
 from qarl_jax import live_layers, models, quant
@@ -58,7 +59,7 @@ from qarl_jax.logprobs import token_logprobs
 from qarl_jax.models.fused_attention import flash3_lacks
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
-from qarl_jax.rollout.vllm import Config, VllmEngine, leave_memory_to_vllm
+from qarl_jax.rollout.vllm import BrokenPromiseError, Config, VllmEngine, leave_memory_to_vllm
 from qarl_jax.types import Completion, Prompt, UserError, entry_point
 
 ENTROPY_FLOOR = 0.5  # nat
@@ -199,11 +200,11 @@ def published(engine: VllmEngine, weights: PolicyWeights) -> list[Rung]:
     """Publishes with a full read-back: the rungs "hash at the door" and "read-back"."""
     try:
         report = engine.publish(weights, 0)
-    except BridgeError as error:
-        door = error.code not in ("torn", "tensor")
+    except BrokenPromiseError as broken:
+        door = broken.code == "read_back"
         return [
-            Rung("hash at the door", door, "" if door else str(error)),
-            Rung("read-back", False if door else None, str(error) if door else ""),
+            Rung("hash at the door", door, "" if door else broken.found),
+            Rung("read-back", False if door else None, broken.found if door else ""),
         ]
     return [
         Rung("hash at the door", True, f"{int(report['tensors'])} tensors, {int(report['bytes']):,} bytes"),
@@ -288,7 +289,7 @@ class Options:
     float32_logits: bool = False
     threads: int = 0
     attention: Literal["engine", "auto", "xla", "cudnn", "flash3"] = "engine"
-    execution: Literal["eager", "compiled"] = "eager"
+    execution: Literal["auto", "eager", "graphs", "compiled"] = "auto"
     int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
     kv_cache_gb: float = 0.25
     gpu_memory_utilization: float = 0.5
@@ -331,7 +332,7 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
         threads=options.threads,
         execution=options.execution,
         int4_kernel=options.int4_kernel,
-        record_routing=config.moe is not None and options.execution == "eager",
+        record_routing=config.moe is not None and options.execution != "compiled",
         max_model_len=options.prompt_len + options.response_len,
     )
     round_logits = not options.float32_logits
@@ -344,6 +345,8 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
             assert facts is not None
             result["engine"] = f"{facts.engine} {facts.engine_version} {facts.isa}"
             result["kernels"] = sorted(set(facts.kernels.values()))
+            result["execution"] = facts.execution
+            add(execution_rung(facts))
             for rung in module_rungs(engine, weights, scheme, prompts[0].tokens):
                 add(rung)
             first = Sampled.of(_flat(engine.generate(prompts, num_samples=4, sampling=_one_token(), key=options.seed)))
@@ -378,6 +381,13 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
     result["rungs"] = [dataclasses.asdict(rung) for rung in rungs]
     result["first_broken"] = next((rung.name for rung in rungs if rung.ok is False), None)
     return result
+
+
+def execution_rung(facts: wire.Facts) -> Rung:
+    """Which execution mode everything below was measured in; a compiled engine promises nothing."""
+    if facts.execution == "compiled":
+        return Rung("execution", None, "compiled: not aligned; its modules are not called one by one and not compared")
+    return Rung("execution", None, f"{facts.execution}, {facts.engine} {facts.engine_version} on {facts.isa}")
 
 
 def allowance(
@@ -446,7 +456,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=defaults.attention,
         help="the learner's; engine: what mirrors the engine's own",
     )
-    parser.add_argument("--execution", choices=("eager", "compiled"), default=defaults.execution)
+    parser.add_argument("--execution", choices=("auto", "eager", "graphs", "compiled"), default=defaults.execution)
     parser.add_argument("--int4-kernel", choices=("auto", "machete", "marlin"), default=defaults.int4_kernel)
     parser.add_argument("--kv-cache-gb", type=float, default=defaults.kv_cache_gb, help="of the engine")
     parser.add_argument(

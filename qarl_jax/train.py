@@ -52,7 +52,7 @@ from qarl_jax import (
     view,
 )
 from qarl_jax import evaluate as evaluations
-from qarl_jax.checkpoint import Checkpoints
+from qarl_jax.checkpoint import Checkpoints, DamagedCheckpointError, Restored
 from qarl_jax.config import RunConfig
 from qarl_jax.critic import Critic, Targets
 from qarl_jax.data import packing
@@ -61,7 +61,7 @@ from qarl_jax.loss import diagnostics
 from qarl_jax.loss.advantages import finite, group_advantages
 from qarl_jax.metrics import Metric
 from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine
-from qarl_jax.types import Completion, Prompt, RolloutGroup, entry_point
+from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, entry_point
 
 # Reported once more over the updates after a step's first, where alone the ratio bands can act (the first has ratio 1).
 LATER = ("clip/", "loss/ratio", "loss/seq_ratio", "proximal/")
@@ -140,8 +140,8 @@ def run(cfg: RunConfig) -> None:
             return state.entries() | (critic.entries() if critic is not None else {})
 
         start, unfinished = 0, None
-        if resumed:
-            restored = checkpoints.restore(entries())
+        restored = restore(cfg, checkpoints, observer, entries())
+        if restored is not None:
             stream.check_state(restored.extra["data"])
             state, start = TrainState(**{name: restored.state[name] for name in state.entries()}), restored.step
             if critic is not None:
@@ -209,6 +209,7 @@ def run(cfg: RunConfig) -> None:
                 return engine.extend(requests, sampling=dataclasses.replace(sampling, max_response_len=chunk))
 
         for step in range(start, cfg.train.steps):
+            checkpoints.check()
             timer.take()
             if step == start + 1:
                 recompiles.take()  # a process's first step warms up
@@ -285,6 +286,38 @@ def run(cfg: RunConfig) -> None:
                 return
         checkpoints.wait()
         hosts.from_first(lambda: observer.say(summary(cfg)))
+
+
+def restore(
+    cfg: RunConfig, checkpoints: Checkpoints, observer: observe.Observer | observe.Silent, state: dict[str, Any]
+) -> Restored | None:
+    """The run's newest whole checkpoint, read into `state`; None: it begins at step 0.
+
+    Raises:
+      UserError: there were checkpoints and none is whole, unless `checkpoint.start_over` says to begin anew.
+    """
+    latest = hosts.from_first(observer.latest)
+    if hosts.from_first(checkpoints.steps):
+        try:
+            return checkpoints.restore(state)
+        except DamagedCheckpointError as damage:
+            lost = str(damage)
+    elif latest is None:
+        return None
+    elif checkpoints.must_have_saved(latest + 1):
+        lost = f"{cfg.run_dir} has records up to step {latest}, but its checkpoints are gone."
+    else:
+        observer.say(f"no checkpoint had been saved when this run ended at step {latest}: it begins at step 0 again")
+        return None
+    if not cfg.checkpoint.start_over:
+        raise UserError(
+            f"{lost} Put one back, or name another run_dir; checkpoint.start_over=true begins at step 0 and keeps the"
+            " old records aside."
+        )
+    with hosts.together():
+        observer.set_aside()
+    observer.say(f"{lost} The run begins at step 0; its old records are kept as *.jsonl.old-*")
+    return None
 
 
 class Publisher:

@@ -18,10 +18,13 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from qarl_bridge import sender
+from qarl_bridge.wire import BridgeError
 from safetensors.numpy import load_file, save_file
 
 from qarl_jax import data, train
 from qarl_jax.checkpoint import Checkpoints
+from qarl_jax.rollout import vllm
 
 ALPHABET = "0123456789+-*= "
 HIDDEN = {
@@ -404,7 +407,10 @@ def test_a_taken_port_is_told_by_the_bridge(world, tmp_path):
         address = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
         command = [sys.executable, "-m", "qarl_bridge", "--socket", address, "--model", str(world.model)]
         done = subprocess.run(
-            [*command, "--key-file", str(key), "--engine", "fake"], capture_output=True, text=True, timeout=300
+            [*command, "--key-file", str(key), "--options", '{"engine": "fake"}'],
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ")
@@ -427,3 +433,43 @@ def test_the_untouched_world_runs(world):
     # Otherwise the tests above could pass for a reason of their own.
     assert train.main(world.command()) == 0
     assert (world.run_dir / "metrics.jsonl").read_text().count("\n") == 1
+
+
+# ---- promises ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "found", "expected"),
+    [
+        (
+            "read_back",
+            "read-back: model.layers.0.self_attn.qkv_proj holds 0.2392578125 at [0, 0], published was 0.240234375",
+            ["the very weights that were published", "another policy", "scheme w4a16:g32", "rollout.engine.name=jax"],
+        ),
+        ("tensor", "tensor lm_head.weight holds NaN or infinite values", ["finite", "Lower optimizer.lr"]),
+    ],
+)
+def test_a_promise_that_breaks_at_a_publish_is_told_with_layer_meaning_and_remedy(
+    world, refused, monkeypatch, code, found, expected
+):
+    def publish(self, *args, **options):
+        raise BridgeError(found, code)
+
+    raised = []
+    construct = vllm.BrokenPromiseError.__init__
+
+    def construct_and_keep(self, *args):
+        raised.append(self)
+        construct(self, *args)
+
+    monkeypatch.setattr(sender.Client, "publish", publish)
+    monkeypatch.setattr(vllm.BrokenPromiseError, "__init__", construct_and_keep)
+    world.tree["rollout"]["engine"] = {"name": "vllm", "engine": "fake", "start_timeout_s": 120}
+    said = refused()
+    for part in [found, *expected]:
+        assert part in said
+    assert "fenced" not in said
+    (error,) = raised  # a notebook shows what an error came from: nothing that is beside the point
+    assert error.__suppress_context__
+    assert "not on a GPU" not in str(error.__context__.__context__)

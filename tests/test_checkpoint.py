@@ -9,6 +9,7 @@ import logging
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import jax
@@ -248,6 +249,44 @@ def test_damaged_json_is_damage_too(checkpoints, caplog, name):
     assert name in caplog.text
 
 
+def test_a_step_without_its_manifest_is_damage_and_not_silently_absent(checkpoints, caplog):
+    checkpoints.save(1, {"x": jnp.float32(1)})
+    checkpoints.save(2, {"x": jnp.float32(2)})
+    (checkpoints.path(2) / "manifest.json").unlink()
+    assert checkpoints.restore({"x": jnp.float32(0)}).step == 1
+    assert "step_00000002 is damaged: manifest.json is missing" in caplog.text
+    (checkpoints.path(1) / "manifest.json").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"steps \[1, 2\]"):
+        checkpoints.restore({"x": jnp.float32(0)})
+
+
+def test_no_flipped_bit_of_a_manifest_ends_a_resume_or_passes_unseen(checkpoints):
+    for step in (1, 2):
+        checkpoints.save(step, {"x": jnp.float32(step)}, {"step": step})
+    path = checkpoints.path(2) / "manifest.json"
+    whole = path.read_bytes()
+    for bit in np.random.default_rng(0).permutation(8 * len(whole))[:60]:
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        back = checkpoints.restore({"x": jnp.float32(0)})
+        # White space between two values may change: then nothing has.
+        assert back.step == 1 or json.loads(data) == json.loads(whole), bytes(data)
+        assert float(back.state["x"]) == back.step
+
+
+def test_a_checkpoint_written_before_manifests_had_a_sum_is_read(checkpoints):
+    checkpoints.save(1, {"x": jnp.float32(1)})
+    path = checkpoints.path(1) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["crc"]
+    path.write_text(json.dumps(manifest | {"format": 1}))
+    assert checkpoints.restore({"x": jnp.float32(0)}).step == 1
+    path.write_text("[]")
+    with pytest.raises(DamagedCheckpointError):
+        checkpoints.restore({"x": jnp.float32(0)})
+
+
 def test_a_run_that_fell_back_saves_over_the_damaged_step_and_keeps_the_evidence(checkpoints):
     for step in (1, 2):
         checkpoints.save(step, {"x": jnp.arange(100.0)})
@@ -256,6 +295,21 @@ def test_a_run_that_fell_back_saves_over_the_damaged_step_and_keeps_the_evidence
     checkpoints.save(2, {"x": jnp.arange(100.0) + 1})
     assert checkpoints.restore({"x": jnp.arange(100.0)}).step == 2
     assert (checkpoints.directory / "step_00000002.damaged").is_dir()
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit], ids=["cut", "altered"])
+def test_a_damaged_step_does_not_count_towards_keep_and_stays(tmp_path, damage):
+    x = {"x": jnp.arange(100.0)}
+    options = Config(keep=2, asynchronous=False)
+    with Checkpoints(tmp_path, options) as checkpoints:
+        for step in (10, 15):
+            checkpoints.save(step, x)
+    damage(largest_file(checkpoints.path(15)))
+    with Checkpoints(tmp_path, options) as resumed:  # another process, which fell back to 10
+        resumed.save(17, x)
+        assert resumed.steps() == [10, 15, 17]
+        resumed.save(20, x)
+        assert resumed.steps() == [15, 17, 20]
 
 
 def test_when_every_step_is_damaged_it_is_an_error_that_names_them(checkpoints):
@@ -345,6 +399,25 @@ def test_a_failed_save_leaves_earlier_steps_intact_and_the_next_one_works(
         assert_same_bits(checkpoints.restore({"params": tree()}).state, {"params": tree(1)})
         save()
         assert checkpoints.steps() == [2]
+
+
+def test_a_failed_background_save_is_told_without_waiting_for_the_next(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path, Config(asynchronous=True)) as checkpoints:
+        checkpoints.check()  # nothing was saved
+        tried = threading.Event()
+
+        def fail(path, text):
+            tried.wait()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(checkpoint, "_write", fail)
+        checkpoints.save(1, {"params": tree(1)})
+        checkpoints.check()  # it still runs
+        tried.set()
+        checkpoints._writer.join()
+        with pytest.raises(UserError, match=r"Cannot save step 1 .* the disk is full"):
+            checkpoints.check()
+        checkpoints.check()  # told once
 
 
 def test_an_unexpected_failure_is_not_disguised_as_the_user_s(checkpoints, monkeypatch):

@@ -8,8 +8,10 @@ the same command. What is compared is metrics.jsonl, eval.jsonl, samples.jsonl a
 """
 
 import contextlib
+import dataclasses
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +21,9 @@ import jax
 import numpy as np
 import pytest
 
-from qarl_jax import models, train
+from qarl_jax import config, models, observe, train
 from qarl_jax.checkpoint import Checkpoints
+from qarl_jax.types import UserError
 from tests.reference import tiny
 
 STEPS = 8
@@ -216,3 +219,69 @@ def test_a_run_resumes_over_the_same_data_only(world, environment, capsys):
         assert said.startswith(f"error: cannot resume: {name} changed since the checkpoint")
         assert "Restore it, or start a new run_dir" in said
     assert lines(changed) == 1
+
+
+class Recorded(observe.Silent):
+    """An observer of a run whose records end at step `last`; keeps what it was told."""
+
+    def __init__(self, last):
+        self.last, self.said, self.aside = last, [], False
+
+    def latest(self):
+        return self.last
+
+    def say(self, text):
+        self.said.append(text)
+
+    def set_aside(self):
+        self.aside = True
+
+
+@pytest.mark.parametrize("lost", ["manifests", "folders"])
+def test_records_without_a_whole_checkpoint_are_refused_and_kept_aside_on_request(tmp_path, world, lost):
+    cfg = config.load(world.command()[1], [f"run_dir={tmp_path}", "checkpoint.asynchronous=false"])
+    state = {"x": np.zeros(3)}
+    with Checkpoints(tmp_path / "checkpoints", cfg.checkpoint) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state)
+        if lost == "folders":
+            shutil.rmtree(checkpoints.directory)
+        else:
+            for step in checkpoints.steps():
+                (checkpoints.path(step) / "manifest.json").unlink()
+        with pytest.raises(UserError, match=r"Put one back.*checkpoint\.start_over=true"):
+            train.restore(cfg, checkpoints, Recorded(1), state)
+        anew = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, start_over=True))
+        observer = Recorded(1)
+        assert train.restore(anew, checkpoints, observer, state) is None
+        assert observer.aside
+        assert "old records" in observer.said[0]
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_begins_again(tmp_path, world):
+    cfg = config.load(world.command()[1], [f"run_dir={tmp_path}", "checkpoint.every=2"])
+    with Checkpoints(tmp_path / "checkpoints", cfg.checkpoint) as checkpoints:
+        observer = Recorded(3)  # the save after step 2 may not have been over when the fourth step was
+        assert train.restore(cfg, checkpoints, observer, {}) is None
+        assert "begins at step 0 again" in observer.said[0]
+        with pytest.raises(UserError, match="checkpoints are gone"):
+            train.restore(cfg, checkpoints, Recorded(4), {})
+        quiet = Recorded(None)
+        assert train.restore(cfg, checkpoints, quiet, {}) is None
+        assert not quiet.said
+
+
+@pytest.mark.slow
+def test_a_run_whose_manifests_are_gone_is_begun_anew_only_when_asked(world, capsys):
+    changed = world.changed(run_dir=str(world.folder / "lost"), train={"steps": 1})
+    assert train.main(changed.command()) == 0
+    records = {name: changed.records(name) for name in ("metrics", "eval", "samples")}
+    for step in (changed.run_dir / "checkpoints").iterdir():
+        (step / "manifest.json").unlink()
+    capsys.readouterr()
+    assert train.main(changed.command()) == 2
+    assert "error: Every checkpoint" in capsys.readouterr().err
+    assert {name: changed.records(name) for name in records} == records
+    assert train.main(changed.command("checkpoint.start_over=true")) == 0
+    assert {name: changed.records(name) for name in records} == records
+    assert (changed.run_dir / "metrics.jsonl.old-1").read_bytes().count(b"\n") == 1

@@ -4,7 +4,8 @@
 
 What is pinned, because each choice changes what is computed (and each is asserted in `facts`):
 
-  * bf16 activations, eager mode: one rounding per op as the learner mirrors it, no inductor fusions;
+  * bf16 activations, ops as in eager mode (in CUDA graphs or not): one rounding per op, as the learner mirrors it, and
+    no inductor fusions;
   * on a CPU, every operation whose rounding depends on vLLM's build is the bridge's own (portable_kernels.py,
     portable_layers.py, portable_experts.py), so that all builds are one engine; `VLLM_CPU_INT4_W4A8` says whether int4
     layers quantize their activations, which vLLM decides by the build otherwise;
@@ -18,7 +19,6 @@ What is held afterwards is proved by the functional read-back (readback.py).
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
@@ -34,30 +34,6 @@ from qarl_bridge.interface import Finished
 from qarl_bridge.routing import Recorder
 from qarl_bridge.staged import Copy
 from qarl_bridge.wire import BridgeError
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """How to start vLLM. Zero means vLLM's or the model's own value, except `threads` (0: every CPU allowed).
-
-    execution: "eager" (what the learner mirrors) or "compiled" (vLLM's default: inductor and CUDA graphs).
-    int4_kernel: "auto", or one of vllm_versions.INT4_KERNELS, on CUDA.
-    loader: "auto" (whole modules, where that is proved to give the same; whole_modules.py) or "vllm".
-    record_routing: return the experts each token was sent to (routing.py); eager, without prefix caching.
-    split_attention: leave it to FlashAttention whether it splits the keys of a sequence (CUDA, eager).
-    """
-
-    max_model_len: int = 0
-    max_num_seqs: int = 256
-    kv_cache_gb: float = 0.0
-    gpu_memory_utilization: float = 0.5
-    seed: int = 0
-    threads: int = 0
-    execution: str = "eager"
-    int4_kernel: str = "auto"
-    loader: str = "auto"
-    record_routing: bool = False
-    split_attention: bool = False
 
 
 def _int4_activations(config: Mapping[str, Any]) -> str:
@@ -137,7 +113,7 @@ class VllmEngine:
         expected: Mapping[str, wire.Expected],
         *,
         has_weights: bool,
-        options: Options,
+        options: wire.EngineOptions,
     ):
         self._activations = _int4_activations(config)
         _prepare_environment(self._activations == "int8")
@@ -181,23 +157,18 @@ class VllmEngine:
             notes.append(_PORTABLE_NOTE)
         else:
             experts.check_groups(config)
-        arguments = vllm_versions.engine_arguments(
-            path=path,
-            has_weights=has_weights,
-            seed=options.seed,
-            max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            kv_cache_gb=options.kv_cache_gb,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-            execution=options.execution,
-            int4_kernel=options.int4_kernel,
-            on_gpu=on_gpu,
-            record_routing=options.record_routing,
-        )
-        if on_gpu and options.execution == "eager" and not options.split_attention:
+        arguments = vllm_versions.engine_arguments(options, path=path, has_weights=has_weights, on_gpu=on_gpu)
+        execution = vllm_versions.execution_of(options, on_gpu)
+        mirrored = execution in vllm_versions.MIRRORED
+        if on_gpu and mirrored and not options.split_attention:
             notes.append(vllm_versions.keep_sequences_whole())
-        if on_gpu and options.execution == "eager" and _has_fp8(config):
+        if on_gpu and mirrored and _has_fp8(config):
             notes.append(vllm_versions.keep_fp8_scales_in_order())
+        if not mirrored:
+            notes.append(
+                f"execution={execution} is not aligned: its fused kernels round otherwise than the learner does; set "
+                "rollout.engine.execution=auto for a rollout that the learner mirrors"
+            )
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except Exception as error:
@@ -206,10 +177,7 @@ class VllmEngine:
         self._model = self._worker.model
         self._modules = dict(self._model.named_modules())
         self._tied = self._tied_heads()
-        self._routing: Recorder | None = None
-        if options.record_routing:
-            layers = int(config["num_hidden_layers"])
-            self._routing = Recorder(self._modules, self._worker.runner, layers)
+        self._routing: Recorder | None = self._worker.recorder
         from qarl_bridge import device
         from qarl_bridge.readback import ReadBack
 
@@ -239,7 +207,7 @@ class VllmEngine:
             threads=threads,
             pid=os.getpid(),
             notes=notes,
-            execution=options.execution,
+            execution=execution,
             records_routing=options.record_routing,
             device=device.uuid_of_current() if on_gpu else b"",
         )
@@ -424,10 +392,11 @@ class VllmEngine:
         wire.ROUTING: int32 [T, layers, k].
 
         Raises:
-          BridgeError("limits"): no such module, or a compiled engine, whose modules are not called one by one.
+          BridgeError("limits"): no such module, or a compiled engine, whose modules are not called one by one (under
+            CUDA graphs, those of a prefill are).
         """
-        if self.facts.execution != "eager":
-            raise BridgeError("modules can be probed in an eager engine only", "limits")
+        if self.facts.execution == "compiled":
+            raise BridgeError("modules cannot be probed in a compiled engine: set execution to auto", "limits")
         if unknown := [name for name in modules if name not in self._modules]:
             raise BridgeError(f"the engine has no module {unknown[0]!r}", "limits")
         self._worker.forget()  # a cached prefix would not be computed again

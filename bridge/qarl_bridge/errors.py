@@ -7,7 +7,7 @@ class BridgeError(Exception):
     """What was wrong, where, and what to do. `code` is stable and machine-readable; the text is for people.
 
     Codes: auth, bad_message, bad_state, busy, dead, engine, fenced, foreign_model, foreign_scheme, lease, limits,
-    setup, stale, tensor, timeout, torn, unshared.
+    read_back (the live engine does not hold what was published), setup, stale, tensor, timeout, torn, unshared.
     """
 
     def __init__(self, message: str, code: str = "bad_message"):

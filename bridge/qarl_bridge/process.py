@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -20,7 +21,6 @@ from qarl_bridge import stacks, wire
 from qarl_bridge.interface import Engine
 from qarl_bridge.server import Bridge
 from qarl_bridge.transport.zeromq import Listener
-from qarl_bridge.vllm_versions import INT4_KERNELS
 from qarl_bridge.wire import BridgeError
 
 
@@ -80,30 +80,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--key-file", required=True, help="64 hexadecimal digits, mode 0600; created if missing (unix only)"
     )
-    parser.add_argument("--engine", choices=("vllm", "fake"), default="vllm", help="fake: a toy, to test a set-up")
     parser.add_argument("--parent-pid", type=int, default=0, help="exit when this process, the parent, is gone")
-    parser.add_argument("--max-model-len", type=int, default=0, help="longest prompt + response; 0: the model's own")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="most sequences decoded together")
-    parser.add_argument("--kv-cache-gb", type=float, default=0.0, help="KV cache size; 0: vLLM decides")
+    names = ", ".join(field.name for field in dataclasses.fields(wire.EngineOptions))
     parser.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.5, help="fraction of device memory vLLM may use"
+        "--options",
+        default="{}",
+        metavar="JSON",
+        help=f"how to start the engine, as rollout.engine has it: an object with any of {names}",
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--execution", choices=("eager", "compiled"), default="eager", help="eager is what the learner mirrors"
-    )
-    parser.add_argument(
-        "--int4-kernel", choices=INT4_KERNELS, default="auto", help="which of vLLM's CUDA kernels for int4 weights"
-    )
-    parser.add_argument("--loader", choices=("auto", "vllm"), default="auto", help="vllm: never load whole modules")
-    parser.add_argument("--profile", default="", help="folder for a profile of every load and read-back")
-    parser.add_argument(
-        "--record-routing", action="store_true", help="return the experts each token was sent to (eager, MoE only)"
-    )
-    parser.add_argument(
-        "--split-attention", action="store_true", help="leave it to FlashAttention to split long sequences (CUDA)"
-    )
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: all this process may use")
     return parser
 
 
@@ -111,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a bridge; returns the exit code (0 stopped, 2 user error, 3 engine failed)."""
     args = build_parser().parse_args(argv)
     try:
+        options = wire.EngineOptions.from_json(args.options)
         kind, _ = wire.parse_address(args.socket)
         if args.parent_pid and os.getppid() != args.parent_pid:
             return 0
@@ -140,28 +125,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         started = time.perf_counter()
         engine: Engine
-        if args.engine == "fake":
+        if options.engine == "fake":
             from qarl_bridge.fake import FakeEngine
 
-            engine = FakeEngine(config, expected, has_weights=has_weights, max_model_len=args.max_model_len or 4096)
+            engine = FakeEngine(config, expected, has_weights=has_weights, max_model_len=options.max_model_len or 4096)
         else:
-            from qarl_bridge.engine import Options, VllmEngine
+            from qarl_bridge.engine import VllmEngine
 
-            options = Options(
-                max_model_len=args.max_model_len,
-                max_num_seqs=args.max_num_seqs,
-                kv_cache_gb=args.kv_cache_gb,
-                gpu_memory_utilization=args.gpu_memory_utilization,
-                seed=args.seed,
-                threads=args.threads,
-                execution=args.execution,
-                int4_kernel=args.int4_kernel,
-                record_routing=args.record_routing,
-                split_attention=args.split_attention,
-                loader=args.loader,
-            )
             engine = VllmEngine(args.model, config, expected, has_weights=has_weights, options=options)
-        bridge = Bridge(engine, _log, profile=args.profile)
+        bridge = Bridge(engine, _log, profile=options.profile)
         if stopped:
             bridge.stop()
         _log(f"ready on {args.socket} after {time.perf_counter() - started:.1f} s: {engine.facts.profile}")

@@ -8,7 +8,11 @@ newer model runner, which has no CPU build; its routers, however, tell every cho
 `set_capture_fn`, in 0.25 as in 0.32. What they tell are rows of a batch; this class knows whose rows these are, from
 the scheduler's output of the same step.
 
-Needs an engine in this process, in eager mode, without prefix caching (a cached prefix is not routed again).
+A function that Python calls does not run when a captured CUDA graph is replayed, but what it did to tensors does: the
+routers write their choices into a buffer that lives as long as the engine, inside the forward pass, and after each step
+the rows are read from there. The recorder must therefore be in place before graphs are captured (worker.py).
+
+Needs an engine in this process, not compiled, without prefix caching (a cached prefix is not routed again).
 """
 
 from __future__ import annotations
@@ -34,17 +38,18 @@ class Recorder:
       modules: the model's modules by name.
       runner: vLLM's model runner.
       num_layers: decoder layers of the model; a dense one's rows hold -1.
+      num_chosen: experts a token is sent to.
+      max_rows: most tokens of a step.
     """
 
-    def __init__(self, modules: Mapping[str, Any], runner: Any, num_layers: int):
-        self._runner, self._layers = runner, num_layers
-        self._told: dict[int, Any] = {}  # layer -> [rows, k] of the step in progress, where the engine computes
+    def __init__(self, modules: Mapping[str, Any], runner: Any, *, num_layers: int, num_chosen: int, max_rows: int):
+        self._runner = runner
+        self._layers: list[int] = []  # those that route
         self._kept: dict[str, dict[int, np.ndarray]] = {}  # request -> first position -> [n, layers, k]
         if not hasattr(runner, "input_batch"):
             raise BridgeError(
                 "routed experts are recorded under vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0", "setup"
             )
-        found = False
         for name, module in modules.items():
             router = getattr(module, "router", None)
             place = _LAYER.search(f".{name}.")
@@ -56,30 +61,30 @@ class Recorder:
                         "setup",
                     )
                 router.set_capture_fn(functools.partial(self._tell, int(place[1])))
-                found = True
-        if not found:
+                self._layers.append(int(place[1]))
+        if not self._layers:
             raise BridgeError("this model routes nothing: recording routed experts needs a mixture of experts", "setup")
+        shape = (max_rows, num_layers, num_chosen)
+        self._chosen = torch.full(shape, NOT_ROUTED, dtype=torch.int16, device=runner.device)
         self._execute = runner.execute_model
         runner.execute_model = self._run
 
     def _tell(self, layer: int, chosen: Any) -> None:
-        self._told[layer] = chosen.detach()
+        self._chosen[: chosen.shape[0], layer].copy_(chosen)
 
     def _run(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        self._told = {}
         result = self._execute(scheduled, *args, **kwargs)
         counts: Mapping[str, int] = scheduled.num_scheduled_tokens
-        if not self._told or not counts:
+        total = sum(counts.values())
+        if not total:
             return result
         starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         cached = scheduled.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        total = sum(counts.values())
-        layers, chosen = zip(*self._told.items(), strict=True)
-        # One copy from the device for all layers. A padded batch has more rows.
-        ids = torch.stack([rows[:total] for rows in chosen], dim=1).to(torch.int16).cpu().numpy()
-        rows = np.full((total, self._layers, ids.shape[2]), NOT_ROUTED, np.int16)
-        rows[:, list(layers)] = ids
+        rows = self._chosen[:total].cpu().numpy().copy()  # a padded batch has more rows
+        if (rows[:, self._layers] == NOT_ROUTED).any():
+            raise RuntimeError("a step did not record its routed experts: set rollout.router_replay=false")
+        self._chosen[:total].fill_(NOT_ROUTED)
         at = 0
         for request in self._runner.input_batch.req_ids:  # the batch's rows are in this order
             count = counts.get(request, 0)

@@ -228,6 +228,7 @@ class Bridge:
 
     def _restore(self, version: wire.Version, error: Exception) -> None:
         """Fence, bring the last good version back, and say so. Always raises BridgeError."""
+        differs = self.state == "reading_back" and isinstance(error, BridgeError)  # a comparison, not a breakdown
         self.state = "fenced"
         reason = str(error) or type(error).__name__
         try:
@@ -243,9 +244,11 @@ class Bridge:
             raise BridgeError(
                 f"loading {version} failed ({reason}) and so did restoring {self.version} ({second}): the engine is "
                 "fenced until a complete version is published",
-                "fenced",
+                "read_back" if differs else "fenced",
             ) from error
         if not restored:
+            if differs:
+                raise BridgeError(reason, "read_back") from error
             raise BridgeError(
                 f"loading {version} failed ({reason}) and there is no earlier version to restore: the engine is fenced "
                 "until a complete version is published",
@@ -253,7 +256,8 @@ class Bridge:
             ) from error
         self.state = "serving"
         raise BridgeError(
-            f"loading {version} failed ({reason}); {self.version} was restored and serves", "engine"
+            f"loading {version} failed ({reason}); {self.version} was restored and serves",
+            "read_back" if differs else "engine",
         ) from error
 
     def _read_back(self, request: wire.ReadBack) -> wire.ReadBackReply:

@@ -14,8 +14,9 @@ What the bridge relies on, and where the two differ (read in the sources of both
 | `EngineArgs.linear_backend`     | a layer without it: an error | a layer without it: auto, with a warning   |
 | int4 with int8 activations      | none                         | CompressedTensorsWNA8Int                   |
 | int4 with fp8 activations, sm90 | CompressedTensorsW4A8Fp8     | the same                                   |
-| FlashAttention's `num_splits`   | heuristic in eager mode      | the same                                   |
+| FlashAttention's `num_splits`   | heuristic                    | the same                                   |
 | fp8 products of up to 64 rows   | operands and scales swapped  | the same (sm90)                            |
+| dense models' runner            | v1/worker/gpu ("V2")         | the same                                   |
 | labels of weight versions       | none                         | `update_weight_version` (a label, unused)  |
 
 A version outside the tested ones is started all the same, and said so in the engine's facts: what matters is checked on
@@ -33,11 +34,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from qarl_bridge import wire
 from qarl_bridge.errors import BridgeError
 
 TESTED = ((0, 25), (0, 32))
-# Names of `linear_backend`, for int4 layers on CUDA.
-INT4_KERNELS = ("auto", "machete", "marlin")
+# vLLM's own ops in CUDA graphs, without inductor: a decoding step is replayed, a prefill runs op by op.
+_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+# Execution modes in which an op computes what it computes alone, so that the learner can mirror it.
+MIRRORED = ("eager", "graphs")
 
 
 def version() -> str:
@@ -64,51 +68,53 @@ def untested_note(text: str) -> list[str]:
     return [f"vLLM {text} was not tried with this bridge (tried: {known}); the read-back checks what it holds"]
 
 
-def engine_arguments(
-    *,
-    path: str,
-    has_weights: bool,
-    seed: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    kv_cache_gb: float,
-    gpu_memory_utilization: float,
-    execution: str,
-    int4_kernel: str,
-    on_gpu: bool,
-    record_routing: bool,
-) -> dict[str, Any]:
-    """Keyword arguments of EngineArgs. Zero means vLLM's or the model's own value.
+def execution_of(options: wire.EngineOptions, on_gpu: bool) -> str:
+    """The execution mode an engine is started in: "eager", "graphs" or "compiled".
+
+    Raises:
+      BridgeError("setup"): CUDA graphs were asked for on a CPU.
+    """
+    if options.execution == "auto":
+        return "graphs" if on_gpu else "eager"
+    if options.execution == "graphs" and not on_gpu:
+        raise BridgeError("execution=graphs needs a CUDA GPU: leave rollout.engine.execution at auto on a CPU", "setup")
+    return options.execution
+
+
+def engine_arguments(options: wire.EngineOptions, *, path: str, has_weights: bool, on_gpu: bool) -> dict[str, Any]:
+    """Keyword arguments of EngineArgs.
 
     Raises:
       BridgeError("setup"): a kernel was named that this engine cannot be asked for.
     """
-    if int4_kernel != "auto" and not on_gpu:
+    if options.int4_kernel != "auto" and not on_gpu:
         raise BridgeError("int4_kernel is a choice between CUDA kernels: leave it at auto on a CPU", "setup")
+    execution = execution_of(options, on_gpu)
     arguments: dict[str, Any] = {
         "model": path,
         "skip_tokenizer_init": True,
         "enforce_eager": execution == "eager",
         "dtype": "bfloat16",
-        "seed": seed,
+        "seed": options.seed,
         "load_format": "safetensors" if has_weights else "dummy",
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "max_num_seqs": max_num_seqs,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "max_num_seqs": options.max_num_seqs,
         "disable_log_stats": True,
         "trust_remote_code": False,
     }
-    if max_model_len:
-        arguments["max_model_len"] = max_model_len
-    if kv_cache_gb:
-        arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * 2**30)
-    if record_routing:
-        if execution != "eager":
-            raise BridgeError("routed experts are recorded in eager mode only: set execution to eager", "setup")
+    if execution == "graphs":
+        arguments["compilation_config"] = dict(_GRAPHS)
+    if options.max_model_len:
+        arguments["max_model_len"] = options.max_model_len
+    if options.kv_cache_gb:
+        arguments["kv_cache_memory_bytes"] = int(options.kv_cache_gb * 2**30)
+    if options.record_routing:
         arguments["enable_prefix_caching"] = False  # a cached prefix is not routed again
-    if int4_kernel != "auto":
-        arguments["linear_backend"] = int4_kernel
+        arguments["worker_cls"] = "qarl_bridge.worker.RecordingWorker"
+    if options.int4_kernel != "auto":
+        arguments["linear_backend"] = options.int4_kernel
     return arguments
 
 
@@ -190,6 +196,7 @@ class Worker:
         self._worker = engine.model_executor.driver_worker.worker
         self.model = self._worker.get_model()
         self.runner = self._worker.model_runner
+        self.recorder = getattr(self._worker, "recorder", None)  # worker.RecordingWorker's
         # It warns of every module that a reload was not meant for; what they hold is the read-back's business.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 

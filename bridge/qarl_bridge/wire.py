@@ -18,13 +18,14 @@ a later incarnation of the same run (a resumed trainer) may step back.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
 import math
 import struct
 from collections.abc import Mapping
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import ml_dtypes
 import msgspec
@@ -318,9 +319,86 @@ class Facts(_Struct):
     threads: Count
     pid: Count
     notes: list[Text] = []
-    execution: Annotated[str, msgspec.Meta(pattern="^(none|eager|compiled)$")] = "none"
+    execution: Annotated[str, msgspec.Meta(pattern="^(none|eager|graphs|compiled)$")] = "none"
     device: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # UUID of the engine's GPU; empty: it runs on a CPU
     records_routing: bool = False  # completions carry the experts of their tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an engine is started: the one list of its options. It travels as JSON (`python -m qarl_bridge --options`).
+
+    The learner's `rollout.engine` section inherits these fields: an option is written here, and where it is used.
+
+    Attributes:
+      engine: "vllm", or "fake", an engine that computes nothing, to try a set-up.
+      max_model_len: longest prompt + response in tokens; 0: what the model allows.
+      max_num_seqs: most sequences decoded together.
+      kv_cache_gb: size of the KV cache in GiB; 0: vLLM decides from `gpu_memory_utilization`.
+      gpu_memory_utilization: share of the device's memory vLLM may use (on a CPU: of the host's).
+      threads: CPU threads of the engine; 0: all that the process may use.
+      execution: "eager" runs op by op; "graphs" runs the same kernels inside CUDA graphs, which gives the same bits
+        sooner; "compiled" is vLLM's own default, whose fused kernels round otherwise than the learner does; "auto" is
+        "graphs" on a CUDA GPU and "eager" on a CPU.
+      int4_kernel: which of vLLM's CUDA kernels computes with int4 weights: "auto" (its choice), "machete" or "marlin".
+      split_attention: let FlashAttention share the keys of a long sequence out to idle processors. Faster where a few
+        long sequences are decoded, but a completion then depends on its company, and the learner cannot mirror it.
+      loader: "auto" loads whole modules where the bridge has proved on the engine that this gives what vLLM's loader
+        gives; "vllm" is always vLLM's own.
+      record_routing: return the experts each token was sent to (a mixture of experts, not compiled); a trainer sets it
+        for `rollout.router_replay`. Prompts are then computed for every sample: no prefix cache.
+      profile: folder for a profile of every load and read-back in the engine; empty: none.
+      seed: of the engine; every draw has its own besides.
+    """
+
+    engine: Literal["vllm", "fake"] = "vllm"
+    max_model_len: int = 0
+    max_num_seqs: int = 256
+    kv_cache_gb: float = 0.0
+    gpu_memory_utilization: float = 0.5
+    threads: int = 0
+    execution: Literal["auto", "eager", "graphs", "compiled"] = "auto"
+    int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
+    split_attention: bool = False
+    loader: Literal["auto", "vllm"] = "auto"
+    record_routing: bool = False
+    profile: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where a value cannot be meant; the message begins with the option's name."""
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        for name in ("max_model_len", "kv_cache_gb", "threads"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.max_num_seqs <= 0:
+            raise ValueError(f"max_num_seqs must be positive, got {self.max_num_seqs}")
+        if self.record_routing and self.execution == "compiled":
+            raise ValueError(
+                "execution=compiled cannot record routed experts: set it to auto, or rollout.router_replay to false"
+            )
+
+    def to_json(self) -> str:
+        """These options, and nothing that a subclass adds, as one JSON object."""
+        names = [field.name for field in dataclasses.fields(EngineOptions)]
+        return json.dumps({name: getattr(self, name) for name in names})
+
+    @staticmethod
+    def from_json(text: str) -> EngineOptions:
+        """The options of a JSON object; those it leaves out have their defaults.
+
+        Raises:
+          BridgeError("setup"): not JSON, an unknown option, or a value of the wrong type.
+        """
+        try:
+            given = msgspec.json.decode(text, type=dict[str, Any])
+            known = [field.name for field in dataclasses.fields(EngineOptions)]
+            if unknown := [name for name in given if name not in known]:
+                raise ValueError(f"there is no {unknown[0]!r}; options are {', '.join(known)}")
+            return msgspec.convert(given, EngineOptions)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise BridgeError(f"engine options: {error}", "setup") from None
 
 
 # Requests

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bridge as a process of ours: how it is started, what it says when it ends, and that it does end.
 
-    bridge = BridgeProcess(arguments=["--engine", "fake", ...])
+    bridge = BridgeProcess(arguments=["--options", "{...}"])
     address, key = bridge.start(config_json, expected)         # returns at once: it answers when the engine is up
     bridge.has_ended, bridge.last_words()
     bridge.stop()                                              # and start again on the same folder, or close()

@@ -41,6 +41,21 @@ from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
 
 # What a user can fix, as opposed to what broke.
 _USER_CODES = frozenset({"auth", "setup", "lease", "foreign_model", "foreign_scheme", "limits"})
+# A promise that was not kept: what was promised, and what it means that it is broken.
+_PROMISES = {
+    "read_back": (
+        "the live engine computes with the very weights that were published",
+        "the engine would sample from another policy than the one that learns, so nothing was drawn from it",
+    ),
+    "torn": (
+        "every tensor reaches the engine's loader as the learner made it",
+        "the version changed or was cut short on its way, and the engine did not take it",
+    ),
+    "tensor": (
+        "every published tensor is finite and of the scheme's form",
+        "the learner's weights are not usable, and the engine did not take them",
+    ),
+}
 _TRANSPORTS = {
     "host": "host memory (transport=host)",
     "cuda_ipc": "device memory: learner and engine share a GPU (transport=cuda_ipc)",
@@ -49,77 +64,37 @@ _TRANSPORTS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """Attributes:
+class Config(wire.EngineOptions):
+    """The engine's own options (`wire.EngineOptions`), and how the trainer reaches and supervises it.
+
+    Attributes:
     python: interpreter that runs the bridge, with qarl_bridge and vLLM installed; empty: this one.
     address: a bridge started by hand: a unix socket's path or tcp://host:port; empty: start one.
     key_file: its key (64 hexadecimal digits, mode 0600), needed with `address`.
-    max_model_len: longest prompt + response in tokens; 0: what the model allows.
-    max_num_seqs: most sequences decoded together.
-    kv_cache_gb: size of the KV cache; 0: vLLM decides from `gpu_memory_utilization`.
-    gpu_memory_utilization: share of the device's memory vLLM may use (on a CPU: of the host's).
-    threads: CPU threads of the engine; 0: all that the process may use.
-    execution: "eager", op by op, which the learner's arithmetic mirrors; "compiled": vLLM's own default.
-    int4_kernel: which of vLLM's CUDA kernels computes with int4 weights: "auto" (its choice), "machete" or "marlin".
-    split_attention: let FlashAttention share the keys of a long sequence out to idle processors. Faster where a few
-      long sequences are decoded, but a completion then depends on its company, and the learner cannot mirror it.
     visible_gpus: the engine's GPU, as CUDA_VISIBLE_DEVICES names it (a number, or a UUID); empty: what the trainer
       sees, so that they share the first.
     transport: how weights reach the engine: "cuda_ipc" (learner and engine on one GPU: they never leave it), "nccl" (on
       two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another host), "auto": on one
       host cuda_ipc or nccl, whichever fits, else host. The choice is logged.
-    loader: "auto" loads whole modules where the bridge has proved on the engine that this gives what vLLM's loader
-      gives; "vllm" is always vLLM's own.
-    record_routing: return the experts each token was sent to (a mixture of experts, eager); set by
-      `rollout.router_replay`. Prompts are then computed for every sample: no prefix cache.
-    profile: folder for a profile of every load and read-back in the engine; empty: none.
-    seed: of the engine; every draw has its own besides.
     readback: weights compared after each publish: "off", "sampled" (16 inputs of every layer) or "full".
     start_timeout_s: longest start of the engine.
     request_timeout_s: longest silence of the bridge before it is taken for dead (it reports every 2 s).
     drain_timeout_s: longest wait for running requests before a publish.
     max_restarts: bridge deaths survived in a row, without a successful call in between.
     log_file: where the bridge's output goes; empty: in a temporary folder, shown when it fails.
-    engine: "vllm", or "fake", an engine that computes nothing, to try a set-up.
     """
 
     python: str = ""
     address: str = ""
     key_file: str = ""
-    max_model_len: int = 0
-    max_num_seqs: int = 256
-    kv_cache_gb: float = 0.0
-    gpu_memory_utilization: float = 0.5
-    threads: int = 0
-    execution: Literal["eager", "compiled"] = "eager"
-    int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
-    split_attention: bool = False
     visible_gpus: str = ""
     transport: Literal["auto", "cuda_ipc", "nccl", "host"] = "auto"
-    loader: Literal["auto", "vllm"] = "auto"
-    record_routing: bool = False
-    profile: str = ""
-    seed: int = 0
     readback: Literal["off", "sampled", "full"] = "sampled"
     start_timeout_s: float = 600.0
     request_timeout_s: float = 120.0
     drain_timeout_s: float = 600.0
     max_restarts: int = 3
     log_file: str = ""
-    engine: Literal["vllm", "fake"] = "vllm"
-
-    @property
-    def arguments(self) -> list[str]:
-        """What a bridge that the trainer starts is told, as `python -m qarl_bridge` takes it."""
-        return [
-            "--engine", self.engine, "--max-model-len", str(self.max_model_len),
-            "--max-num-seqs", str(self.max_num_seqs), "--kv-cache-gb", str(self.kv_cache_gb),
-            "--gpu-memory-utilization", str(self.gpu_memory_utilization), "--seed", str(self.seed),
-            "--threads", str(self.threads), "--execution", self.execution, "--int4-kernel", self.int4_kernel,
-            "--loader", self.loader, *(["--profile", os.path.abspath(self.profile)] if self.profile else []),
-            *(["--record-routing"] if self.record_routing else []),
-            *(["--split-attention"] if self.split_attention else []),
-        ]  # fmt: skip
 
     @property
     def has_own_gpu(self) -> bool:
@@ -152,21 +127,46 @@ class Config:
                 "rollout.engine.transport=nccl is for learner and engine on different GPUs: name the engine's in "
                 "rollout.engine.visible_gpus, or set transport=auto"
             )
-        if self.record_routing and self.execution != "eager":
-            raise UserError(
-                "rollout.engine.execution=compiled cannot record routed experts: set it to eager, or "
-                "rollout.router_replay to false"
-            )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise UserError(
-                f"rollout.engine.gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
-            )
-        for name in ("max_model_len", "kv_cache_gb", "threads", "max_restarts", "drain_timeout_s"):
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise UserError(f"rollout.engine.{error}") from None
+        for name in ("max_restarts", "drain_timeout_s"):
             if getattr(self, name) < 0:
                 raise UserError(f"rollout.engine.{name} must not be negative, got {getattr(self, name)}")
-        for name in ("max_num_seqs", "start_timeout_s", "request_timeout_s"):
+        for name in ("start_timeout_s", "request_timeout_s"):
             if getattr(self, name) <= 0:
                 raise UserError(f"rollout.engine.{name} must be positive, got {getattr(self, name)}")
+
+
+class BrokenPromiseError(UserError):
+    """A version that the engine does not hold, or did not get, as it was published.
+
+    Attributes:
+      code: the bridge's: "read_back", "torn" or "tensor".
+      found: what the bridge found, with the name of the layer or tensor.
+    """
+
+    def __init__(self, error: BridgeError, schemes: Sequence[str], facts: wire.Facts | None):
+        self.code, self.found = error.code, str(error)
+        promise, meaning = _PROMISES[error.code]
+        where = "" if facts is None else f" in {facts.engine} {facts.engine_version}, {facts.isa} ({facts.profile})"
+        remedy = (
+            "Lower optimizer.lr, or resume from an earlier checkpoint."
+            if self.code == "tensor"
+            else "Start again. If it comes again, the memory or the network between the two is at fault."
+            if self.code == "torn"
+            else "Take another scheme (quant.forward and quant.rollout; bf16 relies on least), or the embedded sampler"
+            " (rollout.engine.name=jax). `python -m qarl_jax.parity` compares the two rung by rung. Please report its"
+            " output and that of `python -m qarl_jax.doctor`: this engine build is not one we know."
+        )
+        super().__init__(
+            f"a promise is broken at publishing.\n"
+            f"  promised: {promise}.\n"
+            f"  found:    {self.found} (scheme {', '.join(schemes)}{where}).\n"
+            f"  means:    {meaning}.\n"
+            f"  to do:    {remedy}"
+        )
 
 
 def leave_memory_to_vllm() -> None:
@@ -203,6 +203,12 @@ def engine_config(graphdef: Any) -> dict[str, Any]:
     ignore = ["lm_head"] if config.moe is None else ["lm_head", "re:.*mlp\\.gate$"]
     section = packing.quantization_config(schemes, ignore)
     return values if section is None else values | {"quantization_config": section}
+
+
+def _schemes(config: models.ModelConfig) -> list[str]:
+    """The schemes of a model's weights, each once."""
+    paths = quantizable(models.abstract_model(config))
+    return list(dict.fromkeys(str(config.scheme_of(path) or "bf16") for path in paths))
 
 
 def draw_seed(key: int, uid: str, number: int, start: int = 0) -> int:
@@ -267,7 +273,7 @@ class VllmEngine:
         self._on_progress = on_progress
         self._log = log
         self._bridge = BridgeProcess(
-            arguments=config.arguments,
+            arguments=["--options", config.to_json()],
             python=config.python,
             visible_gpus=config.visible_gpus,
             log_file=config.log_file,
@@ -280,6 +286,7 @@ class VllmEngine:
         self._model_json: dict[str, Any] | None = None
         self._model: tuple[bytes, bytes] | None = None  # fingerprint, scheme hash
         self._numerics = "plain"
+        self._schemes: list[str] = []
         self.version = -1
         self.restarts = 0
 
@@ -299,22 +306,26 @@ class VllmEngine:
                 "publish: model or scheme differ from the first publish; make a new engine for another model"
             )
         self._model, self._model_json = identity, model_json
-        self._numerics = models.config_of(weights.graphdef).numerics.profile
+        config = models.config_of(weights.graphdef)
+        self._numerics, self._schemes = config.numerics.profile, _schemes(config)
         try:
             return self._publish(weights, version, self._transport)
         except BridgeError as error:
             if error.code in _USER_CODES:
                 raise UserError(f"publishing: {error}") from error
+            if error.code in _PROMISES:  # found while staging
+                raise BrokenPromiseError(error, self._schemes, self.facts) from None
             if error.code != "unshared" or self._transport == "host":
                 raise
             if self._transport != "auto":
                 raise UserError(f"rollout.engine.transport={self._transport}: {error}; set auto or host") from error
             self._log(f"publishing over host memory: {error}")
-            self._transport = "host"
-            if self._stager is not None and self._staged is None:  # nothing published lies in its buffers
-                self._stager.close()
-                self._stager = None
-            return self._publish(weights, version, "host")
+        # Out of the handler: what goes wrong from here on has nothing to do with the first way.
+        self._transport = "host"
+        if self._stager is not None and self._staged is None:  # nothing published lies in its buffers
+            self._stager.close()
+            self._stager = None
+        return self._publish(weights, version, "host")
 
     def _publish(self, weights: PolicyWeights, version: int, transport: str) -> dict[str, float]:
         assert self._model is not None
@@ -489,6 +500,8 @@ class VllmEngine:
             except BridgeError as error:
                 if error.code in _USER_CODES:
                     raise UserError(f"vLLM bridge: {error}") from error
+                if error.code in _PROMISES:
+                    raise BrokenPromiseError(error, self._schemes, self.facts) from None
                 if error.code not in ("dead", "timeout"):
                     raise
                 cause = self._bury(error)
@@ -534,7 +547,8 @@ class VllmEngine:
         notes = "".join(f"; {note}" for note in client.facts.notes)
         facts = client.facts
         self._log(
-            f"{facts.engine} {facts.engine_version} ({facts.profile}, {facts.isa}, {facts.threads} threads){notes}"
+            f"{facts.engine} {facts.engine_version}, execution {facts.execution} ({facts.profile}, {facts.isa}, "
+            f"{facts.threads} threads){notes}"
         )
 
     def _check_facts(self, facts: wire.Facts) -> None:
@@ -545,9 +559,10 @@ class VllmEngine:
             )
 
         if facts.engine != "fake" and facts.records_routing != self._config.record_routing:
-            needed = "with" if self._config.record_routing else "without"
+            needed = "true" if self._config.record_routing else "false"
             raise UserError(
-                f"rollout.router_replay: start the bridge at {self._config.address} {needed} --record-routing"
+                f"rollout.router_replay: start the bridge at {self._config.address} with record_routing {needed} in "
+                "its --options"
             )
 
     def _bury(self, error: BridgeError) -> str:
@@ -559,4 +574,12 @@ class VllmEngine:
         return str(error) if code is None else f"{error}; exit code {code}"
 
 
-__all__ = ["Config", "VllmEngine", "draw_seed", "engine_config", "engine_tensors", "leave_memory_to_vllm"]
+__all__ = [
+    "BrokenPromiseError",
+    "Config",
+    "VllmEngine",
+    "draw_seed",
+    "engine_config",
+    "engine_tensors",
+    "leave_memory_to_vllm",
+]

@@ -307,7 +307,7 @@ def by_hand(tmp_path, *extra, address=None):
     address = address or str(tmp_path / "s")
     process = subprocess.Popen(
         [sys.executable, "-m", "qarl_bridge", "--socket", address, "--model", str(tmp_path / "model"),
-         "--key-file", str(tmp_path / "key"), "--engine", "fake", "--max-model-len", "128", *extra],
+         "--key-file", str(tmp_path / "key"), "--options", '{"engine": "fake", "max_model_len": 128}', *extra],
         stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
@@ -454,8 +454,8 @@ def test_a_bridge_does_not_outlive_the_trainer_that_started_it(tmp_path):
     code = f"""
 import subprocess, sys, time, os
 p = subprocess.Popen([sys.executable, "-m", "qarl_bridge", "--socket", {str(tmp_path / "s")!r},
-    "--model", {str(tmp_path / "model")!r}, "--key-file", {str(tmp_path / "key")!r}, "--engine", "fake",
-    "--parent-pid", str(os.getpid())], start_new_session=True)
+    "--model", {str(tmp_path / "model")!r}, "--key-file", {str(tmp_path / "key")!r},
+    "--options", '{{"engine": "fake"}}', "--parent-pid", str(os.getpid())], start_new_session=True)
 print(p.pid, flush=True)
 time.sleep(600)
 """

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
-from qarl_bridge import experts, packing, readback, vllm_versions, whole_modules  # noqa: E402
+from qarl_bridge import experts, packing, readback, vllm_versions, whole_modules, wire  # noqa: E402
 from qarl_bridge.errors import BridgeError  # noqa: E402
 
 from tests.reference import quant_reference  # noqa: E402
@@ -390,32 +390,38 @@ def test_the_shapes_of_a_layers_experts_come_after_its_other_tensors():
 
 # ---- versions -------------------------------------------------------------------------------------------------------
 
-ARGUMENTS = {
-    "path": "/m",
-    "has_weights": False,
-    "seed": 0,
-    "max_model_len": 0,
-    "max_num_seqs": 4,
-    "kv_cache_gb": 0.5,
-    "gpu_memory_utilization": 0.4,
-    "execution": "eager",
-    "int4_kernel": "auto",
-    "record_routing": False,
-    "on_gpu": False,
-}
+
+def arguments(on_gpu=False, **options):
+    options = wire.EngineOptions(**{"max_num_seqs": 4, "kv_cache_gb": 0.5} | options)
+    return vllm_versions.engine_arguments(options, path="/m", has_weights=False, on_gpu=on_gpu)
 
 
 def test_engine_arguments_follow_the_options():
-    made = vllm_versions.engine_arguments(**ARGUMENTS)
+    made = arguments()
     assert (made["enforce_eager"], made["kv_cache_memory_bytes"], made["load_format"]) == (True, 1 << 29, "dummy")
     assert "max_model_len" not in made
     assert "linear_backend" not in made
-    made = vllm_versions.engine_arguments(
-        **ARGUMENTS | {"execution": "compiled", "int4_kernel": "marlin", "on_gpu": True}
-    )
+    made = arguments(execution="compiled", int4_kernel="marlin", on_gpu=True)
     assert (made["enforce_eager"], made["linear_backend"]) == (False, "marlin")
+    assert "compilation_config" not in made
     with pytest.raises(BridgeError, match="leave it at auto on a CPU"):
-        vllm_versions.engine_arguments(**ARGUMENTS | {"int4_kernel": "machete"})
+        arguments(int4_kernel="machete")
+
+
+def test_a_gpu_runs_eager_ops_in_cuda_graphs_unless_told_otherwise_and_a_cpu_cannot():
+    made = arguments(on_gpu=True)
+    assert not made["enforce_eager"]
+    assert made["compilation_config"] == {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    assert arguments(on_gpu=True, execution="eager")["enforce_eager"]
+    with pytest.raises(BridgeError, match="needs a CUDA GPU"):
+        arguments(execution="graphs")
+
+
+def test_routing_is_recorded_by_a_worker_that_is_ready_before_graphs_are_captured():
+    made = arguments(on_gpu=True, record_routing=True)
+    assert made["worker_cls"] == "qarl_bridge.worker.RecordingWorker"
+    assert made["compilation_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
+    assert "worker_cls" not in arguments(on_gpu=True)
 
 
 def test_a_version_nobody_tried_is_said_to_be_one():

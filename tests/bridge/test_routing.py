@@ -10,7 +10,9 @@ from qarl_bridge.errors import BridgeError
 from qarl_bridge.routing import Recorder
 
 torch = pytest.importorskip("torch")
+make_fx = pytest.importorskip("torch.fx.experimental.proxy_tensor").make_fx
 LAYERS, K = 3, 2
+SIZES = {"num_layers": 1, "num_chosen": 1, "max_rows": 1}
 
 
 class Router:
@@ -21,6 +23,8 @@ class Router:
 class World:
     """A runner and two routers (layers 0 and 2; layer 1 is dense) that route a token by its request and position."""
 
+    device = torch.device("cpu")
+
     def __init__(self):
         self.routers = {0: Router(), 2: Router()}
         self.input_batch = types.SimpleNamespace(req_ids=[])
@@ -28,7 +32,7 @@ class World:
             f"model.layers.{n}.mlp.experts": types.SimpleNamespace(router=router) for n, router in self.routers.items()
         }
         modules["model.layers.1.mlp"] = types.SimpleNamespace()
-        self.recorder = Recorder(modules, self, LAYERS)
+        self.recorder = Recorder(modules, self, num_layers=LAYERS, num_chosen=K, max_rows=32)
 
     def execute_model(self, scheduled):
         """What the real one does: run the batch's rows, padded to four, in the order of its own list."""
@@ -37,9 +41,12 @@ class World:
             start = scheduled.starts.get(name, 0)
             rows += [self.route(name, start + i) for i in range(scheduled.num_scheduled_tokens.get(name, 0))]
         rows += [[9, 9]] * (-len(rows) % 4)
-        for layer, router in self.routers.items():
-            router.tell(torch.tensor(rows) + layer)
+        self.forward(torch.tensor(rows))
         return "result"
+
+    def forward(self, rows):
+        for layer, router in self.routers.items():
+            router.tell(rows + layer)
 
     salt = 0  # another policy, or another day: a position routed again need not go where it went
 
@@ -90,6 +97,25 @@ def test_what_a_preempted_request_computes_again_counts():
     world.check("0-0", 5)
 
 
+def test_a_replayed_graph_that_calls_no_python_records_all_the_same():
+    world = World()
+    captured = make_fx(lambda rows: world.forward(rows))(torch.zeros(4, K, dtype=torch.int64))
+    for router in world.routers.values():
+        router.tell = None
+    world.forward = captured
+    world.step(new=[("0-0-aa", 0, 3)])
+    world.step(cached=[("0-0-aa", 3, 1)])
+    world.check("0-0", 4)
+
+
+def test_a_step_that_recorded_nothing_is_an_error_and_not_the_step_before():
+    world = World()
+    world.step(new=[("0-0-aa", 0, 3)])
+    world.forward = lambda rows: None
+    with pytest.raises(RuntimeError, match="did not record"):
+        world.step(cached=[("0-0-aa", 3, 1)])
+
+
 def test_a_position_that_was_not_routed_is_an_error_and_aborted_requests_are_forgotten():
     world = World()
     world.step(new=[("0-0-aa", 2, 3), ("1-0-bb", 0, 1)])
@@ -102,12 +128,12 @@ def test_a_position_that_was_not_routed_is_an_error_and_aborted_requests_are_for
 
 def test_a_dense_model_is_refused():
     with pytest.raises(BridgeError, match="needs a mixture of experts"):
-        Recorder({"model.layers.0.mlp": types.SimpleNamespace()}, types.SimpleNamespace(input_batch=None), 1)
+        Recorder({"model.layers.0.mlp": types.SimpleNamespace()}, types.SimpleNamespace(input_batch=None), **SIZES)
 
 
 def test_an_engine_that_cannot_be_listened_to_is_refused():
     with pytest.raises(BridgeError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        Recorder({}, types.SimpleNamespace(), 1)
+        Recorder({}, types.SimpleNamespace(), **SIZES)
     alone = types.SimpleNamespace(router=Router(), quant_method=types.SimpleNamespace(is_monolithic=True))
     with pytest.raises(BridgeError, match="routes by itself"):
-        Recorder({"model.layers.0.mlp.experts": alone}, types.SimpleNamespace(input_batch=None), 1)
+        Recorder({"model.layers.0.mlp.experts": alone}, types.SimpleNamespace(input_batch=None), **SIZES)

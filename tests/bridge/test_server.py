@@ -156,9 +156,16 @@ def test_failed_read_back_restores_the_last_good_version(bridge):
     client = bridge.trainer()
     client.publish(staged(0))
     bridge.engine.fail_read_back = 1
-    with refused("engine", "simulated read-back.*restored"):
+    with refused("read_back", "simulated read-back.*restored"):
         client.publish(staged(1))
     still_serves(bridge, client, 0)
+
+
+def test_a_failed_first_read_back_says_what_differs_and_nothing_else(bridge):
+    bridge.engine.fail_read_back = 1
+    with refused("read_back", "^simulated read-back difference$"):
+        bridge.trainer().publish(staged(0))
+    assert bridge.bridge.state == "fenced"
 
 
 def test_an_engine_that_cannot_be_restored_is_fenced_until_a_complete_version(bridge):

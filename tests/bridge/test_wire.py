@@ -12,6 +12,7 @@ from qarl_bridge import fingerprint, sender, wire
 from qarl_bridge.transport import shm
 from qarl_bridge.wire import BridgeError
 
+from qarl_jax.rollout.vllm import Config
 from tests.reference import bridge_world
 
 
@@ -180,3 +181,27 @@ def test_expected_tensors_are_read_from_a_safetensors_header(tmp_path):
         file.truncate(20)
     with pytest.raises(BridgeError, match="safetensors header"):
         wire.expected_from_safetensors(path)
+
+
+def test_engine_options_cross_as_json_and_a_subclass_adds_nothing():
+    options = wire.EngineOptions(max_num_seqs=8, kv_cache_gb=20, execution="graphs", record_routing=True)
+    assert wire.EngineOptions.from_json(options.to_json()) == options
+    assert wire.EngineOptions.from_json("{}") == wire.EngineOptions()
+    config = Config(transport="host", profile="/p")
+    assert wire.EngineOptions.from_json(config.to_json()) == wire.EngineOptions(profile="/p")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "engine options"),
+        ('{"max_num_seq": 3}', "there is no 'max_num_seq'"),
+        ('{"execution": "fast"}', "execution"),
+        ('{"max_num_seqs": 0}', "must be positive"),
+        ('{"record_routing": true, "execution": "compiled"}', "cannot record routed experts"),
+    ],
+)
+def test_engine_options_that_cannot_be_meant_are_refused(text, said):
+    with pytest.raises(BridgeError, match=said) as caught:
+        wire.EngineOptions.from_json(text)
+    assert caught.value.code == "setup"

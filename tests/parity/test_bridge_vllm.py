@@ -145,7 +145,7 @@ def test_a_published_engine_serves_what_a_fresh_engine_loads_from_the_folder(ser
     save_file(dict(engine_tensors(w)), str(folder / "model.safetensors"))
     socket, key = str(tmp_path / "s"), str(tmp_path / "key")
     command = [sys.executable, "-m", "qarl_bridge", "--socket", socket, "--model", str(folder), "--key-file", key]
-    command += ["--max-model-len", "256", "--kv-cache-gb", "0.1", "--threads", "1"]
+    command += ["--options", wire.EngineOptions(max_model_len=256, kv_cache_gb=0.1, threads=1).to_json()]
     with open(tmp_path / "log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 from qarl_bridge import sender, server, staged, whole_modules, wire
-from qarl_bridge.engine import Options, VllmEngine
+from qarl_bridge.engine import VllmEngine
 from qarl_bridge.transport.zeromq import Listener
 from qarl_bridge.wire import BridgeError
 
@@ -143,7 +143,7 @@ def main(scheme: str, folder: str) -> None:
     }
     config = engine_config(weights.graphdef)
     sender.write_folder(folder, config, expected.values())
-    options = Options(max_model_len=64, kv_cache_gb=0.1, max_num_seqs=8, threads=1)
+    options = wire.EngineOptions(max_model_len=64, kv_cache_gb=0.1, max_num_seqs=8, threads=1)
     engine = VllmEngine(folder, config, expected, has_weights=False, options=options)
     bridge = server.Bridge(engine)
     listener = Listener(os.path.join(folder, "s"), KEY)
