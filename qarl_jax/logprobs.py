@@ -84,8 +84,8 @@ def token_logprobs(
       temperature: > 0, the sampler's; logits are divided by it.
       chunk: tokens (over the whole batch) whose logits exist at once; rounded to whole columns of the batch.
       numerics: a `quant.numerics.Numerics`; where its `round_logits` is set, logits are rounded to bfloat16 before the
-        temperature, as engines that store bfloat16 logits do; where its `float64` is, logits and log-softmax are made in
-        float64 and rounded to float32. The gradient passes straight through. None: neither. Hashable.
+        temperature, as engines that store bfloat16 logits do; where its `float64` is, logits and log-softmax are made
+        in float64 and rounded to float32. The gradient passes straight through. None: neither. Hashable.
       compute_dtype: dtype of the product's operands; None: `hidden.dtype`.
       entropy_gradient: let gradients flow through the entropy (an entropy bonus); by default they do not.
 

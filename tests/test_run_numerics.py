@@ -32,7 +32,7 @@ def record(folder, *numerics):
 
 def test_a_folder_says_what_its_run_last_computed_in(tmp_path):
     assert build.recorded_numerics(tmp_path) is None
-    record(tmp_path, {"profile": "cpu_amx"}, {"profile": "cuda"})
+    record(tmp_path, {"profile": "cpu"}, {"profile": "cuda"})
     assert build.recorded_numerics(tmp_path) == Numerics("cuda")
     assert build.recorded_numerics(tmp_path / "checkpoints" / "step_00000001") == Numerics("cuda")
     record(tmp_path)
@@ -48,8 +48,8 @@ def test_a_folder_says_what_its_run_last_computed_in(tmp_path):
 
 
 def test_what_runs_recorded_as_printed_is_still_read(tmp_path):
-    record(tmp_path, "Numerics(profile='cpu_amx')")
-    assert build.recorded_numerics(tmp_path) == Numerics("cpu_amx")
+    record(tmp_path, "Numerics(profile='cpu')")
+    assert build.recorded_numerics(tmp_path) == Numerics("cpu")
 
 
 def test_auto_goes_on_in_what_was_recorded_unless_vllm_samples(world, tmp_path):

@@ -98,8 +98,8 @@ def _torch_view(torch: Any, array: np.ndarray) -> Any:
 
 
 _PORTABLE_NOTE = (
-    "linear layers, norms, SwiGLU, RoPE, attention, experts, logits and log-probs are qarl_bridge's own: sums in float64, "
-    "one arithmetic for every CPU"
+    "linear layers, norms, SwiGLU, RoPE, attention, experts, logits and log-probs are qarl_bridge's own: sums in "
+    "float64, one arithmetic for every CPU"
 )
 
 

@@ -14,13 +14,14 @@ a sum nor a library's exp or cos can be seen in it. bf is that last rounding.
     log-probs     f32(log softmax(z)), z = logits / temperature in float32
 
 Norms, SwiGLU and RoPE enter through vLLM's registry of custom ops, attention through its registry of backends. The keys
-and values of a token lie in vLLM's paged cache in its own dtype, side by side. What we left out: sliding windows, sinks,
-ALiBi, soft caps, quantized caches, encoders; a model with one of them is refused.
+and values of a token lie side by side in vLLM's paged cache, in the cache's dtype. What we left out: sliding windows,
+sinks, ALiBi, soft caps, quantized caches, encoders; a model with one of them is refused.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -164,7 +165,7 @@ class PortableAttentionImpl(CPUAttentionBackendImpl):
         if attn_metadata is None:  # vLLM warms up
             return output
         starts, lengths = attn_metadata.query_start_loc.tolist(), attn_metadata.seq_lens.tolist()
-        queries = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        queries = [end - start for start, end in itertools.pairwise(starts)]
         decoding = [i for i, count in enumerate(queries) if count == 1]
         groups = [decoding] if decoding else []
         groups += [[i] for i, count in enumerate(queries) if count > 1]
@@ -199,9 +200,7 @@ class PortableAttentionBackend(CPUAttentionBackend):
         return PortableAttentionImpl
 
 
-def _softmax_topk(
-    router_logits: torch.Tensor, top_k: int, renormalize: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _softmax_topk(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, E] -> weights [T, k] float32, experts [T, k] int32; in place of vLLM's function of that name."""
     chosen, experts = torch.topk(router_logits, k=top_k, dim=-1)
     among = chosen if renormalize else router_logits

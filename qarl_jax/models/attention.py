@@ -203,8 +203,8 @@ def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
 
 @jax.custom_vjp
 def _float64_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """softmax(q . k H^-1/2) v in float64, rounded to float32 [B, T, K, G, H]; arguments as in `_attend`. The backward is
-    that of plain attention."""
+    """softmax(q . k H^-1/2) v in float64, rounded to float32 [B, T, K, G, H]; arguments as in `_attend`. The backward
+    is that of plain attention."""
     scale = q.shape[-1] ** -0.5
 
     def formula(q, k, v, seen):  # type: ignore[no-untyped-def]

@@ -311,7 +311,7 @@ def rope_table(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[jax.A
     vLLM's CUDA kernels keep the table in the model dtype: under `cuda` it is rounded to the compute dtype.
     """
     if config.numerics.float64:
-        frequency = jnp.asarray(rope_frequencies(config))
+        frequency = jnp.asarray(rope_frequencies(config))[None, None, None]
         position = jnp.maximum(positions, 0)[:, :, None, None]
         return from_float64(lambda p, f: (jnp.cos(p * f), jnp.sin(p * f)), position, frequency)
     on_device = config.numerics.rope_on_device and jax.default_backend() == "gpu"

@@ -156,8 +156,8 @@ def fused_multiply_add(
 
     The product's own rounding error is computed exactly (Dekker, 1971), and so is that of the sum (Knuth's two-sum);
     both are added last. The compiler can fuse neither product and sum nor an operand that is itself a product into the
-    difference of its halves: their bits meet a zero that only the data knows to be zero, the sign bits of `nonnegative`.
-    Right to the last bit unless
+    difference of its halves: their bits meet a zero that only the data knows to be zero, the sign bits of
+    `nonnegative`. Right to the last bit unless
     the exact result lies within 2^-24 ulp of the middle between two floats. No overflow, and no subnormal products.
     """
     zero = lax.shift_right_logical(_bits(nonnegative), 31)

@@ -110,8 +110,8 @@ def _float_dot_general(
 def _float64_product(
     x: jax.Array, w: jax.Array, s_x: jax.Array | None = None, s_w: jax.Array | None = None
 ) -> jax.Array:
-    """f32(s_x * sum_k x_k w_k), computed in float64: x [M, K], w [N, K]; s_x [M, 1]; s_w [N, G], of groups of K/G inputs
-    each, which w is multiplied by first (exactly)."""
+    """f32(s_x * sum_k x_k w_k), computed in float64: x [M, K], w [N, K]; s_x [M, 1]; s_w [N, G], of groups of K/G
+    inputs each, which w is multiplied by first (exactly)."""
 
     def formula(x, w, s_x, s_w):
         if s_w is not None:
@@ -278,7 +278,8 @@ class Ragged:
         return ((self.expert == e) & inside)[:, None]
 
     def _by_expert(self, multiply: Any, dtype: Any) -> Any:
-        """A function of [M, K] and [E, N, K] (or a tuple of such stacks): one expert after the other over all rows; each row keeps its own's.
+        """A function of [M, K] and [E, N, K] (or a tuple of such stacks): one expert after the other over all rows;
+        each row keeps its own's.
 
         What XLA makes of a ragged product where it has no kernel has as many multiplications, and writes every row once
         per expert; and its one contraction over [E, K] adds in another order where a device holds other experts.

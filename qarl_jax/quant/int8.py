@@ -20,9 +20,7 @@ def row_absmax(x: Float[Array, "M K"]) -> Float[Array, "M 1"]:
     return checkpoint_name(jnp.max(jnp.abs(x), axis=-1, keepdims=True), ROW_ABSMAX)
 
 
-def quantize_rows(
-    x: Float[Array, "M K"], *, amax_floor: float = 0.0
-) -> tuple[Int[Array, "M K"], Float[Array, "M 1"]]:
+def quantize_rows(x: Float[Array, "M K"], *, amax_floor: float = 0.0) -> tuple[Int[Array, "M K"], Float[Array, "M 1"]]:
     """One symmetric int8 scale per row, from the row's absmax.
 
     scale = absmax / 127, codes = RNE(x * (127 / absmax)), all quotients IEEE float32. The quotients exist once per row;

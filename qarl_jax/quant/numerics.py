@@ -6,11 +6,11 @@ The integer codes and scales of the weights are the same everywhere. What differ
 the accumulator is rescaled, and where the layers in between round. A profile names one combination; nothing else in the
 project asks what machine this is.
 
-    profile   engine                         sums                        w8a8's rescale             bias
-    plain     none: embedded sampler         float32, compiler's order   s_x * (s_w * acc)          float32, then round
-    cpu       vLLM CPU with the bridge's     float64, rounded to         f32(s_x * s_w * acc)       float32, then round
+    profile   engine                         sums                        w8a8's rescale         bias
+    plain     none: embedded sampler         float32, compiler's order   s_x * (s_w * acc)      float32, then round
+    cpu       vLLM CPU with the bridge's     float64, rounded to         f32(s_x * s_w * acc)   float32, then round
               own operations, every build    float32 once                in float64
-    cuda      vLLM CUDA (CUTLASS, Machete)   float32, the kernel's       s_x * (s_w * acc)          w4a16: after rounding
+    cuda      vLLM CUDA (CUTLASS, Machete)   float32, the kernel's       s_x * (s_w * acc)      w4a16: after rounding
 
 (s_x = max |x| of a token / 127, the int8 activation scale; cpu puts 1e-7 under that maximum.)
 
@@ -46,7 +46,10 @@ class Numerics:
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
-            raise UserError(f"unknown numerics profile {self.profile!r}: use one of {', '.join(PROFILES)}")
+            raise UserError(
+                f"unknown numerics profile {self.profile!r}: use one of {', '.join(PROFILES)}"
+                " (cpu takes the place of cpu_amx, cpu_avx512_bf16 and cpu_avx2: set quant.engine=cpu)"
+            )
 
     # ---- quantized linear layers ----
 

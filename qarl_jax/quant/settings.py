@@ -30,8 +30,8 @@ class Config:
       rollout: the sampler's scheme; null: the learner's, which is QaRL. forward=bf16 with rollout=w4a16 is the
         quantized-rollout baseline.
       group_size: weights per scale along the input dimension, for schemes with groups written without one.
-      engine: whose arithmetic the learner computes in: cpu or cuda (a vLLM there, any kind of CPU), plain (nobody's), or
-        auto: with rollout.engine.name=vllm that of this host, with jax plain.
+      engine: whose arithmetic the learner computes in: cpu or cuda (a vLLM there, any kind of CPU), plain (nobody's),
+        or auto: with rollout.engine.name=vllm that of this host, with jax plain.
       kernels: of w8a8's and fp8's products on a Hopper GPU: auto, our own (`fused.py`), or xla, XLA's. w8a8 has
         the same bits either way, fp8 vLLM's with auto alone.
       rules: schemes by weight path, first match wins; then `forward` is only the fallback.

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """w4a8: int4 weights in groups along the input, int8 activations per token, int32 sums per group.
 
-Against true w4a16 the rounded activations are worth 0.7-1.0 % relative per layer. vLLM's own CPU build with AMX computes
-this for an int4 checkpoint under either name; the bridge's engine computes what the name says.
+Against true w4a16 the rounded activations are worth 0.7-1.0 % relative per layer. vLLM's own CPU build with AMX
+computes this for an int4 checkpoint under either name; the bridge's engine computes what the name says.
 
 **Grid.** Weights as in `w4a16`: s = bf16(absmax / 7.5) per group of G inputs, q in [-8, 7], the same tensors, bit for
 bit.
@@ -22,7 +22,8 @@ With the bridge's CPU engine (`quant.engine=cpu`) all groups are one sum in floa
 **Backward.** Straight through: dX = dY bf(q * s), dMaster = dY^T (x_q * s_x).
 
 **What vLLM does with the bytes.** The tensors of `w4a16`, with `input_activations` of 8 bits in the config
-(`CompressedTensorsWNA8Int`, 0.32). On CUDA, the same config runs Machete and silently drops the activation quantization, so the bridge refuses it there.
+(`CompressedTensorsWNA8Int`, 0.32). On CUDA, the same config runs Machete and silently drops the activation
+quantization, so the bridge refuses it there.
 
 **On CUDA** (`quant.engine=cuda`) the name means int4 weights with e4m3 activations, which is what Hopper has a kernel
 for: another grid and another product, `w4a8_fp8`. The embedded sampler and `quant.engine=plain` compute what is written

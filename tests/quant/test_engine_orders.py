@@ -136,7 +136,7 @@ def test_a_layers_parts_are_those_of_the_weight_the_engine_fuses_it_into():
     assert build(config) == [machete.parts(768, 1024)] * 2 + alone[2:]
     assert machete.parts(768, 1024) == 1
     assert Numerics("cuda").of_layer(384, 1024) == Numerics("cuda", parts=2)
-    assert Numerics("cpu_amx").of_layer(384, 1024) == Numerics("cpu_amx")
+    assert Numerics("cpu").of_layer(384, 1024) == Numerics("cpu")
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------

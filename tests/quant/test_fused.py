@@ -56,20 +56,6 @@ def test_the_product_equals_the_scheme_to_the_last_bit(shape, bias):
     assert_equal_bits(got, want)
 
 
-def test_the_order_of_the_two_scales_is_the_profiles():
-    x, qt, _ = operands(256, 128, 64)
-    outputs = []
-    for profile in ("cuda", "cpu_amx"):
-        numerics = Numerics(profile)
-        want, (x_q, s_x) = scheme(x, qt, None, numerics=numerics)
-        got = int8_kernels.product(
-            x_q, s_x, qt.qvalue, qt.scale[:, 0], rescale_order=numerics.rescale_order, tile=SMALL, interpret=True
-        )
-        assert_equal_bits(got, want)
-        outputs.append(w8a8.rescale(x_q.astype(jnp.float32)[:, :64] * 1e4, s_x, qt.scale[:64, 0][None], None, numerics))
-    assert not np.array_equal(*outputs)  # the order shows in float32, if rarely in bfloat16
-
-
 @pytest.mark.slow
 def test_every_tile_and_order_of_tiles_gives_the_same_bits():
     x, qt, _ = operands(150, 100, 96)
@@ -100,7 +86,7 @@ def test_activation_codes_and_scales_are_those_of_the_scheme(k, dtype):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_equals_the_scheme_and_keeps_its_codes_for_the_backward(kernels, bias):
     x, qt, b = operands(40, 24, 48, bias=bias)
-    got = fused.layer(x, qt.qvalue, qt.scale, b, numerics=CUDA, kernels=kernels, interpret=True)
+    got = fused.layer(x, qt.qvalue, qt.scale, b, kernels=kernels, interpret=True)
     assert_equal_bits(got, scheme(x, qt, b))
 
 
@@ -146,14 +132,11 @@ def test_hoppers_product_equals_the_scheme_to_the_last_bit(shape, tile):
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # has no public name
 
     x, qt, _ = operands(*shape)
-    for profile in ("cuda", "cpu_amx")[: 2 if tile.width == 1 else 1]:
-        numerics = Numerics(profile)
-        want, (x_q, s_x) = scheme(x, qt, None, numerics=numerics)
-        order, interpret = numerics.rescale_order, InterpretGPUParams()
-        got = hopper_product.product(
-            x_q, s_x, qt.qvalue, qt.scale[:, 0], rescale_order=order, tile=tile, blocks=2, interpret=interpret
-        )
-        assert_equal_bits(got, want)
+    want, (x_q, s_x) = scheme(x, qt, None)
+    got = hopper_product.product(
+        x_q, s_x, qt.qvalue, qt.scale[:, 0], tile=tile, blocks=2, interpret=InterpretGPUParams()
+    )
+    assert_equal_bits(got, want)
 
 
 @pytest.mark.slow
@@ -178,7 +161,7 @@ def test_hoppers_product_takes_whole_tiles_without_a_bias_and_tritons_the_rest(m
     monkeypatch.setattr(hopper_product, "product", record)
     for shape, bias in (((128, 256, 512), False), ((128, 256, 512), True), ((128, 255, 512), False)):
         x, qt, b = operands(*shape, bias=bias)
-        got = fused.layer(x, qt.qvalue, qt.scale, b, numerics=CUDA, kernels=MOSAIC, interpret=True)
+        got = fused.layer(x, qt.qvalue, qt.scale, b, kernels=MOSAIC, interpret=True)
         assert_equal_bits(got, scheme(x, qt, b))
     assert taken == [(128, 512, 256)]
 
@@ -216,8 +199,7 @@ def test_they_serve_bfloat16_rows_on_one_hopper_gpu_and_no_profile_of_a_cpu(monk
     assert served(x, 64, Numerics("plain"))
     assert not served(jax.ShapeDtypeStruct(x.shape, jnp.float32), 64)
     assert not served(jax.ShapeDtypeStruct((x.shape[0] - 1, 64), x.dtype), 64)
-    for profile in ("cpu_amx", "cpu_avx512_bf16", "cpu_avx2"):
-        assert not served(x, 64, Numerics(profile))
+    assert not served(x, 64, Numerics("cpu"))
     monkeypatch.setattr(Gpu, "compute_capability", "8.0")
     assert not served(x, 64)
     monkeypatch.setattr(Gpu, "compute_capability", "9.0")
@@ -258,7 +240,7 @@ def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(bias):
         return None if array is None else jax.device_put(array, jax.sharding.NamedSharding(mesh, spec(*axes)))
 
     args = put(x, ("data", "fsdp"), None), put(qt.qvalue, "tensor", None), put(qt.scale, "tensor", None)
-    layer = functools.partial(fused.layer, numerics=CUDA, kernels=BOTH, interpret=True)
+    layer = functools.partial(fused.layer, kernels=BOTH, interpret=True)
     with jax.set_mesh(mesh):
         compiled = jax.jit(layer).lower(*args, put(b, None, "tensor")).compile()
         got = compiled(*args, put(b, None, "tensor"))
@@ -303,7 +285,7 @@ def test_the_kernels_compile_for_an_h200(shape, bias, kernels):
 
     args = placed(jnp.bfloat16, m, k), placed(jnp.int8, n, k), placed(jnp.float32, n, 1)
     b = placed(jnp.float32, 1, n) if bias else None
-    layer = functools.partial(fused.layer, numerics=CUDA, kernels=kernels)
+    layer = functools.partial(fused.layer, kernels=kernels)
     compiled = jax.jit(layer).trace(*args, b).lower(lowering_platforms=("cuda",)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < m * n  # no int32 [M, N]
 
@@ -315,7 +297,7 @@ def test_the_kernels_compile_for_an_h200(shape, bias, kernels):
 @pytest.mark.parametrize("kernels", [Kernels(), BOTH, MOSAIC], ids=str)
 def test_on_a_hopper_gpu(shape, bias, kernels):
     x, qt, b = operands(*shape, bias=bias)
-    layer = jax.jit(functools.partial(fused.layer, numerics=CUDA, kernels=kernels))
+    layer = jax.jit(functools.partial(fused.layer, kernels=kernels))
     assert_equal_bits(layer(x, qt.qvalue, qt.scale, b), scheme(x, qt, b))
     for tile in (Tile(m=128, n=256, warps=8), dataclasses.replace(Tile(), group=1)):
         x_q, s_x = jax.jit(int8.quantize_rows)(x)
