@@ -114,19 +114,17 @@ def load_model(cfg: RunConfig, mesh: Mesh, numerics: quant.Numerics | None = Non
       numerics: the learner's arithmetic; None: the config's.
     """
     fused.use(cfg.quant.kernels)
-    model = models.load_hf(
+    model = models.read_config(
         cfg.model.path,
-        dtype=cfg.model.dtype,
+        compute_dtype=cfg.model.dtype,
         param_dtype=cfg.model.param_dtype,
-        scheme=schemes(cfg, cfg.quant.forward),
-        group_size=cfg.quant.group_size,
-        engine=(numerics or cfg.numerics).profile,
+        quant=models.parse_rules(schemes(cfg, cfg.quant.forward), cfg.quant.group_size),
+        numerics=numerics or cfg.numerics,
         attention=cfg.model.attention,
         remat=cfg.model.remat_or_full,
-        mesh=mesh,
     )
-    graphdef, params, _ = models.split(model)
-    if cfg.rollout.router_replay and model.config.moe is None:
+    graphdef, params = models.load_masters(cfg.model.path, model, mesh)
+    if cfg.rollout.router_replay and model.moe is None:
         raise UserError(
             f"rollout.router_replay=true, but {cfg.model.path} is no mixture of experts: there is no routing to replay."
         )
@@ -158,7 +156,7 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
             logprob_chunk=cfg.train.logprob_chunk,
             grad_dtype=cfg.train.grad_dtype,
             one_program=cfg.micro_batches_per_update[1] == 1,
-            offload=cfg.optimizer.offload,
+            offload=cfg.optimizer.offload is True,
             max_segments=max_segments(cfg),
             entropy_coef=cfg.train.entropy_coef,
             kl_coef=cfg.kl.coef,
@@ -210,7 +208,7 @@ def make_critic(cfg: RunConfig, graphdef: Any, params: Any, mesh: Mesh) -> criti
         schedule=optimizer.make_schedule(chosen.lr, chosen.schedule, updates),
         mesh=mesh,
         max_segments=max_segments(cfg),
-        offload=chosen.offload,
+        offload=chosen.offload is True,
     )
 
 

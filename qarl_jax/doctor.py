@@ -3,10 +3,14 @@
 """`python -m qarl_jax.doctor [--config FILE [section.field=value ...]] [--json]`: what is here, what a run would use.
 
 Every line is `ok`, `warn` or `fail`, with what was found and, where something is amiss, what to do. With a config also
-what only a run can tell: model folder, tokenizer, quantized weights and their groups, memory. No weight is read and
-nothing is left on disk. Exit code 0 if nothing failed, 2 otherwise.
+what only a run can tell: model folder, tokenizer, quantized weights and their groups, memory. A config that samples
+with vLLM has it started, too, with a single layer of the model's width and random weights, which are published, read
+back and compared with the learner's (about thirty seconds; `--no-probe` leaves it out): whether the promises hold
+depends on the build of the engine that this machine gets. No weight of the model is read and nothing is left on disk.
+Exit code 0 if nothing failed, 2 otherwise.
 
-torch and vLLM are looked up in the bridge's interpreter, by a subprocess that reads versions without importing them.
+Elsewhere torch and vLLM are looked up in the bridge's interpreter, by a subprocess that reads versions without
+importing them.
 """
 
 from __future__ import annotations
@@ -25,25 +29,29 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from flax import nnx
 from packaging.requirements import Requirement
+from qarl_bridge.wire import BridgeError
 
-from qarl_jax import build, config, data, models, plan, quant
+from qarl_jax import build, card, config, data, live_layers, models, plan, quant
 from qarl_jax.config import RunConfig
 from qarl_jax.models import hf
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant.dot import Dense
-from qarl_jax.rollout import vllm
+from qarl_jax.rollout import PolicyWeights, vllm
 from qarl_jax.types import UserError, entry_point
 
 Status = Literal["ok", "warn", "fail"]
 
 GIB = 2.0**30
 PROBE_TIMEOUT_S = 60.0
+PROBE_VOCAB = 512
+PROBE_PROMPT = tuple(range(1, 25))
 DISTRIBUTION = "qarl-jax"
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "aqtp", "qarl-bridge")
 
@@ -480,7 +488,15 @@ def mesh(cfg: RunConfig) -> Check:
 
 
 def memory_plan(cfg: RunConfig) -> Check:
-    """What one update holds, beside what there is."""
+    """What one update holds, beside what there is; on a GPU what learner and engine hold of the card together."""
+    if whole := card.card_bytes():
+        try:
+            _, made = card.settle(cfg, whole)
+        except UserError as error:
+            said, _, todo = str(error).partition(". ")
+            return Check(name="memory plan", status="fail", found=said, todo=todo)
+        assert made is not None
+        return Check(name="memory plan", status="ok", found="; ".join(line.strip() for line in made.lines()))
     sizes = plan.parts(cfg)
     total = sum(sizes.values())
     found = f"{amount(total)}: " + ", ".join(f"{name} {amount(size)}" for name, size in sizes.items())
@@ -494,6 +510,91 @@ def memory_plan(cfg: RunConfig) -> Check:
     todo = "lower train.micro_batch_rows or train.logprob_chunk, set model.remat=full, or raise mesh.fsdp"
     # The plan leaves out compiled programs and fragmentation.
     return check("memory plan", held <= 0.8 * have, found, todo, "warn" if held <= have else "fail")
+
+
+def one_layer(cfg: RunConfig) -> PolicyWeights:
+    """Random weights of the model's widths under the sampler's scheme: layers up to the first that shows it whole, a
+    short vocabulary and few experts."""
+    rules = models.parse_rules(build.schemes(cfg, cfg.quant.rollout_scheme), cfg.quant.group_size)
+    full = models.read_config(
+        cfg.model.path,
+        compute_dtype=cfg.model.dtype,
+        quant=rules,
+        numerics=cfg.numerics,
+        attention=cfg.model.attention,
+    )
+    quantized = [sum(bool(scheme) for scheme in full.signature(layer)[1:]) for layer in range(full.num_layers)]
+    shown = quantized.index(max(quantized))
+    moe = full.moe
+    if moe is not None:
+        moe = dataclasses.replace(moe, num_experts=min(moe.num_experts, max(8, 2 * moe.num_experts_per_tok)))
+    small = dataclasses.replace(
+        full,
+        num_layers=shown + 1,
+        moe=moe,
+        moe_layers=tuple(layer for layer in full.moe_layers if layer <= shown),
+        vocab_size=min(full.vocab_size, PROBE_VOCAB),
+    )
+    graphdef, params, _ = models.split(models.Transformer(small, nnx.Rngs(0)))
+    return PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
+
+
+def live_engine(cfg: RunConfig) -> Iterator[Check]:
+    """What the run relies on, tried on the engine that this machine gets: its build and profile by name, one layer
+    published and read back, and that layer's outputs against the learner's."""
+    settings = dataclasses.replace(
+        cfg.rollout.engine,
+        max_model_len=2 * len(PROBE_PROMPT),
+        max_num_seqs=4,
+        kv_cache_gb=0.1,
+        readback="full",
+        max_restarts=0,
+        log_file="",
+        profile="",
+    )
+    weights = one_layer(cfg)
+    model = models.config_of(weights.graphdef)
+    aligned = cfg.quant.rollout_scheme == cfg.quant.forward
+    engine = vllm.VllmEngine(
+        dataclasses.replace(settings, record_routing=model.moe is not None and settings.execution != "compiled"),
+        run_id="doctor",
+        log=lambda line: None,
+    )
+    name, report = "live engine", "and report these lines and the machine's flags (/proc/cpuinfo)"
+    try:
+        published = engine.publish(weights, 0)
+        facts = engine.facts
+        assert facts is not None
+        kernels = " ".join(sorted(set(facts.kernels.values())))
+        modules, rows = published["weights_read_back"], published["rows_read_back"]
+        yield Check(
+            name=name,
+            status="ok",
+            found=f"{facts.engine} {facts.engine_version}, build {facts.isa}, profile {facts.profile}, "
+            f"{facts.execution}, {kernels}: {cfg.quant.rollout_scheme} published and read back, {modules:.0f} modules, "
+            f"{rows:.0f} rows",
+        )
+        if model.numerics.profile == "plain" or facts.execution == "compiled":
+            return  # the learner mirrors no engine, or the engine calls no module by itself
+        for what, names, linear in (
+            ("live layers", live_layers.linear_names(model), True),
+            ("live blocks", live_layers.block_names(model), False),
+        ):
+            if names:
+                compared = live_layers.compare(weights, engine.probe(PROBE_PROMPT, names), linear)
+                good, found = live_layers.judge(compared, cfg.quant.rollout_scheme, linear)
+                todo = f"the learner computes otherwise than this build: take another scheme, {report}"
+                yield check(what, good, found, todo, "fail" if aligned else "warn")
+    except vllm.BrokenPromiseError as error:
+        facts = engine.facts
+        build_ = "" if facts is None else f"{facts.engine} {facts.engine_version}, build {facts.isa}: "
+        todo = f"take another scheme (quant.*) or the embedded sampler (rollout.engine.name=jax), {report}"
+        yield Check(name=name, status="fail", found=build_ + error.found, todo=todo)
+    except (UserError, BridgeError) as error:
+        todo = "rollout.engine.log_file=FILE in a run keeps all that the engine says"
+        yield Check(name=name, status="fail", found=str(error), todo=todo)
+    finally:
+        engine.close()
 
 
 def with_config(cfg: RunConfig) -> Iterator[Check]:
@@ -510,8 +611,31 @@ def with_config(cfg: RunConfig) -> Iterator[Check]:
             yield memory_plan(cfg)
 
 
-def examine(cfg: RunConfig | None = None) -> Iterator[Check]:
-    """All checks, in the order of the report."""
+def _can_be_probed(cfg: RunConfig) -> bool:
+    """Whether the run starts a vLLM of its own; one started by hand has its model already."""
+    engine = cfg.rollout.engine
+    return isinstance(engine, vllm.Config) and engine.engine == "vllm" and not engine.address
+
+
+def examine(
+    cfg: RunConfig | None = None, *, probes: bool = True, tell: Callable[[str], None] = lambda line: None
+) -> Iterator[Check]:
+    """All checks, in the order of the report.
+
+    Args:
+      probes: start the engine too, where nothing before has failed.
+      tell: called with a line before what takes long.
+    """
+    failed = False
+    for line in _machine_and_config(cfg):
+        failed |= line.status == "fail"
+        yield line
+    if cfg is not None and probes and not failed and _can_be_probed(cfg):
+        tell("starting vLLM with one layer (about thirty seconds) ...")
+        yield from live_engine(cfg)
+
+
+def _machine_and_config(cfg: RunConfig | None) -> Iterator[Check]:
     yield python_version()
     yield from packages()
     yield cpu()
@@ -540,11 +664,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.doctor", description=__doc__.split("\n")[0])
     parser.add_argument("--config", help="YAML file of a run (see configs/); default: the machine alone")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--no-probe", action="store_true", help="do not start vLLM, even if the config samples with it")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides) if args.config or args.overrides else None
+    if cfg is not None:
+        build.leave_memory_to_vllm(cfg)  # before JAX is asked for its devices
     lines = []
-    for line in examine(cfg):
+    for line in examine(cfg, probes=not args.no_probe, tell=lambda text: print(text, file=sys.stderr, flush=True)):
         lines.append(line)
         if not args.json:
             print(render(line), flush=True)

@@ -35,6 +35,12 @@ LINEARS = {
     "mlp.gate_up_proj": ("mlp.gate", "mlp.up"),
     "mlp.down_proj": ("mlp.down",),
 }
+# Smallest share of a linear layer's outputs that equal the engine's to the last bit. Integer sums are exact; a float
+# sum has an order of its own in every kernel.
+EQUAL = {"w8a8": 1.0, "w4a8": 1.0, "w4a16": 0.998}
+# Largest L2 norm of the differences over that of the outputs. bfloat16's own rounding error is 2^-9 of a value at most;
+# a block rounds some twenty times in a row.
+RELATIVE = {"linear layers": 2.0**-8, "blocks": 2.0**-6}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +78,20 @@ class Difference:
             relative=float(np.linalg.norm(a - b)) / norm if norm else float(difference.max()),
             count=len(a),
         )
+
+
+def judge(found: Sequence[Difference], scheme: str, linear: bool) -> tuple[bool, str]:
+    """Whether these modules keep what `scheme` promises (EQUAL, RELATIVE), and what was seen in words."""
+    outputs = sum(d.count for d in found)
+    share = sum(d.equal * d.count for d in found) / outputs
+    worst = max(found, key=lambda d: d.relative)
+    bound = RELATIVE["linear layers" if linear else "blocks"]
+    ok = worst.relative <= bound and (not linear or share >= EQUAL.get(scheme.partition(":")[0], 0.0))
+    return ok, (
+        f"{len(found)} modules, {share:.3%} of {outputs} outputs equal, largest difference "
+        f"{max(d.max_abs for d in found):.1e} ({max(d.max_ulp for d in found):.0f} ulp), relative error "
+        f"{worst.relative:.1e} in {worst.module}"
+    )
 
 
 def picked_layers(num_layers: int) -> list[int]:

@@ -79,7 +79,7 @@ class Muon:
         square.
       offload: keep the state in the host's memory; an update takes it to the device stack by stack (`stackwise`). The
         same numbers as an update outside of the gradient's program gives, less device memory, and two transfers of the
-        state per update.
+        state per update. auto: where the run would not fit its GPU otherwise (training runs alone; elsewhere false).
       clip_norm: bound on the global gradient norm; None: no clipping.
       schedule: the shape of lr over updates.
     """
@@ -99,7 +99,7 @@ class Muon:
     adamw_weight_decay: float = 0.0
     moment_dtype: MomentDtype = "float32"
     second_moment_dtype: MomentDtype = "float32"
-    offload: bool = False
+    offload: bool | Literal["auto"] = False
     clip_norm: float | None = 1.0
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
 
@@ -132,7 +132,7 @@ class AdamW:
     eps: float = 1e-8
     moment_dtype: MomentDtype = "float32"
     second_moment_dtype: MomentDtype = "float32"
-    offload: bool = False
+    offload: bool | Literal["auto"] = False
     clip_norm: float | None = 1.0
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
 

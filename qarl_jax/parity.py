@@ -15,7 +15,7 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
 
 The first four are exact or broken. A linear layer must equal the engine's to the last bit under w8a8 and w4a8 (on CUDA,
 w4a8 has fp8 activations, and there is no such share), and on 99.8 % of outputs under w4a16; its relative error, and
-that of a block, must stay below the bounds of RELATIVE under every scheme. The last three are judged by k3 (below)
+that of a block, must stay below `live_layers.RELATIVE` under every scheme. The last three are judged by k3 (below)
 against `--max-k3`, or where the engine's own noise is larger what `allowance` says; the last must also beat the
 unaligned pair.
 Run it on your own model before a long run. Exit code 0: all promises kept; 1: one is broken (the first broken rung is
@@ -34,7 +34,9 @@ In a mixture of experts the tokens are scored with the experts the engine sent t
 once more with the learner's own choice: router logits are rounded to bf16, many tie, and an engine breaks ties its way.
 
 The engine runs as a run's does (CUDA graphs on a GPU, eagerly on a CPU; the ladder says which) and with the kernels it
-chooses; `--execution` and `--int4-kernel` compare others.
+chooses; `--execution` and `--int4-kernel` compare others. `--execution eager,graphs` compares engines in two modes
+instead (`compare_modes`): from the same weights, prompts and seeds, every number must come out the same to the
+last bit.
 
 What is left out: single modules of a compiled engine (they are not called one by one), and top-p or top-k sampling.
 """
@@ -45,8 +47,9 @@ import argparse
 import dataclasses
 import functools
 import json
+import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -58,18 +61,14 @@ from qarl_jax import live_layers, models, quant
 from qarl_jax.logprobs import token_logprobs
 from qarl_jax.models.fused_attention import flash3_lacks
 from qarl_jax.quant import QTensor
-from qarl_jax.rollout import PolicyWeights, SamplingConfig
+from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
 from qarl_jax.rollout.vllm import BrokenPromiseError, Config, VllmEngine, leave_memory_to_vllm
 from qarl_jax.types import Completion, Prompt, UserError, entry_point
 
 ENTROPY_FLOOR = 0.5  # nat
-# Smallest share of a linear layer's outputs that equal the engine's to the last bit. Integer sums are exact; a float
-# sum has an order of its own in every kernel.
-EQUAL = {"w8a8": 1.0, "w4a8": 1.0, "w4a16": 0.998}
-# Largest L2 norm of the differences over that of the outputs. bfloat16's own rounding error is 2^-9 of a value at most;
-# a block rounds some twenty times in a row.
-RELATIVE = {"linear layers": 2.0**-8, "blocks": 2.0**-6}
 _BATCH = 16  # rows scored at once
+Mode = Literal["auto", "eager", "graphs", "compiled"]
+_MODES: tuple[str, ...] = get_args(Mode)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,17 +227,7 @@ def module_rungs(engine: VllmEngine, weights: PolicyWeights, scheme: str, prompt
         except UserError as error:  # a compiled engine, or a reply too large: not a broken promise
             yield Rung(name, None, str(error))
             continue
-        outputs = sum(d.count for d in found)
-        share = sum(d.equal * d.count for d in found) / outputs
-        worst = max(found, key=lambda d: d.relative)
-        ok = worst.relative <= RELATIVE[name] and (not linear or share >= EQUAL.get(scheme.partition(":")[0], 0.0))
-        yield Rung(
-            name,
-            ok,
-            f"{len(found)} modules, {share:.3%} of {outputs} outputs equal, largest difference "
-            f"{max(d.max_abs for d in found):.1e} ({max(d.max_ulp for d in found):.0f} ulp), relative error "
-            f"{worst.relative:.1e} in {worst.module}",
-        )
+        yield Rung(name, *live_layers.judge(found, scheme, linear))
 
 
 def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[Prompt]:
@@ -274,6 +263,120 @@ def decode_and_prefill(engine: VllmEngine, prompts: Sequence[Prompt], length: in
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """Everything that one engine computed for `compare_modes`.
+
+    Attributes:
+      execution: its mode. tokens_per_s: of the responses of equal length, all decoded together.
+      modules: what went into and came out of every block and of the picked linear layers in a prefill.
+      prompts: a first token of every prompt and of every prompt cut short. equal: responses of equal length. ragged:
+        responses whose lengths differ, so that the batch passes through every size below its largest.
+    """
+
+    execution: str
+    tokens_per_s: float
+    modules: list[wire.Recorded]
+    prompts: list[Completion]
+    equal: list[Completion]
+    ragged: list[Completion]
+
+
+def observe(weights: PolicyWeights, config: Config, options: Options) -> Observed:
+    """Starts an engine, gives it `weights` and asks for everything that `compare_modes` compares."""
+    model = models.config_of(weights.graphdef)
+    prompts = random_prompts(model.vocab_size, options.prompts, options.prompt_len, options.seed)
+    cut = [
+        dataclasses.replace(prompt, uid=f"{prompt.uid}:{length}", tokens=prompt.tokens[:length])
+        for prompt in prompts[:4]
+        for length in range(1, options.prompt_len)
+    ]
+    layers = range(model.num_layers)
+    names = [*live_layers.linear_names(model), *(f"model.layers.{number}" for number in layers)]
+    sampling = SamplingConfig(max_response_len=options.response_len)
+    ragged = [
+        Request(prompt=prompt, number=1, key=options.seed, max_tokens=1 + number * options.response_len // len(prompts))
+        for number, prompt in enumerate(prompts)
+    ]
+    engine = VllmEngine(config, run_id="parity")
+    try:
+        engine.publish(weights, 0)
+        assert engine.facts is not None
+        modules = engine.probe(prompts[0].tokens, names)
+        first = _flat(engine.generate([*prompts, *cut], num_samples=1, sampling=_one_token(), key=options.seed))
+        engine.generate(prompts, num_samples=1, sampling=SamplingConfig(max_response_len=4), key=1)  # warm
+        started = time.perf_counter()
+        equal = _flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed))
+        seconds = time.perf_counter() - started
+        drawn = sum(len(c.tokens) for c in equal)
+        rest = engine.extend(ragged, sampling=sampling)
+        return Observed(engine.facts.execution, drawn / seconds, modules, first, equal, rest)
+    finally:
+        engine.close()
+
+
+def same_bits(a: Observed, b: Observed) -> Iterator[Rung]:
+    """One rung per kind of number that two engines computed; `ok` where all of them are equal to the last bit."""
+    pairs = list(zip(a.modules, b.modules, strict=True))
+    different = [x.module for x, y in pairs if x != y]
+    detail = (
+        f"first different: {different[0]}, {len(different)} of {len(pairs)}" if different else f"{len(pairs)} modules"
+    )
+    yield Rung("modules", not different, detail)
+    for name, mine, theirs in (
+        ("prompt log-probs", a.prompts, b.prompts),
+        ("decoded", a.equal, b.equal),
+        ("decoded, ragged", a.ragged, b.ragged),
+    ):
+        total, equal, worst = 0, 0, 0.0
+        for x, y in zip(mine, theirs, strict=True):
+            total += len(x.tokens)
+            same = np.array(x.tokens) == np.array(y.tokens)
+            together = len(same) if same.all() else int(np.argmin(same))  # a token apart, and the rest is another text
+            d = np.abs(x.logprobs[:together] - y.logprobs[:together])
+            equal += int((d == 0).sum())
+            worst = max(worst, float(d.max(initial=0.0)))
+        yield Rung(name, equal == total, f"{equal} of {total} log-probs equal, largest difference {worst:.1e}")
+    routed: list[Any] = [(x.routed_experts, y.routed_experts) for x, y in zip(_all(a), _all(b), strict=True)]
+    if routed[0][0] is not None:
+        equal = sum(np.array_equal(x, y) for x, y in routed)
+        yield Rung("routed experts", equal == len(routed), f"those of {equal} of {len(routed)} responses equal")
+
+
+def _all(observed: Observed) -> list[Completion]:
+    return [*observed.prompts, *observed.equal, *observed.ragged]
+
+
+def compare_modes(
+    path: str, scheme: str, engine_name: str, options: Options, modes: Sequence[str], show: Any = lambda rung: None
+) -> dict[str, Any]:
+    """The same policy in an engine of each mode, one after the other; every later one against the first.
+
+    Returns:
+      {"rungs": [...], "tokens_per_s": {mode: N}, "first_broken": name or None, ...}; a rung is named after its mode.
+    """
+    if engine_name == "cuda":
+        leave_memory_to_vllm()
+    weights = load(path, scheme, engine_name, options.attention)
+    rungs: list[Rung] = []
+    seen: list[Observed] = []
+    for mode in modes:
+        seen.append(observe(weights, options.engine(models.config_of(weights.graphdef), execution=mode), options))
+        show(Rung(f"{mode}", None, f"{seen[-1].tokens_per_s:,.0f} tokens/s with {options.prompts} sequences"))
+        if len(seen) > 1:
+            for rung in same_bits(seen[0], seen[-1]):
+                rungs.append(dataclasses.replace(rung, name=f"{mode}: {rung.name}"))
+                show(rungs[-1])
+    return {
+        "model": path,
+        "scheme": scheme,
+        "modes": [x.execution for x in seen],
+        "tokens_per_s": {mode: x.tokens_per_s for mode, x in zip(modes, seen, strict=True)},
+        "rungs": [dataclasses.asdict(rung) for rung in rungs],
+        "first_broken": next((rung.name for rung in rungs if rung.ok is False), None),
+    }
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Attributes: prompts, prompt_len, response_len: size of the comparison. max_k3: see the module docstring.
@@ -289,12 +392,27 @@ class Options:
     float32_logits: bool = False
     threads: int = 0
     attention: Literal["engine", "auto", "xla", "cudnn", "flash3"] = "engine"
-    execution: Literal["auto", "eager", "graphs", "compiled"] = "auto"
+    execution: Mode = "auto"
     int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
     kv_cache_gb: float = 0.25
     gpu_memory_utilization: float = 0.5
     unaligned: bool = True
     bf16_pair: bool = True
+
+    def engine(self, model: models.ModelConfig, **changes: Any) -> Config:
+        """How the engine under comparison is started."""
+        execution = changes.get("execution", self.execution)
+        return Config(
+            kv_cache_gb=self.kv_cache_gb,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            max_num_seqs=max(64, self.prompts),
+            readback="full",
+            threads=self.threads,
+            execution=execution,
+            int4_kernel=self.int4_kernel,
+            record_routing=model.moe is not None and execution != "compiled",
+            max_model_len=self.prompt_len + self.response_len,
+        )
 
 
 def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any = lambda rung: None) -> dict[str, Any]:
@@ -324,17 +442,7 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
         add(rung)
     prompts = random_prompts(config.vocab_size, options.prompts, options.prompt_len, options.seed)
     sampling = SamplingConfig(max_response_len=options.response_len)
-    engine_config = Config(
-        kv_cache_gb=options.kv_cache_gb,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        max_num_seqs=64,
-        readback="full",
-        threads=options.threads,
-        execution=options.execution,
-        int4_kernel=options.int4_kernel,
-        record_routing=config.moe is not None and options.execution != "compiled",
-        max_model_len=options.prompt_len + options.response_len,
-    )
+    engine_config = options.engine(config)
     round_logits = not options.float32_logits
     engine = VllmEngine(engine_config, run_id="parity")
     try:
@@ -456,7 +564,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=defaults.attention,
         help="the learner's; engine: what mirrors the engine's own",
     )
-    parser.add_argument("--execution", choices=("auto", "eager", "graphs", "compiled"), default=defaults.execution)
+    parser.add_argument(
+        "--execution",
+        default=defaults.execution,
+        help="auto, eager, graphs or compiled; several, with commas: compare engines in these modes to the bit",
+    )
     parser.add_argument("--int4-kernel", choices=("auto", "machete", "marlin"), default=defaults.int4_kernel)
     parser.add_argument("--kv-cache-gb", type=float, default=defaults.kv_cache_gb, help="of the engine")
     parser.add_argument(
@@ -484,7 +596,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if min(options.prompts, options.prompt_len, options.response_len) < 1:
             raise UserError("--prompts, --prompt-len and --response-len must be at least 1")
         quant.parse_scheme(args.scheme)
-        result = climb(args.model, args.scheme, args.engine, options, show)
+        modes = args.execution.split(",")
+        if unknown := [mode for mode in modes if mode not in _MODES]:
+            raise UserError(f"--execution {unknown[0]}: known are {', '.join(_MODES)}")
+        if len(modes) > 1:
+            result = compare_modes(args.model, args.scheme, args.engine, options, modes, show)
+        else:
+            result = climb(args.model, args.scheme, args.engine, options, show)
     except BridgeError as error:
         raise UserError(str(error)) from None
     if args.json:

@@ -235,7 +235,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         "grad_dtype": cfg.train.grad_dtype,
         "max_segments": build.max_segments(cfg),
         "one_program": cfg.micro_batches_per_update[1] == 1,
-        "offload": cfg.optimizer.offload,
+        "offload": cfg.optimizer.offload is True,
         "mesh": mesh,
     }
     out = update_parts(model, params, qweights, opt_state, **shape)
@@ -251,7 +251,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         needed = saved_activations(body, positions, segments) + layer_activations(body, positions, segments)
         out["activations (estimate)"] = max(out["activations (estimate)"], needed)
         held = nbytes(moments, mesh)
-        if cfg.critic.optimizer.offload:
+        if cfg.critic.optimizer.offload is True:
             held = max(0, update_scratch(own, moments, offload=True, mesh=mesh) - needed - gradient)
         out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": held}
     if isinstance(cfg.rollout.engine, jax_sampler.Config):
@@ -278,9 +278,9 @@ def optimizer_states(cfg: RunConfig) -> dict[str, tuple[Any, bool]]:
     """Whole abstract optimizer states by owner, and whether they rest on the host."""
     graphdef, params = abstract_policy(cfg)
     state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
-    out = {"optimizer": (state, cfg.optimizer.offload)}
+    out = {"optimizer": (state, cfg.optimizer.offload is True)}
     if cfg.critic is not None:
-        out["critic's optimizer"] = (abstract_critic(cfg, graphdef)[2], cfg.critic.optimizer.offload)
+        out["critic's optimizer"] = (abstract_critic(cfg, graphdef)[2], cfg.critic.optimizer.offload is True)
     return out
 
 

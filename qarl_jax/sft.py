@@ -200,7 +200,7 @@ def run(cfg: Config) -> None:
         optimizer=transformation,
         schedule=optimizer.make_schedule(cfg.optimizer.lr, cfg.optimizer.schedule, cfg.train.updates),
         mesh=sharding.make_mesh(),
-        options=Options(max_segments=1, offload=cfg.optimizer.offload),
+        options=Options(max_segments=1, offload=cfg.optimizer.offload is True),
     )
     state = learner.init(params)
 

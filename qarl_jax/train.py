@@ -35,6 +35,7 @@ import numpy as np
 
 from qarl_jax import (
     build,
+    card,
     compilation,
     config,
     data,
@@ -570,17 +571,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="YAML file (see configs/)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plans, then stop")
+    parser.add_argument("--card-gb", type=float, help="with --dry-run: plan for a card of that many GiB")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides)
     if not args.dry_run:
         hosts.start(cfg.distributed)  # before anything asks JAX for its devices
+    found = card.card_bytes() if args.card_gb is None else int(args.card_gb * 2**30)
+    cfg, shared = card.settle(cfg, found)  # a run that does not fit ends here
+    if shared is not None and not args.dry_run:
+        shared.keep()
     if cfg.model.remat == "auto":  # only then: a dry run of any other config leaves the device alone
         cfg = plan.with_remat(cfg, plan.device_bytes(cfg))
     if args.dry_run:
         print(config.to_yaml(cfg))
     if args.dry_run or hosts.is_first():
         print(config.describe(cfg))
+        print("\n".join(shared.lines() if shared is not None else ()), end="\n" * (shared is not None))
     if args.dry_run:
         print(plan.describe(cfg))
         return 0

@@ -2,15 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The doctor tells what is there, names what is amiss with what to do, and exits with 2 only where a run would fail."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
+from qarl_bridge.wire import BridgeError
 
-from qarl_jax import doctor, plan, quant
+from qarl_jax import doctor, models, plan, quant
 from qarl_jax.quant.dot import Dense
+from qarl_jax.rollout import jax_sampler, vllm
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
@@ -93,6 +97,64 @@ def test_a_learner_that_does_not_mirror_vllm_is_a_warning(world):
     assert doctor.numerics(cfg).status == "warn"
     mirrored = world.changed(rollout={"engine": {"name": "vllm"}}, quant={"engine": "auto"}).config
     assert doctor.numerics(mirrored).status == "ok"
+
+
+@pytest.fixture
+def vllm_config(world):
+    """A run that samples with vLLM; this machine's arithmetic is mirrored."""
+    model = {"dtype": "bfloat16"}
+    return world.changed(rollout={"engine": {"name": "vllm"}}, quant={"engine": "auto"}, model=model).config
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_one_layer_of_the_live_engine_is_published_read_back_and_compared(tmp_path):
+    wide = tiny.World(tmp_path, hidden=128).changed(
+        rollout={"engine": {"name": "vllm", "threads": 1}}, quant={"engine": "auto"}, model={"dtype": "bfloat16"}
+    )
+    engine, layers, blocks = doctor.live_engine(wide.config)
+    assert [line.status for line in (engine, layers, blocks)] == ["ok"] * 3, (engine, layers, blocks)
+    profile = wide.config.numerics.profile
+    assert f"profile {profile}" in engine.found
+    assert "w4a16:g32 published and read back, 11 modules" in engine.found
+    assert layers.found.startswith("4 modules")
+
+
+def test_a_promise_that_breaks_on_the_live_engine_fails_with_the_layer(vllm_config, monkeypatch):
+    def publish(self, weights, version):
+        assert models.config_of(weights.graphdef).num_layers == 1
+        broken = BridgeError("read-back: model.layers.0.self_attn.qkv_proj holds 0.2392578125 at [0, 0]", "read_back")
+        raise vllm.BrokenPromiseError(broken, ["w8a8"], None)
+
+    monkeypatch.setattr(vllm.VllmEngine, "publish", publish)
+    (line,) = doctor.live_engine(vllm_config)
+    assert line.status == "fail"
+    assert "self_attn.qkv_proj" in line.found
+    assert "rollout.engine.name=jax" in line.todo
+
+
+def test_the_engine_is_started_for_a_run_that_starts_it_and_where_nothing_has_failed(vllm_config, monkeypatch):
+    started = doctor.Check(name="live engine", status="ok", found="")
+    monkeypatch.setattr(doctor, "live_engine", lambda cfg: iter([started]))
+    found: list[doctor.Check] = []
+    monkeypatch.setattr(doctor, "_machine_and_config", lambda cfg: iter(found))
+    told: list[str] = []
+    assert list(doctor.examine(vllm_config, tell=told.append)) == [started]
+    assert "thirty seconds" in told[0]
+    assert list(doctor.examine(vllm_config, probes=False)) == []
+    assert list(doctor.examine(None)) == []
+    for engine in (vllm.Config(engine="fake"), vllm.Config(address="/a/socket", key_file="key"), jax_sampler.Config()):
+        rollout = dataclasses.replace(vllm_config.rollout, engine=engine)
+        assert list(doctor.examine(dataclasses.replace(vllm_config, rollout=rollout))) == []
+    found.append(doctor.Check(name="bridge", status="fail", found="", todo="x"))
+    assert list(doctor.examine(vllm_config)) == found
+
+
+def test_the_probed_layer_is_the_first_that_shows_the_scheme(world):
+    rules = [{"match": r"layers\.0\.", "scheme": "bf16"}]
+    weights = doctor.one_layer(world.changed(quant={"rules": rules}).config)
+    assert models.config_of(weights.graphdef).num_layers == 2
+    assert jax.tree.leaves(weights.qweights)
 
 
 def test_a_missing_package_names_the_requirement(monkeypatch):

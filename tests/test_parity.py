@@ -8,12 +8,15 @@ import json
 import jax
 import numpy as np
 import pytest
+from qarl_bridge import wire
 
 from qarl_jax import models, parity
+from qarl_jax.types import Completion, VersionSpan
 from tests.reference.qwen3 import qwen3
 from tests.reference.rollouts import completion
 
 MODEL = qwen3(vocab=96, hidden=128, intermediate=256, layers=2, heads=2, kv_heads=1, head_dim=64, attention_bias=False)
+DRAWN = ["prompt log-probs", "decoded", "decoded, ragged"]
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +115,10 @@ def test_the_whole_ladder_holds_on_a_live_vllm(folder):
     options = parity.Options(prompts=8, prompt_len=4, response_len=12, threads=1, unaligned=False, bf16_pair=False)
     result = parity.climb(folder, "w8a8", "cpu", options)
     assert result["first_broken"] is None
-    assert [rung["name"] for rung in result["rungs"]][4:6] == ["linear layers", "blocks"]
-    assert len(result["rungs"]) == 9
-    assert all(rung["ok"] for rung in result["rungs"])
+    assert [rung["name"] for rung in result["rungs"]][4:7] == ["execution", "linear layers", "blocks"]
+    assert result["execution"] == "eager"
+    assert len(result["rungs"]) == 10
+    assert all(rung["ok"] for rung in result["rungs"] if rung["name"] != "execution")
     assert result["aligned"]["tokens"] == 8 * 12
     assert result["aligned"]["k3"] == result["aligned"]["max_abs"] == 0
     assert result["decode_prefill"]["equal"] == 1
@@ -168,6 +172,58 @@ def test_a_mixture_of_experts_climbs_the_ladder_too(tmp_path, scheme):
     assert result["own_routing"]["tokens"] == result["aligned"]["tokens"]
     assert result["aligned"]["k3"] == result["aligned"]["max_abs"] == 0
     assert result["own_routing"]["max_abs"] == 0
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_two_engines_of_one_mode_give_the_same_bits_and_the_command_says_so(folder, capsys):
+    pytest.importorskip("vllm")
+    command = ["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--execution", "eager,eager", "--json"]
+    assert parity.main([*command, "--prompts", "4", "--prompt-len", "6", "--response-len", "8", "--threads", "1"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["first_broken"] is None
+    assert [rung["name"] for rung in result["rungs"]] == [
+        f"eager: {name}" for name in ("modules", "prompt log-probs", "decoded", "decoded, ragged")
+    ]
+    assert result["tokens_per_s"]["eager"] > 0
+
+
+def observed(tokens=(3, 4, 5), logprobs=(-1.0, -2.0, -3.0), module=0.0, routed=None):
+    def completion():
+        return Completion(
+            prompt_tokens=(1, 2),
+            tokens=tuple(tokens),
+            logprobs=np.array(logprobs, np.float32),
+            finish_reason="length",
+            versions=(VersionSpan(version=0, start=0, end=len(tokens)),),
+            routed_experts=None if routed is None else np.full((4, 1, 2), routed, np.int16),
+        )
+
+    array = wire.Array.of(np.full(3, module, np.float32))
+    recorded = [wire.Recorded(module="model.layers.0", inputs=[array], outputs=[array])]
+    return parity.Observed("eager", 1.0, recorded, [completion()], [completion()], [completion()])
+
+
+@pytest.mark.parametrize(
+    ("other", "broken"),
+    [
+        ({}, []),
+        ({"module": np.nextafter(np.float32(0), np.float32(1))}, ["modules"]),
+        ({"logprobs": (-1.0, -2.0, np.nextafter(np.float32(-3), np.float32(0)))}, DRAWN),
+        ({"tokens": (3, 9, 5)}, DRAWN),
+        ({"routed": 1}, ["routed experts"]),
+    ],
+)
+def test_one_bit_of_one_number_tells_two_modes_apart(other, broken):
+    one, two = observed(routed=0), observed(**{"routed": 0} | other)
+    assert [rung.name for rung in parity.same_bits(one, two) if not rung.ok] == broken
+
+
+def test_a_mode_nobody_knows_is_refused(folder, capsys):
+    command = ["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--execution", "eager,fast"]
+    assert parity.main(command) == 2
+    assert "--execution fast" in capsys.readouterr().err
 
 
 def test_what_is_allowed_follows_the_engines_own_noise():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qarl_jax import config, observe, train
-from tests.reference import tiny
+from tests.reference import rewards, tiny
 
 pytestmark = pytest.mark.usefixtures("compiled_programs")
 
@@ -102,7 +102,7 @@ def test_samples_tell_prompt_response_and_version(run):
     assert {sample["step"] for sample in samples} == {0, 1}
     for sample in samples:
         assert sample["policy_version"] == sample["step"]
-        assert sample["reward"] == pytest.approx(tiny.digit_share(sample["response"], "", {}))
+        assert sample["reward"] == pytest.approx(rewards.digit_share(sample["response"], "", {}))
 
 
 def test_run_json_holds_the_resolved_config_and_the_facts(run):
@@ -189,7 +189,7 @@ def test_shuffled_advantages_change_the_update_but_not_the_samples(world, run):
 
 @pytest.mark.slow
 def test_a_reward_that_never_differs_moves_nothing(world):
-    for line in other(world, "constant", reward={"name": "python", "path": f"{tiny.__file__}:nothing"}):
+    for line in other(world, "constant", reward={"name": "python", "path": f"{rewards.__file__}:nothing"}):
         assert line["reward/zero_advantage_groups"] == 1
         assert line["optim/skipped"] == 1
         assert line["quant/code_flips"] == 0

@@ -95,6 +95,11 @@ def gpu_buffers(ordinal: int, library: str = "libcuda.so.1") -> cuda_ipc.Buffers
     return cuda_ipc.Buffers(cuda_ipc.Device(ordinal, cuda_ipc.load(library)))
 
 
+def gpu_memory(ordinal: int, library: str = "libcuda.so.1") -> tuple[int, int]:
+    """(free, total) bytes of GPU `ordinal` of this process; BridgeError("unshared") where there is none."""
+    return cuda_ipc.Device(ordinal, cuda_ipc.load(library)).memory()
+
+
 def align(offset: int) -> int:
     """Where a tensor may begin in a staged version."""
     return -(-offset // wire.ALIGNMENT) * wire.ALIGNMENT

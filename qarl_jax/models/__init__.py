@@ -11,7 +11,7 @@ One file per family says how to read its config.json and how its tensors are cal
 """
 
 from qarl_jax.models.config import REMAT, ModelConfig, read_config
-from qarl_jax.models.hf import export_tensors, hf_config_json, hf_names, load_hf, save_hf
+from qarl_jax.models.hf import export_tensors, hf_config_json, hf_names, load_hf, load_masters, save_hf
 from qarl_jax.models.hf_config import MoEConfig
 from qarl_jax.models.layers import Quantized
 from qarl_jax.models.registry import MODELS
@@ -43,6 +43,7 @@ __all__ = [
     "hf_config_json",
     "hf_names",
     "load_hf",
+    "load_masters",
     "merge",
     "parse_rules",
     "quantize_params",

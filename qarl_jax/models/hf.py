@@ -168,6 +168,15 @@ def load_hf(
         remat=remat,
         splits=splits,
     )
+    return finish(*load_masters(path, config, mesh))
+
+
+def load_masters(path: str | pathlib.Path, config: ModelConfig, mesh: Mesh | None = None) -> tuple[Any, nnx.State]:
+    """(graphdef, masters) of a folder whose config.json was read: no QTensor is made of them.
+
+    Raises:
+      UserError: as `load_hf`.
+    """
     checkpoint = Checkpoint(path)
     check_names(config, set(checkpoint), str(path))
     graphdef, abstract, _ = split(abstract_model(config))
@@ -179,7 +188,7 @@ def load_hf(
         name = ".".join(map(str, keys))
         sharding = default if shardings is None else shardings[name]
         loaded[keys] = variable.replace(_read(checkpoint, names[name], variable.get_value(), sharding))
-    return finish(graphdef, nnx.from_flat_state(loaded))
+    return graphdef, nnx.from_flat_state(loaded)
 
 
 def _read(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:

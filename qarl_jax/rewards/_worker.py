@@ -3,26 +3,42 @@
 """A grading process: one JSON task per line on stdin, one JSON answer per line on stdout (see `pool.py`).
 
 It is run as a script and imports nothing of qarl_jax, so it holds no JAX and no device. It expects to be killed:
-symbolic algebra on model output can hang inside native code where no Python timeout reaches, or ask for all memory.
+symbolic algebra on model output can hang inside native code where no Python timeout reaches, or ask for all memory, and
+a user's function may do anything. It leads a process group of its own, which goes with it.
 """
 
+import base64
 import faulthandler
 import functools
+import importlib
+import importlib.util
 import json
 import os
+import pickle
+import signal
 import sys
+import threading
+import time
 
 
 def main() -> None:
-    kind, timeout_s, memory_mb = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    kind, timeout_s, memory_mb, setup = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    mine = os.getpid()
     # Libraries may print; only this file writes to the pipe.
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    graders = {"math": load_math, "gym": load_gym}
-    grade = graders[kind](timeout_s)
+    tasks = os.fdopen(os.dup(0), encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    graders = {"math": load_math, "gym": load_gym, "function": load_function}
+    try:
+        grade = graders[kind](timeout_s, setup)
+    except BaseException as error:
+        print(json.dumps({"error": told(error)}), file=pipe, flush=True)
+        return
     limit_memory(memory_mb)
     print(json.dumps({"ready": True}), file=pipe, flush=True)
-    for line in sys.stdin:
+    for line in tasks:
         task = json.loads(line)
         # Ends this process from a native thread, even if the trainer has died and the interpreter is stuck.
         faulthandler.dump_traceback_later(4 * timeout_s + 1, exit=True, file=sys.stderr)
@@ -30,14 +46,38 @@ def main() -> None:
             answer: dict = {"score": float(grade(task))}
         except MemoryError:
             os._exit(3)
-        except (Exception, RecursionError) as error:
-            answer = {"score": 0.0, "error": f"{type(error).__name__}: {error}"[:200]}
+        except BaseException as error:  # sys.exit() in a user's function among them
+            answer = {"score": 0.0, "error": told(error)}
+        if os.getpid() != mine:
+            os._exit(0)  # a copy that the task made of this process: only one may answer
         faulthandler.cancel_dump_traceback_later()
         print(json.dumps(answer), file=pipe, flush=True)
+    end_group()
+
+
+def told(error: BaseException) -> str:
+    """The error in a line."""
+    text = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
+    return text if len(text) <= 400 else f"{text[:400]}..."
+
+
+def end_with(parent: int) -> None:
+    """Ends this process and what it started when the trainer is gone, in the middle of a task too."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    end_group()
+
+
+def end_group() -> None:
+    """Ends this process and what it started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
 
 
 def limit_memory(megabytes: int) -> None:
-    """Caps the address space, so that 10**10**10 fails here and not on the whole machine."""
+    """Caps the address space, so that 10**10**10 fails here and not on the whole machine; 0: no cap."""
+    if not megabytes:
+        return
     try:
         import resource
     except ImportError:  # not on Windows
@@ -45,7 +85,7 @@ def limit_memory(megabytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
 
 
-def load_math(timeout_s: float):
+def load_math(timeout_s: float, setup: str):
     """task {"text", "answer"} -> 1.0 if math-verify finds the answer equal to the reference."""
     import logging
 
@@ -66,7 +106,7 @@ def load_math(timeout_s: float):
     return grade
 
 
-def load_gym(timeout_s: float):
+def load_gym(timeout_s: float, setup: str):
     """task {"answer", "origin"} -> the data set's own score of the answer."""
     import reasoning_gym
 
@@ -84,6 +124,41 @@ def load_gym(timeout_s: float):
         return dataset(*key).score_answer(answer=task["answer"], entry=entry(*key, origin["index"]))
 
     return grade
+
+
+class RefusedError(Exception):
+    """A function that cannot be had; the message says why."""
+
+
+def load_function(timeout_s: float, setup: str):
+    """task {"call": (text, answer, meta)} -> what the user's function says. The trainer sends pickles, in base64."""
+    sys.path[:], path, options = pickle.loads(base64.b64decode(setup))
+    function = find_function(path)
+    return lambda task: function(*pickle.loads(base64.b64decode(task["call"])), **options)
+
+
+def find_function(path: str):
+    """Imports "module:function" or "file.py:function"."""
+    where, _, name = path.rpartition(":")
+    try:
+        if where.endswith(".py"):
+            if not os.path.isfile(where):
+                raise RefusedError(f"no such file {where}")
+            spec = importlib.util.spec_from_file_location(os.path.basename(where)[:-3] + "_reward", where)
+            assert spec is not None  # a .py file always has a loader
+            assert spec.loader is not None
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+    except RefusedError:
+        raise
+    except BaseException as error:
+        raise RefusedError(f"importing {where} failed: {type(error).__name__}: {error}") from error
+    function = vars(module).get(name)
+    if not callable(function):
+        raise RefusedError(f"{where} has no function {name!r}")
+    return function
 
 
 if __name__ == "__main__":

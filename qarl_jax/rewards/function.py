@@ -6,92 +6,84 @@
 
     def graded(text: str, answer: str, meta: dict, **options) -> float: ...
 
-`path` is "package.module:function" or "file.py:function". The function runs in the trainer's process; it must be quick,
-and an exception in it stops the run (a reward that silently became 0 would be worse).
+`path` is "package.module:function" or "file.py:function". The function runs in a process of its own, without an
+accelerator. A function that raises, returns no finite number, ends its process, or takes more than `timeout_s` seconds
+for a response stops the run, with an error that names function and prompt (a reward that silently became 0 would be
+worse). What it prints goes to the standard error stream.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
-import importlib
-import importlib.util
 import os
-from collections.abc import Callable, Sequence
+import pickle
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
+from qarl_jax.rewards.pool import PoolConfig, WorkerPool
 from qarl_jax.rewards.sample import Sample
 from qarl_jax.types import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(PoolConfig):
     """Attributes:
     path: "package.module:function" or "file.py:function".
     options: keyword arguments for the function.
+    workers: processes that it runs in, each with the function's state to itself; 0: one per core, at most 8.
+    timeout_s: seconds a single response may take; then the run ends.
+    recycle_after: responses after which a process is replaced; 0: never.
+    memory_mb: address space of a process; 0: not limited.
     """
 
     path: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    workers: int = 1
+    timeout_s: float = 60.0
+    recycle_after: int = 0
+    memory_mb: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         module, colon, function = self.path.rpartition(":")
         if not (colon and module and function.isidentifier()):
             raise UserError(f"path: expected package.module:function or file.py:function, got {self.path!r}.")
 
 
 class Reward:
-    """See the module's text."""
+    """See the module's text. Raises `UserError` at once for a function that cannot be had."""
 
     def __init__(self, cfg: Config, max_response_len: int):
         self.cfg = cfg
-        self.function = load_function(cfg.path)
+        search = [entry or os.getcwd() for entry in sys.path]
+        setup = base64.b64encode(pickle.dumps((search, cfg.path, cfg.options))).decode()
+        self.pool = WorkerPool("function", cfg, setup=setup, name=f"reward function {cfg.path}")
+        self.pool.start()
 
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
-        return np.array([self._one(sample) for sample in samples], np.float32)
-
-    def _one(self, sample: Sample) -> float:
-        try:
-            value = float(
-                self.function(sample.text, sample.prompt.answer, dict(sample.prompt.meta), **self.cfg.options)
-            )
-        except Exception as error:
-            raise UserError(
-                f"reward function {self.cfg.path} failed on prompt {sample.prompt.uid}: {type(error).__name__}: {error}"
-            ) from error
-        if not np.isfinite(value):
-            raise UserError(f"reward function {self.cfg.path} returned {value} on prompt {sample.prompt.uid}.")
-        return value
+        """Raises `UserError` where the function fails; names function and prompt."""
+        calls = [(sample.text, sample.prompt.answer, dict(sample.prompt.meta)) for sample in samples]
+        tasks = [{"call": base64.b64encode(pickle.dumps(call)).decode()} for call in calls]
+        names = [f"prompt {sample.prompt.uid}" for sample in samples]
+        out = np.zeros(len(samples), np.float32)
+        for i, answer in enumerate(self.pool.answers(tasks, names=names, strict=True)):
+            if answer is None:
+                continue  # not begun, because of one that went wrong, which is told here
+            if answer.error:
+                raise UserError(f"reward function {self.cfg.path} failed on {names[i]}: {answer.error}")
+            score = answer.score
+            if score is None or not abs(score) <= float(np.finfo(np.float32).max):
+                raise UserError(
+                    f"reward function {self.cfg.path} returned {score} on {names[i]}: a reward is a finite float32."
+                )
+            out[i] = score
+        return out
 
     def close(self) -> None:
-        """Nothing to release."""
-
-
-def load_function(path: str) -> Callable[..., float]:
-    """Imports "module:function" or "file.py:function".
-
-    Raises:
-      UserError: no such module, file or function, or the import itself fails.
-    """
-    where, _, name = path.rpartition(":")
-    try:
-        if where.endswith(".py"):
-            if not os.path.isfile(where):
-                raise UserError(f"reward function {path}: no such file {where}.")
-            spec = importlib.util.spec_from_file_location(f"qarl_user_reward_{abs(hash(where))}", where)
-            assert spec is not None  # a .py file always has a loader
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"reward function {path}: importing {where} failed: {type(error).__name__}: {error}") from error
-    function = vars(module).get(name)
-    if not callable(function):
-        raise UserError(f"reward function {path}: {where} has no function {name!r}.")
-    return function
+        """Ends the worker processes."""
+        self.pool.close()

@@ -3,9 +3,9 @@
 """Grading in other processes, with a deadline that always holds.
 
 Symbolic verifiers run on text that a model wrote. Some texts take minutes, some never return, some crash the
-interpreter. So each worker is a process of its own (`_worker.py`: no JAX, no accelerator); a task that misses its
-deadline gets None and its worker is killed and replaced. Workers are also replaced after `recycle_after` tasks,
-because sympy's caches grow.
+interpreter; a user's function may do all of that. So each worker is a process of its own (`_worker.py`: no JAX, no
+accelerator) and leads a process group. A task that misses its deadline gets no score; its worker is killed with all
+that it started, and replaced. Workers are also replaced after `recycle_after` tasks, because sympy's caches grow.
 
 A worker bounds time and memory. It is not a sandbox: several reasoning-gym scorers evaluate expressions, so grade
 untrusted models where you would also run untrusted code.
@@ -13,18 +13,21 @@ untrusted models where you would also run untrusted code.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qarl_jax.types import UserError
@@ -32,6 +35,8 @@ from qarl_jax.types import UserError
 _SCRIPT = os.path.join(os.path.dirname(__file__), "_worker.py")
 # Importing sympy on a loaded two-core machine takes seconds.
 _START_S = 120.0
+# A task that takes longer is spoken of.
+_NOTICE_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +44,8 @@ class PoolConfig:
     """Attributes:
     workers: processes; 0: one per core, at most 8.
     timeout_s: seconds a single response may take; then it scores 0.
-    recycle_after: tasks after which a worker is replaced.
-    memory_mb: address space of a worker.
+    recycle_after: tasks after which a worker is replaced; 0: never.
+    memory_mb: address space of a worker; 0: not limited.
     """
 
     workers: int = 0
@@ -53,56 +58,130 @@ class PoolConfig:
             raise UserError(f"workers must not be negative, got {self.workers}; 0 means one per core.")
         if not 0 < self.timeout_s <= 600:
             raise UserError(f"timeout_s must be above 0 and at most 600 seconds, got {self.timeout_s}.")
-        if self.recycle_after < 1:
-            raise UserError(f"recycle_after must be at least 1 task, got {self.recycle_after}.")
-        if self.memory_mb < 512:
-            raise UserError(f"memory_mb must be at least 512, got {self.memory_mb}: sympy alone takes some hundred.")
+        if self.recycle_after < 0:
+            raise UserError(f"recycle_after must be at least 1 task, or 0 for never; got {self.recycle_after}.")
+        if self.memory_mb and self.memory_mb < 512:
+            raise UserError(
+                f"memory_mb must be at least 512 (sympy alone takes hundreds), or 0: no limit; got {self.memory_mb}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A score, None where there is none; and what went wrong, if something did."""
+
+    score: float | None
+    error: str = ""
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class WorkerPool:
-    """A few graders of one kind. `map` keeps the order of its tasks."""
+    """A few graders of one kind, which keep the order of their tasks.
 
-    def __init__(self, kind: str, cfg: PoolConfig):
+    Args:
+      kind: of the graders, see `_worker.py`.
+      cfg: see `PoolConfig`.
+      setup: what the kind needs to know at its start.
+      name: what the graders are called in what is said of them; empty: by their kind.
+      say: is given a line when a task takes long.
+    """
+
+    def __init__(
+        self, kind: str, cfg: PoolConfig, *, setup: str = "", name: str = "", say: Callable[[str], None] = _tell
+    ):
         self.kind = kind
         self.cfg = cfg
+        self.setup = setup
+        self.name = name or f"the {kind} grading process"
+        self.say = say
         self.size = cfg.workers or min(8, os.cpu_count() or 1)
         self.restarts = 0
         self._lock = threading.Lock()  # of `restarts`: a thread per worker counts
         self._workers: list[_Worker | None] = [None] * self.size
+        self._at: list[tuple[int, float] | None] = [None] * self.size  # each worker's task, and since when
         # Holds the list, not the pool: a dropped pool still takes its processes with it.
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
 
+    def start(self) -> None:
+        """Starts the first worker, if none runs, so that one that cannot start is known now. Raises as `answers`."""
+        if self._workers[0] is None:
+            self._workers[0] = _Worker(self)
+
     def map(self, tasks: Sequence[Mapping[str, Any]]) -> list[float | None]:
-        """Scores; None where a task missed its deadline or brought its worker down.
+        """Scores; None where a task missed its deadline or brought its worker down. Raises as `answers`."""
+        return [None if answer is None else answer.score for answer in self.answers(tasks)]
+
+    def answers(
+        self, tasks: Sequence[Mapping[str, Any]], *, names: Sequence[str] = (), strict: bool = False
+    ) -> list[Answer | None]:
+        """One answer per task.
+
+        Args:
+          tasks: as the kind takes them.
+          names: of the tasks, for what is said of one that takes long.
+          strict: begin no task after one that went wrong; those not begun have None.
 
         Raises:
           UserError: a worker cannot start (a missing package).
         """
         if not tasks:
             return []
-        out: list[float | None] = [None] * len(tasks)
+        out: list[Answer | None] = [None] * len(tasks)
         queue = iter(range(len(tasks)))  # next() on it is atomic
         slots = min(self.size, len(tasks))
+        told: set[int] = set()
         with concurrent.futures.ThreadPoolExecutor(slots) as threads:
-            for done in [threads.submit(self._serve, slot, queue, tasks, out) for slot in range(slots)]:
-                done.result()
+            waiting = {threads.submit(self._serve, slot, queue, tasks, out, strict) for slot in range(slots)}
+            try:
+                while waiting:
+                    done, waiting = concurrent.futures.wait(waiting, timeout=_NOTICE_S)
+                    for each in done:
+                        each.result()
+                    self._tell_of_long(names, told)
+            except BaseException:  # an interrupt: nobody is to wait for a deadline
+                _drain(queue)
+                for worker in self._workers:
+                    if worker is not None:
+                        worker.kill()
+                raise
         return out
 
-    def _serve(self, slot: int, queue: Any, tasks: Sequence[Mapping[str, Any]], out: list[float | None]) -> None:
+    def _tell_of_long(self, names: Sequence[str], told: set[int]) -> None:
+        for at in self._at:
+            if at is not None and at[0] not in told and (seconds := time.monotonic() - at[1]) >= _NOTICE_S:
+                told.add(at[0])
+                task = f" on {names[at[0]]}" if names else ""
+                self.say(f"waiting for {self.name}{task}: {seconds:.0f} s by now, ended after {self.cfg.timeout_s:g} s")
+
+    def _serve(
+        self, slot: int, queue: Any, tasks: Sequence[Mapping[str, Any]], out: list[Answer | None], strict: bool
+    ) -> None:
         for i in queue:
             worker = self._workers[slot]
             if worker is None:
-                worker = self._workers[slot] = _Worker(self.kind, self.cfg)
-            out[i] = worker.ask(tasks[i], self.cfg.timeout_s)
-            if out[i] is None or worker.served >= self.cfg.recycle_after:
+                worker = self._workers[slot] = _Worker(self)
+            self._at[slot] = i, time.monotonic()
+            answer = out[i] = worker.ask(tasks[i], self.cfg.timeout_s)
+            self._at[slot] = None
+            if answer.score is None or (self.cfg.recycle_after and worker.served >= self.cfg.recycle_after):
                 with self._lock:
-                    self.restarts += out[i] is None
+                    self.restarts += answer.score is None
                 worker.stop()
                 self._workers[slot] = None
+            if strict and answer.error:
+                _drain(queue)
 
     def close(self) -> None:
         """Ends the processes; the pool can be used again and then starts new ones."""
         _stop_all(self._workers)
+
+
+def _drain(queue: Any) -> None:
+    """Takes what is left from everybody."""
+    collections.deque(queue, maxlen=0)
 
 
 def _stop_all(workers: list[_Worker | None]) -> None:
@@ -115,44 +194,42 @@ def _stop_all(workers: list[_Worker | None]) -> None:
 class _Worker:
     """One process and its two pipes."""
 
-    def __init__(self, kind: str, cfg: PoolConfig):
+    def __init__(self, pool: WorkerPool):
         self.served = 0
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        hidden = {
-            "CUDA_VISIBLE_DEVICES": "",
-            "JAX_PLATFORMS": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+        mine = pool.kind == "function"  # what a user's function prints is for the user, and its threads are its own
+        if not mine:
+            hidden |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        timeout_s, memory_mb = str(pool.cfg.timeout_s), str(pool.cfg.memory_mb)
         # -P: this folder has a math_verify.py of its own, which must not shadow the package.
         self.process = subprocess.Popen(
-            [sys.executable, "-P", _SCRIPT, kind, str(cfg.timeout_s), str(cfg.memory_mb)],
+            [sys.executable, "-P", _SCRIPT, pool.kind, timeout_s, memory_mb, pool.setup],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self.errors,
+            stderr=None if mine else self.errors,
             env={**os.environ, **hidden},
             start_new_session=True,  # Ctrl-C is the trainer's business
         )
         self.buffer = b""
-        if self._read_line(_START_S) is None:
-            self.process.kill()
-            self.process.wait()
-            self.errors.seek(0)
-            reason = self.errors.read().decode(errors="replace").strip().splitlines()
+        line = self._read_line(_START_S)
+        greeting = {"error": self._last_words()} if line is None else json.loads(line)
+        if "error" in greeting:
             self.stop()
-            raise UserError(f"the {kind} grading process did not start: {reason[-1] if reason else 'no message'}")
+            raise UserError(f"{pool.name} did not start: {greeting['error']}")
 
-    def ask(self, task: Mapping[str, Any], timeout_s: float) -> float | None:
-        """One score, or None if it did not come in time."""
+    def ask(self, task: Mapping[str, Any], timeout_s: float) -> Answer:
+        """The answer; one without a score if it did not come in time, or will not come."""
         self.served += 1
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(OSError):  # it is gone, which shows when it is listened to
             self.process.stdin.write(json.dumps(task).encode() + b"\n")
             self.process.stdin.flush()
-        except OSError:
-            return None
         line = self._read_line(timeout_s)
-        return None if line is None else float(json.loads(line)["score"])
+        if line is not None:
+            answer = json.loads(line)
+            return Answer(float(answer["score"]), answer.get("error", ""))
+        return Answer(None, self._end() or f"it took longer than {timeout_s:g} s")
 
     def _read_line(self, timeout_s: float) -> bytes | None:
         assert self.process.stdout is not None
@@ -169,8 +246,29 @@ class _Worker:
         line, self.buffer = self.buffer.split(b"\n", 1)
         return line
 
+    def _end(self) -> str:
+        """How the process ended, if it did. It is not reaped: as long as it is there, its number is nobody else's."""
+        for _ in range(20):  # the pipe closes a moment before
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if ended is not None:
+                how = "exit code" if ended.si_code == os.CLD_EXITED else "signal"
+                return f"it ended its process, with {how} {ended.si_status}"
+            time.sleep(0.005)
+        return ""
+
+    def _last_words(self) -> str:
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"no message, within {_START_S:g} s at most"
+
+    def kill(self) -> None:
+        """End it, its copies and its children."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def stop(self) -> None:
-        self.process.kill()
+        """End it and let go of it."""
+        self.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout, self.errors):
             if pipe is not None:

@@ -76,6 +76,8 @@ class Config(wire.EngineOptions):
     transport: how weights reach the engine: "cuda_ipc" (learner and engine on one GPU: they never leave it), "nccl" (on
       two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another host), "auto": on one
       host cuda_ipc or nccl, whichever fits, else host. The choice is logged.
+    memory: "given", the engine takes what `kv_cache_gb` and `gpu_memory_utilization` say; "auto", both are chosen
+      before a training run starts: a KV cache for the sequences of a step, or less where the card is too small for it.
     readback: weights compared after each publish: "off", "sampled" (16 inputs of every layer) or "full".
     start_timeout_s: longest start of the engine.
     request_timeout_s: longest silence of the bridge before it is taken for dead (it reports every 2 s).
@@ -89,6 +91,7 @@ class Config(wire.EngineOptions):
     key_file: str = ""
     visible_gpus: str = ""
     transport: Literal["auto", "cuda_ipc", "nccl", "host"] = "auto"
+    memory: Literal["given", "auto"] = "given"
     readback: Literal["off", "sampled", "full"] = "sampled"
     start_timeout_s: float = 600.0
     request_timeout_s: float = 120.0

@@ -39,8 +39,8 @@ def expand(tensors):
     return out
 
 
-def test_the_seven_models_are_there():
-    assert len(PUBLISHED) == 7
+def test_the_eight_models_are_there():
+    assert len(PUBLISHED) == 8
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

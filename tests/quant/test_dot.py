@@ -109,11 +109,7 @@ def test_int8_rows_equal_numpy_ieee_under_jit(profile):
     x[8] = 1e-9
     numerics = Numerics(profile)
     for value in (x, ref.bf(x)):
-        codes, scale = jax.jit(
-            lambda x: quantize_rows(
-                x, amax_floor=numerics.amax_floor, from_rounded_scale=numerics.code_from_rounded_scale
-            )
-        )(value)
+        codes, scale = jax.jit(lambda x: quantize_rows(x, amax_floor=numerics.amax_floor))(value)
         want_codes, want_scale = ref.int8_rows(value, profile)
         np.testing.assert_array_equal(np.asarray(scale), want_scale)
         np.testing.assert_array_equal(np.asarray(codes), want_codes)

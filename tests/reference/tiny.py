@@ -19,6 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from qarl_jax import config, data, models
 from qarl_jax.models import ModelConfig
+from tests.reference import rewards
 
 ALPHABET = "0123456789+=abcdefghijklmno"  # 30 tokens with padding, end and unknown
 ROW_LEN = 24
@@ -96,16 +97,6 @@ def compiled_programs(tmp_path_factory: Any) -> Iterator[str]:
         compilation_cache.reset_cache()
 
 
-def nothing(text: str, answer: str, meta: dict[str, Any]) -> float:
-    """A reward that is always 0."""
-    return 0.0
-
-
-def digit_share(text: str, answer: str, meta: dict[str, Any]) -> float:
-    """A reward that a random policy already varies in: the share of digits in the response."""
-    return sum(character.isdigit() for character in text) / max(1, len(text))
-
-
 class World:
     """A folder with model and data, and the config of a two-step run over them; `tree` may be changed."""
 
@@ -124,7 +115,7 @@ class World:
                 "max_prompt_len": 8,
                 "holdout": 0.2,
             },
-            "reward": {"name": "python", "path": f"{__file__}:digit_share"},
+            "reward": {"name": "python", "path": f"{rewards.__file__}:digit_share"},
             "rollout": {
                 "num_samples_per_prompt": 4,
                 "max_response_len": 12,

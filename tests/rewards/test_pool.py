@@ -2,7 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool's deadline holds whatever a worker does, and its processes go when it goes."""
 
-import os
+import base64
+import json
+import pickle
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,6 +14,8 @@ import pytest
 from qarl_jax.rewards import pool as pool_module
 from qarl_jax.rewards.pool import PoolConfig, WorkerPool
 from qarl_jax.types import UserError
+from tests.reference import rewards
+from tests.reference.bridge_world import is_alive, wait_for
 
 # A worker that does what its task says, speaking the protocol of _worker.py.
 SCRIPT = """
@@ -74,24 +80,16 @@ def test_a_worker_is_replaced_after_its_share_of_tasks(make_pool):
     assert pool.map(do(*["served"] * 7)) == [1, 2, 3, 1, 2, 3, 1]
 
 
-def alive(pid):
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("how", ["close", "drop"])
 def test_no_process_outlives_the_pool(make_pool, how):
     pool = WorkerPool("test", PoolConfig(workers=1, timeout_s=60.0))
     make_pool()
-    (pid,) = pool.map(do("pid"))
-    assert alive(pid)
+    (pid,) = map(int, pool.map(do("pid")))
+    assert is_alive(pid)
     if how == "close":
         pool.close()
     del pool
-    assert not alive(pid)
+    assert not is_alive(pid)
 
 
 def test_a_worker_that_cannot_start_says_why(make_pool, tmp_path):
@@ -99,6 +97,25 @@ def test_a_worker_that_cannot_start_says_why(make_pool, tmp_path):
     (tmp_path / "worker.py").write_text("import no_such_package_here")
     with pytest.raises(UserError, match="did not start: ModuleNotFoundError: No module named 'no_such_package_here'"):
         pool.map(do(1))
+
+
+def test_a_worker_in_the_middle_of_a_task_ends_with_a_killed_trainer():
+    hangs = base64.b64encode(pickle.dumps((sys.path, f"{rewards.__file__}:bad", {}))).decode()
+    worker = [sys.executable, "-P", pool_module._SCRIPT, "function", "600", "0", hangs]
+    task = json.dumps({"call": base64.b64encode(pickle.dumps(("hang", "", {}))).decode()})
+    program = f"""
+import subprocess, time
+worker = subprocess.Popen({worker!r}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+worker.stdout.readline()
+worker.stdin.write({task!r}.encode() + b"\\n")
+worker.stdin.flush()
+print(worker.pid, flush=True)
+time.sleep(1000)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as trainer:
+        pid = int(trainer.stdout.readline())
+        trainer.kill()
+    wait_for(lambda: not is_alive(pid))
 
 
 @pytest.mark.slow

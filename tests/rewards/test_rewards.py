@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every reward gives every text a defined number, and the right one to the tables below."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -16,10 +17,13 @@ from qarl_jax.rewards import (
     function,
     math_verify,
     overlong,
+    pool,
     reasoning_gym,
     total,
 )
 from qarl_jax.types import Prompt, UserError
+from tests.reference import rewards as user
+from tests.reference.bridge_world import is_alive, wait_for
 from tests.reference.rollouts import completion
 
 ORIGIN = {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 2}, "seed": 3, "size": 10, "index": 4}
@@ -48,19 +52,6 @@ def sample(text, answer="42", finish_reason="stop", num_tokens=10, **meta):
     return Sample(prompt=prompt(answer, **meta), text=text, num_tokens=num_tokens, finish_reason=finish_reason)
 
 
-def user_reward(text, answer, meta, bonus=0.0):
-    return (text == answer) + bonus + meta.get("extra", 0.0)
-
-
-def broken_reward(text, answer, meta):
-    raise KeyError("oops")
-
-
-def infinite_reward(text, answer, meta):
-    return float("inf")
-
-
-HERE = __file__
 POOL = {"workers": 1, "timeout_s": 60.0}
 CONFIGS = {
     exact.Config: exact.Config(),
@@ -68,7 +59,7 @@ CONFIGS = {
     reasoning_gym.Config: reasoning_gym.Config(**POOL),
     format.Config: format.Config(),
     overlong.Config: overlong.Config(buffer_len=8),
-    function.Config: function.Config(path=f"{HERE}:user_reward"),
+    function.Config: function.Config(path=f"{user.__file__}:equal"),
 }
 
 
@@ -223,19 +214,20 @@ def test_the_gym_scorer_refuses_prompts_of_another_source():
 
 
 def test_a_user_function_gets_text_answer_meta_and_options():
-    cfg = function.Config(path=f"{HERE}:user_reward", options={"bonus": 0.5})
+    cfg = function.Config(path=f"{user.__file__}:equal", options={"bonus": 0.5})
     assert function.Reward(cfg, 32).score([sample("42", extra=0.25)]) == [1.75]
 
 
 def test_a_user_function_is_found_by_module_name():
-    assert function.load_function("math:sqrt")(4.0) == 2.0
+    with contextlib.closing(function.Reward(function.Config(path="tests.reference.rewards:equal"), 32)) as reward:
+        assert reward.score([sample("42"), sample("41")]).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
         ("math", "expected package.module:function"),
-        ("math:no_such", "has no function 'no_such'"),
+        ("math:no_such", "math:no_such did not start: math has no function 'no_such'"),
         ("no_such_module:f", "importing no_such_module failed"),
         ("/nowhere/file.py:f", "no such file"),
     ],
@@ -245,11 +237,69 @@ def test_a_wrong_function_path_is_refused(path, message):
         function.Reward(function.Config(path=path), 32)
 
 
-def test_a_failing_user_function_stops_the_run_and_names_the_prompt():
-    cases = {"broken_reward": "failed on prompt t/0: KeyError: 'oops'", "infinite_reward": "returned inf"}
-    for name, message in cases.items():
-        with pytest.raises(UserError, match=message):
-            function.Reward(function.Config(path=f"{HERE}:{name}"), 32).score([sample("1")])
+def test_a_file_that_exits_when_it_is_imported_is_refused(tmp_path):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(UserError, match=r"leaves\.py failed: SystemExit: 0"):
+        function.Reward(function.Config(path=f"{tmp_path}/leaves.py:f"), 32)
+
+
+@pytest.fixture(scope="module")
+def bad_reward():
+    """One whose function does what it is told, and with it the patience of three seconds."""
+    with contextlib.closing(function.Reward(function.Config(path=f"{user.__file__}:bad", timeout_s=3.0), 32)) as reward:
+        yield reward
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise", "KeyError: 'oops'"),
+        ("exit", "SystemExit: 0"),
+        ("_exit", "it ended its process, with exit code 0"),
+        ("hang", "it took longer than 3 s"),
+        ("inf", "returned inf"),
+        ("nan", "returned nan"),
+        ("1e300", r"returned 1e\+300"),
+        ("text", "could not convert"),
+        ("none", "TypeError"),
+    ],
+)
+def test_a_failing_user_function_stops_the_run_and_names_function_and_prompt(bad_reward, text, message):
+    with pytest.raises(UserError, match=message) as caught:
+        bad_reward.score([sample("1"), sample(text), sample("1")])
+    assert str(caught.value).startswith(f"reward function {user.__file__}:bad ")
+    assert "on prompt t/0: " in str(caught.value)
+    assert bad_reward.score([sample("1")]) == [1]  # and the next one is graded
+
+
+def test_a_user_function_reads_none_of_the_trainers_messages(bad_reward):
+    assert bad_reward.score([sample("read"), sample("1")]).tolist() == [0, 1]
+
+
+def test_what_a_user_function_forks_ends_with_the_reward_and_answers_nothing(tmp_path):
+    noted = tmp_path / "pids"
+    with contextlib.closing(function.Reward(function.Config(path=f"{user.__file__}:bad"), 32)) as reward:
+        assert reward.score([sample(f"fork {noted}"), sample("1"), sample("1")]).tolist() == [1, 1, 1]
+        (child,) = map(int, noted.read_text().split())
+        assert is_alive(child)
+    wait_for(lambda: not is_alive(child))
+
+
+def test_a_user_function_that_takes_long_is_spoken_of_and_an_interrupt_need_not_wait(monkeypatch):
+    monkeypatch.setattr(pool, "_NOTICE_S", 0.2)
+    with contextlib.closing(function.Reward(function.Config(path=f"{user.__file__}:bad", timeout_s=300), 32)) as reward:
+        said = []
+
+        def say(text):
+            said.append(text)
+            raise KeyboardInterrupt
+
+        reward.pool.say = say
+        with pytest.raises(KeyboardInterrupt):
+            reward.score([sample("hang")] * 5)
+        assert len(said) == 1
+        assert f"{user.__file__}:bad on prompt t/0: 0 s by now, ended after 300 s" in said[0]
+        assert reward.score([sample("1")]) == [1]
 
 
 # ---- sums and grading
@@ -305,7 +355,7 @@ def test_grading_keeps_prompts_samples_and_rewards_together():
         lambda: math_verify.Config(timeout_s=0.0),
         lambda: math_verify.Config(workers=-1),
         lambda: math_verify.Config(memory_mb=1),
-        lambda: math_verify.Config(recycle_after=0),
+        lambda: math_verify.Config(recycle_after=-1),
         lambda: reasoning_gym.Config(threshold=2.0),
     ],
 )

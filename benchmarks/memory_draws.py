@@ -1,0 +1,178 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Does the memory plan keep its word? Settings drawn at random, and what a card says of them.
+
+    python -m benchmarks.memory_draws draw --model DIR --count 10 --seed 0 > draws.jsonl
+    python -m benchmarks.memory_draws run draws.jsonl --only 0 1 2 > results.jsonl
+
+`draw` needs no GPU if it is told how large the card is (--card-gb): it draws settings until it has `count` that the
+plan calls fitting and `count` that it does not, and prints each as a line of JSON. `run` runs them: a fitting one must
+make a step, one that does not fit must be refused, with exit code 2, before anything is loaded. Each line of the
+results says what happened, after how many seconds, and how much of the card was in use at most.
+
+DIR holds config.json, safetensors, a tokenizer, prompts.jsonl ({"prompt", "answer"}) and reward.py with `graded`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from qarl_jax import card, config
+from qarl_jax.types import UserError
+
+CONFIG = "configs/one_h200_8b.yaml"
+# What is drawn, independently of each other.
+CHOICES: dict[str, list[Any]] = {
+    "quant.forward": ["bf16", "w8a8", "fp8", "w4a16"],
+    "model.param_dtype": ["float32", "bfloat16"],
+    "model.remat": ["full", "attention", "mixer", "dots", "auto"],
+    "train.grad_dtype": ["float32", "bfloat16"],
+    "train.micro_batch_rows": [1, 2, 4, 8],
+    "train.row_len": [1280, 2560, 5120, 10240],
+    "train.prompts_per_step": [8, 16, 32],
+    "rollout.max_response_len": [128, 512, 1024],
+    "rollout.engine.kv_cache_gb": [0, 2, 8, 20, 40],
+    "rollout.engine.gpu_memory_utilization": [0.15, 0.3, 0.5],
+    "rollout.engine.memory": ["given", "auto"],
+    "rollout.engine.transport": ["auto", "host"],
+    "optimizer.name": ["muon", "adamw"],
+    "optimizer.moment_dtype": ["float32", "bfloat16"],
+    "optimizer.offload": ["false", "true", "auto"],
+}
+
+
+def overrides(model: str, drawn: dict[str, Any]) -> list[str]:
+    """The command-line settings of a draw: one step, no evaluation, no checkpoint."""
+    fixed = {
+        "model.path": model,
+        "data.source": f"{{name: jsonl, path: {model}/prompts.jsonl}}",
+        "data.template": "{{ question }}",
+        "data.max_prompt_len": 64,
+        "reward": f'{{name: python, path: "{model}/reward.py:graded"}}',
+        "rollout.engine.max_model_len": 1088,
+        "train.steps": 1,
+        "train.prompts_per_update": drawn["train.prompts_per_step"],
+        "checkpoint.every": 0,
+        "eval.every": 0,
+        "eval.at_start": "false",
+        "eval.at_end": "false",
+        "log.view": "lines",
+    }
+    return [f"{key}={value}" for key, value in (fixed | drawn).items()]
+
+
+def draws(model: str, count: int, seed: int, size: int) -> Iterator[dict[str, Any]]:
+    """`count` settings that fit a card of `size` bytes and `count` that do not, in the order they were drawn."""
+    rng = random.Random(seed)
+    left = {True: count, False: count}
+    while any(left.values()):
+        drawn = {key: rng.choice(values) for key, values in CHOICES.items()}
+        if drawn["optimizer.name"] == "adamw":  # a name of its own begins a section anew
+            drawn |= {"optimizer.lr": 1e-6}
+        words = overrides(model, drawn)
+        try:
+            cfg = config.load(CONFIG, words)
+        except UserError:  # the draw makes no sense for a reason of its own
+            continue
+        try:
+            card.settle(cfg, size)
+            fits, said = True, ""
+        except UserError as error:
+            fits, said = False, str(error)
+        if left[fits]:
+            left[fits] -= 1
+            yield {"fits": fits, "said": said, "overrides": words}
+
+
+def used_bytes(ordinal: int = 0) -> int:
+    """Of the card, whoever uses it."""
+    query = ["nvidia-smi", f"--id={ordinal}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return int(done.stdout.split()[0]) << 20 if done.returncode == 0 and done.stdout.split() else 0
+
+
+@contextlib.contextmanager
+def most_used() -> Iterator[list[int]]:
+    """The largest `used_bytes` meanwhile, looked at four times a second, as the only entry of a list."""
+    most, done = [used_bytes()], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.25):
+            most[0] = max(most[0], used_bytes())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield most
+    finally:
+        done.set()
+        thread.join()
+
+
+def run(draw: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    """What `python -m qarl_jax.train` makes of a draw."""
+    with tempfile.TemporaryDirectory() as folder, most_used() as most:
+        command = [
+            sys.executable,
+            "-m",
+            "qarl_jax.train",
+            "--config",
+            CONFIG,
+            *draw["overrides"],
+            f"run_dir={folder}/r",
+        ]
+        start = time.perf_counter()
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+            code, tail = done.returncode, (done.stdout + done.stderr).strip().splitlines()[-3:]
+        except subprocess.TimeoutExpired:
+            code, tail = None, ["timed out"]
+        seconds = time.perf_counter() - start
+        stepped = os.path.exists(f"{folder}/r/metrics.jsonl") and os.path.getsize(f"{folder}/r/metrics.jsonl") > 0
+    kept = (code == 0 and stepped) if draw["fits"] else (code == 2 and not stepped)
+    return draw | {"kept": kept, "code": code, "seconds": seconds, "most_used_gib": most[0] / card.GIB, "tail": tail}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    drawing = verbs.add_parser("draw")
+    drawing.add_argument("--model", required=True)
+    drawing.add_argument("--count", type=int, default=10)
+    drawing.add_argument("--seed", type=int, default=0)
+    drawing.add_argument("--card-gb", type=float, help="GiB; default: this machine's GPU")
+    running = verbs.add_parser("run")
+    running.add_argument("draws")
+    running.add_argument("--only", type=int, nargs="*", help="numbers of lines; default: all")
+    running.add_argument("--limit-s", type=float, default=280.0)
+    args = parser.parse_args(argv)
+    if args.verb == "draw":
+        size = card.card_bytes() if args.card_gb is None else int(args.card_gb * card.GIB)
+        if size is None:
+            parser.error("there is no GPU here: say --card-gb")
+        for draw in draws(args.model, args.count, args.seed, size):
+            print(json.dumps(draw), flush=True)
+        return 0
+    with open(args.draws, encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    broken = 0
+    for number in range(len(lines)) if args.only is None else args.only:
+        result = run(lines[number], args.limit_s)
+        broken += not result["kept"]
+        print(json.dumps({"number": number} | result), flush=True)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
