@@ -104,7 +104,9 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
         y, used = plain(*operands)
         return round_to(y, x.dtype), used
 
-    return lax.platform_dependent(x, qt.qvalue, qt.scale, bias, cuda=fused.layer, default=rounded)
+    # Named here: traces are kept by what a function is told.
+    kernels = functools.partial(fused.layer, kernels=fused.CHOSEN[NAME])
+    return lax.platform_dependent(x, qt.qvalue, qt.scale, bias, cuda=kernels, default=rounded)
 
 
 def _forward(x, codes, scale, bias, *, numerics: Numerics, product):
