@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gemm import seconds
+from qarl_jax.kernels.attention_vendor import runs
 from qarl_jax.models.attention import attention
-from qarl_jax.models.fused_attention import runs
 
 
 def measure(args: argparse.Namespace, implementation: str, segments: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qarl_jax import quant
-from qarl_jax.live_layers import Difference
+from qarl_jax.verify.layers import Difference
 
 # K, N of Qwen3's layers: 0.6B (qkv, down), 4B (gate_up), 8B (qkv, o, gate_up, down)
 SHAPES = ((1024, 4096), (3072, 1024), (2560, 19456), (4096, 6144), (4096, 4096), (12288, 4096))

@@ -24,8 +24,8 @@ import numpy as np
 
 from benchmarks.gemm import seconds
 from benchmarks.shapes import SIZES
-from qarl_jax.quant import grouped
-from qarl_jax.quant.grouped import Tile
+from qarl_jax.kernels import experts_triton
+from qarl_jax.kernels.experts_triton import Tile
 
 TILES = (
     Tile(),
@@ -72,10 +72,10 @@ def main(argv: list[str] | None = None) -> int:
     for n, k in ((size["expert_inter"], size["hidden"]), (size["hidden"], size["expert_inter"])):
         for dtype, out in ((jnp.bfloat16, jnp.bfloat16), (jnp.int8, jnp.int32)):
             x, w, dy = (jnp.asarray(rng.integers(-9, 9, s), dtype) for s in ((m, k), (experts, n, k), (m, n)))
-            rows = lambda x, w, sizes, tile, out=out: grouped.product(x, w, sizes, out, tile=tile)  # noqa: E731
+            rows = lambda x, w, sizes, tile, out=out: experts_triton.product(x, w, sizes, out, tile=tile)  # noqa: E731
             lines += measure("rows", rows, (x, w, sizes), TILES, args.repeats)
             if dtype == jnp.bfloat16:
-                weights = lambda dy, x, sizes, tile: grouped.weight_gradient(dy, x, sizes, dy.dtype, tile=tile)  # noqa: E731
+                weights = lambda dy, x, sizes, tile: experts_triton.weight_gradient(dy, x, sizes, dy.dtype, tile=tile)  # noqa: E731
                 lines += measure("weights", weights, (dy, x, sizes), TILES, args.repeats)
         if args.out:
             with open(args.out, "w", encoding="utf-8") as file:

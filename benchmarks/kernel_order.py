@@ -55,7 +55,8 @@ from jax.extend.core import Primitive
 
 from benchmarks.gpu_linears import Kernels, Machete, from_torch, inputs, to_torch
 from qarl_jax import quant
-from qarl_jax.quant import fp8, machete
+from qarl_jax.numerics import machete
+from qarl_jax.quant.schemes import fp8
 
 # K, N: the alignment experiment's policy (down, qkv, o, gate_up), Qwen3-1.7B (down, qkv), 8B (qkv, down)
 SHAPES = ((1024, 384), (384, 640), (384, 384), (384, 2048), (6144, 2048), (2048, 4096), (4096, 6144), (12288, 4096))

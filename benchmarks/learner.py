@@ -8,7 +8,7 @@
 A step: quantization of all weights, forward, per-token log-probs, clipped loss (sequence-mean-token-mean), backward,
 clip by global norm, AdamW. With --master bfloat16 parameters, gradients and both Adam moments are bfloat16 and there is
 no fp32 master, the setting of the peer (transformers + torch.compile); with float32 they are what we train with. Model
-FLOPs are those of `qarl_jax.flops`.
+FLOPs are those of `qarl_jax.observe.flops`.
 
 --peer is a command that does the same work and prints `RESULT ... tokens_per_s=X ...`; it runs first, alone on the GPU,
 and every line then has the ratio to it. Writes one JSON line per scheme to stdout, and all of them to --out; a scheme
@@ -30,7 +30,9 @@ import numpy as np
 
 from benchmarks import shapes
 from benchmarks.timing import seconds_of
-from qarl_jax import flops, models, sharding
+from qarl_jax import models
+from qarl_jax.observe import flops
+from qarl_jax.runtime import mesh as sharding
 from qarl_jax.types import UserError
 
 

@@ -6,7 +6,7 @@
 
 XLA compiles the update of Qwen3 shapes ahead of time for an H200 and says what it will hold: arguments, results that
 share no buffer with them, and temporaries. `plan.update_parts` computes the same from shapes alone. One JSON line per
-case; `tests/test_plan.py` holds the prediction to the recorded ones.
+case; `tests/run/test_memory_plan.py` holds the prediction to the recorded ones.
 
 What is needed is jax's CUDA plugin (`pip install "jax[cuda12]"`) and, where there is no GPU,
 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu. Kernels are not autotuned: that takes the device itself, and moves
@@ -41,8 +41,9 @@ from jax.sharding import AxisType, Mesh
 
 from benchmarks import shapes
 from benchmarks.shapes import Setting
-from qarl_jax import plan, sharding
-from qarl_jax.learner import Learner, TrainState
+from qarl_jax.learning.learner import Learner, TrainState
+from qarl_jax.run import memory_plan
+from qarl_jax.runtime import mesh as sharding
 from qarl_jax.types import TrainBatch
 
 TARGET = pathlib.Path(__file__).parent / "targets" / "h200.txtpb"
@@ -114,8 +115,10 @@ def lower(case: Setting, mesh: Mesh) -> list[tuple[Any, int]]:
         if not case.offload:
             traces = [(made._update.trace(state, *rest), 0)]
         else:
-            traces = [(made._grads.trace(state.params, *rest), plan.nbytes(params) + plan.nbytes(qweights))]
-            traces += streamed(made, state, plan.nbytes(qweights))
+            traces = [
+                (made._grads.trace(state.params, *rest), memory_plan.nbytes(params) + memory_plan.nbytes(qweights))
+            ]
+            traces += streamed(made, state, memory_plan.nbytes(qweights))
         return [(trace.lower(lowering_platforms=("cuda",)), held) for trace, held in traces]
 
 
@@ -128,8 +131,8 @@ def streamed(made: Learner, state: TrainState, beside: int) -> list[tuple[Any, i
     grads = [x.update(dtype=made.grad_dtype) for x in params]
     counters = [moments[i] for i in layout.counters]
     norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=made.replicated)
-    held = plan.nbytes(params) + plan.nbytes(grads) + beside
-    visits = [plan.nbytes([moments[i] for i in group.moments]) for group in layout.groups]
+    held = memory_plan.nbytes(params) + memory_plan.nbytes(grads) + beside
+    visits = [memory_plan.nbytes([moments[i] for i in group.moments]) for group in layout.groups]
     traces = []
     for number, (group, program) in enumerate(zip(layout.groups, programs, strict=True)):
         own = [params[i] for i in group.params], [moments[i] for i in group.moments], counters

@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from qarl_jax import card, config
+from qarl_jax.run import card, config
 from qarl_jax.types import UserError
 
 CONFIG = "configs/one_h200_8b.yaml"

@@ -28,8 +28,9 @@ from pathlib import Path
 import jax
 from flax import nnx
 
-from qarl_jax import models, parity
+from qarl_jax import models
 from qarl_jax.types import UserError
+from qarl_jax.verify import ladder
 
 SCHEMES = ("bf16", "w8a8", "w4a8", "w4a16")
 
@@ -83,7 +84,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.mixture:
         make_mixture(args.mixture)
-    options = parity.Options(
+    options = ladder.Options(
         prompts=args.prompts,
         prompt_len=args.prompt_len,
         response_len=args.response_len,
@@ -99,7 +100,7 @@ def main() -> int:
     print("| scheme | pair | tokens | k1 | k3 | mean | max | within 1e-4 |\n|---|---|---|---|---|---|---|---|")
     try:
         for scheme in args.schemes:
-            result = parity.climb(str(args.model or args.mixture), scheme, args.engine, options)
+            result = ladder.climb(str(args.model or args.mixture), scheme, args.engine, options)
             record["results"].append(result)
             args.out.write_text(json.dumps(record, indent=1) + "\n")
             for pair in ("aligned", "own_routing", "unaligned"):

@@ -29,8 +29,9 @@ import numpy as np
 
 from benchmarks import shapes
 from benchmarks.timing import seconds_of
-from qarl_jax import compilation, sharding
 from qarl_jax.data.packing import Packed, pack
+from qarl_jax.runtime import compilation
+from qarl_jax.runtime import mesh as sharding
 from qarl_jax.types import Completion, Prompt, RolloutGroup
 
 _SEGMENTS = 64  # most responses to a packed row

@@ -47,12 +47,13 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the engine sh
 import jax
 import numpy as np
 from flax import nnx
-from qarl_bridge import sender
-from qarl_bridge.wire import BridgeError
+from qarl_bridge.client import sender
+from qarl_bridge.protocol.messages import BridgeError
 
-from qarl_jax import models, parity, quant
+from qarl_jax import models, quant
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
-from qarl_jax.rollout.vllm import Config, VllmEngine
+from qarl_jax.rollout.vllm.engine import Config, VllmEngine
+from qarl_jax.verify import ladder
 
 # hidden, intermediate, layers, q-heads, kv-heads, head_dim, vocabulary, experts (0: dense), expert's intermediate
 SHAPES = {
@@ -263,7 +264,7 @@ def soak(name: str, weights: PolicyWeights, scheme: str, args: argparse.Namespac
     """
     policies = (moved(weights, 1.0), moved(weights, 1.01))
     vocab = models.config_of(weights.graphdef).vocab_size
-    prompts = parity.random_prompts(vocab, 4, 8, 0)
+    prompts = ladder.random_prompts(vocab, 4, 8, 0)
     sampling = SamplingConfig(max_response_len=8)
     log: list[str] = []
     engine = engine_for(args, log)
@@ -353,7 +354,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in (args.model,) if args.model else args.shapes or ("tiny", "100mb"):
         for scheme in args.schemes:
             if args.model:
-                weights = dataclasses.replace(parity.load(name, scheme, args.engine), qweights=None)
+                weights = dataclasses.replace(ladder.load(name, scheme, args.engine), qweights=None)
             else:
                 weights = shaped(name, args.layers, scheme, args.engine)
             if args.soak:

@@ -66,10 +66,10 @@ def random_policy(scheme: str, args: argparse.Namespace) -> PolicyWeights:
 
 def engine_of(name: str, args: argparse.Namespace) -> RolloutEngine:
     if name == "jax":
-        from qarl_jax.rollout.jax_sampler import Config
+        from qarl_jax.rollout.embedded.engine import Config
 
         return make_engine("jax", Config(batch_size=args.batch))
-    from qarl_jax.rollout.vllm import Config as VllmConfig
+    from qarl_jax.rollout.vllm.engine import Config as VllmConfig
 
     return make_engine("vllm", VllmConfig(max_model_len=512, max_num_seqs=args.batch, kv_cache_gb=1.0))
 

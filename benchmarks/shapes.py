@@ -12,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from qarl_jax import models, optimizer, plan
-from qarl_jax.learner import Learner, Options
+from qarl_jax import models
+from qarl_jax.kernels import products
+from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_loss
-from qarl_jax.quant import fused, resolve
+from qarl_jax.optim import build as optimizer
+from qarl_jax.quant import resolve
+from qarl_jax.run import memory_plan
 from qarl_jax.types import TrainBatch
 
 SIZES = {
@@ -116,7 +119,7 @@ def optimizer_config(setting: Setting) -> optimizer.Config:
 def make_learner(setting: Setting, mesh: Mesh) -> tuple[Learner, Any, Any]:
     """(learner, abstract params, abstract QTensors): GRPO, one update of one micro-batch."""
     if setting.kernels:  # of the whole process
-        fused.choose(setting.scheme, setting.kernels)
+        products.choose(setting.scheme, setting.kernels)
     graphdef, params, qweights = models.split(models.abstract_model(model_config(setting)))
     options: dict[str, Any] = {"grad_dtype": setting.grad}
     made = Learner(
@@ -137,14 +140,14 @@ def opt_state_of(setting: Setting, params: Any) -> Any:
 def host_bytes(setting: Setting) -> int:
     """Bytes of the optimizer state that rest on the host."""
     params = models.split(models.abstract_model(model_config(setting)))[1]
-    return plan.nbytes(opt_state_of(setting, params)) if setting.offload else 0
+    return memory_plan.nbytes(opt_state_of(setting, params)) if setting.offload else 0
 
 
 def planned(setting: Setting) -> dict[str, int]:
     """What the memory plan says of an update of `setting` on one device: bytes by part."""
     graphdef, params, qweights = models.split(models.abstract_model(model_config(setting)))
     opt_state = opt_state_of(setting, params)
-    return plan.update_parts(
+    return memory_plan.update_parts(
         models.config_of(graphdef),
         params,
         qweights,

@@ -27,7 +27,8 @@ import numpy as np
 
 from benchmarks import shapes
 from benchmarks.timing import seconds_of
-from qarl_jax import models, sharding
+from qarl_jax import models
+from qarl_jax.runtime import mesh
 
 
 def timed(call: Any, repeats: int) -> float:
@@ -44,7 +45,7 @@ def phases(
       published: the sampler's scheme, where it is not the learner's.
       publish_s: of a publish, where it is known; None: measured to the host.
     """
-    made, abstract, _ = shapes.make_learner(setting, sharding.make_mesh(fsdp=-1))
+    made, abstract, _ = shapes.make_learner(setting, mesh.make_mesh(fsdp=-1))
     state = made.init(shapes.random_params(abstract, made.param_shardings))
     host = shapes.batch(setting)
     batch, counts = made.put(host), (host.loss_mask.sum(), setting.rows * setting.segments)

@@ -36,15 +36,19 @@ import jax
 import numpy as np
 from flax import nnx
 from packaging.requirements import Requirement
-from qarl_bridge.wire import BridgeError
+from qarl_bridge.protocol.messages import BridgeError
 
-from qarl_jax import build, card, config, data, live_layers, models, plan, quant
-from qarl_jax.config import RunConfig
-from qarl_jax.models import hf
+from qarl_jax import data, models, quant
+from qarl_jax.models.hf import weights as hf
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant.dot import Dense
-from qarl_jax.rollout import PolicyWeights, vllm
+from qarl_jax.rollout import PolicyWeights
+from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.run import build, card, config
+from qarl_jax.run import memory_plan as plan
+from qarl_jax.run.config import RunConfig
 from qarl_jax.types import UserError, entry_point
+from qarl_jax.verify import layers
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -577,12 +581,12 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
         if model.numerics.profile == "plain" or facts.execution == "compiled":
             return  # the learner mirrors no engine, or the engine calls no module by itself
         for what, names, linear in (
-            ("live layers", live_layers.linear_names(model), True),
-            ("live blocks", live_layers.block_names(model), False),
+            ("live layers", layers.linear_names(model), True),
+            ("live blocks", layers.block_names(model), False),
         ):
             if names:
-                compared = live_layers.compare(weights, engine.probe(PROBE_PROMPT, names), linear)
-                good, found = live_layers.judge(compared, cfg.quant.rollout_scheme, linear)
+                compared = layers.compare(weights, engine.probe(PROBE_PROMPT, names), linear)
+                good, found = layers.judge(compared, cfg.quant.rollout_scheme, linear)
                 todo = f"the learner computes otherwise than this build: take another scheme, {report}"
                 yield check(what, good, found, todo, "fail" if aligned else "warn")
     except vllm.BrokenPromiseError as error:

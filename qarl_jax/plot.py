@@ -6,7 +6,8 @@ Writes <out>/curves.png, <out>/report.html, and where runs recorded histograms <
 
 Curves: one panel per question a run raises (does it learn, how long does it answer, does it still
 explore, how far are learner and sampler apart, how much does the loss clip, is training steady), one colour per run.
-The faint line is what was measured, the strong one its running mean. A panel that no run has a number for is left out.
+The faint line is what was measured, the strong one its running mean. A panel that no run has a number for, or only
+zeros, is left out. Held-out evaluations stand at the version that was evaluated, of which a step's samples were drawn.
 
 Ratios: how far the updates moved the policy, and how far sampler and learner are apart, per token and per response, by
 the sign of A, summed over each run's last steps.
@@ -28,8 +29,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl_jax import report
-from qarl_jax.observe import read_lines
+from qarl_jax.observe import html_report
+from qarl_jax.observe.recorder import read_lines
 from qarl_jax.types import UserError, entry_point
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -56,8 +57,12 @@ class Panel:
 
     def series(self, run: Run, metric: str) -> tuple[list[int], list[float]]:
         """Steps and values of one of its metrics that it can show."""
-        steps, values = run.series(metric, self.needs)
+        steps, values = run.evaluated(metric) if metric in self.markers else run.series(metric, self.needs)
         return _positive(steps, values) if self.log else (steps, values)
+
+    def values(self, runs: Sequence[Run]) -> list[float]:
+        """All that it can show."""
+        return [x for run in runs for metric in (*self.metrics, *self.markers) for x in self.series(run, metric)[1]]
 
 
 PANELS: tuple[Panel, ...] = (
@@ -153,10 +158,22 @@ PANELS: tuple[Panel, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run's name in the legend and its records, by step."""
+    """A run's name in the legend, its records by step, and those of its held-out evaluations by version."""
 
     name: str
     records: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]] = ()
+
+    def evaluated(self, metric: str) -> tuple[list[int], list[float]]:
+        """Versions and values of a held-out metric, the policy before training included (version 0).
+
+        Step n samples from version n, and is recorded with the evaluation of version n + 1 that it made.
+        """
+        if not self.evaluations:
+            steps, values = self.series(metric)
+            return [step + 1 for step in steps], values
+        points = [(record["version"], float(record[metric])) for record in self.evaluations if metric in record]
+        return [version for version, _ in points], [value for _, value in points]
 
     def series(self, metric: str, needs: str = "") -> tuple[list[int], list[float]]:
         """Steps and values where the metric is a finite number, and `needs` (where given) is positive."""
@@ -186,7 +203,9 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
         records = sorted(read_lines(file), key=lambda record: record["step"])
         if not records:
             raise UserError(f"{file} holds no step yet.")
-        runs.append(Run(name=name, records=records))
+        held_out = file.with_name("eval.jsonl")
+        evaluations = read_lines(held_out) if file.name == "metrics.jsonl" and held_out.is_file() else []
+        runs.append(Run(name=name, records=records, evaluations=evaluations))
     return runs
 
 
@@ -210,8 +229,14 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return out
 
 
+def _panels(runs: Sequence[Run], extra: Sequence[str]) -> list[Panel]:
+    """Those in which not everything is zero, and those of the metrics that were asked for."""
+    asked = [Panel(title=metric, metrics={metric: ""}) for metric in extra]
+    return [panel for panel in PANELS if any(panel.values(runs))] + [panel for panel in asked if panel.values(runs)]
+
+
 def figure(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> Any:
-    """The figure with every panel some run has numbers for.
+    """The figure with every panel in which some run has a number other than zero.
 
     Args:
       runs: at most seven read well.
@@ -227,8 +252,7 @@ def figure(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -
     except ImportError:
         raise UserError("Plots need matplotlib: pip install qarl-jax[plot].") from None
 
-    panels = [*PANELS, *(Panel(title=metric, metrics={metric: ""}) for metric in extra)]
-    drawn = [p for p in panels if any(p.series(run, m)[0] for run in runs for m in (*p.metrics, *p.markers))]
+    drawn = _panels(runs, extra)
     if not drawn:
         raise UserError("No run has any of the metrics that plots show; name some with --metric.")
 
@@ -283,7 +307,7 @@ def ratio_figure(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> Any:
         from matplotlib.lines import Line2D
     except ImportError:
         raise UserError("Plots need matplotlib: pip install qarl-jax[plot].") from None
-    from qarl_jax.loss.diagnostics import EDGES
+    from qarl_jax.loss.common.diagnostics import EDGES
 
     edges = [EDGES[0] * 1.5, *EDGES, EDGES[-1] * 1.5]
     fig = Figure(figsize=(9.5, 2.5 * len(HISTOGRAMS) + 0.5), layout="constrained")
@@ -312,10 +336,10 @@ def ratio_figure(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> Any:
     return fig
 
 
-def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> list[report.Chart]:
+def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> list[html_report.Chart]:
     """The panels of `figure`, as the report draws them."""
     out = []
-    for panel in [*PANELS, *(Panel(title=metric, metrics={metric: ""}) for metric in extra)]:
+    for panel in _panels(runs, extra):
         lines = []
         for index, run in enumerate(runs):
             for style, (metric, label) in enumerate(panel.metrics.items()):
@@ -323,16 +347,15 @@ def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -
                 mean = running_mean(values, window)
                 if steps and window > 1:
                     lines.append(
-                        report.Line(label=label, run=index, style=style, steps=steps, values=values, faint=True)
+                        html_report.Line(label=label, run=index, style=style, steps=steps, values=values, faint=True)
                     )
                 if steps:
-                    lines.append(report.Line(label=label, run=index, style=style, steps=steps, values=mean))
+                    lines.append(html_report.Line(label=label, run=index, style=style, steps=steps, values=mean))
             for metric, label in panel.markers.items():
                 steps, values = panel.series(run, metric)
                 if steps:
-                    lines.append(report.Line(label=label, run=index, steps=steps, values=values, marks=True))
-        if lines:
-            out.append(report.Chart(title=panel.title, lines=lines, percent=panel.percent, log=panel.log))
+                    lines.append(html_report.Line(label=label, run=index, steps=steps, values=values, marks=True))
+        out.append(html_report.Chart(title=panel.title, lines=lines, percent=panel.percent, log=panel.log))
     return out
 
 
@@ -407,8 +430,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             raise UserError(f"Cannot write {target}: {error.strerror or error}.") from None
     names = {run.name: path for run, path in zip(runs, args.runs, strict=True)}
-    page = report.render(names, charts(runs, window=args.window, extra=args.metric), steps=args.report_steps)
-    report.write(Path(args.out) / "report.html", page)
+    page = html_report.render(names, charts(runs, window=args.window, extra=args.metric), steps=args.report_steps)
+    html_report.write(Path(args.out) / "report.html", page)
     for name in [*figures, "report.html"]:
         print(Path(args.out) / name)
     return 0

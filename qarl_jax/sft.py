@@ -25,13 +25,15 @@ from typing import Annotated, Any, Literal
 import jax
 import numpy as np
 
-from qarl_jax import data, metrics, models, optimizer, schema, sharding
-from qarl_jax.data.traces import Manner, worked_answer
-from qarl_jax.learner import Learner, Options
+from qarl_jax import data, metrics, models
+from qarl_jax.data.worked.answers import Manner, worked_answer
+from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.metrics import Mean, Metric, masked_mean
+from qarl_jax.optim import build as optimizer
+from qarl_jax.run.export import RECEIPT
+from qarl_jax.runtime import mesh
+from qarl_jax.typed_config import load
 from qarl_jax.types import LossInputs, TrainBatch, UserError, entry_point
-
-RECEIPT = "sft.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ class Config:
     slip_rate: float = 0.0
     quant: str = "bf16"
     train: Train = dataclasses.field(default_factory=Train)
-    optimizer: Annotated[Any, schema.Variants(optimizer.OPTIMIZERS)] = dataclasses.field(
+    optimizer: Annotated[Any, load.Variants(optimizer.OPTIMIZERS)] = dataclasses.field(
         default_factory=lambda: optimizer.AdamW(lr=1e-5)
     )
     seed: int = 0
@@ -156,7 +158,7 @@ def rows_of(examples: Sequence[tuple[Sequence[int], Sequence[int]]], row_len: in
 
 def fingerprint(cfg: Config) -> str:
     """Hash of the resolved config: two equal ones make the same model."""
-    return hashlib.sha256(json.dumps(schema.to_dict(cfg), sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(load.to_dict(cfg), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def is_done(cfg: Config) -> bool:
@@ -199,7 +201,7 @@ def run(cfg: Config) -> None:
         loss_fn=NegativeLogLikelihood(),
         optimizer=transformation,
         schedule=optimizer.make_schedule(cfg.optimizer.lr, cfg.optimizer.schedule, cfg.train.updates),
-        mesh=sharding.make_mesh(),
+        mesh=mesh.make_mesh(),
         options=Options(max_segments=1, offload=cfg.optimizer.offload is True),
     )
     state = learner.init(params)
@@ -226,7 +228,7 @@ def run(cfg: Config) -> None:
     # ---- write: the folder appears whole or not at all --------------------------------------------------------------
     models.save_hf(learner.model(state.params), staging)
     with open(os.path.join(staging, RECEIPT), "w", encoding="utf-8") as handle:
-        json.dump({"fingerprint": fingerprint(cfg), "config": schema.to_dict(cfg)}, handle, indent=2, default=str)
+        json.dump({"fingerprint": fingerprint(cfg), "config": load.to_dict(cfg)}, handle, indent=2, default=str)
     shutil.rmtree(cfg.out, ignore_errors=True)
     os.replace(staging, cfg.out)
     print(f"wrote {cfg.out}")
@@ -239,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--force", action="store_true", help="train even if `out` is up to date")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
-    cfg = schema.load(Config, args.config, args.overrides)
+    cfg = load.load(Config, args.config, args.overrides)
     if is_done(cfg) and not args.force:
         print(f"{cfg.out} is up to date (same config); --force trains it again")
         return 0

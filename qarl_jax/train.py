@@ -33,35 +33,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from qarl_jax import (
-    build,
-    card,
-    compilation,
-    config,
-    data,
-    error_tokens,
-    flops,
-    hosts,
-    metrics,
-    observe,
-    partial,
-    plan,
-    quant,
-    strategies,
-    trace,
-    uaq,
-    view,
-)
-from qarl_jax import evaluate as evaluations
-from qarl_jax.checkpoint import Checkpoints, DamagedCheckpointError, Restored
-from qarl_jax.config import RunConfig
-from qarl_jax.critic import Critic, Targets
+from qarl_jax import data, metrics, quant
 from qarl_jax.data import packing
-from qarl_jax.learner import Learner, TrainState, code_flips
-from qarl_jax.loss import diagnostics
+from qarl_jax.learning.critic import Critic, Targets
+from qarl_jax.learning.learner import Learner, TrainState, code_flips
 from qarl_jax.loss.advantages import finite, group_advantages
+from qarl_jax.loss.common import diagnostics
 from qarl_jax.metrics import Metric
-from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine
+from qarl_jax.models import invariant_scaling
+from qarl_jax.observe import error_tokens, flops, recorder, terminal, token_trace
+from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, dynamic_sampling, partial_rollouts
+from qarl_jax.run import build, card, config, memory_plan
+from qarl_jax.run import evaluation as evaluations
+from qarl_jax.run.checkpoint import Checkpoints, DamagedCheckpointError, Restored
+from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import compilation, processes
 from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, entry_point
 
 # Reported once more over the updates after a step's first, where alone the ratio bands can act (the first has ratio 1).
@@ -87,7 +73,7 @@ class Interrupt:
 
     def agreed(self) -> bool:
         """Whether any process was asked to stop; all come to the same."""
-        return hosts.any_of(self.requested)
+        return processes.any_of(self.requested)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.requested:
@@ -104,13 +90,13 @@ def run(cfg: RunConfig) -> None:
     """One run, from its last checkpoint or from the start, to `train.steps`, an interrupt or an error."""
     with contextlib.ExitStack() as stack:
         # ---- what is cheap and can refuse, before what takes minutes -------------------------------------------------
-        hosts.start(cfg.distributed)
+        processes.start(cfg.distributed)
         interrupt = stack.enter_context(Interrupt())
         same_config(cfg)
-        observer: observe.Observer | observe.Silent = observe.Silent()
-        with hosts.together():
-            if hosts.is_first():
-                observer = observe.Observer(cfg.run_dir, cfg.log, total_steps=cfg.train.steps)
+        observer: recorder.Observer | recorder.Silent = recorder.Silent()
+        with processes.together():
+            if processes.is_first():
+                observer = recorder.Observer(cfg.run_dir, cfg.log, total_steps=cfg.train.steps)
         stack.enter_context(observer)
         grader = stack.enter_context(contextlib.closing(build.make_grader(cfg)))
         # Entered, so that leaving by an interrupt waits for a save in the background and tells if it failed.
@@ -127,8 +113,8 @@ def run(cfg: RunConfig) -> None:
         held_out = build.eval_prompts(cfg, tokenizer) if evaluates else []
 
         # ---- policy, learner, engine ---------------------------------------------------------------------------------
-        resumed = hosts.from_first(lambda: checkpoints.latest_step() is not None)
-        profile = hosts.from_first(lambda: build.numerics_of_run(cfg, cfg.run_dir).profile) if resumed else None
+        resumed = processes.from_first(lambda: checkpoints.latest_step() is not None)
+        profile = processes.from_first(lambda: build.numerics_of_run(cfg, cfg.run_dir).profile) if resumed else None
         graphdef, params = build.load_model(cfg, mesh, quant.Numerics(profile) if profile else None)
         learner = build.make_learner(cfg, graphdef, mesh)
         # The reference is the policy the run starts from, whatever checkpoint it resumes from.
@@ -150,12 +136,14 @@ def run(cfg: RunConfig) -> None:
             unfinished = restored.extra.get("partial")
             observer.say(f"resuming {cfg.run_dir} after step {start}")
         # Responses that were interrupted, where `rollout.partial` is on: state of the run as much as the weights are.
-        buffer = partial.restore(cfg.rollout.partial, unfinished, stream, start, cfg.rollout.num_samples_per_prompt)
-        with hosts.together():
-            observer.start(config=config.to_dict(cfg), facts=plan.facts(cfg, graphdef))
+        buffer = partial_rollouts.restore(
+            cfg.rollout.partial, unfinished, stream, start, cfg.rollout.num_samples_per_prompt
+        )
+        with processes.together():
+            observer.start(config=config.to_dict(cfg), facts=memory_plan.facts(cfg, graphdef))
             observer.write("config.yaml", config.to_yaml(cfg))
             observer.truncate_to(start - 1)
-        evaluated = bool(hosts.from_first(lambda: evaluations.history(cfg.run_dir, up_to=start)))
+        evaluated = bool(processes.from_first(lambda: evaluations.history(cfg.run_dir, up_to=start)))
         engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, observer.say)))
         publisher = Publisher(cfg, learner, engine)
 
@@ -176,7 +164,7 @@ def run(cfg: RunConfig) -> None:
                 key=build.seed_of(cfg.seed, 0, "eval"),
                 ks=cfg.eval.ks,
             ).metrics
-            hosts.from_first(lambda: evaluations.record(cfg.run_dir, version, result))
+            processes.from_first(lambda: evaluations.record(cfg.run_dir, version, result))
             return result
 
         # ---- the loop ------------------------------------------------------------------------------------------------
@@ -184,7 +172,7 @@ def run(cfg: RunConfig) -> None:
         if cfg.eval.at_start and start == 0 and not evaluated:
             observer.say(f"held-out reward before training: {evaluate(0)['eval/reward/mean']:.3f}")
 
-        timer, recompiles = observe.PhaseTimer(), compilation.Recompiles()
+        timer, recompiles = recorder.PhaseTimer(), compilation.Recompiles()
         peak_flops = flops.of_devices(mesh.devices.flat)
 
         def sample(step: int, prompts: list[Prompt], batch: int) -> tuple[list[RolloutGroup], dict[str, np.ndarray]]:
@@ -214,12 +202,12 @@ def run(cfg: RunConfig) -> None:
             timer.take()
             if step == start + 1:
                 recompiles.take()  # a process's first step warms up
-            profiled = step in cfg.train.profile_steps and hosts.is_first()
+            profiled = step in cfg.train.profile_steps and processes.is_first()
             folder = os.path.join(cfg.run_dir, "profile")
             with jax.profiler.trace(folder) if profiled else contextlib.nullcontext():
                 # ---- sample and grade: nothing has changed yet, so an interrupt drops the step -----------------------
                 if cfg.rollout.partial.is_on:
-                    collected, left = partial.collect(
+                    collected, left = partial_rollouts.collect(
                         cfg.rollout.partial,
                         cfg.rollout.dynamic,
                         stream,
@@ -233,12 +221,12 @@ def run(cfg: RunConfig) -> None:
                     )
                 else:
                     sample_step = functools.partial(sample, step)
-                    collected, left = strategies.collect(cfg.rollout.dynamic, stream, step, sample_step), buffer
+                    collected, left = dynamic_sampling.collect(cfg.rollout.dynamic, stream, step, sample_step), buffer
                 groups = collected.groups
                 if interrupt.agreed():
                     save(step)
                     checkpoints.wait()
-                    observer.say(f"interrupted: saved after step {step}; the same command resumes")
+                    observer.end(f"interrupted: saved after step {step}; the same command resumes")
                     return
                 buffer = left
 
@@ -250,9 +238,9 @@ def run(cfg: RunConfig) -> None:
                     rng = np.random.default_rng(build.seed_of(cfg.seed, step, "shuffle"))
                     advantages = rng.permutation(advantages.reshape(-1)).reshape(advantages.shape)
                 if cfg.train.mask_truncated:
-                    groups = strategies.without_truncated(groups)
-                picks = observe.picks(groups, cfg.log.samples_per_step)
-                follow = trace.Follower(
+                    groups = dynamic_sampling.without_truncated(groups)
+                picks = recorder.picks(groups, cfg.log.samples_per_step)
+                follow = token_trace.Follower(
                     picks, learner.loss_fn, most=cfg.log.sample_tokens, rows=cfg.log.samples_per_step
                 )
                 state, learned, histograms = learn(
@@ -273,7 +261,7 @@ def run(cfg: RunConfig) -> None:
             with timer("trace"):
                 traces = follow.records(groups, tokenizer)
             record |= {"perf/recompiles": float(recompiles.take()) if step > start else 0.0}
-            with hosts.together():
+            with processes.together():
                 observer.log(step, record | speed(record, timer.take(), mesh.devices.size, peak_flops))
                 observer.samples(step, collected.groups, traces)
                 observer.histograms(step, histograms)
@@ -283,22 +271,22 @@ def run(cfg: RunConfig) -> None:
                     save(done)
             if stopping and not last:
                 checkpoints.wait()
-                observer.say(f"interrupted: saved after step {done}; the same command resumes")
+                observer.end(f"interrupted: saved after step {done}; the same command resumes")
                 return
         checkpoints.wait()
-        hosts.from_first(lambda: observer.say(summary(cfg)))
+        processes.from_first(lambda: observer.end(summary(cfg)))
 
 
 def restore(
-    cfg: RunConfig, checkpoints: Checkpoints, observer: observe.Observer | observe.Silent, state: dict[str, Any]
+    cfg: RunConfig, checkpoints: Checkpoints, observer: recorder.Observer | recorder.Silent, state: dict[str, Any]
 ) -> Restored | None:
     """The run's newest whole checkpoint, read into `state`; None: it begins at step 0.
 
     Raises:
       UserError: there were checkpoints and none is whole, unless `checkpoint.start_over` says to begin anew.
     """
-    latest = hosts.from_first(observer.latest)
-    if hosts.from_first(checkpoints.steps):
+    latest = processes.from_first(observer.latest)
+    if processes.from_first(checkpoints.steps):
         try:
             return checkpoints.restore(state)
         except DamagedCheckpointError as damage:
@@ -315,7 +303,7 @@ def restore(
             f"{lost} Put one back, or name another run_dir; checkpoint.start_over=true begins at step 0 and keeps the"
             " old records aside."
         )
-    with hosts.together():
+    with processes.together():
         observer.set_aside()
     observer.say(f"{lost} The run begins at step 0; its old records are kept as *.jsonl.old-*")
     return None
@@ -351,7 +339,7 @@ class Publisher:
         weights = PolicyWeights(graphdef=self.graphdef, params=state.params, qweights=qweights)
         report = timed(self.engine.publish(weights, version))
         if jax.tree.leaves(qweights):
-            report["quant/error"] = float(jax.device_get(uaq.quantization_error(state.params, qweights)))
+            report["quant/error"] = float(jax.device_get(invariant_scaling.quantization_error(state.params, qweights)))
         if self._published is not None and jax.tree.leaves(qweights):
             # QuRL's "frozen actor" alarm: a policy whose codes do not change samples the same way for ever.
             report["quant/code_flips"] = float(jax.device_get(code_flips(self._published, qweights).value))
@@ -363,7 +351,7 @@ def same_config(cfg: RunConfig) -> None:
     """Refuses processes that were started with other configs, `distributed.process_id` and the rest of it apart."""
     values = config.to_dict(cfg)
     del values["distributed"]
-    hosts.check_same(json.dumps(values, sort_keys=True, default=str).encode(), "the config's values")
+    processes.check_same(json.dumps(values, sort_keys=True, default=str).encode(), "the config's values")
 
 
 def learn(
@@ -374,10 +362,10 @@ def learn(
     groups: list[RolloutGroup],
     advantages: np.ndarray,
     step: int,
-    timer: observe.PhaseTimer,
+    timer: recorder.PhaseTimer,
     reference: tuple[Any, Any] | None = None,
     critic: Critic | None = None,
-    follow: trace.Follower | None = None,
+    follow: token_trace.Follower | None = None,
 ) -> tuple[TrainState, dict[str, float], dict[str, list[int]]]:
     """All optimizer updates of a step. Returns the new state, the step's reduced metrics and its histograms.
 
@@ -449,7 +437,7 @@ def learn(
             qweights = publisher.qweights(state)
             counts = packed.num_tokens, packed.num_sequences
             state, inner = learner.update(state, qweights, micros, old[number], *counts, refs[number])
-            logprobs = inner.pop(trace.LOGPROBS, None)
+            logprobs = inner.pop(token_trace.LOGPROBS, None)
             if follow is not None:
                 follow.updated(number, micros, old[number], logprobs)
             publisher.updated()
@@ -540,12 +528,12 @@ def speed(
 
 def summary(cfg: RunConfig) -> str:
     """The run in a few lines: reward of the first and last five steps, held-out evaluations, the curve."""
-    records = observe.read_lines(os.path.join(cfg.run_dir, "metrics.jsonl"))
+    records = recorder.read_lines(os.path.join(cfg.run_dir, "metrics.jsonl"))
     rewards = [record["reward/mean"] for record in records]
     lines = [
         f"done: {cfg.run_dir}",
         f"reward/mean       {np.mean(rewards[:5]):.3f} (first five steps) -> {np.mean(rewards[-5:]):.3f} (last five)",
-        f"                  {view.sparkline(rewards)}",
+        f"                  {terminal.sparkline(rewards)}",
     ]
     held_out = evaluations.history(cfg.run_dir)
     if len(held_out) > 1:
@@ -576,20 +564,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides)
     if not args.dry_run:
-        hosts.start(cfg.distributed)  # before anything asks JAX for its devices
+        processes.start(cfg.distributed)  # before anything asks JAX for its devices
     found = card.card_bytes() if args.card_gb is None else int(args.card_gb * 2**30)
     cfg, shared = card.settle(cfg, found)  # a run that does not fit ends here
     if shared is not None and not args.dry_run:
         shared.keep()
     if cfg.model.remat == "auto":  # only then: a dry run of any other config leaves the device alone
-        cfg = plan.with_remat(cfg, plan.device_bytes(cfg))
+        cfg = memory_plan.with_remat(cfg, memory_plan.device_bytes(cfg))
     if args.dry_run:
         print(config.to_yaml(cfg))
-    if args.dry_run or hosts.is_first():
+    if args.dry_run or processes.is_first():
         print(config.describe(cfg))
         print("\n".join(shared.lines() if shared is not None else ()), end="\n" * (shared is not None))
     if args.dry_run:
-        print(plan.describe(cfg))
+        print(memory_plan.describe(cfg))
         return 0
     run(cfg)
     return 0

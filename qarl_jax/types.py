@@ -20,10 +20,12 @@ Off-by-ones, written once:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -176,13 +178,33 @@ class UserError(Exception):
     """
 
 
+class _Warnings(logging.Handler):
+    """Warnings of the project as sentences on stderr, whatever libraries make of the root logger."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _warnings_told() -> Iterator[None]:
+    log, handler = logging.getLogger("qarl_jax"), _Warnings(logging.WARNING)
+    before, log.propagate = log.propagate, False
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = before
+
+
 def entry_point(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """Decorates `main(argv) -> exit code`: what the user can fix is told in one line on stderr, with exit code 2."""
+    """Decorates `main(argv) -> exit code`: what the user can fix is told on stderr, with exit code 2; warnings too."""
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         try:
-            return main(argv)
+            with _warnings_told():
+                return main(argv)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -13,8 +13,12 @@ import pathlib
 import pytest
 import yaml
 
-from qarl_jax import config, critic, optimizer, schema, sft, train
+from qarl_jax import sft, train
+from qarl_jax.learning import critic
 from qarl_jax.loss import grpo, gspo, ppo, sapo, tbpo
+from qarl_jax.optim import build
+from qarl_jax.run import config
+from qarl_jax.typed_config import load as schema
 from tests.reference import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -153,7 +157,7 @@ def test_the_main_run_has_the_settings_of_the_paper():
         assert cfg.loss == tbpo.Config(clip_high=4e-4, neg_clip_low=3e-4, neg_clip_high=7e-4, mismatch_cap=2.0)
         assert (cfg.quant.forward, cfg.quant.rollout_scheme, cfg.quant.group_size) == ("w4a16", "w4a16", 128)
         assert (cfg.optimizer.lr, cfg.optimizer.weight_decay) == (1e-6, 0.01)
-        assert isinstance(cfg.optimizer, optimizer.Muon)
+        assert isinstance(cfg.optimizer, build.Muon)
         assert (cfg.train.prompts_per_step, cfg.train.updates_per_step) == (512, 8)
         assert cfg.rollout.num_samples_per_prompt == 8
     long = load("qwen3_8b_base", "tbpo")

@@ -17,8 +17,10 @@ import tomllib
 
 import pytest
 
-from qarl_jax import config, data, loss, quant, rewards, rollout, schema, sft
+from qarl_jax import data, loss, metrics, quant, rewards, rollout, sft
 from qarl_jax.models import MODELS
+from qarl_jax.run import config
+from qarl_jax.typed_config import load
 from tests.reference import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -70,6 +72,12 @@ def test_every_link_inside_the_repository_resolves(document):
     assert not missing
 
 
+def test_the_readme_names_all_that_may_differ_after_a_resume():
+    paragraph = README.split("**Stopping and resuming.**")[1].split("\n\n")[0]
+    for prefix in (metrics.TIME, metrics.PERF):
+        assert f"`{prefix}*`" in paragraph
+
+
 @pytest.mark.parametrize("document", WRITTEN)
 def test_every_file_named_in_the_text_exists(document):
     paths = {span for span in code_spans(text_of(document)) if span.split("/")[0] in FOLDERS and "/" in span}
@@ -87,7 +95,7 @@ def test_every_test_named_in_the_text_exists(document):
 
 @pytest.mark.parametrize("document", WRITTEN)
 def test_every_setting_named_in_the_text_exists(document):
-    known = set(schema.dotted_keys(config.RunConfig))
+    known = set(load.dotted_keys(config.RunConfig))
     sections = {key.split(".")[0] for key in known if "." in key}
     pattern = re.compile(r"([a-z]+(?:\.[a-z_]+)+)(=.*)?")
     named = {m.group(1) for span in code_spans(text_of(document)) if (m := pattern.fullmatch(span))}
@@ -114,7 +122,7 @@ def test_every_make_target_named_exists():
 
 
 def test_every_verb_has_a_main_and_is_in_the_readme():
-    verbs = {path.stem for path in (ROOT / "qarl_jax").glob("*.py") if "prog=" in path.read_text()}
+    verbs = {path.stem for path in (ROOT / "qarl_jax").glob("*.py") if "__main__" in path.read_text()}
     assert {"train", "sft", "evaluate", "export", "plot", "doctor"} <= verbs
     assert not [verb for verb in sorted(verbs) if f"python -m qarl_jax.{verb}" not in README]
 
@@ -152,7 +160,7 @@ def test_every_configuration_on_a_command_line_loads(document, tmp_path):
         file = str(ROOT / ("configs/quickstart.yaml" if file == "FILE" else file))
         overrides = [w for w in words[3:] if re.match(r"[a-z_.]+=", w)]
         if words[2] == "qarl_jax.sft":
-            schema.load(sft.Config, file, overrides)
+            load.load(sft.Config, file, overrides)
         else:
             config.load(file, overrides)
         loaded += 1
@@ -178,7 +186,7 @@ def test_every_extra_named_exists(document):
 
 def test_the_tree_names_every_package_and_verb_and_nothing_else():
     tree = next(block for block in blocks(README, "") if block.startswith("qarl_jax/"))
-    verbs = [path.name for path in (ROOT / "qarl_jax").glob("*.py") if "prog=" in path.read_text()]
+    verbs = [path.name for path in (ROOT / "qarl_jax").glob("*.py") if "__main__" in path.read_text()]
     packages = [f"{path.parent.name}/" for path in (ROOT / "qarl_jax").glob("*/__init__.py")]
     assert not [name for name in sorted(verbs + packages) if name not in tree]
     named = re.findall(r"\b([a-z_]+\.py)\b", tree)

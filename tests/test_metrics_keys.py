@@ -6,7 +6,9 @@ import math
 
 import pytest
 
-from qarl_jax import config, observe, train
+from qarl_jax import train
+from qarl_jax.observe import recorder
+from qarl_jax.run import config
 from tests.reference import tiny
 
 pytestmark = pytest.mark.usefixtures("compiled_programs")
@@ -68,18 +70,18 @@ def check(lines, loss):
 
 @pytest.mark.slow
 def test_every_step_reports_what_is_promised(tbpo):
-    check(observe.read_lines(tbpo.run_dir / "metrics.jsonl"), "tbpo")
+    check(recorder.read_lines(tbpo.run_dir / "metrics.jsonl"), "tbpo")
 
 
 @pytest.mark.slow
 def test_a_token_level_objective_reports_it_too(world):
     changed = world.changed(run_dir=str(world.folder / "grpo"), loss={"name": "grpo", "mismatch": "tis"})
     assert train.main(changed.command()) == 0
-    check(observe.read_lines(changed.run_dir / "metrics.jsonl"), "grpo")
+    check(recorder.read_lines(changed.run_dir / "metrics.jsonl"), "grpo")
 
 
 def test_rollouts_of_other_lengths_compile_nothing_after_the_first_step(tbpo):
-    lines = observe.read_lines(tbpo.run_dir / "metrics.jsonl")
+    lines = recorder.read_lines(tbpo.run_dir / "metrics.jsonl")
     assert lines[0]["response/tokens"] != lines[1]["response/tokens"]
     assert [line["perf/recompiles"] for line in lines] == [0, 0]
     assert "perf/mfu" not in lines[0]  # no peak is known of a CPU

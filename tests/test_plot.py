@@ -101,6 +101,28 @@ def test_an_onset_is_shown_only_where_there_was_a_cluster(tmp_path):
     assert not [chart for chart in plot.charts(none) if chart.title.startswith("Where")]
 
 
+def test_a_panel_of_zeros_is_left_out_unless_it_was_asked_for(tmp_path):
+    zeros = {"response/truncated": lambda step: 0.0, "text/loops": lambda step: 0.0}
+    runs = plot.load_runs([write_run(tmp_path / "a", **zeros)])
+    for shown in (titles(plot.figure(runs)), [chart.title for chart in plot.charts(runs)]):
+        assert "Reward" in shown
+        assert not {"Truncated responses", "Repetition"} & set(shown)
+    assert titles(plot.figure(runs, extra=["text/loops"]))[-1] == "text/loops"
+
+
+def test_held_out_rewards_stand_at_their_version_from_before_training_on(tmp_path):
+    run = write_run(tmp_path / "a", steps=4, **{"eval/reward/mean": lambda step: 0.4 if step == 4 else None})
+    (run / "eval.jsonl").write_text(
+        '{"version": 0, "eval/reward/mean": 0.1}\n{"version": 5, "eval/reward/mean": 0.4}\n'
+    )
+    (chart, *_) = plot.charts(plot.load_runs([run]))
+    (marks,) = [line for line in chart.lines if line.marks]
+    assert (list(marks.steps), list(marks.values)) == ([0, 5], [0.1, 0.4])
+    (run / "eval.jsonl").unlink()  # metrics.jsonl alone knows those made while training
+    (marks,) = [line for line in plot.charts(plot.load_runs([run]))[0].lines if line.marks]
+    assert (list(marks.steps), list(marks.values)) == ([5], [0.4])
+
+
 def test_the_report_draws_the_figures_panels(tmp_path):
     runs = plot.load_runs([write_run(tmp_path / name, seed=i) for i, name in enumerate("ab")])
     charts = plot.charts(runs, window=3, extra=["time/step_s"])

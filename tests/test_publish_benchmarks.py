@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from qarl_jax.rollout.vllm import Config
+from qarl_jax.rollout.vllm.engine import Config
 from tests.reference import tiny_policies
 
 FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks"

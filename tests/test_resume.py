@@ -21,8 +21,10 @@ import jax
 import numpy as np
 import pytest
 
-from qarl_jax import config, models, observe, train
-from qarl_jax.checkpoint import Checkpoints
+from qarl_jax import models, train
+from qarl_jax.observe import recorder
+from qarl_jax.run import config
+from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
@@ -55,17 +57,17 @@ sys.exit(train.main(sys.argv[6:]))
 
 # In this order on one run: (module, function, before or after, n-th call of this start).
 KILLS = [
-    ("qarl_jax.evaluate", "record", "after", 1),  # evaluated, nothing logged
-    ("qarl_jax.checkpoint", "Checkpoints._start", "after", 1),  # arrays written, not yet a checkpoint
+    ("qarl_jax.run.evaluation", "record", "after", 1),  # evaluated, nothing logged
+    ("qarl_jax.run.checkpoint", "Checkpoints._start", "after", 1),  # arrays written, not yet a checkpoint
     ("qarl_jax.train", "learn", "after", 2),  # updated, not published
-    ("qarl_jax.checkpoint", "_write", "before", 2),  # a checkpoint without its manifest
-    ("qarl_jax.observe", "Observer.log", "after", 2),  # a line whose step is not in any checkpoint
-    ("qarl_jax.checkpoint", "Checkpoints._retire", "before", 2),  # one checkpoint too many
-    ("qarl_jax.observe", "Observer.samples", "after", 1),
-    ("qarl_jax.evaluate", "record", "after", 1),  # the last evaluation, not the last step
+    ("qarl_jax.run.checkpoint", "_write", "before", 2),  # a checkpoint without its manifest
+    ("qarl_jax.observe.recorder", "Observer.log", "after", 2),  # a line whose step is not in any checkpoint
+    ("qarl_jax.run.checkpoint", "Checkpoints._retire", "before", 2),  # one checkpoint too many
+    ("qarl_jax.observe.recorder", "Observer.samples", "after", 1),
+    ("qarl_jax.run.evaluation", "record", "after", 1),  # the last evaluation, not the last step
 ]
 # A save in the background waits for the one before it, so that the fourth step begins when two are on disk.
-BACKGROUND_KILLS = [("qarl_jax.train", "learn", "after", 4), ("qarl_jax.checkpoint", "_write", "before", 4)]
+BACKGROUND_KILLS = [("qarl_jax.train", "learn", "after", 4), ("qarl_jax.run.checkpoint", "_write", "before", 4)]
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +223,7 @@ def test_a_run_resumes_over_the_same_data_only(world, environment, capsys):
     assert lines(changed) == 1
 
 
-class Recorded(observe.Silent):
+class Recorded(recorder.Silent):
     """An observer of a run whose records end at step `last`; keeps what it was told."""
 
     def __init__(self, last):

@@ -10,7 +10,9 @@ import json
 import numpy as np
 import pytest
 
-from qarl_jax import config, observe, train
+from qarl_jax import train
+from qarl_jax.observe import recorder
+from qarl_jax.run import config
 from tests.reference import rewards, tiny
 
 pytestmark = pytest.mark.usefixtures("compiled_programs")
@@ -40,7 +42,7 @@ def other(world, name, **sections):
 
 @pytest.mark.slow
 def test_every_step_has_one_line_with_the_promised_keys(run):
-    lines = observe.read_lines(run.run_dir / "metrics.jsonl")
+    lines = recorder.read_lines(run.run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1]
     promised = {
         *("reward/mean", "reward/std", "response/length_mean", "response/truncated", "entropy/mean", "rollout/version"),
@@ -171,7 +173,7 @@ def test_a_bf16_learner_under_a_low_bit_sampler_shows_its_mismatch(world, run):
 def test_a_single_update_per_step_needs_no_scoring_pass(world, run):
     changed = world.changed(run_dir=str(world.folder / "single"), train={"prompts_per_update": 0})
     assert train.main(changed.command()) == 0
-    for line in observe.read_lines(changed.run_dir / "metrics.jsonl"):
+    for line in recorder.read_lines(changed.run_dir / "metrics.jsonl"):
         assert "time/old_logprobs_s" not in line
         assert not any(key.startswith("later/") for key in line)
         assert line["train/updates"] == 1

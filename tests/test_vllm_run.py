@@ -13,13 +13,14 @@ import threading
 
 import numpy as np
 import pytest
-from qarl_bridge import wire
-from qarl_bridge.wire import BridgeError
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.messages import BridgeError
 
-from qarl_jax import build, export, models, train
-from qarl_jax.checkpoint import Checkpoints
+from qarl_jax import models, train
 from qarl_jax.data import packing
 from qarl_jax.rollout import SamplingConfig
+from qarl_jax.run import build, export
+from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.types import Prompt, RolloutGroup
 from tests.reference import tiny
 from tests.reference.bridge_world import alive, connected
@@ -93,8 +94,8 @@ def ask_fresh(folder, tmp_path):
             client = connected(socket, key, process, patience_s=400)
         except BridgeError as error:
             pytest.fail(f"{error}\n{log.read_text()[-2000:]}")
-        draws = [wire.Draw(prompt=list(prompt.tokens), seed=0) for prompt in PROMPTS]
-        drawn = client.generate(draws, wire.Sampling(max_tokens=GREEDY.max_response_len, temperature=0.0))
+        draws = [messages.Draw(prompt=list(prompt.tokens), seed=0) for prompt in PROMPTS]
+        drawn = client.generate(draws, messages.Sampling(max_tokens=GREEDY.max_response_len, temperature=0.0))
         kernels = client.facts.kernels
         client.close()
         return drawn, kernels

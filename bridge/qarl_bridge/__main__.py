@@ -5,7 +5,7 @@
 import os
 import sys
 
-from qarl_bridge.process import main
+from qarl_bridge.cli import main
 
 if __name__ == "__main__":
     code = main()

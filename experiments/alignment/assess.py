@@ -33,9 +33,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.alignment import arms
-from qarl_jax import build, checkpoint, config, data, evaluate, models, uaq
-from qarl_jax.config import RunConfig
+from qarl_jax import data, models
+from qarl_jax.models import invariant_scaling
 from qarl_jax.rollout import PolicyWeights
+from qarl_jax.run import build, checkpoint, config, evaluation
+from qarl_jax.run.config import RunConfig
 from qarl_jax.types import Prompt, UserError, entry_point
 
 LENGTH_TOLERANCE = 0.2
@@ -79,7 +81,7 @@ class Judge:
         """Correct responses of each test prompt, of `scale.test_samples`."""
         return _correct(self.measure(params, scheme, version))
 
-    def measure(self, params: Any, scheme: str, version: int) -> evaluate.Evaluation:
+    def measure(self, params: Any, scheme: str, version: int) -> evaluation.Evaluation:
         """`params` on the test prompts, `scale.test_samples` responses to each."""
         graphdef = models.with_scheme(self.graphdef, scheme, self.cfg.quant.group_size)
         if scheme not in self.engines:
@@ -89,7 +91,7 @@ class Judge:
         engine.publish(PolicyWeights(graphdef=graphdef, params=params, qweights=learner.quantize(params)), version)
         sampling = dataclasses.replace(build.eval_sampling(self.cfg, self.stop), temperature=1.0)
         with contextlib.closing(build.make_grader(self.cfg)) as grader:
-            return evaluate.evaluate(
+            return evaluation.evaluate(
                 engine,
                 self.prompts,
                 grader,
@@ -107,11 +109,11 @@ class Judge:
         failed = folder / "failed.json"
         diverged_at_once = failed.exists() and json.loads(failed.read_text())["checkpoint"] == 0
         saved = [0] if diverged_at_once else checkpoints.steps()
-        for label, version in versions(evaluate.history(folder), saved).items():
+        for label, version in versions(evaluation.history(folder), saved).items():
             same = next((v for v in out.values() if isinstance(v, dict) and v["version"] == version), None)
             if same is None:
                 if version == 0:
-                    params = uaq.invariant_scaling(self.params, cfg.quant.uaq_scale)
+                    params = invariant_scaling.invariant_scaling(self.params, cfg.quant.uaq_scale)
                 else:
                     params = checkpoints.restore({"params": self.params}, step=version).state["params"]
                 schemes = dict.fromkeys((cfg.quant.rollout_scheme, "bf16"))
@@ -173,7 +175,7 @@ def check_response_len(test: dict[str, Any], scale: arms.Scale) -> str:
     return f"the base's responses have {found:.1f} tokens in the mean; the bands are scaled to {taken:g}"
 
 
-def _correct(result: evaluate.Evaluation) -> list[int]:
+def _correct(result: evaluation.Evaluation) -> list[int]:
     return [int(record["num_correct"]) for record in result.prompts]
 
 

@@ -49,8 +49,8 @@ from experiments.alignment import archive, arms
 from experiments.alignment.arms import Run, Scale
 from experiments.alignment.assess import check_response_len, write
 from experiments.alignment.jobs import Budget, Job, run_jobs
-from qarl_jax import config
-from qarl_jax.observe import read_lines
+from qarl_jax.observe.recorder import read_lines
+from qarl_jax.run import config
 from qarl_jax.types import UserError, entry_point
 
 HASH = arms.HERE / "base.sha256"

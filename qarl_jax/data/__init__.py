@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from qarl_jax.data import files, reasoning_gym
-from qarl_jax.data.source import PromptSource, Split, Template
+from qarl_jax.data.sources import files, reasoning_gym
+from qarl_jax.data.sources.template import PromptSource, Split, Template
 from qarl_jax.data.stream import PromptStream
 from qarl_jax.data.tokenizer import Tokenizer, load_tokenizer, make_char_tokenizer, pad_token_id, stop_token_ids
-from qarl_jax.schema import Variants
+from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import UserError
 
 # Config type -> source of prompts.

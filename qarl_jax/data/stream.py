@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from qarl_jax.data.source import PromptSource
+from qarl_jax.data.sources.template import PromptSource
 from qarl_jax.types import Prompt, UserError
 
 # Keeps the shuffles apart from other draws of the same seed.

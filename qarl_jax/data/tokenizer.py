@@ -15,6 +15,9 @@ from typing import Any
 
 from qarl_jax.types import UserError
 
+# The learner needs no torch, and transformers advises whoever lacks it at import.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 Tokenizer = Any  # transformers.PreTrainedTokenizerBase; named here so that nothing imports transformers for a type

@@ -30,9 +30,9 @@ import jax
 import jax.numpy as jnp
 
 from qarl_jax.loss import cispo, dapo, drgrpo, grpo, gspo, kl, ppo, sapo, tbpo, value
-from qarl_jax.loss.aggregation import denominator
-from qarl_jax.loss.importance import MISMATCH
-from qarl_jax.loss.options import nearest
+from qarl_jax.loss.common.aggregation import denominator
+from qarl_jax.loss.common.options import nearest
+from qarl_jax.loss.common.sampler_correction import MISMATCH
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs, UserError
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from qarl_jax.loss import LOSSES, MISMATCH, TERMS
 from qarl_jax.loss.advantages import ADVANTAGES
-from qarl_jax.loss.aggregation import denominator
-from qarl_jax.loss.options import AGGREGATIONS, Shared
+from qarl_jax.loss.common.aggregation import denominator
+from qarl_jax.loss.common.options import AGGREGATIONS, Shared
 
 _HEAD = """\
 # Objectives, sampler corrections and terms
@@ -96,7 +96,7 @@ def document() -> str:
     parts.append("## Advantages (`advantage`)\n")
     parts.append(
         "R is the reward of a response, R_t that of its token t: R at the last one and 0 before. `gae` needs a critic\n"
-        "(`qarl_jax.critic`) and takes groups of any size, one response included.\n"
+        "(`qarl_jax.learning.critic`) and takes groups of any size, one response included.\n"
     )
     rows = [[f"`{name}`", f"`{c.formula}`", c.source] for name, c in ADVANTAGES.items()]
     parts.append(_table(["name", "advantage", "source"], rows))

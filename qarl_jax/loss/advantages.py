@@ -3,7 +3,8 @@
 """From rewards to advantages: relative to the group (GRPO, Dr. GRPO) or to a critic (GAE).
 
 Group advantages are computed over the whole group, before any split into mini-batches, on the host. Those of a critic
-are computed on the packed rows (`qarl_jax.critic`), and whitened over the rollout batch, before its first update.
+are computed on the packed rows (`qarl_jax.learning.critic`), and whitened over the rollout batch, before its first
+update.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from qarl_jax.loss.options import check, nearest, option
+from qarl_jax.loss.common.options import check, nearest, option
 from qarl_jax.metrics import Mean
 from qarl_jax.types import UserError
 

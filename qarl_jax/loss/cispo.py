@@ -15,11 +15,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from qarl_jax.loss import diagnostics
-from qarl_jax.loss.aggregation import aggregate
-from qarl_jax.loss.importance import mismatch_weights
-from qarl_jax.loss.options import Shared, option
-from qarl_jax.loss.responses import MAX_LOG_RATIO, prepare
+from qarl_jax.loss.common import diagnostics
+from qarl_jax.loss.common.aggregation import aggregate
+from qarl_jax.loss.common.options import Shared, option
+from qarl_jax.loss.common.responses import MAX_LOG_RATIO, prepare
+from qarl_jax.loss.common.sampler_correction import mismatch_weights
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs, UserError
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from qarl_jax.loss.clipping import clipped_policy_loss
-from qarl_jax.loss.options import Shared, option
+from qarl_jax.loss.common.clipped import clipped_policy_loss
+from qarl_jax.loss.common.options import Shared, option
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs
 

@@ -16,12 +16,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from qarl_jax.loss import diagnostics
-from qarl_jax.loss.aggregation import aggregate
-from qarl_jax.loss.clipping import clipped_surrogate
-from qarl_jax.loss.importance import mismatch_weights, smallest
-from qarl_jax.loss.options import Shared, option
-from qarl_jax.loss.responses import prepare
+from qarl_jax.loss.common import diagnostics
+from qarl_jax.loss.common.aggregation import aggregate
+from qarl_jax.loss.common.clipped import clipped_surrogate
+from qarl_jax.loss.common.options import Shared, option
+from qarl_jax.loss.common.responses import prepare
+from qarl_jax.loss.common.sampler_correction import mismatch_weights, smallest
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs
 

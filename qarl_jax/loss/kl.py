@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qarl_jax.loss.aggregation import aggregate
-from qarl_jax.loss.options import AGGREGATIONS, canonical_aggregation, check, option
-from qarl_jax.loss.responses import MAX_LOG_RATIO, prepare, require
+from qarl_jax.loss.common.aggregation import aggregate
+from qarl_jax.loss.common.options import AGGREGATIONS, canonical_aggregation, check, option
+from qarl_jax.loss.common.responses import MAX_LOG_RATIO, prepare, require
 from qarl_jax.metrics import Mean, Metric, masked_max
 from qarl_jax.types import LossInputs
 

@@ -8,8 +8,8 @@ Before the mini-batches of an update, once per rollout batch, over packed rows:
     adv, ret   = gae(rewards, values, ...)           backward over each segment, holes carried through
     advantages = whiten(adv, mask, ...)              over the rollout batch; the returns are not whitened
 
-The token objective is then GRPO's. The critic (`qarl_jax.critic`) has a loss (`value.py`) and an optimizer of its own.
-A sampler correction weighs the actor only; no source reweighs the critic. In a config all three are named:
+The token objective is then GRPO's. The critic (`qarl_jax.learning.critic`) has a loss (`value.py`) and an optimizer
+of its own. A sampler correction weighs the actor only; no source reweighs the critic. In a config all three are named:
 
     loss: {name: ppo}        advantage: {name: gae}        critic: {}
 """
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from qarl_jax.loss.clipping import clipped_policy_loss
-from qarl_jax.loss.options import Shared, option
+from qarl_jax.loss.common.clipped import clipped_policy_loss
+from qarl_jax.loss.common.options import Shared, option
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs
 

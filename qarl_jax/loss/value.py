@@ -4,7 +4,7 @@
 
 L_t = 0.5 max((V - ret)^2, (clip(V, V_old - clip, V_old + clip) - ret)^2)
 
-Who computes V and ret is `qarl_jax.critic`.
+Who computes V and ret is `qarl_jax.learning.critic`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from qarl_jax.loss.aggregation import aggregate
-from qarl_jax.loss.options import AGGREGATIONS, canonical_aggregation, check, option
-from qarl_jax.loss.responses import prepare, require
+from qarl_jax.loss.common.aggregation import aggregate
+from qarl_jax.loss.common.options import AGGREGATIONS, canonical_aggregation, check, option
+from qarl_jax.loss.common.responses import prepare, require
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs
 

@@ -11,11 +11,11 @@ One file per family says how to read its config.json and how its tensors are cal
 """
 
 from qarl_jax.models.config import REMAT, ModelConfig, read_config
-from qarl_jax.models.hf import export_tensors, hf_config_json, hf_names, load_hf, load_masters, save_hf
-from qarl_jax.models.hf_config import MoEConfig
+from qarl_jax.models.families import MODELS
+from qarl_jax.models.hf.config import MoEConfig
+from qarl_jax.models.hf.weights import export_tensors, hf_config_json, hf_names, load_hf, load_masters, save_hf
 from qarl_jax.models.layers import Quantized
-from qarl_jax.models.registry import MODELS
-from qarl_jax.models.state import (
+from qarl_jax.models.params import (
     abstract_model,
     by_path,
     config_of,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from qarl_jax.models.fused_attention import (
+from qarl_jax.kernels.attention_vendor import (
     cudnn_attention,
     cudnn_packs,
     flash3_lacks,
@@ -30,9 +30,9 @@ from qarl_jax.models.fused_attention import (
     splash_attention,
     split_by_hand,
 )
-from qarl_jax.models.layers import ATTENTION_OUTPUT, store
+from qarl_jax.numerics.float32 import from_float64, matmul_precision, round_bf16, round_to
 from qarl_jax.quant import Numerics
-from qarl_jax.quant.arithmetic import from_float64, matmul_precision, round_bf16
+from qarl_jax.runtime.remat import ATTENTION_OUTPUT
 
 # Queries handled at once: bounds the live scores to [B, N, chunk, keys]. At most 16 chunks bound the compile time.
 _QUERY_CHUNK = 512
@@ -139,7 +139,7 @@ def _flash3(
     segments: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
     """FlashAttention-3's order; the gradient is that of `backward`, another implementation, recomputed."""
-    from qarl_jax.models.flash3 import flash3_attention  # Pallas' Triton, which not every JAX has
+    from qarl_jax.kernels.attention_flash3 import flash3_attention  # Pallas' Triton, which not every JAX has
 
     local = functools.partial(flash3_attention, block=flash_block(q.shape[-1]), interpret=interpret)
     return split_by_hand(local, q, k, v, segment_ids)
@@ -182,10 +182,10 @@ def _attend(
     the kernel works in blocks -> [B, T, K, G, H]."""
     dtype = q.dtype
     if blocks is not None and dtype == jnp.bfloat16:
-        return store(_block_attention(q, k, v, seen, blocks), dtype)
+        return round_to(_block_attention(q, k, v, seen, blocks), dtype)
     if numerics.float64:
-        return store(_float64_attention(q, k, v, seen), dtype)
-    return store(_softmax_attention(q, k, v, seen), dtype)
+        return round_to(_float64_attention(q, k, v, seen), dtype)
+    return round_to(_softmax_attention(q, k, v, seen), dtype)
 
 
 def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
@@ -197,7 +197,9 @@ def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
     # The maximum only guards exp against overflow; it cancels, so no gradient flows through it.
     p = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
     total = jnp.moveaxis(p.sum(axis=-1), 3, 1)[..., None]
-    out = jnp.einsum("bkgts,bskh->btkgh", store(p, dtype), v, precision=precision, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "bkgts,bskh->btkgh", round_to(p, dtype), v, precision=precision, preferred_element_type=jnp.float32
+    )
     return out / total
 
 

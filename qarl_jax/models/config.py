@@ -13,10 +13,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from qarl_jax.models.hf_config import HFConfig, MoEConfig
-from qarl_jax.models.registry import MODELS, hf_template
+from qarl_jax.models.families import MODELS, hf_template
+from qarl_jax.models.hf.config import HFConfig, MoEConfig
+from qarl_jax.numerics.engine import NormOrder
 from qarl_jax.quant import Numerics, Rules, SchemeConfig, on_engine, quantizes_activations
-from qarl_jax.quant.numerics import NormOrder
 from qarl_jax.types import UserError
 
 REMAT = ("full", "attention", "mixer", "dots", "none")  # from least memory to least recomputation
@@ -163,9 +163,7 @@ def read_config(source: str | pathlib.Path | Mapping[str, Any], **overrides: Any
     Raises:
       UserError: no or broken config.json, an architecture not in `MODELS`, a key missing, mistyped or unsupported.
     """
-    if isinstance(source, Mapping):
-        values = source
-    else:
+    if not isinstance(source, Mapping):
         path = pathlib.Path(source) / "config.json"
         if not path.is_file():
             raise UserError(f"{source}: no config.json there; give a Hugging Face model folder")
@@ -175,6 +173,15 @@ def read_config(source: str | pathlib.Path | Mapping[str, Any], **overrides: Any
             raise UserError(f"{path}: cannot be read as JSON ({error})") from error
         if not isinstance(values, dict):
             raise UserError(f"{path}: expected a JSON object, found a {type(values).__name__}")
+        try:
+            return _read_values(values, overrides)
+        except UserError as error:  # which of several folders, if there is a critic or a base model
+            said = str(error)
+            raise UserError(f"{path.parent}/{said}" if said.startswith(path.name) else f"{path}: {said}") from None
+    return _read_values(source, overrides)
+
+
+def _read_values(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig:
     hf = HFConfig(values)
     if hf.architecture not in MODELS:
         raise UserError(

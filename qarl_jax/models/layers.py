@@ -3,7 +3,7 @@
 """The small parts of a layer: linear maps, RMSNorm, SwiGLU's activation, rotary embedding.
 
 Elementwise math runs in float32 and is rounded where a tensor is stored in the compute dtype. Where an engine rounds in
-between, its `Numerics` profile says so and the same rounding is made here, with an operation that XLA keeps (`store`).
+between, its `Numerics` profile says so and the same rounding is made here, by an operation that XLA keeps (`round_to`).
 """
 
 from __future__ import annotations
@@ -20,28 +20,16 @@ from jaxtyping import Array, Float, Int
 
 from qarl_jax import quant
 from qarl_jax.models.config import ModelConfig
+from qarl_jax.numerics.float32 import divide, from_float64, in_float64, round_to
 from qarl_jax.quant import Numerics
-from qarl_jax.quant.arithmetic import divide, from_float64, in_float64
-from qarl_jax.sharding import constrain
-
-# Names under which the recomputation policies of `transformer.py` know what a layer computes.
-LINEAR_OUTPUT = "linear"  # what every linear layer stores
-ATTENTION_INPUT, ATTENTION_OUTPUT, MIXER_OUTPUT = "qkv", "attention", "mixed"  # q, k, v as projected; softmax V; o
-INVERSE_RMS = "inverse_rms"  # of each norm, four bytes a vector
+from qarl_jax.runtime.mesh import constrain
+from qarl_jax.runtime.remat import INVERSE_RMS, LINEAR_OUTPUT
 
 _VECTOR, _WARP, _BLOCK = 8, 32, 1024  # of vLLM's norm kernels: bfloat16 values per load, threads per warp and block
 
 
 class Quantized(nnx.Variable):
     """Holds the QTensor a forward consumes in place of a master. Never differentiated, replaced after every update."""
-
-
-def store(x: jax.Array, dtype: Any) -> jax.Array:
-    """x as it is when stored in `dtype`. Unlike a bare cast, the rounding survives XLA, which may otherwise keep a
-    float32 intermediate unrounded between two casts (`xla_allow_excess_precision`)."""
-    if dtype == jnp.bfloat16 and x.dtype == jnp.float32:
-        x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return x.astype(dtype)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], config: ModelConfig) -> jax.Array:
@@ -83,7 +71,7 @@ class Linear(nnx.Module):
         # At rest weights are sharded over fsdp too; in use they are whole over fsdp.
         weight = jax.tree.map(lambda part: constrain(part, "tensor", None), weight)
         x = constrain(x, *("batch",) * (x.ndim > 2), *(None,) * (x.ndim - (x.ndim > 2)))
-        bias = None if self.bias is None else store(self.bias.get_value(), x.dtype)  # as the engine holds it
+        bias = None if self.bias is None else round_to(self.bias.get_value(), x.dtype)  # as the engine holds it
         return checkpoint_name(quant.dot(x, master, weight, bias, numerics=self.numerics), LINEAR_OUTPUT)
 
     def held(self, dtype: Any) -> tuple[jax.Array, Any]:
@@ -227,15 +215,15 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"], *, added: bool = False) -> Float[Array, "*B D"]:
         """x (compute dtype, or float32 when not yet rounded) -> compute dtype. added: x is a residual sum."""
         x = x.astype(jnp.float32)
-        weight = store(self.weight.get_value(), self.dtype).astype(jnp.float32)
+        weight = round_to(self.weight.get_value(), self.dtype).astype(jnp.float32)
         order = self.order
         y = x * inverse_rms(x, self.eps, order="cuda_pairs" if order == "cuda" and added else order)
-        return store(y * weight.reshape((1,) * (y.ndim - 1) + weight.shape), self.dtype)
+        return round_to(y * weight.reshape((1,) * (y.ndim - 1) + weight.shape), self.dtype)
 
     def add(self, delta: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(norm(residual + delta), residual + delta). The sum is stored rounded; numerics: whether read so."""
         total = residual.astype(jnp.float32) + delta.astype(jnp.float32)
-        stored = store(total, self.dtype)
+        stored = round_to(total, self.dtype)
         return self(stored if self.numerics.round_sum_before_norm else total, added=True), stored
 
 
@@ -263,12 +251,12 @@ def silu_and_mul(gate: jax.Array, up: jax.Array, numerics: Numerics = Numerics()
     """silu(gate) * up, in float32 or float64, rounded to the input dtype. numerics: whether silu(gate) is rounded, too,
     and is one IEEE division, not a product with a reciprocal (the compiler's, an ulp off on a GPU)."""
     if numerics.float64:
-        return store(_float64_swiglu(gate, up), gate.dtype)
+        return round_to(_float64_swiglu(gate, up), gate.dtype)
     rounded, divided = numerics.round_silu, numerics.divided_silu
     act = (_divided_silu if divided else jax.nn.silu)(gate.astype(jnp.float32))
     if rounded:
-        act = store(act, gate.dtype).astype(jnp.float32)
-    return store(act * up.astype(jnp.float32), gate.dtype)
+        act = round_to(act, gate.dtype).astype(jnp.float32)
+    return round_to(act * up.astype(jnp.float32), gate.dtype)
 
 
 _float64_swiglu = in_float64(lambda gate, up: gate / (1 + jnp.exp(-gate)) * up)
@@ -320,7 +308,7 @@ def rope_table(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[jax.A
     angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, :, None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if config.numerics.round_rope_table:
-        cos, sin = (store(part, config.compute_dtype).astype(jnp.float32) for part in (cos, sin))
+        cos, sin = (round_to(part, config.compute_dtype).astype(jnp.float32) for part in (cos, sin))
     return cos, sin
 
 
@@ -329,7 +317,7 @@ def apply_rope(
 ) -> Float[Array, "B T N H"]:
     """Rotates pairs (x[i], x[i + H/2]), in float32 (or float64: `numerics`), one rounding."""
     rotate = in_float64(_rotated) if numerics.float64 else _rotated
-    return store(rotate(x.astype(jnp.float32), *table), x.dtype)
+    return round_to(rotate(x.astype(jnp.float32), *table), x.dtype)
 
 
 def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -29,9 +29,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from qarl_jax.models.config import ModelConfig
-from qarl_jax.models.layers import Linear, normal, silu_and_mul, store
-from qarl_jax.quant.arithmetic import in_float64
-from qarl_jax.sharding import constrain, spec_in_use
+from qarl_jax.models.layers import Linear, normal, silu_and_mul
+from qarl_jax.numerics.float32 import in_float64, round_to
+from qarl_jax.runtime.mesh import constrain, spec_in_use
 
 
 class Router(nnx.Module):
@@ -56,11 +56,11 @@ class Router(nnx.Module):
         The weight enters as the engine holds it (in the compute dtype), the product is exact to float32: a flipped
         choice is the largest mismatch a sampler and a learner can have.
         """
-        weight = store(self.kernel.get_value(), self.dtype).astype(jnp.float32)
+        weight = round_to(self.kernel.get_value(), self.dtype).astype(jnp.float32)
         exactly = in_float64 if self.numerics.float64 else lambda formula: formula
         logits = exactly(_product)(x.astype(jnp.float32), weight)
         if self.numerics.round_router_logits:
-            logits = store(logits, self.dtype).astype(jnp.float32)
+            logits = round_to(logits, self.dtype).astype(jnp.float32)
         chosen, experts = jax.lax.top_k(logits, self.moe.num_experts_per_tok)
         if replayed is not None:
             experts = jnp.where(replayed < 0, experts, replayed.astype(experts.dtype))
@@ -147,7 +147,7 @@ class MoE(nnx.Module):
                 hidden = jax.lax.all_gather(hidden, "tensor", axis=1, tiled=True)
             out = self.down.of_experts(hidden, down_held, group_sizes, wide=self.weighted_first)
             if self.weighted_first:
-                out = store(out * weights_Mk.reshape(M * k)[order][:, None], x.dtype)
+                out = round_to(out * weights_Mk.reshape(M * k)[order][:, None], x.dtype)
             out_MkD = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(M, k, -1)
             # Of each copy one device has an output and all others zeros, so that these sums are exact.
             if cut.scattered:
@@ -159,7 +159,7 @@ class MoE(nnx.Module):
             else:  # weighted and summed in float32 or float64, rounded once
                 weigh = in_float64(_weighted_sum) if self.numerics.float64 else _weighted_sum
                 y = weigh(out_MkD.astype(jnp.float32), weights_Mk)
-        return store(y, x.dtype).reshape(B, T, -1)
+        return round_to(y, x.dtype).reshape(B, T, -1)
 
 
 def _sum_as_vllm(out_MkD: Float[Array, "M k D"]) -> Float[Array, "M D"]:
@@ -169,7 +169,7 @@ def _sum_as_vllm(out_MkD: Float[Array, "M k D"]) -> Float[Array, "M D"]:
     y = out_MkD[:, 0].astype(jnp.float32)
     for i in range(1, k):
         y = y + out_MkD[:, i].astype(jnp.float32)
-        y = store(y, dtype).astype(jnp.float32) if k in (2, 3, 4) else y
+        y = round_to(y, dtype).astype(jnp.float32) if k in (2, 3, 4) else y
     return y
 
 

@@ -23,28 +23,21 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from qarl_jax import quant
+from qarl_jax.kernels.attention_vendor import can_decode, runs
 from qarl_jax.models.attention import attention
 from qarl_jax.models.config import ModelConfig
-from qarl_jax.models.fused_attention import can_decode, runs
-from qarl_jax.models.layers import (
+from qarl_jax.models.layers import Linear, Quantized, RMSNorm, apply_rope, lookup, normal, rope_table, silu_and_mul
+from qarl_jax.models.moe import MoE
+from qarl_jax.numerics.float32 import matmul_precision
+from qarl_jax.runtime.mesh import constrain
+from qarl_jax.runtime.remat import (
     ATTENTION_INPUT,
     ATTENTION_OUTPUT,
     INVERSE_RMS,
     LINEAR_OUTPUT,
     MIXER_OUTPUT,
-    Linear,
-    Quantized,
-    RMSNorm,
-    apply_rope,
-    lookup,
-    normal,
-    rope_table,
-    silu_and_mul,
+    ROW_ABSMAX,
 )
-from qarl_jax.models.moe import MoE
-from qarl_jax.quant.arithmetic import matmul_precision
-from qarl_jax.quant.int8 import ROW_ABSMAX
-from qarl_jax.sharding import constrain
 
 # (q, k, v) -> (attention output, whatever the caller keeps of k and v)
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -302,7 +295,9 @@ class Transformer(nnx.Module):
                     new_keys = keys.at[at].set(k, mode="drop", unique_indices=True)
                     new_values = values.at[at].set(v, mode="drop", unique_indices=True)
                     if in_one_kernel:
-                        from qarl_jax.models.decode_attention import decode_attention  # Pallas' Triton: only where used
+                        from qarl_jax.kernels.attention_decode import (
+                            decode_attention,  # Pallas' Triton: only where used
+                        )
 
                         out = decode_attention(q, new_keys, new_values, index, slots[:, 0])
                         return out, (new_keys, new_values)

@@ -8,9 +8,9 @@
 One file per scheme; `schemes.SCHEMES` is the registry.
 """
 
-from qarl_jax.quant.arithmetic import divide, pack_int4, round_to, unpack_int4
+from qarl_jax.numerics.engine import PROFILES, Numerics, resolve
+from qarl_jax.numerics.float32 import divide, pack_int4, round_to, unpack_int4
 from qarl_jax.quant.dot import dot, expert_dot
-from qarl_jax.quant.numerics import PROFILES, Numerics, resolve
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.rules import Rule, Rules, quantize_tree
 from qarl_jax.quant.schemes import (

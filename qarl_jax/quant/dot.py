@@ -29,9 +29,10 @@ from aqt.jax.v2 import aqt_dot_general, aqt_tensor
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from qarl_jax.quant import grouped, machete
-from qarl_jax.quant.arithmetic import from_float64, matmul_precision, round_to
-from qarl_jax.quant.numerics import Numerics
+from qarl_jax.kernels import experts_triton
+from qarl_jax.numerics import machete
+from qarl_jax.numerics.engine import Numerics
+from qarl_jax.numerics.float32 import from_float64, matmul_precision, round_to
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import dequantize, module_of
 
@@ -204,7 +205,7 @@ class Ragged:
         def ragged(x, w):
             return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, preferred_element_type=jnp.int32)
 
-        kernel = functools.partial(grouped.product, group_sizes=self.group_sizes, dtype=jnp.int32)
+        kernel = functools.partial(experts_triton.product, group_sizes=self.group_sizes, dtype=jnp.int32)
         return self._choose(self._by_expert(multiply, jnp.int32), ragged, kernel, x, w)
 
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
@@ -253,7 +254,7 @@ class Ragged:
         ragged = functools.partial(
             lax.ragged_dot_general, group_sizes=self.group_sizes, ragged_dot_dimension_numbers=numbers
         )
-        kernel = functools.partial(grouped.weight_gradient, group_sizes=self.group_sizes, dtype=dtype)
+        kernel = functools.partial(experts_triton.weight_gradient, group_sizes=self.group_sizes, dtype=dtype)
         return self._choose(by_expert, _rounded(ragged, dtype, True), kernel, dy, x.astype(dy.dtype))
 
     def _float(self, x: jax.Array, w: jax.Array, out_dtype: Any, gradient: bool = False) -> jax.Array:
@@ -265,7 +266,7 @@ class Ragged:
         def ragged(x, w, **options):
             return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, **options)
 
-        kernel = functools.partial(grouped.product, group_sizes=self.group_sizes, dtype=out_dtype)
+        kernel = functools.partial(experts_triton.product, group_sizes=self.group_sizes, dtype=out_dtype)
         by_expert = self._by_expert(multiply, out_dtype)
         return self._choose(by_expert, _rounded(ragged, out_dtype, gradient), kernel, x, w)
 
@@ -297,7 +298,7 @@ class Ragged:
 
     def _choose(self, by_expert: Any, ragged: Any, kernel: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """`kernel` on an NVIDIA GPU that can have it, `ragged` on a TPU, `by_expert` elsewhere."""
-        platforms = {"cuda": kernel} if grouped.serves(lhs, rhs) else {}
+        platforms = {"cuda": kernel} if experts_triton.serves(lhs, rhs) else {}
         return lax.platform_dependent(lhs, rhs, tpu=ragged, default=by_expert, **platforms)
 
 

@@ -9,7 +9,7 @@
         - {match: ".*", scheme: "w4a16:g128"}
 
 A pattern is searched for anywhere in the path. A path no rule matches stays in bf16. The same rules write the engine's
-`quantization_config` (qarl_bridge.packing).
+`quantization_config` (qarl_bridge.protocol.formats).
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from typing import Annotated, Any
 import numpy as np
 from jaxtyping import Float
 
-from qarl_jax import hosts
 from qarl_jax.rewards import exact, format, function, math_verify, overlong, reasoning_gym, total
 from qarl_jax.rewards.sample import Reward, Sample
-from qarl_jax.schema import Variants
+from qarl_jax.runtime import processes
+from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import Completion, Prompt, RolloutGroup
 
 # Config type -> reward.
@@ -110,17 +110,17 @@ class Grader:
         self, samples: Sequence[Sample], pairs: Sequence[tuple[Prompt, Sequence[Completion]]]
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """`score`, by the first process for all: a time limit may strike on one host and not on another."""
-        if hosts.count() == 1:
+        if processes.count() == 1:
             return self.score(samples)
         drawn = [np.asarray(completion.tokens, np.int32) for _, group in pairs for completion in group]
         said = [np.asarray(completion.logprobs, np.float32) for _, group in pairs for completion in group]
-        hosts.check_same(b"".join(x.tobytes() for x in (*drawn, *said)), "the sampler's responses")
+        processes.check_same(b"".join(x.tobytes() for x in (*drawn, *said)), "the sampler's responses")
 
         def grade() -> Any:
             rewards, parts = self.score(samples)
             return [rewards.tolist(), {name: part.tolist() for name, part in parts.items()}]
 
-        rewards, parts = hosts.from_first(grade)
+        rewards, parts = processes.from_first(grade)
         return np.asarray(rewards, np.float32), {name: np.asarray(part, np.float32) for name, part in parts.items()}
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import re
 from fractions import Fraction
 from typing import Literal
 
-Extraction = Literal["auto", "whole", "last_line", "last_number", "tag", "boxed"]
+Extraction = Literal["auto", "whole", "last_line", "last_number", "number", "tag", "boxed"]
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 _PLAIN = re.compile(r"([-+]?)(\d{0,300})(?:\.(\d{1,300}))?(?:/(\d{1,300}))?")
@@ -19,18 +19,20 @@ def extract(text: str, how: Extraction = "auto") -> str | None:
     """The final answer in `text`, or None.
 
     Args:
-      how: "whole" the text; "last_line" its last non-empty line; "last_number" the last number in it; "tag" what the
-      last
-        <answer>...</answer> holds; "boxed" what the last \\boxed{...} holds; "auto" the first of boxed, tag, the rest
-        of the line after "####", "answer is" or "answer:", and the last line that gives something.
+      how: "whole" the text; "last_line" its last non-empty line; "last_number" the last number in it; "number"
+        the last number in the last \\boxed{...}, else the first after the last "####" (GSM8K's mark), else the last;
+        "tag" what the last <answer>...</answer> holds; "boxed" what the last \\boxed{...} holds; "auto" the first of
+        boxed, tag, the rest of the line after "####", "answer is" or "answer:", and the last line that gives something.
     """
     if how == "whole":
         return text.strip() or None
     if how == "last_line":
         return _last_line(text)
     if how == "last_number":
-        found = _NUMBER.findall(text[-10_000:])
-        return found[-1] if found else None
+        return _number(text, -1)
+    if how == "number":
+        _, mark, marked = text.rpartition("####")
+        return _number(_boxed(text) or "", -1) or (_number(marked, 0) if mark else None) or _number(text, -1)
     if how == "tag":
         return _tag(text)
     if how == "boxed":
@@ -51,6 +53,11 @@ def extract(text: str, how: Extraction = "auto") -> str | None:
 def _last_line(text: str) -> str | None:
     stripped = text.rstrip()
     return stripped[max(stripped.rfind("\n"), stripped.rfind("\r")) + 1 :].strip() or None
+
+
+def _number(text: str, which: int) -> str | None:
+    found = _NUMBER.findall(text[-10_000:])
+    return found[which].rstrip(",") if found else None
 
 
 def _tag(text: str) -> str | None:

@@ -17,7 +17,7 @@ import math
 from typing import Annotated, Any
 
 from qarl_jax.rewards import exact, format, function, math_verify, overlong, reasoning_gym
-from qarl_jax.schema import Variants
+from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import UserError
 
 # The rewards that a sum can be made of: name in config files -> Config.

@@ -129,15 +129,16 @@ class RolloutEngine(Protocol):
 
 
 def _jax(config: Any = None, **options: Any) -> RolloutEngine:
-    from qarl_jax.rollout import jax_sampler
+    from qarl_jax.rollout.embedded import engine
 
-    return jax_sampler.JaxSampler(config or jax_sampler.Config(), **options)
+    return engine.JaxSampler(config or engine.Config(), **options)
 
 
 def _vllm(config: Any = None, **options: Any) -> RolloutEngine:
-    from qarl_jax.rollout import vllm  # the client of the bridge; the embedded sampler must not need its dependencies
+    # the client of the bridge; the embedded sampler must not need its dependencies
+    from qarl_jax.rollout.vllm import engine
 
-    return vllm.VllmEngine(config or vllm.Config(), **options)
+    return engine.VllmEngine(config or engine.Config(), **options)
 
 
 # Name in the config -> engine(config, **options). Imported when asked for.

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
-from qarl_bridge import fingerprint, sender, wire
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import fingerprint, messages
+from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.transport import cuda_ipc
-from qarl_bridge.wire import BridgeError
 
 from qarl_jax import models
-from qarl_jax.rollout import PolicyWeights, device_staging
-from qarl_jax.rollout.vllm import Config, VllmEngine, engine_tensors
+from qarl_jax.rollout import PolicyWeights
+from qarl_jax.rollout.vllm import gpu_staging
+from qarl_jax.rollout.vllm.engine import Config, VllmEngine, engine_tensors
 from qarl_jax.types import UserError
 from tests.reference import bridge_world, fake_gpu, tiny
 
@@ -153,9 +155,11 @@ def test_two_buffers_are_mapped_once_and_let_go_with_their_trainer():
 @pytest.mark.parametrize("shape", [(3,), (5, 7), (2, 3, 4096), (2, 1, 0), (2, 6000)])
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "int32", "float32", "float8_e4m3fn"])
 def test_jax_computes_the_hosts_fingerprints(shape, dtype):
-    raw = np.random.default_rng(0).integers(0, 256, (*shape[:-1], shape[-1] * wire.DTYPES[dtype].itemsize), np.uint8)
-    stack = raw.view(wire.DTYPES[dtype])
-    sums = np.asarray(device_staging.row_sums(jnp.asarray(stack), 1))
+    raw = np.random.default_rng(0).integers(
+        0, 256, (*shape[:-1], shape[-1] * messages.DTYPES[dtype].itemsize), np.uint8
+    )
+    stack = raw.view(messages.DTYPES[dtype])
+    sums = np.asarray(gpu_staging.row_sums(jnp.asarray(stack), 1))
     for one, mine in zip(stack, sums, strict=True):
         assert np.array_equal(mine, fingerprint.row_sums(np.ascontiguousarray(one)))
 
@@ -178,9 +182,9 @@ def policy(scheme, moe=False, seed=0):
 
 def identity(step=0):
     return {
-        "version": wire.Version(run_id="run", incarnation=1, step=step),
-        "model": wire.model_fingerprint(bridge_world.CONFIG),
-        "scheme": wire.scheme_hash(bridge_world.CONFIG["quantization_config"]),
+        "version": messages.Version(run_id="run", incarnation=1, step=step),
+        "model": messages.model_fingerprint(bridge_world.CONFIG),
+        "scheme": messages.scheme_hash(bridge_world.CONFIG["quantization_config"]),
     }
 
 
@@ -190,7 +194,7 @@ def identity(step=0):
 )
 def test_a_version_staged_on_the_device_is_that_of_the_host(gpu, scheme, moe):
     """Names, order, dtypes, shapes, fingerprints and bytes; twice, into two buffers."""
-    stager = device_staging.DeviceStager(cuda_ipc.Buffers(gpu))
+    stager = gpu_staging.DeviceStager(cuda_ipc.Buffers(gpu))
     for step in range(2):
         weights = policy(scheme, moe, seed=step)
         host = sender.stage(engine_tensors(weights, stacked=True), **identity(step))
@@ -205,12 +209,12 @@ def test_a_version_staged_on_the_device_is_that_of_the_host(gpu, scheme, moe):
 @pytest.mark.slow
 def test_only_a_learner_on_one_gpu_stages_there():
     with pytest.raises(BridgeError, match="the learner runs on cpu, not on a GPU"):
-        device_staging.gpu_of(policy("w8a8"))
-    assert device_staging.gpu_of(policy("w8a8"), platform="cpu") == 0
+        gpu_staging.gpu_of(policy("w8a8"))
+    assert gpu_staging.gpu_of(policy("w8a8"), platform="cpu") == 0
     spread = policy("w8a8")
     leaf = jax.device_put(jnp.zeros(2), jax.devices()[1])
     with pytest.raises(BridgeError, match="spread over 2 devices"):
-        device_staging.gpu_of(PolicyWeights(graphdef=spread.graphdef, params=[spread.params, leaf], qweights=[]))
+        gpu_staging.gpu_of(PolicyWeights(graphdef=spread.graphdef, params=[spread.params, leaf], qweights=[]))
 
 
 # ---- both -----------------------------------------------------------------------------------------------------------
@@ -224,7 +228,7 @@ def served(tmp_path, gpu, library_path, monkeypatch):
     with bridge_world.world(tmp_path) as w:
         w.engine.mapper = fake_gpu.opener(library_path)
         w.engine.facts = msgspec.structs.replace(w.engine.facts, device=gpu.uuid)
-        yield w, device_staging.DeviceStager(cuda_ipc.Buffers(gpu))
+        yield w, gpu_staging.DeviceStager(cuda_ipc.Buffers(gpu))
 
 
 @pytest.mark.slow
@@ -239,13 +243,13 @@ def test_versions_are_published_from_the_device_and_restored_from_it(served):
         if held is not None:
             held.close()
         held = following
-    draws = [wire.Draw(prompt=[1, 2], seed=0)]
-    before = client.generate(draws, wire.Sampling(max_tokens=4))
+    draws = [messages.Draw(prompt=[1, 2], seed=0)]
+    before = client.generate(draws, messages.Sampling(max_tokens=4))
     w.engine.fail_load = 1
     bad = stager.stage(policy("w8a8", seed=9), **identity(9))
     with pytest.raises(BridgeError, match="run/1/3 was restored"):
         client.publish(bad)
-    assert client.generate(draws, wire.Sampling(max_tokens=4)) == before
+    assert client.generate(draws, messages.Sampling(max_tokens=4)) == before
     assert [span.version.step for span in before[0].spans] == [3]
 
 
@@ -276,7 +280,7 @@ def test_what_a_dead_trainer_staged_is_forgotten_with_its_lease(served):
     other.acquire("run", 2)
     w.engine.fail_load = 1
     version = stager.stage(
-        policy("w8a8", seed=1), **(identity(1) | {"version": wire.Version(run_id="run", incarnation=2, step=1)})
+        policy("w8a8", seed=1), **(identity(1) | {"version": messages.Version(run_id="run", incarnation=2, step=1)})
     )
     with pytest.raises(BridgeError, match="fenced until a complete version"):
         other.publish(version)
@@ -288,7 +292,7 @@ def test_what_a_dead_trainer_staged_is_forgotten_with_its_lease(served):
 def test_a_bridge_without_a_gpu_or_over_tcp_refuses_device_memory(tmp_path, gpu, monkeypatch):
     named = dict(engine_tensors(policy("w8a8")))
     monkeypatch.setattr(bridge_world, "tensors", lambda seed: named)
-    stager = device_staging.DeviceStager(cuda_ipc.Buffers(gpu), "cuda_ipc")
+    stager = gpu_staging.DeviceStager(cuda_ipc.Buffers(gpu), "cuda_ipc")
     for tcp in (False, True):
         with bridge_world.world(tmp_path, tcp=tcp) as w:
             staged = stager.stage(policy("w8a8"), **identity(0))

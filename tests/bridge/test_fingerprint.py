@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from qarl_bridge import fingerprint
+from qarl_bridge.protocol import fingerprint
 
 from tests.reference import bridge_world
 
@@ -76,15 +76,16 @@ def test_two_words_that_change_together_are_found_whatever_they_become():
 def test_a_version_on_a_device_is_validated_and_confirmed():
     """A DeviceCopy over torch memory of the host."""
     torch = pytest.importorskip("torch")
-    from qarl_bridge import device, sender
-    from qarl_bridge.errors import BridgeError
+    from qarl_bridge.client import sender
+    from qarl_bridge.protocol.errors import BridgeError
+    from qarl_bridge.server import staged_gpu
 
     version = bridge_world.staged(3)
     size = sender.align(version.manifest.total_bytes)
     raw = os.pread(version.fd, version.manifest.total_bytes, 0).ljust(size, b"\0")
     buffer = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     closed = []
-    copy = device.DeviceCopy(version.manifest, buffer, closed.append)
+    copy = staged_gpu.DeviceCopy(version.manifest, buffer, closed.append)
     copy.validate()
     assert copy.borrowed
     for name, tensor in copy.at_the_door():
@@ -107,8 +108,9 @@ def test_a_version_on_a_device_is_validated_and_confirmed():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, None])
 def test_a_version_on_a_device_with_a_bad_scale_is_refused(bad):
     torch = pytest.importorskip("torch")
-    from qarl_bridge import device, sender
-    from qarl_bridge.errors import BridgeError
+    from qarl_bridge.client import sender
+    from qarl_bridge.protocol.errors import BridgeError
+    from qarl_bridge.server import staged_gpu
 
     name = "model.layers.0.self_attn.k_proj.weight_scale"
     scale = bridge_world.tensors(0)[name]
@@ -119,7 +121,7 @@ def test_a_version_on_a_device_with_a_bad_scale_is_refused(bad):
     version = bridge_world.staged(0, replace={name: scale})
     total = version.manifest.total_bytes
     raw = os.pread(version.fd, total, 0).ljust(sender.align(total), b"\0")
-    copy = device.DeviceCopy(version.manifest, torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    copy = staged_gpu.DeviceCopy(version.manifest, torch.frombuffer(bytearray(raw), dtype=torch.uint8))
     with pytest.raises(BridgeError, match=name) as error:
         copy.validate()
     assert error.value.code == "tensor"
@@ -131,10 +133,12 @@ def test_tensors_that_are_looked_at_together_are_told_apart(dtype, bad):
     """Experts' weights and scales take turns, at equal distances, and then other layers begin."""
     torch = pytest.importorskip("torch")
     import ml_dtypes  # noqa: F401  (numpy learns its names)
-    from qarl_bridge import device, sender, wire
-    from qarl_bridge.errors import BridgeError
+    from qarl_bridge.client import sender
+    from qarl_bridge.protocol import messages
+    from qarl_bridge.protocol.errors import BridgeError
+    from qarl_bridge.server import staged_gpu
 
-    numpy_dtype = wire.DTYPES[dtype]
+    numpy_dtype = messages.DTYPES[dtype]
     arrays = {}
     for number in range(13):
         gap = 5000 if number > 7 else 3000  # equal distances end here
@@ -148,19 +152,19 @@ def test_tensors_that_are_looked_at_together_are_told_apart(dtype, bad):
         raw = array.tobytes()
         digest = fingerprint.digest(raw)
         entries.append(
-            wire.TensorEntry(
+            messages.TensorEntry(
                 name=name, dtype=dtype if array.dtype == numpy_dtype else "int32", shape=list(array.shape),
                 offset=end, nbytes=len(raw), digest=digest,
             )
         )  # fmt: skip
         chunks.append(raw.ljust(sender.align(len(raw)), b"\0"))
         end += sender.align(len(raw))
-    runs = device._runs(entries)
+    runs = staged_gpu._runs(entries)
     assert sorted(len(run) for run in runs if run[0].dtype != "int32") == [1, 5, 8]
     manifest = sender.manifest_of(
         entries, version=bridge_world.staged(0).manifest.version, model=b"m" * 16, scheme=b"s" * 16
     )
-    copy = device.DeviceCopy(manifest, torch.frombuffer(bytearray(b"".join(chunks)), dtype=torch.uint8))
+    copy = staged_gpu.DeviceCopy(manifest, torch.frombuffer(bytearray(b"".join(chunks)), dtype=torch.uint8))
     if bad is None:
         return copy.validate()
     with pytest.raises(BridgeError, match=rf"experts\.{bad}\.other holds NaN"):
@@ -169,18 +173,19 @@ def test_tensors_that_are_looked_at_together_are_told_apart(dtype, bad):
 
 def test_torch_computes_the_same_sums():
     torch = pytest.importorskip("torch")
-    from qarl_bridge import device
+    from qarl_bridge.server import staged_gpu
 
     data = np.random.default_rng(2).integers(0, 256, 5 * ROW, np.uint8)
-    got = device.row_sums(torch.from_numpy(data))
+    got = staged_gpu.row_sums(torch.from_numpy(data))
     assert np.array_equal(got, fingerprint.row_sums(data))
     data[:] = 255
-    assert np.array_equal(device.row_sums(torch.from_numpy(data)), fingerprint.row_sums(data))
+    assert np.array_equal(staged_gpu.row_sums(torch.from_numpy(data)), fingerprint.row_sums(data))
 
 
 TRITON = """
 import numpy as np, torch
-from qarl_bridge import fingerprint, gpu_sums
+from qarl_bridge.protocol import fingerprint
+from qarl_bridge.server import gpu_sums
 for rows in (1, 3, 4, 9):
     data = np.random.default_rng(rows).integers(0, 256, rows * fingerprint.ROW_BYTES, np.uint8)
     data[:4096] = 255
@@ -197,3 +202,10 @@ def test_the_gpu_kernels_sums_are_the_same():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", TRITON], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "equal\n", done.stderr[-2000:]
+
+
+def test_a_large_tensor_is_summed_in_pieces_and_gives_the_sums_of_the_whole():
+    data = np.random.default_rng(0).integers(0, 256, 3 * fingerprint._ROWS_PER_THREAD * 4096 + 12, dtype=np.uint8)
+    words = np.append(data, np.zeros(-len(data) % 4096, np.uint8)).view("<u2").reshape(-1, 2048).astype(np.uint64)
+    wanted = np.stack([words.sum(1), (words * np.arange(1, 2049, dtype=np.uint64)).sum(1)], axis=1).astype(np.uint32)
+    np.testing.assert_array_equal(fingerprint.row_sums(data), wanted)

@@ -18,13 +18,14 @@ import time
 import msgspec
 import numpy as np
 import pytest
-from qarl_bridge import sender, wire
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.transport import cuda_ipc, nccl
-from qarl_bridge.wire import BridgeError
 
 from qarl_jax.rollout import SamplingConfig
-from qarl_jax.rollout import vllm as vllm_engine
-from qarl_jax.rollout.vllm import Config, VllmEngine
+from qarl_jax.rollout.vllm import engine as vllm_engine
+from qarl_jax.rollout.vllm.engine import Config, VllmEngine
 from qarl_jax.types import UserError
 from tests.reference import bridge_world, fake_gpu, tiny_policies
 
@@ -152,7 +153,7 @@ def test_a_peer_that_never_comes_is_waited_for_no_longer_than_said(gpu, library)
 
 
 def test_another_version_of_nccl_is_refused_by_name(gpu, library):
-    memory = wire.NcclMemory(unique_id=nccl.new_id(library), rank=1, world=2, version=21805, timeout_s=1)
+    memory = messages.NcclMemory(unique_id=nccl.new_id(library), rank=1, world=2, version=21805, timeout_s=1)
     with pytest.raises(BridgeError, match=r"trainer has NCCL 2\.18\.5, the engine 2\.27\.3: install the same"):
         nccl.Receiver(gpu, library).receive(memory, 4096, nothing)
 
@@ -211,12 +212,12 @@ def test_versions_cross_over_one_communicator_and_outlive_their_trainer(served, 
         held = following
     assert len(ids) == 1
     assert len(receiver._buffers._free) + len(receiver._buffers._taken) == 2
-    draws = [wire.Draw(prompt=[1, 2], seed=0)]
-    before = client.generate(draws, wire.Sampling(max_tokens=4))
+    draws = [messages.Draw(prompt=[1, 2], seed=0)]
+    before = client.generate(draws, messages.Sampling(max_tokens=4))
     w.engine.fail_load = 1
     with pytest.raises(BridgeError, match="run/1/3 was restored"):
         client.publish(trainer.stage(9))
-    assert client.generate(draws, wire.Sampling(max_tokens=4)) == before
+    assert client.generate(draws, messages.Sampling(max_tokens=4)) == before
     client.close()  # the engine's copy is its own: it can be restored without the trainer it came from
     other = w.client()
     bridge_world.wait_for(lambda: other.status().holder is None)
@@ -347,7 +348,8 @@ def test_nccl_is_not_kept_from_a_bridge_over_tcp(tmp_path, gpu, library, monkeyp
 
 TRAINER = """
 import sys
-from qarl_bridge import sender, wire
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages as wire
 from qarl_bridge.transport import cuda_ipc, nccl
 from tests.bridge import test_nccl
 from tests.reference import bridge_world

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -20,12 +21,14 @@ import msgspec
 import numpy as np
 import pytest
 from flax import nnx
-from qarl_bridge import sender, wire
-from qarl_bridge.wire import BridgeError
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models, quant
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, make_engine
-from qarl_jax.rollout.vllm import Config, VllmEngine, _batches, draw_seed, engine_config, engine_tensors
+from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm.engine import Config, VllmEngine, _batches, draw_seed, engine_config, engine_tensors
 from qarl_jax.types import Prompt, UserError
 from tests.reference import bridge_world
 from tests.reference.bridge_world import connected
@@ -41,8 +44,6 @@ PROMPTS = [Prompt(uid=f"p{i}", tokens=(1, 2, i), text="", answer="") for i in ra
 
 @functools.cache
 def weights(seed=0, scheme="w4a16:g32", profile="plain"):
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "config.json"), "w") as file:
             json.dump(MODEL, file)
@@ -240,7 +241,7 @@ def test_a_piece_that_goes_on_draws_with_other_numbers_than_the_beginning():
 
 def test_requests_are_split_so_that_they_and_their_replies_fit_a_frame():
     def draw(prompt, limit):
-        return wire.Draw(prompt=[1] * prompt, seed=0, max_tokens=limit)
+        return messages.Draw(prompt=[1] * prompt, seed=0, max_tokens=limit)
 
     draws = [draw(2, 1), draw(100, 1), draw(100, 1), draw(2, 400), draw(2, 400), draw(5000, 5000)]
     split = list(_batches(draws, most=8000, most_back=8000))
@@ -250,7 +251,7 @@ def test_requests_are_split_so_that_they_and_their_replies_fit_a_frame():
     assert [len(batch) for batch in routed] == [1, 1, 1, 1, 1, 1]
     assert len(list(_batches(draws))) == 1
     assert list(_batches([])) == []
-    assert len(list(_batches([draw(1000, 1000)] * 4096))) == 1  # 4,096 responses of 1,024 tokens, as wire.py says
+    assert len(list(_batches([draw(1000, 1000)] * 4096))) == 1  # 4,096 responses of 1,024 tokens, as messages.py says
 
 
 def test_the_engine_holds_no_reference_to_the_learners_arrays():
@@ -301,7 +302,7 @@ def by_hand(tmp_path, *extra, address=None):
     """A bridge a user started, on a model folder without weights; yields (process, address, key file)."""
     w = weights(0)
     expected = [
-        wire.Expected(name=n, dtype=wire.dtype_name(a.dtype), shape=list(a.shape)) for n, a in engine_tensors(w)
+        messages.Expected(name=n, dtype=messages.dtype_name(a.dtype), shape=list(a.shape)) for n, a in engine_tensors(w)
     ]
     sender.write_folder(str(tmp_path / "model"), engine_config(w.graphdef), expected)
     address = address or str(tmp_path / "s")
@@ -346,14 +347,15 @@ def test_a_bridge_started_by_hand_serves_trainers_and_outlives_them(tmp_path):
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_a_trainer_that_was_killed_leaves_its_lease_to_the_next_at_once(tmp_path, kind):
-    wire.create_key(str(tmp_path / "key"))
+    messages.create_key(str(tmp_path / "key"))
     address = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else str(tmp_path / "s")
     with by_hand(tmp_path, address=address) as (_, _, key_file):
         connected(address, key_file).close()
         code = f"""
 import time
-from qarl_bridge import sender, wire
-client = sender.Client({address!r}, wire.read_key({key_file!r}))
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages
+client = sender.Client({address!r}, messages.read_key({key_file!r}))
 client.acquire("run", 1)
 print("holds", flush=True)
 time.sleep(600)
@@ -385,14 +387,14 @@ def test_over_tcp_the_key_is_a_must_and_bytes_travel_in_chunks(tmp_path):
     with by_hand(tmp_path, address=address) as (process, _, _):
         assert process.wait(60) == 2  # no key file yet: a TCP bridge does not make one up
         assert "needs an existing key file" in process.stderr.read()
-    wire.create_key(str(tmp_path / "key"))
+    messages.create_key(str(tmp_path / "key"))
     with by_hand(tmp_path, address=address) as (process, _, key_file):
         connected(address, key_file).close()
         with engine(dataclasses.replace(FAKE, address=address, key_file=key_file)) as e:
             e.publish(weights(0), 0)
             generate(e)
         wrong = tmp_path / "wrong"
-        wire.create_key(str(wrong))
+        messages.create_key(str(wrong))
         config = dataclasses.replace(FAKE, address=address, key_file=str(wrong))
         with engine(config) as e, pytest.raises(UserError, match="does not hold this bridge's key"):
             e.publish(weights(0), 0)
@@ -425,17 +427,18 @@ def test_a_trainer_killed_in_the_middle_of_a_publish_leaves_the_engine_as_it_was
         (tmp_path / "tensors").write_bytes(pickle.dumps(list(engine_tensors(weights(1)))))
         code = f"""
 import pickle, time
-from qarl_bridge import sender, wire
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages
 from qarl_bridge.transport import shm
-client = sender.Client({address!r}, wire.read_key({key_file!r}))
+client = sender.Client({address!r}, messages.read_key({key_file!r}))
 client.acquire("run", 2)
 with open({str(tmp_path / "tensors")!r}, "rb") as file:  # JAX would take its time to make them
     tensors = pickle.load(file)
-staged = sender.stage(tensors, version=wire.Version(run_id="run", incarnation=2, step=1),
+staged = sender.stage(tensors, version=messages.Version(run_id="run", incarnation=2, step=1),
                       model=client.facts.model, scheme=client.facts.scheme)
-client.request(wire.Announce(manifest=staged.manifest), wire.Ready)
+client.request(messages.Announce(manifest=staged.manifest), messages.Ready)
 if {stage}:
-    client.request(wire.Stage(memory=shm.locate(staged.fd)), wire.Staged)
+    client.request(messages.Stage(memory=shm.locate(staged.fd)), messages.Staged)
 print("in the middle", flush=True)
 time.sleep(600)
 """
@@ -470,3 +473,41 @@ time.sleep(600)
     trainer.wait()
     bridge_world.wait_for(lambda: not bridge_world.alive(pid))
     assert not os.path.exists(tmp_path / "s")
+
+
+def test_an_address_where_nobody_listens_is_spoken_of_with_the_time_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm, "_FIRST_WORD_S", 0.05)
+    said = []
+    key = tmp_path / "key"
+    messages.create_key(str(key))
+    config = Config(address=str(tmp_path / "mistyped"), key_file=str(key), start_timeout_s=1.0)
+    with engine(config, log=said.append) as e, pytest.raises(UserError, match=r"nobody is listening .*waited 1 s"):
+        e.publish(weights(), 0)
+    where = f"{tmp_path}/mistyped (rollout.engine.address)"
+    assert said[1:] == [f"waiting for the bridge at {where} to answer: 1 s left (rollout.engine.start_timeout_s)"]
+
+
+def test_what_a_killed_trainer_and_its_bridge_leave_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    code = f"""
+import os, time
+from qarl_jax.rollout.vllm.process import BridgeProcess
+bridge = BridgeProcess(arguments=["--options", '{{"engine": "fake"}}'])
+bridge.start({MODEL!r}, [])
+while not os.path.exists(os.path.join(bridge.folder, "socket")):
+    time.sleep(0.01)
+time.sleep(0.2)
+print(bridge.process.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
+        bridge = int(trainer.stdout.readline())
+        os.kill(bridge, signal.SIGKILL)
+        trainer.kill()
+    (key,) = tmp_path.glob("qarl-bridge-*/key")
+    with engine() as e:
+        e.publish(weights(), 0)
+        assert not key.exists()
+        assert len(list(tmp_path.iterdir())) == 2  # the folders of this engine and of its bridge
+    assert not list(tmp_path.iterdir())

@@ -11,8 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
-from qarl_bridge import experts, packing, readback, vllm_versions, whole_modules, wire  # noqa: E402
-from qarl_bridge.errors import BridgeError  # noqa: E402
+from qarl_bridge.engine import fast_load, readback, versions  # noqa: E402
+from qarl_bridge.engine import readback_experts as experts  # noqa: E402
+from qarl_bridge.protocol import formats, messages  # noqa: E402
+from qarl_bridge.protocol.errors import BridgeError  # noqa: E402
 
 from tests.reference import quant_reference  # noqa: E402
 
@@ -63,7 +65,7 @@ def int4(words, scale):
 def int4_fp8(words, scale):
     """vLLM's int4 x fp8 layer: scales factored at load, e4m3 activations, float32 sum."""
     channel, group = quant_reference.factor_scales(scale.float().numpy())
-    codes = packing.unpack_int4(words.numpy()).astype(np.float32)
+    codes = formats.unpack_int4(words.numpy()).astype(np.float32)
     levels = (codes * group.repeat(128, 1)).astype(quant_reference.F8).astype(np.float32)
 
     def apply(layer, x, bias):
@@ -81,7 +83,7 @@ def test_an_int4_fp8_layer_is_read_back_through_the_engines_own_factors(publishe
         w = 0.02 * np.random.default_rng(seed).standard_normal((128, 256)).astype(np.float32)
         w[:4] *= 1e-3  # below the engine's smallest channel scale
         quantized = quant_reference.w4a8_fp8_weight(w) if published == "ours" else quant_reference.int4_weight(w, 128)
-        words.append(torch.from_numpy(packing.pack_int4(quantized[0])))
+        words.append(torch.from_numpy(formats.pack_int4(quantized[0])))
         scales.append(torch.from_numpy(quantized[1].view(np.int16)).view(torch.bfloat16))
         tensors |= {f"{prefix}.{shard}.weight_packed": words[-1], f"{prefix}.{shard}.weight_scale": scales[-1]}
         tensors[f"{prefix}.{shard}.weight_shape"] = torch.tensor([128, 256])
@@ -97,7 +99,7 @@ def test_an_int4_fp8_layer_is_read_back_through_the_engines_own_factors(publishe
 def test_the_scales_of_a_layer_are_factored_once_however_many_rows_are_pushed(monkeypatch):
     k, made = 5 * readback._CHUNK // 2, []
     codes, scale = quant_reference.int4_weight(np.random.default_rng(0).standard_normal((128, k)), 128)
-    words = torch.from_numpy(packing.pack_int4(codes))
+    words = torch.from_numpy(formats.pack_int4(codes))
     scales = torch.from_numpy(scale.view(np.int16)).view(torch.bfloat16)
     tensors = {"m.o_proj.weight_packed": words, "m.o_proj.weight_scale": scales}
     tensors["m.o_proj.weight_shape"] = torch.tensor([128, k])
@@ -130,7 +132,7 @@ def fused(kind):
             tensors |= {f"{name}.weight": weights[-1], f"{name}.weight_scale": scales[-1]}
         else:
             rng = np.random.default_rng(seed)
-            weights.append(torch.from_numpy(packing.pack_int4(rng.integers(-8, 8, (n, k)))))
+            weights.append(torch.from_numpy(formats.pack_int4(rng.integers(-8, 8, (n, k)))))
             scales.append(bf16(n, k // 32, seed=seed).abs() + 0.01)
             tensors |= {f"{name}.weight_packed": weights[-1], f"{name}.weight_scale": scales[-1]}
             tensors[f"{name}.weight_shape"] = torch.tensor([n, k])
@@ -271,7 +273,7 @@ def test_wrong_experts_are_found(what):
     ],
 )
 def test_int4_experts_whose_scales_vllm_scrambles_are_refused(width, scheme, refused):
-    section = packing.quantization_config({"model.layers.0.mlp.experts.0.up_proj": scheme})
+    section = formats.quantization_config({"model.layers.0.mlp.experts.0.up_proj": scheme})
     config = {"num_experts": 8, "moe_intermediate_size": width, "hidden_size": 256, "quantization_config": section}
     if refused:
         with pytest.raises(BridgeError, match="experts of 128 features with int4 groups of 128"):
@@ -282,7 +284,7 @@ def test_int4_experts_whose_scales_vllm_scrambles_are_refused(width, scheme, ref
     experts.check_groups(config | {"hidden_size": 128, "quantization_config": section})
     experts.check_groups(config | {"quantization_config": None})
     rules = {"model.layers.0.mlp.experts.0.up_proj": "w8a8", "a.q_proj": "w4a16", "a.k_proj": "w4a16", "b": "w4a16"}
-    experts.check_groups(config | {"quantization_config": packing.quantization_config(rules | {"a.v_proj": "w4a16"})})
+    experts.check_groups(config | {"quantization_config": formats.quantization_config(rules | {"a.v_proj": "w4a16"})})
 
 
 def test_experts_without_a_live_bank_are_an_error():
@@ -296,13 +298,13 @@ def test_experts_without_a_live_bank_are_an_error():
 def test_a_modules_parameters_are_put_together_from_what_is_published():
     _, tensors = fused("int8")
     meta = {name: torch.empty(0) for name in ("weight", "weight_scale")}
-    sources = whole_modules._sources("model.layers.0.self_attn.qkv_proj", meta, tensors)
-    weight = whole_modules._assemble(sources[0], torch.empty(32, 64, dtype=torch.int8), tensors, "cpu")
+    sources = fast_load._sources("model.layers.0.self_attn.qkv_proj", meta, tensors)
+    weight = fast_load._assemble(sources[0], torch.empty(32, 64, dtype=torch.int8), tensors, "cpu")
     assert torch.equal(weight[16:24], tensors["model.layers.0.self_attn.k_proj.weight"])
     # A padded vocabulary, and memory of its own.
     table = {"lm_head.weight": bf16(5, 4)}
-    (source,) = whole_modules._sources("lm_head", {"weight": None}, table)
-    padded = whole_modules._assemble(source, torch.empty(8, 4, dtype=torch.bfloat16), table, "cpu")
+    (source,) = fast_load._sources("lm_head", {"weight": None}, table)
+    padded = fast_load._assemble(source, torch.empty(8, 4, dtype=torch.bfloat16), table, "cpu")
     assert torch.equal(padded[:5], table["lm_head.weight"])
     assert not padded[5:].any()
     padded.zero_()
@@ -311,32 +313,32 @@ def test_a_modules_parameters_are_put_together_from_what_is_published():
 
 def test_the_experts_of_a_layer_become_one_parameter():
     tensors = bank()
-    sources = whole_modules._sources(f"{LAYER}.routed_experts", {"w13_weight": None, "w2_weight": None}, tensors)
-    w13 = whole_modules._assemble(sources[0], torch.empty(E, 2 * INNER, HIDDEN, dtype=torch.bfloat16), tensors, "cpu")
+    sources = fast_load._sources(f"{LAYER}.routed_experts", {"w13_weight": None, "w2_weight": None}, tensors)
+    w13 = fast_load._assemble(sources[0], torch.empty(E, 2 * INNER, HIDDEN, dtype=torch.bfloat16), tensors, "cpu")
     live = Experts(tensors)
     assert torch.equal(w13, live.w13_weight)
-    w2 = whole_modules._assemble(sources[1], torch.empty(E, HIDDEN, INNER, dtype=torch.bfloat16), tensors, "cpu")
+    w2 = fast_load._assemble(sources[1], torch.empty(E, HIDDEN, INNER, dtype=torch.bfloat16), tensors, "cpu")
     assert torch.equal(w2, live.w2_weight)
 
 
 def test_a_parameter_that_is_not_published_sends_everything_to_vllms_loader():
     _, tensors = fused("int8")
-    with pytest.raises(whole_modules.Unsupported, match="has a parameter zero_point"):
-        whole_modules._sources("model.layers.0.self_attn.qkv_proj", {"weight": None, "zero_point": None}, tensors)
-    assert whole_modules._sources("model.layers.0.other", {"weight": None}, tensors) == []
+    with pytest.raises(fast_load.Unsupported, match="has a parameter zero_point"):
+        fast_load._sources("model.layers.0.self_attn.qkv_proj", {"weight": None, "zero_point": None}, tensors)
+    assert fast_load._sources("model.layers.0.other", {"weight": None}, tensors) == []
     unused = {"weight": None, "weight_g_idx": None}
-    assert len(whole_modules._sources("model.layers.0.self_attn.qkv_proj", unused, tensors)) == 1
-    (source,) = whole_modules._sources("model.layers.0.self_attn.qkv_proj", {"weight": None}, tensors)
-    with pytest.raises(whole_modules.Unsupported, match="does not make weight"):
-        whole_modules._assemble(source, torch.empty(31, 64, dtype=torch.int8), tensors, "cpu")
+    assert len(fast_load._sources("model.layers.0.self_attn.qkv_proj", unused, tensors)) == 1
+    (source,) = fast_load._sources("model.layers.0.self_attn.qkv_proj", {"weight": None}, tensors)
+    with pytest.raises(fast_load.Unsupported, match="does not make weight"):
+        fast_load._assemble(source, torch.empty(31, 64, dtype=torch.int8), tensors, "cpu")
 
 
 def test_a_fused_parameter_is_put_together_in_the_layout_its_kernel_wants():
     tensors = bank()
-    source = whole_modules._sources(f"{LAYER}.routed_experts", {"w2_weight": None}, tensors)[0]
+    source = fast_load._sources(f"{LAYER}.routed_experts", {"w2_weight": None}, tensors)[0]
     like = torch.empty(E, INNER, HIDDEN, dtype=torch.bfloat16)
     like.is_transposed = True  # as vLLM marks it
-    assert torch.equal(whole_modules._assemble(source, like, tensors, "cpu"), Experts(tensors).w2_weight.mT)
+    assert torch.equal(fast_load._assemble(source, like, tensors, "cpu"), Experts(tensors).w2_weight.mT)
 
 
 def test_two_modules_of_every_kind_are_given_to_vllms_loader():
@@ -357,7 +359,7 @@ def test_two_modules_of_every_kind_are_given_to_vllms_loader():
         tensors |= {name.replace(LAYER, f"{prefix}.experts"): tensor for name, tensor in bank().items()}
     outer = torch.nn.Module()
     outer.model = model
-    found = whole_modules.WholeModules(outer, None).sample(tensors)
+    found = fast_load.WholeModules(outer, None).sample(tensors)
     layers = [f"model.layers.{number}" for number in range(5)]
     assert set(found) == {
         "model.embed_tokens",
@@ -367,7 +369,7 @@ def test_two_modules_of_every_kind_are_given_to_vllms_loader():
     }
     assert sorted(found[f"{layers[3]}.qkv_proj"]) == [f"{layers[3]}.{part}_proj.weight" for part in "kqv"]
     assert len(found[f"{layers[4]}.experts.routed_experts"]) == 3
-    state = whole_modules.WholeModules(outer, None)
+    state = fast_load.WholeModules(outer, None)
     before = state.state(found)
     model.layers[1].norm.weight.data += 1  # not of the sample
     model.layers[4].norm.weight.data += 1
@@ -380,7 +382,7 @@ def test_the_shapes_of_a_layers_experts_come_after_its_other_tensors():
     experts = [f"model.layers.{n}.mlp.experts.{e}.up_proj.{leaf}" for n in (0, 1) for e in (0, 1) for leaf in leaves]
     before, after = [f"model.layers.0.mlp.gate.{leaf}" for leaf in leaves], ["model.norm.weight"]
     given = [(name, number) for number, name in enumerate([*before, *experts, *after])]
-    got = list(vllm_versions._in_loading_order(given))
+    got = list(versions._in_loading_order(given))
     assert sorted(got, key=lambda pair: pair[1]) == given
     wanted = [*before]
     for layer in (experts[:6], experts[6:]):
@@ -392,8 +394,8 @@ def test_the_shapes_of_a_layers_experts_come_after_its_other_tensors():
 
 
 def arguments(on_gpu=False, **options):
-    options = wire.EngineOptions(**{"max_num_seqs": 4, "kv_cache_gb": 0.5} | options)
-    return vllm_versions.engine_arguments(options, path="/m", has_weights=False, on_gpu=on_gpu)
+    options = messages.EngineOptions(**{"max_num_seqs": 4, "kv_cache_gb": 0.5} | options)
+    return versions.engine_arguments(options, path="/m", has_weights=False, on_gpu=on_gpu)
 
 
 def test_engine_arguments_follow_the_options():
@@ -419,16 +421,16 @@ def test_a_gpu_runs_eager_ops_in_cuda_graphs_unless_told_otherwise_and_a_cpu_can
 
 def test_routing_is_recorded_by_a_worker_that_is_ready_before_graphs_are_captured():
     made = arguments(on_gpu=True, record_routing=True)
-    assert made["worker_cls"] == "qarl_bridge.worker.RecordingWorker"
+    assert made["worker_cls"] == "qarl_bridge.engine.worker.RecordingWorker"
     assert made["compilation_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
     assert "worker_cls" not in arguments(on_gpu=True)
 
 
 def test_a_version_nobody_tried_is_said_to_be_one():
-    assert vllm_versions.untested_note("0.25.1") == vllm_versions.untested_note("0.32.0+cpu") == []
-    (note,) = vllm_versions.untested_note("0.41.0")
+    assert versions.untested_note("0.25.1") == versions.untested_note("0.32.0+cpu") == []
+    (note,) = versions.untested_note("0.41.0")
     assert "0.41.0 was not tried" in note
-    assert vllm_versions.release("0.25.1+cu130") == (0, 25)
+    assert versions.release("0.25.1+cu130") == (0, 25)
 
 
 def test_attention_is_told_not_to_split_sequences(monkeypatch):
@@ -437,13 +439,13 @@ def test_attention_is_told_not_to_split_sequences(monkeypatch):
     backend.flash_attn_varlen_func = lambda *args, **named: calls.append((args, named)) or "out"
     backend.get_scheduler_metadata = lambda **named: calls.append(((), named)) or "schedule"
     monkeypatch.setitem(sys.modules, "some_backend", backend)
-    assert vllm_versions.keep_sequences_whole("some_backend") == "attention does not split sequences"
+    assert versions.keep_sequences_whole("some_backend") == "attention does not split sequences"
     assert backend.flash_attn_varlen_func(1, q=2, num_splits=0) == "out"
     assert backend.get_scheduler_metadata(batch_size=3) == "schedule"
     assert calls == [((1,), {"q": 2, "num_splits": 1}), ((), {"batch_size": 3, "num_splits": 1})]
     monkeypatch.setitem(sys.modules, "another_backend", types.ModuleType("another_backend"))
-    assert "may split" in vllm_versions.keep_sequences_whole("another_backend")
-    assert "may split" in vllm_versions.keep_sequences_whole("no_such_backend")
+    assert "may split" in versions.keep_sequences_whole("another_backend")
+    assert "may split" in versions.keep_sequences_whole("no_such_backend")
 
 
 def test_fp8_products_of_few_rows_are_those_of_many(monkeypatch):
@@ -458,7 +460,7 @@ def test_fp8_products_of_few_rows_are_those_of_many(monkeypatch):
     module.CutlassFP8ScaledMMLinearKernel = Kernel
     monkeypatch.setitem(sys.modules, "some_kernels", module)
     plain = Kernel.apply_scaled_mm
-    assert "filled up to 65" in vllm_versions.keep_fp8_scales_in_order("some_kernels")
+    assert "filled up to 65" in versions.keep_fp8_scales_in_order("some_kernels")
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(16, 32, generator=generator).to(torch.float8_e4m3fn)
     for rows, filled in ((1, 65), (64, 65), (65, 65), (100, 100)):
@@ -469,4 +471,4 @@ def test_fp8_products_of_few_rows_are_those_of_many(monkeypatch):
     one_scale = {"A": x[:3], "B": weight, "As": torch.ones(1), "output_shape": [3, 32]}
     Kernel().apply_scaled_mm(**one_scale)
     assert given[-1][0] == (3, 16)
-    assert "may order scales" in vllm_versions.keep_fp8_scales_in_order("no_such_kernels")
+    assert "may order scales" in versions.keep_fp8_scales_in_order("no_such_kernels")

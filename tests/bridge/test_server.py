@@ -5,7 +5,7 @@
 import threading
 
 import numpy as np
-from qarl_bridge import wire
+from qarl_bridge.protocol import messages
 
 from tests.reference.bridge_world import (
     K_WEIGHT,
@@ -67,9 +67,9 @@ def test_requests_that_cannot_be_served_are_refused_at_once(bridge):
     client = bridge.trainer()
     client.publish(staged(0))
     with refused("limits", "max_model_len 4096"):
-        client.generate(draws(), wire.Sampling(max_tokens=4094))
+        client.generate(draws(), messages.Sampling(max_tokens=4094))
     with refused("limits", "token id 100 >= vocabulary 100"):
-        client.generate([wire.Draw(prompt=[1, 100], seed=0)], SAMPLING)
+        client.generate([messages.Draw(prompt=[1, 100], seed=0)], SAMPLING)
     still_serves(bridge, client, 0)
 
 

@@ -9,8 +9,9 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
-from qarl_bridge import sender, wire
-from qarl_bridge import staged as staged_copies
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages
+from qarl_bridge.server import staged as staged_copies
 from qarl_bridge.transport import shm
 
 from tests.reference import bridge_world
@@ -57,7 +58,7 @@ def test_validation_refuses_nan_infinite_negative_and_zero_scales(bridge, bad):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
 def test_nonfinite_values_are_found_in_every_float_dtype(dtype):
-    array = np.linspace(-1, 1, 33, dtype=np.float32).astype(wire.DTYPES[dtype])
+    array = np.linspace(-1, 1, 33, dtype=np.float32).astype(messages.DTYPES[dtype])
     assert not staged_copies.has_nonfinite(array)
     for bad in (np.nan, -np.nan) if dtype == "float8_e4m3fn" else (np.nan, np.inf, -np.inf):
         array[7] = bad
@@ -111,39 +112,39 @@ def test_chunks_must_come_whole_in_order_and_within_bounds(tmp_path):
     with world(tmp_path, tcp=True) as w:
         client, version = w.trainer(), staged(0)
         total = version.manifest.total_bytes
-        assert not client.request(wire.Announce(manifest=version.manifest), wire.Ready).share_memory
+        assert not client.request(messages.Announce(manifest=version.manifest), messages.Ready).share_memory
         with refused("torn", "in order"):
-            client.request(wire.Chunk(offset=64), wire.Ok, data=b"x")
+            client.request(messages.Chunk(offset=64), messages.Ok, data=b"x")
         with refused("torn", "beyond"):
-            client.request(wire.Chunk(offset=0), wire.Ok, data=bytes(total + 1))
+            client.request(messages.Chunk(offset=0), messages.Ok, data=bytes(total + 1))
         with refused("limits", "exceeds the 8388608 of a Chunk"):
-            client.request(wire.Chunk(offset=0), wire.Ok, data=bytes(wire.CHUNK_BYTES + 1))
+            client.request(messages.Chunk(offset=0), messages.Ok, data=bytes(messages.CHUNK_BYTES + 1))
         with refused("unshared", "send Chunks"):
-            client.request(wire.Stage(memory=shm.locate(version.fd)), wire.Staged)
-        client.request(wire.Announce(manifest=version.manifest), wire.Ready)
-        client.request(wire.Chunk(offset=0), wire.Ok, data=bytes(10))
+            client.request(messages.Stage(memory=shm.locate(version.fd)), messages.Staged)
+        client.request(messages.Announce(manifest=version.manifest), messages.Ready)
+        client.request(messages.Chunk(offset=0), messages.Ok, data=bytes(10))
         with refused("torn", f"10 of {total} bytes"):
-            client.request(wire.Stage(memory=None), wire.Staged)
+            client.request(messages.Stage(memory=None), messages.Staged)
         with refused("bad_state", "send Announce first"):  # a torn version is dropped
-            client.request(wire.Stage(memory=None), wire.Staged)
+            client.request(messages.Stage(memory=None), messages.Staged)
         client.publish(version)
         still_serves(w, client, 0)
 
 
 def test_steps_out_of_order_are_refused(bridge):
     client, version = bridge.trainer(), staged(0)
-    commit = wire.Commit(digest=version.manifest.digest)
+    commit = messages.Commit(digest=version.manifest.digest)
     with refused("bad_state", "Announce first"):
-        client.request(commit, wire.Published)
-    client.request(wire.Announce(manifest=version.manifest), wire.Ready)
+        client.request(commit, messages.Published)
+    client.request(messages.Announce(manifest=version.manifest), messages.Ready)
     with refused("bad_state", "not staged"):
-        client.request(commit, wire.Published)
+        client.request(commit, messages.Published)
     with refused("torn", "0 of"):
-        client.request(wire.Stage(memory=None), wire.Staged)
-    client.request(wire.Announce(manifest=version.manifest), wire.Ready)
-    client.request(wire.Stage(memory=shm.locate(version.fd)), wire.Staged)
+        client.request(messages.Stage(memory=None), messages.Staged)
+    client.request(messages.Announce(manifest=version.manifest), messages.Ready)
+    client.request(messages.Stage(memory=shm.locate(version.fd)), messages.Staged)
     with refused("torn", "another manifest"):
-        client.request(wire.Commit(digest=bytes(16)), wire.Published)
+        client.request(messages.Commit(digest=bytes(16)), messages.Published)
 
 
 def test_a_trainer_whose_memory_cannot_be_reached_sends_its_bytes(bridge, monkeypatch):

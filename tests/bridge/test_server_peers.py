@@ -11,9 +11,10 @@ import time
 import msgspec
 import numpy as np
 import pytest
-from qarl_bridge import server, wire
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server import bridge as server
 from qarl_bridge.transport import shm, zeromq
-from qarl_bridge.wire import BridgeError
 
 from tests.reference.bridge_world import (
     PATIENCE_S,
@@ -34,8 +35,8 @@ def test_a_trainer_that_dies_mid_publish_leaves_lease_and_engine_free(bridge):
     first = bridge.trainer()
     first.publish(staged(0))
     version = staged(1)
-    first.request(wire.Announce(manifest=version.manifest), wire.Ready)
-    first.request(wire.Stage(memory=shm.locate(version.fd)), wire.Staged)
+    first.request(messages.Announce(manifest=version.manifest), messages.Ready)
+    first.request(messages.Stage(memory=shm.locate(version.fd)), messages.Staged)
     first.close()
     resumed = acquire_when_free(bridge, incarnation=2)
     assert bridge.bridge._pending is None
@@ -48,7 +49,7 @@ def test_requests_of_a_client_that_died_are_aborted(bridge, monkeypatch):
     trainer, sampler = bridge.trainer(), bridge.client()
     trainer.publish(staged(0))
     bridge.engine.stall = True
-    sampler._channel.send(wire.Generate(draws=draws(), sampling=SAMPLING))
+    sampler._channel.send(messages.Generate(draws=draws(), sampling=SAMPLING))
     wait_for(lambda: trainer.status().running == 3)
     sampler.close()
     wait_for(lambda: trainer.status().running == 0)
@@ -123,7 +124,7 @@ def test_stopping_answers_what_is_waiting(bridge):
 def _mutated(rng, message):
     """A message's bytes after random damage: flips, cuts, insertions, or a random value somewhere inside."""
     kind = rng.integers(4)
-    data = bytearray(wire.encode(message))
+    data = bytearray(messages.encode(message))
     if kind == 0:
         for _ in range(rng.integers(1, 8)):
             data[rng.integers(len(data))] ^= 1 << rng.integers(8)
@@ -153,16 +154,16 @@ def test_ten_thousand_random_and_mutated_messages_do_no_harm(bridge):
     version = staged(0)
     trainer.publish(version)
     good = [
-        wire.Status(),
-        wire.Acquire(run_id="other", incarnation=3),
-        wire.Announce(manifest=staged(1).manifest),
-        wire.Stage(memory=wire.HostMemory(pid=os.getpid(), fd=1, inode=1)),
-        wire.Stage(memory=None),
-        wire.Chunk(offset=0),
-        wire.Commit(digest=version.manifest.digest),
-        wire.Generate(draws=draws(1), sampling=wire.Sampling(max_tokens=1)),
-        wire.ReadBack(),
-        wire.Shutdown(),
+        messages.Status(),
+        messages.Acquire(run_id="other", incarnation=3),
+        messages.Announce(manifest=staged(1).manifest),
+        messages.Stage(memory=messages.HostMemory(pid=os.getpid(), fd=1, inode=1)),
+        messages.Stage(memory=None),
+        messages.Chunk(offset=0),
+        messages.Commit(digest=version.manifest.digest),
+        messages.Generate(draws=draws(1), sampling=messages.Sampling(max_tokens=1)),
+        messages.ReadBack(),
+        messages.Shutdown(),
     ]
     raw = bridge.client()._channel._socket  # a DEALER behind the handshake: frames as they come
     answered = 0
@@ -178,7 +179,7 @@ def test_ten_thousand_random_and_mutated_messages_do_no_harm(bridge):
             (reply,) = raw.recv_multipart()
             if reply:
                 break
-        assert isinstance(wire.decode(reply, wire.REPLY_DECODER), wire.REPLIES)
+        assert isinstance(messages.decode(reply, messages.REPLY_DECODER), messages.REPLIES)
         answered += 1
     assert answered == 9_800
     assert bridge.bridge.exit_code == 0
@@ -205,7 +206,7 @@ def test_a_peer_that_floods_is_told_so_and_hurts_nobody(bridge):
     trainer.publish(staged(0))
     bridge.engine.stall = True
     for _ in range(100):
-        flood._channel.send(wire.Generate(draws=draws(1), sampling=SAMPLING))
+        flood._channel.send(messages.Generate(draws=draws(1), sampling=SAMPLING))
     wait_for(lambda: trainer.status().running == 1)
     with refused("limits", "waiting for an answer"):
         flood.status()

@@ -6,14 +6,16 @@ import contextlib
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 
 import pytest
 import zmq
-from qarl_bridge import sender, wire
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.transport import zeromq
-from qarl_bridge.wire import BridgeError
 
 from tests.reference.bridge_world import PATIENCE_S, staged, wait_for, world
 
@@ -32,7 +34,7 @@ def listening(address, key=KEY):
 
     def answer(peer):
         while peer.receive() is not None:
-            peer.send(wire.Ok())
+            peer.send(messages.Ok())
 
     def on_peer(peer):
         peers.append(peer)
@@ -48,17 +50,17 @@ def listening(address, key=KEY):
 
 
 def asked(channel):
-    channel.send(wire.Status())
-    return wire.decode(channel.receive(PATIENCE_S), wire.REPLY_DECODER)
+    channel.send(messages.Status())
+    return messages.decode(channel.receive(PATIENCE_S), messages.REPLY_DECODER)
 
 
 def test_who_holds_the_key_is_answered(address):
     with listening(address) as (listener, _, _):
         channel = zeromq.Channel(listener.address, KEY, PATIENCE_S)
-        assert asked(channel) == wire.Ok()
+        assert asked(channel) == messages.Ok()
         channel.close()
         with pytest.raises(BridgeError, match="was closed"):
-            channel.send(wire.Status())
+            channel.send(messages.Status())
 
 
 def test_a_trainer_with_a_wrong_key_is_refused_at_once_by_name_of_the_setting(address):
@@ -106,7 +108,7 @@ def test_a_client_that_does_not_encrypt_stays_outside(address, mechanism):
         if mechanism == "plain":
             naked.plain_username, naked.plain_password = b"a", b"b"
         naked.connect(zeromq._endpoint(listener.address))
-        naked.send(wire.encode(wire.Status()))
+        naked.send(messages.encode(messages.Status()))
         assert not naked.poll(300)
         assert peers == []
         naked.close()
@@ -130,9 +132,9 @@ def test_a_bridge_that_ends_is_noticed_at_once_and_its_last_words_are_read(addre
     with listening(address) as (listener, peers, _):
         channel = zeromq.Channel(listener.address, KEY, PATIENCE_S)
         asked(channel)
-        peers[0].send(wire.Error(code="dead", message="bye"))
+        peers[0].send(messages.Error(code="dead", message="bye"))
         listener.close()
-        assert wire.decode(channel.receive(PATIENCE_S), wire.REPLY_DECODER).message == "bye"
+        assert messages.decode(channel.receive(PATIENCE_S), messages.REPLY_DECODER).message == "bye"
         start = time.monotonic()
         with pytest.raises(BridgeError, match="closed by the other side") as error:
             channel.receive(600)
@@ -154,7 +156,7 @@ def test_a_trainer_that_ends_is_found_by_a_sweep(address):
         assert gone.get_nowait() is peers[0]
         assert (peers[0].gone, peers[1].gone) == (True, False)
         listener.sweep()
-        assert asked(second) == wire.Ok()  # signs of life are not taken for answers
+        assert asked(second) == messages.Ok()  # signs of life are not taken for answers
         second.close()
 
 
@@ -163,12 +165,12 @@ def test_who_comes_last_is_told_that_the_bridge_has_ended(address):
     listener = zeromq.Listener(address, KEY)
     listener.start(on_peer=peers.put, on_gone=lambda peer: None, on_end=lambda: None)
     channel = zeromq.Channel(listener.address, KEY, PATIENCE_S)
-    channel.send(wire.Status())
+    channel.send(messages.Status())
     peer = peers.get(timeout=PATIENCE_S)
     listener.close()
     assert peer.gone
     received = [peer.inbox.get(timeout=PATIENCE_S) for _ in range(2)]
-    assert received == [[wire.encode(wire.Status())], None]
+    assert received == [[messages.encode(messages.Status())], None]
     channel.close()
 
 
@@ -177,19 +179,73 @@ def test_messages_beyond_a_frame_are_not_sent_and_not_taken(address):
         channel = zeromq.Channel(listener.address, KEY, PATIENCE_S)
         asked(channel)
         with pytest.raises(BridgeError, match="exceeds a frame"):
-            channel.send(wire.Error(code="x", message="x" * (wire.MAX_FRAME + 1)))
-        assert asked(channel) == wire.Ok()
-        channel._socket.send(bytes(wire.MAX_FRAME + 2000))
+            channel.send(messages.Error(code="x", message="x" * (messages.MAX_FRAME + 1)))
+        assert asked(channel) == messages.Ok()
+        channel._socket.send(bytes(zeromq.MAX_PART + 2000))
         with pytest.raises(BridgeError, match="closed by the other side"):
             channel.receive(PATIENCE_S)
         channel.close()
+
+
+def test_a_long_message_travels_in_parts_and_arrives_whole(address):
+    peers = queue.SimpleQueue()
+    listener = zeromq.Listener(address, KEY)
+    listener.start(on_peer=peers.put, on_gone=lambda peer: None, on_end=lambda: None)
+    channel = zeromq.Channel(listener.address, KEY, PATIENCE_S)
+    long = messages.Error(code="x", message="y" * (3 * zeromq.MAX_PART))
+    data = os.urandom(2 * zeromq.MAX_PART + 17)
+    channel.send(long, data)
+    channel.send(messages.Status(), b"")
+    channel.send(messages.Status())
+    channel._socket.send_multipart([bytes(zeromq.MAX_PART)] * 81)
+    peer = peers.get(timeout=PATIENCE_S)
+    received = [peer.inbox.get(timeout=PATIENCE_S) for _ in range(4)]
+    status = messages.encode(messages.Status())
+    assert received == [[messages.encode(long), data], [status, b""], [status], []]
+    channel.close()
+    listener.close()
+
+
+def test_a_stranger_cannot_make_the_bridge_hold_a_large_command():
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    with listening("tcp://127.0.0.1:0") as (listener, _, _):
+        _, where = messages.parse_address(listener.address)
+        with socket.create_connection(where) as stranger:
+            stranger.settimeout(PATIENCE_S)
+            stranger.sendall(greeting + b"\x06" + struct.pack(">Q", 2 * zeromq.MAX_PART))
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(64):  # its own greeting, then it hangs up without waiting for the rest
+                    pass
+
+
+def test_a_bridge_whose_queue_of_connections_is_full_is_waited_for(tmp_path):
+    path = str(tmp_path / "s")
+    with contextlib.ExitStack() as stack:
+        crowded = stack.enter_context(socket.socket(socket.AF_UNIX))
+        crowded.bind(path)
+        crowded.listen(0)
+        for _ in range(2):  # one more than it takes
+            one = stack.enter_context(socket.socket(socket.AF_UNIX))
+            one.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                one.connect(path)
+        came = []
+        thread = threading.Thread(target=lambda: came.append(zeromq.Channel(path, KEY, PATIENCE_S)))
+        thread.start()
+        time.sleep(0.3)
+        crowded.close()
+        os.unlink(path)
+        with listening(path):
+            thread.join(PATIENCE_S)
+            assert asked(came[0]) == messages.Ok()
+            came[0].close()
 
 
 def test_another_protocol_is_refused_in_words(tmp_path):
     with world(tmp_path) as w:
         client = w.client()
         with pytest.raises(BridgeError, match="install matching versions") as error:
-            client.request(wire.Hello(protocol=wire.PROTOCOL + 1), wire.Welcome)
+            client.request(messages.Hello(protocol=messages.PROTOCOL + 1), messages.Welcome)
         assert error.value.code == "setup"
         client.status()
 
@@ -220,7 +276,7 @@ def test_over_tcp_a_host_that_vanishes_is_noticed_by_both_ends(monkeypatch):
         channel = zeromq.Channel(address, KEY, PATIENCE_S)
         asked(channel)
         time.sleep(3)
-        assert asked(channel) == wire.Ok()  # silence alone is no death
+        assert asked(channel) == messages.Ok()  # silence alone is no death
         cable.set()
         with pytest.raises(BridgeError, match="closed by the other side"):
             channel.receive(PATIENCE_S)
@@ -232,7 +288,7 @@ def test_over_tcp_a_host_that_vanishes_is_noticed_by_both_ends(monkeypatch):
 @contextlib.contextmanager
 def eavesdropped(address, seen, cut=None):
     """A relay in front of `address` that keeps all bytes that pass; once `cut` is set, none do."""
-    kind, where = wire.parse_address(address)
+    kind, where = messages.parse_address(address)
     assert kind == "tcp"
     with socket.create_server(("127.0.0.1", 0)) as front:
 

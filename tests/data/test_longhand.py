@@ -11,9 +11,9 @@ import pytest
 import reasoning_gym
 import yaml
 
-from qarl_jax.data import longhand
-from qarl_jax.data.slip import Slip
-from qarl_jax.data.traces import worked_answer
+from qarl_jax.data.worked import longhand
+from qarl_jax.data.worked.answers import worked_answer
+from qarl_jax.data.worked.mistakes import Slip
 from qarl_jax.types import Prompt, UserError
 
 CONFIGS = {

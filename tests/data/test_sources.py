@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from qarl_jax import data
-from qarl_jax.data import files, reasoning_gym
-from qarl_jax.data.files import final_answer
-from qarl_jax.data.source import is_heldout
+from qarl_jax.data.sources import files, reasoning_gym
+from qarl_jax.data.sources.files import final_answer
+from qarl_jax.data.sources.template import is_heldout
 from qarl_jax.types import UserError
 
 CHARACTERS = "".join(chr(c) for c in range(32, 127)) + "\n"
@@ -238,7 +238,12 @@ def test_over_long_rows_are_left_out_and_counted(tokenizer, tmp_path):
     ("lines", "message"),
     [
         (["", "\n"], "the data set is empty"),
-        (['{"prompt": "a", "answer": "1"}\n', '{"prompt": "b",\n'], r"a.jsonl:2: not a JSON object"),
+        (
+            ['{"prompt": "a", "answer": "1"}\n', '{"prompt": "b",\n'],
+            r"a.jsonl:2: not a JSON object: .* where the line ends\.$",
+        ),
+        (['{"prompt": "a", "answer": "1"}\n', '{"prompt": "b" "answer": 1}\n'], r"a.jsonl:2: .* at column 16\.$"),
+        (['{"prompt": "a", "answer": "1"}\n', '{"prompt": "b"}\n'], r"a.jsonl:2: this row has no 'answer', which the"),
         (["[1, 2]\n"], r"a.jsonl:1: expected a JSON object with columns, got list"),
         (['{"text": "a", "label": "1"}\n'], r"a.jsonl:1: cannot tell which columns .* among text, label"),
         (['{"prompt": "a", "answer": "1"}\n', '{"prompt": "", "answer": "1"}\n'], r"a.jsonl:2: column 'prompt'"),

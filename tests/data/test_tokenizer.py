@@ -23,6 +23,14 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
+def test_nobody_is_told_that_torch_is_missing(folder):
+    """A base install has no torch, which the learner does not need."""
+    program = "import sys; sys.modules['torch'] = None; from qarl_jax import data; data.load_tokenizer(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
+    assert "PyTorch" not in done.stdout + done.stderr
+
+
 def test_ids_are_padding_end_unknown_extra_then_the_alphabet_in_order(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer("0<think>c<eos>?").input_ids == [4, 3, 4 + ALPHABET.index("c"), 1, 2]

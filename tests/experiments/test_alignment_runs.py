@@ -21,7 +21,9 @@ import yaml
 from experiments.alignment import arms, assess, run
 from experiments.alignment.arms import ARMS, SCALES, Run
 from experiments.alignment.jobs import Budget, Job, run_jobs
-from qarl_jax import config, schema, sft
+from qarl_jax import sft
+from qarl_jax.run import config
+from qarl_jax.typed_config import load
 from qarl_jax.types import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -34,12 +36,12 @@ FAKE = pathlib.Path(__file__).with_name("fake_trainer.py")
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_every_run_is_a_valid_config_that_differs_only_in_what_its_arm_varies(scale):
-    reference = schema.to_dict(config.load(scale.config))
+    reference = load.to_dict(config.load(scale.config))
     varied = {"quant", "loss", "run_dir", "seed"}
     for stage in arms.stages(scale, vllm=True):
         for one in stage:
             cfg = config.load(scale.config, [*arms.overrides(one.arm, scale, one.rung, one.vllm), f"seed={one.seed}"])
-            tree = schema.to_dict(cfg)
+            tree = load.to_dict(cfg)
             differing = {key for key in tree if tree[key] != reference[key]}
             also = {"rollout", "model"} if one.vllm else {"train"} if one.arm.name == "f_on_policy_grpo" else set()
             assert differing <= varied | also, one.name
@@ -85,7 +87,7 @@ def test_bands_are_scaled_by_the_root_of_the_length(name, factor):
 
 
 def test_the_base_and_the_runs_read_the_same_tasks():
-    base, cfg = schema.load(sft.Config, FOLDER / "base_sft.yaml", []), config.load(FOLDER / "rl.yaml")
+    base, cfg = load.load(sft.Config, FOLDER / "base_sft.yaml", []), config.load(FOLDER / "rl.yaml")
     assert base.data == cfg.data
     hidden, ffn = (base.model.init[key] for key in ("hidden_size", "intermediate_size"))
     heads = base.model.init["num_attention_heads"] * base.model.init["head_dim"]
@@ -506,7 +508,8 @@ def test_a_run_without_a_checkpoint_cannot_be_tested():
 
 @pytest.mark.slow
 def test_validation_and_test_prompts_differ_and_stay_the_same():
-    from qarl_jax import build, data
+    from qarl_jax import data
+    from qarl_jax.run import build
 
     cfg = config.load(SCALES["cpu"].config)
     tokenizer = data.load_tokenizer(ROOT / cfg.model.path)

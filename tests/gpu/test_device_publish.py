@@ -14,10 +14,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import msgspec
 import pytest
-from qarl_bridge import sender, wire
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages
 
-from qarl_jax.rollout import device_staging
-from qarl_jax.rollout.vllm import engine_tensors
+from qarl_jax.rollout.vllm import gpu_staging
+from qarl_jax.rollout.vllm.engine import engine_tensors
 from tests.reference import tiny_policies
 
 pytestmark = [
@@ -29,7 +30,8 @@ pytestmark = [
 READER = """
 import sys
 import msgspec
-from qarl_bridge import device, wire
+from qarl_bridge.server import staged_gpu as device
+from qarl_bridge.protocol import messages as wire
 manifest, memory = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[wire.Manifest, wire.DeviceMemory])
 copy = device.open_version(manifest, memory)
 copy.validate()
@@ -40,7 +42,7 @@ copy.close()
 
 
 def identity(step):
-    version = wire.Version(run_id="run", incarnation=1, step=step)
+    version = messages.Version(run_id="run", incarnation=1, step=step)
     return {"version": version, "model": bytes(16), "scheme": bytes(16)}
 
 
@@ -49,7 +51,7 @@ def test_another_process_reads_the_learners_version_in_place(scheme):
     pytest.importorskip("torch")
     weights = tiny_policies.policy(scheme)
     host = sender.stage(engine_tensors(weights, stacked=True), **identity(0))
-    stager = device_staging.DeviceStager(sender.gpu_buffers(device_staging.gpu_of(weights)))
+    stager = gpu_staging.DeviceStager(sender.gpu_buffers(gpu_staging.gpu_of(weights)))
     try:
         staged = stager.stage(weights, **identity(0))
         assert staged.manifest == host.manifest, "fingerprints of the GPU are those of the host"

@@ -20,12 +20,13 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
-from qarl_bridge import fingerprint, sender, wire
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import fingerprint, messages
+from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.transport import nccl
-from qarl_bridge.wire import BridgeError
 
-from qarl_jax.rollout import device_staging
-from qarl_jax.rollout.vllm import engine_tensors
+from qarl_jax.rollout.vllm import gpu_staging
+from qarl_jax.rollout.vllm.engine import engine_tensors
 from tests.reference import tiny_policies
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -41,7 +42,8 @@ SPEED_BYTES = 2 << 30
 VERSIONS = """
 import hashlib, sys, time
 import msgspec
-from qarl_bridge import device, wire
+from qarl_bridge.server import staged_gpu as device
+from qarl_bridge.protocol import messages as wire
 manifest, memory, rounds = msgspec.msgpack.decode(
     sys.stdin.buffer.read(), type=tuple[wire.Manifest, wire.NcclMemory, int]
 )
@@ -60,7 +62,8 @@ receiver.close()
 SPEED = """
 import sys, time
 import msgspec, torch
-from qarl_bridge import device, fingerprint, wire
+from qarl_bridge.server import staged_gpu as device
+from qarl_bridge.protocol import fingerprint, messages as wire
 memory, size, rounds = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[wire.NcclMemory, int, int])
 receiver = device.receiver()
 for _ in range(rounds):
@@ -107,7 +110,7 @@ def beginning():
     pytest.importorskip("torch")
     library = nccl.load()
     name, version = nccl.new_id(library), nccl.version(library)
-    return library, wire.NcclMemory(unique_id=name, rank=1, world=2, version=version, timeout_s=LIMIT_S)
+    return library, messages.NcclMemory(unique_id=name, rank=1, world=2, version=version, timeout_s=LIMIT_S)
 
 
 def alive(process):
@@ -125,7 +128,7 @@ def joined(gpu, memory, library, process):
 
 
 def identity(step):
-    version = wire.Version(run_id="run", incarnation=1, step=step)
+    version = messages.Version(run_id="run", incarnation=1, step=step)
     return {"version": version, "model": bytes(16), "scheme": bytes(16)}
 
 
@@ -135,7 +138,7 @@ def test_another_gpu_receives_the_learners_version_twice_over_one_communicator(s
     weights = tiny_policies.policy(scheme)
     host = sender.stage(engine_tensors(weights, stacked=True), **identity(0))
     expected = hashlib.sha256(os.pread(host.fd, host.manifest.total_bytes, 0)).hexdigest()
-    stager = device_staging.DeviceStager(sender.gpu_buffers(device_staging.gpu_of(weights)), "nccl")
+    stager = gpu_staging.DeviceStager(sender.gpu_buffers(gpu_staging.gpu_of(weights)), "nccl")
     try:
         staged = stager.stage(weights, **identity(0))
         assert staged.manifest == host.manifest
@@ -158,7 +161,7 @@ def test_another_gpu_receives_the_learners_version_twice_over_one_communicator(s
 def test_a_killed_receiver_frees_the_learners_gpu_and_another_can_come():
     buffers = sender.gpu_buffers(0)
     weights = tiny_policies.policy("bf16")
-    stager = device_staging.DeviceStager(buffers, "nccl")
+    stager = gpu_staging.DeviceStager(buffers, "nccl")
     try:
         staged = stager.stage(weights, **identity(0))
         at, size = staged.buffer.pointer, staged.buffer.size
@@ -199,7 +202,7 @@ def test_the_speed_from_gpu_to_gpu(capsys):
         data = jax.device_put(data, jax.local_devices()[0]).block_until_ready()
         buffer.device.copy(buffer.pointer, data.unsafe_buffer_pointer(), SPEED_BYTES)
         buffer.device.synchronize()
-        words = np.asarray(device_staging.row_sums(data.view(jnp.int32), 0))
+        words = np.asarray(gpu_staging.row_sums(data.view(jnp.int32), 0))
         with child(SPEED, (memory, SPEED_BYTES, rounds)) as process:
             start = time.perf_counter()
             communicator = joined(buffer.device, memory, library, process)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qarl_jax import compilation
+from qarl_jax.runtime import compilation
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qarl_jax.loss import LOSSES, get_loss, normalized, responses
+from qarl_jax.loss import LOSSES, get_loss, normalized
 from qarl_jax.loss.advantages import KINDS, group_advantages
+from qarl_jax.loss.common import responses
 from qarl_jax.metrics import Max, Mean, merge
 from tests.reference.loss_batches import inputs, make_batch, objective, rows, unpack, value_and_grad
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from qarl_jax.loss.diagnostics import EDGES, histograms, quantiles
+from qarl_jax.loss.common.diagnostics import EDGES, histograms, quantiles
 from tests.reference.loss_batches import inputs, make_batch, rows
 
 

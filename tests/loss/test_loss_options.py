@@ -12,9 +12,9 @@ import pytest
 
 from qarl_jax.loss import LOSSES, MISMATCH, TERMS, get_loss, get_term, loss_from_config, normalized, tbpo
 from qarl_jax.loss.__main__ import document
-from qarl_jax.loss.aggregation import denominator
-from qarl_jax.loss.importance import effective_sample_size
-from qarl_jax.loss.options import AGGREGATIONS
+from qarl_jax.loss.common.aggregation import denominator
+from qarl_jax.loss.common.options import AGGREGATIONS
+from qarl_jax.loss.common.sampler_correction import effective_sample_size
 from qarl_jax.types import UserError
 from tests.reference.loss_batches import inputs, make_batch, value_and_grad
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qarl_jax.loss import LOSSES, get_loss, tokens
-from qarl_jax.loss.tokens import FATES
+from qarl_jax.loss import LOSSES, get_loss
+from qarl_jax.loss.common import token_effects
+from qarl_jax.loss.common.token_effects import FATES
 from tests.reference import loss_reference
 from tests.reference.loss_batches import inputs, make_batch, unpack
 
@@ -27,7 +28,7 @@ CORRECTIONS = {"none": {"mismatch": "none"}, "token": {"mismatch": "icepop"}, "r
 def test_gain_weight_and_fate_are_those_of_the_formula(name, correction):
     options = CORRECTIONS[correction]
     batch = make_batch()
-    got = jax.device_get(tokens.effects(inputs(batch), get_loss(name, **options)))
+    got = jax.device_get(token_effects.effects(inputs(batch), get_loss(name, **options)))
     reference = loss_reference.loss(name, batch, **options)
     # At ratio 1 without correction every objective is REINFORCE: the push that a gain multiplies.
     unit = loss_reference.loss(name, dataclasses.replace(batch, lp=batch.lo, ls=batch.lo), mismatch="none").grad
@@ -56,7 +57,7 @@ def test_gain_weight_and_fate_are_those_of_the_formula(name, correction):
 def test_the_share_of_dropped_tokens_is_the_objectives_own_metric(name):
     x, loss = inputs(make_batch()), get_loss(name, mismatch="none")
     _, metrics = loss(x)
-    fate = np.asarray(tokens.effects(x, loss).fate)
+    fate = np.asarray(token_effects.effects(x, loss).fate)
     share = ((fate == ABOVE) | (fate == BELOW)).sum() / np.asarray(x.loss_mask).sum()
     known = [key for key in ("clip/frac", "clip/tok_dropped") if key in metrics]
     assert share == pytest.approx(float(metrics[known[0]].value) if known else 0.0, rel=1e-6)
@@ -78,7 +79,7 @@ def test_the_level_is_whose_ratio_decides(name):
         max_segments=1,
     )
     loss = get_loss(name)
-    runaway = tokens.effects(dataclasses.replace(x, logprobs=(one - 1).at[0, 2].set(2.0)), loss)
+    runaway = token_effects.effects(dataclasses.replace(x, logprobs=(one - 1).at[0, 2].set(2.0)), loss)
     still = np.delete(np.asarray(runaway.gain[0]), 2)
     if loss.config.level == "response":
         np.testing.assert_array_equal(still, 0)
@@ -90,7 +91,7 @@ def test_the_level_is_whose_ratio_decides(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_rows_or_one_response_per_row_or_padding_change_nothing(name):
     loss, batch = get_loss(name, mismatch="tis"), make_batch()
-    packed, single = (jax.device_get(tokens.effects(inputs(b), loss)) for b in (batch, unpack(batch)))
+    packed, single = (jax.device_get(token_effects.effects(inputs(b), loss)) for b in (batch, unpack(batch)))
     for field in dataclasses.fields(packed):
         one, other = getattr(packed, field.name), getattr(single, field.name)
         assert np.isfinite(one).all()
@@ -100,7 +101,7 @@ def test_packed_rows_or_one_response_per_row_or_padding_change_nothing(name):
 
 def test_positive_only_leaves_negative_responses_without_signal():
     batch = make_batch()
-    fate = np.asarray(tokens.effects(inputs(batch), get_loss("grpo", positive_only=True)).fate)
+    fate = np.asarray(token_effects.effects(inputs(batch), get_loss("grpo", positive_only=True)).fate)
     with np.errstate(invalid="ignore"):
         assert (fate[batch.mask & (batch.adv <= 0)] == NO_SIGNAL).all()
         assert (fate[batch.mask & (batch.adv > 0)] != NO_SIGNAL).all()

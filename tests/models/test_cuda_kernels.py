@@ -20,7 +20,7 @@ import pytest
 from qarl_jax import models, quant
 from qarl_jax.models import layers
 from qarl_jax.models.attention import _block_starts, attention
-from qarl_jax.quant.arithmetic import fused_multiply_add
+from qarl_jax.numerics.float32 import fused_multiply_add
 from tests.reference.qwen3 import qwen3
 
 CUDA = quant.Numerics("cuda")

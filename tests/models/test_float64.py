@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qarl_jax.logprobs import token_logprobs
 from qarl_jax.models import layers
 from qarl_jax.models.attention import attention
+from qarl_jax.models.logprobs import token_logprobs
 from qarl_jax.quant import Numerics
 from tests.reference.quant_reference import bf
 

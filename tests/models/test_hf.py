@@ -27,9 +27,10 @@ from qarl_jax.models import (
     split,
     with_scheme,
 )
-from qarl_jax.models.safetensors import SafetensorsFile
+from qarl_jax.models.hf import weights
+from qarl_jax.models.hf.safetensors import SafetensorsFile
 from qarl_jax.quant import QTensor
-from qarl_jax.sharding import make_mesh
+from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import UserError
 from tests.reference import hf_models
 
@@ -304,3 +305,11 @@ def test_rules_choose_by_hugging_face_name_and_split_the_stack(tmp_path):
     uniform = split(load_hf(tmp_path / "m"))[0]
     with pytest.raises(UserError, match=r"layers \[1\].*splits=\(1,\)"):
         with_scheme(uniform, rules)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+def test_a_table_reaches_the_host_piece_by_piece_as_it_would_whole(monkeypatch, rows):
+    table = jax.random.normal(jax.random.key(0), (96, 5), jnp.float32)
+    monkeypatch.setattr(weights, "_PIECE_BYTES", rows * 5 * 4)
+    got = weights._on_host(table, np.dtype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(got, np.asarray(table).astype(ml_dtypes.bfloat16))

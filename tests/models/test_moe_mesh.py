@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 
 from qarl_jax import models, quant
+from qarl_jax.kernels import experts_triton
 from qarl_jax.models.layers import Quantized
 from qarl_jax.models.moe import MoE
-from qarl_jax.quant import grouped
-from qarl_jax.sharding import batch_sharding, constrain, make_mesh, param_shardings
+from qarl_jax.runtime.mesh import batch_sharding, constrain, make_mesh, param_shardings
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 B, T, D, F, E, K = 8, 10, 64, 96, 4, 2
@@ -163,7 +163,7 @@ def test_a_gpu_mesh_has_the_grouped_kernels_forward_and_backward():
     state = block("w8a8", "bfloat16")
     like = jax.ShapeDtypeStruct((B, T, D), jnp.bfloat16)
     with jax.set_mesh(make_mesh(**MESHES["data2-fsdp2-expert2"])):
-        assert not grouped.serves(like)
+        assert not experts_triton.serves(like)
         text = backward.trace(*state, like, like).lower(lowering_platforms=("cuda",)).as_text()
     local = COPIES // 4
     products = re.findall(r"triton.*name = \\?\"?grouped_(\w+).*-> tensor<([\dx]+)x\w+>", text)

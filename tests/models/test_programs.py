@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qarl_jax import models, quant
-from qarl_jax.logprobs import token_logprobs
+from qarl_jax.models.logprobs import token_logprobs
 from tests.reference.tiny import ALPHABET, model_config
 
 ROWS, LENGTH = 16, 64

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 from qarl_jax.models import abstract_model, by_path, hf_names, merge, parse_rules, read_config, split
-from qarl_jax.models.hf import check_names
+from qarl_jax.models.hf.weights import check_names
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "models"
 PUBLISHED = sorted(path.stem for path in FIXTURES.glob("*.json"))

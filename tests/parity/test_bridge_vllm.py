@@ -18,14 +18,15 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from qarl_bridge import sender, wire
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.transport import shm
-from qarl_bridge.wire import BridgeError
 from safetensors.numpy import save_file
 
 from qarl_jax import models, quant
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
-from qarl_jax.rollout.vllm import Config, VllmEngine, engine_config, engine_tensors
+from qarl_jax.rollout.vllm.engine import Config, VllmEngine, engine_config, engine_tensors
 from qarl_jax.types import Prompt
 from tests.reference.bridge_world import connected
 from tests.reference.qwen3 import qwen3
@@ -103,7 +104,7 @@ class Served:
                 named[name] = value
         return sender.stage(
             named.items(),
-            version=wire.Version(run_id=self.engine._run_id, incarnation=self.engine._incarnation, step=step),
+            version=messages.Version(run_id=self.engine._run_id, incarnation=self.engine._incarnation, step=step),
             model=self.client.facts.model,
             scheme=self.client.facts.scheme,
         )
@@ -145,7 +146,7 @@ def test_a_published_engine_serves_what_a_fresh_engine_loads_from_the_folder(ser
     save_file(dict(engine_tensors(w)), str(folder / "model.safetensors"))
     socket, key = str(tmp_path / "s"), str(tmp_path / "key")
     command = [sys.executable, "-m", "qarl_bridge", "--socket", socket, "--model", str(folder), "--key-file", key]
-    command += ["--options", wire.EngineOptions(max_model_len=256, kv_cache_gb=0.1, threads=1).to_json()]
+    command += ["--options", messages.EngineOptions(max_model_len=256, kv_cache_gb=0.1, threads=1).to_json()]
     with open(tmp_path / "log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -155,8 +156,8 @@ def test_a_published_engine_serves_what_a_fresh_engine_loads_from_the_folder(ser
             pytest.fail(f"{error}\n{(tmp_path / 'log').read_text()[-2000:]}")
         assert fresh.facts.kernels == served.client.facts.kernels
         assert (fresh.facts.model, fresh.facts.scheme) == (served.client.facts.model, served.client.facts.scheme)
-        draws = [wire.Draw(prompt=list(p.tokens), seed=0) for p in PROMPTS]
-        drawn = fresh.generate(draws, wire.Sampling(max_tokens=24, temperature=0.0))
+        draws = [messages.Draw(prompt=list(p.tokens), seed=0) for p in PROMPTS]
+        drawn = fresh.generate(draws, messages.Sampling(max_tokens=24, temperature=0.0))
         for one, (mine,) in zip(drawn, served.one, strict=True):
             assert one.tokens == np.asarray(mine.tokens, "<i4").tobytes()
             assert one.logprobs == np.asarray(mine.logprobs, "<f4").tobytes()
@@ -289,7 +290,7 @@ def test_a_bridge_killed_in_the_middle_of_a_publish_is_replaced(served, monkeypa
     def dying(client, staged, **options):
         if not killed:
             killed.append(client.facts.pid)
-            client.request(wire.Announce(manifest=staged.manifest), wire.Ready)
+            client.request(messages.Announce(manifest=staged.manifest), messages.Ready)
             os.kill(client.facts.pid, signal.SIGKILL)
         return publish(client, staged, **options)
 

@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qarl_bridge import cpu_build
+from qarl_bridge.engine import cpu_build
 
-from qarl_jax import models, parity, quant
+from qarl_jax import models, quant
 from qarl_jax.models import layers
 from qarl_jax.models.attention import attention
-from qarl_jax.quant import fp8, w4a8, w4a16, w8a8
+from qarl_jax.quant.schemes import fp8, w4a8, w4a16, w8a8
+from qarl_jax.verify import ladder
 from tests.reference import cpu_ops
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -66,7 +67,7 @@ def learners():
             for name, config in SCHEMES.items():
                 qt = None if config is None else quant.quantize(w, config)
                 out[f"{name}_{k}"] = quant.dot(x, w, qt, b, numerics=CPU)
-            out[f"head_{k}"] = parity_logits(x, bf16(f"w_{k}"))
+            out[f"head_{k}"] = learners_logits(x, bf16(f"w_{k}"))
         config = types.SimpleNamespace(
             param_dtype=jnp.float32, rms_norm_eps=1e-6, numerics=CPU, norm_order="float64", compute_dtype=jnp.bfloat16,
             head_dim=cpu_ops.HEAD_DIM, rope_theta=cpu_ops.THETA,
@@ -85,8 +86,8 @@ def learners():
     return {name: np.asarray(value, np.float32) for name, value in run().items()}
 
 
-def parity_logits(hidden, head):
-    from qarl_jax.logprobs import logits_of
+def learners_logits(hidden, head):
+    from qarl_jax.models.logprobs import logits_of
 
     return logits_of(hidden, head, numerics=CPU)
 
@@ -173,8 +174,8 @@ def test_a_model_of_a_real_width_has_the_engines_log_probs_to_the_last_bit(real_
     if forced not in runnable():
         pytest.skip(f"this machine cannot run vLLM's {forced} build")
     monkeypatch.setenv(cpu_build.VARIABLE, forced)
-    options = parity.Options(prompts=4, prompt_len=12, response_len=12, threads=1, unaligned=False, bf16_pair=False)
-    result = parity.climb(str(real_width), scheme, "cpu", options)
+    options = ladder.Options(prompts=4, prompt_len=12, response_len=12, threads=1, unaligned=False, bf16_pair=False)
+    result = ladder.climb(str(real_width), scheme, "cpu", options)
     assert result["first_broken"] is None, result["rungs"]
     assert result["engine"].endswith(forced)
     assert result["profile"] == "cpu"

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from qarl_jax import quant
-from qarl_jax.quant import PROFILES, Numerics, fp8, w4a8, w4a16, w8a8
+from qarl_jax.numerics.rows import quantize_rows
+from qarl_jax.quant import PROFILES, Numerics
 from qarl_jax.quant.dot import Dense
-from qarl_jax.quant.int8 import quantize_rows
+from qarl_jax.quant.schemes import fp8, w4a8, w4a16, w8a8
 from tests.reference import quant_reference as ref
 
 CONFIGS = [w8a8.Config(), fp8.Config(), w4a16.Config(32), w4a16.Config(-1), w4a8.Config(32)]

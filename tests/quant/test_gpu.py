@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from qarl_jax import quant
-from qarl_jax.quant.arithmetic import divide, round_to
-from qarl_jax.quant.fp8 import to_e4m3
-from qarl_jax.quant.int8 import quantize_rows
+from qarl_jax.numerics.float32 import divide, round_to
+from qarl_jax.numerics.rows import quantize_rows
+from qarl_jax.quant.schemes.fp8 import to_e4m3
 from tests.reference import quant_reference as ref
 
 pytestmark = [

@@ -10,8 +10,8 @@ from aqt.jax.v2 import aqt_quantizer, calibration
 from aqt.jax.v2.numerics import int_numerics
 
 from qarl_jax import quant
-from qarl_jax.quant import fp8, w4a16, w8a8
-from qarl_jax.quant.int8 import quantize_rows
+from qarl_jax.numerics.rows import quantize_rows
+from qarl_jax.quant.schemes import fp8, w4a16, w8a8
 from tests.reference import quant_reference as ref
 
 

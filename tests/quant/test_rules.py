@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qarl_jax.quant import Numerics, Rules, quantize, quantize_tree, resolve, w4a16, w8a8
+from qarl_jax.quant import Numerics, Rules, quantize, quantize_tree, resolve
+from qarl_jax.quant.schemes import w4a16, w8a8
 from qarl_jax.types import UserError
 
 RULES = [

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qarl_jax import quant
-from qarl_jax.quant import QTensor, fp8, w2a16, w3a16, w4a8, w4a8_fp8, w4a16, w8a8
+from qarl_jax.quant import QTensor
+from qarl_jax.quant.schemes import fp8, w2a16, w3a16, w4a8, w4a8_fp8, w4a16, w8a8
 from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
 

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qarl_bridge import engine, packing
-from qarl_bridge.wire import BridgeError
+from qarl_bridge.engine import engine
+from qarl_bridge.protocol import formats
+from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models, quant
-from qarl_jax.quant import Numerics, Rules, w4a8, w4a8_fp8, w4a16
-from qarl_jax.rollout import vllm
+from qarl_jax.quant import Numerics, Rules
+from qarl_jax.quant.schemes import w4a8, w4a8_fp8, w4a16
+from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
 from tests.reference import tiny
@@ -58,7 +60,7 @@ def test_codes_and_scales_equal_the_numpy_formula_and_the_weight_is_what_the_ker
     np.testing.assert_array_equal(codes, want_codes)
     channel, table = ref.cutlass_int4_fp8(np.asarray(qt.qvalue), scale)
     np.testing.assert_array_equal(np.asarray(quant.dequantize(qt, jnp.float32)), channel * table)
-    np.testing.assert_array_equal(packing.dequantize(np.asarray(qt.qvalue), scale, str(CONFIG)), channel * table)
+    np.testing.assert_array_equal(formats.dequantize(np.asarray(qt.qvalue), scale, str(CONFIG)), channel * table)
 
 
 @pytest.mark.parametrize("way", ["divide", "reciprocal", "one ulp up", "one ulp down"])
@@ -283,7 +285,7 @@ def test_a_shape_the_kernel_does_not_take_is_one_sentence_that_says_what_to_do(s
 
 
 def test_the_config_section_asks_for_float_activations_and_refuses_experts_and_other_groups():
-    section = packing.quantization_config({"model.layers.0.mlp.down_proj": "w4a8_fp8:g128"})
+    section = formats.quantization_config({"model.layers.0.mlp.down_proj": "w4a8_fp8:g128"})
     (group,) = section["config_groups"].values()
     assert group["format"] == "pack-quantized"
     assert group["weights"] == {
@@ -293,9 +295,9 @@ def test_the_config_section_asks_for_float_activations_and_refuses_experts_and_o
         "num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True
     }  # fmt: skip
     with pytest.raises(BridgeError, match=r"experts\.0\.down_proj .* give experts w4a16 or fp8 with a rule"):
-        packing.quantization_config({"model.layers.0.mlp.experts.0.down_proj": "w4a8_fp8:g128"})
+        formats.quantization_config({"model.layers.0.mlp.experts.0.down_proj": "w4a8_fp8:g128"})
     with pytest.raises(BridgeError, match="groups of 128 only"):
-        packing.parse("w4a8_fp8:g64")
+        formats.parse("w4a8_fp8:g64")
 
 
 @pytest.mark.vllm
@@ -304,7 +306,7 @@ def test_vllm_on_a_hopper_gpu_takes_the_section_for_its_int4_fp8_scheme(monkeypa
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
     ).CompressedTensorsConfig
     torch = pytest.importorskip("torch")
-    section = packing.quantization_config({"model.layers.0.mlp.down_proj": "w4a8_fp8"})
+    section = formats.quantization_config({"model.layers.0.mlp.down_proj": "w4a8_fp8"})
     config = compressed.from_config(section)
     monkeypatch.setattr(compressed, "_check_scheme_supported", lambda *args, **named: True)
     found = config.get_scheme(torch.nn.Linear(1, 1), "model.layers.0.mlp.down_proj")

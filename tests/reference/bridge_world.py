@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pathlib
 import subprocess
 import threading
 import time
@@ -17,10 +16,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from qarl_bridge import sender, server, wire
-from qarl_bridge.fake import FakeEngine
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server import bridge as server
+from qarl_bridge.server.fake_engine import FakeEngine
 from qarl_bridge.transport.zeromq import Listener
-from qarl_bridge.wire import BridgeError
 
 PATIENCE_S = 60.0  # for what takes milliseconds, on a machine that does other things as well
 
@@ -43,22 +44,24 @@ def tensors(seed: int) -> dict[str, np.ndarray]:
     return named
 
 
-def expected(named: dict[str, np.ndarray]) -> dict[str, wire.Expected]:
+def expected(named: dict[str, np.ndarray]) -> dict[str, messages.Expected]:
     """What the engine would demand."""
-    return {n: wire.Expected(name=n, dtype=wire.dtype_name(a.dtype), shape=list(a.shape)) for n, a in named.items()}
+    return {
+        n: messages.Expected(name=n, dtype=messages.dtype_name(a.dtype), shape=list(a.shape)) for n, a in named.items()
+    }
 
 
 def staged(step: int, *, seed: int | None = None, run: str = "run", incarnation: int = 1, **changes: Any):
     """A staged version; `changes` replace tensors (None removes)."""
     named = tensors(step if seed is None else seed)
-    model = changes.pop("model", wire.model_fingerprint(CONFIG))
-    scheme = changes.pop("scheme", wire.scheme_hash(CONFIG["quantization_config"]))
+    model = changes.pop("model", messages.model_fingerprint(CONFIG))
+    scheme = changes.pop("scheme", messages.scheme_hash(CONFIG["quantization_config"]))
     for name, value in changes.pop("replace", {}).items():
         if value is None:
             del named[name]
         else:
             named[name] = value
-    version = wire.Version(run_id=run, incarnation=incarnation, step=step)
+    version = messages.Version(run_id=run, incarnation=incarnation, step=step)
     return sender.stage(named.items(), version=version, model=model, scheme=scheme)
 
 
@@ -95,14 +98,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits to be reaped does not."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def connected(
     address: str, key_file: os.PathLike[str] | str, process: subprocess.Popen | None = None, patience_s: float = 120.0
 ) -> sender.Client:
@@ -110,7 +105,7 @@ def connected(
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            return sender.Client(address, wire.read_key(os.fspath(key_file)), timeout_s=patience_s)
+            return sender.Client(address, messages.read_key(os.fspath(key_file)), timeout_s=patience_s)
         except BridgeError:
             if time.monotonic() > deadline or (process is not None and process.poll() is not None):
                 raise
@@ -149,13 +144,13 @@ def world(path: os.PathLike[str], *, tcp: bool = False, has_weights: bool = Fals
 
 # ---- what tests of the state machine say -----------------------------------------------------------------------------
 
-SAMPLING = wire.Sampling(max_tokens=5)
+SAMPLING = messages.Sampling(max_tokens=5)
 K_SCALE = "model.layers.0.self_attn.k_proj.weight_scale"
 K_WEIGHT = "model.layers.0.self_attn.k_proj.weight"
 
 
 def draws(n=3):
-    return [wire.Draw(prompt=[1, 2, 3], seed=i) for i in range(n)]
+    return [messages.Draw(prompt=[1, 2, 3], seed=i) for i in range(n)]
 
 
 def version_of(drawn):

@@ -19,8 +19,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from qarl_bridge import fake, process, sender, wire
-from qarl_bridge.staged import HostCopy
+from qarl_bridge import cli
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages
+from qarl_bridge.server import fake_engine
+from qarl_bridge.server.staged import HostCopy
 from qarl_bridge.transport import cuda_ipc, nccl
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -38,7 +41,7 @@ def build(folder: os.PathLike[str] | str) -> tuple[str, str]:
     return paths[0], paths[1]
 
 
-def host_view(manifest: wire.Manifest, pointer: int, let_go: Callable[[], None], *, borrowed: bool) -> HostCopy:
+def host_view(manifest: messages.Manifest, pointer: int, let_go: Callable[[], None], *, borrowed: bool) -> HostCopy:
     """A version in that GPU's memory, which is the host's."""
     size = sender.align(manifest.total_bytes)
     copy = HostCopy(manifest, np.frombuffer((ctypes.c_ubyte * size).from_address(pointer), np.uint8))
@@ -47,12 +50,12 @@ def host_view(manifest: wire.Manifest, pointer: int, let_go: Callable[[], None],
     return copy
 
 
-def opener(library_path: str) -> Callable[[wire.Manifest, wire.DeviceMemory], HostCopy]:
+def opener(library_path: str) -> Callable[[messages.Manifest, messages.DeviceMemory], HostCopy]:
     """What a bridge on the trainer's GPU does."""
     library = cuda_ipc.load(library_path)
     mappings = cuda_ipc.Mappings(cuda_ipc.Device(0, library))
 
-    def open_version(manifest: wire.Manifest, memory: wire.DeviceMemory) -> HostCopy:
+    def open_version(manifest: messages.Manifest, memory: messages.DeviceMemory) -> HostCopy:
         cuda_ipc.find(memory.device, library)
         pointer = mappings.open(memory.handle, sender.align(manifest.total_bytes))
         return host_view(manifest, pointer, lambda: mappings.close(memory.handle), borrowed=True)
@@ -60,17 +63,19 @@ def opener(library_path: str) -> Callable[[wire.Manifest, wire.DeviceMemory], Ho
     return open_version
 
 
-def receiving(receiver: nccl.Receiver) -> Callable[[wire.Manifest, wire.NcclMemory, Callable[[], None]], HostCopy]:
+def receiving(
+    receiver: nccl.Receiver,
+) -> Callable[[messages.Manifest, messages.NcclMemory, Callable[[], None]], HostCopy]:
     """What a bridge on another GPU does."""
 
-    def receive(manifest: wire.Manifest, memory: wire.NcclMemory, check: Callable[[], None]) -> HostCopy:
+    def receive(manifest: messages.Manifest, memory: messages.NcclMemory, check: Callable[[], None]) -> HostCopy:
         buffer = receiver.receive(memory, sender.align(manifest.total_bytes), check)
         return host_view(manifest, buffer.pointer, buffer.release, borrowed=False)
 
     return receive
 
 
-class GpuEngine(fake.FakeEngine):
+class GpuEngine(fake_engine.FakeEngine):
     """A fake engine with a GPU; `folder` holds the libraries."""
 
     folder = ""
@@ -87,8 +92,8 @@ class GpuEngine(fake.FakeEngine):
 def main(folder: str, *arguments: str) -> int:
     os.environ["FAKE_CUDA_GPU"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")[:1] or "s"
     GpuEngine.folder = folder
-    fake.FakeEngine = GpuEngine  # type: ignore[misc]
-    return process.main(list(arguments[2:]))
+    fake_engine.FakeEngine = GpuEngine  # type: ignore[misc]
+    return cli.main(list(arguments[2:]))
 
 
 if __name__ == "__main__":

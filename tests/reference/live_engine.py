@@ -16,18 +16,23 @@ import time
 from typing import Any
 
 import jax
-from qarl_bridge import sender, server, staged, whole_modules, wire
-from qarl_bridge.engine import VllmEngine
+from qarl_bridge.client import sender
+from qarl_bridge.engine import fast_load
+from qarl_bridge.engine.engine import VllmEngine
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server import bridge as server
+from qarl_bridge.server import staged
 from qarl_bridge.transport.zeromq import Listener
-from qarl_bridge.wire import BridgeError
 
-from qarl_jax import models, parity
+from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights
-from qarl_jax.rollout.vllm import engine_config, engine_tensors
+from qarl_jax.rollout.vllm.engine import engine_config, engine_tensors
+from qarl_jax.verify import ladder
 
 MODEL = os.path.join(os.path.dirname(__file__), "..", "..", "assets", "tiny-qwen3")
 KEY = bytes(range(32))
-DRAWS = [wire.Draw(prompt=[1 + i, 5, 7], seed=i) for i in range(6)]
+DRAWS = [messages.Draw(prompt=[1 + i, 5, 7], seed=i) for i in range(6)]
 
 
 def moved(weights: PolicyWeights, scale: float) -> PolicyWeights:
@@ -39,14 +44,14 @@ def moved(weights: PolicyWeights, scale: float) -> PolicyWeights:
 class Trainer:
     """Publishes and samples over a connection of its own."""
 
-    def __init__(self, address: str, facts: wire.Facts, policies: list[dict[str, Any]]):
+    def __init__(self, address: str, facts: messages.Facts, policies: list[dict[str, Any]]):
         self.client = sender.Client(address, KEY, timeout_s=120)
         self.client.acquire("run", 1)
         self._facts, self._policies = facts, policies
         self.steps = 0
 
     def publish(self, which: int, readback: str = "full") -> dict[str, float]:
-        version = wire.Version(run_id="run", incarnation=1, step=self.steps)
+        version = messages.Version(run_id="run", incarnation=1, step=self.steps)
         self.steps += 1
         held = sender.stage(
             self._policies[which].items(), version=version, model=self._facts.model, scheme=self._facts.scheme
@@ -57,7 +62,7 @@ class Trainer:
             held.close()
 
     def draw(self) -> list[tuple[bytes, bytes]]:
-        drawn = self.client.generate(DRAWS, wire.Sampling(max_tokens=12, temperature=0.0))
+        drawn = self.client.generate(DRAWS, messages.Sampling(max_tokens=12, temperature=0.0))
         return [(one.tokens, one.logprobs) for one in drawn]
 
 
@@ -103,10 +108,10 @@ def scenario(trainer: Trainer, engine: VllmEngine) -> dict[str, Any]:
     one = trainer.draw()
     found["versions_differ"] = zero != one
     # A failure in the middle of loading whole modules: the last good version is back, to the last bit.
-    assemble = whole_modules._assemble
-    whole_modules._assemble = fails_once(assemble, 12)
+    assemble = fast_load._assemble
+    fast_load._assemble = fails_once(assemble, 12)
     found["whole_failure"], found["whole_recovery_s"] = refusal(trainer, 0)
-    whole_modules._assemble = assemble
+    fast_load._assemble = assemble
     found["restored_after_whole"] = trainer.draw() == one
     # Now vLLM's own loader, for the same versions.
     engine._whole = None
@@ -136,14 +141,15 @@ def scenario(trainer: Trainer, engine: VllmEngine) -> dict[str, Any]:
 
 
 def main(scheme: str, folder: str) -> None:
-    weights = parity.load(MODEL, scheme, "cpu")
+    weights = ladder.load(MODEL, scheme, "cpu")
     policies = [dict(engine_tensors(weights)), dict(engine_tensors(moved(weights, 1.1)))]
     expected = {
-        n: wire.Expected(name=n, dtype=wire.dtype_name(a.dtype), shape=list(a.shape)) for n, a in policies[0].items()
+        n: messages.Expected(name=n, dtype=messages.dtype_name(a.dtype), shape=list(a.shape))
+        for n, a in policies[0].items()
     }
     config = engine_config(weights.graphdef)
     sender.write_folder(folder, config, expected.values())
-    options = wire.EngineOptions(max_model_len=64, kv_cache_gb=0.1, max_num_seqs=8, threads=1)
+    options = messages.EngineOptions(max_model_len=64, kv_cache_gb=0.1, max_num_seqs=8, threads=1)
     engine = VllmEngine(folder, config, expected, has_weights=False, options=options)
     bridge = server.Bridge(engine)
     listener = Listener(os.path.join(folder, "s"), KEY)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A source of prompts for tests that only count them."""
 
-from qarl_jax.data.source import Skipped
+from qarl_jax.data.sources.template import Skipped
 from qarl_jax.types import Prompt
 
 

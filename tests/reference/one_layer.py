@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One quantized layer with its gradient, for tests of the kernels that may take its place (`qarl_jax/quant/fused.py`).
+"""One quantized layer with its gradient, for tests of the kernels that may take its place (`kernels/products.py`).
 
 Nothing here is jitted by the library, so that nothing was traced before a test chose its kernels.
 """
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from qarl_jax import quant
-from qarl_jax.quant import Numerics, fused
+from qarl_jax.kernels import products
+from qarl_jax.quant import Numerics
 
 CUDA = Numerics("cuda")
 
@@ -30,7 +31,7 @@ def interpreted(monkeypatch: Any, interpret: Any) -> None:
     def choose(*args: Any, default: Any, cpu: Any = None, cuda: Any = None) -> Any:
         return cuda(*args, interpret=interpret) if cuda is not None else (cpu or default)(*args)
 
-    monkeypatch.setattr(fused, "serves", lambda *_: True)
+    monkeypatch.setattr(products, "serves", lambda *_: True)
     monkeypatch.setattr(jax.lax, "platform_dependent", choose)
 
 

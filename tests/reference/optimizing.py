@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qarl_jax import optimizer
+from qarl_jax.optim import build
 
 
 def normal(seed, *shape):
@@ -16,10 +16,10 @@ def normal(seed, *shape):
 
 def run(cfg, params, grads_per_step, **kwargs):
     """Parameters after one update per gradient tree."""
-    tx = optimizer.make_optimizer(cfg, **kwargs)
+    tx = build.make_optimizer(cfg, **kwargs)
     params = jax.tree.map(jnp.asarray, params)
-    state = optimizer.init(tx, params)
-    step = jax.jit(lambda g, s, p: optimizer.update(tx, g, s, p))
+    state = build.init(tx, params)
+    step = jax.jit(lambda g, s, p: build.update(tx, g, s, p))
     for grads in grads_per_step:
         params, state, _ = step(jax.tree.map(jnp.asarray, grads), state, params)
     return params

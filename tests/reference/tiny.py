@@ -17,8 +17,9 @@ import jax
 import yaml
 from jax.experimental.compilation_cache import compilation_cache
 
-from qarl_jax import config, data, models
+from qarl_jax import data, models
 from qarl_jax.models import ModelConfig
+from qarl_jax.run import config
 from tests.reference import rewards
 
 ALPHABET = "0123456789+=abcdefghijklmno"  # 30 tokens with padding, end and unknown

@@ -21,6 +21,13 @@ from qarl_jax.rewards.extract import extract, number, same
         ("\n\n", "last_line", None),
         ("1 and 2,500.5 apples", "last_number", "2,500.5"),
         ("none", "last_number", None),
+        (r"7 eggs, so \boxed{\$1,080 \text{ a day}}, not 9", "number", "1,080"),
+        (r"\boxed{x} and 5 hours, 6", "number", "6"),
+        ("so 3 * 4 = 12.\n#### 12 eggs of 30", "number", "12"),
+        ("#### 5\nNo, #### 6.", "number", "6"),
+        ("#### none\nThat makes 1,234, or so", "number", "1,234"),
+        ("it costs $18.50.", "number", "18.50"),
+        ("none", "number", None),
         ("<answer> 4 </answer> no <answer>5</answer>", "tag", "5"),
         ("<answer>5", "tag", None),
         ("</answer>5<answer>", "tag", None),
@@ -101,7 +108,7 @@ def test_a_written_fraction_is_read_exactly(numerator, denominator):
 )
 def test_hostile_text_is_read_quickly_and_without_error(text):
     start = time.monotonic()
-    for how in ("auto", "whole", "last_line", "last_number", "tag", "boxed"):
+    for how in ("auto", "whole", "last_line", "last_number", "number", "tag", "boxed"):
         found = extract(text, how)
         if found is not None:
             same(found, "42")
@@ -110,7 +117,7 @@ def test_hostile_text_is_read_quickly_and_without_error(text):
 
 @given(text=st.text(max_size=200), answer=st.text(max_size=20))
 def test_any_text_has_an_answer_or_none(text, answer):
-    for how in ("auto", "whole", "last_line", "last_number", "tag", "boxed"):
+    for how in ("auto", "whole", "last_line", "last_number", "number", "tag", "boxed"):
         found = extract(text, how)
         assert found is None or (found and found == found.strip())
         assert same(found or "", answer) in (True, False)

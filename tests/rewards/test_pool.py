@@ -15,7 +15,7 @@ from qarl_jax.rewards import pool as pool_module
 from qarl_jax.rewards.pool import PoolConfig, WorkerPool
 from qarl_jax.types import UserError
 from tests.reference import rewards
-from tests.reference.bridge_world import is_alive, wait_for
+from tests.reference.bridge_world import alive, wait_for
 
 # A worker that does what its task says, speaking the protocol of _worker.py.
 SCRIPT = """
@@ -85,11 +85,11 @@ def test_no_process_outlives_the_pool(make_pool, how):
     pool = WorkerPool("test", PoolConfig(workers=1, timeout_s=60.0))
     make_pool()
     (pid,) = map(int, pool.map(do("pid")))
-    assert is_alive(pid)
+    assert alive(pid)
     if how == "close":
         pool.close()
     del pool
-    assert not is_alive(pid)
+    assert not alive(pid)
 
 
 def test_a_worker_that_cannot_start_says_why(make_pool, tmp_path):
@@ -115,7 +115,7 @@ time.sleep(1000)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as trainer:
         pid = int(trainer.stdout.readline())
         trainer.kill()
-    wait_for(lambda: not is_alive(pid))
+    wait_for(lambda: not alive(pid))
 
 
 @pytest.mark.slow

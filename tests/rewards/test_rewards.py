@@ -23,7 +23,7 @@ from qarl_jax.rewards import (
 )
 from qarl_jax.types import Prompt, UserError
 from tests.reference import rewards as user
-from tests.reference.bridge_world import is_alive, wait_for
+from tests.reference.bridge_world import alive, wait_for
 from tests.reference.rollouts import completion
 
 ORIGIN = {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 2}, "seed": 3, "size": 10, "index": 4}
@@ -281,8 +281,8 @@ def test_what_a_user_function_forks_ends_with_the_reward_and_answers_nothing(tmp
     with contextlib.closing(function.Reward(function.Config(path=f"{user.__file__}:bad"), 32)) as reward:
         assert reward.score([sample(f"fork {noted}"), sample("1"), sample("1")]).tolist() == [1, 1, 1]
         (child,) = map(int, noted.read_text().split())
-        assert is_alive(child)
-    wait_for(lambda: not is_alive(child))
+        assert alive(child)
+    wait_for(lambda: not alive(child))
 
 
 def test_a_user_function_that_takes_long_is_spoken_of_and_an_interrupt_need_not_wait(monkeypatch):

@@ -12,11 +12,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qarl_jax import models, sharding
-from qarl_jax.logprobs import token_logprobs
+from qarl_jax import models
+from qarl_jax.models.logprobs import token_logprobs
 from qarl_jax.rollout import SamplingConfig
-from qarl_jax.rollout.distribution import draw, processed_logits
-from qarl_jax.rollout.jax_sampler import Config, JaxSampler, bucket, fingerprint
+from qarl_jax.rollout.embedded.draw import draw, processed_logits
+from qarl_jax.rollout.embedded.engine import Config, JaxSampler, bucket, fingerprint
+from qarl_jax.runtime import mesh as sharding
 from qarl_jax.types import UserError
 from tests.reference.tiny_policies import VOCAB, policy, prompts
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from qarl_jax import models
-from qarl_jax.quant import w8a8
+from qarl_jax.quant.schemes import w8a8
 from tests.reference.tiny_policies import VOCAB, policy
 
 LENGTH, ROWS = 12, 10

@@ -9,7 +9,7 @@ import pytest
 
 from qarl_jax import rollout
 from qarl_jax.rollout import Request, RolloutEngine, SamplingConfig
-from qarl_jax.rollout.jax_sampler import Config
+from qarl_jax.rollout.embedded.engine import Config
 from qarl_jax.types import UserError
 from tests.reference.tiny_policies import VOCAB, policy, prompts
 

@@ -30,7 +30,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from qarl_bridge.errors import BridgeError
+from qarl_bridge.protocol.errors import BridgeError
 
 HANDLE_BYTES = 64
 UUID_BYTES = 16

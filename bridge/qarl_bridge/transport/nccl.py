@@ -34,8 +34,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from qarl_bridge import wire
-from qarl_bridge.errors import BridgeError
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.errors import BridgeError
 from qarl_bridge.transport import cuda_ipc
 
 SONAME = "libnccl.so.2"
@@ -46,7 +46,7 @@ _LONGEST_NAP_S = 1e-3
 
 
 class _UniqueId(ctypes.Structure):
-    _fields_ = (("internal", ctypes.c_char * wire.NCCL_ID_BYTES),)
+    _fields_ = (("internal", ctypes.c_char * messages.NCCL_ID_BYTES),)
 
 
 class _Config(ctypes.Structure):
@@ -133,7 +133,7 @@ def new_id(library: Any) -> bytes:
     """The name of a communicator to be: whoever gives it joins that one. It says where rank 0 listens."""
     unique_id = _UniqueId()
     _check(library, "ncclGetUniqueId", library.ncclGetUniqueId(ctypes.byref(unique_id)))
-    return bytes(ctypes.string_at(ctypes.byref(unique_id), wire.NCCL_ID_BYTES))
+    return bytes(ctypes.string_at(ctypes.byref(unique_id), messages.NCCL_ID_BYTES))
 
 
 def _check(library: Any, call: str, code: int, communicator: Any = None) -> None:
@@ -275,7 +275,7 @@ class Receiver:
         self._communicator: Communicator | None = None
         self._lock = threading.Lock()  # a new trainer's thread may come while that of a dead one is still giving up
 
-    def receive(self, memory: wire.NcclMemory, size: int, check: Callable[[], None]) -> cuda_ipc.Buffer:
+    def receive(self, memory: messages.NcclMemory, size: int, check: Callable[[], None]) -> cuda_ipc.Buffer:
         """The next version's bytes, in a buffer that is the caller's until it is released.
 
         Args:

@@ -21,7 +21,7 @@ import os
 
 import numpy as np
 
-from qarl_bridge.wire import BridgeError, HostMemory
+from qarl_bridge.protocol.messages import BridgeError, HostMemory
 
 _NAME = "qarl-version"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages over ZeroMQ: a ROUTER in the bridge, a DEALER in each trainer, CURVE between them on every kind of address.
 
-A message is one frame of msgpack (wire.py), and for a Chunk a second frame of raw bytes. An empty frame is a sign of
-life and means nothing else.
+A message is msgpack (messages.py), and for a Chunk raw bytes besides. A trainer's message travels in frames of at most
+MAX_PART bytes, with an empty one between msgpack and raw bytes; that, and _HANDSHAKE_MS, bounds what a stranger who
+never completes a handshake can make the bridge hold. A reply is one frame; an empty one is a sign of life, no more.
 
 Authentication. Both ends derive the same two CURVE key pairs from the one 32-byte key, the bridge's and the trainer's.
 A trainer without the key does not know the bridge's public key and cannot even begin the handshake; what it presents is
@@ -38,14 +39,16 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from qarl_bridge import wire
-from qarl_bridge.wire import BridgeError
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.messages import BridgeError
 
 SWEEP_S = 5.0
 LINGER_MS = 1000  # for the last replies of a bridge that stops
 MAX_PEERS = 64
 MAX_AHEAD = 8  # requests a peer may send before the first is answered; ours send one
-MAX_FRAMES = 2
+MAX_PART = 1 << 20
+_HANDSHAKE_MS = 10_000  # for a stranger to become a peer
+_BACKLOG = 1024  # connections that wait to be taken
 _DOMAIN = "qarl_bridge"
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5_000, 25_000
 _HANDSHAKE_ATTEMPTS = 3
@@ -59,7 +62,7 @@ def _key_pair(key: bytes, owner: bytes) -> tuple[bytes, bytes]:
 
 def _endpoint(address: str) -> str:
     """The address as ZeroMQ writes it, host names resolved (it would retry an unknown one for ever)."""
-    kind, where = wire.parse_address(address)
+    kind, where = messages.parse_address(address)
     if kind == "unix":
         return f"ipc://{where}" if where.startswith("/") else f"ipc://./{where}"  # "@x" and "*" mean other things
     host, port = where
@@ -70,17 +73,33 @@ def _endpoint(address: str) -> str:
 
 
 def _configure(sock: zmq.Socket, kind: str, most: int) -> None:
-    # CURVE adds 33 bytes to a frame and may add more one day.
+    # CURVE adds 33 bytes to a frame and may add more one day. Commands of the handshake are bounded by this as well.
     sock.setsockopt(zmq.MAXMSGSIZE, most + 1024)
     if kind == "tcp":
         sock.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
 
 
-def encode(message: wire.Request | wire.Reply) -> bytes:
+def _frames(message: bytes, data: bytes | memoryview | None) -> list[bytes | memoryview]:
+    """A trainer's message as it travels."""
+    split = [memoryview(message)[at : at + MAX_PART] for at in range(0, len(message), MAX_PART)]
+    if data is None:
+        return [*split]
+    return [*split, b"", *(memoryview(data)[at : at + MAX_PART] for at in range(0, len(data), MAX_PART))]
+
+
+def _joined(frames: list[bytes]) -> list[bytes]:
+    """[message], or [message, data]: what `_frames` has split."""
+    if b"" not in frames:
+        return [b"".join(frames)]
+    between = frames.index(b"")
+    return [b"".join(frames[:between]), b"".join(frames[between + 1 :])]
+
+
+def encode(message: messages.Request | messages.Reply) -> bytes:
     """msgpack bytes of a message that fits a frame; completions may be longer, for they go to who asked for them."""
-    payload = wire.encode(message)
-    most = wire.MAX_REPLY if isinstance(message, wire.Completions) else wire.MAX_FRAME
+    payload = messages.encode(message)
+    most = messages.MAX_REPLY if isinstance(message, messages.Completions) else messages.MAX_FRAME
     if len(payload) > most:
         raise BridgeError(f"{type(message).__name__} of {len(payload)} bytes exceeds a frame's {most}", "limits")
     return payload
@@ -109,7 +128,7 @@ class Peer:
         """Frames of the next message (none at all: too many); None: the peer is gone or the bridge stops."""
         return self.inbox.get()
 
-    def send(self, message: wire.Reply) -> None:
+    def send(self, message: messages.Reply) -> None:
         """Post one message; that the peer is gone shows later, in `gone`. BridgeError(limits) if it is too long."""
         self._listener.post(self, encode(message))
 
@@ -128,7 +147,7 @@ class Listener:
     """The bridge's socket. Handshakes are answered from the start; messages wait until `start`.
 
     Args:
-      address: see wire.parse_address. A stale unix socket that nobody listens on is replaced.
+      address: see messages.parse_address. A stale unix socket that nobody listens on is replaced.
       key: who does not hold it stays outside.
 
     Raises:
@@ -137,7 +156,7 @@ class Listener:
 
     def __init__(self, address: str, key: bytes):
         self._wake = os.eventfd(0)
-        self.kind, self._where = wire.parse_address(address)
+        self.kind, self._where = messages.parse_address(address)
         self.address = address
         self._peers: dict[bytes, Peer] = {}
         self._outbox: collections.deque[Callable[[], None]] = collections.deque()
@@ -150,7 +169,9 @@ class Listener:
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._router = self._context.socket(zmq.ROUTER)
-        _configure(self._router, self.kind, wire.MAX_FRAME)
+        _configure(self._router, self.kind, MAX_PART)
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self._router.setsockopt(zmq.BACKLOG, _BACKLOG)
         self._router.setsockopt(zmq.LINGER, LINGER_MS)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to who is gone is an error, not a silence
         self._router.setsockopt(zmq.CURVE_SERVER, 1)
@@ -263,24 +284,31 @@ class Listener:
             self._probe()  # the new one may be the successor of a dead one
             peer = Peer(self, identity)
             if len(self._peers) >= MAX_PEERS:
-                self._transmit(peer, encode(wire.Error(code="limits", message=f"{MAX_PEERS} clients are connected")))
+                self._transmit(
+                    peer, encode(messages.Error(code="limits", message=f"{MAX_PEERS} clients are connected"))
+                )
                 return
             self._peers[identity] = peer
             on_peer(peer)
         if peer.inbox.qsize() >= MAX_AHEAD:
             message = f"more than {MAX_AHEAD} requests are waiting for an answer"
-            self._transmit(peer, encode(wire.Error(code="limits", message=message)))
+            self._transmit(peer, encode(messages.Error(code="limits", message=message)))
             return
         peer.inbox.put(frames)
 
     def _receive(self) -> list[bytes]:
-        """[identity, frame, ...], without the frames if they are too many: they are dropped as they come."""
-        parts = [self._router.recv(zmq.NOBLOCK)]  # ROUTER hands out whole messages only: the rest is there
+        """[identity, message] or [identity, message, data]; the identity alone if that is too long."""
+        identity = self._router.recv(zmq.NOBLOCK)  # ROUTER hands out whole messages only: the rest is there
+        frames: list[bytes] = []
+        total = 0
         while self._router.getsockopt(zmq.RCVMORE):
             part = self._router.recv()
-            if len(parts) <= MAX_FRAMES + 1:
-                parts.append(part)
-        return parts if len(parts) <= MAX_FRAMES + 1 else parts[:1]
+            total += len(part) + 1  # empty ones count as well
+            if total <= messages.MAX_FRAME + 2 * messages.CHUNK_BYTES:
+                frames.append(part)
+            else:
+                frames.clear()
+        return [identity, *_joined(frames)] if frames else [identity]
 
     def _transmit(self, peer: Peer, payload: bytes) -> None:
         try:
@@ -345,6 +373,22 @@ def _left_ms(deadline: float) -> int:
     return max(1, int(1000 * (deadline - time.monotonic())))
 
 
+def _is_crowded(address: str) -> bool:
+    """Whether somebody listens on a unix socket after all: a full queue of connections refuses as if nobody did."""
+    kind, where = messages.parse_address(address)
+    if kind != "unix":
+        return False  # over TCP the kernel tries again by itself
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(where)
+        except BlockingIOError:  # full
+            return True
+        except OSError:
+            return False
+    return True
+
+
 class Channel:
     """One authenticated connection to a bridge. One thread at a time; never reconnects.
 
@@ -358,9 +402,8 @@ class Channel:
         self._open = False
         endpoint = _endpoint(address)
         deadline = time.monotonic() + timeout_s
-        for attempt in range(_HANDSHAKE_ATTEMPTS):
-            if attempt:
-                time.sleep(0.05)
+        refusals = 0
+        while refusals < _HANDSHAKE_ATTEMPTS:
             self._connect(endpoint, key)
             try:
                 event = self._next_event(deadline)
@@ -371,11 +414,16 @@ class Channel:
                 raise
             self.close()
             if event in (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED):
-                raise BridgeError(f"no bridge at {address}: nobody is listening there", "dead")
+                if not _is_crowded(address) or time.monotonic() > deadline:
+                    raise BridgeError(f"no bridge at {address}: nobody is listening there", "dead")
+                time.sleep(0.05)
+                continue
             # A bridge that meets a wrong key hangs up without a word, as does one that is killed at this moment; so
             # try again. A bridge that holds the key but was told another one for us says so: FAILED_AUTH.
             if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 break
+            refusals += 1
+            time.sleep(0.05)
         raise BridgeError(
             f"{address} refused the handshake: this trainer does not hold this bridge's key; "
             "rollout.engine.key_file and the bridge's --key-file must hold the same one",
@@ -385,7 +433,7 @@ class Channel:
     def _connect(self, endpoint: str, key: bytes) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket, endpoint.partition(":")[0], wire.MAX_REPLY)
+        _configure(self._socket, endpoint.partition(":")[0], messages.MAX_REPLY)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # our deadline counts: a bridge may be busy starting
@@ -403,9 +451,9 @@ class Channel:
             raise BridgeError(f"the bridge at {self._address} does not answer the handshake", "timeout")
         return int(recv_monitor_message(self._monitor)["event"])
 
-    def send(self, message: wire.Request, data: bytes | memoryview | None = None) -> None:
+    def send(self, message: messages.Request, data: bytes | memoryview | None = None) -> None:
         """Send one message, with a second frame of raw bytes where given."""
-        frames = [encode(message)] if data is None else [encode(message), data]
+        frames = _frames(encode(message), data)
         if not self._open:
             raise BridgeError("the connection was closed", "dead")
         try:

@@ -1,0 +1,157 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The bridge as a process: its command line, its model folder, its end. `python -m qarl_bridge --help`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from qarl_bridge.protocol import expert_stacks, messages
+from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server.bridge import Bridge
+from qarl_bridge.server.engine_api import Engine
+from qarl_bridge.transport.zeromq import Listener
+
+
+def read_folder(path: str) -> tuple[dict[str, Any], dict[str, messages.Expected], bool]:
+    """(config.json, expected tensors, whether the folder holds weights).
+
+    The tensors come from the safetensors headers, or, for a folder without weights, from its tensors.json.
+    """
+    try:
+        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
+            config = json.load(file)
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
+        names = sorted(n for n in os.listdir(path) if n.endswith(".safetensors"))
+    except (OSError, ValueError) as error:
+        raise BridgeError(f"{path} is not a model folder: {error}", "setup") from None
+    if names:
+        expected: dict[str, messages.Expected] = {}
+        for name in names:
+            expected |= messages.expected_from_safetensors(os.path.join(path, name))
+        return config, expert_stacks.expected(expected), True
+    try:
+        with open(os.path.join(path, "tensors.json"), "rb") as file:
+            listed = msgspec.json.decode(file.read(), type=list[messages.Expected])
+    except (OSError, msgspec.DecodeError) as error:
+        raise BridgeError(f"{path} holds neither safetensors nor a readable tensors.json: {error}", "setup") from None
+    return config, {entry.name: entry for entry in listed}, False
+
+
+def _watch_parent(pid: int, on_death: Callable[[], None]) -> None:
+    """Stop when the trainer that started this bridge is gone.
+
+    Polling getppid rather than PR_SET_PDEATHSIG: the latter fires when the *thread* that spawned us ends.
+    """
+
+    def loop() -> None:
+        while os.getppid() == pid:
+            time.sleep(0.5)
+        on_death()
+        time.sleep(5.0)
+        os._exit(4)  # the engine thread did not come back in time (a long load, a long step)
+
+    threading.Thread(target=loop, daemon=True, name="parent").start()
+
+
+def _use_as_temporary(folder: str) -> None:
+    """The temporary directory of this process and its children, but for what is worth keeping: compiled code."""
+    kept = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kept)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
+def _log(line: str) -> None:
+    print(f"[qarl_bridge] {line}", file=sys.stderr, flush=True)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Command line of `python -m qarl_bridge`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m qarl_bridge", description="Owns one vLLM engine for a qarl_jax trainer."
+    )
+    parser.add_argument("--socket", required=True, help="path of a unix socket, or tcp://host:port")
+    parser.add_argument("--model", required=True, help="model folder (config.json with safetensors or tensors.json)")
+    parser.add_argument(
+        "--key-file", required=True, help="64 hexadecimal digits, mode 0600; created if missing (unix only)"
+    )
+    parser.add_argument("--parent-pid", type=int, default=0, help="exit when this process, the parent, is gone")
+    names = ", ".join(field.name for field in dataclasses.fields(messages.EngineOptions))
+    parser.add_argument(
+        "--options",
+        default="{}",
+        metavar="JSON",
+        help=f"how to start the engine, as rollout.engine has it: an object with any of {names}",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a bridge; returns the exit code (0 stopped, 2 user error, 3 engine failed)."""
+    args = build_parser().parse_args(argv)
+    try:
+        options = messages.EngineOptions.from_json(args.options)
+        kind, _ = messages.parse_address(args.socket)
+        if args.parent_pid and os.getppid() != args.parent_pid:
+            return 0
+        if not os.path.exists(args.key_file):
+            if kind == "tcp":
+                raise BridgeError(f"a TCP bridge needs an existing key file; {args.key_file} does not exist", "auth")
+            messages.create_key(args.key_file)
+        key = messages.read_key(args.key_file)
+        config, expected, has_weights = read_folder(args.model)
+        listener = Listener(args.socket, key)  # before the slow part: a taken address fails at once
+    except BridgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    bridge: Bridge | None = None
+    stopped = False
+
+    def stop(*_: Any) -> None:
+        nonlocal stopped
+        stopped = True
+        if bridge is not None:
+            bridge.stop()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    if args.parent_pid:
+        _watch_parent(args.parent_pid, stop)
+    scratch = messages.Scratch("qarl-engine-")  # vLLM leaves files in the temporary directory when it is killed
+    _use_as_temporary(scratch.path)
+    try:
+        started = time.perf_counter()
+        engine: Engine
+        if options.engine == "fake":
+            from qarl_bridge.server.fake_engine import FakeEngine
+
+            engine = FakeEngine(config, expected, has_weights=has_weights, max_model_len=options.max_model_len or 4096)
+        else:
+            from qarl_bridge.engine.engine import VllmEngine
+
+            engine = VllmEngine(args.model, config, expected, has_weights=has_weights, options=options)
+        bridge = Bridge(engine, _log, profile=options.profile)
+        if stopped:
+            bridge.stop()
+        _log(f"ready on {args.socket} after {time.perf_counter() - started:.1f} s: {engine.facts.profile}")
+        bridge.serve(listener)
+        return bridge.run()
+    except BridgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        listener.close()
+        scratch.close()

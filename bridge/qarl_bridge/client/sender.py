@@ -1,0 +1,430 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's end of a publish: stage tensors, take their fingerprints, hand them to the bridge.
+
+    announce v -> stage -> commit
+
+`stage` makes one copy (host arrays into a memory file) and takes each tensor's fingerprint while its bytes are warm. On
+a GPU the learner itself writes a buffer (`gpu_buffers`) and hands it in with the fingerprints it computed there: an
+engine on that GPU maps it (transport/cuda_ipc.py), to one on another it is broadcast (transport/nccl.py). A staged
+version stays with the sender, so that a bridge that died can be given it again without touching the learner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from qarl_bridge.protocol import fingerprint, messages
+from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.transport import cuda_ipc, nccl, shm, zeromq
+
+
+@dataclasses.dataclass
+class StagedVersion:
+    """A version in a sealed memory file. Close it, or let it be collected, to free the memory.
+
+    Attributes:
+      fd: of the file; -1 once closed.
+      stage_s: seconds that staging took.
+    """
+
+    manifest: messages.Manifest
+    fd: int
+    stage_s: float
+
+    transport = "host"
+
+    def memory(self) -> messages.HostMemory:
+        """Where the bridge finds it."""
+        return shm.locate(self.fd)
+
+    def chunk(self, offset: int, size: int) -> bytes:
+        """Some of its bytes, for a bridge that cannot reach the memory."""
+        return os.pread(self.fd, size, offset)
+
+    def close(self) -> None:
+        """Free the memory (the bridge keeps its own reference while it needs one)."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@dataclasses.dataclass
+class DeviceVersion:
+    """A version in a buffer on the GPU. Close it to let the buffer be written again.
+
+    Attributes:
+      stage_s: seconds that staging took.
+      transport: "cuda_ipc", "nccl", or "auto" (see `Client.route`).
+    """
+
+    manifest: messages.Manifest
+    buffer: cuda_ipc.Buffer
+    stage_s: float
+    transport: str = "auto"
+
+    def memory(self) -> messages.DeviceMemory:
+        """Where the bridge finds it."""
+        return messages.DeviceMemory(device=self.buffer.device.uuid, handle=self.buffer.handle)
+
+    def chunk(self, offset: int, size: int) -> bytes:
+        """Raises BridgeError("unshared"), always."""
+        raise BridgeError("a version on the GPU is mapped or broadcast: it has no chunks", "unshared")
+
+    def close(self) -> None:
+        """The bridge must not need it any more: it has been refused, or another version serves."""
+        self.buffer.release()
+
+
+Version = StagedVersion | DeviceVersion
+
+
+def gpu_buffers(ordinal: int, library: str = "libcuda.so.1") -> cuda_ipc.Buffers:
+    """Staging buffers on GPU `ordinal` of this process; BridgeError("unshared") where there is none."""
+    return cuda_ipc.Buffers(cuda_ipc.Device(ordinal, cuda_ipc.load(library)))
+
+
+def gpu_memory(ordinal: int, library: str = "libcuda.so.1") -> tuple[int, int]:
+    """(free, total) bytes of GPU `ordinal` of this process; BridgeError("unshared") where there is none."""
+    return cuda_ipc.Device(ordinal, cuda_ipc.load(library)).memory()
+
+
+def align(offset: int) -> int:
+    """Where a tensor may begin in a staged version."""
+    return -(-offset // messages.ALIGNMENT) * messages.ALIGNMENT
+
+
+def manifest_of(
+    entries: list[messages.TensorEntry], *, version: messages.Version, model: bytes, scheme: bytes
+) -> messages.Manifest:
+    """The sealed manifest of a version that ends where the last of its entries does. Arguments as in `stage`."""
+    return messages.Manifest(
+        version=version,
+        model=model,
+        scheme=scheme,
+        tensors=entries,
+        total_bytes=entries[-1].offset + entries[-1].nbytes if entries else 0,
+        digest=bytes(messages.DIGEST_BYTES),
+    ).sealed()
+
+
+def stage(
+    tensors: Iterable[tuple[str, np.ndarray]], *, version: messages.Version, model: bytes, scheme: bytes
+) -> StagedVersion:
+    """Copy (Hugging Face name, array) pairs into a sealed memory file with a manifest.
+
+    Args:
+      tensors: whole fused modules together and layer by layer (the engine's loader holds one module at a time); arrays
+        of any dtype in `wire.DTYPES`.
+      version: what this is.
+      model: `wire.model_fingerprint` of the config.json.
+      scheme: `wire.scheme_hash` of its quantization_config.
+    """
+    start = time.perf_counter()
+    entries: list[messages.TensorEntry] = []
+    fd, end = shm.create(0), 0
+    try:
+        for name, array in tensors:
+            array = np.asarray(array)
+            data = messages.as_bytes(array)
+            offset = align(end)
+            shm.write(fd, data, offset)
+            entries.append(
+                messages.TensorEntry(
+                    name=name,
+                    dtype=messages.dtype_name(array.dtype),
+                    shape=list(array.shape),
+                    offset=offset,
+                    nbytes=len(data),
+                    digest=fingerprint.digest(data),
+                )
+            )
+            end = offset + len(data)
+        os.ftruncate(fd, end)
+        shm.seal(fd)
+        manifest = manifest_of(entries, version=version, model=model, scheme=scheme)
+    except BaseException:
+        os.close(fd)
+        raise
+    return StagedVersion(manifest, fd, time.perf_counter() - start)
+
+
+def write_folder(path: str, config: Mapping[str, Any], expected: Iterable[messages.Expected]) -> None:
+    """A model folder without weights, for an engine whose first version arrives by publish like every later one."""
+    os.makedirs(path, exist_ok=True)
+    for name, data in (
+        ("config.json", json.dumps(config, indent=1).encode()),
+        ("tensors.json", msgspec.json.encode(list(expected))),
+    ):
+        temporary = os.path.join(path, f".{name}.{os.getpid()}")
+        with open(temporary, "wb") as file:
+            file.write(data)
+        os.replace(temporary, os.path.join(path, name))
+
+
+class Client:
+    """One authenticated connection to a bridge: requests out, replies in, errors raised as BridgeError.
+
+    Args:
+      address: a path, unix:/path or tcp://host:port.
+      key: the bridge's, 32 bytes (`keys.read_key`).
+      timeout_s: longest silence tolerated, in seconds.
+
+    Raises:
+      BridgeError: nobody listens there ("dead") or answers in time ("timeout"), the key is another ("auth"), or the
+        protocol is ("setup").
+    """
+
+    def __init__(self, address: str, key: bytes, *, timeout_s: float = 60.0):
+        self.address = address
+        self._timeout_s = timeout_s
+        self._channel = zeromq.Channel(address, key, timeout_s)
+        self._communicator: nccl.Communicator | None = None
+        self.sent_over = ""  # "host", "cuda_ipc" or "nccl": how the last version went
+        try:
+            self.facts: messages.Facts = self.request(
+                messages.Hello(protocol=messages.PROTOCOL), messages.Welcome
+            ).facts
+        except BaseException:
+            self.close()
+            raise
+
+    def set_timeout(self, seconds: float) -> None:
+        """Longest silence tolerated in later requests."""
+        self._timeout_s = seconds
+
+    def close(self) -> None:
+        """Close the connection; a lease held on it ends."""
+        self._leave()
+        self._channel.close()
+
+    def request(
+        self,
+        message: Any,
+        reply: type,
+        *,
+        data: bytes | None = None,
+        timeout_s: float | None = None,
+        on_progress: Callable[[messages.Progress], None] | None = None,
+    ) -> Any:
+        """Send one request and wait for its reply; `timeout_s` is the longest silence tolerated."""
+        self._channel.send(message, data)
+        return self._answer(message, reply, timeout_s or self._timeout_s, on_progress)
+
+    def _answer(
+        self,
+        message: Any,
+        reply: type,
+        timeout_s: float,
+        on_progress: Callable[[messages.Progress], None] | None = None,
+    ) -> Any:
+        while True:
+            answer = messages.decode(self._channel.receive(timeout_s), messages.REPLY_DECODER)
+            if isinstance(answer, messages.Progress):
+                if on_progress is not None:
+                    on_progress(answer)
+            elif isinstance(answer, messages.Error):
+                raise BridgeError(answer.message, answer.code)
+            elif isinstance(answer, reply):
+                return answer
+            else:
+                raise BridgeError(f"the bridge answered {type(message).__name__} with {type(answer).__name__}")
+
+    def status(self) -> messages.StatusReply:
+        """What the bridge is doing."""
+        return self.request(messages.Status(), messages.StatusReply)
+
+    def acquire(self, run_id: str, incarnation: int) -> None:
+        """Take the publishing lease; refused while another trainer holds it."""
+        self.request(messages.Acquire(run_id=run_id, incarnation=incarnation), messages.Ok)
+
+    def publish(
+        self, staged: Version, *, readback: str = "sampled", drain_timeout_s: float = 600.0
+    ) -> dict[str, float]:
+        """Announce, stage, commit.
+
+        Args:
+          readback: "full", "sampled" or "off": which live weights are compared with what was published.
+          drain_timeout_s: longest time for running requests to end, in seconds.
+
+        Returns:
+          Seconds (`*_s`), `bytes`, and counts.
+
+        Raises:
+          BridgeError: refused; the engine goes on serving what it served, or is fenced (code "fenced").
+        """
+        start = time.perf_counter()
+        manifest = staged.manifest
+        done = self._transfer(staged)
+        transferred = time.perf_counter()
+        commit = messages.Commit(digest=manifest.digest, readback=readback, drain_timeout_s=drain_timeout_s)
+        published = self.request(commit, messages.Published)
+        report = published.report
+        return {
+            "stage_s": staged.stage_s,
+            "transfer_s": transferred - start,
+            "open_s": done.open_s,
+            "validate_s": done.validate_s,
+            "drain_s": report.drain_s,
+            "load_s": report.load_s,
+            "readback_s": report.readback_s,
+            "total_s": staged.stage_s + time.perf_counter() - start,
+            "bytes": float(report.bytes),
+            "tensors": float(report.tensors),
+            "weights_read_back": float(report.weights_read_back),
+            "rows_read_back": float(report.rows_read_back),
+        }
+
+    def route(self, staged: Version) -> str:
+        """How a version travels to this bridge: "host", "cuda_ipc" or "nccl".
+
+        "auto" maps a buffer on the engine's own GPU and broadcasts to another GPU, but not past a TCP address: what
+        the socket encrypts, NCCL does not.
+
+        Raises:
+          BridgeError("unshared"): there is no such way.
+        """
+        if isinstance(staged, StagedVersion):
+            return "host"
+        same = staged.buffer.device.uuid == self.facts.device
+        if staged.transport == "nccl" and same:
+            raise BridgeError(
+                "learner and engine share a GPU, and NCCL joins different ones: name another in "
+                "rollout.engine.visible_gpus",
+                "unshared",
+            )
+        if staged.transport != "auto":
+            return staged.transport
+        if not self.facts.device:
+            raise BridgeError("this engine runs on a CPU", "unshared")
+        if self.address.startswith("tcp://"):
+            raise BridgeError("the bridge is reached over TCP", "unshared")
+        return "cuda_ipc" if same else "nccl"
+
+    def _transfer(self, staged: Version) -> messages.Staged:
+        """The bytes: from the GPU where they lie there, else as shared memory, else over the socket."""
+        manifest = staged.manifest
+        route = self.sent_over = self.route(staged)
+        ready = self.request(messages.Announce(manifest=manifest), messages.Ready)
+        if isinstance(staged, DeviceVersion):
+            if route == "nccl":
+                return self._broadcast(staged.buffer)
+            return self.request(messages.Stage(memory=staged.memory()), messages.Staged)
+        if ready.share_memory:
+            try:
+                return self.request(messages.Stage(memory=staged.memory()), messages.Staged)
+            except BridgeError as error:
+                if error.code != "unshared":
+                    raise
+            self.request(messages.Announce(manifest=manifest), messages.Ready)
+        for offset in range(0, manifest.total_bytes, messages.CHUNK_BYTES):
+            size = min(messages.CHUNK_BYTES, manifest.total_bytes - offset)
+            self.request(messages.Chunk(offset=offset), messages.Ok, data=staged.chunk(offset, size))
+        return self.request(messages.Stage(memory=None), messages.Staged)
+
+    def _broadcast(self, buffer: cuda_ipc.Buffer) -> messages.Staged:
+        """Send a buffer while the bridge receives it, each looking at the other over the socket.
+
+        Raises:
+          BridgeError: what the bridge says of it; "dead" or "timeout", it is gone or silent; "unshared", NCCL failed
+            or took too long, with both ends free again. The next broadcast begins with a new communicator.
+        """
+        library = nccl.load()
+        communicator = self._communicator
+        unique_id = nccl.new_id(library) if communicator is None else communicator.unique_id
+        version = nccl.version(library)
+        stage = messages.Stage(
+            memory=messages.NcclMemory(unique_id=unique_id, rank=1, world=2, version=version, timeout_s=self._timeout_s)
+        )
+        heard = time.monotonic()
+        early: list[Any] = []  # what the bridge answers before our end has noticed that it is done
+
+        def check() -> None:
+            nonlocal heard
+            while (payload := self._channel.poll()) is not None:
+                heard = time.monotonic()
+                answer = messages.decode(payload, messages.REPLY_DECODER)
+                if not isinstance(answer, messages.Progress):
+                    early.append(answer)
+            if early and isinstance(early[0], messages.Error):
+                raise BridgeError(early[0].message, early[0].code)
+            if not early and time.monotonic() - heard > self._timeout_s:
+                raise BridgeError("timed out while waiting for the other side", "timeout")
+
+        self._channel.send(stage)
+        try:
+            if communicator is None:
+                communicator = self._communicator = nccl.Communicator(
+                    buffer.device, 0, 2, unique_id, library=library, timeout_s=self._timeout_s, check=check
+                )
+            communicator.broadcast(buffer.pointer, buffer.size, timeout_s=self._timeout_s, check=check)
+        except BaseException as error:
+            self._leave()
+            if isinstance(error, BridgeError) and error.code == "unshared" and not early:
+                self._give_up(stage)
+            raise
+        if early:
+            return early[0]
+        try:
+            return self._answer(stage, messages.Staged, self._timeout_s)
+        except BaseException:  # whether the bridge is still in the communicator is not known here
+            self._leave()
+            raise
+
+    def _give_up(self, stage: messages.Stage) -> None:
+        """End the bridge's waiting, and take its two answers, so that the connection can be used again."""
+        self._channel.send(messages.Cancel())
+        for expected in (messages.Staged, messages.Ok):
+            try:
+                self._answer(stage, expected, self._timeout_s)
+            except BridgeError as error:
+                if error.code in ("dead", "timeout"):
+                    raise
+
+    def _leave(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.abort()
+
+    def generate(
+        self,
+        draws: list[messages.Draw],
+        sampling: messages.Sampling,
+        *,
+        on_progress: Callable[[messages.Progress], None] | None = None,
+    ) -> list[messages.Drawn]:
+        """Completions in the order of `draws`.
+
+        Raises:
+          BridgeError: a request beyond the engine's limits ("limits"), or an engine without weights ("bad_state") or
+            behind a fence ("fenced").
+        """
+        message = messages.Generate(draws=draws, sampling=sampling)
+        return self.request(message, messages.Completions, on_progress=on_progress).completions
+
+    def read_back(self, mode: str = "full", seed: int = 0) -> messages.ReadBackReply:
+        """Compare the live layers with the staged copy of the serving version.
+
+        Args:
+          mode: "full", or "sampled" by `seed`.
+        """
+        return self.request(messages.ReadBack(mode=mode, seed=seed), messages.ReadBackReply)
+
+    def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
+        """What goes into and comes out of live modules while `prompt` is prefilled."""
+        return self.request(messages.Probe(prompt=prompt, modules=modules), messages.Probed).records
+
+    def shutdown(self) -> None:
+        """Ask the bridge to stop."""
+        self.request(messages.Shutdown(), messages.Ok)

@@ -1,0 +1,123 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which experts each token was sent to, recorded in a live vLLM, so that a learner can replay the choice.
+
+A router whose logits are nearly (in bf16 often exactly) tied picks another expert in the sampler than in the learner,
+and a flipped choice is the largest mismatch a mixture of experts has. vLLM 0.32 records choices itself only under its
+newer model runner, which has no CPU build; its routers, however, tell every choice to a function set with
+`set_capture_fn`, in 0.25 as in 0.32. What they tell are rows of a batch; this class knows whose rows these are, from
+the scheduler's output of the same step.
+
+A function that Python calls does not run when a captured CUDA graph is replayed, but what it did to tensors does: the
+routers write their choices into a buffer that lives as long as the engine, inside the forward pass, and after each step
+the rows are read from there. The recorder must therefore be in place before graphs are captured (worker.py).
+
+Needs an engine in this process, not compiled, without prefix caching (a cached prefix is not routed again).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from qarl_bridge.protocol.errors import BridgeError
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+NOT_ROUTED = -1
+
+
+class Recorder:
+    """Owns the choices of every running request.
+
+    Args:
+      modules: the model's modules by name.
+      runner: vLLM's model runner.
+      num_layers: decoder layers of the model; a dense one's rows hold -1.
+      num_chosen: experts a token is sent to.
+      max_rows: most tokens of a step.
+    """
+
+    def __init__(self, modules: Mapping[str, Any], runner: Any, *, num_layers: int, num_chosen: int, max_rows: int):
+        self._runner = runner
+        self._layers: list[int] = []  # those that route
+        self._kept: dict[str, dict[int, np.ndarray]] = {}  # request -> first position -> [n, layers, k]
+        if not hasattr(runner, "input_batch"):
+            raise BridgeError(
+                "routed experts are recorded under vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0", "setup"
+            )
+        for name, module in modules.items():
+            router = getattr(module, "router", None)
+            place = _LAYER.search(f".{name}.")
+            if place and router is not None and hasattr(router, "set_capture_fn"):
+                experts = getattr(module, "routed_experts", module)
+                if getattr(getattr(experts, "quant_method", None), "is_monolithic", False):
+                    raise BridgeError(
+                        f"the kernel of {name} routes by itself and tells nobody: set rollout.router_replay=false",
+                        "setup",
+                    )
+                router.set_capture_fn(functools.partial(self._tell, int(place[1])))
+                self._layers.append(int(place[1]))
+        if not self._layers:
+            raise BridgeError("this model routes nothing: recording routed experts needs a mixture of experts", "setup")
+        shape = (max_rows, num_layers, num_chosen)
+        self._chosen = torch.full(shape, NOT_ROUTED, dtype=torch.int16, device=runner.device)
+        self._execute = runner.execute_model
+        runner.execute_model = self._run
+
+    def _tell(self, layer: int, chosen: Any) -> None:
+        self._chosen[: chosen.shape[0], layer].copy_(chosen)
+
+    def _run(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self._execute(scheduled, *args, **kwargs)
+        counts: Mapping[str, int] = scheduled.num_scheduled_tokens
+        total = sum(counts.values())
+        if not total:
+            return result
+        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        rows = self._chosen[:total].cpu().numpy().copy()  # a padded batch has more rows
+        if (rows[:, self._layers] == NOT_ROUTED).any():
+            raise RuntimeError("a step did not record its routed experts: set rollout.router_replay=false")
+        self._chosen[:total].fill_(NOT_ROUTED)
+        at = 0
+        for request in self._runner.input_batch.req_ids:  # the batch's rows are in this order
+            count = counts.get(request, 0)
+            if count:
+                kept = self._kept.setdefault(request, {})
+                if starts[request] == 0:  # it begins, or begins again after it was preempted
+                    kept.clear()
+                kept[starts[request]] = rows[at : at + count].copy()  # not a view: it would hold the whole step
+                at += count
+        return result
+
+    def take(self, request: str, length: int) -> np.ndarray:
+        """[length, layers, k] int16 of a finished request's first `length` positions; forgets it.
+
+        A request that was preempted has been computed again from its start: what it was before is gone.
+        """
+        # vLLM adds a suffix of its own to the name it was given.
+        name = next((n for n in self._kept if n == request or n.rpartition("-")[0] == request), None)
+        if name is None:
+            raise RuntimeError(f"request {request}: its routing was not recorded")
+        pieces = self._kept.pop(name)
+        shape = next(iter(pieces.values())).shape[1:]
+        out = np.full((length, *shape), NOT_ROUTED, np.int16)
+        covered = np.zeros(length, bool)
+        for start, piece in pieces.items():  # in the order they were computed
+            stop = min(start + len(piece), length)
+            out[start:stop] = piece[: stop - start]
+            covered[start:stop] = True
+        if not covered.all():
+            raise RuntimeError(f"request {request}: position {int(np.argmin(covered))} was not routed")
+        return out
+
+    def forget(self, requests: list[str]) -> None:
+        """Drop aborted requests."""
+        for name in [n for n in self._kept if n in requests or n.rpartition("-")[0] in requests]:
+            del self._kept[name]

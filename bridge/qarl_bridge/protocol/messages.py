@@ -1,0 +1,680 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What travels between trainer and bridge: messages, manifests, versions, keys and addresses.
+
+Everything is msgpack, decoded by msgspec into the tagged structs below and nothing else: an unknown tag, an unknown or
+missing field, a wrong type or an oversized value is a `BridgeError`. Nothing that arrives is unpickled, evaluated, or
+used as a path or an import name (a HostMemory names a descriptor, which transport/shm.py opens only if it is a staged
+version of the same user's). transport/zeromq.py carries the messages, and lets in only who holds the key.
+
+A connection begins with Hello; then each request has its replies, one request at a time:
+
+    trainer -> bridge   Hello(protocol)                        Status(), Acquire(...), Announce(...), ...
+    bridge -> trainer   Welcome(facts)                         Progress()..., then one of the other replies, or Error
+
+A version is (run_id, incarnation, step). One trainer at a time holds the lease; within one incarnation steps only grow;
+a later incarnation of the same run (a resumed trainer) may step back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+import ml_dtypes
+import msgspec
+import numpy as np
+
+from qarl_bridge.protocol import fingerprint
+from qarl_bridge.protocol.errors import BridgeError as BridgeError
+from qarl_bridge.protocol.keys import create_key as create_key
+from qarl_bridge.protocol.keys import parse_address as parse_address
+from qarl_bridge.protocol.keys import read_key as read_key
+from qarl_bridge.protocol.scratch import Scratch as Scratch
+
+PROTOCOL = 7
+MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
+MAX_FRAME = 64 << 20  # of a message: a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights travel in Chunks
+CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
+MAX_STAGE_BYTES = 1 << 41
+DIGEST_BYTES = fingerprint.DIGEST_BYTES
+NCCL_ID_BYTES = 128
+ALIGNMENT = fingerprint.ROW_BYTES  # of tensors in a staged version, so that no row holds two
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors and digests
+# ---------------------------------------------------------------------------------------------------------------------
+
+DTYPES: dict[str, np.dtype] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "int8": np.dtype(np.int8),
+    "uint8": np.dtype(np.uint8),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+}
+_SAFETENSORS_DTYPES = {
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F16": "float16",
+    "F8_E4M3": "float8_e4m3fn",
+    "I8": "int8",
+    "U8": "uint8",
+    "I32": "int32",
+    "I64": "int64",
+}
+
+
+@functools.cache  # asked for every tensor of every version
+def dtype_name(dtype: Any) -> str:
+    """Wire name of a numpy (or ml_dtypes) dtype."""
+    name = np.dtype(dtype).name
+    if name not in DTYPES:
+        raise BridgeError(f"dtype {name} cannot be published; known: {', '.join(DTYPES)}", "tensor")
+    return name
+
+
+def digest(*parts: bytes | memoryview) -> bytes:
+    """First 16 bytes of SHA-256 over the concatenation: for manifests and configs; tensors have a fingerprint."""
+    state = hashlib.sha256()
+    for part in parts:
+        state.update(part)
+    return state.digest()[:DIGEST_BYTES]
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    """The bytes of a contiguous array of any wire dtype, without a copy."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+# Keys of config.json that do not change what the model computes, or that the scheme hash covers.
+_VOLATILE_CONFIG_KEYS = frozenset(
+    {
+        "_name_or_path",
+        "architectures_version",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "quantization_config",
+        "use_cache",
+        "id2label",
+        "label2id",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "initializer_range",
+    }
+)
+
+
+def model_fingerprint(config: Mapping[str, Any]) -> bytes:
+    """Digest of a config.json: the same network gives the same 16 bytes, whoever wrote the file."""
+    kept = {k: v for k, v in config.items() if k not in _VOLATILE_CONFIG_KEYS and v is not None}
+    return digest(b"model", _canonical(kept))
+
+
+def scheme_hash(quantization_config: Mapping[str, Any] | None) -> bytes:
+    """Digest of a quantization_config (None: unquantized)."""
+    return digest(b"scheme", _canonical(dict(quantization_config) if quantization_config else None))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Messages
+# ---------------------------------------------------------------------------------------------------------------------
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=8192)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Step = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Incarnation = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
+RunId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of what is nested in messages."""
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="t", tag=True):
+    """Base of every message; `t` on the wire is the class name."""
+
+
+class Version(_Struct):
+    """Example: Version(run_id="quickstart", incarnation=1763726400, step=17)."""
+
+    run_id: RunId
+    incarnation: Incarnation
+    step: Step
+
+    def __str__(self) -> str:
+        return f"{self.run_id}/{self.incarnation}/{self.step}"
+
+
+class TensorEntry(_Struct):
+    """One tensor of a staged version, by its Hugging Face name; `digest` is its fingerprint (fingerprint.py).
+
+    Example: TensorEntry(name="model.norm.weight", dtype="bfloat16", shape=[256], offset=4096, nbytes=512, digest=...).
+    """
+
+    name: Name
+    dtype: Name
+    shape: Annotated[list[Count], msgspec.Meta(max_length=8)]
+    offset: Count
+    nbytes: Count
+    digest: Digest
+
+
+class Manifest(_Struct):
+    """Everything about a version except its bytes. `digest` covers all other fields."""
+
+    version: Version
+    model: Digest
+    scheme: Digest
+    tensors: Annotated[list[TensorEntry], msgspec.Meta(max_length=500_000)]
+    total_bytes: Count
+    digest: Digest
+
+    def computed_digest(self) -> bytes:
+        """The digest these fields should have."""
+        return digest(b"manifest", msgspec.msgpack.encode(msgspec.structs.replace(self, digest=bytes(DIGEST_BYTES))))
+
+    def sealed(self) -> Manifest:
+        """The same manifest with its digest filled in."""
+        return msgspec.structs.replace(self, digest=self.computed_digest())
+
+
+class Span(_Struct):
+    """Tokens [start, end) were drawn under `version`."""
+
+    version: Version
+    start: Count
+    end: Count
+
+
+class HostMemory(_Struct, tag_field="t", tag=True):
+    """Where a memory file is: descriptor `fd` of process `pid`; `inode` so that no other can be taken for it."""
+
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    fd: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    inode: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class DeviceMemory(_Struct, tag_field="t", tag=True):
+    """A buffer on a GPU that another process of this host may map: CUDA's handle for it, and the GPU by its UUID."""
+
+    device: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+
+
+class NcclMemory(_Struct, tag_field="t", tag=True):
+    """A buffer on another GPU, which its owner broadcasts while it waits for the reply (transport/nccl.py): join the
+    communicator `unique_id` as `rank` of `world`, or use it again, and receive. `version` is the sender's NCCL's."""
+
+    unique_id: Annotated[bytes, msgspec.Meta(min_length=NCCL_ID_BYTES, max_length=NCCL_ID_BYTES)]
+    rank: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    world: Annotated[int, msgspec.Meta(ge=2, le=1 << 16)]
+    version: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    timeout_s: Seconds
+
+
+class Array(_Struct):
+    """An array by value: `data` is its bytes, little-endian."""
+
+    dtype: Name
+    shape: Annotated[list[Count], msgspec.Meta(max_length=8)]
+    data: bytes
+
+    @staticmethod
+    def of(array: np.ndarray) -> Array:
+        """The message for an array of a wire dtype."""
+        return Array(dtype=dtype_name(array.dtype), shape=list(array.shape), data=bytes(as_bytes(array)))
+
+    def numpy(self) -> np.ndarray:
+        """The array; BridgeError if the bytes are not those of its shape."""
+        if self.dtype not in DTYPES or math.prod(self.shape) * DTYPES[self.dtype].itemsize != len(self.data):
+            raise BridgeError(f"{len(self.data)} bytes do not hold {self.dtype}{self.shape}")
+        return np.frombuffer(self.data, DTYPES[self.dtype]).reshape(self.shape)
+
+
+ROUTING = "routing"  # not a module: the experts each token of a probe was sent to
+
+
+class Recorded(_Struct):
+    """What went into a live module and came out of it, in the order of its arguments and results."""
+
+    module: Name
+    inputs: list[Array]
+    outputs: list[Array]
+
+
+class Sampling(_Struct):
+    """How to draw. `top_k = 0` is off. Reported log-probs are those of the distribution drawn from."""
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=1024)] = []
+
+
+class Draw(_Struct):
+    """One completion wanted. The seed makes it independent of what else is in the batch.
+
+    A response is gone on with by a prompt that ends with its tokens so far; `max_tokens` is then what it may still add
+    (0: what Sampling says).
+    """
+
+    prompt: Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=1 << 22)]
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0
+
+    def under(self, sampling: Sampling) -> Sampling:
+        """`sampling` with this draw's own, lower limit on tokens, where it has one."""
+        if not self.max_tokens:
+            return sampling
+        return msgspec.structs.replace(sampling, max_tokens=min(self.max_tokens, sampling.max_tokens))
+
+
+class Drawn(_Struct):
+    """One completion: `tokens` int32 and `logprobs` float32, little-endian bytes, of equal length.
+
+    `routed`: int16 of shape `routed_shape`, [prompt + tokens - 1, layers, k]: the experts each position was sent to,
+    where the engine was started to record them (-1: a dense layer).
+    """
+
+    tokens: bytes
+    logprobs: bytes
+    finish_reason: Annotated[str, msgspec.Meta(pattern="^(stop|length|abort)$")]
+    spans: list[Span]
+    routed: bytes = b""
+    routed_shape: Annotated[list[Count], msgspec.Meta(max_length=3)] = []
+
+
+class Facts(_Struct):
+    """What the engine is, asserted by the trainer before the first step and recorded in the run."""
+
+    engine: Text
+    engine_version: Text
+    profile: Annotated[str, msgspec.Meta(pattern="^(plain|cpu|cuda)$")]
+    isa: Text
+    kernels: dict[Name, Text]
+    model: Digest
+    scheme: Digest
+    vocab_size: Count
+    max_model_len: Count
+    threads: Count
+    pid: Count
+    notes: list[Text] = []
+    execution: Annotated[str, msgspec.Meta(pattern="^(none|eager|graphs|compiled)$")] = "none"
+    device: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # UUID of the engine's GPU; empty: it runs on a CPU
+    records_routing: bool = False  # completions carry the experts of their tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an engine is started: the one list of its options. It travels as JSON (`python -m qarl_bridge --options`).
+
+    The learner's `rollout.engine` section inherits these fields: an option is written here, and where it is used.
+
+    Attributes:
+      engine: "vllm", or "fake", an engine that computes nothing, to try a set-up.
+      max_model_len: longest prompt + response in tokens; 0: what the model allows.
+      max_num_seqs: most sequences decoded together.
+      kv_cache_gb: size of the KV cache in GiB; 0: vLLM decides from `gpu_memory_utilization`.
+      gpu_memory_utilization: share of the device's memory vLLM may use (on a CPU: of the host's).
+      threads: CPU threads of the engine; 0: all that the process may use.
+      execution: "eager" runs op by op; "graphs" runs the same kernels inside CUDA graphs, which gives the same bits
+        sooner; "compiled" is vLLM's own default, whose fused kernels round otherwise than the learner does; "auto" is
+        "graphs" on a CUDA GPU and "eager" on a CPU.
+      int4_kernel: which of vLLM's CUDA kernels computes with int4 weights: "auto" (its choice), "machete" or "marlin".
+      split_attention: let FlashAttention share the keys of a long sequence out to idle processors. Faster where a few
+        long sequences are decoded, but a completion then depends on its company, and the learner cannot mirror it.
+      loader: "auto" loads whole modules where the bridge has proved on the engine that this gives what vLLM's loader
+        gives; "vllm" is always vLLM's own.
+      record_routing: return the experts each token was sent to (a mixture of experts, not compiled); a trainer sets it
+        for `rollout.router_replay`. Prompts are then computed for every sample: no prefix cache.
+      profile: folder for a profile of every load and read-back in the engine; empty: none.
+      seed: of the engine; every draw has its own besides.
+    """
+
+    engine: Literal["vllm", "fake"] = "vllm"
+    max_model_len: int = 0
+    max_num_seqs: int = 256
+    kv_cache_gb: float = 0.0
+    gpu_memory_utilization: float = 0.5
+    threads: int = 0
+    execution: Literal["auto", "eager", "graphs", "compiled"] = "auto"
+    int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
+    split_attention: bool = False
+    loader: Literal["auto", "vllm"] = "auto"
+    record_routing: bool = False
+    profile: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where a value cannot be meant; the message begins with the option's name."""
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        for name in ("max_model_len", "kv_cache_gb", "threads"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.max_num_seqs <= 0:
+            raise ValueError(f"max_num_seqs must be positive, got {self.max_num_seqs}")
+        if self.record_routing and self.execution == "compiled":
+            raise ValueError(
+                "execution=compiled cannot record routed experts: set it to auto, or rollout.router_replay to false"
+            )
+
+    def to_json(self) -> str:
+        """These options, and nothing that a subclass adds, as one JSON object."""
+        names = [field.name for field in dataclasses.fields(EngineOptions)]
+        return json.dumps({name: getattr(self, name) for name in names})
+
+    @staticmethod
+    def from_json(text: str) -> EngineOptions:
+        """The options of a JSON object; those it leaves out have their defaults.
+
+        Raises:
+          BridgeError("setup"): not JSON, an unknown option, or a value of the wrong type.
+        """
+        try:
+            given = msgspec.json.decode(text, type=dict[str, Any])
+            known = [field.name for field in dataclasses.fields(EngineOptions)]
+            if unknown := [name for name in given if name not in known]:
+                raise ValueError(f"there is no {unknown[0]!r}; options are {', '.join(known)}")
+            return msgspec.convert(given, EngineOptions)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise BridgeError(f"engine options: {error}", "setup") from None
+
+
+# Requests
+class Hello(_Message):
+    """First message of a connection: may these two talk, and what engine is it? Reply: Welcome."""
+
+    protocol: int
+
+
+class Status(_Message):
+    """Ask for a StatusReply."""
+
+
+class Acquire(_Message):
+    """Take the publishing lease for (run_id, incarnation), bound to this connection, renewed by every message on it."""
+
+    run_id: RunId
+    incarnation: Incarnation
+
+
+class Announce(_Message):
+    """Propose a version. Everything checkable without its bytes is checked now. Needs the lease. Reply: Ready."""
+
+    manifest: Manifest
+
+
+class Stage(_Message):
+    """The announced bytes are complete: in a sealed memory file of the trainer's, in a buffer of its on the engine's
+    GPU or on another, or (None) in the Chunks before this. Every fingerprint and every float is checked. Reply: Staged;
+    Error "unshared" if the memory cannot be reached."""
+
+    memory: HostMemory | DeviceMemory | NcclMemory | None
+
+
+class Cancel(_Message):
+    """The sender of a NcclMemory has given up: any message does that ends the bridge's waiting; this one does no more.
+    Reply: Ok, after the reply to Stage."""
+
+
+class Chunk(_Message):
+    """Bytes [offset, offset+n) of the announced version, for connections that cannot share memory; the n bytes are the
+    second frame of the message. Reply: Ok."""
+
+    offset: Count
+
+
+class Commit(_Message):
+    """Drain, pause, load in place, read back, resume at the staged version. Reply: Published."""
+
+    digest: Digest
+    readback: Annotated[str, msgspec.Meta(pattern="^(off|sampled|full)$")] = "sampled"
+    drain_timeout_s: Seconds = 600.0
+
+
+class Generate(_Message):
+    """Draw completions. Reply: Progress..., then Completions."""
+
+    draws: Annotated[list[Draw], msgspec.Meta(min_length=1, max_length=1 << 20)]
+    sampling: Sampling
+
+
+class ReadBack(_Message):
+    """Functional read-back of the serving version against its staged copy. Reply: ReadBackReply."""
+
+    mode: Annotated[str, msgspec.Meta(pattern="^(sampled|full)$")] = "full"
+    seed: Count = 0
+
+
+class Probe(_Message):
+    """Prefill `prompt` alone under the serving version and record the named live modules. Reply: Probed."""
+
+    prompt: Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=4096)]
+    modules: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=256)]
+
+
+class Shutdown(_Message):
+    """Stop the bridge. Needs the lease, or nobody holding it. Reply: Ok."""
+
+
+# Replies
+class Welcome(_Message):
+    """What engine stands behind the bridge."""
+
+    facts: Facts
+
+
+class Ok(_Message):
+    """Done."""
+
+
+class Error(_Message):
+    """The request was refused or failed; the connection stays usable."""
+
+    code: Name
+    message: Text
+
+
+class StatusReply(_Message):
+    """State of the machine in server.py."""
+
+    state: Name
+    version: Version | None
+    holder: RunId | None
+    running: Count
+    waiting: Count
+    published: Count
+    facts: Facts
+
+
+class Ready(_Message):
+    """Announcement accepted; `share_memory` says whether Stage may name a memory file."""
+
+    share_memory: bool
+
+
+class Staged(_Message):
+    """The whole version is within the engine's reach, its fingerprints right and its values finite."""
+
+    open_s: Seconds
+    validate_s: Seconds
+
+
+class Report(_Struct):
+    """What a publish cost and what was checked; every tensor's fingerprint is checked at the loader's door."""
+
+    bytes: Count
+    tensors: Count
+    drain_s: Seconds
+    load_s: Seconds
+    readback_s: Seconds
+    weights_read_back: Count
+    rows_read_back: Count
+
+
+class Published(_Message):
+    """The engine serves `version` from here on."""
+
+    version: Version
+    report: Report
+
+
+class ReadBackReply(_Message):
+    """Weights and input rows compared; a difference is an Error instead."""
+
+    weights: Count
+    rows: Count
+
+
+class Probed(_Message):
+    """In the order of Probe.modules."""
+
+    records: list[Recorded]
+
+
+class Progress(_Message):
+    """Sent every few seconds while a long request runs, so that both ends notice when the other dies."""
+
+    running: Count
+    waiting: Count
+    tokens: Count
+
+
+class Completions(_Message):
+    """In the order of Generate.draws."""
+
+    completions: list[Drawn]
+
+
+Request = Hello | Status | Acquire | Announce | Stage | Cancel | Chunk | Commit | Generate | ReadBack | Probe | Shutdown
+Reply = (
+    Welcome | Ok | Error | StatusReply | Ready | Staged | Published | ReadBackReply | Probed | Progress | Completions
+)
+REQUESTS: tuple[type, ...] = get_args(Request)
+REPLIES: tuple[type, ...] = get_args(Reply)
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+REQUEST_DECODER = msgspec.msgpack.Decoder(Request, strict=True)
+REPLY_DECODER = msgspec.msgpack.Decoder(Reply, strict=True)
+
+
+def encode(message: _Message) -> bytes:
+    """msgpack bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode(payload: bytes | memoryview, decoder: msgspec.msgpack.Decoder = REQUEST_DECODER) -> Any:
+    """Strictly decoded message, or BridgeError(bad_message)."""
+    try:
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BridgeError(f"malformed message: {str(error)[:300]}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks on a version that need no engine
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Expected(_Struct):
+    """Name, dtype and shape of one tensor the engine's loader must be given."""
+
+    name: Name
+    dtype: Name
+    shape: Annotated[list[Count], msgspec.Meta(max_length=8)]
+
+
+def check_manifest(
+    manifest: Manifest, *, model: bytes, scheme: bytes, expected: Mapping[str, Expected] | None = None
+) -> None:
+    """Refuse a manifest that is torn, foreign, or does not describe exactly the engine's tensors. Needs no bytes."""
+    if manifest.computed_digest() != manifest.digest:
+        raise BridgeError(f"manifest of {manifest.version} is torn: its digest does not match its content", "torn")
+    if manifest.model != model:
+        raise BridgeError(
+            f"{manifest.version} belongs to another model: fingerprint {manifest.model.hex()[:12]}, "
+            f"the engine serves {model.hex()[:12]}",
+            "foreign_model",
+        )
+    if manifest.scheme != scheme:
+        raise BridgeError(
+            f"{manifest.version} is quantized under another scheme: hash {manifest.scheme.hex()[:12]}, "
+            f"the engine was started for {scheme.hex()[:12]}",
+            "foreign_scheme",
+        )
+    if manifest.total_bytes > MAX_STAGE_BYTES:
+        raise BridgeError(f"{manifest.total_bytes} bytes exceed the staging limit", "limits")
+    seen: set[str] = set()
+    end = 0
+    for entry in manifest.tensors:
+        if entry.name in seen:
+            raise BridgeError(f"tensor {entry.name} is listed twice", "torn")
+        seen.add(entry.name)
+        if entry.dtype not in DTYPES:
+            raise BridgeError(f"tensor {entry.name} has unknown dtype {entry.dtype!r}", "tensor")
+        if math.prod(entry.shape) * DTYPES[entry.dtype].itemsize != entry.nbytes:
+            raise BridgeError(
+                f"tensor {entry.name}: {entry.nbytes} bytes do not hold {entry.dtype}{entry.shape}", "torn"
+            )
+        if entry.offset < end or entry.offset % ALIGNMENT or entry.offset + entry.nbytes > manifest.total_bytes:
+            raise BridgeError(f"tensor {entry.name} overlaps another or lies outside the staged bytes", "torn")
+        end = entry.offset + entry.nbytes
+    if expected is not None:
+        if missing := sorted(expected.keys() - seen):
+            raise BridgeError(
+                f"{manifest.version} lacks {len(missing)} tensor(s) the engine needs, first: {missing[0]} "
+                "(a fused module given in part would silently become NaN)",
+                "torn",
+            )
+        if foreign := sorted(seen - expected.keys()):
+            raise BridgeError(
+                f"{manifest.version} holds {len(foreign)} unknown tensor(s), first: {foreign[0]}", "tensor"
+            )
+        for entry in manifest.tensors:
+            want = expected[entry.name]
+            if entry.dtype != want.dtype or entry.shape != want.shape:
+                raise BridgeError(
+                    f"tensor {entry.name} is {entry.dtype}{entry.shape}, the engine expects {want.dtype}{want.shape}",
+                    "tensor",
+                )
+
+
+def expected_from_safetensors(path: str) -> dict[str, Expected]:
+    """Names, dtypes and shapes in a safetensors file, from its header alone."""
+    try:
+        with open(path, "rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > 256 << 20:
+                raise ValueError("header too large")
+            header = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        return {
+            name: Expected(name=name, dtype=_SAFETENSORS_DTYPES[info["dtype"]], shape=info["shape"])
+            for name, info in header.items()
+        }
+    except (OSError, ValueError, KeyError, struct.error) as error:
+        raise BridgeError(f"cannot read the safetensors header of {path}: {error}", "setup") from None

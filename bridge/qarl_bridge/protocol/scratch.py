@@ -1,0 +1,61 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Folders for temporary files that do not outlive their process for long, however it ends.
+
+A folder's process holds a lock on it, which the kernel releases with the process. Whoever makes a folder of the same
+kind first removes those whose lock is free: what processes that were killed have left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+
+_LOCK = ".lock"
+
+
+class Scratch:
+    """A new folder of mode 0700 in the temporary directory, `path`; its name is short, as unix sockets demand.
+
+    Args:
+      kind: the beginning of its name, e.g. "qarl-bridge-". Folders of this kind that nobody holds are removed.
+    """
+
+    def __init__(self, kind: str):
+        sweep(kind)
+        # Locked before it has a name that a sweep looks at.
+        hidden = tempfile.mkdtemp(prefix=f".{kind}")
+        self._lock = os.open(os.path.join(hidden, _LOCK), os.O_CREAT | os.O_RDWR, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody sweeps there either
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        parent, name = os.path.split(hidden)
+        self.path = os.path.join(parent, name.removeprefix("."))
+        os.rename(hidden, self.path)
+
+    def close(self) -> None:
+        """Remove the folder. Idempotent."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep(kind: str) -> None:
+    """Remove this user's folders of a kind that no process holds."""
+    for entry in os.scandir(tempfile.gettempdir()):
+        if not entry.name.startswith(kind) or entry.is_symlink() or entry.stat().st_uid != os.getuid():
+            continue
+        try:
+            lock = os.open(os.path.join(entry.path, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:
+            continue  # not one of ours, or removed meanwhile
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(entry.path, ignore_errors=True)
+        except OSError:
+            pass  # held
+        finally:
+            os.close(lock)

@@ -1,0 +1,145 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that computes nothing: tokens are a hash of (weights, prompt, seed, position). For protocol tests.
+
+It keeps the promises the state machine relies on: what is drawn depends on the loaded bytes and on nothing else,
+loading is in place, read-back compares what it holds. It can be told to fail: `fail_load`, `fail_read_back`, `stall`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server.engine_api import Finished
+from qarl_bridge.server.staged import Copy
+
+
+class FakeEngine:
+    """See the module docstring. `vocab_size` comes from the config."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        expected: Mapping[str, messages.Expected],
+        *,
+        has_weights: bool,
+        max_model_len: int = 4096,
+    ):
+        self.expected = expected
+        self.has_weights = has_weights
+        self.facts = messages.Facts(
+            engine="fake",
+            engine_version="1",
+            profile="plain",
+            isa="none",
+            kernels={},
+            model=messages.model_fingerprint(config),
+            scheme=messages.scheme_hash(config.get("quantization_config")),
+            vocab_size=int(config["vocab_size"]),
+            max_model_len=max_model_len,
+            threads=1,
+            pid=os.getpid(),
+        )
+        self.held: dict[str, np.ndarray] = {}
+        self._state = b"initial"
+        self._requests: dict[str, tuple[messages.Draw, messages.Sampling, list[int], list[float]]] = {}
+        self.fail_load = 0  # number of coming loads to fail half-way
+        self.fail_read_back = 0
+        self.stall = False  # steps make no progress
+        self.trainers_forgotten = 0
+        self.mapper: Callable[[messages.Manifest, messages.DeviceMemory], Copy] | None = None
+        self.receiver: Callable[[messages.Manifest, messages.NcclMemory, Callable[[], None]], Copy] | None = None
+
+    def submit(self, request_id: str, draw: messages.Draw, sampling: messages.Sampling) -> None:
+        """Queue one completion."""
+        self._requests[request_id] = (draw, sampling, [], [])
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget requests."""
+        for request_id in request_ids:
+            del self._requests[request_id]
+
+    def running(self) -> int:
+        """Unfinished requests."""
+        return len(self._requests)
+
+    def step(self) -> list[Finished]:
+        """One token for everybody."""
+        finished: list[Finished] = []
+        if self.stall:
+            time.sleep(0.001)  # the bridge asks again at once; its other threads need the interpreter too
+            return finished
+        for request_id, (draw, sampling, tokens, logprobs) in list(self._requests.items()):
+            seed = struct.pack("<QI", draw.seed, len(tokens))
+            bits = hashlib.sha256(self._state + np.asarray(draw.prompt, "<i4").tobytes() + seed).digest()
+            tokens.append(int.from_bytes(bits[:4], "little") % self.facts.vocab_size)
+            logprobs.append(-bits[4] / 64.0)
+            reason = "stop" if tokens[-1] in sampling.stop_token_ids else "length"
+            if reason == "stop" or len(tokens) == sampling.max_tokens:
+                del self._requests[request_id]
+                finished.append(
+                    Finished(request_id, np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), reason)
+                )
+        return finished
+
+    def load(self, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
+        """Copy in place."""
+        state = hashlib.sha256()
+        self._state = b"half loaded"
+        for index, (name, array) in enumerate(tensors):
+            if self.fail_load and index == 1:
+                self.fail_load -= 1
+                raise RuntimeError("simulated loader failure")
+            self.held[name] = array.copy()
+            state.update(name.encode() + messages.as_bytes(array))
+        self._state = state.digest()
+
+    def open_device(self, manifest: messages.Manifest, memory: messages.DeviceMemory) -> Copy:
+        """Through `mapper`, which a test sets: a function from the memory to a host view of it."""
+        if self.mapper is None:
+            raise BridgeError("this engine has no GPU", "unshared")
+        return self.mapper(manifest, memory)
+
+    def forget_trainer(self) -> None:
+        """Counts."""
+        self.trainers_forgotten += 1
+
+    def receive(self, manifest: messages.Manifest, memory: messages.NcclMemory, check: Callable[[], None]) -> Copy:
+        """Through `receiver`, which a test sets."""
+        if self.receiver is None:
+            raise BridgeError("this engine has no GPU", "unshared")
+        return self.receiver(manifest, memory, check)
+
+    def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
+        """The prompt, as it came, into every module, and out of it."""
+        tokens = messages.Array.of(np.asarray(prompt, np.int32))
+        return [messages.Recorded(module=name, inputs=[tokens], outputs=[tokens]) for name in modules]
+
+    def restore_initial(self) -> bool:
+        """Back to the state before the first load."""
+        if not self.has_weights:
+            return False
+        self._state = b"initial"
+        return True
+
+    def read_back(self, tensors: Mapping[str, np.ndarray], mode: str, seed: int) -> tuple[int, int]:
+        """Compare everything held."""
+        if self.fail_read_back:
+            self.fail_read_back -= 1
+            raise BridgeError("simulated read-back difference", "engine")
+        for name, array in tensors.items():
+            if messages.as_bytes(self.held[name]) != messages.as_bytes(array):
+                raise BridgeError(f"read-back of {name} differs", "engine")
+        return len(tensors), sum(a.shape[0] for a in tensors.values() if a.ndim)
+
+    def close(self) -> None:
+        """Nothing to free."""

@@ -1,0 +1,46 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The row sums of fingerprint.py in one pass over a GPU's memory, as a Triton kernel.
+
+Written with torch's own operations they take a dozen passes over temporaries of twice the size, and a publish needs
+them twice. Triton comes with every CUDA build of torch. Import this where a GPU is used only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from qarl_bridge.protocol import fingerprint
+
+_PAIRS = fingerprint.WORDS // 2  # 32-bit words of a row
+_ROWS = 4  # of a program
+
+
+@triton.jit
+def _row_sums(words, out, count, PAIRS: tl.constexpr, ROWS: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    places = tl.arange(0, PAIRS)
+    inside = rows < count
+    pair = tl.load(words + rows[:, None] * PAIRS + places[None, :], mask=inside[:, None], other=0)
+    low, high = pair & 0xFFFF, (pair >> 16) & 0xFFFF
+    odd = (2 * places + 1)[None, :]  # multiplier of the low half; the high half's is one more
+    # int32 wraps as the definition does: modulo 2^32.
+    tl.store(out + 2 * rows, tl.sum(low + high, axis=1), mask=inside)
+    tl.store(out + 2 * rows + 1, tl.sum(low * odd + high * (odd + 1), axis=1), mask=inside)
+
+
+def row_sums(buffer: Any) -> Any:
+    """[rows, 2] int32 (the sums' bits) on the device of `buffer`, a uint8 tensor of whole rows.
+
+    A row is `fingerprint.WORDS` 16-bit words; the definition of its two sums is there.
+    """
+    words = buffer.view(torch.int32)
+    count = words.numel() // _PAIRS
+    out = torch.empty((count, 2), dtype=torch.int32, device=buffer.device)
+    if count:
+        _row_sums[(triton.cdiv(count, _ROWS),)](words, out, count, PAIRS=_PAIRS, ROWS=_ROWS)
+    return out

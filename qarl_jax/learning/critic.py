@@ -1,0 +1,343 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""PPO's critic: a second model of the policy's family that says, before each response token, what reward will follow.
+
+    V(s_t) = w . h(s_t) + b        h(s_t): hidden state behind the final norm at the position before token t
+
+The body starts as a copy of the policy's masters (or from another folder), the scalar head w, b at zero, so that the
+first advantages are plain rewards to go, and the first update moves nothing but the head.
+
+One step, as `train.py` drives it; the rows are those the policy trains on, with a reward where advantages will be:
+
+    judged = critic.judge(micro_batches_of_every_update, per_pass)      # V, GAE, whitening: once, before any update
+    for each update:
+        fitted = critic.update(micro_batches, judged.targets[i], num_tokens, num_sequences)
+        ... the policy's own update, on judged.updates[i]
+
+What we hold to, and why:
+
+  * No low bits. The policy's forward is quantized because its sampler's is; a critic is never sampled, so there is
+    nothing to be aligned with, and a coarser grid would only add noise to a regression. It computes in the model's
+    dtype under plain arithmetic, whatever engine the policy mirrors; masters, head, GAE and loss are float32.
+  * Advantages belong to the critic at the start of the step, in all of its updates, and so do the values that the
+    clipped loss (`loss/value.py`) holds it near: the same role as `old_logprobs` in the actor's clip.
+  * A response is judged in the row it is trained in. GAE restarts at every segment; a response that ran into the
+    length limit ends there, with its reward.
+  * No sampler correction: w weighs the actor alone. No source reweighs the critic.
+  * For the first `warmup_steps` the actor waits: a critic that knows nothing yet would only add noise to it.
+
+Left out: layers shared with the policy, a KL in the reward (the KL term of the loss is independent of the critic), and
+writing a critic as a model folder.
+
+Sources: PPO (https://arxiv.org/abs/1707.06347), GAE (https://arxiv.org/abs/1506.02438), verl for the defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from qarl_jax import models, quant
+from qarl_jax.loss import Loss, normalized
+from qarl_jax.loss.advantages import Gae, gae, moments, token_rewards, whiten
+from qarl_jax.loss.value import explained_variance
+from qarl_jax.metrics import Max, Mean, Metric, merge
+from qarl_jax.models.logprobs import preceding, scored_mask
+from qarl_jax.optim import build as optimizers
+from qarl_jax.optim.by_stack import Update
+from qarl_jax.runtime import compilation, processes
+from qarl_jax.runtime import mesh as sharding
+from qarl_jax.typed_config.load import Variants
+from qarl_jax.types import LossInputs, TrainBatch, UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The critic of a run with advantage.name=gae.
+
+    Attributes:
+      path: Hugging Face folder of its body, of the policy's vocabulary; null: the policy's own masters.
+      dtype: compute dtype; null: model.dtype.
+      clip: how far a value may move within a step before its loss stops pulling; null: no clip. 0.5: verl.
+      warmup_steps: first steps in which only the critic learns.
+      optimizer: its own. AdamW at 1e-5, as verl; the head needs AdamW in any case, and Muon gives it that.
+    """
+
+    path: str | None = None
+    dtype: Literal["bfloat16", "float32"] | None = None
+    clip: float | None = 0.5
+    warmup_steps: int = 0
+    optimizer: Annotated[Any, Variants(optimizers.OPTIMIZERS)] = dataclasses.field(
+        default_factory=lambda: optimizers.AdamW(lr=1e-5)
+    )
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise UserError(f"clip must be positive, or null for no clip; got {self.clip}.")
+        if self.warmup_steps < 0:
+            raise UserError(f"warmup_steps must be at least 0, got {self.warmup_steps}.")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticState:
+    """Everything an update of the critic reads and writes.
+
+    Attributes:
+      params: {"body": nnx.State of float32 masters, "head": {"weight": [D], "bias": []} float32}.
+      opt_state: optax state.
+      updates: int32 scalar, updates applied so far.
+    """
+
+    params: Any
+    opt_state: Any
+    updates: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Targets:
+    """What one micro-batch is fitted to: [B, T] float32, 0 off the mask."""
+
+    values: Any
+    returns: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A step's samples as the critic saw them at its start.
+
+    Attributes:
+      updates: the micro-batches of every update, an advantage per token in place of the reward.
+      targets: what the critic fits in each of them.
+      metrics: `critic/explained_variance`; mean and standard deviation of advantages (before whitening) and returns.
+    """
+
+    updates: list[list[TrainBatch]]
+    targets: list[list[Targets]]
+    metrics: dict[str, float]
+
+
+def body_config(config: models.ModelConfig, dtype: Any = None) -> models.ModelConfig:
+    """The config of a critic's body: the policy's layers and stacks, in full precision and without an output head."""
+    return dataclasses.replace(
+        config,
+        quant=quant.Rules(),
+        numerics=quant.Numerics(),
+        tie_embeddings=True,  # no head of its own: nothing is predicted over the vocabulary
+        compute_dtype=config.compute_dtype if dtype is None else dtype,
+        param_dtype="float32",
+        splits=tuple(segment.start for segment in config.segments),
+    )
+
+
+def init_params(policy_params: nnx.State, hidden_size: int) -> dict[str, Any]:
+    """Float32 copies of a policy's masters without their output head, and a value head of zeros."""
+    body = nnx.from_flat_state([(keys, leaf) for keys, leaf in nnx.to_flat_state(policy_params) if keys[0] != "head"])
+    return {
+        "body": jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), body),
+        "head": {"weight": jnp.zeros((hidden_size,), jnp.float32), "bias": jnp.zeros((), jnp.float32)},
+    }
+
+
+class Critic:
+    """Owns the critic's state and compiled functions.
+
+    Args:
+      config: of the body (`body_config`).
+      params: `init_params`, or of the same structure.
+      term: the value loss, from `loss.get_term("value", ...)`.
+      advantage: discount, decay, whitening.
+      optimizer: optax transformation over `params`.
+      mesh: device mesh; the body lies on it as the policy does, the head is everywhere.
+      max_segments: static bound on responses per row; 1: unpacked.
+      offload: the optimizer state rests in the host's memory.
+      schedule: learning rate as a function of the update count, for the metrics.
+    """
+
+    def __init__(
+        self,
+        config: models.ModelConfig,
+        params: Any,
+        *,
+        term: Loss,
+        advantage: Gae,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        max_segments: int = 1,
+        offload: bool = False,
+        schedule: Callable[[Any], Any] | None = None,
+    ):
+        self.graphdef = models.split(models.abstract_model(config))[0]
+        self.term, self.advantage, self.optimizer = term, advantage, optimizer
+        self.mesh, self.max_segments, self.schedule = mesh, max_segments, schedule
+        self._apply = Update(optimizer, self._described, offload=offload)
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        rows = sharding.batch_sharding(mesh)
+        self.places = places = sharding.param_shardings(params, mesh)
+        self.state = self.init(params)
+        self._judge = jax.jit(self._judge_fn, out_shardings=rows)
+        self._whiten = jax.jit(whiten, out_shardings=rows)
+        self._zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), out_shardings=places)
+        self._accumulate = jax.jit(
+            self._accumulate_fn,
+            donate_argnums=(0,),
+            out_shardings=(places, self.replicated),
+            compiler_options=compilation.backward_options(),
+        )
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def init(self, params: Any) -> CriticState:
+        """A fresh state around `params`, placed on the mesh."""
+        params = jax.device_put(params, self.places)
+        state = CriticState(
+            params=params,
+            opt_state=optimizers.init(self.optimizer, params),
+            updates=processes.put(np.int32(0), self.replicated),
+        )
+        return self._apply.placed(state)
+
+    def entries(self) -> dict[str, Any]:
+        """The state as a checkpoint's entry, beside the learner's."""
+        return {"critic": self.state}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Takes over `entries` read back from a checkpoint."""
+        self.state = saved["critic"]
+
+    # ---- values and advantages --------------------------------------------------------------------------------------
+
+    def _values(self, params: Any, batch: TrainBatch) -> Float[Array, "B T"]:
+        model = models.merge(self.graphdef, params["body"], nnx.State({}))
+        segment_ids = None if self.max_segments == 1 else batch.segment_ids
+        hidden = model.hidden_states(batch.tokens, batch.positions, segment_ids, self.max_segments)
+        with jax.named_scope("value_head"):
+            # Masked before the product: no gradient of the head may meet what stands in padding.
+            states = preceding(hidden, batch.segment_ids).astype(jnp.float32)
+            head = params["head"]
+            values = jnp.einsum("btd,d->bt", states, head["weight"], precision=jax.lax.Precision.HIGHEST)
+            return jnp.where(scored_mask(batch.segment_ids), values + head["bias"], 0.0)
+
+    def _judge_fn(self, params: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        mask, segment_ids = batch.loss_mask, batch.segment_ids
+        values = jnp.where(mask, self._values(params, batch), 0.0)
+        rewards = token_rewards(batch.advantages, mask, segment_ids)
+        advantages, returns = gae(
+            rewards, values, mask, segment_ids, gamma=self.advantage.gamma, lam=self.advantage.lam
+        )
+        return values, advantages, returns
+
+    def judge(self, updates: Sequence[Sequence[TrainBatch]], per_pass: int) -> Judgement:
+        """Values, returns and advantages of a step's samples under the critic as it is now.
+
+        Args:
+          updates: the micro-batches of every update; `advantages` holds each response's reward on its tokens.
+          per_pass: the first so many updates hold every response once; what is measured, and what whitening subtracts
+            and divides by, is taken from them.
+        """
+        with jax.set_mesh(self.mesh):
+            judged = [[self._judge(self.state.params, micro) for micro in micros] for micros in updates]
+        first = [
+            (micro.loss_mask, *found)
+            for micros, results in zip(updates[:per_pass], judged[:per_pass], strict=True)
+            for micro, found in zip(micros, results, strict=True)
+        ]
+        host = processes.fetch(first)
+        values, advantages, returns = (
+            np.concatenate([part[i][part[0]] for part in host]).astype(np.float64) for i in (1, 2, 3)
+        )
+        mean, variance = (processes.put(np.float32(x), self.replicated) for x in moments(advantages))
+
+        def trained_on(micro: TrainBatch, found: tuple[jax.Array, ...]) -> TrainBatch:
+            advantage = found[1]
+            if self.advantage.whiten:
+                with jax.set_mesh(self.mesh):
+                    advantage = self._whiten(advantage, micro.loss_mask, mean, variance)
+            return dataclasses.replace(micro, advantages=advantage)
+
+        pairs = [list(zip(micros, found, strict=True)) for micros, found in zip(updates, judged, strict=True)]
+        return Judgement(
+            updates=[[trained_on(*pair) for pair in some] for some in pairs],
+            targets=[[Targets(values=found[0], returns=found[2]) for _, found in some] for some in pairs],
+            metrics={
+                "critic/explained_variance": explained_variance(values, returns),
+                **{
+                    f"{name}/{kind}": float(reduce(x)) if x.size else 0.0
+                    for name, x in (("advantage", advantages), ("return", returns))
+                    for kind, reduce in (("mean", np.mean), ("std", np.std))
+                },
+            },
+        )
+
+    # ---- update -----------------------------------------------------------------------------------------------------
+
+    def _accumulate_fn(
+        self,
+        grads: Any,
+        params: Any,
+        batch: TrainBatch,
+        targets: Targets,
+        num_tokens: jax.Array,
+        num_sequences: jax.Array,
+    ) -> tuple[Any, dict[str, Metric]]:
+        unread = jnp.zeros_like(targets.values)  # the policy's fields: a value loss looks at none of them
+
+        def objective(params: Any) -> tuple[jax.Array, dict[str, Metric]]:
+            inputs = LossInputs(
+                logprobs=unread,
+                old_logprobs=unread,
+                rollout_logprobs=unread,
+                advantages=unread,
+                loss_mask=batch.loss_mask,
+                segment_ids=batch.segment_ids,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+                values=self._values(params, batch),
+                old_values=targets.values,
+                returns=targets.returns,
+                max_segments=self.max_segments,
+            )
+            mean, metrics = self.term(inputs)
+            return normalized(mean, inputs, self.term), metrics | {"critic/loss": mean}
+
+        new, metrics = jax.grad(objective, has_aux=True)(params)
+        return jax.tree.map(jnp.add, grads, new), metrics
+
+    def _described(self, stats: dict[str, Any], updates: Any) -> dict[str, Metric]:
+        one = jnp.ones((), jnp.float32)
+        metrics: dict[str, Metric] = {
+            "critic/grad_norm": Mean(stats["grad_norm"], one),
+            "critic/nonfinite": Max(jnp.where(stats["finite"], 0.0, 1.0)),
+        }
+        if self.schedule is not None:
+            metrics["critic/lr"] = Mean(jnp.asarray(self.schedule(updates), jnp.float32), one)
+        return metrics
+
+    def update(
+        self, micros: Sequence[TrainBatch], targets: Sequence[Targets], num_tokens: float, num_sequences: float
+    ) -> dict[str, Metric]:
+        """One optimizer update on the rows of one of the policy's. A gradient that is not finite changes nothing.
+
+        Args:
+          micros, targets: of that update, from `judge`.
+          num_tokens, num_sequences: response tokens and non-empty responses in all of them.
+        """
+        counts = [processes.put(np.float32(x), self.replicated) for x in (num_tokens, num_sequences)]
+        with jax.set_mesh(self.mesh):
+            total: dict[str, Metric] = {}
+            grads = self._zeros(self.state.params)
+            for micro, target in zip(micros, targets, strict=True):
+                grads, measured = self._accumulate(grads, self.state.params, micro, target, *counts)
+                total = merge(total, measured)
+            self.state, applied = self._apply(self.state, grads)
+        return total | applied

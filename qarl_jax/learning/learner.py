@@ -1,0 +1,415 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The learner: high-precision masters, a low-bit forward, one optimizer update at a time. No input or output here.
+
+One update, as `train.py` drives it:
+
+    qweights = learner.quantize(state.params)                   # once per update, shared by everything below
+    state, metrics = learner.update(state, qweights, micro_batches, old_logprobs, num_tokens, num_sequences)
+
+Where every mini-batch is a single micro-batch, gradient and optimizer are one compiled program and no accumulator
+exists; otherwise `update` is `zero_grads`, `accumulate_grads` per micro-batch, `apply_update`. Both give the same
+numbers. `apply_update` goes stack by stack where the model is not small (`stackwise`). An optimizer state that rests in
+the host's memory (`Options.offload`) comes to the device for it, so that gradient and optimizer are separate programs.
+
+The forward reads only the QTensors (and the masters of what is not quantized: norms, embeddings, lm_head); the
+gradient reaches the masters through the straight-through estimator in `quant.dot` (QaRL, arXiv 2604.07853, sec. 3.1).
+Denominators are those of the whole optimizer mini-batch, so micro-batches, packing and devices sum to the full batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from qarl_jax import models
+from qarl_jax.loss import Loss, Objective, normalized
+from qarl_jax.loss.common import diagnostics
+from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, masked_mean, merge
+from qarl_jax.models import invariant_scaling
+from qarl_jax.models.logprobs import token_logprobs
+from qarl_jax.observe import error_tokens, token_trace
+from qarl_jax.optim import build as optimizers
+from qarl_jax.optim import by_stack
+from qarl_jax.quant import QTensor
+from qarl_jax.runtime import compilation, processes
+from qarl_jax.runtime import mesh as sharding
+from qarl_jax.types import LossInputs, TrainBatch
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything an optimizer update reads and writes.
+
+    Attributes:
+      params: nnx.State of master weights (float32 by default).
+      opt_state: optax state.
+      updates: int32 scalar, optimizer updates applied so far.
+    """
+
+    params: Any
+    opt_state: Any
+    updates: Any
+
+    def entries(self) -> dict[str, Any]:
+        """The state as a checkpoint's named entries, so that the params can be read alone."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What of the run's configuration changes the compiled step.
+
+    Attributes:
+      temperature: sampling temperature; the learner divides its logits by the same number (algorithms: ls, lo and lp
+        are log-probabilities of one distribution).
+      logprob_chunk: tokens per chunk of the fused head (see `logprobs.py`).
+      grad_dtype: dtype of the gradient between backward and optimizer. "bfloat16" halves it, accumulator included; with
+        many micro-batches their sum then loses bits (eight are kept), so use it with one or a few.
+      one_program: compute an update of a single micro-batch in one program. Off where other updates have several, so
+        that a run never needs both.
+      offload: the optimizer state rests in the host's memory, and `apply_update` moves it to the device and back, stack
+        by stack.
+      max_segments: static bound on responses per packed row.
+      entropy_coef: weight of the entropy bonus (0: entropy is only a metric).
+      kl_coef: weight of the KL to the reference policy (0: none, and no reference is needed).
+      kl: that term, from `loss.get_term`.
+      error_prob: response tokens below this probability are counted as error tokens (0: none are).
+      histograms: count log-ratios per bin, by the sign of the advantage.
+      token_logprobs: return the log-probs a gradient was taken at, as `trace.LOGPROBS` among the metrics.
+    """
+
+    temperature: float = 1.0
+    logprob_chunk: int = 2048
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    one_program: bool = True
+    offload: bool = False
+    max_segments: int = 1
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl: Loss | None = None
+    error_prob: float = 0.0
+    histograms: bool = False
+    token_logprobs: bool = False
+
+
+@jax.jit
+def code_flips(before: Any, after: Any) -> Mean:
+    """Share of integer (or fp8) codes that differ between two trees of QTensors of one scheme.
+
+    QuRL's alarm for a policy that learns too little to change a quantized weight.
+    """
+
+    def is_qtensor(x: Any) -> bool:
+        return isinstance(x, QTensor)
+
+    changed, count = jnp.zeros((), jnp.float32), 0
+    pairs = zip(jax.tree.leaves(before, is_leaf=is_qtensor), jax.tree.leaves(after, is_leaf=is_qtensor), strict=True)
+    for old, new in pairs:
+        if old.qvalue.dtype == jnp.int32:  # eight 4-bit codes to a word
+            bits = jax.lax.bitwise_xor(old.qvalue, new.qvalue)
+            nibbles = [jax.lax.shift_right_logical(bits, jnp.full_like(bits, 4 * i)) & 15 for i in range(8)]
+            changed += sum((nibble != 0).astype(jnp.float32).sum() for nibble in nibbles)
+            count += 8 * old.qvalue.size
+        else:
+            codes = [jax.lax.bitcast_convert_type(x.qvalue, jnp.uint8) for x in (old, new)]
+            changed += (codes[0] != codes[1]).astype(jnp.float32).sum()
+            count += old.qvalue.size
+    return Mean(changed, jnp.float32(count))
+
+
+class Learner:
+    """Owns the compiled functions of one run; every array stays an argument.
+
+    Args:
+      graphdef: structure of the model (`models.split`); its config names the forward scheme.
+      loss_fn: `LossInputs -> (Mean, metrics)`, from `qarl_jax.loss.get_loss`.
+      optimizer: optax transformation over the `params` state.
+      mesh: device mesh (`sharding.make_mesh()`: one device).
+      options: static settings of the step.
+      schedule: learning rate as a function of the update count, for the metrics.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        *,
+        loss_fn: Objective,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        options: Options = Options(),
+        schedule: Callable[[Any], Any] | None = None,
+    ):
+        self.graphdef, self.config = graphdef, models.config_of(graphdef)
+        self.loss_fn, self.optimizer, self.options = loss_fn, optimizer, options
+        self.mesh, self.schedule = mesh, schedule
+        abstract = models.split(models.abstract_model(self.config))[1]
+        self.param_shardings = sharding.param_shardings(abstract, mesh)
+        self.batch_sharding = sharding.batch_sharding(mesh)
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self._quantize = self.quantizer(graphdef)
+        self._zero_grads = jax.jit(self._zeros, out_shardings=self.param_shardings)
+        self._score = jax.jit(self._logprobs)
+        backward = functools.partial(jax.jit, compiler_options=compilation.backward_options())
+        with_grads = (self.param_shardings, self.replicated)
+        self._accumulate = backward(self._accumulate_fn, donate_argnums=(0,), out_shardings=with_grads)
+        self._apply = by_stack.Update(optimizer, self._described, offload=options.offload)
+        self._update = backward(self._update_fn, donate_argnums=(0,))
+        self._grads = backward(self._grads_fn, out_shardings=with_grads)
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def init(self, params: Any) -> TrainState:
+        """A fresh state around `params`, placed on the mesh; the moments lie where their parameters do."""
+        params = jax.device_put(params, self.param_shardings)
+        state = TrainState(
+            params=params,
+            opt_state=optimizers.init(self.optimizer, params),
+            updates=processes.put(np.int32(0), self.replicated),
+        )
+        return self._apply.placed(state)
+
+    def model(self, params: Any) -> models.Transformer:
+        """The model itself, for export and inspection."""
+        return models.merge(self.graphdef, params, self.quantize(params))
+
+    def reference(self, params: Any) -> tuple[Any, Any]:
+        """Masters and QTensors of a policy that stays: copies of `params`, for `score`.
+
+        It computes under the learner's own scheme, so that its KL to the policy is 0 where a run starts. In a bfloat16
+        forward every master is rounded to bfloat16 before use, so the copy is kept in that dtype and scores the same.
+        """
+        dtype = self.config.compute_dtype
+        copy = jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), jax.device_put(params, self.param_shardings))
+        return copy, self.quantize(copy)
+
+    def quantize(self, params: Any) -> Any:
+        """Masters -> QTensors of the forward scheme: once per optimizer update. Empty under bf16."""
+        return self._quantize(params)
+
+    def quantizer(self, graphdef: nnx.GraphDef) -> Callable[[Any], Any]:
+        """`quantize` for the same masters under another graph definition's scheme (a sampler's of its own)."""
+        compiled = jax.jit(functools.partial(models.quantize_params, graphdef))
+
+        def quantize(params: Any) -> Any:
+            with jax.set_mesh(self.mesh):
+                return compiled(params)
+
+        return quantize
+
+    def put(self, batch: TrainBatch) -> TrainBatch:
+        """Host rows [B, T] onto the devices, rows split over the data axes."""
+        return jax.tree.map(lambda x: processes.put(x, self.batch_sharding), batch)
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    def _logprobs(self, params: Any, qweights: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array]:
+        model = models.merge(self.graphdef, params, qweights)
+        # One response to a row, padding behind it: causality alone keeps them apart, and attention needs no mask.
+        segment_ids = None if self.options.max_segments == 1 else batch.segment_ids
+        hidden = model.hidden_states(
+            batch.tokens, batch.positions, segment_ids, self.options.max_segments, batch.routed_experts
+        )
+        numerics = models.config_of(self.graphdef).numerics
+        with jax.named_scope("logprobs"):
+            return token_logprobs(
+                hidden,
+                model.head_weight(),
+                batch.tokens,
+                batch.segment_ids,
+                temperature=self.options.temperature,
+                chunk=self.options.logprob_chunk,
+                numerics=numerics if numerics.float64 else None,  # float32 logits, whatever an engine rounds
+                entropy_gradient=bool(self.options.entropy_coef),
+            )
+
+    def score(self, params: Any, qweights: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array]:
+        """Log-probabilities and entropies [B, T] float32 of the current policy: the proximal policy of an update."""
+        with jax.set_mesh(self.mesh):
+            return self._score(params, qweights, batch)
+
+    # ---- gradient ---------------------------------------------------------------------------------------------------
+
+    @property
+    def grad_dtype(self) -> jnp.dtype:
+        """Dtype of the accumulated gradient."""
+        return jnp.dtype(self.options.grad_dtype)
+
+    def zero_grads(self, state: TrainState) -> Any:
+        """Zeros in `grad_dtype`, shaped like the masters."""
+        return self._zero_grads(state.params)
+
+    def _zeros(self, params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, self.grad_dtype), params)
+
+    def _gradient(
+        self,
+        params: Any,
+        qweights: Any,
+        batch: TrainBatch,
+        old_logprobs: jax.Array | None,
+        num_tokens: jax.Array,
+        num_sequences: jax.Array,
+        ref_logprobs: jax.Array | None = None,
+    ) -> tuple[Any, dict[str, Metric]]:
+        """The gradient of one micro-batch, in `grad_dtype` or its masters', and its metrics."""
+        mask = batch.loss_mask
+
+        def objective(params: Any) -> tuple[jax.Array, dict[str, Metric]]:
+            logprobs, entropy = self._logprobs(params, qweights, batch)
+            old = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
+            inputs = LossInputs(
+                logprobs=logprobs,
+                old_logprobs=old,
+                rollout_logprobs=batch.rollout_logprobs,
+                advantages=batch.advantages,
+                loss_mask=mask,
+                segment_ids=batch.segment_ids,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+                ref_logprobs=ref_logprobs,
+                max_segments=self.options.max_segments,
+            )
+            mean, metrics = self.loss_fn(inputs)
+            total = normalized(mean, inputs, self.loss_fn)
+            mean_entropy = masked_mean(entropy, mask)
+            if self.options.entropy_coef:
+                total = total - self.options.entropy_coef * mean_entropy.total / jnp.maximum(num_tokens, 1.0)
+            metrics = metrics | {"loss/total": mean, "entropy/mean": mean_entropy}
+            if self.options.kl is not None and self.options.kl_coef:
+                kl_mean, kl_metrics = self.options.kl(inputs)
+                total = total + self.options.kl_coef * normalized(kl_mean, inputs, self.options.kl)
+                metrics |= kl_metrics
+            if self.options.error_prob:
+                metrics |= error_tokens.token_metrics(inputs, self.options.error_prob)
+            if self.options.histograms:
+                metrics |= {f"hist/{key}": Counts(n) for key, n in diagnostics.histograms(inputs).items()}
+            if self.options.token_logprobs:
+                metrics[token_trace.LOGPROBS] = Rows((jax.lax.stop_gradient(logprobs),))
+            return total, metrics
+
+        if self.config.compute_dtype == self.grad_dtype:
+            # A gradient has the dtype of what is differentiated. Every master is rounded to the compute dtype before it
+            # is used, so rounding all of them first changes no number, and no float32 gradient is ever formed.
+            params = jax.tree.map(lambda p: p.astype(self.grad_dtype), params)
+        return jax.grad(objective, has_aux=True)(params)
+
+    def _accumulate_fn(self, grads: Any, params: Any, *rest: Any) -> tuple[Any, dict[str, Metric]]:
+        new, metrics = self._gradient(params, *rest)
+        add = lambda a, g: (a.astype(jnp.float32) + g.astype(jnp.float32)).astype(a.dtype)  # noqa: E731
+        return jax.tree.map(add, grads, new), metrics
+
+    def accumulate_grads(
+        self,
+        grads: Any,
+        params: Any,
+        qweights: Any,
+        batch: TrainBatch,
+        old_logprobs: jax.Array | None,
+        num_tokens: float,
+        num_sequences: float,
+        ref_logprobs: jax.Array | None = None,
+    ) -> tuple[Any, dict[str, Metric]]:
+        """Adds one micro-batch's gradient to `grads` (donated).
+
+        Args:
+          old_logprobs: [B, T] float32 from `score` on the same rows, or None when the whole rollout batch is one
+            update: the proximal policy is then the current one (stop-gradient).
+          num_tokens, num_sequences: response tokens and non-empty responses of the whole optimizer mini-batch.
+          ref_logprobs: [B, T] float32, the reference policy's scores of the same rows, where there is a KL term.
+
+        Returns:
+          The new accumulator and this micro-batch's metrics (merge them with `metrics.merge`).
+        """
+        counts = self._counts(num_tokens, num_sequences)
+        with jax.set_mesh(self.mesh):
+            return self._accumulate(grads, params, qweights, batch, old_logprobs, *counts, ref_logprobs)
+
+    def _counts(self, num_tokens: float, num_sequences: float) -> tuple[jax.Array, jax.Array]:
+        return processes.put(np.float32(num_tokens), self.replicated), processes.put(
+            np.float32(num_sequences), self.replicated
+        )
+
+    # ---- update -----------------------------------------------------------------------------------------------------
+
+    def _described(self, stats: dict[str, Any], updates: Any) -> dict[str, Metric]:
+        """An update's metrics, from `optimizer.update`'s stats and the count of those before it."""
+        moved, one = stats["moved"], jnp.ones((), jnp.float32)
+        change = jnp.where(moved, invariant_scaling.relative_norm(*stats["squares"]), 0.0)
+        metrics: dict[str, Metric] = {
+            "optim/grad_norm": Mean(stats["grad_norm"], one),
+            "optim/update_norm": Mean(stats["update_norm"], one),
+            "quant/weight_change": Mean(change, one),
+            "optim/nonfinite": Max(jnp.where(stats["finite"], 0.0, 1.0)),
+            "optim/skipped": Mean(jnp.where(moved, 0.0, 1.0), one),
+        }
+        if self.schedule is not None:
+            metrics["optim/lr"] = Mean(jnp.asarray(self.schedule(updates), jnp.float32), one)
+        return metrics
+
+    def apply_update(self, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, Metric]]:
+        """One optimizer update; `state` is donated. A zero or non-finite gradient leaves the state as it is."""
+        with jax.set_mesh(self.mesh):
+            return self._apply(state, grads)
+
+    def _grads_fn(self, params: Any, *rest: Any) -> tuple[Any, dict[str, Metric]]:
+        grads, metrics = self._gradient(params, *rest)
+        return jax.tree.map(lambda g: g.astype(self.grad_dtype), grads), metrics
+
+    def _update_fn(self, state: TrainState, *rest: Any) -> tuple[TrainState, dict[str, Metric]]:
+        grads, metrics = self._grads_fn(state.params, *rest)
+        # Said once each, as the split programs say it at their borders: gradients and masters lie where masters do.
+        grads = jax.lax.with_sharding_constraint(grads, self.param_shardings)
+        new_state, applied = self._apply.whole(state, grads)
+        params = jax.lax.with_sharding_constraint(new_state.params, self.param_shardings)
+        metrics = jax.lax.with_sharding_constraint(metrics | applied, self.replicated)
+        return dataclasses.replace(new_state, params=params), metrics
+
+    def update(
+        self,
+        state: TrainState,
+        qweights: Any,
+        micros: Sequence[TrainBatch],
+        old_logprobs: Sequence[jax.Array | None],
+        num_tokens: float,
+        num_sequences: float,
+        ref_logprobs: Sequence[jax.Array | None] | None = None,
+    ) -> tuple[TrainState, dict[str, Metric]]:
+        """One optimizer update from all micro-batches of its mini-batch; `state` is donated.
+
+        Args:
+          qweights: `quantize(state.params)`.
+          micros: the rows, by micro-batch (`put`).
+          old_logprobs, ref_logprobs: per micro-batch, as in `accumulate_grads`.
+          num_tokens, num_sequences: response tokens and non-empty responses in all of them.
+
+        Returns:
+          The new state, and the metrics of loss and optimizer.
+        """
+        refs = [None] * len(micros) if ref_logprobs is None else ref_logprobs
+        if len(micros) == 1 and self.options.one_program:
+            rest = qweights, micros[0], old_logprobs[0], *self._counts(num_tokens, num_sequences), refs[0]
+            with jax.set_mesh(self.mesh):
+                if not self.options.offload:
+                    return self._update(state, *rest)
+                grads, total = self._grads(state.params, *rest)
+            state, applied = self.apply_update(state, grads)
+            return state, total | applied
+        grads, total = self.zero_grads(state), dict[str, Metric]()
+        for micro, old, ref in zip(micros, old_logprobs, refs, strict=True):
+            grads, measured = self.accumulate_grads(
+                grads, state.params, qweights, micro, old, num_tokens, num_sequences, ref
+            )
+            total = merge(total, measured)
+        state, applied = self.apply_update(state, grads)
+        return state, total | applied

@@ -1,0 +1,59 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""From terms per token (or per response) to one `Mean`, in the four ways the literature uses.
+
+| mode | value |
+|---|---|
+| `token-mean` | sum of all terms / M |
+| `seq-mean-token-mean` | sum over responses of their mean term / N |
+| `seq-mean-token-sum` | sum of all terms / N |
+| `seq-mean-token-sum-norm` | sum of all terms / (N * max_response_len) |
+
+M counts masked tokens and N non-empty responses of the whole optimizer mini-batch. The returned `Mean` holds this
+batch's own numerator and its own count (M or N), so that adding the Means of micro-batches gives that of their union;
+`qarl_jax.loss.normalized` divides by the global count.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from qarl_jax.loss.common.options import AGGREGATIONS, nearest
+from qarl_jax.loss.common.responses import Responses
+from qarl_jax.metrics import Mean
+from qarl_jax.types import UserError
+
+
+def denominator(mode: str) -> str:
+    """What the mode divides by: "tokens" (M) or "sequences" (N)."""
+    if mode not in AGGREGATIONS:
+        raise UserError(f"aggregation {mode!r}: {nearest(mode, AGGREGATIONS)}")
+    return "tokens" if mode == "token-mean" else "sequences"
+
+
+def aggregate(terms: Float[Array, "B T"], r: Responses, mode: str, *, max_response_len: float | None = None) -> Mean:
+    """Per-token terms -> Mean(own numerator, own count). Terms outside the mask must be finite; they are ignored."""
+    if denominator(mode) == "tokens":
+        total, count = jnp.where(r.mask, terms, 0.0).sum(), r.num_tokens
+    elif mode == "seq-mean-token-mean":
+        total, count = r.mean(terms).sum(), r.num_sequences
+    else:
+        total, count = jnp.where(r.mask, terms, 0.0).sum(), r.num_sequences
+        if mode == "seq-mean-token-sum-norm":
+            total = total / (1.0 if max_response_len is None else float(max_response_len))
+    return Mean(total * r.valid, count)
+
+
+def aggregate_sequences(terms: Float[Array, "B S"], r: Responses, mode: str) -> Mean:
+    """Per-response terms, shared by all tokens of the response -> Mean.
+
+    `seq-mean-token-mean` weighs responses equally, `token-mean` by their length.
+    """
+    if denominator(mode) == "tokens":
+        total, count = (r.length * terms).sum(), r.num_tokens
+    elif mode == "seq-mean-token-mean":
+        total, count = jnp.where(r.present, terms, 0.0).sum(), r.num_sequences
+    else:
+        raise UserError(f"aggregation {mode!r} does not apply to a sequence-level objective: use seq-mean-token-mean")
+    return Mean(total * r.valid, count)

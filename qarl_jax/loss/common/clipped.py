@@ -1,0 +1,56 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The clipped surrogate shared by GRPO, Dr. GRPO, DAPO, GSPO and PPO (https://arxiv.org/abs/1707.06347, eq. 7)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from qarl_jax.loss.common import diagnostics
+from qarl_jax.loss.common.aggregation import aggregate
+from qarl_jax.loss.common.options import Shared
+from qarl_jax.loss.common.responses import MAX_LOG_RATIO, prepare
+from qarl_jax.loss.common.sampler_correction import mismatch_weights
+from qarl_jax.metrics import Mean, Metric
+from qarl_jax.types import LossInputs
+
+
+def clipped_surrogate(
+    ratio: Float[Array, ...],
+    advantages: Float[Array, ...],
+    *,
+    clip_low: float,
+    clip_high: float,
+    widen: Float[Array, ...] | float = 1.0,
+    dual_clip: float | None = None,
+) -> Float[Array, ...]:
+    """min(r A, clip(r, 1 - clip_low, (1 + clip_high) * widen) A), to be maximized; all arrays of one shape.
+
+    Args:
+      widen: factor >= 1 on the upper bound (adaptive clipping range, QuRL eq. 9).
+      dual_clip: c > 1: for A < 0 the objective is at least c A, so that r > c has no gradient
+        (https://arxiv.org/abs/1912.09729).
+    """
+    clipped = jnp.clip(ratio, 1.0 - clip_low, (1.0 + clip_high) * widen)
+    objective = jnp.minimum(ratio * advantages, clipped * advantages)
+    if dual_clip is not None:
+        objective = jnp.where(advantages < 0, jnp.maximum(objective, dual_clip * advantages), objective)
+    return objective
+
+
+def clipped_policy_loss(
+    x: LossInputs, cfg: Shared, *, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Mean, dict[str, Metric]]:
+    """Token-level clipped surrogate: all of GRPO, Dr. GRPO, DAPO and PPO's actor, which differ in their defaults."""
+    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only)
+    weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
+    ratio = jnp.exp(jnp.clip(r.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    objective = clipped_surrogate(
+        ratio, r.advantages, clip_low=clip_low, clip_high=clip_high, widen=weights.widen, dual_clip=dual_clip
+    )
+    mean = aggregate(-weights.weight * objective, r, cfg.aggregation, max_response_len=cfg.max_response_len)
+    edges = diagnostics.token_clip_metrics(
+        r, ratio, clip_low=clip_low, clip_high=clip_high, widen=weights.widen, dual_clip=dual_clip
+    )
+    return mean, diagnostics.batch_metrics(r) | weights.metrics | edges

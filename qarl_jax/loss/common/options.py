@@ -1,0 +1,142 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Options of an objective: plain frozen fields that say what they are, may be, and where the default comes from.
+
+Every objective owns a `Config`. Fields shared by all of them (how tokens are averaged, how the sampler is corrected)
+are inherited from `Shared`, a record without behaviour, so that they are written and explained once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import numbers
+import typing
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from qarl_jax.loss.common.sampler_correction import MISMATCH
+from qarl_jax.types import UserError
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+_SHORT = {"token": "token-mean", "seq": "seq-mean-token-mean"}
+
+
+def option(
+    default: Any,
+    doc: str,
+    source: str = "",
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A dataclass field with its meaning, the source of its default and its allowed range."""
+    checks = {"at_least": at_least, "above": above, "at_most": at_most, "choices": choices}
+    return dataclasses.field(default=default, metadata={"doc": doc, "source": source, **checks})
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """'did you mean ...; known: ...' for an error message."""
+    known = list(known)
+    close = difflib.get_close_matches(str(word), known, n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Known: {', '.join(known)}"
+
+
+def canonical_aggregation(word: Any) -> Any:
+    """`seq_mean_token_mean`, `seq` -> `seq-mean-token-mean`; anything unknown is returned for the check to refuse."""
+    if not isinstance(word, str):
+        return word
+    return _SHORT.get(word, word.replace("_", "-"))
+
+
+def check(config: Any, what: str = "loss") -> None:
+    """Refuses a field of the wrong type or out of range, naming it and what (a loss, an advantage) it belongs to.
+
+    Raises:
+      UserError: one sentence with the field, its value and what is allowed.
+    """
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, meta = getattr(config, field.name), field.metadata
+        where = f"{what} {type(config).name!r}: {field.name} = {value!r}"
+        kinds = typing.get_args(hints[field.name]) or (hints[field.name],)
+        if value is None and type(None) in kinds:
+            continue
+        if bool in kinds:
+            if not isinstance(value, bool):
+                raise UserError(f"{where}: must be true or false")
+        elif float in kinds:
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+                hint = " (YAML reads 4e-4 as text: write 4.0e-4)" if isinstance(value, str) else ""
+                raise UserError(f"{where}: must be a finite number{hint}")
+            if meta.get("at_least") is not None and value < meta["at_least"]:
+                raise UserError(f"{where}: must be at least {meta['at_least']:g}")
+            if meta.get("above") is not None and value <= meta["above"]:
+                raise UserError(f"{where}: must be greater than {meta['above']:g}")
+            if meta.get("at_most") is not None and value > meta["at_most"]:
+                raise UserError(f"{where}: must be at most {meta['at_most']:g}")
+        elif not isinstance(value, str) or (meta.get("choices") and value not in meta["choices"]):
+            raise UserError(f"{where}: {nearest(value, meta.get('choices') or ())}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Fields every objective has.
+
+    `level` says whose ratio the band holds: a "token"'s, or a whole "response"'s.
+    """
+
+    name: ClassVar[str] = ""
+    formula: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    level: ClassVar[str] = "token"
+
+    aggregation: str = option(
+        "token-mean",
+        "how per-token terms become one number; counts are those of the whole optimizer mini-batch",
+        "verl",
+        choices=AGGREGATIONS,
+    )
+    max_response_len: float | None = option(
+        None,
+        "constant divisor of `seq-mean-token-sum-norm`: the length limit of a response, not the padded length;"
+        " unset: 1, or what the run's config fills in",
+        "Dr. GRPO code (generate_max_length)",
+        above=0.0,
+    )
+    mismatch: str = option(
+        "none",
+        "correction for sampler != learner (table below)",
+        "off in the paper",
+        choices=tuple(MISMATCH),
+    )
+    mismatch_cap: float = option(2.0, "C, the cap of a truncated weight", "verl, slime, FlashRL (GSM8K)", above=0.0)
+    mismatch_low: float | None = option(None, "lower bound of a mask; unset: the correction's own", at_least=0.0)
+    mismatch_high: float | None = option(None, "upper bound of a mask; unset: the correction's own", above=0.0)
+    positive_only: bool = option(False, "A < 0 counts as 0; denominators stay those of the batch", "QaRL ablation")
+    on_policy: bool = option(
+        False, "old_logprobs := stop_gradient(logprobs): one update per rollout batch, ratio 1", "QaRL ablation"
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "aggregation", canonical_aggregation(self.aggregation))
+        check(self)
+        for field in ("mismatch_low", "mismatch_high"):
+            users = [name for name, correction in MISMATCH.items() if field in correction.reads]
+            if getattr(self, field) is not None and self.mismatch not in users:
+                raise UserError(
+                    f"loss {self.name!r}: {field} is set, but mismatch = {self.mismatch!r} has no such bound; "
+                    f"it belongs to {', '.join(users)}"
+                )
+        low, high = self.mismatch_low, self.mismatch_high
+        if low is not None and high is not None and low >= high:
+            raise UserError(f"loss {self.name!r}: mismatch_low = {low} must be below mismatch_high = {high}")
+
+    @property
+    def weight(self) -> str:
+        """Key of `importance.MISMATCH` in force."""
+        return self.mismatch

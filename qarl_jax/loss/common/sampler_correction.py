@@ -1,0 +1,237 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Weights for tokens that the sampler drew and the learner scores: w = how far the two are apart, truncated or masked.
+
+rho_t = pi_old(token) / pi_sampler(token), with the token log-ratio clamped to +-20. Three levels, which differ by
+orders of magnitude over a long response and are therefore named everywhere:
+
+  * token: rho_t;
+  * product: prod_t rho_t, the importance weight of the whole response;
+  * geometric mean: (prod_t rho_t)^(1/L).
+
+Weights never carry a gradient, are applied after clipping, and never change a denominator: a rejected token or response
+contributes 0 and is still counted (the masked importance-sampling estimator; survivors are not scaled up).
+
+To add a correction: one function and one line in `MISMATCH`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from qarl_jax.loss.common.responses import MAX_LOG_RATIO, Responses
+from qarl_jax.metrics import Mean, Metric, masked_max
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+    """What a correction does to a batch.
+
+    Attributes:
+      weight: [B, T] float32 >= 0, multiplies the (clipped) objective of each token. No gradient.
+      widen: [B, T] float32 >= 1, multiplies the upper clip bound (1 but for `acr`). No gradient.
+      metrics: `mismatch/w_*`.
+    """
+
+    weight: Float[Array, "B T"]
+    widen: Float[Array, "B T"]
+    metrics: dict[str, Metric]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Correction:
+    """One line of `MISMATCH`.
+
+    Attributes:
+      level: "token", "product" or "geometric mean" (or "" where nothing is compared).
+      weight: (ratio at that level [B, T] or [B, S], low, high) -> weight of the same shape.
+      formula, source: for the table in the documentation.
+      low, high: default bounds; None: 1/C and C.
+      reads: options it takes.
+    """
+
+    level: str
+    weight: Callable[[jax.Array, float, float], jax.Array]
+    formula: str
+    source: str
+    low: float | None = None
+    high: float | None = None
+    reads: tuple[str, ...] = ()
+
+
+def truncated(ratio: jax.Array, low: float, high: float) -> jax.Array:
+    """The ratio, brought into [low, high]."""
+    return jnp.clip(ratio, low, high)
+
+
+def masked(ratio: jax.Array, low: float, high: float) -> jax.Array:
+    """The ratio where it lies in [low, high], else 0."""
+    return jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
+def kept(ratio: jax.Array, low: float, high: float) -> jax.Array:
+    """1 where the ratio lies in [low, high], else 0."""
+    return ((ratio >= low) & (ratio <= high)).astype(jnp.float32)
+
+
+_CAP, _BOTH = ("mismatch_cap",), ("mismatch_low", "mismatch_high")
+
+MISMATCH: dict[str, Correction] = {
+    "none": Correction(
+        level="", weight=kept, low=0.0, high=math.inf, formula="w = 1", source="ignores the sampler's log-probs"
+    ),
+    "tis": Correction(
+        level="token",
+        weight=truncated,
+        formula="w_t = min(rho_t, C)",
+        source="FlashRL; QuRL eq. 5",
+        low=0.0,
+        reads=_CAP,
+    ),
+    "seq_tis": Correction(
+        level="product",
+        weight=truncated,
+        formula="w = min(P, C), P = prod_t rho_t",
+        source="verl `sequence`, TRL `sequence_*`",
+        low=0.0,
+        reads=_CAP,
+    ),
+    "mis": Correction(
+        level="token",
+        weight=masked,
+        formula="w_t = rho_t [1/C <= rho_t <= C]",
+        source="masked importance sampling, verl",
+        reads=_CAP + _BOTH,
+    ),
+    "seq_mis": Correction(
+        level="product",
+        weight=masked,
+        formula="w = P [P <= C], P = prod_t rho_t",
+        source="Liu et al. 2025; QaRL's MIS ablation (upper side only)",
+        low=0.0,
+        reads=_CAP + _BOTH,
+    ),
+    "icepop": Correction(
+        level="token",
+        weight=masked,
+        formula="w_t = rho_t [0.5 <= rho_t <= 5]",
+        source="IcePop",
+        low=0.5,
+        high=5.0,
+        reads=_BOTH,
+    ),
+    "geometric": Correction(
+        level="geometric mean",
+        weight=truncated,
+        formula="w = clip(g, 1/C, C), g = exp(mean_t log rho_t)",
+        source="QaRL eq. 5 (its clip acts on log w); slime `geometric`",
+        reads=_CAP,
+    ),
+    "geometric_mis": Correction(
+        level="geometric mean",
+        weight=masked,
+        formula="w = g [1/C <= g <= C]",
+        source="QaRL introduction (`drop entire responses`)",
+        reads=_CAP + _BOTH,
+    ),
+    "geometric_filter": Correction(
+        level="geometric mean",
+        weight=kept,
+        formula="w = [0.999 <= g <= 1.001]",
+        source="verl's preset of geometric rejection",
+        low=0.999,
+        high=1.001,
+        reads=_BOTH,
+    ),
+    "acr": Correction(
+        level="token",
+        weight=truncated,
+        formula="w_t = min(rho_t, C); the upper clip bound is multiplied by max(1, rho_t / C)",
+        source="QuRL eq. 6-9",
+        low=0.0,
+        reads=_CAP,
+    ),
+    "decoupled": Correction(
+        level="token",
+        weight=truncated,
+        formula="w_t = rho_t",
+        source="decoupled PPO, QuRL eq. 4 (a baseline: one token can weigh 1e5)",
+        low=0.0,
+        high=math.inf,
+    ),
+    "veto": Correction(
+        level="smallest token",
+        weight=kept,
+        formula="w = [min_t rho_t >= 1e-4]",
+        source="slime",
+        low=1e-4,
+        high=math.inf,
+        reads=("mismatch_low",),
+    ),
+}
+
+
+def ratio_at(level: str, r: Responses) -> jax.Array:
+    """pi_old / pi_sampler at a level: [B, T] for "token" (and ""), [B, S] for the others; 1 where nothing is."""
+    if level in ("", "token"):
+        log = r.log_weight
+    elif level == "product":
+        log = r.sum(r.log_weight)
+    elif level == "geometric mean":
+        log = r.mean(r.log_weight)
+    else:
+        log = smallest(r.log_weight, r)
+    return jnp.exp(jnp.clip(log, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def smallest(x: Float[Array, "B T"], r: Responses) -> Float[Array, "B S"]:
+    """[B, T] -> [B, S]: smallest masked entry of each response, 0 for an empty one."""
+    slots = r.length.shape[1]
+    rows = jax.vmap(lambda x, ids: jax.ops.segment_min(x, ids, num_segments=slots + 1))(x, r.segment_ids)
+    return jnp.where(r.present, rows[:, 1:], 0.0)
+
+
+def mismatch_weights(
+    r: Responses, mismatch: str, *, cap: float = 2.0, low: float | None = None, high: float | None = None
+) -> Weights:
+    """The correction called `mismatch` for this batch.
+
+    Args:
+      r: the batch.
+      mismatch: key of `MISMATCH`.
+      cap: C.
+      low, high: bounds of a mask; None: the correction's own, and 1/C and C where it has none.
+    """
+    correction = MISMATCH[mismatch]
+    low = low if low is not None else correction.low if correction.low is not None else 1.0 / cap
+    high = high if high is not None else correction.high if correction.high is not None else cap
+    ratio = jax.lax.stop_gradient(ratio_at(correction.level, r))
+    weight = correction.weight(ratio, low, high)
+    metrics: dict[str, Metric] = {}
+    count: Callable[[jax.Array], Mean] = r.token_mean
+    if correction.level not in ("", "token"):  # decided per response, counted per response
+        count, weight = r.sequence_mean, r.spread(weight)
+    weight = jax.lax.stop_gradient(jnp.where(r.mask, weight, 0.0))
+    widen = jnp.maximum(ratio / cap, 1.0) if mismatch == "acr" else jnp.ones_like(weight)
+    if correction.level:
+        metrics = {"mismatch/w_cap_high": count(ratio > high), "mismatch/w_cap_low": count(ratio < low)}
+    metrics |= {
+        "mismatch/w": r.token_mean(weight),
+        "mismatch/w_squared": r.token_mean(weight * weight),
+        "mismatch/w_max": masked_max(weight, r.mask),
+        "mismatch/tok_rejected": r.token_mean((weight == 0) & r.mask),
+        "mismatch/seq_rejected": r.sequence_mean((r.sum(weight) == 0) & r.present),
+    }
+    return Weights(weight=weight, widen=jax.lax.stop_gradient(widen), metrics=metrics)
+
+
+def effective_sample_size(w: Mean, w_squared: Mean) -> float:
+    """(mean w)^2 / mean w^2 in (0, 1], from the merged `mismatch/w` and `mismatch/w_squared`; 0 if all are rejected."""
+    first, second = float(w.value), float(w_squared.value)
+    return first * first / second if second > 0 else 0.0

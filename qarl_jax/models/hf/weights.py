@@ -1,0 +1,403 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face folders <-> parameters, tensor by tensor, through the one name table of each model file.
+
+Loading fills every shard of every stacked parameter straight from the memory-mapped files: the host never holds more
+than one parameter. Writing goes layer by layer. The same iteration (`export_tensors`) feeds the bridge.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from qarl_jax.models.config import ModelConfig, read_config
+from qarl_jax.models.families import hf_template
+from qarl_jax.models.hf import safetensors
+from qarl_jax.models.params import abstract_model, by_path, finish, parse_rules, split
+from qarl_jax.models.transformer import Transformer
+from qarl_jax.quant import QTensor, resolve
+from qarl_jax.runtime.mesh import param_shardings
+from qarl_jax.types import UserError
+
+_FLOATS = {np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)}
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_PIECE_BYTES = 64 << 20  # of a cast that goes to the host
+
+
+def hf_names(config: ModelConfig) -> dict[str, np.ndarray]:
+    """{parameter path: object array of Hugging Face names}, in model order.
+
+    The array's shape is that of the parameter's stack dims: () for the embedding, [L] for a layer's weight, [L, E] for
+    an expert's. `params[path][index]` is the tensor `hf_names(config)[path][index]`, in both directions.
+    """
+    return dict(_names(config))
+
+
+@functools.lru_cache(maxsize=32)
+def _names(config: ModelConfig) -> dict[str, np.ndarray]:
+    out = {}
+    for path in by_path(split(abstract_model(config))[1]):
+        if not path.startswith("segments."):
+            out[path] = np.array(hf_template(path, config.architecture), dtype=object)
+            continue
+        _, number, own = path.split(".", 2)
+        template, segment = hf_template(own, config.architecture), config.segments[int(number)]
+        layers = range(segment.start, segment.start + segment.length)
+        if "{expert}" in template:
+            assert config.moe is not None
+            experts = range(config.moe.num_experts)
+            names: list[Any] = [[template.format(layer=layer, expert=expert) for expert in experts] for layer in layers]
+        else:
+            names = [template.format(layer=layer) for layer in layers]
+        out[path] = np.array(names, dtype=object)
+    return out
+
+
+class Checkpoint:
+    """The tensors of a folder: model.safetensors, or the shards that model.safetensors.index.json lists.
+
+    Raises:
+      UserError: no weights, a shard missing or damaged, a tensor in two files, an index that disagrees with its files.
+    """
+
+    def __init__(self, folder: str | pathlib.Path):
+        self.folder = pathlib.Path(folder)
+        index = self.folder / INDEX
+        if index.is_file():
+            try:
+                weight_map = dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{index}: not a safetensors index ({error!r})") from error
+        elif (self.folder / SINGLE).is_file():
+            weight_map = None
+        else:
+            raise UserError(f"{self.folder}: no weights there ({SINGLE} or {INDEX}); other formats are not read")
+        self._file_of: dict[str, safetensors.SafetensorsFile] = {}
+        for name in sorted(set(weight_map.values())) if weight_map else [SINGLE]:
+            file = safetensors.SafetensorsFile(self.folder / name)
+            for tensor in file.entries:
+                if tensor in self._file_of:
+                    raise UserError(f"tensor {tensor!r} is in two files, {self._file_of[tensor].path} and {file.path}")
+                self._file_of[tensor] = file
+        for tensor, name in (weight_map or {}).items():
+            if tensor not in self._file_of:
+                raise UserError(f"{index} lists tensor {tensor!r} in {name}, but it is not there")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A float tensor of exactly `shape`, as a view of its file."""
+        file = self._file_of[name]
+        dtype, found, _ = file.entries[name]
+        if found != shape:
+            raise UserError(f"{file.path}: tensor {name!r} has shape {found}, but config.json asks for {shape}")
+        if dtype not in _FLOATS:
+            raise UserError(
+                f"{file.path}: tensor {name!r} is {dtype}; masters are read from bfloat16, float16 or float32"
+            )
+        return file.tensor(name)
+
+
+def check_names(config: ModelConfig, found: set[str], where: str) -> None:
+    """Every tensor the config asks for is in `found`, and nothing else is.
+
+    Raises:
+      UserError: tensors are missing or unexpected; the sentence names the first ones.
+    """
+    wanted = {name for names in hf_names(config).values() for name in names.reshape(-1)}
+    # A tied head may be written out (it equals the embedding); old exports also carry RoPE's constant frequencies.
+    allowed = {"lm_head.weight"} if config.tie_embeddings else set()
+    missing = sorted(wanted - found)
+    extra = sorted(name for name in found - wanted - allowed if not name.endswith("rotary_emb.inv_freq"))
+
+    def listed(names: list[str]) -> str:
+        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+    if missing:
+        raise UserError(f"{where}: {len(missing)} tensor(s) missing that config.json asks for: {listed(missing)}")
+    if extra:
+        raise UserError(f"{where}: {len(extra)} tensor(s) that config.json leaves no place for: {listed(extra)}")
+
+
+def load_hf(
+    path: str | pathlib.Path,
+    dtype: Any = "float32",
+    scheme: Any = "bf16",
+    mesh: Mesh | None = None,
+    param_dtype: Any = None,
+    group_size: int | None = None,
+    engine: str = "plain",
+    attention: str = "auto",
+    remat: str = "none",
+    splits: tuple[int, ...] = (),
+) -> Transformer:
+    """Loads a Hugging Face folder (config.json and safetensors, bf16, f16 or f32) straight into its sharding.
+
+    Args:
+      path: the folder.
+      dtype: compute dtype, "float32" or "bfloat16".
+      scheme: quantization of the linear layers: a name ("bf16", "w8a8", "w4a16:g64") or rules (`parse_rules`).
+      mesh: where the weights go (`sharding.make_mesh`); None: the default device.
+      param_dtype: dtype of the masters; None: dtype.
+      group_size: group size of a scheme whose name does not say it.
+      engine: whose arithmetic the forward mirrors: "plain", "cpu", "cuda" or "auto" (`quant.resolve`).
+      attention: one of `config.ATTENTION`. remat: one of `config.REMAT`. splits: extra segment boundaries.
+
+    Raises:
+      UserError: anything wrong with the folder; one sentence names the file, key or tensor.
+    """
+    config = read_config(
+        path,
+        compute_dtype=dtype,
+        param_dtype=dtype if param_dtype is None else param_dtype,
+        quant=parse_rules(scheme, group_size),
+        numerics=resolve(engine),
+        attention=attention,
+        remat=remat,
+        splits=splits,
+    )
+    return finish(*load_masters(path, config, mesh))
+
+
+def load_masters(path: str | pathlib.Path, config: ModelConfig, mesh: Mesh | None = None) -> tuple[Any, nnx.State]:
+    """(graphdef, masters) of a folder whose config.json was read: no QTensor is made of them.
+
+    Raises:
+      UserError: as `load_hf`.
+    """
+    checkpoint = Checkpoint(path)
+    check_names(config, set(checkpoint), str(path))
+    graphdef, abstract, _ = split(abstract_model(config))
+    shardings = None if mesh is None else by_path(param_shardings(abstract, mesh))
+    default = SingleDeviceSharding(jax.devices()[0])
+    loaded = {}
+    names = hf_names(config)
+    for keys, variable in nnx.to_flat_state(abstract):
+        name = ".".join(map(str, keys))
+        sharding = default if shardings is None else shardings[name]
+        loaded[keys] = variable.replace(_read(checkpoint, names[name], variable.get_value(), sharding))
+    return graphdef, nnx.from_flat_state(loaded)
+
+
+def _read(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+    """One (stacked) parameter from its tensors; each device's shard is read by itself."""
+    lead = names.ndim
+    views = {index: checkpoint.tensor(str(names[index]), like.shape[lead:]) for index in np.ndindex(names.shape)}
+
+    def shard(index: Any) -> np.ndarray:
+        stack, inner = index[:lead], index[lead:]
+        ranges = [range(*part.indices(size)) for part, size in zip(stack, names.shape, strict=True)]
+        shape = [len(range(*part.indices(size))) for part, size in zip(index, like.shape, strict=True)]
+        out = np.empty(shape, like.dtype)
+        for place in np.ndindex(*shape[:lead]):
+            source = views[tuple(r[p] for r, p in zip(ranges, place, strict=True))]
+            out[place] = _cast(source[inner], like.dtype)
+            if not _is_finite(out[place]):
+                name = names[tuple(r[p] for r, p in zip(ranges, place, strict=True))]
+                raise UserError(
+                    f"{checkpoint.folder}: the weights of {name} are not all finite (NaN or infinite numbers); get the"
+                    " model again, or an earlier checkpoint of it."
+                )
+        return out
+
+    return jax.make_array_from_callback(like.shape, sharding, shard)
+
+
+def _is_finite(x: np.ndarray) -> bool:
+    """Whether no number is NaN or infinite."""
+    if x.dtype == ml_dtypes.bfloat16:
+        return not ((np.ascontiguousarray(x).view(np.uint16) & 0x7F80) == 0x7F80).any()
+    with np.errstate(all="ignore"):  # one number tells of them all, and fast; that it overflows is possible
+        return bool(np.isfinite(x.sum(dtype=np.float32))) or bool(np.isfinite(x).all())
+
+
+def _cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if x.dtype == ml_dtypes.bfloat16 and dtype == np.float32:  # exact, and many times faster than ml_dtypes' own cast
+        return (np.ascontiguousarray(x).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return x.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _layer_of(stacks: dict[str, Any], layer: jax.Array, dtype: Any) -> dict[str, Any]:
+    def one(stack: Any) -> Any:
+        sliced = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stack)
+        return sliced if isinstance(stack, QTensor) else sliced.astype(dtype)
+
+    return {path: one(stack) for path, stack in stacks.items()}
+
+
+def _sent(stacks: dict[str, Any], layer: int, dtype: Any) -> dict[str, Any]:
+    """A layer, on its way to the host while somebody works on the one before it."""
+    tensors = _layer_of(stacks, jnp.int32(layer), dtype)
+    for leaf in jax.tree.leaves(tensors):
+        if leaf.is_fully_addressable:
+            leaf.copy_to_host_async()
+    return tensors
+
+
+@functools.partial(jax.jit, static_argnames=("count", "dtype"))
+def _rows_of(table: jax.Array, start: jax.Array, count: int, dtype: Any) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(table, start, count).astype(dtype)
+
+
+def _on_host(table: jax.Array, dtype: np.dtype) -> np.ndarray:
+    """An embedding, a head or a norm in `dtype`, a piece at a time: the device holds no cast copy of the whole."""
+    rows = max(1, min(table.shape[0], _PIECE_BYTES // max(1, table.nbytes // table.shape[0])))
+    if table.dtype == dtype or rows == table.shape[0] or not table.is_fully_addressable:
+        return np.asarray(jax.device_get(table.astype(dtype)))
+    out = np.empty(table.shape, dtype)
+    for start in range(0, table.shape[0], rows):
+        start = min(start, table.shape[0] - rows)  # the last piece repeats rows of the one before
+        out[start : start + rows] = _rows_of(table, jnp.int32(start), rows, dtype)
+    return out
+
+
+def export_tensors(
+    params: nnx.State, qweights: nnx.State, config: ModelConfig, dtype: Any = "bfloat16", *, stacked: bool = False
+) -> Iterator[tuple[str, np.ndarray | QTensor]]:
+    """Yields (Hugging Face name, tensor), layer by layer: embedding, layers in order, final norm, head (if not tied).
+
+    Args:
+      params: masters. qweights: their QTensors, or an empty State.
+      config: the model's config.
+      dtype: what masters are cast to.
+      stacked: whether the experts of a layer come as one tensor [E, ...], under the name of the first.
+
+    Yields:
+      For a weight with a QTensor, its name ("...q_proj.weight") and a QTensor of numpy arrays ([N, K] logically); for
+      everything else a numpy array.
+    """
+    dtype = jnp.dtype(dtype)
+    names = hf_names(config)
+    tensors: dict[str, Any] = by_path(params) | by_path(qweights)
+
+    def top(path: str) -> Iterator[tuple[str, np.ndarray]]:
+        if path in names:
+            yield str(names[path]), _on_host(tensors[path], dtype)
+
+    yield from top("embed.kernel")
+    for number, segment in enumerate(config.segments):
+        stacks = {path: tensors[path] for path in names if path.startswith(f"segments.{number}.")}
+        under_way = _sent(stacks, 0, dtype)
+        for layer in range(segment.length):
+            arriving = under_way
+            if layer + 1 < segment.length:
+                under_way = _sent(stacks, layer + 1, dtype)
+            host = jax.device_get(arriving)
+            for path in stacks:
+                own = names[path][layer]
+                if isinstance(own, str):
+                    yield own, host[path]
+                    continue
+                if stacked:
+                    yield own[0], host[path]
+                    continue
+                for expert, name in enumerate(own):
+                    yield name, jax.tree.map(lambda x, expert=expert: x[expert], host[path])
+    yield from top("norm.weight")
+    yield from top("head.kernel")
+
+
+def hf_config_json(config: ModelConfig, dtype: Any = "bfloat16") -> dict[str, Any]:
+    """The config.json of a model: as read, else (a model made here) written from its fields."""
+    values = json.loads(config.hf_config)
+    if not values:
+        values = {
+            "architectures": [config.architecture],
+            "model_type": {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(
+                config.architecture, "qwen3_moe"
+            ),
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "hidden_act": "silu",
+            "rope_theta": config.rope_theta,
+            "rms_norm_eps": config.rms_norm_eps,
+            "max_position_embeddings": config.max_position_embeddings,
+            "initializer_range": config.initializer_range,
+            "tie_word_embeddings": config.tie_embeddings,
+            "use_sliding_window": False,
+        }
+        if config.architecture != "Qwen2ForCausalLM":
+            values["attention_bias"] = config.qkv_bias
+        if config.moe is not None:
+            values |= {
+                "num_experts": config.moe.num_experts,
+                "num_experts_per_tok": config.moe.num_experts_per_tok,
+                "moe_intermediate_size": config.moe.intermediate_size,
+                "norm_topk_prob": config.moe.norm_topk_prob,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [layer for layer in range(config.num_layers) if layer not in config.moe_layers],
+            }
+    values.pop("dtype", None)
+    return values | {"torch_dtype": str(jnp.dtype(dtype))}
+
+
+def save_hf(
+    model: Transformer, path: str | pathlib.Path, dtype: Any = "bfloat16", max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Writes the masters as a Hugging Face folder that transformers and vLLM load.
+
+    Args:
+      model: the model; its QTensors are not written.
+      path: the folder, made if needed. Files appear whole or not at all; config.json is written last.
+      dtype: dtype of the tensors.
+      max_shard_bytes: a new file begins when one would grow beyond this.
+    """
+    folder, dtype = pathlib.Path(path), jnp.dtype(dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    _, params, _ = split(model)
+    config, masters = model.config, by_path(params)
+    shape_of = {
+        str(name): (dtype, masters[own].shape[names.ndim :])
+        for own, names in hf_names(config).items()
+        for name in names.reshape(-1)
+    }
+    tensors = export_tensors(params, nnx.State({}), config, dtype)
+    # Two passes over the same order: shapes first (a header needs them all), bytes second.
+    order = _export_order(config)
+    shards: list[dict[str, Any]] = [{}]
+    filled = 0
+    for name in order:
+        nbytes = int(np.prod(shape_of[name][1], dtype=np.int64)) * dtype.itemsize
+        if shards[-1] and filled + nbytes > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = shape_of[name]
+        filled += nbytes
+    weight_map: dict[str, str] = {}
+    for number, shapes in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        safetensors.write(folder / file, shapes, (next(tensors) for _ in shapes))  # type: ignore[misc]
+        weight_map |= dict.fromkeys(shapes, file)
+    if len(shards) > 1:
+        total = sum(int(np.prod(shape, dtype=np.int64)) for _, shape in shape_of.values()) * dtype.itemsize
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+    (folder / "config.json").write_text(json.dumps(hf_config_json(config, dtype), indent=2) + "\n")
+
+
+def _export_order(config: ModelConfig) -> list[str]:
+    """The names `export_tensors` yields, in its order."""
+    names = hf_names(config)
+    order = [str(names["embed.kernel"])]
+    for number, segment in enumerate(config.segments):
+        own = [names[path] for path in names if path.startswith(f"segments.{number}.")]
+        order += [str(name) for layer in range(segment.length) for part in own for name in np.reshape(part[layer], -1)]
+    return order + [str(names[path]) for path in ("norm.weight", "head.kernel") if path in names]

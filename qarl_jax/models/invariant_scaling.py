@@ -1,0 +1,143 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Update-aware quantization (QuRL, arXiv 2602.13953, sec. 4.3): invariant scaling, and how far an update reaches.
+
+At lr 1e-6 an update moves a weight by far less than a quantization step, so a quantized sampler may not notice it. UAQ
+scales once, before training: for every norm that feeds linear maps directly,
+
+    gain <- s gain        W <- W / s        s = 1.5
+
+    attention norm -> q, k, v          MLP norm -> gate, up, and in a mixture of experts the router, which reads it too
+
+The function stays the same (logits equal to float32 rounding), the matrices shrink by s, and an optimizer whose step
+does not scale with the gradient (Adam, Muon) then moves them s times as far relative to their size. The s^2 of the
+paper's eq. 12 holds for SGD alone. Quantizers that scale by the absolute maximum give the same codes for W / s as for
+W, so what the sampler does at step 0 does not change either. o and down have no norm in front and stay as they are.
+
+A scaled model is an ordinary one: it can be exported as it is. `invariant_scaling(params, 1 / s)` undoes it.
+
+    params = invariant_scaling(params, 1.5)
+    weight_change(before, params)                 # eq. 14: ||W' - W|| / ||W||
+    quantization_error(params, qweights)          # eq. 13: ||Q(W) - W|| / ||W||
+
+Training makes a difference to the sampler where the first is not small against the second.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from qarl_jax import quant
+from qarl_jax.optim.build import path_name, squares
+from qarl_jax.quant import QTensor
+from qarl_jax.types import UserError
+
+_KERNEL = re.compile(r"^segments\..*\.kernel$")
+_NORM = re.compile(r"(^|\.)(attn_norm|mlp_norm)\.weight$")
+_FED = re.compile(r"(^|\.)(attn\.(q|k|v)|(mlp|moe)\.(gate|up)|moe\.router)\.kernel$")
+
+
+def factor(path: str, scale: float) -> float:
+    """What invariant scaling multiplies the parameter at `path` ("segments.0.attn.q.kernel") with; 1: untouched."""
+    if _NORM.search(path):
+        return scale
+    return 1.0 / scale if _FED.search(path) else 1.0
+
+
+def invariant_scaling(params: nnx.State, scale: float) -> nnx.State:
+    """The masters with gains times `scale` and the kernels they feed divided by it; placement and dtype stay.
+
+    Args:
+      params: `models.split`'s params.
+      scale: s > 0; 1.5 in the paper, 1 / s to undo, 1 returns `params` as it is.
+
+    Raises:
+      UserError: `scale` is not positive and finite, or the model has no such norms or kernels.
+    """
+    if not (scale > 0 and math.isfinite(scale)):
+        raise UserError(f"uaq_scale must be positive (1: off, 1.5 in QuRL), got {scale}.")
+    if scale == 1:
+        return params
+    flat = nnx.to_flat_state(params)
+    out, touched = [], {"norm": 0, "kernel": 0}
+    for keys, variable in flat:
+        by = factor(".".join(map(str, keys)), scale)
+        if by != 1.0:
+            touched["norm" if keys[-1] == "weight" else "kernel"] += 1
+            value = variable.get_value()
+            # A division, not a product with a rounded 1 / s: W / s is then the nearest float to it.
+            scaled = _times(value, scale) if by == scale else _over(value, scale)
+            variable = variable.replace(scaled)
+        out.append((keys, variable))
+    if not all(touched.values()):
+        raise UserError("uaq_scale: this model has no attention and MLP norms that feed q/k/v and gate/up.")
+    return nnx.from_flat_state(out)
+
+
+@jax.jit
+def _times(x: jax.Array, scale: Any) -> jax.Array:
+    return (x.astype(jnp.float32) * jnp.asarray(scale, jnp.float32)).astype(x.dtype)
+
+
+@jax.jit
+def _over(x: jax.Array, scale: Any) -> jax.Array:
+    return (x.astype(jnp.float32) / jnp.asarray(scale, jnp.float32)).astype(x.dtype)
+
+
+def kernels(params: nnx.State, qweights: nnx.State) -> list[tuple[jax.Array, QTensor]]:
+    """The masters that have a QTensor, with it, in model order."""
+    masters = dict(nnx.to_flat_state(params))
+    return [(masters[(*keys[:-1], "kernel")].get_value(), q.get_value()) for keys, q in nnx.to_flat_state(qweights)]
+
+
+def _ratio(squares: list[tuple[jax.Array, jax.Array]]) -> Float[Array, ""]:
+    if not squares:
+        return jnp.zeros((), jnp.float32)
+    above, below = (jnp.stack(part).sum() for part in zip(*squares, strict=True))
+    return jnp.sqrt(above / jnp.maximum(below, jnp.float32(1e-30)))
+
+
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.square(x.astype(jnp.float32)).sum()
+
+
+@jax.jit
+def quantization_error(params: nnx.State, qweights: nnx.State) -> Float[Array, ""]:
+    """||Q(W) - W||_F / ||W||_F over all weights that have a QTensor (QuRL, eq. 13); 0 where none has. Float32.
+
+    One layer of a stack is dequantized at a time.
+    """
+
+    def one(pair: tuple[jax.Array, QTensor]) -> tuple[jax.Array, jax.Array]:
+        master, qtensor = pair
+        return _square(quant.dequantize(qtensor, jnp.float32) - master.astype(jnp.float32)), _square(master)
+
+    squares = [jax.lax.map(one, pair) for pair in kernels(params, qweights)]
+    return _ratio([(above.sum(), below.sum()) for above, below in squares])
+
+
+def relative_norm(updates: Any, params: Any) -> Float[Array, ""]:
+    """||dW||_F / ||W||_F over the layers' kernels (QuRL, eq. 14). Traceable.
+
+    Args:
+      updates, params: trees like the parameters, of each one's sum of squares (`optimizer.squares`): of what an
+        optimizer adds to it, and of itself.
+    """
+    pairs = zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True)
+    return _ratio([(dw, w) for (path, dw), w in pairs if _KERNEL.search(path_name(path))])
+
+
+def weight_change(before: Any, after: Any) -> Float[Array, ""]:
+    """||W' - W||_F / ||W||_F over the layers' kernels of two states of one model (QuRL, eq. 14). Float32.
+
+    Masters in bfloat16 hide changes below their own spacing; keep them in float32.
+    """
+    moved = jax.tree.map(lambda a, b: b.astype(jnp.float32) - a.astype(jnp.float32), before, after)
+    return relative_norm(squares(moved), squares(before))

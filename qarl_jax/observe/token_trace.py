@@ -1,0 +1,188 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Token by token, what a step did with the few responses it logs: their scores, ratios, weights, and who was dropped.
+
+The learner's own numbers, not a second evaluation: the compiled gradient program also returns the log-probs it
+differentiated (`learner.Options.token_logprobs`), and the objective itself says what it made of each (`loss.tokens`).
+So a trace costs no forward pass, and its ratios are those that met the band.
+
+    follow = Follower(picks, learner.loss_fn, most=cfg.log.sample_tokens, rows=cfg.log.samples_per_step)
+    learn(..., follow)                     # follow.packed(...), then follow.updated(...) for every update
+    follow.records(groups, tokenizer)      # {(group, sample): {"update": 2, "seq_ratio": 1.0016, "tokens": {...}}}
+
+Of several passes over a response (`train.update_epochs`) the last counts. In the first update of a step nothing has
+moved, and every ratio is 1 up to `proximal/noise`.
+
+Numbers are rounded to six digits: enough to tell 1.0003 from 1.0004, and half the size on disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from qarl_jax.data.packing import Packed, Segment
+from qarl_jax.data.tokenizer import Tokenizer, pieces
+from qarl_jax.loss import Loss, Objective
+from qarl_jax.loss.common import token_effects
+from qarl_jax.metrics import Metric, Rows
+from qarl_jax.runtime import processes
+from qarl_jax.types import LossInputs, RolloutGroup, TrainBatch
+
+LOGPROBS = "tokens/logprobs"
+"""Where the learner puts the scores among its metrics."""
+
+Pick = tuple[int, int]
+"""(group, sample) of a step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """Where a response lay in the update that used it last, and that update's arrays."""
+
+    update: int
+    row: int
+    segment: Segment
+    batch: TrainBatch
+    old: Any
+    now: Any
+
+
+class Follower:
+    """Follows some responses of one step through its updates.
+
+    Args:
+      picks: which.
+      loss: the run's objective.
+      most: tokens recorded per response (of a longer one the first and the last half of them); 0: follow nothing.
+      rows: static bound on the number of picks, so that nothing is compiled twice.
+    """
+
+    def __init__(self, picks: Sequence[Pick], loss: Objective, *, most: int, rows: int):
+        if len(picks) > rows:
+            raise ValueError(f"{len(picks)} picks in {rows} rows")
+        self._loss, self._most, self._rows = loss, most, rows
+        self._picks = list(picks) if most and isinstance(loss, Loss) else []
+        self._updates: list[dict[Pick, Segment]] = []
+        self._seen: dict[Pick, _Seen] = {}
+
+    def packed(self, chosen: Sequence[int] | np.ndarray, packed: Packed) -> None:
+        """The step's next update will use groups `chosen` of the step, packed so."""
+        wanted = set(self._picks)
+        at = {(int(chosen[s.group]), s.sample): s for s in packed.segments}
+        self._updates.append({pick: segment for pick, segment in at.items() if pick in wanted})
+
+    def updated(self, number: int, micros: Sequence[TrainBatch], old: Sequence[Any], now: Metric | None) -> None:
+        """Update `number` was made of these micro-batches; nothing is fetched from the device yet.
+
+        Args:
+          old: per micro-batch the proximal log-probs [B, T], or None where they were those of the update itself.
+          now: per micro-batch the log-probs [B, T] its gradient was taken at; None: the learner keeps them to itself.
+        """
+        if not isinstance(now, Rows):
+            return
+        for pick, segment in self._updates[number].items():
+            micro, row = divmod(segment.row, micros[0].tokens.shape[0])
+            self._seen[pick] = _Seen(
+                update=number + 1, row=row, segment=segment, batch=micros[micro], old=old[micro], now=now.parts[micro]
+            )
+
+    def records(self, groups: Sequence[RolloutGroup], tokenizer: Tokenizer) -> dict[Pick, dict[str, Any]]:
+        """What goes into samples.jsonl about each response that took part in an update.
+
+        `advantage`, `update` (of `updates`), `seq_ratio`, `seq_mismatch` (geometric means), `cut` (tokens without
+        gradient, of all) and `tokens`: columns `text`, `rollout`, `old`, `now` (log-probs), `ratio`, `mismatch`,
+        `weight`, `gain`, `fate` (index into `loss.tokens.FATES`), and `left_out: [at, count]` where the middle of a
+        long response is missing.
+        """
+        picks = [pick for pick in self._picks if pick in self._seen]
+        if not picks or not isinstance(self._loss, Loss):
+            return {}
+        x = self._inputs([self._seen[pick] for pick in picks])
+        done = jax.device_get(token_effects.compiled(x, self._loss))
+        out = {}
+        for row, (group, sample) in enumerate(picks):
+            completion = groups[group].completions[sample]
+            seen = self._seen[group, sample]
+            where = np.flatnonzero(x.loss_mask[row])
+            shown, left_out = _shown(len(where), self._most)
+            at = where[shown]
+            columns: dict[str, Any] = {
+                "text": _texts(tokenizer, completion.tokens, at - seen.segment.response.start, left_out[0]),
+                "rollout": _rounded(x.rollout_logprobs[row, at]),
+                "old": _rounded(x.old_logprobs[row, at]),
+                "now": _rounded(x.logprobs[row, at]),
+                "ratio": _rounded(np.exp(done.log_ratio[row, at])),
+                "mismatch": _rounded(np.exp(done.log_mismatch[row, at])),
+                "weight": _rounded(done.weight[row, at]),
+                "gain": _rounded(done.gain[row, at]),
+                "fate": [int(f) for f in done.fate[row, at]],
+            }
+            if left_out[1]:
+                columns["left_out"] = left_out
+            fate = done.fate[row, where]
+            out[group, sample] = {
+                "advantage": _rounded(x.advantages[row, where].mean()),
+                "update": seen.update,
+                "updates": len(self._updates),
+                "seq_ratio": _rounded(np.exp(done.seq_log_ratio[row, where[0]])),
+                "seq_mismatch": _rounded(np.exp(done.seq_log_mismatch[row, where[0]])),
+                "cut": {
+                    name: int((fate == i).sum())
+                    for i, name in enumerate(token_effects.FATES)
+                    if i and (fate == i).any()
+                },
+                "tokens": columns,
+            }
+        return out
+
+    def _inputs(self, seen: Sequence[_Seen]) -> LossInputs:
+        """The responses as a batch of the objective, one to a row, each where it lay; unused rows are padding."""
+        length = seen[0].batch.tokens.shape[1]
+        rows: dict[str, np.ndarray] = {
+            name: np.zeros((self._rows, length), np.float32)
+            for name in ("logprobs", "old_logprobs", "rollout_logprobs", "advantages")
+        }
+        mask = np.zeros((self._rows, length), bool)
+        fetched: dict[int, Any] = {}
+        for row, one in enumerate(seen):
+            now = one.now
+            if id(now) not in fetched:  # several responses of one micro-batch
+                old = now if one.old is None else one.old
+                arrays = (now, old, one.batch.rollout_logprobs, one.batch.advantages, one.batch.loss_mask)
+                fetched[id(now)] = processes.fetch(arrays)
+            at = one.segment.response
+            for name, values in zip(rows, fetched[id(now)], strict=False):
+                rows[name][row, at] = values[one.row, at]
+            mask[row, at] = fetched[id(now)][-1][one.row, at]
+        return LossInputs(**rows, loss_mask=mask, segment_ids=mask.astype(np.int32), max_segments=1)
+
+
+def _shown(count: int, most: int) -> tuple[list[int], list[int]]:
+    """Indices of the tokens recorded, and [where, how many] are left out. Example: (10, 4) -> [0, 1, 8, 9], [2, 6]."""
+    if count <= most:
+        return list(range(count)), [0, 0]
+    head = most - most // 2
+    return [*range(head), *range(count - most // 2, count)], [head, count - most]
+
+
+def _texts(tokenizer: Tokenizer, response: Sequence[int], at: np.ndarray, cut: int) -> list[str]:
+    """Text of the tokens at `at`, those before and after `cut` decoded apart: what lies between is not looked at."""
+    out: list[str] = []
+    for part in (at[:cut], at[cut:]):
+        if len(part):
+            text = pieces(tokenizer, response[part[0] : part[-1] + 1])
+            out += [text[i - part[0]] for i in part]
+    return out
+
+
+def _rounded(values: Any) -> Any:
+    """Six digits; JSON has no infinity, so what is not finite is None."""
+    if np.ndim(values):
+        return [_rounded(value) for value in values]
+    return float(f"{float(values):.6g}") if math.isfinite(values) else None

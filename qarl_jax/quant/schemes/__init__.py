@@ -1,0 +1,145 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The registry of schemes, and the operations that look a scheme up in it.
+
+A scheme is one module with `NAME`, `ACTIVATION_BITS` (of what meets the weights in a product; 16: not quantized),
+`Config`, `check`, `quantize`, `dequantize`, `forward` and `saved_activation`. To add one, write the file and add one
+line here; the batteries in tests/quant and tests/bridge pick it up from the registry.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from qarl_jax.numerics.engine import Numerics
+from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.quant.schemes import fp8, w2a16, w3a16, w4a8, w4a8_fp8, w4a16, w8a8
+from qarl_jax.types import UserError
+
+SCHEMES: dict[type, ModuleType] = {
+    w8a8.Config: w8a8,
+    fp8.Config: fp8,
+    w4a16.Config: w4a16,
+    w4a8.Config: w4a8,
+    w4a8_fp8.Config: w4a8_fp8,
+    w3a16.Config: w3a16,
+    w2a16.Config: w2a16,
+}
+SchemeConfig = Any  # one of the keys of SCHEMES, instantiated
+
+_BY_NAME = {module.NAME: config for config, module in SCHEMES.items()}
+
+
+def scheme_names() -> tuple[str, ...]:
+    """Every name `parse_scheme` knows, "bf16" included."""
+    return ("bf16", *_BY_NAME)
+
+
+def parse_scheme(text: str, group_size: int | None = None) -> SchemeConfig | None:
+    """ "w4a16", "w4a16:g64", "w8a8", "bf16" -> a scheme Config; None for "bf16", which has no QTensor.
+
+    Args: text: name, optionally with ":g<group size>" (-1: per output channel). group_size: the group size where the
+      text gives none; ignored by schemes without groups. None: the scheme's default.
+
+    Raises:
+      UserError: unknown name, malformed or contradictory group size.
+    """
+    name, _, suffix = text.partition(":")
+    if name == "bf16" and not suffix:
+        return None
+    if name not in _BY_NAME:
+        raise UserError(f"unknown quantization scheme {text!r}: use one of {', '.join(scheme_names())}")
+    config_type = _BY_NAME[name]
+    takes_group = "group_size" in inspect.signature(config_type).parameters
+    if suffix:
+        if not takes_group:
+            raise UserError(f"scheme {name!r} has no groups: write {name!r} instead of {text!r}")
+        try:
+            if not suffix.startswith("g"):
+                raise ValueError
+            group_size = int(suffix[1:])
+        except ValueError:
+            raise UserError(f"scheme {text!r}: after the colon comes g<group size>, as in '{name}:g128'") from None
+    return config_type(group_size=group_size) if takes_group and group_size is not None else config_type()
+
+
+def on_engine(scheme: SchemeConfig | None, numerics: Numerics) -> SchemeConfig | None:
+    """What a scheme's name means on an engine: `w4a8` is `w4a8_fp8` on CUDA; every other name is itself everywhere.
+
+    Raises:
+      UserError: the engine has no such group size.
+    """
+    if isinstance(scheme, w4a8.Config) and numerics.w4a8_is_fp8:
+        return w4a8_fp8.Config(group_size=scheme.group_size)
+    return scheme
+
+
+def _module(scheme: SchemeConfig) -> ModuleType:
+    try:
+        return SCHEMES[type(scheme)]
+    except KeyError:
+        raise UserError(
+            f"{scheme!r} is not a quantization scheme: use parse_scheme with one of {scheme_names()}"
+        ) from None
+
+
+def module_of(scheme: SchemeConfig) -> ModuleType:
+    """The module that implements a scheme."""
+    return _module(scheme)
+
+
+def quantizes_activations(scheme: SchemeConfig | None) -> bool:
+    """Whether activations are quantized before they meet a weight of this scheme. None (bf16): no."""
+    return scheme is not None and _module(scheme).ACTIVATION_BITS < 16
+
+
+def check_quantizable(shape: tuple[int, ...], scheme: SchemeConfig, name: str = "") -> None:
+    """Raises UserError, naming the weight, if a weight [..., N, K] of this shape cannot be quantized under `scheme`."""
+    problem = _module(scheme).check(tuple(shape), scheme)
+    if problem:
+        raise UserError(
+            f"cannot quantize {name or 'a weight'} {tuple(shape)} under {scheme}: {problem}. "
+            "Choose another group size (quant.group_size), or another scheme or bf16 for this weight (quant.rules)."
+        )
+
+
+def quantize(w: Float[Array | np.ndarray, "*L N K"], scheme: SchemeConfig, name: str = "") -> QTensor:
+    """The one function from a master weight to its published low-bit form.
+
+    Args:
+      w: [..., N, K] master, any leading dimensions, float32 or bfloat16. It is rounded to bfloat16 first, so that a
+        float32 master and its bfloat16 export have the same codes.
+      scheme: a Config of SCHEMES.
+      name: the weight's path, for error messages.
+
+    Returns:
+      A QTensor. Pure and jit-able; on a mesh, a sharding of the leading and N dimensions passes through.
+
+    Raises:
+      UserError: K does not suit the scheme.
+    """
+    check_quantizable(w.shape, scheme, name)
+    return _quantize(w, scheme)
+
+
+@functools.partial(jax.jit, static_argnames="scheme")
+def _quantize(w: jax.Array, scheme: SchemeConfig) -> QTensor:
+    return _module(scheme).quantize(w, scheme)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def dequantize(qt: QTensor, dtype: Any = jnp.bfloat16) -> Float[Array, "*L N K"]:
+    """The weight a QTensor stands for, [..., N, K] in `dtype`.
+
+    The values are bf(code * scale) for the 4-bit schemes, the float32 product code * scale for the 8-bit ones, and the
+    engine's own levels for `w4a8_fp8`.
+    """
+    return _module(qt.scheme).dequantize(qt).astype(dtype)

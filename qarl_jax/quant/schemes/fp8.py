@@ -1,0 +1,128 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""fp8: e4m3 weights per output channel, e4m3 activations per token, float32 accumulation.
+
+**Grid.** float8_e4m3fn: largest value 448, no infinity, 3 mantissa bits, subnormals down to 2**-9. Per output channel,
+from the bfloat16-rounded master: s_n = absmax / 448 in float32, q = e4m3(clamp(w / s_n, +-448)), nearest, ties to even.
+A zero row gets the scale 2**-23.
+
+**Activations.** Dynamic, per token: s_x = max(absmax / 448, 1 / (448 * 512)), then
+
+    CPU, plain, compiled CUDA    q = e4m3(clamp(x * (1 / s_x), +-448))
+    CUDA, eager kernel           q = e4m3(clamp(x / s_x, +-448))
+
+Which of the two the engine runs depends on its execution mode; the wrong one changes up to 19 % of outputs.
+
+**Product.** acc = sum_k x_q q in float32, y = bf(s_x * (s_w * acc) + b). On sm90 vLLM's CUTLASS kernel accumulates in
+the tensor cores' reduced precision and fuses the bias into the last multiplication; for 64 rows or fewer it swaps its
+operands, and with them the rescale order, which the bridge prevents. XLA's product adds few rows up otherwise; asking
+it for fast accumulation by name changed nothing (docs/numerics.md). A kernel of our own for Hopper accumulates as
+CUTLASS' does (`hopper_product.py`), equal to it on every output: layers under `cuda` and `plain` take it on such a GPU,
+experts do not. On CPU the codes are multiplied as float32, exactly what torch's reference loop does up to summation
+order.
+
+**Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x).
+
+**What vLLM does with the bytes.** `weight` float8_e4m3fn [N, K], `weight_scale` float32 [N, 1] (compressed-tensors
+`float-quantized`). vLLM's CPU build loads it but is unusably slow without AMX-FP8.
+
+**Left out.** Block scales (DeepSeek's 128 x 128), e5m2 gradients, static activation scales.
+
+Sources: FP8 formats, arXiv 2209.05433; QuRL; vLLM csrc/quantization/w8a8/fp8, and for the product
+w8a8/cutlass/c3x/scaled_mm_sm90_fp8_dispatch.cuh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from qarl_jax.kernels import products
+from qarl_jax.numerics import rows
+from qarl_jax.numerics.engine import Numerics
+from qarl_jax.numerics.float32 import divide, round_bf16, round_to
+from qarl_jax.quant.qtensor import QTensor
+
+NAME = "fp8"
+ACTIVATION_BITS = 8
+_MAX = 448.0
+_ZERO_SCALE = 2.0**-23
+_MIN_ACTIVATION_SCALE = 1.0 / (448.0 * 512.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """e4m3 weights per output channel, dynamic e4m3 activations per token."""
+
+    def __str__(self) -> str:
+        return NAME
+
+
+def check(shape: tuple[int, ...], config: Config) -> str | None:
+    """Why a weight [..., N, K] cannot be quantized, or None."""
+    del shape, config
+    return None
+
+
+def to_e4m3(x: Float[Array | np.ndarray, "*S"]) -> Float[Array, "*S"]:
+    """float32 -> float8_e4m3fn, nearest, ties to even, saturating.
+
+    The rounding is done in float32 first, so that no pass can skip it by cancelling the two conversions.
+    """
+    x = jnp.clip(x, -_MAX, _MAX)
+    # Normal numbers keep 3 mantissa bits (with float32's own exponent range, so no range effects); below 2**-6 the grid
+    # is the multiples of 2**-9.
+    normal = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
+    subnormal = jnp.round(x * 512.0) * (1.0 / 512.0)
+    return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, normal).astype(jnp.float8_e4m3fn)
+
+
+def quantize(w: Float[Array, "*L N K"], config: Config) -> QTensor:
+    """Codes float8_e4m3fn [..., N, K] and scales float32 [..., N, 1] from the bfloat16-rounded master."""
+    w = round_bf16(w.astype(jnp.float32))
+    amax = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
+    scale = divide(amax, jnp.full_like(amax, _MAX))
+    scale = jnp.where(scale == 0, _ZERO_SCALE, scale)
+    return QTensor(to_e4m3(divide(w, scale)), scale, config)
+
+
+def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
+    """float32 code * scale."""
+    return qt.qvalue.astype(jnp.float32) * qt.scale
+
+
+def quantize_rows(x: Float[Array, "M K"], numerics: Numerics) -> tuple[Float[Array, "M K"], Float[Array, "M 1"]]:
+    """Dynamic per-token codes float8_e4m3fn and scales float32."""
+    x = x.astype(jnp.float32)
+    amax = rows.row_absmax(x)
+    scale = jnp.maximum(divide(amax, jnp.full_like(amax, _MAX)), _MIN_ACTIVATION_SCALE)
+    scaled = divide(x, scale) if numerics.fp8_divides else x * divide(jnp.ones_like(scale), scale)
+    return to_e4m3(scaled), scale
+
+
+def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
+    """The engine's layer; arguments and results as in `w8a8.forward`."""
+    x_q, s_x = quantize_rows(x, numerics)
+    if numerics.float64:
+        y = product.rescaled(x_q, s_x, qt.qvalue, qt.scale)
+        return y if bias is None else y + bias, (x_q, s_x)
+    operands = x_q, s_x, qt.qvalue, qt.scale, bias
+
+    def plain(x_q, s_x, codes, scale, bias):
+        y = s_x * (product.per_output(scale[..., 0]) * product.float8(x_q, codes))
+        return y if bias is None else y + bias
+
+    if not (product.dense and products.serves(NAME, x, qt.qvalue.shape, numerics)):
+        return plain(*operands), (x_q, s_x)
+
+    def rounded(*operands):
+        return round_to(plain(*operands), x.dtype)
+
+    return lax.platform_dependent(*operands, cuda=products.float8, default=rounded), (x_q, s_x)
+
+
+saved_activation = rows.saved_activation

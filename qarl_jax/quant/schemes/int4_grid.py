@@ -1,0 +1,89 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The int4 weight grid `w4a16` and `w4a8` share: symmetric, a bfloat16 scale per group of inputs, packed by eight.
+
+`w3a16` and `w2a16` use fewer of its sixteen codes: [-4, 3] and [-2, 1].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from qarl_jax.numerics.float32 import divide, pack_int4, round_bf16, unpack_int4
+from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.types import UserError
+
+# What a group of zeros gets for a scale: bfloat16's machine epsilon, as in compressed-tensors.
+_ZERO_SCALE = 2.0**-7
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What the int4 schemes share; each has its own subclass, so that a QTensor names its scheme.
+
+    Attributes:
+      bits: width of a code; all are stored in four bits.
+      group_size: inputs per weight scale: 32, 64 or 128 (Machete and Marlin support these), or -1 for one scale per
+        output channel.
+    """
+
+    name: ClassVar[str]
+    bits: ClassVar[int] = 4
+    group_size: int = 128
+
+    def __post_init__(self) -> None:
+        # A group is the whole row or fills whole int32 words.
+        if self.group_size != -1 and (self.group_size <= 0 or self.group_size % 8):
+            raise UserError(f"{self.name}: group size {self.group_size} is not a multiple of 8; use 32, 64, 128 or -1")
+
+    def __str__(self) -> str:
+        return f"{self.name}:g{self.group_size}"
+
+
+def num_groups(k: int, group_size: int) -> int:
+    """Groups per row; group_size -1 is one group (per channel)."""
+    return 1 if group_size == -1 else k // group_size
+
+
+def check(shape: tuple[int, ...], config: Config) -> str | None:
+    """Why a weight [..., N, K] cannot be quantized in the config's groups, or None."""
+    k, group_size = shape[-1], config.group_size
+    if k % 8:
+        return f"K = {k} is not a multiple of 8, so its int4 codes do not fill int32 words"
+    if group_size != -1 and k % group_size:
+        allowed = [g for g in (32, 64, 128) if k % g == 0]
+        return (
+            f"K = {k} is not a multiple of the group size {group_size} (allowed: {', '.join(map(str, [*allowed, -1]))})"
+        )
+    return None
+
+
+def quantize(w: Float[Array, "*L N K"], config: Config) -> QTensor:
+    """Packed codes int32 [..., N, K/8] and bfloat16 scales [..., N, K/G].
+
+    From the bfloat16-rounded master: scale = bf16(absmax / 7.5) (compressed-tensors' rule: half of the range 15), codes
+    = RNE(w / scale) clamped to [-8, 7], against the rounded scale. With b bits: half of 2^b - 1, and [-2^(b-1),
+    2^(b-1) - 1].
+    """
+    *lead, k = w.shape
+    groups = num_groups(k, config.group_size)
+    w = round_bf16(w.astype(jnp.float32)).reshape(*lead, groups, k // groups)
+    amax = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
+    most = 2 ** (config.bits - 1)
+    scale = round_bf16(divide(amax, jnp.full_like(amax, most - 0.5)))
+    scale = jnp.where(scale == 0, _ZERO_SCALE, scale)
+    codes = jnp.clip(jnp.round(divide(w, scale)), -most, most - 1).astype(jnp.int8)
+    return QTensor(pack_int4(codes.reshape(*lead, k)), scale[..., 0].astype(jnp.bfloat16), config)
+
+
+def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
+    """bf(code * scale) as float32: exactly the weight that every W4A16 kernel multiplies with."""
+    codes, scale = unpack_int4(qt.qvalue), qt.scale
+    *lead, k = codes.shape
+    groups = scale.shape[-1]
+    codes = codes.reshape(*lead, groups, k // groups).astype(jnp.float32)
+    return round_bf16(codes * scale.astype(jnp.float32)[..., None]).reshape(*lead, k)

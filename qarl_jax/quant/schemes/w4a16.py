@@ -1,0 +1,67 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""w4a16: int4 weights in groups along the input, activations in the compute dtype.
+
+**Grid.** Symmetric, zero point 0. Per output channel and group of G = 128 (or 64, 32, or -1: the whole row) inputs,
+from the bfloat16-rounded master: s = bf16(absmax / 7.5), q = RNE(w / s) clamped to [-8, 7] against the *rounded* scale,
+because vLLM's scale parameter is bfloat16 and a float32 scale in a file would be rounded on load. A zero group gets the
+scale 2**-7.
+
+**Product.** w = bf(q * s), then an ordinary product of compute-dtype operands with float32 accumulation, rounded once.
+Machete, Marlin and Humming on sm90 and the CPU kernels without W4A8 all round the weight to bf(q * s) before they
+multiply; a float32 q * s would change 33-40 % of the outputs. The order of summation inside a kernel is the engine's
+own. Machete cuts a long K among thread blocks (`machete.py`); under `cuda` a layer adds in its parts where they do not
+depend on the rows (`Numerics.of_layer`), and every output is equal; elsewhere all but about 0.1 %, those by an ulp.
+
+    CPU, plain     y = bf(acc + b)           on a CPU acc is a float64 sum, rounded to float32 once
+    CUDA           y = bf(bf(acc) + b)
+
+**Backward.** Straight through: dX = dY bf(q * s), dMaster = dY^T x.
+
+**What vLLM does with the bytes.** `weight_packed` int32 [N, K/8] (nibble i of word j is q + 8 of element 8j+i),
+`weight_scale` bfloat16 [N, K/G], `weight_shape` int64 [2] (compressed-tensors `pack-quantized`).
+
+**Left out.** Zero points, activation reordering (GPTQ, arXiv 2210.17323), learned clipping. Marlin applies per-channel
+scales after the product (with a second rounding) where Machete and this file apply them before.
+
+Sources: QaRL, arXiv 2604.07853; Marlin, arXiv 2408.11743.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from qarl_jax.numerics.engine import Numerics
+from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.quant.schemes import int4_grid
+
+NAME = "w4a16"
+ACTIVATION_BITS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(int4_grid.Config):
+    """int4 weights, activations in compute dtype. See `int4.Config`."""
+
+    name: ClassVar[str] = NAME
+
+
+check, quantize, dequantize = int4_grid.check, int4_grid.quantize, int4_grid.dequantize
+
+
+def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
+    """The engine's layer; arguments and results as in `w8a8.forward`."""
+    w = dequantize(qt).astype(jnp.bfloat16)
+    if bias is None:
+        return product.floating(x, w, x.dtype, parts=numerics.parts), x
+    rounded = numerics.bias_after_rounding
+    y = product.floating(x, w, x.dtype if rounded else jnp.float32, parts=numerics.parts)
+    return y.astype(jnp.float32) + bias, x
+
+
+def saved_activation(saved, dtype):
+    """The activations the forward really used: [M, K]."""
+    return saved.astype(dtype)

@@ -1,0 +1,92 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""w4a8: int4 weights in groups along the input, int8 activations per token, int32 sums per group.
+
+Against true w4a16 the rounded activations are worth 0.7-1.0 % relative per layer. vLLM's own CPU build with AMX
+computes this for an int4 checkpoint under either name; the bridge's engine computes what the name says.
+
+**Grid.** Weights as in `w4a16`: s = bf16(absmax / 7.5) per group of G inputs, q in [-8, 7], the same tensors, bit for
+bit.
+
+**Activations.** Per token, as in `w8a8` on a CPU: am = max(max |x|, 1e-7), s_x = am / 127, x_q = RNE(x * (127 / am)).
+
+**Product.** With p_g the exact int32 sum over group g, in the order g = 0, 1, ...:
+
+    acc <- fma(float(p_g) * s_x, float(s_w[n, g]), acc)        starting at the float32 bias, or 0
+    y = bf(acc)
+
+With the bridge's CPU engine (`quant.engine=cpu`) all groups are one sum in float64, of x_q (q s_w), which is exact:
+
+    y = bf(f32(s_x * sum_k x_q q s_w) + b)
+
+**Backward.** Straight through: dX = dY bf(q * s), dMaster = dY^T (x_q * s_x).
+
+**What vLLM does with the bytes.** The tensors of `w4a16`, with `input_activations` of 8 bits in the config
+(`CompressedTensorsWNA8Int`, 0.32). On CUDA, the same config runs Machete and silently drops the activation
+quantization, so the bridge refuses it there.
+
+**On CUDA** (`quant.engine=cuda`) the name means int4 weights with e4m3 activations, which is what Hopper has a kernel
+for: another grid and another product, `w4a8_fp8`. The embedded sampler and `quant.engine=plain` compute what is written
+here.
+
+**Left out.** Marlin's int8-activation mode (int16 group scales, another grid again).
+
+Sources: QaRL, arXiv 2604.07853; QQQ, arXiv 2406.09904; vLLM csrc/cpu.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from qarl_jax.numerics import rows
+from qarl_jax.numerics.engine import Numerics
+from qarl_jax.numerics.float32 import fused_multiply_add, unpack_int4
+from qarl_jax.numerics.rows import quantize_rows
+from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.quant.schemes import int4_grid
+
+NAME = "w4a8"
+ACTIVATION_BITS = 8
+_AMAX_FLOOR = 1e-7
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(int4_grid.Config):
+    """int4 weights, dynamic int8 activations per token. See `int4.Config`."""
+
+    name: ClassVar[str] = NAME
+
+
+check, quantize, dequantize = int4_grid.check, int4_grid.quantize, int4_grid.dequantize
+
+
+def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
+    """The engine's layer, as in `w8a8.forward`; fused additions are spelled out: one program would fuse and another
+    not."""
+    x_q, s_x = quantize_rows(x, amax_floor=_AMAX_FLOOR)
+    w_q = unpack_int4(qt.qvalue)
+    if numerics.float64:
+        y = product.rescaled(x_q, s_x, w_q, qt.scale)
+        return y if bias is None else y + bias, (x_q, s_x)
+    groups, k = qt.scale.shape[-1], x.shape[-1]
+    size = k // groups
+
+    def add_group(acc, g):
+        x_g = jax.lax.dynamic_slice_in_dim(x_q, g * size, size, axis=-1)
+        w_g = jax.lax.dynamic_slice_in_dim(w_q, g * size, size, axis=-1)
+        s_g = jax.lax.dynamic_index_in_dim(qt.scale, g, axis=-1, keepdims=False).astype(jnp.float32)
+        p = product.integer(x_g, w_g).astype(jnp.float32)
+        return fused_multiply_add(p * s_x, product.per_output(s_g), acc, s_x), None
+
+    start = jnp.zeros((x.shape[0], qt.shape[-2]), jnp.float32)
+    if bias is not None:
+        start = start + bias
+    y, _ = jax.lax.scan(add_group, start, jnp.arange(groups))
+    return y, (x_q, s_x)
+
+
+saved_activation = rows.saved_activation

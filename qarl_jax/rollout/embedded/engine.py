@@ -1,0 +1,538 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded rollout engine: the learner's own model, sampled in process by a handful of compiled programs.
+
+A call to `generate` runs over a fixed number of slots, one sequence each:
+
+    prefill   every prompt once, for all its samples: tokens [P, T] -> the prompt's keys and values, last hidden state
+    insert    copy a prefilled prompt into free slots and draw their first token
+    decode    a while_loop that feeds every slot its last token and draws the next, until enough slots are free to be
+              worth refilling (or, when nothing waits, until half of them are idle)
+    compact   gather the live slots into half as many, once nothing waits
+
+so a long response never holds up the queue, and the tail of a batch does not pay for idle slots. Shapes come from
+buckets: a call compiles at most one prefill and insert, and one decode per halving of the slots down to
+`Config.min_slots`; programs are kept for later calls and counted in `compiled_programs`.
+
+Randomness: the number drawn at position t of sample j of prompt uid under key k is a function of (k, uid, j, t) alone.
+It inverts the distribution function with one uniform per token, which costs one pass over the vocabulary; the Gumbel
+trick would need a random number per vocabulary entry. A prompt that appears twice in a call continues its numbering,
+so that copies differ. A response that is interrupted and gone on with (`extend`) is prefilled, prompt and all, and its
+positions count on: under the same weights it becomes what it would have become.
+
+Log-probabilities are float32, log-softmax over exactly the distribution drawn from (temperature, then top-k, then
+top-p, renormalized), computed by the same `logits_of` as the learner's `token_logprobs`.
+
+What is left out: paged memory and prefix sharing across prompts (the cache is [slots, prompt + response]), and
+speculative decoding. Large models belong to vLLM.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qarl_jax import models
+from qarl_jax.models.logprobs import logits_of
+from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
+from qarl_jax.rollout.embedded.decode_form import Policy, compute_form
+from qarl_jax.rollout.embedded.draw import draw
+from qarl_jax.runtime import processes
+from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
+
+# Named, so that no global setting of JAX changes what a run draws.
+_typed_key = functools.partial(jax.random.wrap_key_data, impl="threefry2x32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Attributes:
+    batch_size: slots, i.e. sequences decoded at once.
+    min_slots: an emptying batch is halved down to this many slots, one compiled decode program for each size.
+    prompt_bucket: prompt lengths are rounded up to this times a power of two.
+    response_bucket: limits on the response are rounded up to a multiple of this, to share programs between calls.
+    refill_fraction: share of the slots that must be free before waiting sequences are let in. Each refill costs a
+      round trip to the host and a copy of the prompts' keys and values.
+    """
+
+    batch_size: int = 64
+    min_slots: int = 8
+    prompt_bucket: int = 16
+    response_bucket: int = 16
+    refill_fraction: float = 0.125
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "min_slots", "prompt_bucket", "response_bucket"):
+            if getattr(self, name) < 1:
+                raise UserError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.refill_fraction <= 1:
+            raise UserError(f"rollout.refill_fraction must be in (0, 1], got {self.refill_fraction}")
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def footprint(
+    config: Config, graphdef: Any, params: Any, qweights: Any, *, prompt_len: int, response_len: int, sequences: int
+) -> tuple[Any, Any]:
+    """What a sampler holds at most, as shapes: its copy of the policy, and the keys and values of a full batch.
+
+    Args:
+      graphdef, params, qweights: a split model, shapes in place of arrays.
+      prompt_len, response_len: the longest, in tokens. sequences: how many are asked for at once.
+    """
+    slots = min(config.batch_size, bucket(sequences, min(config.min_slots, config.batch_size)))
+    length = (
+        bucket(prompt_len, config.prompt_bucket) - (-response_len // config.response_bucket) * config.response_bucket
+    )
+    weights = jax.eval_shape(lambda p, q: compute_form(graphdef, p, q)[1], params, qweights)
+    model = models.abstract_model(models.config_of(graphdef))
+    return weights, jax.eval_shape(lambda: model.init_cache(slots, length))
+
+
+# ---- the programs ---------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Slots:
+    """Device state of B slots with room for R response tokens.
+
+    cache: the model's KVCache of B rows. last: [B] int32, the token to feed next. keys: [B, 2] uint32, raw key data.
+    start: [B] int32, position in its response of the first token drawn here. count: [B] int32, tokens drawn. limit: [B]
+    int32, most of them. done: [B] bool, also true for empty slots. tokens: [B, R] int32. logprobs: [B, R] float32.
+    """
+
+    cache: Any
+    last: Any
+    keys: Any
+    start: Any
+    count: Any
+    limit: Any
+    done: Any
+    tokens: Any
+    logprobs: Any
+
+
+def _prefill(policy: Policy, weights: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[Any, jax.Array]:
+    """tokens [P, T] right-padded -> (cache of P rows, hidden state of each prompt's last token [P, D])."""
+    model = policy.model(weights)
+    rows, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
+    positions = jnp.where(positions < lengths[:, None], positions, -1)  # absent tokens are not cached
+    hidden, cache = model.decode(tokens, positions, model.init_cache(rows, length))
+    return cache, jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+
+
+def _empty(policy: Policy, weights: Any, slots: int, length: int, response: int) -> _Slots:
+    """B empty slots with caches of `length` and room for `response` tokens."""
+    zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+    return _Slots(
+        cache=policy.model(weights).init_cache(slots, length),
+        last=zeros(slots),
+        keys=jnp.zeros((slots, 2), jnp.uint32),
+        start=zeros(slots),
+        count=zeros(slots),
+        limit=zeros(slots),
+        done=jnp.ones(slots, bool),
+        tokens=zeros((slots, response)),
+        logprobs=jnp.zeros((slots, response), jnp.float32),
+    )
+
+
+def _draw_next(
+    slots: _Slots, hidden: jax.Array, head: jax.Array, active: jax.Array, stop: jax.Array, sampling: SamplingConfig
+) -> _Slots:
+    """Draws a token from `hidden` [B, D] for the `active` slots and files it; the others keep what they have."""
+
+    def number(key: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(_typed_key(key), position), (), jnp.float32)
+
+    uniform = jax.vmap(number)(slots.keys, slots.start + slots.count)
+    tokens, logprobs = draw(logits_of(hidden, head.astype(hidden.dtype)), uniform, sampling)
+    here = active[:, None] & (jnp.arange(slots.tokens.shape[1])[None] == slots.count[:, None])
+    count = slots.count + active.astype(jnp.int32)
+    ended = (tokens[:, None] == stop[None]).any(-1) | (count >= slots.limit)
+    return dataclasses.replace(
+        slots,
+        last=jnp.where(active, tokens, slots.last),
+        count=count,
+        done=slots.done | (active & ended),
+        tokens=jnp.where(here, tokens[:, None], slots.tokens),
+        logprobs=jnp.where(here, logprobs[:, None], slots.logprobs),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Arrivals:
+    """What `_insert` starts, by slot. row: [B] int32, row of the prefilled pool, -1 = keep what the slot holds.
+    key: [B, 2] uint32. prompt: [B, 2] uint32, fingerprint of the prompt. sample: [B] int32, number of the sample.
+    start: [B] int32, tokens of the response that the pool already holds. limit: [B] int32, most tokens to add."""
+
+    row: Any
+    key: Any
+    prompt: Any
+    sample: Any
+    start: Any
+    limit: Any
+
+
+def _insert(
+    policy: Policy,
+    sampling: SamplingConfig,
+    weights: Any,
+    slots: _Slots,
+    pool: Any,
+    hidden: jax.Array,
+    arrivals: _Arrivals,
+    stop: jax.Array,
+) -> _Slots:
+    """Starts sequences from a prefilled `pool` and its last `hidden` states [P, D], and draws their first token."""
+    fresh = arrivals.row >= 0
+    row = jnp.maximum(arrivals.row, 0)
+
+    def seed(key: jax.Array, prompt: jax.Array, sample: jax.Array) -> jax.Array:
+        folded = _typed_key(key)
+        for number in (prompt[0], prompt[1], sample):
+            folded = jax.random.fold_in(folded, number)
+        return jax.random.key_data(folded)
+
+    def place(slot: jax.Array, kv: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Copies one prompt's keys and values into a slot, in place: a refill costs what it moves."""
+
+        def copy(into: jax.Array, origin: jax.Array) -> jax.Array:
+            one = jax.lax.dynamic_slice_in_dim(origin, row[slot], 1, axis=1)
+            return jax.lax.dynamic_update_slice(into, one, (0, slot, 0, 0, 0))
+
+        return jax.lax.cond(fresh[slot], lambda kv: (copy(kv[0], pool.k), copy(kv[1], pool.v)), lambda kv: kv, kv)
+
+    k, v = jax.lax.fori_loop(0, fresh.shape[0], place, (slots.cache.k, slots.cache.v))
+    length = jnp.where(fresh, pool.length[row], slots.cache.length)
+    slots = dataclasses.replace(
+        slots,
+        cache=dataclasses.replace(slots.cache, k=k, v=v, length=length),
+        keys=jnp.where(fresh[:, None], jax.vmap(seed)(arrivals.key, arrivals.prompt, arrivals.sample), slots.keys),
+        start=jnp.where(fresh, arrivals.start, slots.start),
+        count=jnp.where(fresh, 0, slots.count),
+        limit=jnp.where(fresh, arrivals.limit, slots.limit),
+        done=slots.done & ~fresh,
+    )
+    return _draw_next(slots, hidden[row], policy.head(weights), fresh, stop, sampling)
+
+
+def _decode(
+    policy: Policy, sampling: SamplingConfig, weights: Any, slots: _Slots, until: jax.Array, stop: jax.Array
+) -> tuple[_Slots, jax.Array]:
+    """Decodes until at most `until` slots are live. Returns the slots and the number of steps."""
+    model = policy.model(weights)
+    head = policy.head(weights)
+
+    def live(carry: tuple[_Slots, jax.Array]) -> jax.Array:
+        return (~carry[0].done).sum() > until
+
+    def step(carry: tuple[_Slots, jax.Array]) -> tuple[_Slots, jax.Array]:
+        slots, steps = carry
+        active = ~slots.done
+        positions = jnp.where(active, slots.cache.length, -1)
+        hidden, cache = model.decode(slots.last[:, None], positions[:, None], slots.cache)
+        slots = dataclasses.replace(slots, cache=cache)
+        return _draw_next(slots, hidden[:, 0], head, active, stop, sampling), steps + 1
+
+    return jax.lax.while_loop(live, step, (slots, jnp.zeros((), jnp.int32)))
+
+
+def _compact(slots: _Slots, keep: jax.Array) -> _Slots:
+    """The slots `keep` [B'] of B, in that order."""
+    take = functools.partial(jnp.take, indices=keep, axis=0, mode="clip")
+    cache = dataclasses.replace(
+        slots.cache,
+        k=jnp.take(slots.cache.k, keep, axis=1, mode="clip"),
+        v=jnp.take(slots.cache.v, keep, axis=1, mode="clip"),
+        length=take(slots.cache.length),
+    )
+    rest = {f.name: take(getattr(slots, f.name)) for f in dataclasses.fields(slots) if f.name != "cache"}
+    return _Slots(cache=cache, **rest)
+
+
+# ---- the engine -----------------------------------------------------------------------------------------------------
+
+
+def fingerprint(uid: str) -> tuple[int, int]:
+    """64 bits of a prompt's identity, the same in every process (unlike `hash`)."""
+    digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def bucket(length: int, unit: int) -> int:
+    """The smallest unit * 2**k that is at least `length`."""
+    size = unit
+    while size < length:
+        size *= 2
+    return size
+
+
+class JaxSampler:
+    """The embedded `RolloutEngine`.
+
+    Attributes:
+      version: the version published last; -1 before the first.
+      compiled_programs: programs compiled so far; it stops growing once every shape of a run has been seen.
+      stats: of the last call: decode_steps, slot_steps (steps x slots: tokens that could have been drawn), tokens,
+        refills, prefilled contexts, seconds.
+    """
+
+    def __init__(self, config: Config | None = None):
+        self.config = config or Config()
+        self.version = -1
+        self.stats: dict[str, float] = {}
+        self._published: Any = None
+        self._policy: Policy | None = None
+        self._weights: Any = None
+        self._programs: dict[Any, Any] = {}
+
+    @property
+    def compiled_programs(self) -> int:
+        return sum(program._cache_size() for program in self._programs.values())
+
+    def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
+        """Takes a copy of the policy. Returns `rollout/publish_s`."""
+        start = time.perf_counter()
+        if weights.graphdef != self._published:
+            self._programs = {}
+            self._published = weights.graphdef
+        self._weights = jax.block_until_ready(self._program("publish", self._prepare)(weights.params, weights.qweights))
+        self.version = version
+        return {"rollout/publish_s": time.perf_counter() - start}
+
+    def _prepare(self, params: Any, qweights: Any) -> Any:
+        """Traced once per graphdef; the policy is a by-product of the trace."""
+        self._policy, weights = compute_form(self._published, params, qweights)
+        # jnp.copy: where nothing changed jit would hand back the caller's own buffers, which the learner donates.
+        return jax.tree.map(jnp.copy, weights)
+
+    def close(self) -> None:
+        """Drops the weights and the programs."""
+        self._weights = self._policy = self._published = None
+        self._programs = {}
+
+    def _program(self, name: Any, fn: Any, **options: Any) -> Any:
+        if name not in self._programs:
+            self._programs[name] = jax.jit(fn, **options)
+        return self._programs[name]
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int
+    ) -> list[list[Completion]]:
+        """Samples `num_samples` completions of every prompt under the published version.
+
+        Raises:
+          UserError: nothing was published, num_samples < 1, an empty prompt, or a token outside the vocabulary.
+        """
+        if num_samples < 1:
+            raise UserError(f"rollout: num_samples must be at least 1, got {num_samples}")
+        seen: collections.Counter[str] = collections.Counter()
+        requests = []
+        for prompt in prompts:
+            first = seen[prompt.uid]
+            seen[prompt.uid] += num_samples
+            requests += [
+                Request(prompt=prompt, number=first + j, key=key, max_tokens=sampling.max_response_len)
+                for j in range(num_samples)
+            ]
+        drawn = self._call(requests, sampling, num_samples)
+        return [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
+
+    def extend(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> list[Completion]:
+        """Adds at most `sampling.max_response_len` tokens to every response; see `RolloutEngine`.
+
+        Shapes are those of the longest context, in buckets: a few more programs than `generate`, one set for every
+        doubling of it. Raises as `generate` does.
+        """
+        return self._call(requests, sampling, None)
+
+    def _call(self, requests: Sequence[Request], sampling: SamplingConfig, sharing: int | None) -> list[Completion]:
+        if self._policy is None:
+            raise UserError("rollout: nothing can be sampled before publish; publish version 0 first")
+        for request in requests:
+            uid, context = request.prompt.uid, request.context
+            if not request.prompt.tokens:
+                raise UserError(f"rollout: prompt {uid!r} has no tokens; give it at least a start token")
+            if not 0 <= min(context) <= max(context) < self._policy.vocab_size:
+                raise UserError(
+                    f"rollout: prompt {uid!r} has a token outside the model's vocabulary of"
+                    f" {self._policy.vocab_size}; is it another model's tokenizer?"
+                )
+        if not requests:
+            self.stats = {}
+            return []
+        return _Call(self, self._policy, requests, sampling, sharing).run()
+
+
+class _Call:
+    """One `generate` or `extend`: the queue, the slots, and the host loop that connects them.
+
+    Neighbours among the requests that have the same context share a prefill. `sharing`: how many do; None: unknown.
+    """
+
+    def __init__(
+        self,
+        engine: JaxSampler,
+        policy: Policy,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        sharing: int | None,
+    ):
+        config = engine.config
+        self.engine, self.policy, self.weights = engine, policy, engine._weights
+        self.requests, self.sampling = requests, sampling
+        self.waiting = collections.deque(range(len(requests)))
+        self.results: list[Completion | None] = [None] * len(requests)
+        self.contexts: list[tuple[int, ...]] = []
+        self.context_of: list[int] = []
+        for request in requests:
+            context = request.context
+            if not self.contexts or context != self.contexts[-1]:
+                self.contexts.append(context)
+            self.context_of.append(len(self.contexts) - 1)
+
+        self.num_slots = min(config.batch_size, bucket(len(requests), min(config.min_slots, config.batch_size)))
+        self.prompt_len = bucket(max(map(len, self.contexts)), config.prompt_bucket)
+        unit = config.response_bucket
+        self.response_len = -(-sampling.max_response_len // unit) * unit
+        # Enough to fill every slot: the pool is used up before the next one is made. Where every sequence may have a
+        # context of its own that would be as much memory as the slots take, so then it is a quarter.
+        self.pool_size = -(-self.num_slots // (sharing or 4))
+        if sharing:
+            self.pool_size = min(self.pool_size, len(requests) // sharing)
+        self.pool_contexts: list[int] = []
+        self.pool: Any = None
+        self.owner: list[int | None] = [None] * self.num_slots
+        self.stop = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
+        # The limit is an array, so that calls differing in it share programs.
+        self.static = dataclasses.replace(sampling, max_response_len=self.response_len, stop_token_ids=())
+        self.slots: Any = None
+        self.steps = self.slot_steps = self.refills = self.prefilled = self.drawn = 0
+
+    def program(self, name: str, fn: Any, **options: Any) -> Any:
+        return self.engine._program((name, self.static), fn, **options)
+
+    def run(self) -> list[Completion]:
+        start = time.perf_counter()
+        policy, static = self.policy, self.static
+        decode = self.program("decode", functools.partial(_decode, policy, static), donate_argnums=1)
+        empty = self.engine._program("empty", functools.partial(_empty, policy), static_argnums=(1, 2, 3))
+        length = self.prompt_len + self.response_len
+        self.slots = empty(self.weights, self.num_slots, length, self.response_len)
+        quantum = max(1, int(self.num_slots * self.engine.config.refill_fraction))
+        while True:
+            self.refill()
+            live = sum(owner is not None for owner in self.owner)
+            if not live:
+                break
+            if self.waiting:
+                until = max(0, self.num_slots - quantum)
+            else:
+                self.compact(live)
+                until = self.num_slots // 2 if self.num_slots > self.smallest() else 0
+            self.slots, steps = decode(self.weights, self.slots, np.int32(min(until, live - 1)), self.stop)
+            self.steps += int(steps)
+            self.slot_steps += int(steps) * self.num_slots
+            self.collect()
+        self.engine.stats = {
+            "decode_steps": self.steps,
+            "slot_steps": self.slot_steps,
+            "refills": self.refills,
+            "prefilled": self.prefilled,
+            "tokens": self.drawn,
+            "seconds": time.perf_counter() - start,
+        }
+        return self.results  # type: ignore[return-value]
+
+    def smallest(self) -> int:
+        return min(self.engine.config.min_slots, self.num_slots)
+
+    def collect(self) -> None:
+        """Files the completions of finished slots and frees these."""
+        slots = self.slots
+        done, count, tokens, logprobs = processes.fetch((slots.done, slots.count, slots.tokens, slots.logprobs))
+        for slot, owner in enumerate(self.owner):
+            if owner is None or not done[slot]:
+                continue
+            n = int(count[slot])
+            ids = tuple(int(token) for token in tokens[slot, :n])
+            self.results[owner] = Completion(
+                prompt_tokens=tuple(self.requests[owner].prompt.tokens),
+                tokens=ids,
+                logprobs=logprobs[slot, :n].copy(),
+                finish_reason="stop" if ids[-1] in self.sampling.stop_token_ids else "length",
+                versions=(VersionSpan(version=self.engine.version, start=0, end=n),),
+            )
+            self.owner[slot] = None
+            self.drawn += n
+
+    def refill(self) -> None:
+        """Starts waiting sequences in free slots until either runs out."""
+        insert = self.program("insert", functools.partial(_insert, self.policy, self.static), donate_argnums=1)
+        while self.waiting and None in self.owner:
+            if self.context_of[self.waiting[0]] not in self.pool_contexts:
+                self.fill_pool()
+            row = np.full(self.num_slots, -1, np.int32)
+            pairs = {name: np.zeros((self.num_slots, 2), np.uint32) for name in ("key", "prompt")}
+            numbers = {name: np.zeros(self.num_slots, np.int32) for name in ("sample", "start", "limit")}
+            for slot, owner in enumerate(self.owner):
+                if owner is not None or not self.waiting:
+                    continue
+                if self.context_of[self.waiting[0]] not in self.pool_contexts:
+                    break
+                self.owner[slot] = this = self.waiting.popleft()
+                request = self.requests[this]
+                row[slot] = self.pool_contexts.index(self.context_of[this])
+                # The key is 64 bits of data, whatever the default width of integers.
+                pairs["key"][slot] = request.key >> 32 & 0xFFFFFFFF, request.key & 0xFFFFFFFF
+                pairs["prompt"][slot] = fingerprint(request.prompt.uid)
+                numbers["sample"][slot], numbers["start"][slot] = request.number, len(request.tokens)
+                numbers["limit"][slot] = min(request.max_tokens, self.sampling.max_response_len)
+            arrivals = _Arrivals(row=row, **pairs, **numbers)
+            self.slots = insert(self.weights, self.slots, *self.pool, arrivals, self.stop)
+            self.refills += 1
+            # A first token may already end a sequence (a limit of one, or a stop).
+            self.collect()
+
+    def fill_pool(self) -> None:
+        """Prefills the next contexts of the queue, `pool_size` at a time."""
+        first = self.context_of[self.waiting[0]]
+        self.pool_contexts = list(range(first, min(first + self.pool_size, len(self.contexts))))
+        tokens = np.zeros((self.pool_size, self.prompt_len), np.int32)
+        lengths = np.zeros(self.pool_size, np.int32)
+        for row, index in enumerate(self.pool_contexts):
+            ids = self.contexts[index]
+            tokens[row, : len(ids)], lengths[row] = ids, len(ids)
+        prefill = self.engine._program("prefill", functools.partial(_prefill, self.policy))
+        self.pool = prefill(self.weights, tokens, lengths)
+        self.prefilled += len(self.pool_contexts)
+
+    def compact(self, live: int) -> None:
+        """Halves the slots while the live ones fit."""
+        size = self.num_slots
+        while size > self.smallest() and live <= size // 2 and size % 2 == 0 and size // 2 >= self.smallest():
+            size //= 2
+        if size == self.num_slots:
+            return
+        occupied = [slot for slot, owner in enumerate(self.owner) if owner is not None]
+        free = [slot for slot, owner in enumerate(self.owner) if owner is None]
+        keep = (occupied + free)[:size]
+        self.slots = self.engine._program("compact", functools.partial(_compact))(
+            self.slots, np.asarray(keep, np.int32)
+        )
+        self.owner = [self.owner[slot] for slot in keep]
+        self.num_slots = size

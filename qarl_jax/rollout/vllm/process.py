@@ -1,0 +1,146 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A bridge as a process of ours: how it is started, what it says when it ends, and that it does end.
+
+    bridge = BridgeProcess(arguments=["--options", "{...}"])
+    address, key = bridge.start(config_json, expected)         # returns at once: it answers when the engine is up
+    bridge.has_ended, bridge.last_words()
+    bridge.stop()                                              # and start again on the same folder, or close()
+
+It lives in a folder of its own (mode 0700): a model without weights, a key, a socket, a log. A trainer that is killed
+leaves that folder behind, and the next one removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages
+
+from qarl_jax.types import UserError
+
+_LOG_TAIL_BYTES = 3000
+
+
+class BridgeProcess:
+    """At most one `python -m qarl_bridge` at a time.
+
+    Args:
+      arguments: of its command line, beside what is in the folder.
+      python: interpreter; empty: this one.
+      visible_gpus: its CUDA_VISIBLE_DEVICES; empty: this process's.
+      log_file: where its output goes; empty: into the folder.
+    """
+
+    def __init__(self, *, arguments: Sequence[str], python: str = "", visible_gpus: str = "", log_file: str = ""):
+        self._arguments = list(arguments)
+        self._python = python or sys.executable
+        self._visible_gpus = visible_gpus
+        self._log_file = log_file
+        self._scratch: messages.Scratch | None = None
+        self.process: subprocess.Popen | None = None
+
+    def start(self, config: Mapping[str, Any], expected: Iterable[messages.Expected]) -> tuple[str, bytes]:
+        """(address, key) of a new bridge; one that runs is stopped first.
+
+        Args:
+          config: the model's config.json. expected: every tensor of a version.
+
+        Raises:
+          UserError: there is no such interpreter.
+        """
+        self.stop()
+        if self._scratch is None:
+            self._scratch = messages.Scratch("qarl-bridge-")
+        assert self.folder is not None
+        model, address, key_file = (os.path.join(self.folder, name) for name in ("model", "socket", "key"))
+        sender.write_folder(model, config, expected)
+        if not os.path.exists(key_file):
+            messages.create_key(key_file)
+        command = [
+            self._python, "-m", "qarl_bridge", "--socket", address, "--model", model, "--key-file", key_file,
+            "--parent-pid", str(os.getpid()), *self._arguments,
+        ]  # fmt: skip
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+        if self._visible_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = self._visible_gpus
+        try:
+            with open(self._log_path(), "ab") as log:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C is the trainer's to handle
+                )
+        except OSError as error:
+            raise UserError(
+                f"cannot start the vLLM bridge with {self._python} (rollout.engine.python): {error}"
+            ) from None
+        return address, messages.read_key(key_file)
+
+    @property
+    def folder(self) -> str | None:
+        """Where it lives, from the first start to the end."""
+        return None if self._scratch is None else self._scratch.path
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a bridge was started and is no more."""
+        return self.process is not None and self.process.poll() is not None
+
+    def _log_path(self) -> str:
+        return self._log_file or os.path.join(self.folder or "", "bridge.log")
+
+    def last_words(self) -> str:
+        """The last error it wrote, else the end of its log."""
+        try:
+            with open(self._log_path(), "rb") as file:
+                file.seek(max(0, os.path.getsize(self._log_path()) - _LOG_TAIL_BYTES))
+                text = file.read().decode(errors="replace").strip()
+        except OSError:
+            return "no output"
+        lines = text.splitlines()
+        errors = [line for line in lines if line.startswith("error:")]
+        return errors[-1].removeprefix("error: ") if errors else "\n".join(lines[-15:])
+
+    def kill(self, patience_s: float) -> int | None:
+        """End it without asking; its exit code, if it ended by itself within `patience_s`."""
+        code = None
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self.process.wait(patience_s)
+            self.process.kill()
+        self.stop()
+        return code
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """End it: after `grace_s` by asking, then by force. Idempotent."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+        for stop in (process.terminate, process.kill):
+            if process.poll() is not None:
+                return
+            stop()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10.0)
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Stop it and remove its folder. Idempotent."""
+        self.stop(grace_s)
+        if self._scratch is not None:
+            self._scratch.close()
+            self._scratch = None
+
+
+__all__ = ["BridgeProcess"]

@@ -1,0 +1,285 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""From a RunConfig to the objects of a run. What `train`, `evaluate`, `export` and notebooks have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import re
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from qarl_jax import data, models, quant, rollout
+from qarl_jax.kernels import products
+from qarl_jax.learning import critic as critics
+from qarl_jax.learning.learner import Learner, Options
+from qarl_jax.loss import get_term, loss_from_config
+from qarl_jax.models import invariant_scaling
+from qarl_jax.optim import build
+from qarl_jax.rewards import Grader
+from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
+from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime import processes
+from qarl_jax.types import UserError
+
+
+def seed_of(seed: int, step: int, purpose: str) -> int:
+    """A seed in [0, 2^63) that is a function of (run seed, step, purpose) and of nothing else."""
+    words = np.random.SeedSequence([seed, step, zlib.crc32(purpose.encode())]).generate_state(1, np.uint64)
+    return int(words[0] >> np.uint64(1))
+
+
+def leave_memory_to_vllm(cfg: RunConfig) -> None:
+    """Call before JAX first asks for its devices (`make_mesh` does); see `rollout.vllm.leave_memory_to_vllm`."""
+    if cfg.rollout.engine_name == "vllm":
+        vllm.leave_memory_to_vllm()
+
+
+def make_mesh(cfg: RunConfig) -> Mesh:
+    """The device mesh of `cfg.mesh`.
+
+    Raises:
+      UserError: as `sharding.make_mesh`; and where the run has several processes, a mesh that leaves devices out.
+    """
+    leave_memory_to_vllm(cfg)
+    mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
+    if processes.count() > 1 and mesh.size < jax.device_count():
+        raise UserError(
+            f"the mesh has {mesh.size} devices, but the {processes.count()} processes have {jax.device_count()}"
+            " together, and each must have its place: set one axis to -1 (all that are left)."
+        )
+    return mesh
+
+
+def schemes(cfg: RunConfig, fallback: str) -> list[dict[str, str]]:
+    """`quant.rules` with a scheme for everything else, as `models.parse_rules` takes them."""
+    return [*(dataclasses.asdict(rule) for rule in cfg.quant.rules), {"match": "", "scheme": fallback}]
+
+
+def run_record(directory: str | os.PathLike[str]) -> tuple[pathlib.Path, dict[str, Any]] | None:
+    """The run.json of a run folder, or of one of its folders: where it is, and what it says; None: there is none.
+
+    Raises:
+      UserError: it is not JSON.
+    """
+    start = pathlib.Path(directory).absolute()
+    for folder in (start, *start.parents[:2]):
+        file = folder / "run.json"
+        if file.is_file():
+            try:
+                return file, json.loads(file.read_text())
+            except ValueError as error:
+                raise UserError(f"{file} is not JSON ({error}).") from None
+    return None
+
+
+def recorded_numerics(directory: str | os.PathLike[str]) -> quant.Numerics | None:
+    """What the run of a folder computed in when it was last started; None: nothing says it.
+
+    Raises:
+      UserError: run.json is not JSON, or names a profile that is not one of `quant.PROFILES`.
+    """
+    found = run_record(directory)
+    starts = found[1].get("starts", []) if found else []
+    numerics = starts[-1].get("numerics") if starts else None
+    if isinstance(numerics, dict):
+        return quant.Numerics(numerics.get("profile", ""))
+    # Runs up to November 2026 recorded the object as Python prints it.
+    printed = re.fullmatch(r"Numerics\(profile='(\w+)'\)", str(numerics))
+    return quant.Numerics(printed[1]) if printed else None
+
+
+def numerics_of_run(cfg: RunConfig, directory: str | os.PathLike[str]) -> quant.Numerics:
+    """The learner's arithmetic for a policy that was saved in a run folder, where another run or machine may go on.
+
+    `quant.engine`, if it names one. Under auto, what the run recorded, so that nothing changes in its middle; with vLLM
+    what vLLM computes in on this machine, for it cannot do otherwise.
+    """
+    if cfg.quant.engine != "auto" or cfg.rollout.engine_name == "vllm":
+        return cfg.numerics
+    return recorded_numerics(directory) or cfg.numerics
+
+
+def load_model(cfg: RunConfig, mesh: Mesh, numerics: quant.Numerics | None = None) -> tuple[Any, Any]:
+    """The policy's graph definition under `quant.forward`, and its masters on the mesh.
+
+    Args:
+      numerics: the learner's arithmetic; None: the config's.
+    """
+    products.use(cfg.quant.kernels)
+    model = models.read_config(
+        cfg.model.path,
+        compute_dtype=cfg.model.dtype,
+        param_dtype=cfg.model.param_dtype,
+        quant=models.parse_rules(schemes(cfg, cfg.quant.forward), cfg.quant.group_size),
+        numerics=numerics or cfg.numerics,
+        attention=cfg.model.attention,
+        remat=cfg.model.remat_or_full,
+    )
+    graphdef, params = models.load_masters(cfg.model.path, model, mesh)
+    if cfg.rollout.router_replay and model.moe is None:
+        raise UserError(
+            f"rollout.router_replay=true, but {cfg.model.path} is no mixture of experts: there is no routing to replay."
+        )
+    return graphdef, invariant_scaling.invariant_scaling(params, cfg.quant.uaq_scale)
+
+
+def rollout_graphdef(cfg: RunConfig, graphdef: Any) -> Any:
+    """The same model under `quant.rollout`: the learner's own graphdef where the two schemes agree (QaRL)."""
+    if cfg.quant.rollout_scheme == cfg.quant.forward:
+        return graphdef
+    return models.with_scheme(graphdef, schemes(cfg, cfg.quant.rollout_scheme), cfg.quant.group_size)
+
+
+def max_segments(cfg: RunConfig) -> int:
+    """Most responses in a row."""
+    return cfg.train.max_segments if cfg.train.packing == "packed" else 1
+
+
+def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
+    """The learner with the run's objective and optimizer."""
+    return Learner(
+        graphdef,
+        loss_fn=loss_from_config(cfg.loss, max_response_len=cfg.rollout.max_response_len),
+        optimizer=build.make_optimizer(cfg.optimizer, cfg.policy_updates),
+        schedule=build.make_schedule(cfg.optimizer.lr, cfg.optimizer.schedule, cfg.policy_updates),
+        mesh=mesh,
+        options=Options(
+            temperature=cfg.rollout.temperature,
+            logprob_chunk=cfg.train.logprob_chunk,
+            grad_dtype=cfg.train.grad_dtype,
+            one_program=cfg.micro_batches_per_update[1] == 1,
+            offload=cfg.optimizer.offload is True,
+            max_segments=max_segments(cfg),
+            entropy_coef=cfg.train.entropy_coef,
+            kl_coef=cfg.kl.coef,
+            kl=get_term("kl", kind=cfg.kl.kind, aggregation=cfg.kl.aggregation),
+            error_prob=cfg.train.error_prob,
+            histograms=cfg.train.histograms,
+            token_logprobs=bool(cfg.log.samples_per_step and cfg.log.sample_tokens),
+        ),
+    )
+
+
+def critic_body(cfg: RunConfig, policy: models.ModelConfig) -> models.ModelConfig:
+    """The config of the critic's body; reads no weights.
+
+    Raises:
+      UserError: `critic.path` is no model folder, or one with another vocabulary.
+    """
+    assert cfg.critic is not None
+    dtype = cfg.critic.dtype or cfg.model.dtype
+    if cfg.critic.path is None:
+        return critics.body_config(policy, dtype)
+    own = models.read_config(cfg.critic.path, remat=cfg.model.remat_or_full, attention=cfg.model.attention)
+    if own.vocab_size < policy.vocab_size:
+        raise UserError(
+            f"critic.path={cfg.critic.path} has a vocabulary of {own.vocab_size} tokens, the policy one of"
+            f" {policy.vocab_size}; a critic reads the policy's tokens, so take a model of the same family."
+        )
+    return critics.body_config(own, dtype)
+
+
+def make_critic(cfg: RunConfig, graphdef: Any, params: Any, mesh: Mesh) -> critics.Critic | None:
+    """The run's critic, None without one.
+
+    Args:
+      graphdef, params: the policy the run starts from; its masters are copied.
+    """
+    if cfg.critic is None:
+        return None
+    config = critic_body(cfg, models.config_of(graphdef))
+    if cfg.critic.path is not None:
+        params = models.split(models.load_hf(cfg.critic.path, dtype="float32", mesh=mesh))[1]
+    chosen, updates = cfg.critic.optimizer, cfg.train.total_updates
+    return critics.Critic(
+        config,
+        critics.init_params(params, config.hidden_size),
+        term=get_term("value", clip=cfg.critic.clip),
+        advantage=cfg.advantage,
+        optimizer=build.make_optimizer(chosen, updates),
+        schedule=build.make_schedule(chosen.lr, chosen.schedule, updates),
+        mesh=mesh,
+        max_segments=max_segments(cfg),
+        offload=chosen.offload is True,
+    )
+
+
+def make_grader(cfg: RunConfig) -> Grader:
+    """The run's reward."""
+    return Grader(cfg.reward, max_response_len=cfg.rollout.max_response_len)
+
+
+def make_engine(cfg: RunConfig, log: Callable[[str], None] = print) -> RolloutEngine:
+    """The rollout engine; `log` gets a line when a bridge is started or replaced.
+
+    A bridge knows the run by its folder: a resumed trainer is the same run, a second one is refused.
+    """
+    options: dict[str, Any] = {}
+    engine = cfg.rollout.engine
+    if cfg.rollout.engine_name == "vllm":
+        engine = dataclasses.replace(engine, record_routing=cfg.rollout.router_replay or engine.record_routing)
+        folder = os.path.abspath(cfg.run_dir)
+        options = {"run_id": hashlib.blake2b(folder.encode(), digest_size=8).hexdigest(), "log": log}
+    return rollout.make_engine(cfg.rollout.engine_name, engine, **options)
+
+
+def no_qweights() -> Any:
+    """What `models.merge` takes for a policy without QTensors."""
+    return nnx.State({})
+
+
+def eval_prompts(cfg: RunConfig, tokenizer: Any) -> list[Any]:
+    """The first `eval.num_prompts` prompts to evaluate on (all, where that is 0 or there are fewer)."""
+    if cfg.eval.data is None:
+        source = data.make_source(cfg.data, tokenizer, "heldout")
+    else:
+        source = data.make_source(cfg.eval.data, tokenizer, "all")
+    if not len(source):
+        raise UserError("eval.data has no prompt to evaluate on.")
+    return [source.prompt(i) for i in range(min(cfg.eval.num_prompts or len(source), len(source)))]
+
+
+def eval_sampling(cfg: RunConfig, stop: tuple[int, ...]) -> SamplingConfig:
+    """How evaluation samples."""
+    return SamplingConfig(
+        max_response_len=cfg.eval.max_response_len or cfg.rollout.max_response_len,
+        temperature=cfg.eval.temperature,
+        top_p=cfg.eval.top_p,
+        top_k=cfg.eval.top_k,
+        stop_token_ids=stop,
+    )
+
+
+__all__ = [
+    "PolicyWeights",
+    "critic_body",
+    "eval_prompts",
+    "eval_sampling",
+    "leave_memory_to_vllm",
+    "load_model",
+    "make_critic",
+    "make_engine",
+    "make_grader",
+    "make_learner",
+    "make_mesh",
+    "max_segments",
+    "numerics_of_run",
+    "recorded_numerics",
+    "rollout_graphdef",
+    "run_record",
+    "schemes",
+    "seed_of",
+]

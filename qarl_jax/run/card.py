@@ -1,0 +1,354 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One memory plan for a card that learner and engine share, made before anything is loaded, and then kept.
+
+    cfg, made = settle(cfg, card_bytes())     # "auto" settings chosen; UserError where nothing of it fits
+    made.keep()                               # before JAX asks for its devices: its allocator takes its share at once
+
+A card holds, side by side: what the learner needs at the fullest moment of an update (`plan.parts`), two staged
+versions where weights are published from the card, and the engine: its weights, its KV cache, the activations of its
+largest step, its CUDA graphs. Each of the two processes also has a CUDA context, which lies in nobody's allocator.
+
+JAX's own way of sharing a card is to take memory as it needs it. Its pool then grows in steps that double, and gives
+nothing back, so that a cast of one gigabyte can ask for all that is left under JAX's limit, which the engine holds. So
+the learner's share is one region, taken at the start; what lies outside of it is the engine's.
+
+What is an estimate here: the engine's activations and graphs, and the contexts. Everything else is counted from shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from qarl_bridge.client import sender
+from qarl_bridge.protocol.messages import BridgeError
+
+from qarl_jax import models
+from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.run import memory_plan
+from qarl_jax.run.config import RunConfig
+from qarl_jax.types import UserError
+
+GIB = 2.0**30
+FRACTION, PREALLOCATE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
+# Bytes, estimates for a Hopper GPU: a process's CUDA context with its libraries' workspaces, JAX's and vLLM's.
+JAX_CONTEXT, ENGINE_CONTEXT = 0.9 * GIB, 1.5 * GIB
+GRAPHS = 1.5 * GIB  # of all captured batch sizes together; they share one pool
+STEP_TOKENS = 16384  # most tokens of an engine's step (vLLM's max_num_batched_tokens on a large card, or fewer)
+FREE = 0.1  # of the learner's share: compiled programs and fragmentation, as `plan.with_remat` has it
+BLOCK = 16  # tokens of a block of the KV cache
+
+
+def card_bytes(ordinal: int = 0) -> int | None:
+    """Memory of the GPU that the learner will run on; None: it will not run on one. JAX is not asked."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return None
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        return None
+    try:
+        return sender.gpu_memory(ordinal)[1]
+    except BridgeError:
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CardPlan:
+    """Who holds how many bytes of the learner's card.
+
+    Attributes:
+      card: all of it.
+      learner: parts of an update, `plan.parts`.
+      staging: two published versions, or none.
+      engine: the parts of an engine on this card; empty: it is elsewhere, or embedded in the learner.
+      reserved: what is left to the engine: its parts, or `gpu_memory_utilization` of the card, where that is more
+        (vLLM refuses to start if less is free).
+      apart: bytes and parts of an engine on a card of its own, against the same size of card; None: there is none.
+    """
+
+    card: int
+    learner: dict[str, int]
+    staging: int
+    engine: dict[str, int]
+    reserved: int
+    apart: tuple[int, dict[str, int]] | None = None
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the learner's share, with the part left free."""
+        return math.ceil(sum(self.learner.values()) / (1 - FREE))
+
+    @property
+    def available(self) -> int:
+        """Bytes that the learner can have."""
+        return int(self.card - self.reserved - self.staging - JAX_CONTEXT)
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which it does not fit; 0: it fits."""
+        short = self.needed - self.available
+        if self.engine:
+            short = max(short, sum(self.engine.values()) - self.reserved)
+        if self.apart is not None:
+            short = max(short, sum(self.apart[1].values()) - self.apart[0])
+        return max(0, short)
+
+    @property
+    def fraction(self) -> float:
+        """Of the card, what JAX takes at once."""
+        return math.floor(self.available / self.card * 1000) / 1000
+
+    def keep(self) -> None:
+        """Tell JAX's allocator. Call before JAX is asked for its devices; what the user has set stays."""
+        if FRACTION not in os.environ and PREALLOCATE not in os.environ:
+            os.environ[FRACTION], os.environ[PREALLOCATE] = f"{self.fraction:.3f}", "true"
+
+    def words(self) -> str:
+        """What is missing, in one sentence."""
+        there = self.engine if self.apart is None else self.apart[1]
+        engine = f", engine {sum(there.values()) / GIB:.1f}" if there else ""
+        where = "" if self.apart is None else f" on a card of its own, of which it may use {self.apart[0] / GIB:.1f}"
+        return (
+            f"it needs {self.missing / GIB:.1f} GiB more than the {self.card / GIB:.1f} there are (learner "
+            f"{self.needed / GIB:.1f}, staging {self.staging / GIB:.1f}{engine}{where})"
+        )
+
+    def lines(self) -> list[str]:
+        """The plan for people."""
+        rows = [(f"learner: {name}", size) for name, size in self.learner.items()]
+        rows += [("learner: left free", self.needed - sum(self.learner.values())), ("JAX's context", int(JAX_CONTEXT))]
+        rows += [("staging (two versions)", self.staging)]
+        rows += [(f"engine: {name}", size) for name, size in self.engine.items()]
+        rows += [("engine: reserved beyond", self.reserved - sum(self.engine.values()))] if self.engine else []
+        verdict = f"{self.missing / GIB:.1f} GiB too much" if self.missing else "fits"
+        lines = [f"card         {self.card / GIB:.1f} GiB: {verdict}; JAX takes {self.fraction:.1%} of it at once"]
+        lines += [f"  {name:<32}{size / GIB:9.2f} GiB" for name, size in rows if size]
+        if self.apart is not None:
+            lines.append(f"  on the engine's card, of {self.apart[0] / GIB:.1f} GiB that it may use:")
+            lines += [f"  {name:<32}{size / GIB:9.2f} GiB" for name, size in self.apart[1].items()]
+        return lines
+
+
+def make(cfg: RunConfig, card: int) -> CardPlan:
+    """The plan of a run on a card of that many bytes. Reads no weights, makes no array, asks JAX for no device."""
+    cfg = _on_a_gpu(cfg)
+    learner = dict(_parts(_relevant(cfg)))
+    engine = cfg.rollout.engine
+    if not isinstance(engine, vllm.Config):
+        return CardPlan(card=card, learner=learner, staging=0, engine={}, reserved=0)
+    staging = 2 * _published(_relevant(cfg)) if engine.stages_on_gpu else 0
+    own = engine_parts(cfg)
+    share = int(engine.gpu_memory_utilization * card)
+    if engine.has_own_gpu:
+        there = own | ({"staging (two versions)": staging} if staging else {})
+        return CardPlan(card=card, learner=learner, staging=staging, engine={}, reserved=0, apart=(share, there))
+    reserved = max(sum(own.values()), share) if engine.kv_cache_gb else share
+    return CardPlan(card=card, learner=learner, staging=staging, engine=own, reserved=reserved)
+
+
+def kv_bytes(cfg: RunConfig, sequences: int) -> int:
+    """Of the KV cache of that many sequences at their full length, bfloat16."""
+    model = _model(cfg)
+    engine = cfg.rollout.engine
+    assert isinstance(engine, vllm.Config)
+    length = cfg.data.max_prompt_len + cfg.rollout.max_response_len
+    if engine.max_model_len:
+        length = min(length, engine.max_model_len)
+    blocks = -(-length // BLOCK)
+    return sequences * blocks * BLOCK * model.num_layers * 2 * model.num_kv_heads * model.head_dim * 2
+
+
+def at_once(cfg: RunConfig) -> int:
+    """Most sequences that the engine decodes together."""
+    engine = cfg.rollout.engine
+    assert isinstance(engine, vllm.Config)
+    return min(engine.max_num_seqs, cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt)
+
+
+def engine_parts(cfg: RunConfig) -> dict[str, int]:
+    """Bytes of a vLLM on a GPU. Without `kv_cache_gb` its KV cache is what is left; one sequence is the least."""
+    engine, model = cfg.rollout.engine, _model(cfg)
+    assert isinstance(engine, vllm.Config)
+    inner = model.intermediate_size
+    if model.moe is not None:
+        inner = max(inner, model.moe.intermediate_size * model.moe.num_experts_per_tok)
+    logits = engine.max_num_seqs * model.vocab_size * 4
+    return {
+        "weights": _published(_relevant(cfg)),
+        "KV cache": int(engine.kv_cache_gb * GIB) if engine.kv_cache_gb else kv_bytes(cfg, 1),
+        # Of a step: gate, up and their product, six residuals; and five float32 copies of all sequences' logits.
+        "activations (estimate)": STEP_TOKENS * (4 * inner + 6 * model.hidden_size) * 2 + 5 * logits,
+        "CUDA graphs (estimate)": 0 if engine.execution == "eager" else int(GRAPHS),
+        "context (estimate)": int(ENGINE_CONTEXT),
+    }
+
+
+# ---- choosing --------------------------------------------------------------------------------------------------------
+
+
+def settle(cfg: RunConfig, card: int | None) -> tuple[RunConfig, CardPlan | None]:
+    """The run with every "auto" of its memory replaced, and the plan it fits.
+
+    `model.remat`, `optimizer.offload` and `rollout.engine.memory` may be auto: the first choice that fits, from the
+    fastest. Without a card (the learner runs on a CPU or a TPU) nothing is planned, and offload is false.
+
+    Args:
+      card: `card_bytes()`.
+
+    Raises:
+      UserError: it does not fit; the sentence names settings that do, if any were found.
+    """
+    if card is None:
+        return _set(cfg, {"optimizer.offload": False} if cfg.optimizer.offload == "auto" else {}), None
+    first: CardPlan | None = None
+    for choice in _choices(cfg, card):
+        made = make(choice, card)
+        if not made.missing:
+            return choice, made
+        first = first or made
+    assert first is not None
+    raise UserError(f"This run does not fit the card: {first.words()}. {advice(cfg, card)}")
+
+
+def fits(cfg: RunConfig, card: int) -> bool:
+    """Whether any choice of its "auto"s fits the card."""
+    return any(not make(choice, card).missing for choice in _choices(cfg, card))
+
+
+def advice(cfg: RunConfig, card: int) -> str:
+    """Overrides under which the run fits: as few of the known ways to save memory as were found to be enough."""
+    taken: list[dict[str, Any]] = []
+    best = cfg
+    for change in _savings(cfg):
+        try:
+            best = _set(cfg, _merged([*taken, change]))
+        except UserError:  # it does not go with the rest of the run
+            continue
+        taken.append(change)
+        if fits(best, card):
+            break
+    else:
+        return "No settings were found that fit: use a larger card, a smaller model, or more of them (mesh.fsdp)."
+    for change in list(taken[:-1]):  # what is not needed after all
+        rest = [x for x in taken if x is not change]
+        if fits(_set(cfg, _merged(rest)), card):
+            taken = rest
+    words = " ".join(f"{key}={_word(value)}" for key, value in _merged(taken).items())
+    return f"It fits with: {words}"
+
+
+def _choices(cfg: RunConfig, card: int) -> Iterator[RunConfig]:
+    """The run with its "auto"s replaced, from the fastest to the smallest."""
+    remats = ("dots", "mixer", "attention", "full") if cfg.model.remat == "auto" else (cfg.model.remat,)
+    offloads = (False, True) if cfg.optimizer.offload == "auto" else (cfg.optimizer.offload,)
+    engine = cfg.rollout.engine
+    shares: tuple[float, ...] = (0.0,)
+    if isinstance(engine, vllm.Config) and engine.memory == "auto":
+        shares = (1.0, 0.5, 0.25)
+    for offload, share, remat in itertools.product(offloads, shares, remats):
+        changes: dict[str, Any] = {"model.remat": remat, "optimizer.offload": offload}
+        yield _set(cfg, changes | (_engine_settings(cfg, card, share) if share else {}))
+
+
+def _engine_settings(cfg: RunConfig, card: int, share: float) -> dict[str, Any]:
+    """`rollout.engine.memory=auto` in numbers: a KV cache for `share` of a step's sequences, and what vLLM needs."""
+    cache = kv_bytes(cfg, max(1, math.ceil(share * at_once(cfg))))
+    gigabytes = math.ceil(cache / GIB * 100) / 100
+    sized = _set(cfg, {"rollout.engine.kv_cache_gb": gigabytes})
+    needed = sum(engine_parts(_on_a_gpu(sized)).values())
+    return {
+        "rollout.engine.memory": "given",
+        "rollout.engine.kv_cache_gb": gigabytes,
+        "rollout.engine.gpu_memory_utilization": min(1.0, math.ceil(needed / card * 100) / 100),
+    }
+
+
+def _savings(cfg: RunConfig) -> Iterator[dict[str, Any]]:
+    """Ways to save memory, those first that cost least."""
+    engine = cfg.rollout.engine
+    if isinstance(engine, vllm.Config) and engine.memory != "auto":
+        yield {"rollout.engine.memory": "auto"}
+    if cfg.model.remat != "full":
+        yield {"model.remat": "full"}
+    if cfg.train.grad_dtype == "float32" and cfg.model.dtype == "bfloat16":
+        yield {"train.grad_dtype": "bfloat16"}
+    rows = cfg.train.micro_batch_rows
+    while rows > 1:
+        rows //= 2
+        yield {"train.micro_batch_rows": rows}
+    if cfg.optimizer.offload is not True:
+        yield {"optimizer.offload": True}
+    if isinstance(engine, vllm.Config) and engine.stages_on_gpu and not engine.has_own_gpu:
+        yield {"rollout.engine.transport": "host"}
+
+
+# ---- the pieces ------------------------------------------------------------------------------------------------------
+
+
+def _merged(changes: list[dict[str, Any]]) -> dict[str, Any]:
+    return functools.reduce(lambda a, b: a | b, changes, {})
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _set(cfg: Any, changes: dict[str, Any]) -> Any:
+    """A nested frozen dataclass with dotted fields replaced."""
+    for path, value in changes.items():
+        head, _, rest = path.partition(".")
+        cfg = dataclasses.replace(cfg, **{head: _set(getattr(cfg, head), {rest: value}) if rest else value})
+    return cfg
+
+
+def _on_a_gpu(cfg: RunConfig) -> RunConfig:
+    """With `quant.engine=auto` resolved as on a GPU, without asking JAX whether it runs on one."""
+    if cfg.quant.engine != "auto" or not isinstance(cfg.rollout.engine, vllm.Config):
+        return cfg
+    return _set(cfg, {"quant.engine": "cuda"})
+
+
+def _cached(function: Callable[[RunConfig], Any]) -> Callable[[RunConfig], Any]:
+    """By the config's text: it holds dicts."""
+    kept: dict[str, Any] = {}
+
+    @functools.wraps(function)
+    def call(cfg: RunConfig) -> Any:
+        key = repr(cfg)
+        if key not in kept:
+            kept[key] = function(cfg)
+        return kept[key]
+
+    return call
+
+
+def _relevant(cfg: RunConfig) -> RunConfig:
+    """Without what does not change the learner's bytes or a version's, so that these are counted once."""
+    engine = cfg.rollout.engine
+    if not isinstance(engine, vllm.Config):
+        return cfg
+    return _set(cfg, {"rollout.engine": vllm.Config()})
+
+
+@_cached
+def _parts(cfg: RunConfig) -> dict[str, int]:
+    return memory_plan.parts(cfg, per_device=True)
+
+
+@_cached
+def _published(cfg: RunConfig) -> int:
+    return memory_plan.published_bytes(_set(cfg, {"model.remat": "full"}))
+
+
+def _model(cfg: RunConfig) -> models.ModelConfig:
+    return models.read_config(cfg.model.path)
+
+
+__all__ = ["CardPlan", "advice", "card_bytes", "make", "settle"]

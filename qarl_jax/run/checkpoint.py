@@ -1,0 +1,592 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: what a run needs to go on as if nothing had happened, on disk, all of it or nothing.
+
+    <dir>/step_00000010/state/params/     one Orbax item per entry of the state, arrays by name
+                              opt_state/
+                        extra.json        data cursor, RNG seed, policy version, ...: whatever JSON the caller gave
+                        manifest.json     shape and dtype of every array; size and CRC-32 of every file, and its own.
+                                          Written last.
+
+How nothing is lost:
+
+  * A step is written under `.saving-*` and renamed when complete. A process killed at any moment leaves the older steps
+    as they were; its debris is swept by the next save.
+  * Old steps go only after a newer one is in place and has been read back.
+  * Restoring the newest step checks every file first. One that is short, missing or altered is reported and passed over
+    for the step before it, and kept: nobody deletes what may be needed for diagnosis.
+  * A failed save (disk full, no permission) raises a UserError and removes only what it wrote itself.
+
+Orbax moves the arrays (any sharding in, any sharding out, bit for bit). The step directories are ours, because Orbax's
+manager can neither tell an altered array from a sound one nor fall back to an older step.
+
+A run of several processes (`hosts`) writes and reads together, in one folder that all of them see: each its own shards,
+the first one everything else. Another number of processes reads the same bits. Otherwise one process writes a
+directory, and several may read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from qarl_jax.optim.build import path_name
+from qarl_jax.runtime import processes
+from qarl_jax.types import UserError
+
+log = logging.getLogger(__name__)
+
+_STEP = re.compile(r"step_(\d+)")
+_SAVING = ".saving-"
+_DELETING = ".deleting-"
+_FORMAT = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """When to save and what to keep.
+
+    Attributes:
+      every: save after every so many steps; 0: never on a schedule (only when asked, e.g. at the end or on Ctrl-C).
+      keep: how many of the newest whole steps stay; null: all. A damaged one does not count, and stays.
+      keep_every: steps that are multiples of this stay for good, on top of `keep`; null: none.
+      asynchronous: write in the background while training goes on; a failure is then told at the next step. On a CPU
+        this holds a copy of the state until it is written.
+      start_over: begin at step 0 where a run has records but no whole checkpoint, with the old records kept aside;
+        false: refuse.
+    """
+
+    every: int = 50
+    keep: int | None = 3
+    keep_every: int | None = None
+    asynchronous: bool = True
+    start_over: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise UserError(f"every must be 0 (never) or more, got {self.every}.")
+        if self.keep is not None and self.keep < 1:
+            raise UserError(f"keep must be at least 1, or null to keep all; got {self.keep}.")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise UserError(f"keep_every must be at least 1, or null; got {self.keep_every}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What came back: the step, the state (the trees asked for) and the JSON that was saved with it."""
+
+    step: int
+    state: dict[str, Any]
+    extra: dict[str, Any]
+
+
+class DamagedCheckpointError(UserError):
+    """A step that is on disk but not whole; the message says which file and what is wrong with it."""
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Example:
+      checkpoints = Checkpoints("runs/a/checkpoints", Config(every=10))
+      checkpoints.save(10, {"params": params, "opt_state": opt_state}, extra={"cursor": 640})
+      back = checkpoints.restore({"params": params, "opt_state": opt_state})     # newest sound step
+      back = checkpoints.restore({"params": abstract_params}, step=10)           # part of a step, for evaluation
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], config: Config | None = None):
+        """`config` None: the defaults, except that a save is on disk when it returns."""
+        self.directory = Path(directory).absolute()
+        self.config = config or Config(asynchronous=False)
+        self._orbax: ocp.AsyncCheckpointer | None = None
+        self._writer: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._read_whole: set[int] = set()  # steps whose every byte this process has written or compared
+
+    # ---------------------------------------------------------------------------------------------------------- looking
+
+    def steps(self) -> list[int]:
+        """Steps that were saved, oldest first. A folder gets such a name when it is complete, so that one that lacks
+        anything by now, be it the manifest, is damaged, not unfinished."""
+        if not self.directory.is_dir():
+            return []
+        found = [(_STEP.fullmatch(path.name), path) for path in self.directory.iterdir()]
+        return sorted(int(match[1]) for match, path in found if match and path.is_dir())
+
+    def latest_step(self) -> int | None:
+        """The newest step, or None."""
+        return max(self.steps(), default=None)
+
+    def must_have_saved(self, done: int) -> bool:
+        """Whether a run that was never without `steps` had a checkpoint on disk after `done` steps."""
+        # A save in the background is waited for by the one after it.
+        return self.config.every > 0 and done > self.config.every * (2 if self.config.asynchronous else 1)
+
+    def path(self, step: int) -> Path:
+        """The directory of a step."""
+        return self.directory / f"step_{step:08d}"
+
+    def should_save(self, step: int) -> bool:
+        """Whether the schedule asks for a checkpoint after `step`."""
+        return self.config.every > 0 and step % self.config.every == 0
+
+    # ----------------------------------------------------------------------------------------------------------- saving
+
+    def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> None:
+        """Write a step. On return the caller may change or donate every array.
+
+        Args:
+          step: its number. A step saved before under this number is replaced.
+          state: entry name -> pytree of arrays (jax or numpy).
+          extra: anything JSON can hold, NaN excluded.
+
+        Raises:
+          UserError: the disk is full, the directory cannot be written. Earlier steps are untouched.
+        """
+        self.wait()
+        text = json.dumps(dict(extra or {}), allow_nan=False)
+        items = {name: {key: _array(leaf) for key, leaf in _named(name, tree).items()} for name, tree in state.items()}
+        staging = self.directory / f"{_SAVING}{step:08d}-{processes.from_first(os.getpid)}"
+        with processes.together(), self._explained(step, staging):
+            if processes.is_first():
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._sweep()
+                staging.mkdir()
+        with processes.together(), self._explained(step, staging):
+            self._start(staging, items)
+        if self.config.asynchronous:
+            self._writer = threading.Thread(target=self._finish_later, args=(step, staging, items, text))
+            self._writer.start()
+        else:
+            with processes.together(), self._explained(step, staging):
+                self._finish(step, staging, items, text)
+
+    def wait(self) -> None:
+        """Until a background save is on disk; raises what went wrong with it, on any process."""
+        if self._writer is not None:
+            with processes.together():
+                self._join()
+
+    def check(self) -> None:
+        """Raises what has gone wrong with a background save, on any process, without waiting for one."""
+        if self._writer is not None and processes.any_of(self._failure is not None):
+            self.wait()
+
+    def _join(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def close(self) -> None:
+        """Wait, then let go of Orbax's threads. The object may be used again."""
+        self._close(self.wait)
+
+    def _close(self, wait: Callable[[], None]) -> None:
+        try:
+            wait()
+        finally:
+            if self._orbax is not None:
+                self._orbax.close()
+                self._orbax = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        # With an error on its way out the other processes may be anywhere: nobody is asked.
+        self._close(self.wait if kind is None else self._join)
+
+    def _start(self, staging: Path, items: Mapping[str, dict[str, Any]]) -> None:
+        arrays = {name: {key: x for key, x in flat.items() if x.size} for name, flat in items.items()}
+        if self.config.asynchronous and jax.default_backend() == "cpu":
+            # On CPU "device to host" is no copy at all, and a buffer donated to the next step would change underneath.
+            arrays = jax.tree.map(lambda x: x.copy(), arrays)
+        args = {name: ocp.args.StandardSave(flat) for name, flat in arrays.items() if flat}
+        if args:
+            self._handler().save(staging / "state", ocp.args.Composite(**args))
+
+    def _finish(self, step: int, staging: Path, items: Mapping[str, dict[str, Any]], extra: str) -> None:
+        self._handler().wait_until_finished()  # on the first process: until all have written their part
+        if not processes.is_first():
+            return
+        _write(staging / "extra.json", extra)
+        shapes = {
+            name: {key: {"shape": list(x.shape), "dtype": str(x.dtype)} for key, x in flat.items()}
+            for name, flat in items.items()
+        }
+        files = {str(path.relative_to(staging)): _fingerprint(path) for path in _files(staging)}
+        manifest = {"format": _FORMAT, "step": step, "arrays": shapes, "files": files}
+        _write(staging / "manifest.json", json.dumps(manifest | {"crc": _crc(manifest)}))
+
+        final = self.path(step)
+        if final.exists():
+            # Kept under another name until its successor is in place; a damaged one stays for good.
+            sound = _is_sound(final)
+            aside = _unused(final.with_name(f"{final.name}.{'replaced' if sound else 'damaged'}"))
+            final.rename(aside)
+            staging.rename(final)
+            if sound:
+                _delete(aside)
+        else:
+            staging.rename(final)
+        self._read_whole.add(step)
+        _sync(self.directory)
+        self._retire()
+
+    def _finish_later(self, step: int, staging: Path, items: Mapping[str, dict[str, Any]], extra: str) -> None:
+        try:
+            with self._explained(step, staging):
+                self._finish(step, staging, items, extra)
+        except BaseException as failure:
+            self._failure = failure
+
+    def _handler(self) -> ocp.AsyncCheckpointer:
+        if self._orbax is None:
+            self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        return self._orbax
+
+    def _drop_orbax(self) -> None:
+        """After a failure: let the writer's threads end, and forget the error they would report again."""
+        orbax, self._orbax = self._orbax, None
+        if orbax is not None:
+            with contextlib.suppress(Exception):
+                orbax.close()
+
+    def _explained(self, step: int, staging: Path) -> _Explained:
+        return _Explained(self, step, staging)
+
+    def _sweep(self) -> None:
+        """Remove what a killed save or deletion left behind."""
+        for path in self.directory.iterdir():
+            if path.name.startswith((_SAVING, _DELETING)):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _retire(self) -> None:
+        """Delete what is beyond `keep`. Only whole steps count, and a damaged one stays."""
+        if self.config.keep is None:
+            return
+        newer = 0
+        for step in reversed(self.steps()):
+            if newer >= self.config.keep and self.config.keep_every and step % self.config.keep_every == 0:
+                continue
+            # Sizes are compared every time, contents once in a process: reading all that is kept at every save is dear.
+            if not _is_sound(self.path(step), contents=step not in self._read_whole):
+                continue
+            self._read_whole.add(step)
+            if newer >= self.config.keep:
+                _delete(self.path(step))
+            newer += 1
+
+    # -------------------------------------------------------------------------------------------------------- restoring
+
+    def restore(self, abstract: Mapping[str, Any], *, step: int | None = None, shardings: Any = None) -> Restored:
+        """Read a step, bit for bit, into the structure and the sharding of `abstract`.
+
+        Args:
+          abstract: entry name -> tree of arrays or ShapeDtypeStructs. Entries left out are not read.
+          step: which one; None: the newest sound one, passing over damaged ones with a warning.
+          shardings: a tree like `abstract`; None: each leaf's own `.sharding`, or the default device.
+
+        Raises:
+          UserError: nothing to restore, other names, shapes or dtypes than asked for.
+          DamagedCheckpointError: `step` was named and is damaged, or no sound step is left.
+        """
+        self.wait()
+        if step is not None:
+            return self._restore(step, abstract, shardings)
+        candidates = processes.from_first(self.steps)[::-1]
+        if not candidates:
+            raise UserError(self._nothing_here())
+        for candidate in candidates:
+            try:
+                return self._restore(candidate, abstract, shardings)
+            except DamagedCheckpointError as damage:
+                log.warning("%s Falling back to the step before it; the damaged one is left in place.", damage)
+        raise DamagedCheckpointError(f"Every checkpoint in {self.directory} is damaged (steps {candidates[::-1]}).")
+
+    def extra(self, step: int | None = None) -> dict[str, Any]:
+        """The JSON saved with a step (None: the newest complete one), without reading any array."""
+        step = self.latest_step() if step is None else step
+        if step is None:
+            raise UserError(self._nothing_here())
+        return _load_json(self.path(step), "extra.json")
+
+    def _nothing_here(self) -> str:
+        if not self.directory.exists():
+            return f"There is no checkpoint directory {self.directory}."
+        if not self.directory.is_dir():
+            return f"{self.directory} is a file, not a directory of checkpoints."
+        return f"{self.directory} holds no checkpoint (no complete step_* directory)."
+
+    def _restore(self, step: int, abstract: Mapping[str, Any], shardings: Any) -> Restored:
+        path = self.path(step)
+        wanted = {name: _named(name, tree) for name, tree in abstract.items()}
+        extra = processes.from_first(lambda: self._checked(step, wanted))
+        placed = None if shardings is None else {name: _named(name, shardings[name]) for name in abstract}
+        state = {}
+        for name, flat in wanted.items():
+            target = {key: _target(leaf, placed[name][key] if placed else None) for key, leaf in flat.items()}
+            arrays = {key: jnp.zeros(t.shape, t.dtype, device=t.sharding) for key, t in target.items() if not t.size}
+            with processes.together():
+                arrays |= self._read(path / "state" / name, {key: t for key, t in target.items() if t.size})
+            structure = jax.tree.structure(abstract[name])
+            state[name] = jax.tree.unflatten(structure, [arrays[key] for key in flat])
+        return Restored(step=step, state=state, extra=extra)
+
+    def _checked(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The JSON of a step that is whole and holds what is wanted. Raises as `restore` does."""
+        path = self.path(step)
+        if not path.is_dir():
+            raise UserError(f"{self.directory} has no step {step}; it has {self.steps() or 'none'}.")
+        manifest = _manifest(path)
+        for name, arrays in wanted.items():
+            _check_layout(path, name, manifest["arrays"], arrays)
+        needed = ("extra.json", *(f"state/{name}/" for name in wanted))
+        _verify(path, {file: mark for file, mark in manifest["files"].items() if file.startswith(needed)})
+        return _load_json(path, "extra.json")
+
+    def _read(self, item: Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        if not target:
+            return {}
+        try:
+            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+                return reader.restore(item, args=ocp.args.StandardRestore(target))
+        except jax.errors.JaxRuntimeError:
+            raise  # out of device memory and the like: not the file's fault
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise DamagedCheckpointError(f"The checkpoint {item} cannot be read: {_first_line(error)}.") from error
+
+
+@dataclasses.dataclass
+class _Explained:
+    """Removes a failed save's debris; turns what the user can fix into a UserError."""
+
+    checkpoints: Checkpoints
+    step: int
+    staging: Path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        self.checkpoints._drop_orbax()
+        if processes.is_first():
+            shutil.rmtree(self.staging, ignore_errors=True)
+        reason = _reason(error)
+        if reason:
+            where = self.checkpoints.directory
+            kept = self.checkpoints.steps()
+            raise UserError(
+                f"Cannot save step {self.step} in {where}: {reason}. "
+                + (f"Earlier checkpoints are intact (steps {kept})." if kept else "There is no earlier checkpoint.")
+            ) from error
+
+
+def find(path: str | os.PathLike[str]) -> tuple[Checkpoints, int | None]:
+    """What the user means by `path`: a run directory, its checkpoint directory, or one step of it.
+
+    Returns:
+      (checkpoints, step), step None where the path names none.
+
+    Raises:
+      UserError: there is no checkpoint at `path`.
+    """
+    path = Path(path).absolute()
+    match = _STEP.fullmatch(path.name)
+    if match and path.is_dir():
+        return Checkpoints(path.parent), int(match[1])
+    for directory in (path, path / "checkpoints"):
+        if Checkpoints(directory).steps():
+            return Checkpoints(directory), None
+    raise UserError(Checkpoints(path)._nothing_here())
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def _named(item: str, tree: Any) -> dict[str, Any]:
+    """Leaves by name, e.g. "layers.kernel", in tree order. Names are unique, or it is a bug worth stopping for."""
+    out: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = path_name(path) or "value"
+        if name in out:
+            raise ValueError(f"Two leaves of {item} are called {name}.")
+        out[name] = leaf
+    return out
+
+
+def _array(leaf: Any) -> Any:
+    return leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+
+
+def _target(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    sharding = sharding or getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _check_layout(path: Path, item: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    if item not in saved:
+        raise UserError(f"{path} holds no {item!r}; it holds {', '.join(sorted(saved)) or 'nothing'}.")
+    have = saved[item]
+    missing, surplus = [key for key in wanted if key not in have], [key for key in have if key not in wanted]
+    if missing or surplus:
+        raise UserError(
+            f"{path} is a checkpoint of another model or optimizer: {item} "
+            + "; ".join(
+                part
+                for part in (
+                    f"lacks {_some(missing)}" if missing else "",
+                    f"has {_some(surplus)} that this run does not know" if surplus else "",
+                )
+                if part
+            )
+            + "."
+        )
+    for key, leaf in wanted.items():
+        for what, got, want in (
+            ("shape", tuple(have[key]["shape"]), tuple(leaf.shape)),
+            ("dtype", have[key]["dtype"], str(leaf.dtype)),
+        ):
+            if got != want:
+                raise UserError(f"{path}: {item} {key} was saved with {what} {got}, but this run has {what} {want}.")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _files(root: Path) -> Iterator[Path]:
+    return (path for path in sorted(root.rglob("*")) if path.is_file())
+
+
+def _fingerprint(path: Path) -> list[int]:
+    """[size, CRC-32] of a file."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def _verify(step: Path, files: Mapping[str, Sequence[int]], contents: bool = True) -> None:
+    for name, (size, crc) in files.items():
+        path = step / name
+        if not path.is_file():
+            raise DamagedCheckpointError(f"The checkpoint {step} is damaged: {name} is missing.")
+        if path.stat().st_size != size:
+            raise DamagedCheckpointError(
+                f"The checkpoint {step} is damaged: {name} has {path.stat().st_size} bytes instead of {size}."
+            )
+        if contents and _fingerprint(path)[1] != crc:
+            raise DamagedCheckpointError(f"The checkpoint {step} is damaged: the contents of {name} have changed.")
+
+
+def _is_sound(step: Path, contents: bool = True) -> bool:
+    """Whether every file is there in full and, with `contents`, unaltered."""
+    try:
+        _verify(step, _manifest(step)["files"], contents)
+    except DamagedCheckpointError:
+        return False
+    return True
+
+
+def _crc(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest).encode())
+
+
+def _manifest(step: Path) -> dict[str, Any]:
+    """The manifest, its own sum checked first: what an altered one says of model or format would mislead."""
+    manifest = _load_json(step, "manifest.json")
+    damaged = DamagedCheckpointError(f"The checkpoint {step} is damaged: the contents of manifest.json have changed.")
+    if not isinstance(manifest, dict):
+        raise damaged
+    crc = manifest.pop("crc", None)
+    if manifest.get("format") == 1 and crc is None:  # written before manifests had a sum
+        if not all(isinstance(manifest.get(key), dict) for key in ("arrays", "files")):
+            raise damaged
+        return manifest
+    if crc != _crc(manifest):
+        raise damaged
+    if manifest["format"] != _FORMAT:
+        raise UserError(f"{step} has checkpoint format {manifest['format']}; this version reads up to {_FORMAT}.")
+    return manifest
+
+
+def _load_json(step: Path, name: str) -> dict[str, Any]:
+    try:
+        return json.loads((step / name).read_text())
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"The checkpoint {step} is damaged: {name} is missing.") from None
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpointError(f"The checkpoint {step} is damaged: {name}: {_first_line(error)}.") from error
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    """Make renames survive a power cut."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _delete(path: Path) -> None:
+    """Rename first, so that a half-deleted step is never taken for a checkpoint."""
+    doomed = _unused(path.with_name(_DELETING + path.name))
+    try:
+        path.rename(doomed)
+    except OSError as error:
+        log.warning("Cannot delete the old checkpoint %s: %s.", path, _first_line(error))
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _unused(path: Path) -> Path:
+    for i in range(1_000_000):
+        candidate = path if i == 0 else path.with_name(f"{path.name}-{i}")
+        if not candidate.exists():
+            return candidate
+    raise AssertionError(path)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _reason(error: BaseException) -> str | None:
+    """The user's part in a failed save, or None. TensorStore hides errno in its text, so we look at that as well."""
+    code, text = getattr(error, "errno", None), str(error)
+    if code in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text or "quota exceeded" in text:
+        return "the disk is full"
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "Permission denied" in text:
+        return "no permission to write there"
+    if code in (errno.ENOTDIR, errno.EEXIST):
+        return "a file stands where a directory is needed"
+    return None

@@ -1,0 +1,603 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of a run: one YAML file and dotted overrides in, one frozen `RunConfig` out.
+
+    cfg = config.load("configs/quickstart.yaml", ["train.steps=10", "loss.clip_high=4e-3"])
+    print(config.describe(cfg))
+
+Each part owns its Config beside its code; this file puts them together and checks what no part can check alone. The
+machinery (types, variants, layers, errors) is `schema.py`.
+
+Batches are counted in PROMPTS, everywhere:
+
+    train.prompts_per_step       prompts sampled per step, each rollout.num_samples_per_prompt times
+    train.prompts_per_update     prompts of one optimizer update (mini-batch); a step makes step/update updates
+    train.micro_batch_rows       rows [row_len] of one forward/backward pass; only memory and speed depend on it
+
+Everything else is derived, and `describe` prints it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from qarl_jax import quant
+from qarl_jax.data import Config as DataConfig
+from qarl_jax.data.sources import reasoning_gym as gym_source
+from qarl_jax.learning.critic import Config as CriticConfig
+from qarl_jax.loss import LOSSES, ppo, tbpo
+from qarl_jax.loss.advantages import ADVANTAGES, Gae, Grpo
+from qarl_jax.observe.recorder import Config as LogConfig
+from qarl_jax.optim import build as optimizer
+from qarl_jax.quant.config import Config as QuantConfig
+from qarl_jax.rewards import RewardConfig, exact
+from qarl_jax.rewards import overlong as overlong_reward
+from qarl_jax.rewards import reasoning_gym as gym_reward
+from qarl_jax.rewards import total as reward_sum
+from qarl_jax.rollout import SamplingConfig, dynamic_sampling
+from qarl_jax.rollout.embedded import engine as jax_sampler
+from qarl_jax.rollout.partial_rollouts import Config as PartialConfig
+from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.run.checkpoint import Config as CheckpointConfig
+from qarl_jax.runtime.mesh import Config as MeshConfig
+from qarl_jax.runtime.processes import Config as DistributedConfig
+from qarl_jax.typed_config import load as schema
+from qarl_jax.typed_config.load import Variants
+from qarl_jax.types import UserError
+
+LOSS_NAMES: dict[str, type] = {loss.name: loss for loss in LOSSES}
+ENGINE_CONFIGS: dict[str, type] = {"jax": jax_sampler.Config, "vllm": vllm.Config}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy.
+
+    Attributes:
+      path: Hugging Face model folder (config.json, safetensors, tokenizer).
+      dtype: compute dtype of the forward and backward.
+      param_dtype: dtype of the master weights. At lr 1e-6 a bfloat16 master hardly ever moves; keep float32.
+      remat: what the backward recomputes: full (every layer), attention (all but softmax attention), mixer (the MLPs
+        alone), dots (all but matrix products and attention), none. From least memory to least work; auto takes the
+        last of them before none whose memory plan fits the device.
+      attention: implementation: xla (anywhere), cudnn (GPU), splash (TPU), flash3 (Hopper, bfloat16: in the order of
+        vLLM's kernel there; elsewhere xla runs instead); auto picks by device and quant.engine.
+    """
+
+    path: str
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: Literal["auto", "full", "attention", "mixer", "dots", "none"] = "full"
+    attention: Literal["auto", "xla", "cudnn", "splash", "flash3"] = "auto"
+
+    @property
+    def remat_or_full(self) -> str:
+        """`remat` where no plan was made (`plan.with_remat` does, in a training run): full for auto."""
+        return "full" if self.remat == "auto" else self.remat
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One entry of `rollout.stages`: in steps before `until`, responses have at most `max_response_len` tokens."""
+
+    until: int
+    max_response_len: int
+
+    def __post_init__(self) -> None:
+        for name in ("until", "max_response_len"):
+            _at_least(name, getattr(self, name), 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Sampling.
+
+    Attributes:
+      engine: jax (in this process) or vllm (behind the bridge), with its own settings.
+      num_samples_per_prompt: responses per prompt, the group over which advantages are formed.
+      max_response_len: most tokens of a response.
+      stages: shorter limits to begin with (DeepScaleR: 8k, then 16k, then 24k), in order; after the last one's `until`
+        it is max_response_len, which evaluation, and a loss that divides by the limit, use throughout.
+      temperature: 1 samples the policy itself; the learner divides its logits by the same number.
+      top_p, top_k: must stay off (1 and 0) for training; see `RunConfig`.
+      dynamic: DAPO's dynamic sampling; off by default (see `strategies.py`).
+      partial: APRIL's partial rollouts; off by default (see `partial.py`).
+      router_replay: the learner sends each token to the experts the engine sent it to (R3, arXiv 2510.11370): a mixture
+        of experts, with vLLM.
+    """
+
+    engine: Annotated[Any, Variants(ENGINE_CONFIGS)] = dataclasses.field(default_factory=jax_sampler.Config)
+    num_samples_per_prompt: int = 8
+    max_response_len: int = 1024
+    stages: tuple[Stage, ...] = ()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    dynamic: dynamic_sampling.Config = dataclasses.field(default_factory=dynamic_sampling.Config)
+    partial: PartialConfig = dataclasses.field(default_factory=PartialConfig)
+    router_replay: bool = False
+
+    def __post_init__(self) -> None:
+        if self.router_replay and self.engine_name != "vllm":
+            raise UserError(
+                "router_replay=true needs rollout.engine.name=vllm: the embedded sampler routes with the learner's own"
+                " arithmetic, and records nothing."
+            )
+        if self.router_replay and self.partial.is_on:
+            raise UserError(
+                "router_replay=true and partial rollouts do not go together: a response gone on with is routed anew."
+                " Switch one of them off."
+            )
+        _at_least("num_samples_per_prompt", self.num_samples_per_prompt, 1)
+        self.sampling()
+        last = 0
+        for number, stage in enumerate(self.stages):
+            if stage.until <= last:
+                raise UserError(
+                    f"stages.{number}: until={stage.until} does not come after the stage before it, which lasts until"
+                    f" step {last}; list the stages in order."
+                )
+            if stage.max_response_len > self.max_response_len:
+                raise UserError(
+                    f"stages.{number}: max_response_len={stage.max_response_len} exceeds rollout.max_response_len="
+                    f"{self.max_response_len}, for which rows and memory are planned; raise that, or lower the stage's."
+                )
+            last = stage.until
+        if self.partial.chunk >= self.max_response_len:
+            raise UserError(
+                f"partial.chunk={self.partial.chunk} is not below max_response_len={self.max_response_len}: every"
+                " response would be finished in its step. Lower it."
+            )
+
+    @property
+    def engine_name(self) -> str:
+        """The engine's key in `rollout.ENGINES`."""
+        return next(name for name, cls in ENGINE_CONFIGS.items() if type(self.engine) is cls)
+
+    def max_response_len_at(self, step: int) -> int:
+        """Most tokens of a response at a step: of that alone, so that a resumed run is at its place."""
+        limits = (stage.max_response_len for stage in self.stages if step < stage.until)
+        return next(limits, self.max_response_len)
+
+    def sampling(self, stop_token_ids: tuple[int, ...] = (), step: int | None = None) -> SamplingConfig:
+        """What the engines take at a step (None: after the last stage)."""
+        return SamplingConfig(
+            max_response_len=self.max_response_len if step is None else self.max_response_len_at(step),
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=stop_token_ids,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """A KL term against the policy the run starts from, under the learner's scheme (see `loss/kl.py`).
+
+    Attributes:
+      coef: its weight; 0: none, as in QaRL. QuRL's DeepScaleR runs: 1e-3.
+      kind: estimator: k1, k2, k3, or k3+ (k3's value, k2's gradient).
+      aggregation: token-mean, seq-mean-token-mean or seq-mean-token-sum.
+    """
+
+    coef: float = 0.0
+    kind: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+
+    def __post_init__(self) -> None:
+        if not self.coef >= 0:
+            raise UserError(f"coef must not be negative, got {self.coef}; 0 turns the KL term off.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The loop.
+
+    Attributes:
+      steps: rollout batches in the run.
+      prompts_per_step: prompts sampled per step.
+      prompts_per_update: prompts per optimizer update; 0: all of the step in one update.
+      update_epochs: passes over a step's samples.
+      micro_batch_rows: rows per forward/backward pass.
+      row_len: tokens per row; 0: data.max_prompt_len + rollout.max_response_len (in a stage of it, the stage's).
+      packing: packed (several responses share a row) or unpacked (one each).
+      max_segments: most responses in a packed row.
+      logprob_chunk: tokens per chunk of the fused output head.
+      grad_dtype: dtype of gradients and of their sum over micro-batches; bfloat16 halves them (see `learner.Options`).
+      entropy_coef: weight of an entropy bonus.
+      mask_truncated: leave unfinished responses out of the loss (DAPO's overlong filtering).
+      error_prob: response tokens below this probability are counted as error tokens (`error/*`); 0: not counted.
+      histograms: count ratios and mismatch weights per bin (histograms.jsonl, `ratio/*` quantiles).
+      shuffle_advantages: a control, which must not learn: permutes the advantages of a step over its samples.
+      profile_steps: steps during which a JAX profile is written.
+      compile_cache: folder for compiled programs; auto: ~/.cache/qarl_jax/xla on an accelerator; off: none.
+    """
+
+    steps: int = 100
+    prompts_per_step: int = 32
+    prompts_per_update: int = 0
+    update_epochs: int = 1
+    micro_batch_rows: int = 8
+    row_len: int = 0
+    packing: Literal["packed", "unpacked"] = "packed"
+    max_segments: int = 16
+    logprob_chunk: int = 2048
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    entropy_coef: float = 0.0
+    mask_truncated: bool = False
+    error_prob: float = 1e-3
+    histograms: bool = True
+    shuffle_advantages: bool = False
+    profile_steps: tuple[int, ...] = ()
+    compile_cache: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.compile_cache:
+            raise UserError("compile_cache is empty: give auto, off, or a folder.")
+        for name in ("steps", "prompts_per_step", "update_epochs", "micro_batch_rows", "max_segments", "logprob_chunk"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("prompts_per_update", "row_len"):
+            _at_least(name, getattr(self, name), 0)
+        if not 0 <= self.error_prob < 1:
+            raise UserError(f"error_prob must be a probability below 1 (0: not counted), got {self.error_prob}.")
+        if self.prompts_per_update > self.prompts_per_step:
+            raise UserError(
+                f"prompts_per_update={self.prompts_per_update} exceeds prompts_per_step={self.prompts_per_step}: an"
+                " update cannot use more prompts than a step samples. Lower it, or set 0 for one update per step."
+            )
+        if self.prompts_per_step % self.mini_batch_prompts:
+            raise UserError(
+                f"prompts_per_step={self.prompts_per_step} is not a multiple of prompts_per_update="
+                f"{self.prompts_per_update}; a step is split into equal updates."
+            )
+
+    @property
+    def mini_batch_prompts(self) -> int:
+        """Prompts per optimizer update, resolved."""
+        return self.prompts_per_update or self.prompts_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates per step."""
+        return self.prompts_per_step // self.mini_batch_prompts * self.update_epochs
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer updates of the run."""
+        return self.steps * self.updates_per_step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Held-out evaluation during training.
+
+    Attributes:
+      every: steps between evaluations; 0: none in between.
+      at_start, at_end: evaluate before the first and after the last step.
+      num_prompts: prompts, the first of the held-out split; 0: all of them.
+      num_samples: responses per prompt.
+      ks: the k of pass@k and maj@k, at most num_samples; empty: powers of two up to num_samples, and num_samples.
+      temperature: 0 is greedy.
+      top_p, top_k: as in sampling; off (1 and 0) they leave the policy's own distribution.
+      max_response_len: 0: rollout.max_response_len.
+      data: other data to evaluate on, all of it; null: the held-out split of `data`.
+    """
+
+    every: int = 0
+    at_start: bool = True
+    at_end: bool = True
+    num_prompts: int = 128
+    num_samples: int = 1
+    ks: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_response_len: int = 0
+    data: DataConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("every", "num_prompts", "top_k", "max_response_len"):
+            _at_least(name, getattr(self, name), 0)
+        _at_least("num_samples", self.num_samples, 1)
+        for k in self.ks:
+            if not 1 <= k <= self.num_samples:
+                raise UserError(f"ks: pass@{k} needs 1 <= k <= num_samples={self.num_samples}.")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must be in (0, 1], got {self.top_p}; 1 turns it off.")
+        if self.temperature < 0:
+            raise UserError(f"temperature must not be negative, got {self.temperature}; 0 is greedy.")
+        if self.temperature == 0 and self.num_samples > 1:
+            raise UserError(
+                f"num_samples={self.num_samples}: greedy responses to a prompt are all the same; raise temperature."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything a run depends on. Built by `load`; dumped, resolved, into the run's folder.
+
+    Attributes:
+      run_dir: where the run writes; empty: runs/<name of the config file>.
+      seed: of everything random: order of prompts, sampling, shuffles.
+      advantage: how rewards become advantages: grpo, drgrpo (relative to the group) or gae (to a critic).
+      critic: PPO's critic, which advantage.name=gae needs; null: none.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    run_dir: str = ""
+    seed: int = 0
+    quant: QuantConfig = dataclasses.field(default_factory=QuantConfig)
+    reward: RewardConfig = dataclasses.field(default_factory=exact.Config)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    advantage: Annotated[Any, Variants(ADVANTAGES)] = dataclasses.field(default_factory=Grpo)
+    critic: CriticConfig | None = None
+    loss: Annotated[Any, Variants(LOSS_NAMES)] = dataclasses.field(default_factory=tbpo.Config)
+    kl: KLConfig = dataclasses.field(default_factory=KLConfig)
+    optimizer: Annotated[Any, Variants(optimizer.OPTIMIZERS)] = dataclasses.field(default_factory=optimizer.Muon)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**31:
+            raise UserError(f"seed must lie in [0, 2^31), got {self.seed}.")
+        longest = self.data.max_prompt_len + self.rollout.max_response_len
+        if 0 < self.train.row_len < longest:
+            raise UserError(
+                f"train.row_len={self.train.row_len} is shorter than data.max_prompt_len={self.data.max_prompt_len} +"
+                f" rollout.max_response_len={self.rollout.max_response_len} = {longest}, and a response is never split"
+                " over rows. Raise row_len (0: exactly that) or lower one of the two."
+            )
+        if not self.rollout.sampling().is_full_support:
+            r = self.rollout
+            raise UserError(
+                f"rollout.temperature={r.temperature}, rollout.top_p={r.top_p}, rollout.top_k={r.top_k}:"
+                " training needs temperature > 0, top_p=1 and top_k=0. A cut-off distribution has other log-probs than"
+                " the learner's softmax, so every importance ratio would be off. Evaluation has eval.temperature."
+            )
+        self._check_critic()
+        if self.rollout.num_samples_per_prompt < 2:
+            if self.critic is None:
+                raise UserError(
+                    f"rollout.num_samples_per_prompt=1: advantage.name={self.advantage.name} compares the responses to"
+                    " a prompt, and a single response always gets advantage 0. Use at least 2."
+                )
+            if self.rollout.dynamic.max_batches > 1:
+                raise UserError(
+                    f"rollout.dynamic.max_batches={self.rollout.dynamic.max_batches} keeps groups whose responses"
+                    " differ, and with rollout.num_samples_per_prompt=1 there are none; set one of the two otherwise."
+                )
+        shards = self.mesh.data * self.mesh.fsdp
+        if shards > 0 and self.train.micro_batch_rows % shards:
+            raise UserError(
+                f"train.micro_batch_rows={self.train.micro_batch_rows} is not a multiple of mesh.data x mesh.fsdp ="
+                f" {shards}, over which the rows are split."
+            )
+        engine = self.rollout.engine
+        if isinstance(engine, vllm.Config) and self.distributed.is_on:
+            raise UserError(
+                f"distributed.coordinator={self.distributed.coordinator}: a run of several processes has the embedded"
+                " sampler only, for the bridge to vLLM serves one trainer process; set rollout.engine.name=jax, or"
+                " leave distributed.coordinator empty."
+            )
+        if isinstance(engine, vllm.Config) and 0 < engine.max_model_len < longest:
+            raise UserError(
+                f"rollout.engine.max_model_len={engine.max_model_len} is below data.max_prompt_len +"
+                f" rollout.max_response_len = {longest}; raise it (0: what the model allows)."
+            )
+        for term in self.reward_terms:
+            self._check_reward(term)
+
+    @property
+    def numerics(self) -> quant.Numerics:
+        """The learner's arithmetic, `quant.engine` resolved; asks JAX for its backend under auto with vLLM.
+
+        The embedded sampler computes with the learner's own functions, so that whatever they mirror the two agree, and
+        mirroring buys nothing there.
+        """
+        embedded = isinstance(self.rollout.engine, jax_sampler.Config)
+        return quant.resolve("plain" if embedded and self.quant.engine == "auto" else self.quant.engine)
+
+    def _check_critic(self) -> None:
+        wanted, name = isinstance(self.advantage, Gae), self.loss.name
+        if wanted and self.critic is None:
+            raise UserError("advantage.name=gae is relative to a critic, and the run has none: add `critic: {}`.")
+        if self.critic is not None and not wanted:
+            raise UserError(
+                f"critic is set, but advantage.name={self.advantage.name} does not ask it; set advantage.name=gae, or"
+                " critic=null."
+            )
+        if isinstance(self.loss, ppo.Config) and not wanted:
+            raise UserError(
+                "loss.name=ppo is the actor of a critic: set advantage.name=gae and `critic: {}`, or take"
+                " loss.name=grpo, the same clip on advantages relative to a group."
+            )
+        if isinstance(self.loss, tbpo.Config) and wanted:
+            raise UserError(
+                f"loss.name={name} weighs a response by a single advantage, but advantage.name=gae gives one to every"
+                " token; use loss.name=ppo."
+            )
+        if self.critic is not None and self.critic.warmup_steps >= self.train.steps:
+            raise UserError(
+                f"critic.warmup_steps={self.critic.warmup_steps} leaves none of train.steps={self.train.steps} to the"
+                " policy; lower it."
+            )
+
+    def _check_reward(self, reward: Any) -> None:
+        if isinstance(reward, gym_reward.Config) and not isinstance(self.data.source, gym_source.Config):
+            raise UserError(
+                "reward.name=reasoning_gym asks the task's own scorer, but data.source is not reasoning_gym; use"
+                " reward.name=exact or math_verify."
+            )
+        if isinstance(reward, overlong_reward.Config):
+            shortest = min((stage.max_response_len for stage in self.rollout.stages), default=None)
+            limit = reward.max_len or shortest or self.rollout.max_response_len
+            if reward.buffer_len > limit:
+                place = "max_len" if reward.max_len else "rollout.stages" if shortest else "rollout.max_response_len"
+                raise UserError(
+                    f"reward overlong: buffer_len={reward.buffer_len} exceeds the limit of {limit} tokens ({place});"
+                    " lower it."
+                )
+
+    @property
+    def reward_terms(self) -> tuple[Any, ...]:
+        """The rewards that are summed; one, unless reward.name=sum."""
+        if isinstance(self.reward, reward_sum.Config):
+            return tuple(term.reward for term in self.reward.terms)
+        return (self.reward,)
+
+    @property
+    def policy_updates(self) -> int:
+        """Optimizer updates of the policy: all of the run's, but for those it waits for its critic."""
+        waits = 0 if self.critic is None else self.critic.warmup_steps
+        return (self.train.steps - waits) * self.train.updates_per_step
+
+    @property
+    def micro_batches_per_update(self) -> tuple[int, int]:
+        """Fewest and most micro-batches of an update: as rows fill up, or one response to a row."""
+        responses = self.train.mini_batch_prompts * self.rollout.num_samples_per_prompt
+        most = -(-responses // self.train.micro_batch_rows)
+        if self.train.packing == "unpacked":
+            return most, most
+        return -(-responses // (self.train.micro_batch_rows * self.train.max_segments)), most
+
+    @property
+    def row_len(self) -> int:
+        """Tokens per training row, resolved; the longest, where stages have rows of their own."""
+        return self.train.row_len or self.data.max_prompt_len + self.rollout.max_response_len
+
+    def row_len_at(self, step: int) -> int:
+        """Tokens per training row of a step: as many values as stages, and the learner compiles once for each."""
+        return self.train.row_len or self.data.max_prompt_len + self.rollout.max_response_len_at(step)
+
+
+def load(file: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads the configuration of a run.
+
+    Args:
+      file: YAML file; None: defaults and overrides alone.
+      overrides: "section.field=value" strings.
+
+    Raises:
+      UserError: one sentence that says where the mistake is and what would be right.
+    """
+    cfg = schema.load(RunConfig, file, overrides)
+    if not cfg.run_dir:
+        stem = os.path.splitext(os.path.basename(os.fspath(file)))[0] if file is not None else "default"
+        cfg = dataclasses.replace(cfg, run_dir=os.path.join("runs", stem))
+    return cfg
+
+
+def from_dict(tree: dict[str, Any], source: str = "config", overrides: Sequence[str] = ()) -> RunConfig:
+    """A RunConfig from plain values (a notebook's dict, a dumped config). Raises `UserError` as `load` does."""
+    layer = schema.Layer(tree, {(): source}, source)
+    return schema.build(RunConfig, schema.apply_overrides(RunConfig, layer, overrides))
+
+
+to_dict = schema.to_dict
+to_yaml = schema.to_yaml
+
+
+def describe(cfg: RunConfig) -> str:
+    """Every derived number of a run, as the lines printed at its start."""
+    samples = cfg.rollout.num_samples_per_prompt
+    per_step, per_update = cfg.train.prompts_per_step, cfg.train.mini_batch_prompts
+    schemes = cfg.quant.forward
+    if cfg.quant.rollout_scheme != cfg.quant.forward:
+        schemes = f"{cfg.quant.forward} in the learner, {cfg.quant.rollout_scheme} in the sampler"
+    arm = _arm(cfg.quant)
+    rows = "several responses each" if cfg.train.packing == "packed" else "one response each"
+    updates = f"{cfg.train.updates_per_step} updates per step ({cfg.train.update_epochs}x over its responses)"
+    responses = cfg.train.steps * per_step * samples
+    least, most = cfg.micro_batches_per_update
+    passes = f"{most} per update" if cfg.train.packing == "unpacked" else f"{least} to {most} per update"
+    mesh = ", ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(cfg.mesh).items() if size != 1)
+    evaluated = f"{cfg.eval.num_prompts or 'all'} prompts x {cfg.eval.num_samples} samples"
+    when = [f"every {cfg.eval.every} steps"] * bool(cfg.eval.every)
+    when += ["before"] * cfg.eval.at_start + ["after"] * cfg.eval.at_end
+    saved = f"every {cfg.checkpoint.every} steps" if cfg.checkpoint.every else "at the end"
+    lines = [
+        ("scheme", schemes),
+        *[("" if number else "note", text) for number, text in enumerate(arm)],
+        ("step", f"{per_step} prompts x {samples} samples = {per_step * samples} responses"),
+        ("update", f"{per_update} prompts x {samples} samples = {per_update * samples} responses; {updates}"),
+        ("micro-batch", f"{cfg.train.micro_batch_rows} rows of {cfg.row_len} tokens, {rows}; {passes}"),
+        ("run", f"{cfg.train.steps} steps = {cfg.train.total_updates} updates = {responses} responses"),
+        ("lengths", f"prompt <= {cfg.data.max_prompt_len}, response <= {cfg.rollout.max_response_len} tokens"),
+        *[("" if number else "stages", text) for number, text in enumerate(_stages(cfg))],
+        *[("" if number else "partial", text) for number, text in enumerate(_partial(cfg))],
+        ("critic", "none" if cfg.critic is None else _critic_words(cfg.critic)),
+        ("mesh", (mesh or "one device") + f"{', over the processes of all hosts' * cfg.distributed.is_on}"),
+        ("evaluation", f"{evaluated}, {', '.join(when)}" if when else "none"),
+        ("checkpoints", f"{saved}, {cfg.checkpoint.keep or 'all'} kept, in {cfg.run_dir}/checkpoints"),
+    ]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+def _arm(cfg: QuantConfig) -> list[str]:
+    """What a run is for in which learner and sampler are different policies; nothing where they are one (QaRL)."""
+    learner, sampler = cfg.forward, cfg.rollout_scheme
+    if quant.parse_scheme(learner, cfg.group_size) == quant.parse_scheme(sampler, cfg.group_size):
+        return []
+    if learner == "bf16":
+        return [
+            "learner and sampler are different policies by intent: quantized rollouts under an unquantized learner,",
+            f"the baseline that QaRL is compared with. For QaRL set quant.forward={sampler}",
+        ]
+    purpose = (
+        "a low-bit learner on an unquantized policy's samples"
+        if sampler == "bf16"
+        else "two low-bit policies on different grids"
+    )
+    return [
+        f"learner and sampler are different policies by intent: {purpose}.",
+        "The arm is a control: do low bits in the learner's forward help by themselves, or by being the sampler's?",
+        "What the difference comes to is measured as mismatch/*.",
+        f"For QaRL leave quant.rollout out, or set it to {learner}",
+    ]
+
+
+def _stages(cfg: RunConfig) -> list[str]:
+    """A line per stage that the run reaches, and what changing costs."""
+    if not cfg.rollout.stages:
+        return []
+    lines, begin = [], 0
+    for end in [*(stage.until for stage in cfg.rollout.stages), cfg.train.steps]:
+        end = min(end, cfg.train.steps)
+        if begin < end:
+            limit, row = cfg.rollout.max_response_len_at(begin), cfg.row_len_at(begin)
+            lines.append(f"steps {begin} to {end - 1}: response <= {limit} tokens, rows of {row}")
+            begin = end
+    rows = len({cfg.row_len_at(step) for step in range(cfg.train.steps)})
+    return [*lines, f"the learner's programs are compiled {rows} time{'s' * (rows > 1)}, once for each length of a row"]
+
+
+def _partial(cfg: RunConfig) -> list[str]:
+    partial = cfg.rollout.partial
+    if not partial.is_on:
+        return []
+    per_step, chunk = cfg.train.prompts_per_step, partial.tokens(cfg.rollout.max_response_len)
+    hand = f"{partial.groups(per_step)} prompts in hand"
+    return [
+        f"{hand}; a step ends when {per_step} are complete, which is looked at every {chunk} tokens",
+        f"a group is trained on at most {partial.max_lag} steps after it was begun",
+    ]
+
+
+def _critic_words(cfg: CriticConfig) -> str:
+    name = next(name for name, cls in optimizer.OPTIMIZERS.items() if type(cfg.optimizer) is cls)
+    waits = f"; the policy waits {cfg.warmup_steps} steps" if cfg.warmup_steps else ""
+    return f"from {cfg.path or 'the policy itself'}, {name} at lr {cfg.optimizer.lr:g}{waits}"
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise UserError(f"{name} must be at least {least}, got {value}.")

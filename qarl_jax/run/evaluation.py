@@ -1,0 +1,434 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m qarl_jax.evaluate`: how good a policy is on data it was not trained on.
+
+    python -m qarl_jax.evaluate --checkpoint runs/quickstart eval.num_samples=16 eval.temperature=1.0
+    python -m qarl_jax.evaluate --config configs/quickstart.yaml --model Qwen/folder --scheme w8a8 --engine vllm --json
+    python -m qarl_jax.evaluate --config configs/qwen25_coder_0p5b/bf16_grpo.yaml --suite gsm8k
+
+The policy is `model.path` (or --model) or a checkpoint of a run (--checkpoint RUN, or one step_* folder of it; the
+config then defaults to the run's own). Data, number of samples and sampling are those of the config's `eval` section,
+or of a public benchmark (--suite; see `suites.py`), and any of them can be overridden. Prints a table, or one JSON
+object; --out FILE.jsonl holds one line per prompt with every response. `train.py` calls `evaluate` itself at the start,
+the end and in between.
+
+Of n responses to a prompt, c of them correct:
+
+    avg@n    c / n
+    pass@k   1 - C(n-c, k) / C(n, k): whether one of k is correct, unbiased (arXiv 2107.03374, eq. 1)
+    maj@k    whether the most frequent answer of k responses is correct: a mean over the n // k disjoint runs of k
+             responses, unbiased too. Of equally frequent answers the one that came first is taken.
+
+Each is a mean over prompts, with its standard error over prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from qarl_jax import data, models
+from qarl_jax.data import suites
+from qarl_jax.rewards import Grader, extract
+from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
+from qarl_jax.run import build, checkpoint, config, export
+from qarl_jax.run.config import RunConfig
+from qarl_jax.types import Prompt, RolloutGroup, UserError, entry_point
+
+# Rewards that say whether an answer is right; the others shape it.
+VERIFIERS = ("exact", "math_verify", "reasoning_gym", "python")
+
+
+# ---- estimators ----------------------------------------------------------------------------------------------------
+
+
+def pass_at_k(num_correct: Int[np.ndarray, " P"], num_samples: int, k: int) -> Float[np.ndarray, " P"]:
+    """Probability that k of a prompt's responses, drawn without replacement, hold a correct one.
+
+    Args:
+      num_correct: correct responses of each prompt.
+      num_samples: n, responses per prompt.
+      k: in 1..n.
+
+    Raises:
+      ValueError: k out of range.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples and k >= 1; there are {num_samples}.")
+    missing = num_samples - np.asarray(num_correct, np.int64)
+    # C(n-c, k) / C(n, k) as a product of k factors, which neither overflows nor cancels; a factor of 0 ends it.
+    steps = np.arange(k)
+    factors = np.maximum(missing[:, None] - steps, 0) / (num_samples - steps)
+    return 1.0 - factors.prod(1)
+
+
+def majority(votes: Sequence[Hashable | None]) -> int | None:
+    """Index of the first vote for the most frequent answer; of equally frequent ones, the one that came first.
+
+    None is no vote; None is returned where nobody votes. Example: majority(["7", None, "5", "5"]) = 2.
+    """
+    counts: dict[Hashable, int] = {}
+    first: dict[Hashable, int] = {}
+    for index, vote in enumerate(votes):
+        if vote is not None:
+            counts[vote] = counts.get(vote, 0) + 1
+            first.setdefault(vote, index)
+    if not counts:
+        return None
+    return first[max(counts, key=lambda vote: (counts[vote], -first[vote]))]
+
+
+def maj_at_k(
+    votes: Sequence[Sequence[Hashable | None]], correct: Bool[np.ndarray, "P n"], k: int
+) -> Float[np.ndarray, " P"]:
+    """Share of the n // k disjoint runs of k responses whose majority answer is correct; no vote at all is wrong.
+
+    Args:
+      votes: [P][n] answers; equal answers are equal (hashable) values, None where a response has none.
+      correct: whether each response was graded correct. That of the first vote for an answer speaks for the answer.
+      k: in 1..n.
+
+    Raises:
+      ValueError: k out of range.
+    """
+    num_samples = correct.shape[1]
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"maj@{k} needs at least {k} samples and k >= 1; there are {num_samples}.")
+    out = np.zeros(len(votes))
+    starts = range(0, num_samples - k + 1, k)
+    for prompt, answers in enumerate(votes):
+        for start in starts:
+            chosen = majority(answers[start : start + k])
+            out[prompt] += 0.0 if chosen is None else float(correct[prompt, start + chosen])
+    return out / len(starts)
+
+
+def default_ks(num_samples: int) -> tuple[int, ...]:
+    """Powers of two up to n, and n. Example: default_ks(12) = (1, 2, 4, 8, 12)."""
+    powers = [1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples]
+    return (*powers, num_samples)
+
+
+# ---- an evaluation -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What came out.
+
+    Attributes:
+      metrics: name -> number (see `measure`).
+      prompts: one record per prompt, JSON-ready: uid, prompt, answer, num_correct, majority (the most frequent answer),
+        majority_correct, and responses: text, answer (as extracted), reward, correct, finish_reason, length.
+    """
+
+    metrics: dict[str, float]
+    prompts: list[dict[str, Any]]
+
+
+def evaluate(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    grader: Grader,
+    tokenizer: Any,
+    *,
+    sampling: SamplingConfig,
+    num_samples: int,
+    key: int,
+    ks: Sequence[int] = (),
+) -> Evaluation:
+    """Samples and grades `prompts` under the engine's published version.
+
+    Args:
+      ks: the k of pass@k and maj@k, each at most `num_samples`; empty: `default_ks`.
+    """
+    completions = engine.generate(prompts, num_samples=num_samples, sampling=sampling, key=key)
+    groups, parts = grader.grade(tokenizer, prompts, completions)
+    return measure(groups, parts, grader, ks)
+
+
+def measure(
+    groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, " n"]], grader: Grader, ks: Sequence[int] = ()
+) -> Evaluation:
+    """Graded responses, equally many for every prompt -> metrics and records.
+
+    Correct is a response to which the reward's verifier (the first of `VERIFIERS` in a sum) gives 1 or more; where
+    there is none, the whole reward decides.
+
+    Returns:
+      Evaluation, with metrics: eval/reward/mean and eval/reward/best (mean over prompts of the best response);
+      eval/avg_at_<n>, eval/pass_at_<k>, eval/maj_at_<k> (k > 1), each with `/stderr`, as has eval/reward;
+      eval/response_len/mean (tokens), eval/truncated (share of responses without an end token), eval/no_answer (share
+      that casts no vote), eval/prompts.
+    """
+    rewards = np.array([group.rewards for group in groups], np.float64)
+    num_samples = rewards.shape[1]
+    verifier = next((i for i, name in enumerate(grader.names) if name in VERIFIERS), None)
+    scores = rewards if verifier is None else np.reshape(parts[grader.names[verifier]], rewards.shape)
+    correct = scores >= 1.0
+    settings = None if verifier is None else getattr(grader.rewards[verifier], "cfg", None)
+    answers = [[_answer(group, i, settings) for i in range(num_samples)] for group in groups]
+    votes = [[_vote(answer, settings) for answer in row] for row in answers]
+
+    flat = [completion for group in groups for completion in group.completions]
+    num_correct = correct.sum(1)
+    metrics = {
+        **_mean("eval/reward", rewards.mean(1), suffix="/mean"),
+        "eval/reward/best": float(rewards.max(1).mean()),
+        "eval/response_len/mean": float(np.mean([len(c.tokens) for c in flat])),
+        "eval/truncated": float(np.mean([c.finish_reason != "stop" for c in flat])),
+        "eval/no_answer": float(np.mean([vote is None for row in votes for vote in row])),
+        "eval/prompts": float(len(groups)),
+        **_mean(f"eval/avg_at_{num_samples}", num_correct / num_samples),
+    }
+    for k in ks or default_ks(num_samples):
+        metrics |= _mean(f"eval/pass_at_{k}", pass_at_k(num_correct, num_samples, k))
+        if k > 1:
+            metrics |= _mean(f"eval/maj_at_{k}", maj_at_k(votes, correct, k))
+    records = [_record(group, answers[i], votes[i], [bool(x) for x in correct[i]]) for i, group in enumerate(groups)]
+    return Evaluation(metrics=metrics, prompts=records)
+
+
+def _mean(name: str, per_prompt: Float[np.ndarray, " P"], suffix: str = "") -> dict[str, float]:
+    """Mean over prompts and its standard error (0 where there is one prompt)."""
+    spread = per_prompt.std(ddof=1) / np.sqrt(len(per_prompt)) if len(per_prompt) > 1 else 0.0
+    return {f"{name}{suffix}": float(per_prompt.mean()), f"{name}/stderr": float(spread)}
+
+
+def _answer(group: RolloutGroup, index: int, settings: Any) -> str | None:
+    """The answer of a response, looked for where the verifier looks; none where it would not grade what is there."""
+    unfinished = group.completions[index].finish_reason != "stop"
+    if unfinished and getattr(settings, "truncated", "score") == "zero":
+        return None
+    return extract.extract(group.texts[index], getattr(settings, "extract", "auto"))
+
+
+def _vote(answer: str | None, settings: Any) -> Hashable | None:
+    """What an answer counts as: numbers by value, everything else as normalised text."""
+    if answer is None:
+        return None
+    text = extract.normalize(answer, ignore_case=getattr(settings, "ignore_case", True))
+    value = extract.number(text)
+    return text if value is None else value
+
+
+def _record(
+    group: RolloutGroup, answers: Sequence[str | None], votes: Sequence[Hashable | None], correct: Sequence[bool]
+) -> dict[str, Any]:
+    chosen = majority(votes)
+    return {
+        "uid": group.prompt.uid,
+        "prompt": group.prompt.text,
+        "answer": group.prompt.answer,
+        "num_correct": sum(correct),
+        "majority": None if chosen is None else answers[chosen],
+        "majority_correct": chosen is not None and correct[chosen],
+        "responses": [
+            {
+                "text": text,
+                "answer": answer,
+                "reward": float(reward),
+                "correct": right,
+                "finish_reason": completion.finish_reason,
+                "length": len(completion.tokens),
+            }
+            for text, answer, reward, right, completion in zip(
+                group.texts, answers, group.rewards, correct, group.completions, strict=True
+            )
+        ],
+    }
+
+
+# ---- the evaluations of a run --------------------------------------------------------------------------------------
+
+
+def history(run_dir: str | os.PathLike[str], up_to: int | None = None) -> list[dict[str, Any]]:
+    """The evaluations of a run, oldest first: records with `version` and the metrics of `evaluate`.
+
+    Args:
+      run_dir: the run.
+      up_to: drop records of later versions from the file first (a run that resumes at this version); None: only read.
+    """
+    path = Path(run_dir) / "eval.jsonl"
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # a line torn by a kill
+            records.append(json.loads(line))
+    if up_to is not None:
+        records = [record for record in records if record["version"] <= up_to]
+        fresh = path.with_name(path.name + ".new")  # the old file stands until the new one is complete
+        fresh.write_text("".join(json.dumps(record) + "\n" for record in records))
+        fresh.replace(path)
+    return records
+
+
+def record(run_dir: str | os.PathLike[str], version: int, result: dict[str, float]) -> None:
+    """Appends an evaluation of policy `version` to eval.jsonl."""
+    with (Path(run_dir) / "eval.jsonl").open("a") as file:
+        file.write(json.dumps({"version": version, **result}) + "\n")
+
+
+# ---- command line --------------------------------------------------------------------------------------------------
+
+
+def run(
+    cfg: RunConfig, *more: RunConfig, source: str | None = None, scheme: str | None = None
+) -> tuple[list[Evaluation], int]:
+    """Evaluates one policy, once for each config; model and engine are those of the first and start once.
+
+    Args:
+      cfg: whose model, rollout engine, reward and `eval` section are used. more: other rewards and `eval` sections.
+      source: run folder or step folder to take the weights from; None: `model.path`.
+      scheme: what the sampler computes in, every weight alike; None: the config's (quant.rollout, quant.rules).
+
+    Returns:
+      The evaluations, in order, and the policy version evaluated (0: `model.path`).
+    """
+    with contextlib.ExitStack() as stack:
+        found = None if source is None else checkpoint.find(source)
+        mesh = build.make_mesh(cfg)
+        tokenizer = data.load_tokenizer(cfg.model.path)
+        asked = [build.eval_prompts(each, tokenizer) for each in (cfg, *more)]
+        graders = [stack.enter_context(contextlib.closing(build.make_grader(each))) for each in (cfg, *more)]
+        graphdef, params = build.load_model(cfg, mesh, None if source is None else build.numerics_of_run(cfg, source))
+        version = 0
+        if found is not None:
+            restored = found[0].restore({"params": params}, step=found[1])
+            params, version = restored.state["params"], restored.step
+        if scheme is None:
+            graphdef = build.rollout_graphdef(cfg, graphdef)
+        else:
+            graphdef = models.with_scheme(graphdef, scheme, cfg.quant.group_size)
+        learner = build.make_learner(cfg, graphdef, mesh)
+        engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, _say)))
+        weights = PolicyWeights(graphdef=learner.graphdef, params=params, qweights=learner.quantize(params))
+        engine.publish(weights, version)
+        stop = data.stop_token_ids(tokenizer, cfg.model.path)
+        results = [
+            evaluate(
+                engine,
+                prompts,
+                grader,
+                tokenizer,
+                sampling=build.eval_sampling(each, stop),
+                num_samples=each.eval.num_samples,
+                key=build.seed_of(each.seed, 0, "eval"),
+                ks=each.eval.ks,
+            )
+            for each, prompts, grader in zip((cfg, *more), asked, graders, strict=True)
+        ]
+        return results, version
+
+
+def table(metrics: dict[str, float]) -> str:
+    """The metrics as lines for a reader."""
+    rows = [("", "mean", "stderr")]
+
+    def add(label: str, key: str, spec: str = ".4f") -> None:
+        error = metrics.get(f"{key.removesuffix('/mean')}/stderr") if not key.endswith("/best") else None
+        rows.append((label, format(metrics[key], spec), "" if error is None else format(error, spec)))
+
+    add("reward", "eval/reward/mean")
+    add("best reward", "eval/reward/best")
+    for key in metrics:
+        name, _, k = key.removeprefix("eval/").partition("_at_")
+        if k.isdigit():
+            add(f"{name}@{k}", key)
+    add("response length", "eval/response_len/mean", ".1f")
+    add("truncated", "eval/truncated")
+    add("no answer", "eval/no_answer")
+    return "\n".join(f"{label:<16}{mean:>10}{error:>10}" for label, mean, error in rows)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _config(args: argparse.Namespace, suite: str | None) -> RunConfig:
+    """The config of --config, else that of the run of --checkpoint, with every override."""
+    overrides = [f"model.path={args.model}"] if args.model else []
+    overrides += [f"rollout.engine.name={args.engine}"] if args.engine else []
+    overrides += suites.overrides(suite, args.suite_data, args.preset) if suite else []
+    overrides += args.overrides
+    if args.config:
+        return config.load(args.config, overrides)
+    if args.checkpoint:
+        return export.run_config(args.checkpoint, overrides)
+    raise UserError("give --config FILE, --checkpoint RUN or both: nothing says what to evaluate on.")
+
+
+def _out(path: Path | None, suite: str | None, several: bool) -> Path | None:
+    """Where responses go: --out, with the suite's name before its ending where there are several."""
+    if path is None or not several:
+        return path
+    return path.with_name(f"{path.stem}.{suite}{path.suffix}")
+
+
+@entry_point
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m qarl_jax.evaluate", description=__doc__.split("\n")[0])
+    parser.add_argument("--config", help="YAML file; default: the config of the run that --checkpoint belongs to")
+    parser.add_argument("--checkpoint", help="a run folder, or one step_* of it; default: model.path itself")
+    parser.add_argument("--model", help="Hugging Face folder, instead of model.path")
+    parser.add_argument("--scheme", help="evaluate under this scheme, e.g. bf16 or w8a8; default: the config's")
+    parser.add_argument("--engine", choices=sorted(config.ENGINE_CONFIGS), help="sample with this engine")
+    parser.add_argument(
+        "--suite",
+        default="",
+        metavar="NAME[,NAME]",
+        help=f"public benchmarks, instead of the config's data: {', '.join(suites.SUITES)}",
+    )
+    parser.add_argument("--suite-data", metavar="FILE", help="the questions of one suite, where `make data` has none")
+    parser.add_argument("--preset", default="greedy", choices=suites.PRESETS, help="how a suite samples")
+    parser.add_argument("--json", action="store_true", help="print a JSON object (one line for each suite), no table")
+    parser.add_argument(
+        "--out", metavar="FILE.jsonl", help="write one line per prompt, with its responses; FILE.SUITE.jsonl if several"
+    )
+    parser.add_argument("overrides", nargs="*", help="section.field=value, e.g. eval.num_samples=16")
+    args = parser.parse_args(argv)
+    names: list[str | None] = [*args.suite.split(",")] if args.suite else [None]
+    if args.suite_data and len(names) > 1:
+        raise UserError(
+            f"--suite-data {args.suite_data} holds the questions of one suite, and {len(names)} are asked for."
+        )
+    cfgs = [_config(args, name) for name in names]
+    out = None if args.out is None else Path(args.out).absolute()
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise UserError(f"--out {out}: not a file in a folder that exists.")
+    results, version = run(*cfgs, source=args.checkpoint, scheme=args.scheme)
+    for name, cfg, result in zip(names, cfgs, results, strict=True):
+        file = _out(out, name, len(names) > 1)
+        if file is not None:
+            try:
+                file.write_text("".join(json.dumps(record) + "\n" for record in result.prompts))
+            except OSError as error:
+                raise UserError(f"--out {file}: cannot be written ({error.strerror or error}).") from None
+        if args.json:
+            print(json.dumps(({"suite": name} if name else {}) | result.metrics))
+            continue
+        e = cfg.eval
+        policy = f"{args.checkpoint} version {version}" if args.checkpoint else cfg.model.path
+        print(f"policy   {policy}, {args.scheme or cfg.quant.rollout_scheme}, engine {cfg.rollout.engine_name}")
+        print(
+            f"data     {f'{name}, ' if name else ''}{len(result.prompts)} prompts x {e.num_samples} samples,"
+            f" temperature {e.temperature:g}, top_p {e.top_p:g}, at most"
+            f" {e.max_response_len or cfg.rollout.max_response_len} tokens\n"
+        )
+        print(table(result.metrics))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

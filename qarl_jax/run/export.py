@@ -1,0 +1,159 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m qarl_jax.export --checkpoint DIR --format hf|compressed-tensors --out DIR`: a policy as a model folder.
+
+    hf                  the masters rounded to bfloat16: transformers, vLLM, or the start of another run
+    compressed-tensors  the QTensors of the run's rollout scheme, byte for byte what was published to the sampler
+
+DIR is a run folder (runs/quickstart: its newest checkpoint) or one step of it (runs/quickstart/checkpoints/step_...).
+The folder written holds the tokenizer and everything else that a model folder needs. It appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from qarl_jax import models
+from qarl_jax.models.hf import safetensors
+from qarl_jax.rollout import PolicyWeights
+from qarl_jax.run import build, checkpoint, config
+from qarl_jax.run.config import RunConfig
+from qarl_jax.types import UserError, entry_point
+
+FORMATS = ("hf", "compressed-tensors")
+MAX_SHARD_BYTES = 5 * 10**9
+# Of a model folder, what the weights do not replace: tokenizer, chat template, generation settings.
+RECEIPT = "sft.json"  # what `sft` notes of the weights it made
+_OTHERS = ("config.json", RECEIPT)
+_WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".gguf")
+
+
+def run_config(directory: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+    """The resolved config of the run that a run folder, checkpoints folder or step folder belongs to.
+
+    Args:
+      directory: one of these. overrides: "section.field=value" strings laid over it.
+
+    Raises:
+      UserError: no run.json at or above the folder.
+    """
+    found = build.run_record(directory)
+    if found is not None:
+        file, record = found
+        return config.from_dict(record["config"], str(file), overrides)
+    start = pathlib.Path(directory).absolute()
+    raise UserError(f"{start} is not inside a run folder: no run.json in it or in the two folders above it.")
+
+
+def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: str) -> None:
+    """Writes the policy of a checkpoint as a model folder.
+
+    Args:
+      source: run folder or step folder. out: folder to make; must not exist, or be empty.
+      kind: one of FORMATS.
+
+    Raises:
+      UserError: unknown format, no checkpoint, `out` in use, or a bf16 run asked for compressed-tensors.
+    """
+    if kind not in FORMATS:
+        raise UserError(f"--format {kind}: choose one of {', '.join(FORMATS)}")
+    target = pathlib.Path(out)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"--out {target} exists and is not an empty folder; name another one.")
+    checkpoints, step = checkpoint.find(source)
+    cfg = run_config(source)
+    mesh = build.make_mesh(cfg)
+    # Under auto this machine's arithmetic may be another than the run's, and with it the grid of w4a8.
+    recorded = build.recorded_numerics(source) if cfg.quant.engine == "auto" else None
+    graphdef, params = build.load_model(cfg, mesh, recorded)
+    state = build.make_learner(cfg, graphdef, mesh).init(params)
+    # The whole state is named, so that a checkpoint of another model is refused rather than half read.
+    params = checkpoints.restore(state.entries(), step=step).state["params"]
+    staging = target.with_name(target.name + ".partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        for file in sorted(pathlib.Path(cfg.model.path).iterdir()):
+            if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _OTHERS:
+                shutil.copy2(file, staging / file.name)
+        if kind == "hf":
+            models.save_hf(models.merge(models.with_scheme(graphdef, "bf16"), params, build.no_qweights()), staging)
+        else:
+            write_quantized(build.rollout_graphdef(cfg, graphdef), params, staging)
+        if target.exists():
+            target.rmdir()
+        os.replace(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def write_quantized(graphdef: Any, params: Any, folder: pathlib.Path) -> None:
+    """config.json and safetensors of a quantized policy, as vLLM's loader (compressed-tensors) expects them.
+
+    Raises:
+      UserError: the scheme of `graphdef` quantizes nothing.
+    """
+    from qarl_jax.rollout.vllm.engine import engine_config, engine_tensors  # the tensors are those the engine is sent
+
+    values = engine_config(graphdef)
+    if "quantization_config" not in values:
+        raise UserError("this run's rollout scheme is bf16, so there is nothing quantized to write: use --format hf.")
+    qweights = models.quantize_params(graphdef, params)
+    weights = PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
+    shards = list(_shards(engine_tensors(weights), folder))
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, (temporary, sizes) in enumerate(shards, start=1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(temporary, folder / name)
+        weight_map |= dict.fromkeys(sizes, name)
+        total += sum(sizes.values())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _shards(
+    tensors: Iterator[tuple[str, np.ndarray]], folder: pathlib.Path
+) -> Iterator[tuple[pathlib.Path, dict[str, int]]]:
+    """Writes tensors in order, a file at a time; yields each file with the bytes of its tensors."""
+    held: dict[str, np.ndarray] = {}
+    number = 0
+
+    def write() -> tuple[pathlib.Path, dict[str, int]]:
+        file = folder / f"part-{number}.safetensors"
+        safetensors.write(file, {name: (x.dtype, x.shape) for name, x in held.items()}, held.items())
+        return file, {name: x.nbytes for name, x in held.items()}
+
+    for name, array in tensors:
+        if held and sum(x.nbytes for x in held.values()) + array.nbytes > MAX_SHARD_BYTES:
+            yield write()
+            held, number = {}, number + 1
+        held[name] = np.asarray(array)
+    yield write()
+
+
+@entry_point
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m qarl_jax.export", description=__doc__.split("\n")[0])
+    parser.add_argument("--checkpoint", required=True, help="run folder, or one step_* folder of its checkpoints")
+    parser.add_argument("--format", required=True, choices=FORMATS)
+    parser.add_argument("--out", required=True, help="folder to write")
+    args = parser.parse_args(argv)
+    export(args.checkpoint, args.out, args.format)
+    print(f"wrote {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

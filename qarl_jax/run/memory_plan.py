@@ -1,0 +1,444 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a run will hold in memory, computed from shapes alone: `--dry-run` prints it and no array is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from qarl_jax import models
+from qarl_jax.learning import critic
+from qarl_jax.optim import build as optimizer
+from qarl_jax.optim import by_stack
+from qarl_jax.rollout.embedded import engine as jax_sampler
+from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.run import build
+from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import mesh as sharding
+
+GIB = 2.0**30
+
+
+def abstract_policy(cfg: RunConfig) -> tuple[Any, Any]:
+    """(graphdef, abstract params) of the run's model from its config.json; reads no weights."""
+    config = models.read_config(
+        cfg.model.path,
+        compute_dtype=cfg.model.dtype,
+        param_dtype=cfg.model.param_dtype,
+        quant=models.parse_rules(build.schemes(cfg, cfg.quant.forward), cfg.quant.group_size),
+        numerics=cfg.numerics,  # on CUDA, w4a8 is another scheme
+        remat=cfg.model.remat_or_full,
+    )
+    graphdef, params, _ = models.split(models.abstract_model(config))
+    return graphdef, params
+
+
+def planned_mesh(cfg: RunConfig) -> Mesh | AbstractMesh:
+    """The run's mesh; its devices need not be here, unless an axis asks for all there are (-1)."""
+    sizes = dataclasses.asdict(cfg.mesh)
+    if -1 in sizes.values():
+        return build.make_mesh(cfg)
+    return AbstractMesh(tuple(sizes[axis] for axis in sharding.MESH_AXES), sharding.MESH_AXES)
+
+
+def nbytes(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any = None) -> int:
+    """Bytes of all arrays (or their shapes) in a tree.
+
+    Args:
+      tree: params, qweights, or an optimizer state around them.
+      mesh: count what one device of it holds; None: everything.
+      dtype: count as if the arrays had this one.
+    """
+    return sum(jax.tree.leaves(bytes_of_each(tree, mesh, dtype)))
+
+
+def bytes_of_each(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any = None) -> Any:
+    """`nbytes` leaf by leaf: a tree like the given one."""
+    leaves, structure = jax.tree.flatten(tree)
+    shapes = [leaf.shape for leaf in leaves]
+    if mesh is not None:
+        places = jax.tree.leaves(sharding.param_shardings(tree, mesh))
+        shapes = [place.shard_shape(shape) for place, shape in zip(places, shapes, strict=True)]
+    sizes = [jnp.dtype(leaf.dtype if dtype is None else dtype).itemsize for leaf in leaves]
+    return jax.tree.unflatten(structure, [math.prod(x) * size for x, size in zip(shapes, sizes, strict=True)])
+
+
+def abstract_critic(cfg: RunConfig, graphdef: Any) -> tuple[models.ModelConfig, Any, Any]:
+    """(config of the body, abstract params, abstract optimizer state) of the run's critic; reads no weights."""
+    assert cfg.critic is not None
+    body = build.critic_body(cfg, models.config_of(graphdef))
+    policy = models.split(models.abstract_model(body))[1]
+    params = jax.eval_shape(lambda p: critic.init_params(p, body.hidden_size), policy)
+    transformation = optimizer.make_optimizer(cfg.critic.optimizer, cfg.train.total_updates)
+    return body, params, jax.eval_shape(transformation.init, params)
+
+
+def _widths(model: models.ModelConfig) -> tuple[int, int, int, int]:
+    """Elements per token of the residual, of all query heads, of q, k and v together, and of the MLP's inner width."""
+    heads = model.num_heads * model.head_dim
+    inner = model.intermediate_size
+    if model.moe is not None:
+        inner = model.moe.intermediate_size * model.moe.num_experts_per_tok
+    return model.hidden_size, heads, heads + 2 * model.num_kv_heads * model.head_dim, inner
+
+
+def _kept(model: models.ModelConfig, max_segments: int) -> int:
+    """Bytes per token and layer that the recomputation policy keeps beyond the layer's two inputs."""
+    width = model.compute_dtype.itemsize
+    hidden, heads, projected, inner = _widths(model)
+    # A fused kernel's statistics: a float32 per head and token, and per segment where rows are packed.
+    statistics = 4 * model.num_heads * (max_segments + 1 if max_segments > 1 else 1)
+    return {
+        "full": 0,
+        "attention": heads * width + statistics,
+        "mixer": (heads + projected + hidden) * width + statistics,
+        "dots": (heads + projected + 2 * hidden + 2 * inner) * width + statistics,
+        # Every tensor that a backward reads, those in float32 too.
+        "none": (8 * hidden + 2 * heads + 3 * projected + 5 * inner) * width
+        + 4 * (8 * hidden + 6 * inner)
+        + statistics,
+    }[model.remat]
+
+
+def saved_activations(model: models.ModelConfig, positions: int, max_segments: int = 1) -> int:
+    """Bytes that the forward of `positions` tokens leaves for its backward: each layer's two inputs, and what the
+    recomputation policy keeps (`transformer._SAVED`)."""
+    inputs = 2 * model.hidden_size * model.compute_dtype.itemsize
+    return model.num_layers * positions * (inputs + _kept(model, max_segments))
+
+
+def layer_activations(model: models.ModelConfig, positions: int, max_segments: int = 1) -> int:
+    """Bytes alive at once while one layer is recomputed and differentiated, without what is saved of it anyway.
+
+    The three numbers are fitted to what XLA allocates for an H200 at Qwen3-0.6B, 1.7B and 8B under full recomputation
+    (benchmarks/memory.py); everything else in the plan is counted.
+    """
+    hidden, _, projected, inner = _widths(model)
+    whole = (14.0 * hidden + 2.5 * projected + 7.0 * inner) * model.compute_dtype.itemsize
+    return round(positions * max(whole - _kept(model, max_segments), whole / 4))
+
+
+def update_scratch(
+    params: Any, opt_state: Any, *, offload: bool = False, mesh: Mesh | AbstractMesh | None = None
+) -> int:
+    """Bytes that an update outside of the gradient's program works with beside masters, gradients and a state that
+    rests on the device (`stackwise.Update`).
+
+    As one program: a float32 number per parameter, one more for those of the largest stack, and a state from the host.
+    In groups: of the fullest one six layers in float32, or 2.5 float32 numbers per parameter where it is not a stack,
+    and of a state from the host two neighbouring groups. So XLA allocates for an H200 at Qwen3-8B under Muon
+    (benchmarks/memory.py), or less.
+    """
+    layout = by_stack.Layout.of(params, opt_state)
+    sizes = jax.tree.leaves(bytes_of_each(params, mesh, jnp.float32))
+    moments = [sum(jax.tree.leaves(x)) for x in layout.leaves(bytes_of_each(opt_state, mesh))]
+    if len(layout.groups) == 1:
+        return sum(sizes) + max(sizes) + (sum(moments) if offload else 0)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    own = [
+        6 * sizes[first] // shapes[first][0]
+        if not others and by_stack.is_stack(shapes[first])
+        else 5 * sum(sizes[i] for i in (first, *others)) // 2
+        for (first, *others), _ in layout.groups
+    ]
+    if not offload:
+        return max(own)
+    here = [sum(moments[i] for i in group.moments) for group in layout.groups]
+    beside = [max(before, after) for before, after in zip([0, *here], [*here[1:], 0], strict=False)]
+    return max(map(sum, zip(own, here, beside, strict=True)))
+
+
+def update_parts(
+    model: models.ModelConfig,
+    params: Any,
+    qweights: Any,
+    opt_state: Any,
+    *,
+    rows: int,
+    row_len: int,
+    chunk: int,
+    grad_dtype: Any,
+    max_segments: int = 1,
+    one_program: bool = True,
+    offload: bool = False,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> dict[str, int]:
+    """Bytes by part at the fullest moment of an update.
+
+    Two moments compete. In the layers' backward there are the saved activations, one layer's own and all gradients;
+    where those are bfloat16, the head's float32 sum stands beside them. In the log-probs' backward there are no
+    gradients of layers yet, but a chunk of logits (float32, and their gradient in the compute dtype) and the head's
+    float32 gradient twice, before and after the chunk. "log-prob chunk" is what the second needs beyond the first.
+
+    Where the update is not in the gradient's program, for its several micro-batches or because the optimizer's state
+    rests on the host, it is a third: activations are gone, and what it works with (`update_scratch`) is here. "update
+    (estimate)" is what it needs beyond the other two.
+
+    Args:
+      params, qweights, opt_state: abstract or not.
+      rows, row_len: of one micro-batch on one device.
+      chunk: tokens whose logits exist at once (`train.logprob_chunk`).
+      grad_dtype: `train.grad_dtype`.
+      max_segments: static bound on responses per row.
+      one_program: whether an update is a single micro-batch; otherwise an accumulator stands beside the gradient.
+      offload: `optimizer.offload`.
+      mesh: count what one of its devices holds; None: everything.
+    """
+    positions, grad_dtype = rows * row_len, jnp.dtype(grad_dtype)
+    own = grad_dtype if model.compute_dtype == grad_dtype else None  # None: the masters'
+    gradient = nbytes(params, mesh, own)
+    # Embedding and head get their gradients as float32 sums.
+    ways = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.RULES.vocab)
+    vocabulary = model.vocab_size * model.hidden_size * 4 // ways
+    saved = saved_activations(model, positions, max_segments)
+    layers = saved + layer_activations(model, positions, max_segments)
+    if nbytes(params, mesh, own) != nbytes(params, mesh, jnp.float32):
+        layers += vocabulary
+    logits = min(chunk, positions) * model.vocab_size * (4 + model.compute_dtype.itemsize)
+    chunks = max(0, saved + logits + 2 * vocabulary - layers - gradient)
+    state, apart = nbytes(opt_state, mesh), 0
+    if offload or not one_program:
+        gone = layers + chunks + (0 if one_program else gradient)
+        apart = max(0, update_scratch(params, opt_state, offload=offload, mesh=mesh) - gone)
+    return {
+        "masters": nbytes(params, mesh),
+        "optimizer": 0 if offload else state,
+        "gradients": gradient + (0 if one_program else nbytes(params, mesh, grad_dtype)),
+        "QTensors": nbytes(qweights, mesh),
+        "activations (estimate)": layers,
+        "log-prob chunk": chunks,
+        "update (estimate)": apart,
+    }
+
+
+def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
+    """Bytes by part: what one update holds at once, over the whole mesh or on one of its devices.
+
+    Policy and critic are updated in turn, so that gradients and activations are those of the larger of the two. The
+    reference policy of a KL term is a copy in the compute dtype with QTensors of its own. An optimizer state that rests
+    on the host counts for its visit alone ("update (estimate)"); all of it is in `optimizer_states`.
+
+    activations is an estimate (`update_parts`), an upper one where the tensor axis splits them. The embedded sampler
+    keeps a copy of the policy and its keys and values between updates; vLLM's memory is its own (`rollout.engine`).
+    """
+    graphdef, params = abstract_policy(cfg)
+    model = models.config_of(graphdef)
+    qweights = jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params)
+    opt_state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
+    mesh = planned_mesh(cfg) if per_device else None
+    batch_shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)
+    shape: dict[str, Any] = {
+        "rows": cfg.train.micro_batch_rows // batch_shards,
+        "row_len": cfg.row_len,
+        "chunk": cfg.train.logprob_chunk,
+        "grad_dtype": cfg.train.grad_dtype,
+        "max_segments": build.max_segments(cfg),
+        "one_program": cfg.micro_batches_per_update[1] == 1,
+        "offload": cfg.optimizer.offload is True,
+        "mesh": mesh,
+    }
+    out = update_parts(model, params, qweights, opt_state, **shape)
+    if cfg.kl.coef:
+        out["reference policy"] = nbytes(params, mesh, model.compute_dtype) + nbytes(qweights, mesh)
+    if cfg.critic is not None:
+        body, own, moments = abstract_critic(cfg, graphdef)
+        # Its gradient is float32, with an accumulator of its own, and it has no logits.
+        gradient = nbytes(own, mesh, jnp.float32)
+        out["gradients"] = max(out["gradients"], 2 * gradient)
+        positions = shape["rows"] * cfg.row_len
+        segments = shape["max_segments"]
+        needed = saved_activations(body, positions, segments) + layer_activations(body, positions, segments)
+        out["activations (estimate)"] = max(out["activations (estimate)"], needed)
+        held = nbytes(moments, mesh)
+        if cfg.critic.optimizer.offload is True:
+            held = max(0, update_scratch(own, moments, offload=True, mesh=mesh) - needed - gradient)
+        out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": held}
+    if isinstance(cfg.rollout.engine, jax_sampler.Config):
+        sampled = build.rollout_graphdef(cfg, graphdef)
+        prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial
+        prompt_len, response_len = cfg.data.max_prompt_len, cfg.rollout.max_response_len
+        if partial.is_on:  # what goes on with a response takes it for a prompt, and adds a chunk
+            prompts = partial.groups(prompts)
+            prompt_len, response_len = prompt_len + response_len - 1, partial.tokens(response_len)
+        weights, cache = jax_sampler.footprint(
+            cfg.rollout.engine,
+            sampled,
+            params,
+            jax.eval_shape(lambda p: models.quantize_params(sampled, p), params),
+            prompt_len=prompt_len,
+            response_len=response_len,
+            sequences=prompts * cfg.rollout.num_samples_per_prompt,
+        )
+        out |= {"sampler's policy": nbytes(weights, mesh), "sampler's KV cache": nbytes(cache)}
+    return out
+
+
+def optimizer_states(cfg: RunConfig) -> dict[str, tuple[Any, bool]]:
+    """Whole abstract optimizer states by owner, and whether they rest on the host."""
+    graphdef, params = abstract_policy(cfg)
+    state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
+    out = {"optimizer": (state, cfg.optimizer.offload is True)}
+    if cfg.critic is not None:
+        out["critic's optimizer"] = (abstract_critic(cfg, graphdef)[2], cfg.critic.optimizer.offload is True)
+    return out
+
+
+def device_bytes(cfg: RunConfig) -> int | None:
+    """What the learner may take of a device, beside vLLM where they share it; None where a device does not say (a CPU).
+
+    Asks JAX for its devices, so that from here on it is settled whether it preallocates.
+    """
+    build.leave_memory_to_vllm(cfg)
+    found = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if not found:
+        return None
+    engine = cfg.rollout.engine
+    if isinstance(engine, vllm.Config):
+        card = found / learner_share()
+        theirs = 0.0 if engine.has_own_gpu else engine.gpu_memory_utilization
+        found = min(found, card * (1 - theirs) - staging_bytes(cfg))
+    return int(found)
+
+
+def with_remat(cfg: RunConfig, limit: int | None) -> RunConfig:
+    """`cfg` with `model.remat=auto` replaced: the policy that recomputes least among those whose plan fits.
+
+    Nothing but time and memory depends on it. "none" is not considered: it keeps float32 intermediates as well.
+
+    Args:
+      limit: bytes of a device (`device_bytes`); None: unknown, everything is recomputed. A tenth is left free, for
+        compiled programs and fragmentation.
+    """
+    if cfg.model.remat != "auto":
+        return cfg
+    for remat in ("dots", "mixer", "attention"):
+        choice = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, remat=remat))
+        if limit is not None and sum(parts(choice, per_device=True).values()) <= 0.9 * limit:
+            return choice
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, remat="full"))
+
+
+JAX_SHARE = 0.75  # of a card, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (JAX's documentation)
+
+
+def learner_share() -> float:
+    """The largest share of a card that JAX will take."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or JAX_SHARE)
+
+
+def staging_bytes(cfg: RunConfig) -> int:
+    """Of two versions in buffers on the learner's card, where they are published from its memory (with NCCL: as many
+    on the engine's)."""
+    assert isinstance(cfg.rollout.engine, vllm.Config)
+    return 2 * published_bytes(cfg) if cfg.rollout.engine.stages_on_gpu else 0
+
+
+def published_bytes(cfg: RunConfig) -> int:
+    """Bytes of one version as the engine is given it: QTensors, and the rest of the policy in bfloat16."""
+    graphdef, params = abstract_policy(cfg)
+    graphdef = build.rollout_graphdef(cfg, graphdef)
+    qweights = jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params)
+    covered = models.by_path(qweights)
+    rest = {path: leaf for path, leaf in models.by_path(params).items() if path not in covered}
+    return nbytes(qweights) + nbytes(rest, dtype=jnp.bfloat16)
+
+
+def _apart(cfg: RunConfig, engine: vllm.Config) -> list[str]:
+    """Lines on a vLLM with a GPU of its own."""
+    where = f"GPU {engine.visible_gpus}" if engine.visible_gpus else f"the GPU of the bridge at {engine.address}"
+    lines = [f"vLLM         on {where}: {engine.gpu_memory_utilization:.0%} of it at most (gpu_memory_utilization)"]
+    if not engine.stages_on_gpu:
+        return [*lines, "  weights go over host memory"]
+    staged, version = staging_bytes(cfg) / GIB, published_bytes(cfg) / GIB
+    how = f"weights go over NCCL; staging takes {staged:.3f} GiB of either card: two versions of {version:.3f} GiB"
+    return [*lines, f"  {how}"]
+
+
+def colocation(cfg: RunConfig) -> list[str]:
+    """Lines on how learner and vLLM share one card, where they do; none without vLLM."""
+    if not isinstance(cfg.rollout.engine, vllm.Config):
+        return []
+    engine = cfg.rollout.engine
+    if engine.address.startswith("tcp://") and not engine.stages_on_gpu:
+        return ["vLLM         on another host: weights go over the socket"]
+    if engine.has_own_gpu:
+        return _apart(cfg, engine)
+    learner, staged = learner_share(), staging_bytes(cfg)
+    cache = f"{engine.kv_cache_gb:g} GiB" if engine.kv_cache_gb else "what that leaves"
+    share, version = engine.gpu_memory_utilization, published_bytes(cfg) / GIB
+    rows = {
+        "vLLM": f"{share:.0%} of the card at most (gpu_memory_utilization), KV cache {cache} (kv_cache_gb)",
+        "learner": f"as it needs, up to {learner:.0%} of the card (XLA_PYTHON_CLIENT_MEM_FRACTION)",
+        "staging": f"{staged / GIB:.3f} GiB: two versions of {version:.3f} GiB, or none over host memory",
+    }
+    lines = ["vLLM         where it shares a GPU with the learner (rollout.engine):"]
+    lines += [f"  {name:<24}{what}" for name, what in rows.items()]
+    if share + learner > 1:
+        lines.append(
+            f"  the limits add up to {share + learner:.0%}: the learner's sum above must fit beside vLLM's share"
+        )
+    return lines
+
+
+def quantized(cfg: RunConfig, *, rollout: bool = False) -> list[str]:
+    """A line per stacked weight that has a QTensor: scheme, how many matrices, name, shape of one matrix.
+
+    In the learner's forward, or (`rollout`) in what is published to the sampler.
+    """
+    graphdef, params = abstract_policy(cfg)
+    graphdef = build.rollout_graphdef(cfg, graphdef) if rollout else graphdef
+    model = models.config_of(graphdef)
+    qweights = jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params)
+    return [
+        f"{model.scheme_of(path)!s:<10} {math.prod(q.shape[:-2]):>6} x {model.describe(path)} {list(q.shape[-2:])}"
+        for path, q in models.by_path(qweights).items()
+    ]
+
+
+def describe(cfg: RunConfig) -> str:
+    """The plan as lines: parameters, bytes by part (whole mesh and per device), and which weights are quantized."""
+    whole, own = parts(cfg), parts(cfg, per_device=True)
+    _, params = abstract_policy(cfg)
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    devices = math.prod(planned_mesh(cfg).shape.values())
+    lines = [
+        f"model        {count / 1e6:,.1f} M parameters on {devices} device(s)",
+        f"{'whole mesh':>39}{'one device':>14}",
+    ]
+    rows = [(name, whole[name], own[name]) for name in whole]
+    rows.append(("sum", sum(whole.values()), sum(own.values())))
+    lines += [f"  {name:<24}{a / GIB:9.3f} GiB{b / GIB:10.3f} GiB" for name, a, b in rows]
+    resting = {name: state for name, (state, on_host) in optimizer_states(cfg).items() if on_host}
+    if resting:
+        lines.append("host         pinned memory, group by group on the devices for an update (optimizer.offload)")
+    for name, state in resting.items():
+        a, b = nbytes(state), nbytes(state, planned_mesh(cfg))
+        lines.append(f"  {name:<24}{a / GIB:9.3f} GiB{b / GIB:10.3f} GiB")
+    lines += colocation(cfg)
+    split = cfg.quant.rollout_scheme != cfg.quant.forward
+    for rollout in (False, True) if split else (False,):
+        names = quantized(cfg, rollout=rollout)
+        where = ("in the sampler" if rollout else "in the learner's forward") if split else "in learner and sampler"
+        lines.append(f"quantized    {len(names) or 'no'} stacks of weights {where}; everything else stays as it is")
+        lines += [f"  {name}" for name in names]
+    return "\n".join(lines)
+
+
+def facts(cfg: RunConfig, graphdef: Any) -> dict[str, Any]:
+    """What run.json says of the policy: resolved once, at the start."""
+    config = models.config_of(graphdef)
+    _, params = abstract_policy(cfg)
+    return {
+        "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
+        "numerics": {"profile": config.numerics.profile},  # the rest is a layer's own
+        "devices": [str(device) for device in jax.devices()],
+        "forward": cfg.quant.forward,
+        "rollout": cfg.quant.rollout_scheme,
+    }

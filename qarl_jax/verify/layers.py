@@ -1,0 +1,208 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Single layers and blocks of a live engine against the learner's, on the engine's own activations.
+
+The engine prefills a prompt and records what goes into and comes out of some of its modules (`VllmEngine.probe`). The
+learner computes the same modules from the same inputs, under its `numerics` profile, jitted as in training. So an error
+does not travel: whatever differs was made in that module.
+
+Compared are the four linear layers of a block as vLLM fuses them (q, k and v; o; gate and up; down) and whole blocks
+(both norms, RoPE, attention, MLP or experts), in the first, the middle and the last layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from qarl_bridge.protocol import messages
+
+from qarl_jax import models
+from qarl_jax.models.attention import attention
+from qarl_jax.models.layers import rope_table
+from qarl_jax.rollout import PolicyWeights
+
+# vLLM's module in a block -> the learner's linear maps whose outputs it concatenates.
+LINEARS = {
+    "self_attn.qkv_proj": ("attn.q", "attn.k", "attn.v"),
+    "self_attn.o_proj": ("attn.o",),
+    "mlp.gate_up_proj": ("mlp.gate", "mlp.up"),
+    "mlp.down_proj": ("mlp.down",),
+}
+# Smallest share of a linear layer's outputs that equal the engine's to the last bit. Integer sums are exact; a float
+# sum has an order of its own in every kernel.
+EQUAL = {"w8a8": 1.0, "w4a8": 1.0, "w4a16": 0.998}
+# Largest L2 norm of the differences over that of the outputs. bfloat16's own rounding error is 2^-9 of a value at most;
+# a block rounds some twenty times in a row.
+RELATIVE = {"linear layers": 2.0**-8, "blocks": 2.0**-6}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One module's outputs, learner against engine.
+
+    Attributes:
+      module: the engine's name.
+      equal: share of outputs equal to the last bit.
+      max_abs: largest difference. max_ulp: the largest in bfloat16 units in the last place, of the larger of the two.
+      relative: L2 norm of the differences over that of the outputs.
+      count: outputs compared.
+    """
+
+    module: str
+    equal: float
+    max_abs: float
+    max_ulp: float
+    relative: float
+    count: int
+
+    @staticmethod
+    def of(module: str, mine: Any, theirs: np.ndarray) -> Difference:
+        a, b = (np.asarray(x).astype(np.float64).reshape(-1) for x in (mine, theirs))
+        difference = np.abs(a - b)
+        largest = np.maximum(np.abs(a), np.abs(b))
+        # bfloat16 has 8 significant bits: the ulp of 2^e <= x < 2^(e+1) is 2^(e-7).
+        ulp = np.exp2(np.floor(np.log2(np.where(largest > 0, largest, 1.0))) - 7)
+        norm = float(np.linalg.norm(b))
+        return Difference(
+            module=module,
+            equal=float((a == b).mean()),
+            max_abs=float(difference.max()),
+            max_ulp=float((difference / ulp).max()),
+            relative=float(np.linalg.norm(a - b)) / norm if norm else float(difference.max()),
+            count=len(a),
+        )
+
+
+def judge(found: Sequence[Difference], scheme: str, linear: bool) -> tuple[bool, str]:
+    """Whether these modules keep what `scheme` promises (EQUAL, RELATIVE), and what was seen in words."""
+    outputs = sum(d.count for d in found)
+    share = sum(d.equal * d.count for d in found) / outputs
+    worst = max(found, key=lambda d: d.relative)
+    bound = RELATIVE["linear layers" if linear else "blocks"]
+    ok = worst.relative <= bound and (not linear or share >= EQUAL.get(scheme.partition(":")[0], 0.0))
+    return ok, (
+        f"{len(found)} modules, {share:.3%} of {outputs} outputs equal, largest difference "
+        f"{max(d.max_abs for d in found):.1e} ({max(d.max_ulp for d in found):.0f} ulp), relative error "
+        f"{worst.relative:.1e} in {worst.module}"
+    )
+
+
+def picked_layers(num_layers: int) -> list[int]:
+    """First, middle, last."""
+    return sorted({0, num_layers // 2, num_layers - 1})
+
+
+def layer_of(model: models.Transformer, number: int) -> Any:
+    """Block `number` of a model, out of its stack."""
+    return nnx.merge(*_split_layer(model, number))
+
+
+def _split_layer(model: models.Transformer, number: int) -> tuple[Any, Any]:
+    """(structure, state) of a block.
+
+    Raises:
+      IndexError: there is no such block.
+    """
+    for segment, stack in zip(model.config.segments, model.segments, strict=True):
+        if segment.start <= number < segment.start + segment.length:
+            structure, state = nnx.split(stack)
+            index = number - segment.start
+            return structure, jax.tree.map(lambda x, index=index: x[index], state)
+    raise IndexError(f"no layer {number}")
+
+
+def compare(weights: PolicyWeights, records: Sequence[messages.Recorded], linear: bool) -> list[Difference]:
+    """The learner's outputs for what the engine recorded; `linear`: of linear layers, otherwise of whole blocks.
+
+    Tokens of a mixture go to the experts the engine sent them to, where it recorded them: of two whose logits are equal
+    in bfloat16 either is right.
+    """
+    model = models.merge(weights.graphdef, weights.params, weights.qweights)
+    routing = next((r.outputs[0].numpy() for r in records if r.module == messages.ROUTING), None)
+    modules = [r for r in records if r.module != messages.ROUTING]
+    return [_linear(model, record) if linear else _block(model, record, routing) for record in modules]
+
+
+def linear_names(config: models.ModelConfig) -> list[str]:
+    """The engine's linear layers to probe. The experts of a mixture are one module, compared with its block."""
+    return [
+        f"model.layers.{layer}.{own}"
+        for layer in picked_layers(config.num_layers)
+        for own in LINEARS
+        if not (own.startswith("mlp.") and _is_moe(config, layer))
+    ]
+
+
+def block_names(config: models.ModelConfig) -> list[str]:
+    """The engine's blocks to probe."""
+    return [f"model.layers.{layer}" for layer in picked_layers(config.num_layers)]
+
+
+def _is_moe(config: models.ModelConfig, layer: int) -> bool:
+    return any(s.is_moe and s.start <= layer < s.start + s.length for s in config.segments)
+
+
+@functools.partial(jax.jit, static_argnames=("structure", "paths"))
+def _apply_linear(structure: Any, state: Any, x: jax.Array, paths: tuple[str, ...]) -> jax.Array:
+    """The outputs [T, N] of some linear maps of a block, side by side."""
+    layer, parts = nnx.merge(structure, state), []
+    for path in paths:
+        module = layer
+        for name in path.split("."):
+            module = getattr(module, name)
+        parts.append(module(x))
+    return jnp.concatenate(parts, axis=-1)
+
+
+@functools.partial(jax.jit, static_argnames=("structure", "config"))
+def _apply_block(
+    structure: Any,
+    state: Any,
+    delta: jax.Array,
+    residual: jax.Array,
+    positions: jax.Array,
+    routed: jax.Array | None,
+    config: models.ModelConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """(delta, residual) [1, T, D] after a block."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+        return attention(q, k, v, implementation=config.attention, numerics=config.numerics), None
+
+    delta, residual, _ = nnx.merge(structure, state)(delta, residual, rope_table(config, positions), attend, routed)
+    return delta, residual
+
+
+def _linear(model: models.Transformer, record: messages.Recorded) -> Difference:
+    _, _, number, own = record.module.split(".", 3)
+    x = jnp.asarray(record.inputs[0].numpy())
+
+    theirs = record.outputs[0].numpy()
+    mine = np.asarray(_apply_linear(*_split_layer(model, int(number)), x, LINEARS[own]))
+    return Difference.of(record.module, mine, theirs[:, : mine.shape[-1]])
+
+
+def _block(model: models.Transformer, record: messages.Recorded, routing: np.ndarray | None) -> Difference:
+    config = model.config
+    number = int(record.module.rsplit(".", 1)[1])
+    block = _split_layer(model, number)
+    arrays = [array.numpy() for array in record.inputs]
+    (positions,) = [a for a in arrays if a.ndim == 1]
+    stream = [jnp.asarray(a)[None] for a in arrays if a.ndim == 2]
+    delta, residual = stream if len(stream) == 2 else (stream[0], jnp.zeros_like(stream[0]))
+
+    routed = None if routing is None or not _is_moe(config, number) else jnp.asarray(routing[:, number])[None]
+    mine = _apply_block(*block, delta, residual, jnp.asarray(positions.astype(np.int32))[None], routed, config)
+    theirs = [array.numpy() for array in record.outputs]
+    return Difference.of(
+        record.module,
+        np.concatenate([np.asarray(part[0]).astype(np.float32) for part in mine]),
+        np.concatenate([part.astype(np.float32) for part in theirs]),
+    )

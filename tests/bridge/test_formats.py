@@ -1,0 +1,245 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""QTensor bytes <-> checkpoint tensors, and the config section that describes them."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from qarl_bridge.protocol import formats
+from qarl_bridge.protocol.messages import BridgeError
+
+from qarl_jax import quant
+from tests.reference import quant_reference as ref
+
+CONFIGS = [config() for config in quant.SCHEMES] + [quant.parse_scheme("w4a16:g32"), quant.parse_scheme("w4a16:g-1")]
+NAME = "model.layers.3.mlp.down_proj"
+LINEAR = [*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down"))]
+
+
+def arrays(config, n=128, k=256, seed=0):
+    w = np.random.default_rng(seed).normal(size=(n, k)).astype(np.float32)
+    qt = quant.quantize(w, config)
+    return np.asarray(qt.qvalue), np.asarray(qt.scale), qt
+
+
+def every_layer(scheme, layers=2, **others):
+    """All linear layers of a dense model, `others` overriding by suffix with dots as underscores."""
+    names = [f"model.layers.{i}.{leaf}" for i in range(layers) for leaf in LINEAR]
+    return {name: next((s for key, s in others.items() if key in name), scheme) for name in names}
+
+
+def same_bytes(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+class TestEveryScheme:
+    @pytest.mark.slow
+    def test_packing_round_trips_byte_for_byte(self, config):
+        qvalue, scale, _ = arrays(config)
+        tensors = formats.pack(NAME, qvalue, scale, str(config))
+        assert tuple(tensors) == formats.tensor_names(NAME, str(config))
+        back = formats.unpack(NAME, {**tensors, "other.weight": scale}, str(config))
+        assert same_bytes(back[0], qvalue)
+        assert same_bytes(back[1], scale)
+
+    def test_packing_copies_nothing(self, config):
+        qvalue, scale, _ = arrays(config)
+        tensors = list(formats.pack(NAME, qvalue, scale, str(config)).values())
+        assert tensors[0] is qvalue
+        assert tensors[1] is scale
+
+    def test_dequantize_equals_the_learners(self, config):
+        qvalue, scale, qt = arrays(config)
+        value = formats.dequantize(qvalue, scale, str(config))
+        np.testing.assert_array_equal(value.astype(np.float32), np.asarray(quant.dequantize(qt, jnp.float32)))
+
+    def test_the_name_may_carry_the_weight_suffix(self, config):
+        qvalue, scale, _ = arrays(config)
+        a, b = (formats.pack(name, qvalue, scale, str(config)) for name in (NAME, NAME + ".weight"))
+        assert list(a) == list(b)
+
+    @pytest.mark.parametrize("poison", [np.nan, np.inf, 0.0, -1.0])
+    def test_a_scale_that_is_not_finite_and_positive_is_refused(self, config, poison):
+        qvalue, scale, _ = arrays(config)
+        scale = scale.copy()
+        scale[3, 0] = poison
+        with pytest.raises(BridgeError, match=NAME) as error:
+            formats.pack(NAME, qvalue, scale, str(config))
+        assert error.value.code == "tensor"
+
+    def test_wrong_dtypes_shapes_and_missing_tensors_are_refused_by_name(self, config):
+        qvalue, scale, _ = arrays(config)
+        for bad in (
+            (qvalue[None], scale),
+            (qvalue.astype(np.int16), scale),
+            (qvalue, scale.astype(np.float64)),
+            (qvalue, scale[:-1]),
+            (qvalue, np.repeat(scale, 3, axis=1)),
+        ):
+            with pytest.raises(BridgeError, match=NAME):
+                formats.pack(NAME, *bad, str(config))
+        tensors = formats.pack(NAME, qvalue, scale, str(config))
+        del tensors[f"{NAME}.weight_scale"]
+        with pytest.raises(BridgeError, match="weight_scale"):
+            formats.unpack(NAME, tensors, str(config))
+
+    @pytest.mark.slow
+    def test_the_config_is_json_and_compressed_tensors_accepts_it(self, config):
+        section = formats.quantization_config(every_layer(str(config)))
+        assert json.loads(json.dumps(section)) == section
+        quantization = pytest.importorskip("compressed_tensors.quantization")
+        parsed = quantization.QuantizationConfig.model_validate(section)
+        (group,) = parsed.config_groups.values()
+        assert group.targets == ["Linear"]
+        assert group.weights.num_bits == (8 if str(config) in ("w8a8", "fp8") else 4)
+        assert group.weights.symmetric
+
+
+def test_names_dtypes_and_shapes_are_those_of_the_format():
+    qvalue, scale, _ = arrays(quant.parse_scheme("w4a16:g32"))
+    tensors = formats.pack(NAME, qvalue, scale, "w4a16:g32")
+    described = {name.removeprefix(NAME + "."): (str(t.dtype), t.shape) for name, t in tensors.items()}
+    assert described == {
+        "weight_packed": ("int32", (128, 32)),
+        "weight_scale": ("bfloat16", (128, 8)),
+        "weight_shape": ("int64", (2,)),
+    }
+    assert tensors[f"{NAME}.weight_shape"].tolist() == [128, 256]
+    qvalue, scale, _ = arrays(quant.parse_scheme("w8a8"))
+    tensors = formats.pack(NAME, qvalue, scale, "w8a8")
+    described = {name.removeprefix(NAME + "."): (str(t.dtype), t.shape) for name, t in tensors.items()}
+    assert described == {"weight": ("int8", (128, 256)), "weight_scale": ("float32", (128, 1))}
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5))
+@settings(max_examples=30, deadline=None)
+def test_int4_words_equal_the_learners_and_the_reference(seed, words):
+    codes = np.random.default_rng(seed).integers(-8, 8, (3, 8 * words)).astype(np.int8)
+    packed = formats.pack_int4(codes)
+    np.testing.assert_array_equal(packed, ref.pack(codes))
+    np.testing.assert_array_equal(formats.unpack_int4(packed), codes)
+
+
+def test_int4_words_equal_compressed_tensors_packing():
+    torch = pytest.importorskip("torch")
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    codes = np.random.default_rng(0).integers(-8, 8, (64, 256)).astype(np.int8)
+    theirs = helpers.pack_to_int32(torch.from_numpy(codes), 4).numpy()
+    np.testing.assert_array_equal(formats.pack_int4(codes), theirs)
+    np.testing.assert_array_equal(np.asarray(jax.jit(quant.pack_int4)(codes)), theirs)
+
+
+def test_mixed_rules_name_the_exceptions_and_ignore_bf16_layers():
+    schemes = every_layer("w4a16:g128", layers=3, self_attn="w8a8")
+    schemes |= {name: "bf16" for name in schemes if ".0." in name}
+    section = formats.quantization_config(schemes, ignore=["lm_head"])
+    assert section["format"] == "mixed-precision"
+    assert section["ignore"][0] == "lm_head"
+    assert set(section["ignore"][1:]) == {n for n in schemes if ".0." in n}
+    named, rest = section["config_groups"].values()
+    expected = {"int-quantized": "w8a8", "pack-quantized": "w4a16:g128"}[named["format"]]
+    assert set(named["targets"]) == {n for n, s in schemes.items() if s == expected}
+    assert rest["targets"] == ["Linear"]
+
+
+def test_experts_are_named_by_one_pattern_per_layer():
+    schemes = {
+        f"model.layers.{i}.mlp.experts.{e}.{p}_proj": ("w8a8" if i else "w4a16")
+        for i in range(3)
+        for e in range(40)
+        for p in ("gate", "up", "down")
+    }
+    section = formats.quantization_config(schemes, ["lm_head", "re:.*mlp.gate$"])
+    targets = [t for group in section["config_groups"].values() for t in group["targets"]]
+    assert targets == [r"re:^model\.layers\.0\.mlp\.experts\.", "Linear"]
+
+
+def test_an_unquantized_model_has_no_section():
+    assert formats.quantization_config(every_layer("bf16")) is None
+
+
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [({"k_proj": "w8a8"}, "q_proj"), ({"up_proj": "bf16"}, "gate_proj"), ({"v_proj": "w4a16:g64"}, "v_proj")],
+)
+def test_parts_of_a_fused_module_must_share_a_scheme(others, named):
+    with pytest.raises(BridgeError, match=named) as error:
+        formats.quantization_config(every_layer("w4a16:g128", **others))
+    assert error.value.code == "foreign_scheme"
+
+
+def test_experts_of_a_layer_must_share_a_scheme():
+    schemes = {f"model.layers.0.mlp.experts.{e}.down_proj": "w8a8" if e else "w4a16" for e in range(2)}
+    with pytest.raises(BridgeError, match="experts"):
+        formats.quantization_config(schemes)
+
+
+@pytest.mark.parametrize("scheme", ["w4", "w8a8:g32", "w4a16:128", "w4a16:g0", "w4a16:gx", ""])
+def test_a_scheme_nobody_knows_is_refused(scheme):
+    with pytest.raises(BridgeError):
+        formats.parse(scheme)
+
+
+def test_the_learner_and_the_bridge_read_the_same_scheme_names():
+    for config in CONFIGS:
+        name, group = formats.parse(str(config))
+        assert quant.parse_scheme(name, group) == config
+    assert formats.parse("w4a16") == formats.parse(str(quant.parse_scheme("w4a16")))
+
+
+def test_the_limits_of_a_kernel_are_fields_of_its_formats_row(monkeypatch):
+    row = dataclasses.replace(
+        formats._LAYOUTS["w4a16"], kernel="a kernel", group_size=64, row_multiple=32, dense_only=True
+    )
+    monkeypatch.setitem(formats._LAYOUTS, "new", row)
+    assert formats.parse("new:g64") == ("new", 64)
+    for suffix in ("", ":g128", ":g-1"):
+        with pytest.raises(BridgeError, match="a kernel has groups of 64 only"):
+            formats.parse(f"new{suffix}")
+    qvalue, scale, _ = arrays(quant.parse_scheme("w4a16:g64"), n=96)
+    assert formats.pack(NAME, qvalue, scale, "new:g64")[f"{NAME}.weight_packed"] is qvalue
+    with pytest.raises(BridgeError, match="N = 80 is not a multiple of 32, as a kernel needs it"):
+        formats.pack(NAME, qvalue[:80], scale[:80], "new:g64")
+    assert formats.quantization_config({NAME: "new:g64"})["format"] == "pack-quantized"
+    with pytest.raises(BridgeError, match=r"experts\.0\.down_proj is new:g64, but a kernel was never mirrored"):
+        formats.quantization_config({"model.layers.0.mlp.experts.0.down_proj": "new:g64"})
+
+
+@pytest.mark.vllm
+def test_vllm_gives_every_layer_the_scheme_its_name_says():
+    pytest.importorskip("vllm")
+    compressed = pytest.importorskip(
+        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
+    ).CompressedTensorsConfig
+    torch = pytest.importorskip("torch")
+
+    class LinearBase(torch.nn.Module):
+        pass
+
+    schemes = every_layer("w4a16:g128", layers=3, self_attn="w8a8", down_proj="w4a8:g64")
+    schemes |= {name: "bf16" for name in schemes if ".0." in name}
+    config = compressed.from_config(formats.quantization_config(schemes, ["lm_head"]))
+    config.packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+    fused = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
+    for name, scheme in schemes.items():
+        parent, _, leaf = name.rpartition(".")
+        if leaf in ("k_proj", "v_proj", "up_proj"):
+            continue
+        got = config.get_scheme_dict(LinearBase(), f"{parent}.{fused.get(leaf, leaf)}")
+        if scheme == "bf16":
+            assert got is None, name
+            continue
+        activations = got["input_activations"]
+        kind = f"w{got['weights'].num_bits}a{activations.num_bits if activations else 16}"
+        group = got["weights"].group_size
+        assert formats.parse(scheme) == (kind, group), name

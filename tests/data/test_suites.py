@@ -1,0 +1,124 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A suite is a set of overrides: it finds its questions, asks them in the chat format, and grades by its own rule."""
+
+import json
+import pathlib
+
+import pytest
+
+from qarl_jax.data import suites
+from qarl_jax.rewards import Sample
+from qarl_jax.run import build, config, evaluation
+from qarl_jax.types import UserError
+from tests.reference import tiny
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "qwen25_coder_0p5b" / "bf16_grpo.yaml"
+
+
+def questions(folder, rows):
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(name, path, preset="greedy", extra=()):
+    return config.load(CONFIG, [*suites.overrides(name, str(path), preset), *extra])
+
+
+class EchoTokenizer:
+    """A tokenizer whose tokens are characters, with a chat format that shows its parts."""
+
+    chat_template = "yes"
+    eos_token_id = 0
+    unk_token_id = None
+    name_or_path = "echo"
+
+    def apply_chat_template(self, messages, **_):
+        return "".join(f"[{m['role']}] {m['content']}\n" for m in messages)
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(x) for x in text]}
+
+    def encode(self, text, **_):
+        return [ord(x) for x in text]
+
+    def __len__(self):
+        return 256
+
+    def decode(self, tokens, **_):
+        return "".join(map(chr, tokens))
+
+
+GSM = [
+    {"id": "gsm8k-test-0013", "prompt": "How many eggs?", "expected": "18", "upstream_answer": "9 * 2 = 18\n#### 18"},
+    {"id": "gsm8k-test-0432", "prompt": "How many dragons?", "expected": "1080"},
+]
+
+
+def graded(cfg, prompt, text):
+    grader = build.make_grader(cfg)
+    try:
+        rewards, _ = grader.score([Sample(prompt=prompt, text=text, num_tokens=3)])
+    finally:
+        grader.close()
+    return float(rewards[0])
+
+
+def test_gsm8k_is_asked_with_its_system_message_and_graded_by_number(tmp_path):
+    cfg = load("gsm8k", questions(tmp_path, GSM))
+    asked = build.eval_prompts(cfg, EchoTokenizer())
+    assert [prompt.answer for prompt in asked] == ["18", "1080"]
+    assert asked[0].text.startswith(f"[system] {suites.STEP_BY_STEP}\n[user] How many eggs?")
+    for text, right in (
+        ("so \\boxed{1,080} dragons", 1.0),
+        ("\\boxed{\\$1080.00}", 1.0),
+        ("9 and then\n#### 1,080", 1.0),
+        ("that makes 1080 dragons.", 1.0),
+        ("1080 is wrong, it is \\boxed{12}", 0.0),
+        ("1080, or 12", 0.0),
+    ):
+        assert graded(cfg, asked[1], text) == right, text
+
+
+def test_the_clean_suite_leaves_out_what_training_has_templates_of(tmp_path):
+    path = questions(tmp_path, GSM)
+    asked = build.eval_prompts(load("gsm8k_clean", path), EchoTokenizer())
+    assert [prompt.answer for prompt in asked] == ["18"]
+
+
+def test_presets_are_the_papers_and_the_users_override_wins(tmp_path):
+    path = questions(tmp_path, GSM)
+    for preset, expected in (("greedy", (0.0, 1.0, 1)), ("qurl", (0.0, 1.0, 1)), ("qerl", (0.6, 0.95, 1))):
+        e = load("gsm8k", path, preset).eval
+        assert (e.temperature, e.top_p, e.num_samples) == expected, preset
+    assert load("gsm8k", path, extra=["eval.max_response_len=64"]).eval.max_response_len == 64
+
+
+def test_unknown_suites_and_missing_questions_say_what_to_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="Did you mean gsm8k"):
+        suites.overrides("gsm8")
+    with pytest.raises(UserError, match="make data"):
+        suites.overrides("gsm8k")
+    with pytest.raises(UserError, match="preset"):
+        suites.overrides("gsm8k", "x.jsonl", "qarrl")
+    assert evaluation.main(["--config", str(CONFIG), "--suite", "gsm8k"]) == 2
+    assert "make data" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_programs")
+def test_suites_run_from_the_command_line_on_one_engine(tmp_path, capsys, monkeypatch):
+    world = tiny.World(tmp_path)
+    rows = [{"id": str(i), "prompt": f"{i}+1=", "expected": str(i + 1)} for i in range(3)]
+    rows[0]["id"] = suites.IN_GSM_SYMBOLIC[0]
+    monkeypatch.setattr(suites, "QUESTIONS", str(tmp_path))
+    (tmp_path / "gsm8k").mkdir()
+    questions(tmp_path / "gsm8k", rows).rename(tmp_path / "gsm8k" / "cases.jsonl")
+    arguments = [*world.command(), "--suite", "gsm8k,gsm8k_clean", "--json", "--out", str(tmp_path / "said.jsonl")]
+    assert evaluation.main([*arguments, "eval.data.template={{ question }}", "eval.max_response_len=8"]) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["suite"], line["eval/prompts"]) for line in said] == [("gsm8k", 3), ("gsm8k_clean", 2)]
+    assert len((tmp_path / "said.gsm8k_clean.jsonl").read_text().splitlines()) == 2

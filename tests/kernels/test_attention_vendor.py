@@ -1,0 +1,193 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One attention: every implementation against the formula in float64, gradients included; none holds a [T, T] array."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qarl_jax.kernels import attention_vendor
+from qarl_jax.kernels.attention_vendor import runs, splash_attention
+from qarl_jax.models.attention import attention, choose
+from qarl_jax.quant import resolve
+from qarl_jax.runtime import mesh
+from qarl_jax.types import UserError
+
+B, T, N, K, H = 2, 128, 4, 2, 128
+SEGMENTS = np.zeros((B, T), np.int32)
+SEGMENTS[0, :50], SEGMENTS[0, 50:97], SEGMENTS[1] = 1, 2, 1  # three runs with the padding, and a row that is full
+
+
+@functools.cache
+def operands():
+    """q, k, v and the cotangent of the output, float64."""
+    rng = np.random.default_rng(0)
+    return tuple(rng.standard_normal((B, T, n, H)) for n in (N, K, K, N))
+
+
+@functools.cache
+def reference():
+    """Output and gradients (dq, dk, dv) of the formula, written out in float64.
+
+    p = softmax(s) with s = q k / sqrt(H); dv = p^T g; dp = g v^T; ds = p (dp - sum p dp); dq = ds k, dk = ds^T q.
+    """
+    q, k, v, g = operands()
+    out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
+    seen = (SEGMENTS[:, :, None] == SEGMENTS[:, None, :]) & np.tril(np.ones((T, T), bool))
+    for b in range(B):
+        for n in range(N):
+            kv = n // (N // K)
+            s = np.where(seen[b], q[b, :, n] @ k[b, :, kv].T / np.sqrt(H), -np.inf)
+            p = np.exp(s - s.max(-1, keepdims=True))
+            p /= p.sum(-1, keepdims=True)
+            out[b, :, n] = p @ v[b, :, kv]
+            dv[b, :, kv] += p.T @ g[b, :, n]
+            dp = g[b, :, n] @ v[b, :, kv].T
+            ds = p * (dp - (p * dp).sum(-1, keepdims=True)) / np.sqrt(H)
+            dq[b, :, n] = ds @ k[b, :, kv]
+            dk[b, :, kv] += ds.T @ q[b, :, n]
+    return out, dq, dk, dv
+
+
+def value_and_gradients(attend, dtype):
+    q, k, v, g = (jnp.asarray(x, dtype) for x in operands())
+    out, vjp = jax.vjp(attend, q, k, v)
+    return out, *vjp(g)
+
+
+def check(found, tol):
+    """Per array, the largest error against the largest value."""
+    for got, want in zip(found, reference(), strict=True):
+        assert np.abs(np.asarray(got, np.float64) - want).max() <= tol * np.abs(want).max()
+
+
+@pytest.mark.slow
+def test_xla_attention_and_its_gradients_equal_float64():
+    ids = jnp.asarray(SEGMENTS)
+    check(value_and_gradients(lambda q, k, v: attention(q, k, v, segment_ids=ids), jnp.float32), 1e-5)
+    check(value_and_gradients(lambda q, k, v: attention(q, k, v, segment_ids=ids), jnp.bfloat16), 2e-2)
+
+
+@pytest.mark.slow
+def test_splash_attention_and_its_gradients_equal_float64():
+    ids = jnp.asarray(SEGMENTS)
+    check(value_and_gradients(lambda q, k, v: splash_attention(q, k, v, ids, interpret=True), jnp.float32), 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs JAX on a GPU (JAX_PLATFORMS=cuda,cpu)")
+def test_cudnn_attention_and_its_gradients_equal_float64():
+    ids = jnp.asarray(SEGMENTS)
+    for segments in (None, runs(ids, 3), runs(ids, 17)):  # a tighter or looser bound on the runs changes nothing
+        attend = functools.partial(attention, segment_ids=ids, segments=segments, implementation="cudnn")
+        check(jax.jit(lambda: value_and_gradients(attend, jnp.bfloat16))(), 2e-2)  # noqa: B023
+
+
+# ---- where segments begin --------------------------------------------------------------------------------------------
+
+
+def test_runs_are_found_in_order_with_the_padding_as_the_last():
+    ids = jnp.array([[1, 1, 2, 0], [1, 1, 1, 1], [0, 0, 0, 0]], jnp.int32)
+    starts, lengths = runs(ids, 4)
+    np.testing.assert_array_equal(starts, [[0, 2, 3, -1, -1], [0, -1, -1, -1, -1], [0, -1, -1, -1, -1]])
+    np.testing.assert_array_equal(lengths, [[2, 1, 1, -1], [4, -1, -1, -1], [4, -1, -1, -1]])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_cover_every_position_once(seed):
+    rng = np.random.default_rng(seed)
+    sizes = rng.multinomial(64, np.ones(7) / 7)
+    ids = np.repeat(np.r_[1:7, 0], sizes)[None].astype(np.int32)
+    starts, lengths = (np.asarray(x[0]) for x in runs(jnp.asarray(ids), 7))
+    kept = lengths >= 0
+    assert lengths[kept].sum() == 64
+    assert kept.sum() == len(set(ids[0]))
+    for start, length in zip(starts[:-1][kept], lengths[kept], strict=True):
+        assert len(set(ids[0, start : start + length])) == 1
+
+
+# ---- what is compiled for whom ---------------------------------------------------------------------------------------
+
+
+def lowered(implementation, platform, length=1024):
+    """Value and gradients of packed attention, bfloat16, as StableHLO."""
+    q, k = (jax.ShapeDtypeStruct((2, length, n, 128), jnp.bfloat16) for n in (N, K))
+
+    def loss(q, k, v, ids):
+        segments = runs(ids, 5)
+        out = attention(q, k, v, segment_ids=ids, segments=segments, implementation=implementation)
+        return out.astype(jnp.float32).sum()
+
+    trace = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, jax.ShapeDtypeStruct((2, length), jnp.int32))
+    return trace.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(("implementation", "platform"), [("cudnn", "cuda"), ("splash", "tpu"), ("xla", "cuda")])
+def test_packed_rows_need_no_mask_and_no_scores_in_memory(implementation, platform, monkeypatch):
+    fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)  # of a GPU that is not here
+    monkeypatch.setattr(fused, "check_compute_capability", lambda version: True)
+    text = lowered(implementation, platform)
+    assert not re.search(r"tensor<[\dx]*1024x1024x", text)
+    wanted = {"cudnn": "__cudnn$fmhaSoftmaxBackward", "splash": "tpu_custom_call", "xla": "dot_general"}
+    assert wanted[implementation] in text
+    if implementation == "cudnn":
+        assert "max_seg_per_batch" in text
+        assert re.search(r"tensor<2x5xi32>.*tensor<2x6xi32>", text)  # lengths and starts reach the kernel
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+def test_splash_attention_splits_rows_and_heads_by_hand_on_a_mesh():
+    with jax.set_mesh(mesh.make_mesh(fsdp=2, tensor=2)):
+        text = lowered("splash", "tpu")
+    (inside,) = re.findall(r"sdy\.manual_computation.*?tpu_custom_call", text, re.S)[:1]
+    assert re.search(r"tensor<1x1024x2x128xbf16>", inside)  # of 2 rows and 4 heads
+
+
+def test_auto_takes_the_kernel_of_the_backend(monkeypatch):
+    auto = functools.partial(choose, "auto", jnp.dtype("bfloat16"), 128, 1024)
+    assert auto(packed=True) == "xla"
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert auto(packed=True) == "splash"
+    assert choose("auto", jnp.dtype("bfloat16"), 128, 1000, packed=True) == "xla"  # not in blocks of 128
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for hopper in (False, True):
+        monkeypatch.setattr("qarl_jax.models.attention.cudnn_packs", lambda: hopper)  # noqa: B023
+        assert auto(packed=False) == "cudnn"
+        assert auto(packed=True) == ("cudnn" if hopper else "xla")
+        assert auto(packed=True, numerics=resolve("cuda")) == auto(packed=True)  # not a Hopper GPU, by its device
+    monkeypatch.setattr("qarl_jax.models.attention.flash3_lacks", lambda dtype, head_dim: None)
+    assert auto(packed=True, numerics=resolve("cuda")) == "flash3"
+    assert auto(packed=True, numerics=resolve("plain")) == "cudnn"
+    assert choose("auto", jnp.dtype("float32"), 128, 1024, packed=False) == "xla"
+    assert choose("xla", jnp.dtype("bfloat16"), 128, 1024, packed=False) == "xla"
+
+
+def test_a_row_that_splash_cannot_take_is_refused_with_what_to_do():
+    q = jnp.zeros((1, 100, 2, 128), jnp.bfloat16)
+    with pytest.raises(UserError, match=r"train\.row_len"):
+        attention_vendor.splash_attention(q, q, q, None)
+
+
+def test_cudnn_is_given_rows_of_even_length_and_the_result_is_that_of_the_row(monkeypatch):
+    """Its backward refuses others; rows of a data set's longest response may have any length."""
+    q, k, v, _ = (jnp.asarray(x[:, :37], jnp.float32) for x in operands())
+    plain, lengths = jax.nn.dot_product_attention, []
+
+    def recorded(q, k, v, *, is_causal, implementation):
+        assert implementation == "cudnn"
+        lengths.append(q.shape[1])
+        return plain(q, k, v, is_causal=is_causal, implementation="xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", recorded)
+    got = attention_vendor.cudnn_attention(q, k, v, None)
+    assert lengths == [38]
+    want = plain(q, k, v, is_causal=True, implementation="xla")
+    assert got.shape == want.shape
+    assert np.allclose(got, want, atol=1e-6)
+    attention_vendor.cudnn_attention(q[:, :36], k[:, :36], v[:, :36], None)
+    assert lengths == [38, 36]

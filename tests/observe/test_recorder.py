@@ -1,0 +1,294 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Claims about what a run leaves behind: valid JSON, nothing torn, nothing twice, and comparable after a resume."""
+
+import errno
+import json
+import subprocess
+import sys
+import textwrap
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import TypeCheckError
+
+from qarl_jax.metrics import Max, Mean
+from qarl_jax.observe import recorder
+from qarl_jax.observe.recorder import Config, Observer, PhaseTimer, read_lines, without_time
+from qarl_jax.types import Prompt, RolloutGroup, UserError
+from tests.reference.rollouts import completion
+
+QUIET = Config(view="off", tensorboard=False)
+
+
+def group(uid="t/0", rewards=(0.0, 1.0), texts=("no", "yes")):
+    completions = tuple(completion((3,) * (i + 1), prompt=(1, 2), version=4) for i in range(len(texts)))
+    prompt = Prompt(uid=uid, tokens=(1, 2), text="1+1=", answer="2")
+    return RolloutGroup(prompt=prompt, completions=completions, rewards=np.asarray(rewards, np.float32), texts=texts)
+
+
+@pytest.fixture
+def observer(tmp_path):
+    with Observer(tmp_path / "run", QUIET) as opened:
+        yield opened
+
+
+# -------------------------------------------------------------------------------------------------------- metrics.jsonl
+
+
+def test_each_step_is_one_json_object_with_means_and_maxima_reduced(observer):
+    observer.log(1, {"a": Mean(jnp.float32(6), jnp.float32(4)), "b": Max(jnp.float32(3)), "c": 2, "d": None, "e": "x"})
+    observer.log(2, {"a": np.float32(0.5), "b": jnp.int32(7), "c": True})
+    assert read_lines(observer.metrics_path) == [
+        {"step": 1, "a": 1.5, "b": 3.0, "c": 2, "d": None, "e": "x"},
+        {"step": 2, "a": 0.5, "b": 7, "c": True},
+    ]
+
+
+def test_numbers_that_are_not_finite_become_null_and_say_what_they_were(observer):
+    observer.log(1, {"a": float("nan"), "b": jnp.float32(-jnp.inf), "c": np.float32(np.inf), "d": 1.0})
+    line = observer.metrics_path.read_text()
+    assert json.loads(line, parse_constant=pytest.fail) == {
+        "step": 1,
+        "a": None,
+        "b": None,
+        "c": None,
+        "d": 1.0,
+        "nonfinite": {"a": "nan", "b": "-inf", "c": "inf"},
+    }
+
+
+def test_a_line_is_on_disk_as_soon_as_log_returns(observer):
+    observer.log(1, {"a": 1.0})
+    assert observer.metrics_path.read_bytes().endswith(b"}\n")
+
+
+def test_steps_must_rise_even_across_a_reopening(tmp_path):
+    with Observer(tmp_path, QUIET) as observer:
+        observer.log(3, {})
+        with pytest.raises(ValueError, match="Step 3 follows step 3"):
+            observer.log(3, {})
+    with Observer(tmp_path, QUIET) as observer, pytest.raises(ValueError, match="truncate_to"):
+        observer.log(2, {})
+
+
+def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(tmp_path):
+    def steps(observer, first, last, time):
+        for step in range(first, last + 1):
+            observer.log(step, {"reward/mean": step / 7, "time/step_s": time})
+            observer.samples(step, [group(uid=f"t/{step}")])
+
+    with Observer(tmp_path / "whole", QUIET) as observer:
+        observer.truncate_to(-1)
+        steps(observer, 1, 6, time=1.0)
+    with Observer(tmp_path / "killed", QUIET) as observer:
+        observer.truncate_to(-1)
+        steps(observer, 1, 5, time=2.0)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (tmp_path / "killed" / name).open("a") as file:
+            file.write('{"step": 6, "reward/me')  # killed in the middle of a line
+    with Observer(tmp_path / "killed", QUIET) as observer:
+        observer.truncate_to(3)  # the last checkpoint
+        steps(observer, 4, 6, time=3.0)
+
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        whole, killed = ([without_time(r) for r in read_lines(tmp_path / run / name)] for run in ("whole", "killed"))
+        assert whole == killed
+        assert [r["step"] for r in whole] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_fresh_start_in_a_used_directory_starts_from_nothing(tmp_path):
+    with Observer(tmp_path, QUIET) as observer:
+        observer.log(0, {"eval": 0.1})
+        observer.truncate_to(-1)
+        observer.log(0, {"eval": 0.2})
+    assert [r["eval"] for r in read_lines(tmp_path / "metrics.jsonl")] == [0.2]
+
+
+def test_a_torn_last_line_is_left_out_but_a_broken_one_before_it_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2')
+    assert read_lines(path) == [{"step": 1}]
+    path.write_text('{"step": 1\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:1 is not JSON"):
+        read_lines(path)
+    with pytest.raises(UserError, match="Cannot read"):
+        read_lines(tmp_path / "none.jsonl")
+
+
+# ------------------------------------------------------------------------------------------------- samples and manifest
+
+
+def test_samples_show_one_completion_of_each_of_some_groups_spread_over_the_step(observer):
+    observer.samples(5, [group(uid=f"t/{i}") for i in range(9)], {(3, 1): {"advantage": 0.5}})
+    records = read_lines(observer.samples_path)
+    assert [(r["step"], r["uid"], r["response"], r["reward"]) for r in records] == [
+        (5, "t/1", "no", 0.0),
+        (5, "t/3", "yes", 1.0),
+        (5, "t/5", "no", 0.0),
+        (5, "t/8", "yes", 1.0),
+    ]
+    assert records[1] == {
+        "step": 5,
+        "uid": "t/3",
+        "prompt": "1+1=",
+        "response": "yes",
+        "answer": "2",
+        "reward": 1.0,
+        "finish_reason": "stop",
+        "prompt_len": 2,
+        "response_len": 2,
+        "policy_version": 4,
+        "advantage": 0.5,
+    }
+
+
+def test_hostile_text_in_a_sample_stays_on_one_valid_line(observer):
+    text = 'a\nb\u2028c"\\\x00\ud800 é'
+    observer.samples(1, [group(rewards=(1.0,), texts=(text,))])
+    assert observer.samples_path.read_bytes().count(b"\n") == 1
+    assert read_lines(observer.samples_path)[0]["response"] == text
+
+
+def test_samples_can_be_switched_off_and_empty_groups_are_skipped(tmp_path):
+    with Observer(tmp_path, Config(view="off", tensorboard=False, samples_per_step=0)) as observer:
+        observer.samples(1, [group()])
+    assert not (tmp_path / "samples.jsonl").exists()
+    assert recorder.sample_records([group(rewards=(), texts=())], 4) == []
+
+
+def test_the_manifest_keeps_the_config_and_one_entry_per_start(tmp_path):
+    for start in range(2):
+        with Observer(tmp_path, QUIET) as observer:
+            observer.start(config={"seed": start}, facts={"resumed_step": 10 * start})
+    manifest = json.loads((tmp_path / "run.json").read_text())
+    assert manifest["config"] == {"seed": 1}
+    assert [s["resumed_step"] for s in manifest["starts"]] == [0, 10]
+    first = manifest["starts"][0]
+    assert first["versions"]["jax"]
+    assert first["versions"]["python"] == sys.version.split()[0]
+    assert first["devices"].startswith("8 x ")
+
+
+def test_the_git_revision_is_a_commit_or_none():
+    revision = recorder.git_revision()
+    assert revision is None or len(revision.removesuffix("+changes")) == 40
+
+
+# ------------------------------------------------------------------------------------------------------------ one owner
+
+
+def test_a_second_process_is_refused_while_the_first_lives_and_welcome_when_it_is_killed(tmp_path):
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(f"""
+                import time
+                from qarl_jax.observe.recorder import Observer, Config
+                observer = Observer({str(tmp_path)!r}, Config(view="off", tensorboard=False))
+                print("mine", flush=True)
+                time.sleep(60)
+            """),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout.readline() == "mine\n"
+        with pytest.raises(UserError, match=f"in use by process {child.pid}"):
+            Observer(tmp_path, QUIET)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    Observer(tmp_path, QUIET).close()
+
+
+def test_a_run_directory_below_a_file_is_an_error_that_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="Cannot write to the run directory"):
+        Observer(tmp_path / "file" / "run", QUIET)
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(observer, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(recorder.Path, "open", full)
+    with pytest.raises(UserError, match=r"Cannot write .*metrics\.jsonl: No space left on device"):
+        observer.log(1, {})
+
+
+@pytest.mark.parametrize("options", [{"view": "rich"}, {"samples_per_step": -1}, {"sample_tokens": -1}])
+def test_impossible_settings_are_refused_with_the_field_s_name(options):
+    # Where annotations are checked (--jaxtyping-packages), a wrong Literal is caught before our sentence.
+    with pytest.raises((UserError, TypeCheckError), match=next(iter(options))):
+        Config(**options)
+
+
+# ---------------------------------------------------------------------------------------------------------- tensorboard
+
+
+def events(directory):
+    """(step, tag, value) of every scalar in a directory's event files, in order, and the purge marks."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    out = []
+    for path in sorted(directory.iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):  # record: uint64 length, 4 bytes of CRC, payload, 4 bytes of CRC
+            length = int.from_bytes(data[at : at + 8], "little")
+            event = Event.FromString(data[at + 12 : at + 12 + length])
+            at += 12 + length + 4
+            out += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            if event.HasField("session_log"):
+                out.append((event.step, "session", event.session_log.status))
+    return out
+
+
+def test_tensorboard_shows_the_same_numbers_and_forgets_steps_that_are_run_again(tmp_path):
+    config = Config(view="off")
+    with Observer(tmp_path, config) as observer:
+        observer.log(1, {"a": 0.5, "b": float("nan"), "name": "x", "n": 3})
+    assert events(tmp_path / "tensorboard") == [(1, "a", 0.5), (1, "n", 3.0)]
+    with Observer(tmp_path, config) as observer:
+        observer.truncate_to(1)
+        observer.log(2, {"a": 0.25})
+    marks = [e for e in events(tmp_path / "tensorboard") if e[0] == 2]
+    assert marks == [(2, "session", 1), (2, "a", 0.25)]  # 1 = START: readers drop older events from step 2 on
+
+
+# ----------------------------------------------------------------------------------------------------------- PhaseTimer
+
+
+def test_phases_add_up_within_a_step_and_start_anew_with_the_next():
+    now = [0.0]
+    timer = PhaseTimer(clock=lambda: now[0])
+
+    def spend(phase, seconds):
+        with timer(phase):
+            now[0] += seconds
+
+    spend("rollout", 2.0)
+    spend("update", 1.0)
+    spend("rollout", 0.5)
+    now[0] += 0.25
+    assert timer.take() == {"time/rollout_s": 2.5, "time/update_s": 1.0, "time/step_s": 3.75}
+    spend("update", 1.0)
+    assert timer.take() == {"time/update_s": 1.0, "time/step_s": 1.0}
+
+
+def test_a_phase_that_raises_is_still_counted():
+    now = [0.0]
+    timer = PhaseTimer(clock=lambda: now[0])
+
+    def fail():
+        with timer("rollout"):
+            now[0] += 1.0
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert timer.take()["time/rollout_s"] == 1.0

@@ -1,0 +1,133 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Claims about Muon's iteration and the directions it gives to stacks of matrices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from qarl_jax.optim import build, muon
+from qarl_jax.optim.build import Muon
+from tests.reference.muon import muon_steps, newton_schulz
+from tests.reference.optimizing import normal, run
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (24, 8), (8, 24), (1, 7), (7, 1)])
+def test_orthogonalize_keeps_singular_vectors_and_sends_singular_values_near_one(shape):
+    u = normal(0, *shape) * 1e-3
+    x = np.asarray(muon.orthogonalize(jnp.asarray(u)))
+    np.testing.assert_allclose(x, newton_schulz(u), atol=2e-5)
+    # A square Gaussian matrix has one tiny singular value, for which five rounds are too few; the others are near 1.
+    sigma = np.linalg.svd(x, compute_uv=False)
+    assert sigma.max() < 1.25
+    assert np.median(sigma) > 0.65
+
+
+def test_orthogonalize_does_not_depend_on_the_gradient_s_size_or_orientation():
+    u = jnp.asarray(normal(1, 12, 20))
+    x = muon.orthogonalize(u)
+    np.testing.assert_allclose(muon.orthogonalize(1e-4 * u), x, atol=1e-4)
+    np.testing.assert_allclose(muon.orthogonalize(u.T), x.T, atol=1e-6)
+
+
+def test_a_zero_gradient_gives_a_zero_direction():
+    np.testing.assert_array_equal(muon.orthogonalize(jnp.zeros((5, 3))), np.zeros((5, 3)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("leading", "scale", "nesterov"),
+    [((), "match_rms", True), ((3,), "original", True), ((3,), "match_rms", False), ((2, 2), "match_rms", True)],
+)
+def test_every_stacked_matrix_follows_the_float64_reference_on_its_own(leading, scale, nesterov):
+    w, grads = normal(0, *leading, 12, 8), [normal(i, *leading, 12, 8) for i in (1, 2, 3)]
+    cfg = Muon(lr=0.02, weight_decay=0.1, clip_norm=None, scale=scale, nesterov=nesterov)
+    got = np.asarray(run(cfg, {"kernel": w}, [{"kernel": g} for g in grads])["kernel"])
+    for index in np.ndindex(*leading):
+        want = muon_steps(
+            w[index], [g[index] for g in grads], lr=0.02, weight_decay=0.1, nesterov=nesterov, scale=scale
+        )
+        np.testing.assert_allclose(got[index], want, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", ["match_rms", "original"])
+def test_without_nesterov_each_matrix_moves_as_under_optax_muon(scale):
+    # optax corrects the momentum's bias, which Newton-Schulz cannot see unless Nesterov mixes in the gradient.
+    # It reads a kernel as [in, out], we as [out, in]: its output axis is our first.
+    shapes = {"tall": (12, 8), "wide": (8, 12)}
+    params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    grads = [jax.tree.map(lambda p, i=i: jnp.asarray(normal(10 + i, *p.shape)), params) for i in range(3)]
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    tx = optax.contrib.muon(
+        0.02,
+        nesterov=False,
+        weight_decay=0.1,
+        consistent_rms=0.2 if scale == "match_rms" else None,
+        muon_weight_dimension_numbers=dict.fromkeys(shapes, axes),
+    )
+    want = jax.tree.map(jnp.asarray, params)
+    state = tx.init(want)
+
+    @jax.jit
+    def step(g, state, want):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(g, state, want)
+            return state, optax.apply_updates(want, updates)
+
+    for g in grads:
+        state, want = step(g, state, want)
+    cfg = Muon(lr=0.02, weight_decay=0.1, clip_norm=None, nesterov=False, scale=scale)
+    got = run(cfg, params, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-6), got, want)
+
+
+def test_matched_updates_have_the_rms_of_an_adamw_update():
+    # 0.2 sqrt(max) times an orthogonal matrix: RMS 0.2 lr; Newton-Schulz leaves singular values a little under 1.
+    shapes = {"square": (64, 64), "tall": (96, 32), "wide": (32, 128)}
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    moved = run(
+        Muon(lr=1.0, clip_norm=None, weight_decay=0.0),
+        zeros,
+        [{name: normal(1, *shape) for name, shape in shapes.items()}],
+    )
+    for w in moved.values():
+        assert 0.15 < float(jnp.sqrt(jnp.mean(w**2))) < 0.22
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for sub in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(sub, "jaxpr"):
+                    yield from equations(sub.jaxpr)
+                elif hasattr(sub, "eqns"):
+                    yield from equations(sub)
+
+
+@pytest.mark.parametrize("leading", [(5,), (2, 3)])
+def test_newton_schulz_never_sees_more_than_one_matrix(leading):
+    params = {"kernel": jnp.zeros((*leading, 12, 8))}
+    tx = build.make_optimizer(Muon())
+    jaxpr = jax.make_jaxpr(lambda g, s, p: build.update(tx, g, s, p))(params, tx.init(params), params)
+    products = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
+    assert len(products) == 3 * 5  # three products a round, traced once for the whole stack
+    for eqn in products:
+        assert all(v.aval.ndim == 2 for v in (*eqn.invars, *eqn.outvars))
+    for eqn in equations(jaxpr.jaxpr):  # and no stack of Gram matrices is ever formed
+        assert all(getattr(v.aval, "shape", ())[-2:] != (8, 8) or v.aval.ndim == 2 for v in eqn.outvars)
+
+
+def test_newton_schulz_temporaries_are_one_copy_of_the_stack_and_a_few_matrices():
+    def temporaries(layers):
+        params = {"kernel": jnp.zeros((layers, 64, 64))}
+        tx = muon.scale_by_muon()
+        compiled = jax.jit(tx.update, donate_argnums=(1,)).lower(params, tx.init(params)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    matrix = 64 * 64 * 4
+    # The loop returns one stack; a batched iteration would also hold the iterates, their Gram matrices and squares.
+    assert temporaries(32) <= (32 + 8) * matrix

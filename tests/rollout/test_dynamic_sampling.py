@@ -1,0 +1,145 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Dynamic sampling: which groups train, how often more are drawn, and that a resumed step repeats itself."""
+
+import numpy as np
+import pytest
+
+from qarl_jax.data import PromptStream, packing
+from qarl_jax.rollout import dynamic_sampling
+from qarl_jax.rollout.dynamic_sampling import Config
+from qarl_jax.types import RolloutGroup, UserError
+from tests.reference.numbered import Source
+from tests.reference.rollouts import completion
+
+
+def response(reason="stop", length=2):
+    return completion((5,) * length, prompt=(3, 4), finish_reason=reason)
+
+
+class Sampler:
+    """Prompt i gets rewards (0, 1) where `useful(i)` and (0, 0) elsewhere; remembers what it was asked."""
+
+    def __init__(self, useful):
+        self.useful, self.asked = useful, []
+
+    def __call__(self, prompts, batch):
+        self.asked.append([int(prompt.uid) for prompt in prompts])
+        assert batch == len(self.asked) - 1
+        groups = [
+            RolloutGroup(
+                prompt=prompt,
+                completions=(response(), response()),
+                rewards=np.array([0, float(self.useful(int(prompt.uid)))], np.float32),
+            )
+            for prompt in prompts
+        ]
+        return groups, {"exact": np.concatenate([group.rewards for group in groups])}
+
+
+def uids(groups):
+    return [int(group.prompt.uid) for group in groups]
+
+
+@pytest.fixture
+def stream():
+    return PromptStream(Source(40), seed=7, prompts_per_step=4)
+
+
+def test_off_every_group_trains(stream):
+    sampler = Sampler(lambda i: False)
+    got = dynamic_sampling.collect(Config(), stream, 3, sampler)
+    assert sampler.asked == [stream.indices(3)]
+    assert uids(got.groups) == uids(got.sampled) == stream.indices(3)
+    assert got.metrics == {}
+
+
+def test_a_full_first_batch_asks_for_no_more_and_keeps_the_streams_order(stream):
+    sampler = Sampler(lambda i: True)
+    got = dynamic_sampling.collect(Config(max_batches=10), stream, 3, sampler)
+    assert sampler.asked == [stream.indices(3)]
+    assert uids(got.groups) == stream.indices(3)
+    assert got.metrics == {"rollout/batches": 1, "rollout/groups_dropped": 0, "rollout/groups_filled": 0}
+
+
+def test_groups_without_a_signal_are_replaced_and_the_step_is_cut_to_its_size(stream):
+    sampler = Sampler(lambda i: i % 2)
+    got = dynamic_sampling.collect(Config(max_batches=10), stream, 0, sampler)
+    asked = [i for batch in sampler.asked for i in batch]
+    assert len(asked) == len(set(asked))  # no prompt twice in a step
+    odd = [i for i in asked if i % 2]
+    assert uids(got.groups) == odd[:4]
+    assert sum(i % 2 for batch in sampler.asked[:-1] for i in batch) < 4  # the last batch was needed
+    assert got.metrics["rollout/groups_dropped"] == pytest.approx(1 - len(odd) / len(asked))
+    assert got.metrics["rollout/groups_filled"] == 0
+    assert uids(got.sampled) == asked
+    assert len(got.parts["exact"]) == 2 * len(asked)
+
+
+def test_the_bound_holds_and_the_step_is_filled_up(stream):
+    useful = stream.indices(5)[2]
+    sampler = Sampler(lambda i: i == useful)
+    got = dynamic_sampling.collect(Config(max_batches=3), stream, 5, sampler)
+    assert [len(batch) for batch in sampler.asked] == [4, 4, 4]
+    assert uids(got.groups) == [useful, *[i for i in stream.indices(5) if i != useful]]
+    assert got.metrics["rollout/batches"] == 3
+    assert got.metrics["rollout/groups_filled"] == 0.75
+
+
+def test_a_small_data_set_ends_the_search():
+    stream = PromptStream(Source(6), seed=0, prompts_per_step=4)
+    sampler = Sampler(lambda i: False)
+    got = dynamic_sampling.collect(Config(max_batches=10), stream, 0, sampler)
+    assert [len(batch) for batch in sampler.asked] == [4, 2]
+    assert len(got.groups) == 4
+
+
+def test_a_resumed_step_draws_the_same_prompts(stream):
+    first, again = Sampler(lambda i: i % 3 == 0), Sampler(lambda i: i % 3 == 0)
+    dynamic_sampling.collect(Config(max_batches=10), stream, 8, first)
+    resumed = PromptStream(Source(40), seed=7, prompts_per_step=4)
+    dynamic_sampling.collect(Config(max_batches=10), resumed, 8, again)
+    assert len(first.asked) > 1
+    assert again.asked == first.asked
+    other = Sampler(lambda i: i % 3 == 0)
+    dynamic_sampling.collect(Config(max_batches=10), stream, 9, other)
+    assert other.asked[1] != first.asked[1]
+
+
+def test_the_metric_decides_and_not_the_total():
+    # All wrong, but one is longer and so punished: the total differs, the outcome does not.
+    groups = [
+        RolloutGroup(
+            prompt=Source(1).prompt(0),
+            completions=(response(), response()),
+            rewards=np.array(rewards, np.float32),
+        )
+        for rewards in ((0, -0.5), (1, 0))
+    ]
+    parts = {"exact": np.array([0, 0, 1, 0], np.float32), "overlong": np.array([0, -0.5, 0, 0], np.float32)}
+    assert dynamic_sampling.informative(groups, parts).tolist() == [True, True]
+    assert dynamic_sampling.informative(groups, parts, "exact").tolist() == [False, True]
+    with pytest.raises(UserError, match=r"the reward has no such term; it has exact, overlong"):
+        dynamic_sampling.informative(groups, parts, "accuracy")
+
+
+def test_settings_that_decide_nothing_are_refused():
+    with pytest.raises(UserError, match="max_batches must be at least 1"):
+        Config(max_batches=0)
+    with pytest.raises(UserError, match="decides nothing"):
+        Config(metric="exact")
+
+
+def test_truncated_responses_leave_loss_and_denominators():
+    group = RolloutGroup(
+        prompt=Source(1).prompt(0),
+        completions=(response("stop", 3), response("length", 5), response("abort", 1)),
+        rewards=np.array([1, 0, 0], np.float32),
+    )
+    (got,) = dynamic_sampling.without_truncated([group])
+    packed = packing.pack([got], np.array([[1.0, -0.5, -0.5]]), row_len=8)
+    assert (packed.num_tokens, packed.num_sequences) == (3, 1)
+    assert packed.batch.advantages.sum() == 3
+    assert got.rewards is group.rewards
+    whole = packing.pack([group], np.array([[1.0, -0.5, -0.5]]), row_len=8)
+    assert (whole.num_tokens, whole.num_sequences) == (9, 3)

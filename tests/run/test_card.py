@@ -1,0 +1,152 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The card's plan: a run that does not fit is refused before anything is loaded, with settings that fit."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from qarl_jax import train
+from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.run import card, config, memory_plan
+from qarl_jax.types import UserError
+from tests.reference.qwen3 import qwen3
+
+GIB = 2**30
+H200, H100 = int(140.4 * GIB), int(79.6 * GIB)
+QWEN3_4B = qwen3(
+    vocab=151936, hidden=2560, intermediate=9728, layers=36, heads=32, kv_heads=8, head_dim=128, attention_bias=False
+) | {"tie_word_embeddings": True}
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("4b")
+    (folder / "config.json").write_text(json.dumps(QWEN3_4B))
+    return [
+        f"model.path={folder}", "model.remat=mixer", "quant.forward=w8a8", "data.max_prompt_len=64",
+        "rollout.max_response_len=512", "rollout.engine.max_model_len=1024", "train.prompts_per_step=16",
+        "train.prompts_per_update=16", "train.micro_batch_rows=2", "train.row_len=4608", "train.max_segments=16",
+        "optimizer.offload=false", "rollout.engine.transport=auto", "rollout.engine.gpu_memory_utilization=0.3",
+        "rollout.engine.kv_cache_gb=20",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def run(overrides):
+    def load(*more):
+        return config.load("configs/one_h200_8b.yaml", [*overrides, *more])
+
+    return load
+
+
+def test_a_4b_run_with_muon_on_a_large_card_fits_and_keeps_its_settings(run):
+    cfg = run()
+    settled, made = card.settle(cfg, H200)
+    assert settled == cfg
+    assert made.missing == 0
+    held = sum(made.learner.values()) + made.staging + made.reserved + card.JAX_CONTEXT
+    assert held <= H200
+    assert made.learner == memory_plan.parts(
+        dataclasses.replace(cfg, quant=dataclasses.replace(cfg.quant, engine="cuda"))
+    )
+    assert made.fraction * H200 <= H200 - made.staging - made.reserved - card.JAX_CONTEXT
+
+
+def test_on_a_smaller_card_it_is_refused_with_settings_that_fit(run):
+    with pytest.raises(UserError, match=r"does not fit the card: it needs .* It fits with: ") as caught:
+        card.settle(run(), H100)
+    assert "\n" not in str(caught.value)
+    advised = str(caught.value).split("It fits with: ")[1].split()
+    assert advised, caught.value
+    _, made = card.settle(run(*advised), H100)
+    assert made.missing == 0
+    for left_out in advised:  # nothing of it could be left out
+        with pytest.raises(UserError):
+            card.settle(run(*(word for word in advised if word != left_out)), H100)
+
+
+def test_auto_takes_the_fastest_settings_that_fit(run):
+    auto = ("optimizer.offload=auto", "rollout.engine.memory=auto", "model.remat=auto")
+    large, _ = card.settle(run(*auto), H200)
+    small, made = card.settle(run(*auto, "rollout.engine.transport=host"), int(70 * GIB))
+    assert (large.model.remat, large.optimizer.offload) == ("dots", False)
+    assert (small.optimizer.offload, made.missing) == (True, 0)
+    engine = large.rollout.engine
+    assert engine.kv_cache_gb * GIB >= card.kv_bytes(large, 128) > card.kv_bytes(large, 64)
+    parts = card.make(large, H200).engine
+    assert sum(parts.values()) <= engine.gpu_memory_utilization * H200 < sum(parts.values()) + 0.02 * H200
+
+
+def test_a_step_of_more_sequences_gets_a_larger_cache_up_to_what_is_left(run):
+    auto = ("rollout.engine.memory=auto", "rollout.engine.transport=host", "optimizer.offload=true")
+    caches = [
+        card.settle(run(*auto, f"rollout.engine.max_num_seqs={n}"), H200)[0].rollout.engine.kv_cache_gb
+        for n in (16, 32, 256)
+    ]
+    assert caches == sorted(set(caches))
+    tight = card.settle(run(*auto, "rollout.engine.max_num_seqs=256"), int(72 * GIB))[0].rollout.engine
+    assert 0 < tight.kv_cache_gb < caches[-1]
+
+
+def test_an_engine_on_a_card_of_its_own_is_planned_there(run):
+    apart = ("rollout.engine.visible_gpus=1", "rollout.engine.gpu_memory_utilization=0.9")
+    _, made = card.settle(run(*apart), H200)
+    assert made.engine == {}
+    assert made.reserved == 0
+    assert made.apart[1]["KV cache"] == 20 * GIB
+    with pytest.raises(UserError, match=r"on a card of its own, of which it may use 14\.0"):
+        card.settle(run("rollout.engine.visible_gpus=1", "rollout.engine.gpu_memory_utilization=0.1"), H200)
+
+
+def test_without_a_gpu_nothing_is_planned_and_auto_does_not_offload(run, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert card.card_bytes() is None
+    cfg, made = card.settle(run("optimizer.offload=auto"), None)
+    assert (cfg.optimizer.offload, made) == (False, None)
+
+
+def test_the_plan_sets_jaxs_allocator_unless_the_user_has(run, monkeypatch):
+    for name in (card.FRACTION, card.PREALLOCATE):
+        monkeypatch.delenv(name, raising=False)
+    _, made = card.settle(run(), H200)
+    made.keep()
+    assert float(os.environ[card.FRACTION]) == pytest.approx(made.fraction)
+    assert os.environ[card.PREALLOCATE] == "true"
+    monkeypatch.setenv(card.PREALLOCATE, "false")
+    monkeypatch.delenv(card.FRACTION)
+    made.keep()
+    assert card.FRACTION not in os.environ
+
+
+def test_a_dry_run_says_for_any_card_whether_the_run_fits(overrides, capsys):
+    command = ["--config", "configs/one_h200_8b.yaml", "--dry-run", *overrides]
+    assert train.main([*command, "--card-gb", "140.4"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"card +140.4 GiB: fits; JAX takes \d+\.\d% of it at once", out)
+    assert "engine: KV cache                    20.00 GiB" in out
+    assert train.main([*command, "--card-gb", "79.6"]) == 2
+    assert "It fits with: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_planning_asks_jax_for_no_device(overrides):
+    # Asked once, JAX's allocator is what it is: the plan must come first.
+    code = f"""
+from jax._src import xla_bridge
+from qarl_jax.run import card
+from qarl_jax.run import config
+cfg = config.load("configs/one_h200_8b.yaml", {overrides!r})
+card.settle(cfg, {H200})
+raise SystemExit(xla_bridge.backends_are_initialized())
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_default_engine_is_not_chosen_for():
+    assert vllm.Config().memory == "given"

@@ -1,0 +1,263 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation: the estimators against brute force, what counts as an answer, and the command end to end."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from qarl_jax import train
+from qarl_jax.rewards import Grader, exact, format, total
+from qarl_jax.run import config, evaluation
+from qarl_jax.types import Prompt, UserError
+from tests.reference import tiny
+from tests.reference.rollouts import completion
+
+# ---- estimators ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_correct_response(n):
+    counts = np.arange(n + 1)
+    for k in range(1, n + 1):
+        subsets = list(itertools.combinations(range(n), k))
+        wanted = [np.mean([min(subset) < c for subset in subsets]) for c in counts]  # the first c are correct
+        np.testing.assert_allclose(evaluation.pass_at_k(counts, n, k), wanted, rtol=1e-12, atol=0)
+
+
+def test_pass_at_k_is_unbiased():
+    rng, p, n, k = np.random.default_rng(0), 0.3, 8, 4
+    counts = rng.binomial(n, p, size=200_000)
+    assert evaluation.pass_at_k(counts, n, k).mean() == pytest.approx(1 - (1 - p) ** k, abs=3e-3)
+
+
+def test_pass_at_k_survives_many_samples():
+    values = evaluation.pass_at_k(np.array([0, 1, 5000, 10_000]), 10_000, 5000)
+    np.testing.assert_allclose(values, [0.0, 0.5, 1.0, 1.0], atol=1e-9)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_k_beyond_the_samples_is_refused(k):
+    with pytest.raises(ValueError, match=f"pass@{k}"):
+        evaluation.pass_at_k(np.array([1]), 2, k)
+    with pytest.raises(ValueError, match=f"maj@{k}"):
+        evaluation.maj_at_k([["a", "b"]], np.ones((1, 2), bool), k)
+
+
+@pytest.mark.parametrize(
+    ("votes", "winner"),
+    [
+        (["a"], 0),
+        (["a", "b", "b"], 1),
+        (["a", "b"], 0),  # a tie: the one that came first
+        (["b", "a", "a", "b"], 0),
+        (["c", "b", "a", "a", "b"], 1),
+        ([None, None, "a"], 2),  # no answer is no vote, however often it is given
+        ([None, None], None),
+        ([], None),
+    ],
+)
+def test_the_majority_is_the_most_frequent_answer_and_ties_go_to_the_first(votes, winner):
+    assert evaluation.majority(votes) == winner
+
+
+def test_maj_at_k_averages_over_disjoint_runs_of_k():
+    votes = [["x", "y", "y", "x", "x", "x", "y"], [None] * 7]
+    correct = np.array([[v == "y" for v in votes[0]], [False] * 7])
+    # Runs of 3: "x y y" is right, "x x x" is wrong, the seventh is left over.
+    np.testing.assert_array_equal(evaluation.maj_at_k(votes, correct, 3), [0.5, 0.0])
+    np.testing.assert_array_equal(evaluation.maj_at_k(votes, correct, 7), [0.0, 0.0])
+    np.testing.assert_array_equal(evaluation.maj_at_k(votes, correct, 1), correct.mean(1))
+
+
+def test_maj_at_k_is_unbiased():
+    rng = np.random.default_rng(1)
+    answers = rng.choice(3, p=[0.5, 0.3, 0.2], size=(20_000, 6))  # 0 is correct
+    found = evaluation.maj_at_k(answers.tolist(), answers == 0, 3).mean()
+    # Of three independent draws the majority (or, all different, the first) is 0:
+    wanted = 0.5**3 + 3 * 0.5**2 * 0.5 + 0.5 * 2 * 0.3 * 0.2
+    assert found == pytest.approx(wanted, abs=5e-3)
+
+
+@pytest.mark.parametrize(("n", "ks"), [(1, (1,)), (2, (1, 2)), (8, (1, 2, 4, 8)), (12, (1, 2, 4, 8, 12))])
+def test_default_ks_are_powers_of_two_and_all(n, ks):
+    assert evaluation.default_ks(n) == ks
+
+
+# ---- answers -------------------------------------------------------------------------------------------------------
+
+
+def graded(grader, expected, *rows):
+    """Groups and parts for prompts with the answers `expected`; each response is text or (text, finish_reason)."""
+
+    class Characters:
+        def decode(self, tokens, skip_special_tokens):
+            return "".join(map(chr, tokens))
+
+    prompts = [Prompt(uid=f"p/{i}", tokens=(1,), text="?", answer=answer) for i, answer in enumerate(expected)]
+    completions = []
+    for row in rows:
+        pairs = [response if isinstance(response, tuple) else (response, "stop") for response in row]
+        completions.append([completion(map(ord, text), prompt=(1,), finish_reason=reason) for text, reason in pairs])
+    return grader.grade(Characters(), prompts, completions)
+
+
+def measured(cfg, expected, *rows, ks=()):
+    grader = Grader(cfg, max_response_len=16)
+    return evaluation.measure(*graded(grader, expected, *rows), grader, ks)
+
+
+def test_equal_numbers_vote_together_and_truncated_responses_do_not_vote():
+    result = measured(exact.Config(), ["0.5"], ["1/2", "7", "7", "0.50", ".5"], ks=(5,))
+    assert result.metrics["eval/maj_at_5"] == 1.0
+    assert result.metrics["eval/avg_at_5"] == pytest.approx(0.6)
+    (record,) = result.prompts
+    assert (record["majority"], record["majority_correct"], record["num_correct"]) == ("1/2", True, 3)
+    cut = measured(exact.Config(), ["7"], [("7", "length"), ("7", "length"), "8", ""], ks=(4,))
+    assert cut.metrics["eval/maj_at_4"] == 0.0
+    assert cut.metrics["eval/no_answer"] == 0.75
+    assert cut.metrics["eval/truncated"] == 0.5
+    scored = measured(exact.Config(truncated="score"), ["7"], [("7", "length"), ("7", "length"), "8", ""], ks=(4,))
+    assert scored.metrics["eval/maj_at_4"] == 1.0
+
+
+def test_numbers_and_their_standard_errors_by_hand():
+    result = measured(exact.Config(), ["1", "2"], ["1", "1", "3", "1"], ["2", "5", "5", "6"], ks=(1, 2))
+    m = result.metrics
+    assert m["eval/reward/mean"] == m["eval/avg_at_4"] == m["eval/pass_at_1"] == pytest.approx((0.75 + 0.25) / 2)
+    assert m["eval/reward/stderr"] == pytest.approx(np.std([0.75, 0.25], ddof=1) / np.sqrt(2))
+    # 1 - C(1,2)/C(4,2) = 1 and 1 - C(3,2)/C(4,2) = 1/2
+    assert m["eval/pass_at_2"] == pytest.approx(0.75)
+    assert m["eval/pass_at_2/stderr"] == pytest.approx(np.std([1, 0.5], ddof=1) / np.sqrt(2))
+    # Pairs: (1 1) right, (3 1) goes to the first; (2 5) goes to the first, (5 6) wrong.
+    assert m["eval/maj_at_2"] == pytest.approx((0.5 + 0.5) / 2)
+    assert m["eval/reward/best"] == 1.0
+    assert m["eval/prompts"] == 2.0
+
+
+def test_in_a_sum_of_rewards_the_verifier_says_what_is_correct():
+    terms = (total.Term(reward=format.Config(), coef=0.1), total.Term(reward=exact.Config(), coef=0.5))
+    result = measured(total.Config(terms=terms), ["7"], ["7", "8"])
+    assert result.metrics["eval/avg_at_2"] == 0.5
+    assert result.metrics["eval/reward/mean"] < 0.5
+
+
+def test_the_table_shows_every_estimate():
+    text = evaluation.table(measured(exact.Config(), ["1"], ["1", "2", "1", "1"]).metrics)
+    for label in ("reward", "avg@4", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4", "truncated", "stderr"):
+        assert label in text
+
+
+# ---- configuration -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"num_samples": 4, "temperature": 1.0, "ks": [8]}, "pass@8 needs 1 <= k <= num_samples=4"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
+        ({"num_samples": 4, "temperature": 0.0}, "greedy responses to a prompt are all the same"),
+    ],
+)
+def test_impossible_evaluations_are_refused(tmp_path, section, says):
+    tree = {"model": {"path": "m"}, "data": {"source": {"name": "jsonl", "path": "d"}}, "eval": section}
+    with pytest.raises(UserError, match=says):
+        config.from_dict(tree)
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(compiled_programs, tmp_path_factory):
+    """A finished run, evaluated with four samples to a prompt."""
+    world = tiny.World(tmp_path_factory.mktemp("world")).changed(
+        eval={"num_samples": 4, "temperature": 1.0}, train={"steps": 1}
+    )
+    assert train.main(world.command()) == 0
+    return world
+
+
+def as_json(capsys, *arguments):
+    capsys.readouterr()
+    assert evaluation.main([*map(str, arguments), "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    return json.loads(line)
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_as_it_evaluated_itself(run, capsys, tmp_path):
+    out = tmp_path / "responses.jsonl"
+    found = as_json(capsys, "--checkpoint", run.run_dir, "--out", out)
+    assert found == {key: value for key, value in run.records("eval")[-1].items() if key.startswith("eval/")}
+    assert {
+        "eval/avg_at_4",
+        "eval/pass_at_1",
+        "eval/pass_at_4",
+        "eval/maj_at_4",
+        "eval/maj_at_4/stderr",
+    } <= found.keys()
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(records) == found["eval/prompts"] == 4
+    rewards = [[response["reward"] for response in record["responses"]] for record in records]
+    assert np.shape(rewards) == (4, 4)
+    assert np.mean(rewards) == pytest.approx(found["eval/reward/mean"])
+
+
+@pytest.mark.slow
+def test_steps_folders_schemes_and_sampling_can_be_chosen(run, capsys):
+    own = as_json(capsys, "--checkpoint", run.run_dir)
+    step = as_json(capsys, "--checkpoint", run.run_dir / "checkpoints" / "step_00000001")
+    assert step == own
+    folder = as_json(capsys, *run.command(), "--model", run.model)
+    start = run.records("eval")[0]
+    assert folder == {key: value for key, value in start.items() if key.startswith("eval/")}
+    assert folder != own
+    assert as_json(capsys, *run.command(), "--scheme", "bf16") != folder
+    narrow = as_json(capsys, "--checkpoint", run.run_dir, "eval.top_p=0.5", "eval.num_samples=3", "eval.num_prompts=0")
+    assert narrow["eval/prompts"] > 4
+    assert "eval/pass_at_3" in narrow
+
+
+@pytest.mark.slow
+def test_other_data_can_be_evaluated(run, capsys, tmp_path):
+    file = tmp_path / "other.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
+    overrides = [f"eval.data.source.path={file}", "eval.data.source.name=jsonl", "eval.data.template=raw"]
+    found = as_json(capsys, "--checkpoint", run.run_dir, *overrides, "reward.name=exact")
+    assert found["eval/prompts"] == 2
+
+
+@pytest.mark.slow
+def test_the_bridge_can_be_the_engine(run, capsys):
+    found = as_json(capsys, "--checkpoint", run.run_dir, "--engine", "vllm", "rollout.engine.engine=fake")
+    assert found["eval/prompts"] == 4
+
+
+def test_a_reader_gets_a_table(run, capsys):
+    capsys.readouterr()
+    assert evaluation.main(["--checkpoint", str(run.run_dir)]) == 0
+    said = capsys.readouterr().out
+    assert "version 1, w4a16:g32, engine jax" in said
+    assert "4 prompts x 4 samples, temperature 1" in said
+    assert "maj@4" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "give --config FILE, --checkpoint RUN or both"),
+        (["--checkpoint", "{run}", "--out", "{run}"], "not a file in a folder that exists"),
+        (["--checkpoint", "{run}/nothing"], "not inside a run folder|no checkpoint"),
+        (["--checkpoint", "{run}", "eval.num_sample=3"], "num_samples"),
+        (["--checkpoint", "{run}", "--scheme", "w3a3"], "w3a3"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(run, capsys, arguments, says):
+    capsys.readouterr()
+    assert evaluation.main([argument.replace("{run}", str(run.run_dir)) for argument in arguments]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert any(word in error for word in says.split("|")), error

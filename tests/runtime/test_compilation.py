@@ -1,0 +1,78 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Programs are counted when they are built, and kept where the user says."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from qarl_jax.runtime import compilation
+from tests.reference.tiny import CACHE
+
+
+@pytest.fixture
+def cache_settings():
+    """JAX's own settings, put back afterwards."""
+    before = {name: getattr(jax.config, name) for name in CACHE}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_a_new_shape_is_counted_and_a_known_one_is_not():
+    program = jax.jit(lambda x: x * 2 + 1)
+    short, long = jnp.zeros((3,)), jnp.zeros((5,))
+    counter = compilation.Recompiles()
+    program(short)
+    assert counter.take() == 1
+    program(short)
+    assert counter.take() == 0
+    program(long)
+    program(short)
+    assert counter.take() == 1
+
+
+def test_two_counters_do_not_disturb_each_other():
+    one, two = compilation.Recompiles(), compilation.Recompiles()
+    jax.jit(lambda x: x - 3)(jnp.zeros((7,)))
+    assert one.take() == two.take() >= 1
+
+
+def test_a_folder_keeps_programs(cache_settings, tmp_path):
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    folder = tmp_path / "new" / "cache"
+    assert compilation.enable_cache(str(folder)) == str(folder)
+    jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((9, 9))).block_until_ready()
+    assert any(folder.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(cache_settings, tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    (tmp_path / "file").write_text("in the way")
+    assert compilation.enable_cache(str(tmp_path / "file" / "cache")) is None
+    assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_auto_keeps_nothing_on_a_cpu_and_respects_jaxs_own_folder(cache_settings, monkeypatch, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert compilation.enable_cache("off") is None
+    assert compilation.enable_cache("auto") is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert compilation.enable_cache("auto") == str(tmp_path / "qarl_jax" / "xla")
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    assert compilation.enable_cache("auto") == str(tmp_path / "own")
+
+
+def test_a_backward_asks_xla_for_what_it_knows_alone(monkeypatch):
+    compilation.backward_options.cache_clear()
+    assert compilation.backward_options() is None  # on a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for name, known in (("xla_gpu_autotune_level", 4), ("xla_gpu_no_such_option", 4)):
+        compilation.backward_options.cache_clear()
+        monkeypatch.setattr(compilation, "_NO_ZEROS", {name: known})
+        assert compilation.backward_options() == (None if "no_such" in name else {name: known})
+    compilation.backward_options.cache_clear()

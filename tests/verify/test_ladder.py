@@ -1,0 +1,240 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The parity ladder: its estimators by hand, its exact rungs, its exit codes; the whole of it against vLLM (slow)."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from qarl_bridge.protocol import messages
+
+from qarl_jax import models
+from qarl_jax.types import Completion, VersionSpan
+from qarl_jax.verify import ladder
+from tests.reference.qwen3 import qwen3
+from tests.reference.rollouts import completion
+
+MODEL = qwen3(vocab=96, hidden=128, intermediate=256, layers=2, heads=2, kv_heads=1, head_dim=64, attention_bias=False)
+DRAWN = ["prompt log-probs", "decoded", "decoded, ragged"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(MODEL))
+    config = models.read_config(path, compute_dtype="bfloat16", param_dtype="float32", quant=models.parse_rules("bf16"))
+    models.save_hf(models.random_model(config, 0), path)
+    return str(path)
+
+
+def test_the_estimators_equal_the_numbers_worked_by_hand():
+    # d = log 2 and log 0.5: exp(d) - 1 - d = 1 - log 2 and -0.5 + log 2, whose mean is 0.25.
+    learner, engine = np.log([[2.0, 0.5, 9.0]]).astype(np.float32), np.zeros((1, 3), np.float32)
+    entropy = np.array([[1.0, 0.6, 0.4]])
+    stats = ladder.mismatch(learner, engine, entropy, np.ones((1, 3), bool))
+    assert stats["tokens"] == 2, "the third position is nearly certain and does not count"
+    assert stats["k1"] == pytest.approx(0, abs=1e-6)
+    assert stats["k3"] == pytest.approx(0.25, rel=1e-6)
+    assert stats["max_abs"] == stats["mean_abs"] == pytest.approx(np.log(2), rel=1e-6)
+    assert stats["within_1e-4"] == 0
+
+
+def test_equal_logprobs_have_no_mismatch_and_k3_is_never_negative():
+    rng = np.random.default_rng(0)
+    x, mask = rng.normal(size=(4, 50)), rng.random((4, 50)) < 0.5
+    assert ladder.mismatch(x, x, np.ones_like(x), mask)["k3"] == 0
+    noisy = x + 1e-3 * rng.normal(size=x.shape)
+    assert 0 < ladder.mismatch(noisy, x, np.ones_like(x), mask)["k3"] < 1e-6
+
+
+def test_completions_become_padded_rows():
+    sampled = ladder.Sampled.of(
+        [completion((7,), [-1.0], prompt=(5, 6)), completion((9, 4), [-2.0, -3.0], prompt=(8,))]
+    )
+    assert sampled.tokens.shape == (2, 32)
+    np.testing.assert_array_equal(sampled.tokens[:, :4], [[5, 6, 7, 0], [8, 9, 4, 0]])
+    np.testing.assert_array_equal(sampled.segment_ids[:, :4], [[1, 1, 1, 0]] * 2)
+    np.testing.assert_array_equal(sampled.response[:, :4], [[0, 0, 1, 0], [0, 1, 1, 0]])
+    np.testing.assert_array_equal(sampled.logprobs[:, :4], [[0, 0, -1, 0], [0, -2, -3, 0]])
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_the_models_logits(folder):
+    weights = ladder.load(folder, "bf16", "plain")
+    sampled = ladder.Sampled.of([completion((7, 8), prompt=(5, 6)), completion((9, 4), prompt=(8,))])
+    logprobs, entropy = ladder.score(weights, sampled)
+    model = models.merge(weights.graphdef, weights.params, weights.qweights)
+    z = np.asarray(model(sampled.tokens), np.float64)
+    logp = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    for row, t in zip(*np.nonzero(sampled.response), strict=True):
+        assert logprobs[row, t] == pytest.approx(logp[row, t - 1, sampled.tokens[row, t]], abs=1e-4)
+        assert entropy[row, t] == pytest.approx(-(np.exp(logp) * logp)[row, t - 1].sum(), abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16:g64"])
+def test_the_exact_rungs_hold_and_break_with_one_code(folder, scheme):
+    weights = ladder.load(folder, scheme, "plain")
+    assert [rung.ok for rung in ladder.exact_rungs(weights)] == [True, True]
+    leaves, structure = jax.tree.flatten(weights.qweights)
+    first = np.asarray(leaves[0]).copy()
+    first.reshape(-1)[0] ^= 1
+    broken = dataclasses.replace(weights, qweights=jax.tree.unflatten(structure, [first, *leaves[1:]]))
+    assert next(ladder.exact_rungs(broken)).ok is False
+
+
+def test_an_unquantized_scheme_leaves_the_first_rungs_out(folder):
+    assert [rung.ok for rung in ladder.exact_rungs(ladder.load(folder, "bf16", "plain"))] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--scheme", "w3a3"],
+        ["--scheme", "w8a8", "--model", "/nowhere"],
+        ["--scheme", "w8a8", "--prompts", "0"],
+    ],
+)
+def test_user_errors_exit_with_2_and_one_sentence(folder, arguments, capsys):
+    assert ladder.main(["--model", folder, "--engine", "cpu", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize(("broken", "code"), [(None, 0), ("read-back", 1)])
+def test_the_exit_code_says_whether_a_promise_is_broken(folder, monkeypatch, capsys, broken, code):
+    monkeypatch.setattr(ladder, "climb", lambda *args: {"rungs": [], "first_broken": broken})
+    assert ladder.main(["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["first_broken"] == broken
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_whole_ladder_holds_on_a_live_vllm(folder):
+    pytest.importorskip("vllm")
+    options = ladder.Options(prompts=8, prompt_len=4, response_len=12, threads=1, unaligned=False, bf16_pair=False)
+    result = ladder.climb(folder, "w8a8", "cpu", options)
+    assert result["first_broken"] is None
+    assert [rung["name"] for rung in result["rungs"]][4:7] == ["execution", "linear layers", "blocks"]
+    assert result["execution"] == "eager"
+    assert len(result["rungs"]) == 10
+    assert all(rung["ok"] for rung in result["rungs"] if rung["name"] != "execution")
+    assert result["aligned"]["tokens"] == 8 * 12
+    assert result["aligned"]["k3"] == result["aligned"]["max_abs"] == 0
+    assert result["decode_prefill"]["equal"] == 1
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [pytest.param(s, marks=pytest.mark.nightly) for s in ("w8a8", "w4a8", "w4a16:g64")])
+def test_a_model_with_biases_climbs_the_ladder_too(tmp_path, scheme):
+    """A kernel may keep a copy of the bias in float32, which a published bias must reach."""
+    pytest.importorskip("vllm")
+    model = MODEL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
+    graphdef, params, rest = models.split(models.random_model(config, 0))
+    noise = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: x + 0.1 * noise.normal(size=x.shape).astype(x.dtype), params)
+    models.save_hf(models.merge(graphdef, params, rest), tmp_path)
+    options = ladder.Options(prompts=8, prompt_len=4, response_len=12, threads=1, unaligned=False, bf16_pair=False)
+    result = ladder.climb(str(tmp_path), scheme, "cpu", options)
+    assert result["first_broken"] is None, result["rungs"]
+    assert result["aligned"]["k3"] == result["aligned"]["max_abs"] == 0
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [pytest.param("bf16", marks=pytest.mark.nightly), "w8a8"])
+def test_a_mixture_of_experts_climbs_the_ladder_too(tmp_path, scheme):
+    """vLLM's CPU engine must pack bf16 experts anew at every load; quantized ones run through the bridge's methods."""
+    pytest.importorskip("vllm")
+    model = MODEL | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
+    models.save_hf(models.random_model(config, 0), tmp_path)
+    options = ladder.Options(prompts=6, prompt_len=16, response_len=12, threads=1, unaligned=False, bf16_pair=False)
+    result = ladder.climb(str(tmp_path), scheme, "cpu", options)
+    assert result["first_broken"] is None, result["rungs"]
+    ok = {rung["name"]: rung["ok"] for rung in result["rungs"]}
+    assert all(ok[name] for name in ("read-back", "linear layers", "blocks", "sampled tokens"))
+    experts = {kernel for kernel in result["kernels"] if "MoE" in kernel}
+    assert experts == {"PortableInt8MoEMethod" if scheme == "w8a8" else "PortableMoEMethod"}
+    assert result["own_routing"]["tokens"] == result["aligned"]["tokens"]
+    assert result["aligned"]["k3"] == result["aligned"]["max_abs"] == 0
+    assert result["own_routing"]["max_abs"] == 0
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_two_engines_of_one_mode_give_the_same_bits_and_the_command_says_so(folder, capsys):
+    pytest.importorskip("vllm")
+    command = ["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--execution", "eager,eager", "--json"]
+    assert ladder.main([*command, "--prompts", "4", "--prompt-len", "6", "--response-len", "8", "--threads", "1"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["first_broken"] is None
+    assert [rung["name"] for rung in result["rungs"]] == [
+        f"eager: {name}" for name in ("modules", "prompt log-probs", "decoded", "decoded, ragged")
+    ]
+    assert result["tokens_per_s"]["eager"] > 0
+
+
+def observed(tokens=(3, 4, 5), logprobs=(-1.0, -2.0, -3.0), module=0.0, routed=None):
+    def completion():
+        return Completion(
+            prompt_tokens=(1, 2),
+            tokens=tuple(tokens),
+            logprobs=np.array(logprobs, np.float32),
+            finish_reason="length",
+            versions=(VersionSpan(version=0, start=0, end=len(tokens)),),
+            routed_experts=None if routed is None else np.full((4, 1, 2), routed, np.int16),
+        )
+
+    array = messages.Array.of(np.full(3, module, np.float32))
+    recorded = [messages.Recorded(module="model.layers.0", inputs=[array], outputs=[array])]
+    return ladder.Observed("eager", 1.0, recorded, [completion()], [completion()], [completion()])
+
+
+@pytest.mark.parametrize(
+    ("other", "broken"),
+    [
+        ({}, []),
+        ({"module": np.nextafter(np.float32(0), np.float32(1))}, ["modules"]),
+        ({"logprobs": (-1.0, -2.0, np.nextafter(np.float32(-3), np.float32(0)))}, DRAWN),
+        ({"tokens": (3, 9, 5)}, DRAWN),
+        ({"routed": 1}, ["routed experts"]),
+    ],
+)
+def test_one_bit_of_one_number_tells_two_modes_apart(other, broken):
+    one, two = observed(routed=0), observed(**{"routed": 0} | other)
+    assert [rung.name for rung in ladder.same_bits(one, two) if not rung.ok] == broken
+
+
+def test_a_mode_nobody_knows_is_refused(folder, capsys):
+    command = ["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--execution", "eager,fast"]
+    assert ladder.main(command) == 2
+    assert "--execution fast" in capsys.readouterr().err
+
+
+def test_what_is_allowed_follows_the_engines_own_noise():
+    unaligned, pair = {"k3": 1e-2}, {"k3": 3e-4}
+    assert ladder.allowance("w4a16:g64", 1e-4, unaligned, pair) == pytest.approx(4.5e-4)
+    assert ladder.allowance("w4a16:g64", 1e-5, unaligned, {"k3": 1e-9}) == pytest.approx(1e-4)
+    assert ladder.allowance("w8a8", 1e-4, unaligned, pair) == pytest.approx(5e-4)
+    assert ladder.allowance("fp8", 1e-4, unaligned, pair) == 1e-2
+    assert ladder.allowance("bf16", 1e-4, None, pair) == 1e-4
+    quiet = {"k3": 1e-9}
+    for scheme in ("w4a16", "w8a8", "fp8", "bf16"):  # never stricter than asked for
+        assert ladder.allowance(scheme, 1e-4, quiet, quiet) == 1e-4
+        assert ladder.allowance(scheme, 1e-4, None, None) == 1e-4
