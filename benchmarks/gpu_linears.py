@@ -54,7 +54,7 @@ def inputs(k: int, n: int, m: int, seed: int) -> tuple[np.ndarray, np.ndarray, n
 
 def learner(scheme: str, w: np.ndarray, x: np.ndarray, bias: np.ndarray | None) -> tuple[np.ndarray, Any]:
     """(outputs [M, N], the QTensor of numpy arrays) under the profile `cuda`."""
-    numerics = quant.Numerics("cuda")
+    numerics = quant.resolve("cuda")
     qtensor = quant.quantize(jnp.asarray(w), quant.on_engine(quant.parse_scheme(scheme), numerics))
     y = quant.dot(
         jnp.asarray(x),

@@ -32,6 +32,7 @@ the left operand, as in Machete and in CUTLASS' kernels for few rows.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import itertools
@@ -62,7 +63,7 @@ from qarl_jax.quant.schemes import fp8
 SHAPES = ((1024, 384), (384, 640), (384, 384), (384, 2048), (6144, 2048), (2048, 4096), (4096, 6144), (12288, 4096))
 ROWS = (16, 64, 512, 2048)
 MANY = 16384
-NUMERICS = quant.Numerics("cuda")
+NUMERICS = quant.resolve("cuda")
 CONTRACT_LAST = (((1,), (1,)), ((), ()))
 TILE_N, TILE_M, WIDTH = 128, 16, 12  # of a table of parts: outputs, rows, parts
 
@@ -268,7 +269,7 @@ def w4a16(kernels: Kernels, k: int, n: int, rows: Sequence[int], seed: int, sche
             "exact": bfloat16_of(torch, exact.to(torch.bfloat16)),
         }
         if plan.mode == "split-K":
-            numerics = quant.Numerics("cuda", parts=plan.splits)
+            numerics = dataclasses.replace(quant.resolve("cuda"), parts=plan.splits)
             found["learner_parts"] = quant.dot(x[:m], w, qtensor, numerics=numerics)
             found["learner_parts_many"] = quant.dot(x, w, qtensor, numerics=numerics)[:m]
         found |= {name: in_order(same_parts(n, m, parts)) for name, parts in orders(k).items()}

@@ -115,7 +115,7 @@ def run(cfg: RunConfig) -> None:
         # ---- policy, learner, engine ---------------------------------------------------------------------------------
         resumed = processes.from_first(lambda: checkpoints.latest_step() is not None)
         profile = processes.from_first(lambda: build.numerics_of_run(cfg, cfg.run_dir).profile) if resumed else None
-        graphdef, params = build.load_model(cfg, mesh, quant.Numerics(profile) if profile else None)
+        graphdef, params = build.load_model(cfg, mesh, quant.resolve(profile) if profile else None)
         learner = build.make_learner(cfg, graphdef, mesh)
         # The reference is the policy the run starts from, whatever checkpoint it resumes from.
         reference = learner.reference(params) if cfg.kl.coef else None

@@ -113,7 +113,7 @@ def serves(scheme: str, x: jax.Array, weight: tuple[int, ...], numerics: Numeric
     if split is None:
         return False
     if scheme == "fp8":
-        return numerics.profile in ("cuda", "plain") and all(size % _CUTLASS == 0 for size in weight)
+        return numerics.fp8_on_tensor_cores and all(size % _CUTLASS == 0 for size in weight)
     if numerics.float64:
         return False
     return x.shape[0] // split[0] >= LEAST_ROWS

@@ -132,7 +132,7 @@ def body_config(config: models.ModelConfig, dtype: Any = None) -> models.ModelCo
     return dataclasses.replace(
         config,
         quant=quant.Rules(),
-        numerics=quant.Numerics(),
+        numerics=quant.PLAIN,
         tie_embeddings=True,  # no head of its own: nothing is predicted over the vocabulary
         compute_dtype=config.compute_dtype if dtype is None else dtype,
         param_dtype="float32",

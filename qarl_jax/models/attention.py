@@ -31,7 +31,7 @@ from qarl_jax.kernels.attention_vendor import (
     split_by_hand,
 )
 from qarl_jax.numerics.float32 import from_float64, matmul_precision, round_bf16, round_to
-from qarl_jax.quant import Numerics
+from qarl_jax.quant import PLAIN, Numerics
 from qarl_jax.runtime.remat import ATTENTION_OUTPUT
 
 # Queries handled at once: bounds the live scores to [B, N, chunk, keys]. At most 16 chunks bound the compile time.
@@ -39,9 +39,7 @@ _QUERY_CHUNK = 512
 _MAX_CHUNKS = 16
 
 
-def choose(
-    attention: str, dtype: Any, head_dim: int, length: int, *, packed: bool, numerics: Numerics = Numerics()
-) -> str:
+def choose(attention: str, dtype: Any, head_dim: int, length: int, *, packed: bool, numerics: Numerics = PLAIN) -> str:
     """The static choice among "xla", "cudnn", "splash" and "flash3"; "auto": the backend's fused kernel if it has one,
     and the one in the engine's order where an engine is mirrored and there is one.
 
@@ -75,7 +73,7 @@ def attention(
     segment_ids: Int[Array, "B T"] | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
     implementation: str = "xla",
-    numerics: Numerics = Numerics(),
+    numerics: Numerics = PLAIN,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention of each query over the keys it may see; kv heads are shared by N/K query heads, never repeated.
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from qarl_jax import quant
 from qarl_jax.models.config import ModelConfig
 from qarl_jax.numerics.float32 import divide, from_float64, in_float64, round_to
-from qarl_jax.quant import Numerics
+from qarl_jax.quant import PLAIN, Numerics
 from qarl_jax.runtime.mesh import constrain
 from qarl_jax.runtime.remat import INVERSE_RMS, LINEAR_OUTPUT
 
@@ -247,7 +247,7 @@ def _lookup_bwd(dtype: Any, saved: Any, dy: jax.Array) -> tuple[jax.Array, None]
 lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
-def silu_and_mul(gate: jax.Array, up: jax.Array, numerics: Numerics = Numerics()) -> jax.Array:
+def silu_and_mul(gate: jax.Array, up: jax.Array, numerics: Numerics = PLAIN) -> jax.Array:
     """silu(gate) * up, in float32 or float64, rounded to the input dtype. numerics: whether silu(gate) is rounded, too,
     and is one IEEE division, not a product with a reciprocal (the compiler's, an ulp off on a GPU)."""
     if numerics.float64:
@@ -313,7 +313,7 @@ def rope_table(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[jax.A
 
 
 def apply_rope(
-    x: Float[Array, "B T N H"], table: tuple[jax.Array, jax.Array], numerics: Numerics = Numerics()
+    x: Float[Array, "B T N H"], table: tuple[jax.Array, jax.Array], numerics: Numerics = PLAIN
 ) -> Float[Array, "B T N H"]:
     """Rotates pairs (x[i], x[i + H/2]), in float32 (or float64: `numerics`), one rounding."""
     rotate = in_float64(_rotated) if numerics.float64 else _rotated

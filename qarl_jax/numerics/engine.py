@@ -2,21 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which engine's arithmetic the learner computes in.
 
-The integer codes and scales of the weights are the same everywhere. What differs is how activations are scaled, how
-the accumulator is rescaled, and where the layers in between round. A profile names one combination; nothing else in the
-project asks what machine this is.
+The integer codes and scales of the weights are the same everywhere. What differs between engines is how activations are
+scaled, how sums are made, and where the layers in between round. A record of `Numerics` says all of it for one engine,
+and nothing else in the project asks what machine this is. A new engine is one record, which lists where the engine
+departs from `PLAIN`; `python -m qarl_jax.numerics` prints all of them as the table in docs/numerics.md.
 
-    profile   engine                         sums                        w8a8's rescale         bias
-    plain     none: embedded sampler         float32, compiler's order   s_x * (s_w * acc)      float32, then round
-    cpu       vLLM CPU with the bridge's     float64, rounded to         f32(s_x * s_w * acc)   float32, then round
-              own operations, every build    float32 once                in float64
-    cuda      vLLM CUDA (CUTLASS, Machete)   float32, the kernel's       s_x * (s_w * acc)      w4a16: after rounding
-
-(s_x = max |x| of a token / 127, the int8 activation scale; cpu puts 1e-7 under that maximum.)
-
-`cpu` is a contract that both sides keep: see `docs/numerics.md` and, on the engine's side, the bridge's
-`cpu_kernels.py` and `cpu_layers.py`. Source of `cuda`: vLLM 0.25.1 (csrc/quantization, run on one H200), in
-eager mode, the mode the bridge pins.
+`CPU` is a contract that both sides keep: vLLM's CPU engine computes with the bridge's own operations (`cpu_kernels.py`,
+`cpu_layers.py`, `cpu_experts.py` there), the same ones on every build. `CUDA` mirrors vLLM's own kernels, in eager mode
+or in CUDA graphs. Source: vLLM 0.25.1 (csrc/quantization, run on one H200).
 """
 
 from __future__ import annotations
@@ -28,132 +21,130 @@ from qarl_jax.numerics import machete
 from qarl_jax.types import UserError
 
 NormOrder = Literal["any", "float64", "torch", "cuda"]
-PROFILES: tuple[str, ...] = ("plain", "cpu", "cuda")
 ENGINES = ("auto", "cpu", "cuda", "plain")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """The arithmetic of one engine. Hashable: pass it as a static argument.
+    """The arithmetic of one engine. Hashable: pass it as a static argument. The defaults are those of `PLAIN`.
+
+    In what follows x is an activation, am the absmax of its row (a token), s_x = am / 127 its int8 scale, s_w the
+    weight's scale and acc the int32 sum of products.
 
     Attributes:
-      profile: one of PROFILES.
-      parts: of K, in which a w4a16 layer's sum is made (`of_layer`). A layer's own; a run records the profile.
+      profile: the record's name, which a run records.
+      float64: every sum, and every function of floats between two roundings, is computed in float64 and rounded to
+        float32 once, so that its order, the vector width and the library cannot be seen in it. Rescaling is part of it:
+        f32(s_x * (s_w * acc)); otherwise it is two float32 products, in that order.
+      amax_floor: lower bound put under a row's absmax before its int8 scale is taken; 0: none.
+      bias_after_rounding: w4a16 adds the bias to the already rounded output (two roundings).
+      int8_experts_keep_activations: w8a8's experts multiply unquantized activations with their int8 codes: vLLM 0.25
+        on CUDA takes dynamic activation scales, which a checkpoint does not hold, for none
+        (`make_int8_moe_quant_config`).
+      machete_parts: a w4a16 layer's sum is made in Machete's parts of K (`of_layer`).
+      fp8_divides: fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x).
+      fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, where there are such.
+      w4a8_is_fp8: int4 layers with 8-bit activations multiply in e4m3, on a grid of their own (`w4a8_fp8`).
+      block_attention: attention meets the keys in blocks, the last one first, and rounds its weights against the
+        maximum so far (FlashAttention-3).
+      norm_order: how RMSNorm's mean of squares is summed: in float64, in the order of vLLM's CUDA kernels, in torch's
+        (8-float vectors on x86; its rsqrt is 1 / sqrt), or in the compiler's.
+      round_sum_before_norm: the residual sum is rounded before RMSNorm reads it; otherwise it reads the float32 sum.
+      round_silu: SiLU(gate) is rounded before it is multiplied by up.
+      divided_silu: SiLU is x / (1 + exp(-x)), an IEEE division; otherwise as the compiler divides.
+      round_rope_table: cos and sin are rounded to the compute dtype; the rotation itself is float32, rounded once.
+      rope_on_device: the engine makes that table on the device, by its power function.
+      round_router_logits: router logits are rounded to the compute dtype.
+      weighted_experts: each expert's output is multiplied by the token's weight for it before it is rounded, and the
+        rounded ones are summed (vLLM's Triton experts); otherwise rounded outputs are weighted and summed in float32.
+      round_logits: logits are rounded to the compute dtype (the engine's lm_head is not float32).
+      parts: of K, in which a w4a16 layer's sum is made. A layer's own.
     """
 
     profile: str = "plain"
-    parts: int = dataclasses.field(default=1, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.profile not in PROFILES:
-            raise UserError(
-                f"unknown numerics profile {self.profile!r}: use one of {', '.join(PROFILES)}"
-                " (cpu takes the place of cpu_amx, cpu_avx512_bf16 and cpu_avx2: set quant.engine=cpu)"
-            )
-
-    # ---- quantized linear layers ----
-
-    @property
-    def amax_floor(self) -> float:
-        """Lower bound put under a row's absmax before its int8 scale is taken; 0: none."""
-        return 1e-7 if self.profile == "cpu" else 0.0
-
-    @property
-    def bias_after_rounding(self) -> bool:
-        """w4a16 adds the bias to the already rounded output (two roundings)."""
-        return self.profile == "cuda"
-
-    @property
-    def int8_experts_keep_activations(self) -> bool:
-        """w8a8's experts multiply unquantized activations with their int8 codes: vLLM 0.25 on CUDA takes dynamic
-        activation scales, which a checkpoint does not hold, for none (`make_int8_moe_quant_config`)."""
-        return self.profile == "cuda"
+    float64: bool = False
+    amax_floor: float = 0.0
+    bias_after_rounding: bool = False
+    int8_experts_keep_activations: bool = False
+    machete_parts: bool = False
+    fp8_divides: bool = False
+    fp8_on_tensor_cores: bool = True
+    w4a8_is_fp8: bool = False
+    block_attention: bool = False
+    norm_order: NormOrder = "any"
+    round_sum_before_norm: bool = False
+    round_silu: bool = False
+    divided_silu: bool = False
+    round_rope_table: bool = False
+    rope_on_device: bool = False
+    round_router_logits: bool = False
+    weighted_experts: bool = False
+    round_logits: bool = False
+    parts: int = 1
 
     def of_layer(self, outputs: int, inputs: int) -> Numerics:
         """The arithmetic of one layer, [outputs, inputs] as the engine fuses it (q, k and v; gate and up)."""
-        if self.profile != "cuda":
+        if not self.machete_parts:
             return self
         return dataclasses.replace(self, parts=machete.parts(outputs, inputs))
 
-    @property
-    def float64(self) -> bool:
-        """Every sum, and every function of floats between two roundings, is computed in float64 and rounded to float32
-        once: then its order, the vector width and the library cannot be seen in it."""
-        return self.profile == "cpu"
 
-    @property
-    def block_attention(self) -> bool:
-        """Attention meets the keys in blocks, the last one first, and rounds its weights against the maximum so far
-        (FlashAttention-3)."""
-        return self.profile == "cuda"
+# No engine: the embedded sampler calls the learner's own functions. float32 inside, one rounding at the end.
+PLAIN = Numerics()
 
-    @property
-    def fp8_divides(self) -> bool:
-        """fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x)."""
-        return self.profile == "cuda"
+# vLLM CPU with the bridge's own operations, on any build.
+CPU = Numerics(profile="cpu", float64=True, amax_floor=1e-7, fp8_on_tensor_cores=False, norm_order="float64")
+# vLLM CUDA: CUTLASS, Machete, FlashAttention-3.
+CUDA = Numerics(
+    profile="cuda",
+    bias_after_rounding=True,
+    int8_experts_keep_activations=True,
+    machete_parts=True,
+    fp8_divides=True,
+    w4a8_is_fp8=True,
+    block_attention=True,
+    norm_order="cuda",
+    round_sum_before_norm=True,
+    round_silu=True,
+    divided_silu=True,
+    round_rope_table=True,
+    rope_on_device=True,
+    round_router_logits=True,
+    weighted_experts=True,
+    round_logits=True,
+)
+RECORDS = {record.profile: record for record in (PLAIN, CPU, CUDA)}
+PROFILES: tuple[str, ...] = tuple(RECORDS)
 
-    @property
-    def w4a8_is_fp8(self) -> bool:
-        """The engine's int4 layers with 8-bit activations multiply in e4m3, on a grid of their own (`w4a8_fp8`)."""
-        return self.profile == "cuda"
 
-    # ---- elementwise layers, for the models ----
+def of_profile(name: str) -> Numerics:
+    """The record of that name, as a run wrote it down.
 
-    @property
-    def mirrors_engine(self) -> bool:
-        """Elementwise layers round where the engine's do (otherwise: one rounding at the end)."""
-        return self.profile == "cuda"
+    Raises:
+      UserError: no such record.
+    """
+    if name not in RECORDS:
+        raise UserError(
+            f"unknown numerics profile {name!r}: use one of {', '.join(PROFILES)} (cpu takes the place of cpu_amx, "
+            "cpu_avx512_bf16 and cpu_avx2: set quant.engine=cpu)"
+        )
+    return RECORDS[name]
 
-    @property
-    def norm_order(self) -> NormOrder:
-        """How RMSNorm's mean of squares is summed: in float64, in the order of vLLM's CUDA kernels, or the
-        compiler's."""
-        return "float64" if self.float64 else "cuda" if self.profile == "cuda" else "any"
 
-    @property
-    def round_sum_before_norm(self) -> bool:
-        """The residual sum is rounded before RMSNorm reads it (CUDA); otherwise the norm reads the float32 sum."""
-        return self.profile == "cuda"
+def table() -> str:
+    """All records as a Markdown table, one field a row."""
 
-    @property
-    def round_silu(self) -> bool:
-        """SiLU(gate) is rounded before it is multiplied by up."""
-        return self.mirrors_engine
+    def cell(value: object) -> str:
+        return {True: "yes", False: ""}[value] if isinstance(value, bool) else str(value)
 
-    @property
-    def divided_silu(self) -> bool:
-        """SiLU is x / (1 + exp(-x)), an IEEE division; otherwise as the compiler divides."""
-        return self.profile == "cuda"
-
-    @property
-    def weighted_experts(self) -> bool:
-        """Each expert's output is multiplied by the token's weight for it before it is rounded, and the rounded ones
-        are summed (vLLM's Triton experts); otherwise rounded outputs are weighted and summed in float32."""
-        return self.profile == "cuda"
-
-    @property
-    def round_rope_table(self) -> bool:
-        """cos and sin are rounded to the compute dtype; the rotation itself is float32 with one rounding."""
-        return self.mirrors_engine
-
-    @property
-    def round_router_logits(self) -> bool:
-        """Router logits are rounded to the compute dtype, as the engine's are."""
-        return self.mirrors_engine
-
-    @property
-    def rope_on_device(self) -> bool:
-        """The engine makes that table on the device, by its power function."""
-        return self.profile == "cuda"
-
-    @property
-    def round_logits(self) -> bool:
-        """Logits are rounded to the compute dtype (the engine's lm_head is not float32)."""
-        return self.mirrors_engine
+    names = [f.name for f in dataclasses.fields(Numerics) if f.name not in ("profile", "parts")]
+    rows = [[f"`{name}`", *(cell(getattr(record, name)) for record in RECORDS.values())] for name in names]
+    lines = [["", *(f"`{profile}`" for profile in PROFILES)], ["---"] * (1 + len(PROFILES)), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def resolve(engine: str) -> Numerics:
-    """The profile of an engine on this host. Call it once per run and record the result.
+    """The arithmetic of an engine. Call it once per run and record the result.
 
     Args:
       engine: "cpu" (vLLM CPU), "cuda" (vLLM CUDA), "plain" (no vLLM), or "auto" (vLLM on this host: cuda where JAX runs
@@ -166,6 +157,6 @@ def resolve(engine: str) -> Numerics:
         import jax  # the backend is asked for here only, so that naming an engine never initialises one
 
         engine = "cuda" if jax.default_backend() == "gpu" else "cpu"
-    if engine in PROFILES:
-        return Numerics(engine)
+    if engine in RECORDS:
+        return RECORDS[engine]
     raise UserError(f"unknown quant.engine {engine!r}: use one of {', '.join(ENGINES)}")

@@ -31,12 +31,10 @@ from jaxtyping import Array, Float, Int
 
 from qarl_jax.kernels import experts_triton
 from qarl_jax.numerics import machete
-from qarl_jax.numerics.engine import Numerics
+from qarl_jax.numerics.engine import PLAIN, Numerics
 from qarl_jax.numerics.float32 import from_float64, matmul_precision, round_to
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import dequantize, module_of
-
-_PLAIN = Numerics("plain")
 
 # Dimension numbers of [M, K] x [N, K] -> [M, N] and of the two backward products.
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
@@ -392,7 +390,7 @@ def dot(
     qtensor: QTensor | Float[Array | np.ndarray, "N K"] | None = None,
     bias: Float[Array | np.ndarray, " N"] | None = None,
     *,
-    numerics: Numerics = _PLAIN,
+    numerics: Numerics = PLAIN,
 ) -> Float[Array, "*B N"]:
     """y = x W^T + b, with W the QTensor's weight, in the arithmetic of the engine `numerics` names.
 
@@ -425,7 +423,7 @@ def expert_dot(
     qtensor: QTensor | Float[Array | np.ndarray, "E N K"] | None,
     group_sizes: Int[Array | np.ndarray, " E"],
     *,
-    numerics: Numerics = _PLAIN,
+    numerics: Numerics = PLAIN,
     wide: bool = False,
 ) -> Float[Array, "M N"]:
     """`dot` for mixture-of-experts: row m is multiplied with the weight of the expert whose group it falls into.

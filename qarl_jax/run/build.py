@@ -25,6 +25,7 @@ from qarl_jax.learning import critic as critics
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_term, loss_from_config
 from qarl_jax.models import invariant_scaling
+from qarl_jax.numerics.engine import of_profile
 from qarl_jax.optim import build
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
@@ -95,10 +96,10 @@ def recorded_numerics(directory: str | os.PathLike[str]) -> quant.Numerics | Non
     starts = found[1].get("starts", []) if found else []
     numerics = starts[-1].get("numerics") if starts else None
     if isinstance(numerics, dict):
-        return quant.Numerics(numerics.get("profile", ""))
+        return of_profile(numerics.get("profile", ""))
     # Runs up to November 2026 recorded the object as Python prints it.
     printed = re.fullmatch(r"Numerics\(profile='(\w+)'\)", str(numerics))
-    return quant.Numerics(printed[1]) if printed else None
+    return of_profile(printed[1]) if printed else None
 
 
 def numerics_of_run(cfg: RunConfig, directory: str | os.PathLike[str]) -> quant.Numerics:

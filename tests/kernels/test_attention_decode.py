@@ -13,7 +13,7 @@ import pytest
 from qarl_jax.kernels import attention_decode
 from qarl_jax.kernels.attention_vendor import can_decode
 from qarl_jax.models import abstract_model, transformer
-from qarl_jax.quant import Numerics, resolve
+from qarl_jax.quant import PLAIN, resolve
 from tests.reference.tiny import model_config
 
 LAYERS, ROWS, SLOTS, HEADS, KV_HEADS = 3, 6, 75, 6, 2  # three queries to a kv head; SLOTS is no multiple of a block
@@ -58,15 +58,15 @@ def test_a_bfloat16_cache_is_summed_in_float32():
 
 
 def test_it_serves_one_gpu_that_mirrors_no_engine(monkeypatch):
-    assert not can_decode("auto", 64, Numerics())  # a CPU
+    assert not can_decode("auto", 64, PLAIN)  # a CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert can_decode("auto", 64, Numerics())
-    assert not can_decode("xla", 64, Numerics())
-    assert not can_decode("auto", 96, Numerics())
+    assert can_decode("auto", 64, PLAIN)
+    assert not can_decode("xla", 64, PLAIN)
+    assert not can_decode("auto", 96, PLAIN)
     assert not can_decode("auto", 64, resolve("cuda"))
     monkeypatch.setattr(jax, "device_count", lambda: 2)
-    assert not can_decode("auto", 64, Numerics())
+    assert not can_decode("auto", 64, PLAIN)
 
 
 def lowered(monkeypatch, kernel):

@@ -77,8 +77,8 @@ def test_equals_the_formula_in_float64_and_the_xla_form_of_the_same_blocks(head_
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
     run = jax.jit(attention, static_argnames=("implementation", "numerics"))
     form = functools.partial(run, q, k, v, segment_ids=ids, implementation="xla")
-    assert share_equal(mine, form(numerics=quant.Numerics("cuda"))) >= 0.9995
-    assert share_equal(mine, form(numerics=quant.Numerics("plain"))) < 0.99  # which is not in blocks
+    assert share_equal(mine, form(numerics=quant.resolve("cuda"))) >= 0.9995
+    assert share_equal(mine, form(numerics=quant.resolve("plain"))) < 0.99  # which is not in blocks
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from qarl_jax.kernels.product_triton import TILES, Tile, tile_for
 from qarl_jax.kernels.products import Kernels
 from qarl_jax.numerics import rows
 from qarl_jax.numerics.float32 import round_to
-from qarl_jax.quant import Numerics
+from qarl_jax.quant import resolve
 from qarl_jax.quant.dot import Dense
 from qarl_jax.quant.schemes import w8a8
 from qarl_jax.runtime import mesh as sharding
@@ -200,10 +200,10 @@ def test_they_serve_bfloat16_rows_on_one_hopper_gpu_and_no_profile_of_a_cpu(monk
     monkeypatch.setattr(jax, "local_devices", lambda: [Gpu])
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert served(x, 64)
-    assert served(x, 64, Numerics("plain"))
+    assert served(x, 64, resolve("plain"))
     assert not served(jax.ShapeDtypeStruct(x.shape, jnp.float32), 64)
     assert not served(jax.ShapeDtypeStruct((x.shape[0] - 1, 64), x.dtype), 64)
-    assert not served(x, 64, Numerics("cpu"))
+    assert not served(x, 64, resolve("cpu"))
     monkeypatch.setattr(Gpu, "compute_capability", "8.0")
     assert not served(x, 64)
     monkeypatch.setattr(Gpu, "compute_capability", "9.0")

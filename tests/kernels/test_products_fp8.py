@@ -18,7 +18,7 @@ from qarl_jax import quant
 from qarl_jax.kernels import product_hopper
 from qarl_jax.kernels import products as fused
 from qarl_jax.kernels.products import Kernels
-from qarl_jax.quant import Numerics
+from qarl_jax.quant import resolve
 from qarl_jax.quant.schemes import fp8
 from qarl_jax.run import build, config
 from qarl_jax.runtime import mesh as sharding
@@ -181,9 +181,9 @@ def test_it_serves_few_rows_but_only_what_the_engines_kernel_multiplies_too(monk
     assert not served(n=640 + 8)  # no product of CUTLASS
     assert not served(k=384 + 8)
     assert not served(dtype=jnp.float32)
-    assert served(numerics=Numerics("plain"))
+    assert served(numerics=resolve("plain"))
     for profile in set(quant.PROFILES) - {"cuda", "plain"}:
-        assert not served(numerics=Numerics(profile))
+        assert not served(numerics=resolve(profile))
     hopper(monkeypatch, devices=2)
     assert not served()  # two GPUs and nothing that says how arrays lie on them
 

@@ -23,7 +23,7 @@ from qarl_jax.models.attention import _block_starts, attention
 from qarl_jax.numerics.float32 import fused_multiply_add
 from tests.reference.qwen3 import qwen3
 
-CUDA = quant.Numerics("cuda")
+CUDA = quant.resolve("cuda")
 FILE = pathlib.Path(__file__).parents[1] / "reference" / "cuda_kernels.npz"
 
 
@@ -130,7 +130,7 @@ def test_silu_is_rounded_before_it_is_multiplied(recorded):
         return equal(jax.jit(functools.partial(layers.silu_and_mul, numerics=numerics))(gate, up), recorded["silu_o"])
 
     assert share(CUDA) == 1
-    assert share(quant.Numerics("plain")) < 0.8
+    assert share(quant.resolve("plain")) < 0.8
 
 
 def test_the_gradient_of_a_divided_silu_is_that_of_silu():
@@ -207,7 +207,7 @@ def test_a_decoded_token_attends_as_flash_attention_3(recorded, head_dim, keys):
     q, k, v, theirs = (recorded[f"flash_{head_dim}_{keys}_{name}"] for name in "qkvo")
     slot = jnp.array([[keys - 1]])
     assert equal(attend(q, k, v, CUDA, q_slots=slot), theirs) >= 0.999
-    assert equal(attend(q, k, v, quant.Numerics("plain"), q_slots=slot), theirs) < 0.98
+    assert equal(attend(q, k, v, quant.resolve("plain"), q_slots=slot), theirs) < 0.98
 
 
 def almost_as_recorded(mine, recorded):
@@ -218,7 +218,7 @@ def almost_as_recorded(mine, recorded):
     """
     q, k, v = prompt(recorded)
     theirs = recorded["flash_prompt_o"]
-    plain = attend(q, k, v, quant.Numerics("plain"), implementation="xla")[252:]
+    plain = attend(q, k, v, quant.resolve("plain"), implementation="xla")[252:]
     return 1 - equal(mine, theirs) <= (1 - equal(plain, theirs)) / 50
 
 
@@ -255,6 +255,6 @@ def test_its_gradient_is_that_of_plain_attention(recorded):
 
         return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*(jnp.asarray(x) for x in (q, k, v)))
 
-    for mine, plain in zip(gradients(CUDA), gradients(quant.Numerics("plain")), strict=True):
+    for mine, plain in zip(gradients(CUDA), gradients(quant.resolve("plain")), strict=True):
         assert np.abs(np.asarray(plain, np.float32)).max() > 0
         np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(plain, np.float32))

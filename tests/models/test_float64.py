@@ -13,10 +13,10 @@ import pytest
 from qarl_jax.models import layers
 from qarl_jax.models.attention import attention
 from qarl_jax.models.logprobs import token_logprobs
-from qarl_jax.quant import Numerics
+from qarl_jax.quant import PLAIN, resolve
 from tests.reference.quant_reference import bf
 
-CPU = Numerics("cpu")
+CPU = resolve("cpu")
 
 
 def normal(seed, *shape):
@@ -88,7 +88,7 @@ def test_float64_changes_no_gradient():
 
         return jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2)))(q, k, v)
 
-    for a, b in zip(jax.tree.leaves(value(CPU)), jax.tree.leaves(value(Numerics())), strict=True):
+    for a, b in zip(jax.tree.leaves(value(CPU)), jax.tree.leaves(value(PLAIN)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 

@@ -114,7 +114,7 @@ def test_on_cuda_outputs_are_weighted_rounded_and_summed_as_vllm_does(model, k):
     """Two to four in bfloat16, one after the other, more in float32; weights before the first rounding."""
     moe = dataclasses.replace(model.config.moe, num_experts=8, num_experts_per_tok=k)
     config = dataclasses.replace(
-        model.config, moe=moe, numerics=quant.Numerics("cuda"), compute_dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
+        model.config, moe=moe, numerics=quant.resolve("cuda"), compute_dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
     )
     layer = MoE(config=config, rngs=nnx.Rngs(0), stack={})
     x = jnp.asarray(np.random.default_rng(3).standard_normal((2, 20, config.hidden_size)), jnp.bfloat16)
@@ -135,7 +135,7 @@ def test_on_cuda_outputs_are_weighted_rounded_and_summed_as_vllm_does(model, k):
     scale = np.abs(want).max()
     assert (got == want).mean() > 0.98  # float32 sums in another order
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-9 * scale)
-    plain = MoE(config=dataclasses.replace(config, numerics=quant.Numerics("plain")), rngs=nnx.Rngs(0), stack={})
+    plain = MoE(config=dataclasses.replace(config, numerics=quant.resolve("plain")), rngs=nnx.Rngs(0), stack={})
     assert (np.asarray(plain(x), np.float32).reshape(40, -1) == want).mean() < 0.9
 
 

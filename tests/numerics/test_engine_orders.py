@@ -18,7 +18,7 @@ from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.transformer import MLP, Attention
 from qarl_jax.numerics import machete
 from qarl_jax.numerics.machete import Tile, plan
-from qarl_jax.quant import Numerics
+from qarl_jax.quant import resolve
 from qarl_jax.quant.dot import Dense
 from qarl_jax.quant.schemes import fp8, w4a16
 from tests.reference import quant_reference as ref
@@ -102,7 +102,7 @@ def test_a_layer_in_parts_lowers_to_a_float32_product_for_each_part(bias):
 
     def layer(x, parts):
         b = jnp.ones((16,)) if bias else None
-        return quant.dot(x, w, qt, b, numerics=Numerics("cuda", parts=parts))
+        return quant.dot(x, w, qt, b, numerics=dataclasses.replace(resolve("cuda"), parts=parts))
 
     for parts, result in ((1, "bf16"), (2, "f32"), (3, "f32")):
         text = jax.jit(layer, static_argnums=1).trace(x, parts).lower(lowering_platforms=("cuda",)).as_text()
@@ -123,7 +123,7 @@ def test_a_layers_parts_are_those_of_the_weight_the_engine_fuses_it_into():
         num_heads=8,
         num_kv_heads=2,
         head_dim=64,
-        numerics=Numerics("cuda"),
+        numerics=resolve("cuda"),
     )
 
     def build(config):
@@ -132,13 +132,13 @@ def test_a_layers_parts_are_those_of_the_weight_the_engine_fuses_it_into():
         layers = (attention.q, attention.k, attention.o, mlp.gate, mlp.down)
         return [layer.numerics.parts for layer in layers]
 
-    assert build(dataclasses.replace(config, numerics=Numerics("plain"))) == [1] * 5
+    assert build(dataclasses.replace(config, numerics=resolve("plain"))) == [1] * 5
     alone = [machete.parts(*shape) for shape in ((512, 1024), (128, 1024), (1024, 512), (640, 1024), (1024, 640))]
     assert alone == [2, 2, 1, 1, 1]
     assert build(config) == [machete.parts(768, 1024)] * 2 + alone[2:]
     assert machete.parts(768, 1024) == 1
-    assert Numerics("cuda").of_layer(384, 1024) == Numerics("cuda", parts=2)
-    assert Numerics("cpu").of_layer(384, 1024) == Numerics("cpu")
+    assert resolve("cuda").of_layer(384, 1024) == dataclasses.replace(resolve("cuda"), parts=2)
+    assert resolve("cpu").of_layer(384, 1024) == resolve("cpu")
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_fp8_meets_the_scales_in_the_kernels_order():
     x, qt, acc, s_x, s_w = fp8_layer(64, 48, 16)
     w_first, x_first = s_x * (s_w[None] * acc), s_w[None] * (s_x * acc)
     assert (w_first != x_first).any()
-    y, _ = fp8.forward(jnp.asarray(x), qt, None, numerics=Numerics("cuda"), product=Dense())
+    y, _ = fp8.forward(jnp.asarray(x), qt, None, numerics=resolve("cuda"), product=Dense())
     np.testing.assert_array_equal(y, w_first)
 
 
@@ -173,7 +173,7 @@ def test_fp8_asks_for_no_accumulation_by_name():
     x, qt, *_ = fp8_layer(64, 48, 16)
 
     def layer(x):
-        return fp8.forward(x, qt, None, numerics=Numerics("cuda"), product=Dense())[0]
+        return fp8.forward(x, qt, None, numerics=resolve("cuda"), product=Dense())[0]
 
     for platform in ("cuda", "cpu"):
         text = jax.jit(layer).trace(x).lower(lowering_platforms=(platform,)).as_text()

@@ -28,7 +28,7 @@ from qarl_jax.verify import ladder
 from tests.reference import cpu_ops
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-CPU = quant.Numerics("cpu")
+CPU = quant.resolve("cpu")
 SCHEMES = {"bf16": None, "w4a16": w4a16.Config(), "w4a8": w4a8.Config(), "w8a8": w8a8.Config(), "fp8": fp8.Config()}
 
 

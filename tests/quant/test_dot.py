@@ -11,7 +11,7 @@ import pytest
 
 from qarl_jax import quant
 from qarl_jax.numerics.rows import quantize_rows
-from qarl_jax.quant import PROFILES, Numerics
+from qarl_jax.quant import PROFILES, resolve
 from qarl_jax.quant.dot import Dense
 from qarl_jax.quant.schemes import fp8, w4a8, w4a16, w8a8
 from tests.reference import quant_reference as ref
@@ -47,7 +47,7 @@ def test_w8a8_equals_the_engine_formula_bit_for_bit(profile, with_bias):
     bias = b if with_bias else None
     qt = quant.quantize(w, w8a8.Config())
     for dtype in (jnp.bfloat16, jnp.float32):
-        y = quant.dot(jnp.asarray(x, dtype), jnp.asarray(w), qt, bias, numerics=Numerics(profile))
+        y = quant.dot(jnp.asarray(x, dtype), jnp.asarray(w), qt, bias, numerics=resolve(profile))
         assert y.dtype == dtype
         want = ref.w8a8_layer(x, codes, scale, profile, bias)
         np.testing.assert_array_equal(np.asarray(y, np.float32), ref.bf(want) if dtype == jnp.bfloat16 else want)
@@ -68,7 +68,7 @@ def test_w4a8_equals_the_engine_formula_bit_for_bit(profile, group, with_bias):
     else:
         want = ref.w4a8_layer(x, codes, scale, bias)
     for dtype in (jnp.float32, jnp.bfloat16):
-        y = np.asarray(quant.dot(jnp.asarray(x, dtype), w, qt, bias, numerics=Numerics(profile)), np.float32)
+        y = np.asarray(quant.dot(jnp.asarray(x, dtype), w, qt, bias, numerics=resolve(profile)), np.float32)
         np.testing.assert_array_equal(y, ref.bf(want) if dtype == jnp.bfloat16 else want)
 
 
@@ -80,9 +80,9 @@ def test_w4a16_multiplies_the_bf16_rounded_weight(profile, group):
     value = ref.int4_value(*ref.int4_weight(w, group)).astype(np.float64)
     acc = x.astype(np.float64) @ value.T
     qt = quant.quantize(w, w4a16.Config(group))
-    y = quant.dot(jnp.asarray(x), w, qt, b, numerics=Numerics(profile))
+    y = quant.dot(jnp.asarray(x), w, qt, b, numerics=resolve(profile))
     np.testing.assert_allclose(y, acc + b, rtol=2e-6, atol=2e-6 * np.abs(acc).max())
-    y = np.asarray(quant.dot(jnp.asarray(x, jnp.bfloat16), w, qt, b, numerics=Numerics(profile)))
+    y = np.asarray(quant.dot(jnp.asarray(x, jnp.bfloat16), w, qt, b, numerics=resolve(profile)))
     want = ref.bf(ref.bf(acc) + b) if profile == "cuda" else ref.bf(acc + b)
     off = ulps(y, want)
     assert (off > 0).mean() < 0.01  # float32 against float64 accumulation, next to a rounding boundary
@@ -97,7 +97,7 @@ def test_fp8_equals_its_formula(profile):
     x_q, s_x = ref.fp8_rows(x, profile)
     acc = x_q.astype(np.float64) @ codes.astype(np.float64).T
     want = s_x * (s_w[:, 0] * acc) + b
-    y = quant.dot(jnp.asarray(x), w, quant.quantize(w, fp8.Config()), b, numerics=Numerics(profile))
+    y = quant.dot(jnp.asarray(x), w, quant.quantize(w, fp8.Config()), b, numerics=resolve(profile))
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
@@ -108,7 +108,7 @@ def test_int8_rows_equal_numpy_ieee_under_jit(profile):
     x = (rng.normal(size=(4000, 64)) * np.exp(3 * rng.normal(size=(4000, 1)))).astype(np.float32)
     x[7] = 0
     x[8] = 1e-9
-    numerics = Numerics(profile)
+    numerics = resolve(profile)
     for value in (x, ref.bf(x)):
         codes, scale = jax.jit(lambda x: quantize_rows(x, amax_floor=numerics.amax_floor))(value)
         want_codes, want_scale = ref.int8_rows(value, profile)
@@ -122,7 +122,7 @@ def test_int8_rows_equal_numpy_ieee_under_jit(profile):
 def test_zero_rows_give_the_bias_and_nothing_else(config, profile):
     x, w, b = data(6)
     x[3] = 0
-    y = quant.dot(jnp.asarray(x), w, quant.quantize(w, config), b, numerics=Numerics(profile))
+    y = quant.dot(jnp.asarray(x), w, quant.quantize(w, config), b, numerics=resolve(profile))
     assert np.isfinite(np.asarray(y)).all()
     np.testing.assert_array_equal(np.asarray(y)[3], b)
 
@@ -229,7 +229,7 @@ def test_gradients_equal_an_explicit_fake_quant_layer(config, profile):
     target = jnp.asarray(np.random.default_rng(0).normal(size=(M, N)), jnp.float32)
 
     def ours(x, w, b):
-        return jnp.sum(quant.dot(x, w, qt, b, numerics=Numerics(profile)) * target)
+        return jnp.sum(quant.dot(x, w, qt, b, numerics=resolve(profile)) * target)
 
     def theirs(x, w, b):
         return jnp.sum(reference(x, w, b) * target)
@@ -324,7 +324,7 @@ def test_in_float64_neither_the_order_of_inputs_nor_the_number_of_rows_can_be_se
 
     def layer(x, w, profile):
         qt = None if config is None else quant.quantize(jnp.asarray(w), config)
-        y = quant.dot(jnp.asarray(x, jnp.bfloat16), jnp.asarray(w), qt, b, numerics=Numerics(profile))
+        y = quant.dot(jnp.asarray(x, jnp.bfloat16), jnp.asarray(w), qt, b, numerics=resolve(profile))
         return np.asarray(y, np.float32)
 
     y = layer(x, w, "cpu")
@@ -339,7 +339,7 @@ def test_in_float64_neither_the_order_of_inputs_nor_the_number_of_rows_can_be_se
 @pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
 @pytest.mark.parametrize("profile", ["plain", "cpu"])
 def test_expert_dot_is_dot_per_expert_in_value_and_gradient(config, profile):
-    numerics = Numerics(profile)
+    numerics = resolve(profile)
     rng = np.random.default_rng(15)
     sizes = [5, 0, 11, 8]
     x = jnp.asarray(data(15)[0])
@@ -396,7 +396,7 @@ def test_int8_experts_on_cuda_multiply_unquantized_activations():
     sizes = jnp.array([3, M - 3], jnp.int32)
 
     def of(x, w):
-        y = quant.expert_dot(x, w, qt, sizes, numerics=Numerics("cuda"), wide=True)
+        y = quant.expert_dot(x, w, qt, sizes, numerics=resolve("cuda"), wide=True)
         return jnp.sum(y), y
 
     (dx, dw), y = jax.grad(of, (0, 1), has_aux=True)(x, w)
@@ -434,7 +434,7 @@ def lowered(config, platform, dtype=jnp.bfloat16, bias=None):
     w = jnp.zeros((N, K))
     qt = quant.quantize(w, config) if config else None
     x = jax.ShapeDtypeStruct((M, K), dtype)
-    traced = jax.jit(lambda x: quant.dot(x, w, qt, bias, numerics=Numerics("plain"))).trace(x)
+    traced = jax.jit(lambda x: quant.dot(x, w, qt, bias, numerics=resolve("plain"))).trace(x)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 

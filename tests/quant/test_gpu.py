@@ -44,7 +44,7 @@ def test_roundings_survive_a_cast_back_on_the_gpu():
 @pytest.mark.parametrize("profile", quant.PROFILES)
 def test_activation_codes_equal_numpys_on_the_gpu(profile):
     x = ref.bf(gaussian(8192, 512))
-    n = quant.Numerics(profile)
+    n = quant.resolve(profile)
     rows = jax.jit(lambda x: quantize_rows(x, amax_floor=n.amax_floor))(jnp.asarray(x, jnp.bfloat16))
     for got, want in zip(rows, ref.int8_rows(x, profile), strict=True):
         np.testing.assert_array_equal(np.asarray(got), want)

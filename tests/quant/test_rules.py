@@ -2,12 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixed precision by rule, and which engine's arithmetic a run mirrors."""
 
+import dataclasses
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qarl_jax.quant import Numerics, Rules, quantize, quantize_tree, resolve
+from qarl_jax.numerics import engine
+from qarl_jax.quant import PLAIN, Rules, quantize, quantize_tree, resolve
 from qarl_jax.quant.schemes import w4a16, w8a8
 from qarl_jax.types import UserError
 
@@ -68,22 +72,22 @@ def test_quantize_tree_names_the_path_that_does_not_fit():
 
 
 def test_engines_resolve_to_profiles_whatever_the_cpu():
-    for engine in ("plain", "cpu", "cuda"):
-        assert resolve(engine) == Numerics(engine)
-    assert resolve("auto") == Numerics("cpu")  # tests run on CPU
+    for name in ("plain", "cpu", "cuda"):
+        assert resolve(name) == engine.of_profile(name)
+        assert resolve(name).profile == name
+    assert resolve("auto") == resolve("cpu")  # tests run on CPU
+    assert resolve("plain") == PLAIN
     with pytest.raises(UserError, match="auto, cpu, cuda, plain"):
         resolve("tpu")
     with pytest.raises(UserError, match=r"'cpu_amx': use one of plain, cpu, cuda .* set quant\.engine=cpu"):
-        Numerics("cpu_amx")
+        engine.of_profile("cpu_amx")
 
 
 def test_the_plain_profile_rounds_nothing_the_engine_rounds():
-    plain = Numerics()
-    assert not any(
-        (
-            plain.round_silu,
-            plain.round_rope_table,
-            plain.round_router_logits,
-            plain.round_logits,
-        )
-    )
+    assert not any(getattr(PLAIN, field.name) for field in dataclasses.fields(PLAIN) if field.name.startswith("round_"))
+
+
+def test_the_document_has_the_records_as_they_are():
+    """Regenerate the table with `python -m qarl_jax.numerics`."""
+    document = (pathlib.Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
+    assert engine.table() in document

@@ -14,7 +14,7 @@ from qarl_bridge.protocol import formats
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models, quant
-from qarl_jax.quant import Numerics, Rules
+from qarl_jax.quant import Rules, resolve
 from qarl_jax.quant.schemes import w4a8, w4a8_fp8, w4a16
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.types import UserError
@@ -193,7 +193,7 @@ def test_the_layer_equals_its_formula_bit_for_bit_where_the_sum_is_exact(profile
     assert not (x_q % 8).any()
     assert not (table % 1).any()
     assert (np.abs(x_q) @ np.abs(table).T.astype(np.float64)).max() < 8 * 2.0**24
-    y = quant.dot(jnp.asarray(x, jnp.bfloat16), jnp.asarray(w), qt, bias, numerics=Numerics(profile))
+    y = quant.dot(jnp.asarray(x, jnp.bfloat16), jnp.asarray(w), qt, bias, numerics=resolve(profile))
     want = ref.w4a8_fp8_layer(x, codes, scale, profile, bias)
     if with_bias and profile != "cuda":  # one operation or two: XLA may fuse the last multiplication with the bias
         off = np.asarray(y, np.float32) != want
@@ -206,7 +206,7 @@ def test_the_layer_equals_its_formula_bit_for_bit_where_the_sum_is_exact(profile
 def test_the_layer_equals_its_formula_up_to_the_order_of_the_sum(profile):
     x, w = activations(), weight("heavy")
     codes, scale, qt = published(w)
-    y = quant.dot(jnp.asarray(x), jnp.asarray(w), qt, numerics=Numerics(profile))
+    y = quant.dot(jnp.asarray(x), jnp.asarray(w), qt, numerics=resolve(profile))
     x_q, s_x = ref.fp8_rows(x, profile)
     channel, table = ref.cutlass_int4_fp8(ref.pack(codes), scale)
     want = s_x * (x_q.astype(np.float64) @ table.astype(np.float64).T) * channel[:, 0]
@@ -218,7 +218,7 @@ def test_the_layer_equals_its_formula_up_to_the_order_of_the_sum(profile):
 def test_on_a_gpu_the_product_is_one_of_two_float8_operands():
     x, w = jnp.zeros((32, K), jnp.bfloat16), jnp.zeros((N, K))
     qt = quant.quantize(w, CONFIG)
-    lowered = jax.jit(lambda x, w, qt: quant.dot(x, w, qt, numerics=Numerics("cuda"))).trace(x, w, qt)
+    lowered = jax.jit(lambda x, w, qt: quant.dot(x, w, qt, numerics=resolve("cuda"))).trace(x, w, qt)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     (product,) = [line for line in text.splitlines() if "dot_general" in line and f"{N}x{K}" in line]
     assert product.count("f8E4M3FN") == 2
@@ -228,7 +228,7 @@ def test_on_a_gpu_the_product_is_one_of_two_float8_operands():
 def test_gradients_are_those_of_the_dequantized_operands():
     x, w = jnp.asarray(activations()), jnp.asarray(weight())
     qt = quant.quantize(w, CONFIG)
-    numerics = Numerics("cuda")
+    numerics = resolve("cuda")
     target = jnp.asarray(np.random.default_rng(0).standard_normal((24, N)), jnp.float32)
     dx, dw = jax.grad(lambda x, w: jnp.sum(quant.dot(x, w, qt, numerics=numerics) * target), (0, 1))(x, w)
     x_q, s_x = ref.fp8_rows(np.asarray(x), "cuda")
@@ -245,12 +245,12 @@ def test_gradients_are_those_of_the_dequantized_operands():
 
 def test_w4a8_means_fp8_activations_on_cuda_alone():
     for profile in quant.PROFILES:
-        got = quant.on_engine(w4a8.Config(128), Numerics(profile))
+        got = quant.on_engine(w4a8.Config(128), resolve(profile))
         assert got == (CONFIG if profile == "cuda" else w4a8.Config(128))
-        assert quant.on_engine(w4a16.Config(64), Numerics(profile)) == w4a16.Config(64)
-        assert quant.on_engine(None, Numerics(profile)) is None
+        assert quant.on_engine(w4a16.Config(64), resolve(profile)) == w4a16.Config(64)
+        assert quant.on_engine(None, resolve(profile)) is None
     with pytest.raises(UserError, match=r"groups of 128 only, not 64: set quant.group_size=128"):
-        quant.on_engine(w4a8.Config(64), Numerics("cuda"))
+        quant.on_engine(w4a8.Config(64), resolve("cuda"))
     with pytest.raises(UserError, match="groups of 128 only"):
         quant.parse_scheme("w4a8_fp8:g32")
     assert Rules.parse([{"match": "x", "scheme": "w4a8_fp8"}]).scheme_for("x") == CONFIG
@@ -259,7 +259,7 @@ def test_w4a8_means_fp8_activations_on_cuda_alone():
 def test_a_models_w4a8_layers_and_its_config_json_are_those_of_its_engine():
     for profile, kind in (("plain", "int"), ("cpu", "int"), ("cuda", "float")):
         config = tiny.model_config(hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=4, head_dim=32)
-        config = dataclasses.replace(config, quant=Rules.uniform(w4a8.Config(128)), numerics=Numerics(profile))
+        config = dataclasses.replace(config, quant=Rules.uniform(w4a8.Config(128)), numerics=resolve(profile))
         schemes = {config.scheme_of(f"segments.0.{own}.kernel") for own in ("attn.q", "mlp.down")}
         assert schemes == {CONFIG if kind == "float" else w4a8.Config(128)}
         section = vllm.engine_config(models.split(models.abstract_model(config))[0])["quantization_config"]

@@ -13,9 +13,9 @@ import numpy as np
 
 from qarl_jax import quant
 from qarl_jax.kernels import products
-from qarl_jax.quant import Numerics
+from qarl_jax.quant import resolve
 
-CUDA = Numerics("cuda")
+CUDA = resolve("cuda")
 
 
 def assert_equal_bits(got: Any, want: Any) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from qarl_jax import train
-from qarl_jax.quant import Numerics, resolve
+from qarl_jax.quant import resolve
 from qarl_jax.run import build, evaluation, export
 from qarl_jax.types import UserError
 from tests.reference import tiny
@@ -34,8 +34,8 @@ def record(folder, *numerics):
 def test_a_folder_says_what_its_run_last_computed_in(tmp_path):
     assert build.recorded_numerics(tmp_path) is None
     record(tmp_path, {"profile": "cpu"}, {"profile": "cuda"})
-    assert build.recorded_numerics(tmp_path) == Numerics("cuda")
-    assert build.recorded_numerics(tmp_path / "checkpoints" / "step_00000001") == Numerics("cuda")
+    assert build.recorded_numerics(tmp_path) == resolve("cuda")
+    assert build.recorded_numerics(tmp_path / "checkpoints" / "step_00000001") == resolve("cuda")
     record(tmp_path)
     assert build.recorded_numerics(tmp_path) is None
     record(tmp_path, "of another make")
@@ -50,13 +50,13 @@ def test_a_folder_says_what_its_run_last_computed_in(tmp_path):
 
 def test_what_runs_recorded_as_printed_is_still_read(tmp_path):
     record(tmp_path, "Numerics(profile='cpu')")
-    assert build.recorded_numerics(tmp_path) == Numerics("cpu")
+    assert build.recorded_numerics(tmp_path) == resolve("cpu")
 
 
 def test_auto_goes_on_in_what_was_recorded_unless_vllm_samples(world, tmp_path):
     record(tmp_path, {"profile": "cuda"})
-    assert build.numerics_of_run(world.config, tmp_path) == Numerics("cuda")
-    assert build.numerics_of_run(world.config, tmp_path / "elsewhere" / "a" / "b" / "c") == Numerics("plain")
+    assert build.numerics_of_run(world.config, tmp_path) == resolve("cuda")
+    assert build.numerics_of_run(world.config, tmp_path / "elsewhere" / "a" / "b" / "c") == resolve("plain")
     assert build.numerics_of_run(world.changed(rollout=VLLM).config, tmp_path) == resolve("cpu")
     for engine in ("plain", "cpu"):
         named = world.changed(quant={"engine": engine}).config

@@ -1,0 +1,8 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m qarl_jax.numerics` prints what each engine computes in, as the table in docs/numerics.md."""
+
+from qarl_jax.numerics.engine import table
+
+if __name__ == "__main__":
+    print(table())
