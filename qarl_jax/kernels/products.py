@@ -10,16 +10,15 @@ ms of 1.41 s, 1,490 TFLOP/s; with XLA's it was 1.53 s, when more of the rest was
 **fp8.** The kernel changes bits: it accumulates as the engine's does (`product_hopper.py`), which XLA's products of few
 rows do not. Under `plain` it makes few and many rows alike, which XLA's are not.
 
-`CHOSEN` says which kernels run. Everything else keeps XLA's form: other devices, float32 activations, experts, a mesh
-that does not divide the layer; for w8a8 few rows and the profiles of CPUs, for fp8 the profiles of CPUs.
+`Numerics.kernels` says which kernels run. Everything else keeps XLA's form: other devices, float32 activations,
+experts, a mesh that does not divide the layer; for w8a8 few rows and CPUs' profiles, for fp8 CPUs' profiles.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,32 +28,7 @@ from jaxtyping import Array, Float, Int
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.runtime.mesh import BATCH_AXES, is_hopper, on_one_device
-from qarl_jax.types import UserError
 
-Product = Literal["triton", "hopper"]
-Rows = Literal["xla", "triton"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """Which kernels a layer takes.
-
-    Attributes:
-      product: the product, its rescale, bias and rounding. "triton", w8a8 alone: `product_triton.product`; "hopper":
-        `product_hopper.product`, of w8a8 where a layer has no bias and is made of whole tiles, otherwise as "triton".
-      rows: the activations' codes and scales. "xla": fused with what comes before; behind an RMSNorm XLA computes the
-        norm once for the maxima, once more for the codes and once more for its bfloat16 result, if that is used.
-        "triton", w8a8 alone: `product_triton.quantize_rows`, which reads the stored result once, for all layers that
-        share it.
-    """
-
-    product: Product = "triton"
-    rows: Rows = "xla"
-
-
-_FASTEST = {"w8a8": Kernels(product="hopper"), "fp8": Kernels(product="hopper")}
-# By scheme. None: XLA's form everywhere.
-CHOSEN: dict[str, Kernels | None] = dict(_FASTEST)
 # Of w8a8: below, reading the weight takes most of the time, and there is little to write.
 LEAST_ROWS = 512
 # vLLM gives other N and K than multiples of this to another kernel than CUTLASS'.
@@ -68,46 +42,16 @@ _BIAS = PartitionSpec(None, "tensor")
 _RESULT = PartitionSpec(BATCH_AXES, "tensor")
 
 
-def choose(scheme: str, text: str) -> None:
-    """Sets the kernels of a scheme for the whole process, before anything is traced.
-
-    Args:
-      scheme: of `CHOSEN`.
-      text: "PRODUCT" or "PRODUCT/ROWS" of `Kernels`, or "xla": none.
-
-    Raises:
-      UserError: no such scheme or kernel.
-    """
-    product, _, rows = text.partition("/")
-    rows = rows or "xla"
-    if text == "xla" and scheme in CHOSEN:
-        CHOSEN[scheme] = None
-    elif (scheme == "w8a8" and product in get_args(Product) and rows in get_args(Rows)) or (
-        (scheme, product, rows) == ("fp8", "hopper", "xla")
-    ):
-        CHOSEN[scheme] = Kernels(product=product, rows=rows)  # type: ignore[arg-type]
-    else:
-        raise UserError(
-            f"no kernels {text!r} for {scheme!r}: w8a8 takes xla, triton or hopper, the last two also with /triton "
-            "behind them, and fp8 takes xla or hopper"
-        )
-
-
-def use(kernels: Literal["auto", "xla"]) -> None:
-    """Sets `quant.kernels` of a run for the whole process: auto, what `CHOSEN` is without it, or xla, none."""
-    CHOSEN.update(_FASTEST if kernels == "auto" else dict.fromkeys(_FASTEST))
-
-
 def serves(scheme: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics) -> bool:
     """Whether kernels are to take a layer on this host's devices.
 
     Args:
-      scheme: of `CHOSEN`.
+      scheme: "w8a8" or "fp8".
       x: activations [M, K] in compute dtype.
       weight: its shape, (N, K).
-      numerics: the profile in use.
+      numerics: the arithmetic in use.
     """
-    if CHOSEN[scheme] is None or not is_hopper() or x.dtype != jnp.bfloat16:
+    if getattr(numerics.kernels, scheme) == "xla" or not is_hopper() or x.dtype != jnp.bfloat16:
         return False
     split = _split(x.shape[0], weight[0])
     if split is None:
@@ -165,7 +109,7 @@ def layer(
     s_w: Float[Array, "N 1"],
     bias: Float[Array, "1 N"] | None,
     *,
-    kernels: Kernels | None = None,
+    numerics: Numerics,
     interpret: bool = False,
 ) -> tuple[Float[Array, "M N"], Codes]:
     """`w8a8.forward`, rounded to bfloat16.
@@ -174,14 +118,13 @@ def layer(
       x: bfloat16.
       w_q, s_w: the weight's codes and scales.
       bias: float32 or None.
-      kernels: None: `CHOSEN`.
+      numerics: for its `kernels`.
       interpret: run the kernels on any backend, step by step (tests).
 
     Returns:
       y and the activations' codes and scales, for the backward.
     """
-    kernels = kernels or CHOSEN["w8a8"] or Kernels()
-    local = functools.partial(_local, kernels=kernels, interpret=interpret)
+    local = functools.partial(_local, numerics=numerics, interpret=interpret)
     operands = (x, w_q, s_w) if bias is None else (x, w_q, s_w, bias)
     specs, out = (_BATCH, _WEIGHT, _WEIGHT, _BIAS), (_RESULT, (_BATCH, _BATCH))
     return _on_mesh(local, operands, specs, out, w_q.shape[0])
@@ -193,17 +136,17 @@ def _local(
     s_w: Float[Array, "N 1"],
     bias: Float[Array, "1 N"] | None = None,
     *,
-    kernels: Kernels,
+    numerics: Numerics,
     interpret: bool,
 ) -> tuple[Float[Array, "M N"], Codes]:
     """One device's part of `layer`."""
     from qarl_jax.kernels import product_triton  # Pallas' Triton, which not every JAX has
 
-    if kernels.rows == "triton":
+    if numerics.kernels.w8a8_rows == "triton":
         x_q, s_x = _run_once(product_triton.quantize_rows(x, interpret=interpret))
     else:
         x_q, s_x = quantize_rows(x)  # no barrier: a backward that recomputes codes reads them dequantized
-    if kernels.product == "hopper" and bias is None:
+    if numerics.kernels.w8a8 == "hopper" and bias is None:
         from qarl_jax.kernels import product_hopper  # Pallas' Mosaic GPU, which not every JAX has
 
         n, k = w_q.shape

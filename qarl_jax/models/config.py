@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from qarl_jax.models.families import MODELS, hf_template
-from qarl_jax.models.hf.config import HFConfig, MoEConfig
+from qarl_jax.models.hf.config import HFConfig, MoEConfig, RopeScaling
 from qarl_jax.numerics.engine import NormOrder
 from qarl_jax.quant import Numerics, Rules, SchemeConfig, on_engine, quantizes_activations
 from qarl_jax.types import UserError
@@ -35,12 +35,13 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer of the Qwen families.
+    """A decoder-only transformer of the Qwen and Llama families.
 
     Attributes:
       architecture: Hugging Face architecture, a key of `MODELS`.
       vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: V, D, F, L, N, K, H.
       rope_theta, rms_norm_eps, max_position_embeddings, initializer_range: as in config.json.
+      rope_scaling: Llama 3.1's stretched frequencies; None: plain RoPE.
       tie_embeddings: the head is the embedding.
       qkv_bias, o_bias: attention projections carry a bias. qk_norm: RMSNorm over H on q and k, before RoPE.
       moe: the expert block, None for a dense model. moe_layers: which layers have it.
@@ -66,6 +67,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32768
     initializer_range: float = 0.02

@@ -9,6 +9,7 @@ between, its `Numerics` profile says so and the same rounding is made here, by a
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -20,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from qarl_jax import quant
 from qarl_jax.models.config import ModelConfig
+from qarl_jax.models.hf.config import RopeScaling
 from qarl_jax.numerics.float32 import divide, from_float64, in_float64, round_to
 from qarl_jax.quant import PLAIN, Numerics
 from qarl_jax.runtime.mesh import constrain
@@ -282,7 +284,24 @@ def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " H/2"]:
     exponent = _rope_exponents(config)
     # The power in float64, rounded once: numpy's own float32 power is another on CPUs with AVX-512.
     power = np.power(np.float64(config.rope_theta), exponent.astype(np.float64)).astype(np.float32)
-    return np.float32(1.0) / power
+    return stretch_frequencies(np.float32(1.0) / power, config.rope_scaling, np)
+
+
+def stretch_frequencies(frequency: Any, scaling: RopeScaling | None, xp: Any) -> Any:
+    """Llama 3.1's frequencies out of plain ones (arXiv 2407.21783; transformers' `_compute_llama3_parameters`).
+
+    Wavelengths that are long beside the original context are multiplied by `factor`, short ones left alone, and those
+    between are mixed. Args: frequency: [H/2] float32. scaling: None changes nothing. xp: numpy or jax.numpy.
+    """
+    if scaling is None:
+        return frequency
+    length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength = (2 * math.pi) / frequency
+    smooth = (length / wavelength - low) / (high - low) if high != low else 0.0 * frequency
+    stretched = frequency / scaling.factor
+    mixed = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+    slow = xp.where(wavelength > length / low, stretched, mixed)
+    return xp.where(wavelength < length / high, frequency, slow)
 
 
 def _rope_frequencies_on_gpu(config: ModelConfig) -> Float[Array, " H/2"]:
@@ -290,7 +309,7 @@ def _rope_frequencies_on_gpu(config: ModelConfig) -> Float[Array, " H/2"]:
     start = (jnp.float32(config.rope_theta), jnp.asarray(_rope_exponents(config)))
     theta, exponent = jax.lax.optimization_barrier(start)
     power = theta**exponent  # not folded by the compiler, which would take the host's
-    return divide(jnp.ones_like(power), power)
+    return stretch_frequencies(divide(jnp.ones_like(power), power), config.rope_scaling, jnp)
 
 
 def rope_table(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[jax.Array, jax.Array]:

@@ -25,6 +25,29 @@ ENGINES = ("auto", "cpu", "cuda", "plain")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Which programs of `kernels/products.py` compute a layer on a GPU that has them; "xla" is XLA's own everywhere.
+
+    Attributes:
+      w8a8: the product, its rescale, bias and rounding. "triton": `product_triton.product`. "hopper":
+        `product_hopper.product` where a layer has no bias and is made of whole tiles, otherwise as "triton". No choice
+        changes a bit.
+      w8a8_rows: the activations' codes and scales. "xla": fused with what comes before; behind an RMSNorm XLA computes
+        the norm once for the maxima, once more for the codes and once more for its bfloat16 result, if that is used.
+        "triton": `product_triton.quantize_rows` reads the stored result once, for all layers that share it.
+      fp8: "hopper": `product_hopper.product`, which accumulates as vLLM's kernel does. "xla" has other last bits.
+    """
+
+    w8a8: Literal["xla", "triton", "hopper"] = "hopper"
+    w8a8_rows: Literal["xla", "triton"] = "xla"
+    fp8: Literal["xla", "hopper"] = "hopper"
+
+
+# By the name of `quant.kernels`.
+KERNELS = {"auto": Kernels(), "xla": Kernels(w8a8="xla", fp8="xla")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
     """The arithmetic of one engine. Hashable: pass it as a static argument. The defaults are those of `PLAIN`.
 
@@ -59,6 +82,7 @@ class Numerics:
         rounded ones are summed (vLLM's Triton experts); otherwise rounded outputs are weighted and summed in float32.
       round_logits: logits are rounded to the compute dtype (the engine's lm_head is not float32).
       parts: of K, in which a w4a16 layer's sum is made. A layer's own.
+      kernels: what a GPU computes layers with, which is a run's choice (`quant.kernels`).
     """
 
     profile: str = "plain"
@@ -81,6 +105,7 @@ class Numerics:
     weighted_experts: bool = False
     round_logits: bool = False
     parts: int = 1
+    kernels: Kernels = Kernels()
 
     def of_layer(self, outputs: int, inputs: int) -> Numerics:
         """The arithmetic of one layer, [outputs, inputs] as the engine fuses it (q, k and v; gate and up)."""
@@ -137,7 +162,7 @@ def table() -> str:
     def cell(value: object) -> str:
         return {True: "yes", False: ""}[value] if isinstance(value, bool) else str(value)
 
-    names = [f.name for f in dataclasses.fields(Numerics) if f.name not in ("profile", "parts")]
+    names = [f.name for f in dataclasses.fields(Numerics) if f.name not in ("profile", "parts", "kernels")]
     rows = [[f"`{name}`", *(cell(getattr(record, name)) for record in RECORDS.values())] for name in names]
     lines = [["", *(f"`{profile}`" for profile in PROFILES)], ["---"] * (1 + len(PROFILES)), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

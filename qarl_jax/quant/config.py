@@ -32,10 +32,11 @@ class Config:
       group_size: weights per scale along the input dimension, for schemes with groups written without one.
       engine: whose arithmetic the learner computes in: cpu or cuda (a vLLM there, any kind of CPU), plain (nobody's),
         or auto: with rollout.engine.name=vllm that of this host, with jax plain.
-      kernels: of w8a8's and fp8's products on a Hopper GPU: auto, our own (`fused.py`), or xla, XLA's. w8a8 has
-        the same bits either way, fp8 vLLM's with auto alone.
+      kernels: of w8a8's and fp8's products on a Hopper GPU: auto, our own (`kernels/products.py`), or xla, XLA's.
+        w8a8 has the same bits either way, fp8 vLLM's with auto alone.
       rules: schemes by weight path, first match wins; then `forward` is only the fallback.
-      uaq_scale: QuRL's invariant scaling, once, when the model is loaded (see `uaq.py`); 1: off, 1.5 in the paper.
+      uaq_scale: QuRL's invariant scaling, once, when the model is loaded (`models/invariant_scaling.py`); 1: off, 1.5
+        in the paper.
     """
 
     forward: str = "w4a16"

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 from jaxtyping import Float
 
-from qarl_jax.rewards import exact, format, function, math_verify, overlong, reasoning_gym, total
+from qarl_jax.rewards import code, exact, format, function, math_verify, overlong, reasoning_gym, total
 from qarl_jax.rewards.sample import Reward, Sample
 from qarl_jax.runtime import processes
 from qarl_jax.typed_config.load import Variants
@@ -29,6 +29,7 @@ REWARDS: dict[type, Any] = {
     exact.Config: exact.Reward,
     math_verify.Config: math_verify.Reward,
     reasoning_gym.Config: reasoning_gym.Reward,
+    code.Config: code.Reward,
     format.Config: format.Reward,
     overlong.Config: overlong.Reward,
     function.Config: function.Reward,

@@ -8,10 +8,13 @@ import re
 from fractions import Fraction
 from typing import Literal
 
-Extraction = Literal["auto", "whole", "last_line", "last_number", "number", "tag", "boxed"]
+Extraction = Literal["auto", "whole", "last_line", "last_number", "number", "choice", "tag", "boxed"]
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 _PLAIN = re.compile(r"([-+]?)(\d{0,300})(?:\.(\d{1,300}))?(?:/(\d{1,300}))?")
+_IS_LETTER = re.compile(r"answer is:? ?\**\(?([A-Z])\b", re.IGNORECASE)
+_ANSWER_LETTER = re.compile(r"answer:\s*\**\s*\(?([A-Z])\b", re.IGNORECASE)
+_LONE_LETTER = re.compile(r"\b[A-J]\b")
 _ANSWER_MARKS = ("####", "answer is", "answer:")
 
 
@@ -21,6 +24,8 @@ def extract(text: str, how: Extraction = "auto") -> str | None:
     Args:
       how: "whole" the text; "last_line" its last non-empty line; "last_number" the last number in it; "number"
         the last number in the last \\boxed{...}, else the first after the last "####" (GSM8K's mark), else the last;
+        "choice" the letter of a multiple-choice answer: in the last \\boxed{...}, else MMLU-Pro's order: the first
+        "answer is (X)", the last "Answer: X", the last capital letter from A to J that stands alone;
         "tag" what the last <answer>...</answer> holds; "boxed" what the last \\boxed{...} holds; "auto" the first of
         boxed, tag, the rest of the line after "####", "answer is" or "answer:", and the last line that gives something.
     """
@@ -33,6 +38,8 @@ def extract(text: str, how: Extraction = "auto") -> str | None:
     if how == "number":
         _, mark, marked = text.rpartition("####")
         return _number(_boxed(text) or "", -1) or (_number(marked, 0) if mark else None) or _number(text, -1)
+    if how == "choice":
+        return _letter(text[-10_000:])
     if how == "tag":
         return _tag(text)
     if how == "boxed":
@@ -58,6 +65,18 @@ def _last_line(text: str) -> str | None:
 def _number(text: str, which: int) -> str | None:
     found = _NUMBER.findall(text[-10_000:])
     return found[which].rstrip(",") if found else None
+
+
+def _letter(text: str) -> str | None:
+    boxed = _boxed(text)
+    if boxed is not None:
+        found = re.findall(r"\b[A-Z]\b", boxed)
+        return found[0] if found else None
+    for said in (_IS_LETTER.search(text), *list(_ANSWER_LETTER.finditer(text))[-1:]):
+        if said:
+            return said[1].upper()
+    lone = _LONE_LETTER.findall(text)
+    return lone[-1] if lone else None
 
 
 def _tag(text: str) -> str | None:

@@ -42,6 +42,7 @@ class Reward:
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
         out = np.zeros(len(samples), np.float32)
         hard: list[int] = []
+        tasks = []
         for i, sample in enumerate(samples):
             if (not sample.finished and self.cfg.truncated == "zero") or not sample.text.strip():
                 continue
@@ -49,8 +50,10 @@ class Reward:
             if boxed is not None and extract.same(boxed, sample.prompt.answer):
                 out[i] = 1.0
             else:
+                # math-verify reads several boxes as one set of answers; the last one is the answer.
+                text = sample.text if boxed is None else f"\\boxed{{{boxed}}}"
                 hard.append(i)
-        tasks = [{"text": samples[i].text[-MAX_CHARS:], "answer": samples[i].prompt.answer} for i in hard]
+                tasks.append({"text": text[-MAX_CHARS:], "answer": sample.prompt.answer})
         for i, value in zip(hard, self.pool.map(tasks), strict=True):
             out[i] = value or 0.0
         return out

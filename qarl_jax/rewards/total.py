@@ -16,7 +16,7 @@ import dataclasses
 import math
 from typing import Annotated, Any
 
-from qarl_jax.rewards import exact, format, function, math_verify, overlong, reasoning_gym
+from qarl_jax.rewards import code, exact, format, function, math_verify, overlong, reasoning_gym
 from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import UserError
 
@@ -25,6 +25,7 @@ TERMS: dict[str, type] = {
     "exact": exact.Config,
     "math_verify": math_verify.Config,
     "reasoning_gym": reasoning_gym.Config,
+    "code": code.Config,
     "format": format.Config,
     "overlong": overlong.Config,
     "python": function.Config,

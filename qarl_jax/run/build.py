@@ -20,12 +20,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qarl_jax import data, models, quant, rollout
-from qarl_jax.kernels import products
 from qarl_jax.learning import critic as critics
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_term, loss_from_config
 from qarl_jax.models import invariant_scaling
-from qarl_jax.numerics.engine import of_profile
+from qarl_jax.numerics.engine import KERNELS, of_profile
 from qarl_jax.optim import build
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
@@ -119,13 +118,12 @@ def load_model(cfg: RunConfig, mesh: Mesh, numerics: quant.Numerics | None = Non
     Args:
       numerics: the learner's arithmetic; None: the config's.
     """
-    products.use(cfg.quant.kernels)
     model = models.read_config(
         cfg.model.path,
         compute_dtype=cfg.model.dtype,
         param_dtype=cfg.model.param_dtype,
         quant=models.parse_rules(schemes(cfg, cfg.quant.forward), cfg.quant.group_size),
-        numerics=numerics or cfg.numerics,
+        numerics=dataclasses.replace(numerics or cfg.numerics, kernels=KERNELS[cfg.quant.kernels]),
         attention=cfg.model.attention,
         remat=cfg.model.remat_or_full,
     )

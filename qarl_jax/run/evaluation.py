@@ -46,7 +46,7 @@ from qarl_jax.run.config import RunConfig
 from qarl_jax.types import Prompt, RolloutGroup, UserError, entry_point
 
 # Rewards that say whether an answer is right; the others shape it.
-VERIFIERS = ("exact", "math_verify", "reasoning_gym", "python")
+VERIFIERS = ("exact", "math_verify", "reasoning_gym", "code", "python")
 
 
 # ---- estimators ----------------------------------------------------------------------------------------------------

@@ -227,3 +227,14 @@ def test_a_token_attends_alike_in_a_prefill_a_chunk_a_mixed_batch_and_a_decoding
     scores = torch.einsum("tnh,snh->nts", q, k) * 32**-0.5
     p = torch.softmax(scores.masked_fill(~torch.ones(70, 70, dtype=torch.bool).tril(), -torch.inf), dim=-1)
     assert torch.equal(prefilled[0], torch.einsum("nts,snh->tnh", p, v).float().bfloat16())
+
+
+def test_the_stretched_frequencies_of_llama_are_the_learners(layers):
+    from qarl_jax.models.hf.config import RopeScaling
+    from qarl_jax.models.layers import rope_frequencies
+
+    scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    live = types.SimpleNamespace(rotary_dim=128, orig_max_position=8192, scaling_factor=8.0, **scaling)
+    want = RopeScaling(factor=8.0, original_max_position_embeddings=8192, **scaling)
+    config = types.SimpleNamespace(head_dim=128, rope_theta=5e5, rope_scaling=want)
+    np.testing.assert_array_equal(layers.llama3_frequencies(live, 5e5).numpy(), rope_frequencies(config))

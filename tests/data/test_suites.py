@@ -8,6 +8,7 @@ import pathlib
 import pytest
 
 from qarl_jax.data import suites
+from qarl_jax.data.sources import layouts
 from qarl_jax.rewards import Sample
 from qarl_jax.run import build, config, evaluation
 from qarl_jax.types import UserError
@@ -108,6 +109,104 @@ def test_unknown_suites_and_missing_questions_say_what_to_do(tmp_path, monkeypat
     assert "make data" in capsys.readouterr().err
 
 
+# A row of each public layout, what its question must hold, its reference answer, and a right and a wrong response.
+ROWS = {
+    "aime24": ({"id": 60, "problem": "Find $x$.", "solution": "..", "answer": "204"}, "Find", "204"),
+    "aime25": (
+        {"source": "AIME2025", "choices": [], "question": "Sum?", "answer": "70", "kind": "integer"},
+        "Sum",
+        "70",
+    ),
+    "amc": ({"id": 0, "problem": "Cities?", "answer": 27.0, "url": ""}, "Cities", "27.0"),
+    "math500": ({"problem": "Point?", "solution": "", "answer": "\\left( 3, 2 \\right)", "level": 2}, "Point", None),
+    "minerva": ({"question": "Speed?", "answer": "4.5e33"}, "Speed", "4.5e33"),
+    "olympiadbench": ({"question": "n?", "final_answer": ["2", "3"], "unit": None}, "n?", "2, 3"),
+    "arc_challenge": (
+        {"id": "M", "question": "Why?", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"},
+        "A. x\nB. y",
+        "B",
+    ),
+    "gpqa_diamond": (
+        {"source": "GPQA Diamond", "choices": ["p", "q"], "question": "Q?", "answer": "B", "kind": "choice"},
+        "A. p\nB. q",
+        "B",
+    ),
+    "supergpqa": (
+        {"source": "SuperGPQA", "choices": ["p", "q"], "question": "Q?", "answer": "A", "kind": "choice"},
+        "A. p",
+        "A",
+    ),
+    "mmlu_pro": ({"question": "Q?", "options": ["u", "v", "w"], "answer": "C", "answer_index": 2}, "C. w", "C"),
+    "hellaswag": ({"id": "h", "ctx": "They", "endings": ["go", "stay"], "expected_index": 1}, "They ...", "B"),
+    "truthfulqa": ({"id": "t", "question": "Q?", "choices": ["true", "false"], "expected_index": 0}, "true", None),
+    "humaneval": (
+        {
+            "task_id": "H/0",
+            "prompt": "def one():\n",
+            "entry_point": "one",
+            "test": "def check(candidate):\n    assert candidate() == 1\n",
+        },
+        "def one",
+        "one",
+    ),
+    "livecodebench": (
+        {
+            "question_content": "Add.",
+            "question_id": "1_A",
+            "starter_code": "",
+            "metadata": "{}",
+            "public_test_cases": '[{"input": "1 2", "output": "3", "testtype": "stdin"}]',
+            "private_test_cases": "[]",
+        },
+        "standard input",
+        "1_A",
+    ),
+}
+
+
+def test_every_suite_is_tried_below():
+    assert set(ROWS) | {"gsm8k", "gsm8k_clean"} == set(suites.SUITES)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_suite_reads_its_public_layout_and_tells_right_from_wrong(name, tmp_path):
+    row, holds, answer = ROWS[name]
+    cfg = load(name, questions(tmp_path, [row]))
+    (asked,) = build.eval_prompts(cfg, EchoTokenizer())
+    assert holds in asked.text
+    assert suites.SUITES[name].system in asked.text
+    assert answer is None or asked.answer == answer
+    right, wrong = f"so \\boxed{{{asked.answer}}}", "so \\boxed{Q}"
+    if name == "humaneval":
+        right, wrong = "```python\ndef one():\n    return 1\n```", "```python\ndef one():\n    return 2\n```"
+    if name == "livecodebench":
+        right, wrong = "```python\nprint(sum(map(int, input().split())))\n```", "```python\nprint(4)\n```"
+    assert (graded(cfg, asked, right), graded(cfg, asked, wrong)) == (1.0, 0.0)
+
+
+def test_choices_whose_row_marks_the_right_one_by_its_place_are_put_in_an_order_that_stays():
+    asked = [layouts.shuffled(f"Question {i}?", ["a", "b", "c", "d"], 0) for i in range(200)]
+    assert asked == [layouts.shuffled(f"Question {i}?", ["a", "b", "c", "d"], 0) for i in range(200)]
+    counts = [sum(letter == x for _, letter in asked) for x in "ABCD"]
+    assert min(counts) > 25
+    for text, letter in asked:
+        assert f"{letter}. a" in text
+
+
+def test_math_grading_takes_the_last_box(tmp_path):
+    cfg = load("math500", questions(tmp_path, [{"problem": "x?", "answer": "42"}]))
+    (asked,) = build.eval_prompts(cfg, EchoTokenizer())
+    assert graded(cfg, asked, "First \\boxed{7}. No. \\boxed{42}") == 1.0
+    assert graded(cfg, asked, "First \\boxed{42}. No. \\boxed{7}") == 0.0
+    assert graded(cfg, asked, "First \\boxed{7}. No. \\boxed{\\frac{84}{2}}") == 1.0
+
+
+def test_a_row_that_only_looks_like_a_layout_names_it(tmp_path):
+    broken = {"id": "h", "ctx": "They", "endings": ["go"], "expected_index": None}
+    with pytest.raises(UserError, match=r"looks like hellaswag"):
+        build.eval_prompts(load("hellaswag", questions(tmp_path, [broken])), EchoTokenizer())
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled_programs")
 def test_suites_run_from_the_command_line_on_one_engine(tmp_path, capsys, monkeypatch):
@@ -115,8 +214,9 @@ def test_suites_run_from_the_command_line_on_one_engine(tmp_path, capsys, monkey
     rows = [{"id": str(i), "prompt": f"{i}+1=", "expected": str(i + 1)} for i in range(3)]
     rows[0]["id"] = suites.IN_GSM_SYMBOLIC[0]
     monkeypatch.setattr(suites, "QUESTIONS", str(tmp_path))
-    (tmp_path / "gsm8k").mkdir()
-    questions(tmp_path / "gsm8k", rows).rename(tmp_path / "gsm8k" / "cases.jsonl")
+    where = tmp_path / suites.SUITES["gsm8k"].file
+    where.parent.mkdir(parents=True)
+    questions(tmp_path, rows).rename(where)
     arguments = [*world.command(), "--suite", "gsm8k,gsm8k_clean", "--json", "--out", str(tmp_path / "said.jsonl")]
     assert evaluation.main([*arguments, "eval.data.template={{ question }}", "eval.max_response_len=8"]) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -61,7 +61,9 @@ def test_swiglu_rope_and_norm_are_rounded_once():
     r = jax.jit(functools.partial(layers.inverse_rms, eps=1e-6, order="float64"))(gate)
     exact = 1 / np.sqrt(np.mean(wide(gate) ** 2, axis=-1, keepdims=True) + 1e-6)
     np.testing.assert_array_equal(r, exact.astype(np.float32))
-    config = types.SimpleNamespace(head_dim=64, rope_theta=1e6, numerics=CPU, compute_dtype=jnp.bfloat16)
+    config = types.SimpleNamespace(
+        head_dim=64, rope_theta=1e6, rope_scaling=None, numerics=CPU, compute_dtype=jnp.bfloat16
+    )
     table = jax.jit(lambda p: layers.rope_table(config, p))(jnp.arange(3000, dtype=jnp.int32)[None])
     angle = np.arange(3000)[:, None] * wide(layers.rope_frequencies(config))
     for mine, theirs in zip(table, (np.cos(angle), np.sin(angle)), strict=True):

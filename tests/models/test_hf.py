@@ -244,7 +244,12 @@ def test_disagreeing_shards_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, r"'LlamaForCausalLM' is not supported.*Qwen2ForCausalLM.*Qwen3Moe"),
+        (
+            {"architectures": ["OPTForCausalLM"]},
+            r"'OPTForCausalLM' is not supported.*Llama.*Qwen2.*Qwen3Moe",
+        ),
+        ({"architectures": ["LlamaForCausalLM"], "mlp_bias": True}, "'mlp_bias'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"'rope_scaling'\.'low_freq_factor' is None"),
         ({"architectures": None}, "not supported"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"hidden_size": "16"}, "'hidden_size' is '16', expected int"),

@@ -24,7 +24,10 @@ def load_pair(name, folder):
     return reference, load_hf(hf_models.save(reference, folder / name))
 
 
-@pytest.fixture(scope="module", params=["qwen2-gqa7-tied", "qwen3-gqa2-headdim-tied", "moe-mlp-only-layers"])
+@pytest.fixture(
+    scope="module",
+    params=["qwen2-gqa7-tied", "llama31-stretched-bias-untied", "qwen3-gqa2-headdim-tied", "moe-mlp-only-layers"],
+)
 def pair(request, tmp_path_factory):
     return load_pair(request.param, tmp_path_factory.mktemp("hf"))
 

@@ -71,6 +71,7 @@ def learners():
         config = types.SimpleNamespace(
             param_dtype=jnp.float32, rms_norm_eps=1e-6, numerics=CPU, norm_order="float64", compute_dtype=jnp.bfloat16,
             head_dim=cpu_ops.HEAD_DIM, rope_theta=cpu_ops.THETA,
+            rope_scaling=None,
         )  # fmt: skip
         norm = layers.RMSNorm(896, config=config, stack={})
         norm.weight.set_value(given["norm"])

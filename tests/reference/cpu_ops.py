@@ -86,7 +86,7 @@ def main(path: str) -> None:
     out["norm"] = layers.rms_norm(x.float(), bf16("norm"), 1e-6, torch.bfloat16)
     out["added"] = layers.rms_norm(total, bf16("norm"), 1e-6, torch.bfloat16)
     out["swiglu"] = layers.silu_and_mul(bf16("x_4864"))
-    table = layers.rope_table(THETA, HEAD_DIM, LENGTH)
+    table = layers.rope_table(layers.rope_frequencies(THETA, HEAD_DIM), LENGTH)
     q, k, v = (layers.rotate(bf16("q"), table), layers.rotate(bf16("k"), table), bf16("v"))
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None]
     keys, values = (part.transpose(0, 1)[None] for part in (k, v))

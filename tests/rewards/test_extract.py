@@ -28,6 +28,13 @@ from qarl_jax.rewards.extract import extract, number, same
         ("#### none\nThat makes 1,234, or so", "number", "1,234"),
         ("it costs $18.50.", "number", "18.50"),
         ("none", "number", None),
+        (r"A is wrong, \boxed{\text{C}}", "choice", "C"),
+        ("The answer is (B). No, the answer is (C).", "choice", "B"),  # MMLU-Pro's: the first
+        ("Answer: A\nAnswer: **D**", "choice", "D"),
+        ("Neither A nor B, so D.", "choice", "D"),
+        ("I am not sure", "choice", "I"),  # MMLU-Pro's own last resort
+        ("not sure", "choice", None),
+        (r"\boxed{42}", "choice", None),
         ("<answer> 4 </answer> no <answer>5</answer>", "tag", "5"),
         ("<answer>5", "tag", None),
         ("</answer>5<answer>", "tag", None),
@@ -108,7 +115,7 @@ def test_a_written_fraction_is_read_exactly(numerator, denominator):
 )
 def test_hostile_text_is_read_quickly_and_without_error(text):
     start = time.monotonic()
-    for how in ("auto", "whole", "last_line", "last_number", "number", "tag", "boxed"):
+    for how in ("auto", "whole", "last_line", "last_number", "number", "choice", "tag", "boxed"):
         found = extract(text, how)
         if found is not None:
             same(found, "42")
@@ -117,7 +124,7 @@ def test_hostile_text_is_read_quickly_and_without_error(text):
 
 @given(text=st.text(max_size=200), answer=st.text(max_size=20))
 def test_any_text_has_an_answer_or_none(text, answer):
-    for how in ("auto", "whole", "last_line", "last_number", "number", "tag", "boxed"):
+    for how in ("auto", "whole", "last_line", "last_number", "number", "choice", "tag", "boxed"):
         found = extract(text, how)
         assert found is None or (found and found == found.strip())
         assert same(found or "", answer) in (True, False)

@@ -146,6 +146,22 @@ def test_a_model_with_biases_climbs_the_ladder_too(tmp_path, scheme):
 
 @pytest.mark.vllm
 @pytest.mark.slow
+def test_a_llama_with_stretched_frequencies_climbs_the_ladder_too(tmp_path):
+    pytest.importorskip("vllm")
+    stretch = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    model = MODEL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(model | {"rope_scaling": {"rope_type": "llama3"} | stretch}))
+    config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
+    models.save_hf(models.random_model(config, 0), tmp_path)
+    options = parity.Options(prompts=8, prompt_len=40, response_len=12, threads=1, unaligned=False, bf16_pair=False)
+    result = parity.climb(str(tmp_path), "w8a8", "cpu", options)
+    assert result["first_broken"] is None, result["rungs"]
+    if quant.resolve("cpu").polynomial_exp:
+        assert result["aligned"]["k3"] < 1e-12
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [pytest.param("bf16", marks=pytest.mark.nightly), "w8a8"])
 def test_a_mixture_of_experts_climbs_the_ladder_too(tmp_path, scheme):
     """vLLM's CPU engine must pack bf16 experts anew at every load; quantized ones run through the bridge's methods."""

@@ -13,7 +13,7 @@ a sum nor a library's exp or cos can be seen in it. bf is that last rounding.
     router        f32(softmax of the chosen logits)
     log-probs     f32(log softmax(z)), z = logits / temperature in float32
 
-Norms, SwiGLU and RoPE enter through vLLM's registry of custom ops, attention through its registry of backends. The keys
+Norms and SwiGLU enter through vLLM's registry of custom ops, attention through its registry of backends. The keys
 and values of a token lie side by side in vLLM's paged cache, in the cache's dtype. What we left out: sliding windows,
 sinks, ALiBi, soft caps, quantized caches, encoders; a model with one of them is refused.
 """
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe.router import cpu_router
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
@@ -52,11 +54,16 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return (gate / (1 + torch.exp(-gate)) * up).float().to(x.dtype)
 
 
-def rope_table(theta: float, width: int, positions: int) -> torch.Tensor:
-    """cos and sin of every position, [positions, width] float32."""
+def rope_frequencies(theta: float, width: int) -> torch.Tensor:
+    """1 / theta^(2i/H), [width / 2] float32: the power in float64, rounded once, on every build."""
     exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     power = np.power(np.float64(theta), exponent.astype(np.float64)).astype(np.float32)
-    angle = np.arange(positions, dtype=np.float64)[:, None] * (np.float32(1.0) / power).astype(np.float64)
+    return torch.from_numpy(np.float32(1.0) / power)
+
+
+def rope_table(frequencies: torch.Tensor, positions: int) -> torch.Tensor:
+    """cos and sin of every position, [positions, 2 * frequencies] float32."""
+    angle = np.arange(positions, dtype=np.float64)[:, None] * frequencies.numpy().astype(np.float64)
     return torch.from_numpy(np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32))
 
 
@@ -113,25 +120,37 @@ class PortableSiluAndMul(SiluAndMul):
     forward_native = forward_cpu  # type: ignore[assignment]
 
 
-class PortableRotaryEmbedding(RotaryEmbedding):
-    """See the module docstring."""
+def _rotary(
+    self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> Any:
+    """query and key [T, heads * H], rotated; in place of `RotaryEmbedding.forward_cpu`, its subclasses' too."""
+    if not hasattr(self, "float_table"):
+        plain = type(self)._compute_cos_sin_cache is RotaryEmbeddingBase._compute_cos_sin_cache
+        if not plain or not self.is_neox_style or self.rotary_dim != self.head_size:
+            raise NotImplementedError(f"portable RoPE: whole heads rotated by halves, not {type(self).__name__}")
+        self.float_table = rope_table(self._compute_inv_freq(self.base), self.max_position_embeddings)
+    table = self.float_table[positions.flatten()]
 
-    def __init__(self, *args: Any, **named: Any):
-        super().__init__(*args, **named)
-        if not self.is_neox_style or self.rotary_dim != self.head_size:
-            raise NotImplementedError("portable RoPE: whole heads, rotated by halves")
-        self.float_table = rope_table(self.base, self.head_size, self.max_position_embeddings)
+    def of(x: torch.Tensor) -> torch.Tensor:
+        return rotate(x.reshape(len(table), -1, self.head_size), table).view(x.shape)
 
-    def forward_cpu(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
-        """query and key [T, heads * H], rotated."""
-        table = self.float_table[positions.flatten()]
+    return of(query), None if key is None else of(key)
 
-        def of(x: torch.Tensor) -> torch.Tensor:
-            return rotate(x.reshape(len(table), -1, self.head_size), table).view(x.shape)
 
-        return of(query), None if key is None else of(key)
+def _inverse_frequencies(self: RotaryEmbedding, base: float) -> torch.Tensor:
+    return rope_frequencies(base, self.rotary_dim)
 
-    forward_native = forward_cpu
+
+def llama3_frequencies(self: Any, base: float) -> torch.Tensor:
+    """Llama 3.1's, as vLLM's class of that name says, in numpy's float32: torch divides a scalar by way of a
+    reciprocal."""
+    frequency = rope_frequencies(base, self.rotary_dim).numpy()
+    length, low, high = self.orig_max_position, self.low_freq_factor, self.high_freq_factor
+    wavelength = (2 * math.pi) / frequency
+    smooth = (length / wavelength - low) / (high - low) if high != low else 0.0 * frequency
+    mixed = (1 - smooth) * frequency / self.scaling_factor + smooth * frequency
+    slow = np.where(wavelength > length / low, frequency / self.scaling_factor, mixed)
+    return torch.from_numpy(np.where(wavelength < length / high, frequency, slow))
 
 
 class PortableAttentionImpl(CPUAttentionBackendImpl):
@@ -213,13 +232,15 @@ def register() -> None:
     for name, op in (
         ("RMSNorm", PortableRMSNorm),
         ("SiluAndMul", PortableSiluAndMul),
-        ("RotaryEmbedding", PortableRotaryEmbedding),
     ):
         if name not in op_registry_oot:
             CustomOp.register_oot(op, name=name)
     register_backend(
         AttentionBackendEnum.CPU_ATTN, f"{PortableAttentionBackend.__module__}.{PortableAttentionBackend.__qualname__}"
     )
+    RotaryEmbeddingBase._compute_inv_freq = _inverse_frequencies
+    Llama3RotaryEmbedding._compute_inv_freq = llama3_frequencies
+    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native = _rotary
     cpu_router._softmax_topk = _softmax_topk
     Sampler.compute_logprobs = staticmethod(log_softmax)
     draw = TopKTopPSampler.forward_cpu

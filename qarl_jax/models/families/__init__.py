@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-from qarl_jax.models.families import qwen2, qwen3, qwen3_moe
+from qarl_jax.models.families import llama, qwen2, qwen3, qwen3_moe
 
 MODELS = {
+    "LlamaForCausalLM": llama,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,

@@ -8,6 +8,7 @@ from typing import Any
 
 from qarl_jax.models.hf.config import HFConfig
 
+MODEL_TYPE = "qwen2"  # in config.json
 # Parameter path (without its segment) <-> Hugging Face name. `{layer}` is the layer's number in the whole model.
 HF_NAMES = {
     "embed.kernel": "model.embed_tokens.weight",

@@ -9,6 +9,7 @@ from typing import Any
 from qarl_jax.models.families import qwen2
 from qarl_jax.models.hf.config import HFConfig
 
+MODEL_TYPE = "qwen3"  # in config.json
 HF_NAMES = qwen2.HF_NAMES | {
     "attn.q_norm.weight": "model.layers.{layer}.self_attn.q_norm.weight",
     "attn.k_norm.weight": "model.layers.{layer}.self_attn.k_norm.weight",

@@ -11,6 +11,7 @@ from qarl_jax.models.hf.config import HFConfig, MoEConfig
 from qarl_jax.types import UserError
 
 # On disk every expert is a tensor of its own; in memory they are stacked: [layers, experts, N, K].
+MODEL_TYPE = "qwen3_moe"  # in config.json
 HF_NAMES = qwen3.HF_NAMES | {
     "moe.router.kernel": "model.layers.{layer}.mlp.gate.weight",
     "moe.gate.kernel": "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",

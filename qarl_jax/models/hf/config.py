@@ -28,6 +28,23 @@ class MoEConfig:
     norm_topk_prob: bool
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How Llama 3.1 stretches its rotary frequencies to longer contexts (rope type "llama3").
+
+    Attributes:
+      factor: what the wavelengths of slow frequencies are multiplied by.
+      low_freq_factor, high_freq_factor: a wavelength longer than original_max_position_embeddings / low_freq_factor is
+        slow, one shorter than original_max_position_embeddings / high_freq_factor is left alone.
+      original_max_position_embeddings: positions of the model before the stretch.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
 class HFConfig:
     """Reads config.json key by key; a missing, mistyped or unsupported key is one sentence that names it."""
 
@@ -53,20 +70,31 @@ class HFConfig:
         return value
 
     def rope_theta(self) -> float:
-        """The rotary base, from `rope_theta` or from transformers 5's `rope_parameters`; any rescaling is refused."""
+        """The rotary base, from `rope_theta` or from transformers 5's `rope_parameters`."""
         theta = self.get("rope_theta", float, 10000.0)
         for key in ("rope_scaling", "rope_parameters"):
             rope = self.get(key, dict, {})
-            kind = rope.get("rope_type", rope.get("type", "default"))
-            if kind != "default":
-                raise UserError(
-                    f"config.json ({self.architecture}): {key!r} asks for rope type {kind!r}; only plain RoPE"
-                    " ('default') is supported. Remove the key to run without context extension."
-                )
             theta = float(rope.get("rope_theta", theta))
             if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
                 raise UserError(f"config.json ({self.architecture}): {key!r}.'partial_rotary_factor' is not supported")
         return theta
+
+    def rope_scaling(self) -> RopeScaling | None:
+        """Llama 3.1's stretch of the rotary frequencies, from either spelling; any other rescaling is refused."""
+        found = None
+        for key in ("rope_scaling", "rope_parameters"):
+            rope = self.get(key, dict, {})
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            if kind == "llama3":
+                found = RopeScaling(
+                    **{field.name: _number(self, key, rope, field.name) for field in dataclasses.fields(RopeScaling)}
+                )
+            elif kind != "default":
+                raise UserError(
+                    f"config.json ({self.architecture}): {key!r} asks for rope type {kind!r}; supported are plain RoPE"
+                    " ('default') and 'llama3'. Remove the key to run without context extension."
+                )
+        return found
 
     def refuse_unsupported(self) -> None:
         """Features that would change the model's function and are not implemented raise, with the key's name."""
@@ -90,7 +118,7 @@ class HFConfig:
             )
 
     def common(self) -> dict[str, Any]:
-        """The ModelConfig fields that every Qwen family spells alike."""
+        """The ModelConfig fields that every family spells alike."""
         self.refuse_unsupported()
         heads, width = self.require("num_attention_heads"), self.require("hidden_size")
         head_dim = self.get("head_dim", int, None)
@@ -109,9 +137,18 @@ class HFConfig:
             "num_kv_heads": self.get("num_key_value_heads", int, heads),
             "head_dim": head_dim or width // heads,
             "rope_theta": self.rope_theta(),
+            "rope_scaling": self.rope_scaling(),
             "rms_norm_eps": self.get("rms_norm_eps", float, 1e-6),
             "max_position_embeddings": self.get("max_position_embeddings", int, 32768),
             "initializer_range": self.get("initializer_range", float, 0.02),
             "tie_embeddings": self.get("tie_word_embeddings", bool, False),
             "hf_config": json.dumps(dict(self.values), sort_keys=True),
         }
+
+
+def _number(hf: HFConfig, key: str, rope: Mapping[str, Any], name: str) -> Any:
+    """A number above 0 out of `rope_scaling`."""
+    value = rope.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise UserError(f"config.json ({hf.architecture}): {key!r}.{name!r} is {value!r}, expected a number above 0")
+    return value

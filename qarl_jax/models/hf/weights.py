@@ -8,6 +8,7 @@ than one parameter. Writing goes layer by layer. The same iteration (`export_ten
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -22,7 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from qarl_jax.models.config import ModelConfig, read_config
-from qarl_jax.models.families import hf_template
+from qarl_jax.models.families import MODELS, hf_template
 from qarl_jax.models.hf import safetensors
 from qarl_jax.models.params import abstract_model, by_path, finish, parse_rules, split
 from qarl_jax.models.transformer import Transformer
@@ -317,9 +318,7 @@ def hf_config_json(config: ModelConfig, dtype: Any = "bfloat16") -> dict[str, An
     if not values:
         values = {
             "architectures": [config.architecture],
-            "model_type": {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(
-                config.architecture, "qwen3_moe"
-            ),
+            "model_type": MODELS[config.architecture].MODEL_TYPE,
             "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
@@ -335,6 +334,8 @@ def hf_config_json(config: ModelConfig, dtype: Any = "bfloat16") -> dict[str, An
             "tie_word_embeddings": config.tie_embeddings,
             "use_sliding_window": False,
         }
+        if config.rope_scaling is not None:
+            values["rope_scaling"] = {"rope_type": "llama3"} | dataclasses.asdict(config.rope_scaling)
         if config.architecture != "Qwen2ForCausalLM":
             values["attention_bias"] = config.qkv_bias
         if config.moe is not None:

@@ -105,8 +105,7 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
         y, used = plain(*operands)
         return round_to(y, x.dtype), used
 
-    # Named here: traces are kept by what a function is told.
-    kernels = functools.partial(products.layer, kernels=products.CHOSEN[NAME])
+    kernels = functools.partial(products.layer, numerics=numerics)
     return lax.platform_dependent(x, qt.qvalue, qt.scale, bias, cuda=kernels, default=rounded)
 
 

@@ -1,0 +1,352 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a program that a model wrote, and says whether it passes a problem's tests. Linux on x86-64 only.
+
+Two processes. The program runs in one that can do nothing but compute (below) and answers calls of its functions, or
+writes to its standard output. The tests run in the other, the grading process, which compares. So the verdict is never
+in the program's reach: it can neither announce success nor return an object that claims to equal everything, because
+only plain data (numbers, text, lists, tuples, dicts, sets) comes back, exact types alone.
+
+What the program's process may do is a list of system calls (seccomp), and everything else is refused with EPERM:
+
+    files      open for reading; none is created, written, renamed or removed
+    processes  none is started or signalled; threads are allowed
+    network    no sockets
+    limits     CPU seconds, address space, open files, no core dump; it cannot raise them (prlimit is refused)
+    memory     no capabilities and no ptrace; the grading process is not dumpable, so that /proc shows nothing of it
+    output     read up to a limit, then the process is killed
+
+What is left: it can read files that its user can read. It has no way to send them anywhere but into its own output,
+which the run writes down.
+"""
+
+import base64
+import ctypes
+import io
+import json
+import os
+import select
+import struct
+import subprocess
+import sys
+import time
+
+MAX_ANSWER = 1 << 20  # bytes of an answer, or of a program's standard output
+MAX_DEPTH = 50
+
+# ---- the program's process ---------------------------------------------------------------------------------------
+
+# Numbers of x86-64 (the kernel's arch/x86/entry/syscalls/syscall_64.tbl).
+ALLOWED = {
+    "read": 0, "write": 1, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "poll": 7, "lseek": 8, "mmap": 9,
+    "mprotect": 10, "munmap": 11, "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "ioctl": 16,
+    "pread64": 17, "readv": 19, "writev": 20, "access": 21, "pipe": 22, "select": 23, "sched_yield": 24, "mremap": 25,
+    "madvise": 28, "dup": 32, "dup2": 33, "nanosleep": 35, "getpid": 39, "exit": 60, "uname": 63, "fcntl": 72,
+    "getcwd": 79, "readlink": 89, "gettimeofday": 96, "getrusage": 98, "sysinfo": 99, "times": 100, "getuid": 102,
+    "getgid": 104, "geteuid": 107, "getegid": 108, "getppid": 110, "sigaltstack": 131, "arch_prctl": 158, "gettid": 186,
+    "time": 201, "futex": 202, "sched_getaffinity": 204, "getdents64": 217, "restart_syscall": 219,
+    "clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230, "exit_group": 231, "newfstatat": 262,
+    "readlinkat": 267, "faccessat": 269, "pselect6": 270, "ppoll": 271, "set_robust_list": 273, "dup3": 292,
+    "pipe2": 293, "getrandom": 318, "membarrier": 324, "statx": 332, "rseq": 334, "faccessat2": 439,
+}  # fmt: skip
+OPEN, OPENAT, CLONE, CLONE3 = 2, 257, 56, 435
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+CLONE_THREAD = 0x10000
+X86_64 = 0xC000003E
+ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+LOAD, EQUAL, SET, RETURN = 0x20, 0x15, 0x45, 0x06  # BPF: load word, jump if equal, jump if any bit set, return
+
+
+def filter_program() -> bytes:
+    """The seccomp filter: an array of sock_filter (code, jump if true, jump if false, operand)."""
+
+    def step(code: int, operand: int, yes: int = 0, no: int = 0) -> tuple[int, int, int, int]:
+        return code, yes, no, operand
+
+    steps = [step(LOAD, 4), step(EQUAL, X86_64, 1), step(RETURN, KILL), step(LOAD, 0)]
+    for number, argument in ((OPEN, 1), (OPENAT, 2)):  # flags without a bit that writes
+        load = step(LOAD, 16 + 8 * argument)
+        steps += [step(EQUAL, number, 0, 4), load, step(SET, WRITES, 1), step(RETURN, ALLOW), step(RETURN, EPERM)]
+    threads = [step(LOAD, 16), step(SET, CLONE_THREAD, 0, 1), step(RETURN, ALLOW), step(RETURN, EPERM)]
+    steps += [step(EQUAL, CLONE, 0, 4), *threads, step(EQUAL, CLONE3, 0, 1), step(RETURN, ENOSYS)]
+    for number in ALLOWED.values():
+        steps += [step(EQUAL, number, 0, 1), step(RETURN, ALLOW)]
+    steps.append(step(RETURN, EPERM))
+    return b"".join(struct.pack("HBBI", *each) for each in steps)
+
+
+def lock_down(memory_mb: int, cpu_s: int) -> None:
+    """Gives up everything but computing. Raises OSError where the kernel cannot do it."""
+    import resource
+
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        raise OSError("running a model's programs needs Linux on x86-64")
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def checked(result: int) -> None:
+        if result:
+            raise OSError(ctypes.get_errno(), "this kernel has no seccomp filters, without which nothing is run")
+
+    limits = {"AS": memory_mb << 20, "CPU": cpu_s, "FSIZE": 0, "NOFILE": 32, "CORE": 0, "STACK": 64 << 20}
+    for name, value in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+    no_capabilities = (struct.pack("II", 0x20080522, 0), struct.pack("6I", *[0] * 6))
+    checked(libc.capset(*no_capabilities))
+    checked(libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
+    code = ctypes.create_string_buffer(filter_program())
+    program = struct.pack("HxxxxxxQ", (len(code) - 1) // 8, ctypes.addressof(code))
+    checked(libc.prctl(22, 2, ctypes.c_char_p(program), 0, 0))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+def child() -> None:
+    """One task from standard input: a program whose functions are called, or that reads `stdin` and prints."""
+    tasks = os.fdopen(os.dup(0), "rb")
+    task = json.loads(tasks.readline())
+    own_input = os.memfd_create("stdin")
+    os.write(own_input, task.get("stdin", "").encode())
+    os.lseek(own_input, 0, os.SEEK_SET)
+    os.dup2(own_input, 0)
+    answers = os.dup(1)
+    if "stdin" not in task:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.setrecursionlimit(20_000)
+    lock_down(task["memory_mb"], task["cpu_s"])
+    names: dict = {"__name__": "__main__" if "stdin" in task else "solution"}
+    if "stdin" in task:
+        sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
+        exec(compile(task["program"], "program", "exec"), names)
+        sys.stdout.flush()
+        return
+
+    def answer(value: dict) -> None:
+        text = json.dumps(value).encode() + b"\n"
+        while text:
+            text = text[os.write(answers, text) :]
+
+    try:
+        exec(compile(task["program"], "program", "exec"), names)
+    except BaseException as error:
+        answer({"error": f"{type(error).__name__}: {error}"[:300]})
+        return
+    answer({"value": None})
+    for line in tasks:
+        call = json.loads(line)
+        try:
+            kind, _, method = call["name"].rpartition(".")
+            function = getattr(names[kind](), method) if kind else names[method]
+            answer({"value": encode(function(*map(decode, call["args"])))})
+        except BaseException as error:
+            answer({"error": f"{type(error).__name__}: {error}"[:300]})
+
+
+# ---- plain data --------------------------------------------------------------------------------------------------
+
+CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def encode(value: object, depth: int = 0) -> object:
+    """Plain data as JSON. Exact types only: a subclass could say of itself what it likes. Raises TypeError."""
+    if depth > MAX_DEPTH:
+        raise TypeError("nested too deep")
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        return {"int": hex(value)}  # type: ignore[arg-type]
+    if kind is float:
+        return {"float": float.hex(value)}  # type: ignore[arg-type]
+    if kind is complex:
+        return {"complex": [float.hex(value.real), float.hex(value.imag)]}  # type: ignore[attr-defined]
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}  # type: ignore[arg-type]
+    for name, container in CONTAINERS.items():
+        if kind is container:
+            return {name: [encode(x, depth + 1) for x in value]}  # type: ignore[attr-defined]
+    if kind is dict:
+        pairs = value.items()  # type: ignore[attr-defined]
+        return {"dict": [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in pairs]}
+    raise TypeError(f"not plain data: {kind.__name__}")
+
+
+def decode(value: object) -> object:
+    """What `encode` wrote. Raises ValueError for anything else."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if not isinstance(value, dict) or len(value) != 1:
+        raise ValueError("not plain data")
+    ((kind, inner),) = value.items()
+    if kind == "int":
+        return int(inner, 16)
+    if kind == "float":
+        return float.fromhex(inner)
+    if kind == "complex":
+        return complex(*map(float.fromhex, inner))
+    if kind == "bytes":
+        return base64.b64decode(inner)
+    if kind in CONTAINERS:
+        return CONTAINERS[kind](map(decode, inner))
+    if kind == "dict":
+        return {decode(k): decode(v) for k, v in inner}
+    raise ValueError("not plain data")
+
+
+# ---- the grading process -----------------------------------------------------------------------------------------
+
+
+class FailedError(Exception):
+    """The program does not do what it should; the message says how."""
+
+
+class Program:
+    """A running program. Every wait ends at the deadline, and so does the process."""
+
+    def __init__(self, program: str, deadline: float, memory_mb: int, stdin: str | None = None):
+        self.deadline = deadline
+        self.buffer = b""
+        self.read = 0
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
+        )
+        cpu_s = max(1, round(deadline - time.monotonic()) + 1)
+        task = {"program": program, "memory_mb": memory_mb, "cpu_s": cpu_s}
+        self._send(task if stdin is None else task | {"stdin": stdin})
+
+    def call(self, name: str, args: list) -> object:
+        """The value of a function of the program, as plain data."""
+        self._send({"name": name, "args": [encode(x) for x in args]})
+        return self.answer()
+
+    def answer(self) -> object:
+        """The next answer. Raises FailedError for an error in the program, silence, or an answer that is none."""
+        while b"\n" not in self.buffer:
+            self._fill()
+        line, self.buffer = self.buffer.split(b"\n", 1)
+        try:
+            said = json.loads(line)
+            if "error" in said:
+                raise FailedError(str(said["error"]))
+            return decode(said["value"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+            raise FailedError(f"not an answer: {error}") from None
+
+    def output(self) -> str:
+        """All that it prints until it ends with code 0."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            while True:
+                self._fill()
+        except EOFError:
+            pass
+        try:
+            code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise FailedError("it does not end") from None
+        if code:
+            raise FailedError(f"ended with code {code}")
+        return self.buffer.decode(errors="replace")
+
+    def _send(self, value: dict) -> None:
+        assert self.process.stdin is not None
+        data = json.dumps(value).encode() + b"\n"
+        handle = self.process.stdin.fileno()
+        os.set_blocking(handle, False)
+        while data:
+            if not select.select([], [handle], [], max(0.0, self.deadline - time.monotonic()))[1]:
+                raise FailedError("out of time")
+            try:
+                data = data[os.write(handle, data) :]
+            except OSError:
+                raise FailedError("it ended before its time") from None
+
+    def _fill(self) -> None:
+        assert self.process.stdout is not None
+        handle = self.process.stdout.fileno()
+        if not select.select([handle], [], [], max(0.0, self.deadline - time.monotonic()))[0]:
+            raise FailedError("out of time")
+        chunk = os.read(handle, 65_536)
+        if not chunk:
+            raise EndedError("it ended before its time")
+        self.read += len(chunk)
+        if self.read > MAX_ANSWER:
+            raise FailedError("too much output")
+        self.buffer += chunk
+
+    def stop(self) -> None:
+        """Ends the process."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class EndedError(FailedError, EOFError):
+    """The program's process is gone."""
+
+
+def passes(task: dict, timeout_s: float, memory_mb: int) -> bool:
+    """Whether a program passes its tests.
+
+    task: {"program", and one of
+           "test": text that defines check(candidate), "entry_point": name, "preamble": text that it may need;
+           "inputs", "outputs": texts for standard input, and what it must print (compared word by word);
+           "inputs", "outputs", "function": JSON argument lists, one argument a line, and the JSON value of a call}
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        if "test" in task:
+            return _checked(task, deadline, memory_mb)
+        for given, expected in zip(task["inputs"], task["outputs"], strict=True):
+            if task.get("function"):
+                program = Program(task["program"], deadline, memory_mb)
+            else:
+                program = Program(task["program"], deadline, memory_mb, stdin=given)
+            try:
+                if task.get("function"):
+                    program.answer()
+                    found = program.call(task["function"], [json.loads(line) for line in given.splitlines()])
+                    if _lists(found) != json.loads(expected):
+                        return False
+                elif program.output().split() != expected.split():
+                    return False
+            finally:
+                program.stop()
+        return bool(task["inputs"])
+    except FailedError:
+        return False
+
+
+def _checked(task: dict, deadline: float, memory_mb: int) -> bool:
+    """Whether check(candidate) ends without an error; it runs here, and `candidate` in the program's process."""
+    names: dict = {"__name__": "check"}
+    exec(compile(task.get("preamble", ""), "preamble", "exec"), names)
+    exec(compile(task["test"], "test", "exec"), names)
+    program = Program(task["program"], deadline, memory_mb)
+
+    def candidate(*args: object) -> object:
+        return program.call(task["entry_point"], list(args))
+
+    names[task["entry_point"]] = candidate  # some tests call it by its name
+    try:
+        program.answer()
+        try:
+            names["check"](candidate)
+        except Exception:  # an assertion, or a comparison that cannot be made
+            return False
+        return True
+    finally:
+        program.stop()
+
+
+def _lists(value: object) -> object:
+    """JSON has no tuples."""
+    return [_lists(x) for x in value] if isinstance(value, list | tuple) else value
+
+
+if __name__ == "__main__":
+    child()

@@ -1,0 +1,138 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""1 where the program in a response passes the problem's tests, else 0. Linux on x86-64 only.
+
+The program is the last fenced block that defines the function asked for, else the last fenced block, else the whole
+response as a continuation of the prompt's code. It runs in a sandbox (`_sandbox.py`), apart from the process that runs
+the tests. Which tests, the prompt's row says, in one of three layouts:
+
+    HumanEval       columns prompt, entry_point and test, which defines check(candidate) (arXiv 2107.03374)
+    LiveCodeBench   columns public_test_cases, private_test_cases, metadata (arXiv 2403.07974)
+    APPS            column input_output: {"inputs": [...], "outputs": [...], "fn_name": optional} (arXiv 2105.09938)
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import json
+import pickle
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from qarl_jax.rewards.pool import PoolConfig, WorkerPool
+from qarl_jax.rewards.sample import Sample
+from qarl_jax.types import UserError
+
+MAX_CHARS = 50_000
+_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(PoolConfig):
+    """Attributes (beside those of `PoolConfig`):
+    timeout_s: seconds that all tests of a response may take together.
+    memory_mb: address space of the grading process, and of a program's process (at most 1024 there).
+    """
+
+    timeout_s: float = 10.0
+
+
+class Reward:
+    """See the module's text."""
+
+    def __init__(self, cfg: Config, max_response_len: int):
+        self.cfg = cfg
+        self.pool = WorkerPool("code", cfg, setup=str(min(cfg.memory_mb or 1024, 1024)))
+        self.pool.start()
+
+    def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
+        """Raises `UserError` for a prompt whose row has no tests."""
+        out = np.zeros(len(samples), np.float32)
+        tasks = [task(sample.text, sample.prompt.meta, sample.prompt.uid) for sample in samples]
+        asked = [i for i, each in enumerate(tasks) if len(each["program"]) <= MAX_CHARS]
+        for i, value in zip(asked, self.pool.map([tasks[i] for i in asked]), strict=True):
+            out[i] = value or 0.0
+        return out
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self.pool.close()
+
+
+def program(text: str, name: str, before: str = "") -> str:
+    """The program in a response.
+
+    Args:
+      text: the response. name: the function it should define; empty: any program.
+      before: code that the prompt ends with, which a response without a fenced block goes on with.
+    """
+    blocks = [match[1] for match in _FENCE.finditer(text[-MAX_CHARS:])]
+    defining = [block for block in blocks if name and re.search(rf"^\s*def {re.escape(name)}\b", block, re.MULTILINE)]
+    if defining:
+        return defining[-1]
+    if blocks:
+        # A body without its head: it belongs under the prompt's.
+        return before + blocks[-1] if before and name else blocks[-1]
+    if name and re.search(rf"^def {re.escape(name)}\b", text, re.MULTILINE):
+        return text
+    return before + text
+
+
+def task(text: str, meta: Mapping[str, Any], uid: str) -> dict[str, Any]:
+    """What the sandbox is asked (`_sandbox.passes`).
+
+    Raises:
+      UserError: the row has no tests, or broken ones.
+    """
+    try:
+        if "test" in meta and "entry_point" in meta:
+            name, prompt = str(meta["entry_point"]), str(meta.get("prompt", ""))
+            head = "".join(line for line in prompt.splitlines(True) if re.match(r"(from|import)\b", line))
+            preamble = f"{prompt}\n    pass\n" if f"def {name}" in prompt else head
+            return {
+                "program": f"{head}\n{program(text, name, prompt)}",
+                "test": meta["test"],
+                "entry_point": name,
+                "preamble": preamble,
+            }
+        if "public_test_cases" in meta:
+            cases = json.loads(meta["public_test_cases"]) + _private(str(meta.get("private_test_cases") or "[]"))
+            function = json.loads(meta.get("metadata") or "{}").get("func_name", "")
+            inputs, outputs = [case["input"] for case in cases], [case["output"] for case in cases]
+        elif "input_output" in meta:
+            tests = json.loads(meta["input_output"])
+            inputs, outputs, function = tests["inputs"], tests["outputs"], tests.get("fn_name") or ""
+            if function:  # a list of arguments, and a list that holds the value
+                inputs = ["\n".join(map(json.dumps, arguments)) for arguments in inputs]
+                outputs = [json.dumps(value[0] if isinstance(value, list) and value else value) for value in outputs]
+        else:
+            raise UserError(
+                f"reward code: prompt {uid} has no tests; its row needs the columns of one of these layouts: prompt,"
+                " entry_point, test; or public_test_cases; or input_output."
+            )
+    except (ValueError, KeyError, TypeError, AttributeError, pickle.UnpicklingError, zlib.error) as error:
+        raise UserError(f"reward code: the tests of prompt {uid} cannot be read: {error!r:.200}") from None
+    found = program(text, function)
+    if function and re.search(r"^class Solution\b", found, re.MULTILINE):
+        function = f"Solution.{function}"
+    return {"program": found, "inputs": inputs, "outputs": outputs, "function": function}
+
+
+class _TextAlone(pickle.Unpickler):
+    """LiveCodeBench packs its private tests as a pickle of a string; nothing else is made of one here."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"private_test_cases asks for {module}.{name}")
+
+
+def _private(packed: str) -> list[dict[str, str]]:
+    if packed.lstrip().startswith("["):
+        return json.loads(packed)
+    return json.loads(_TextAlone(io.BytesIO(zlib.decompress(base64.b64decode(packed)))).load())
