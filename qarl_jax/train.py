@@ -19,7 +19,6 @@ one sentence.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -48,7 +47,7 @@ from qarl_jax.run import evaluation as evaluations
 from qarl_jax.run.checkpoint import Checkpoints, DamagedCheckpointError, Restored
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import compilation, processes, startup
-from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, entry_point
+from qarl_jax.types import Completion, DivergedError, Parser, Prompt, RolloutGroup, UserError, entry_point
 
 # Reported once more over the updates after a step's first, where alone the ratio bands can act (the first has ratio 1).
 LATER = ("clip/", "loss/ratio", "loss/seq_ratio", "proximal/")
@@ -393,7 +392,7 @@ def learn(
     update needs no scoring: there the proximal policy is the current one.
 
     Raises:
-      RuntimeError: a gradient is not finite; names the step and the update, and leaves the last checkpoint untouched.
+      DivergedError: a gradient is not finite; names the step and the update, and leaves the last checkpoint untouched.
     """
     with timer("pack"):
         packs = []
@@ -442,7 +441,7 @@ def learn(
             with timer("critic"):
                 fitted = critic.update(micros, targets[number], packed.num_tokens, packed.num_sequences)
                 if float(jax.device_get(fitted["critic/nonfinite"].value)):
-                    raise RuntimeError(
+                    raise DivergedError(
                         f"{place}: the critic's gradient is not finite. The run stops here; its last checkpoint is"
                         " intact. Lower critic.optimizer.lr, or inspect samples.jsonl."
                     )
@@ -458,7 +457,7 @@ def learn(
                 follow.updated(number, micros, old[number], logprobs)
             publisher.updated()
             if float(jax.device_get(inner["optim/nonfinite"].value)):
-                raise RuntimeError(
+                raise DivergedError(
                     f"{place}: the gradient is not finite. The run stops here;"
                     " its last checkpoint is intact. Lower optimizer.lr, or inspect samples.jsonl."
                 )
@@ -572,7 +571,7 @@ def timed(published: dict[str, float]) -> dict[str, float]:
 
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="YAML file (see configs/)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plans, then stop")
     parser.add_argument("--card-gb", type=float, help="with --dry-run: plan for a card of that many GiB")
