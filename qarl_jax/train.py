@@ -19,7 +19,6 @@ one sentence.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -47,8 +46,8 @@ from qarl_jax.run import build, card, config, memory_plan
 from qarl_jax.run import evaluation as evaluations
 from qarl_jax.run.checkpoint import Checkpoints, DamagedCheckpointError, Restored
 from qarl_jax.run.config import RunConfig
-from qarl_jax.runtime import compilation, processes
-from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, entry_point
+from qarl_jax.runtime import compilation, processes, startup
+from qarl_jax.types import Completion, DivergedError, Parser, Prompt, RolloutGroup, UserError, entry_point
 
 # Reported once more over the updates after a step's first, where alone the ratio bands can act (the first has ratio 1).
 LATER = ("clip/", "loss/ratio", "loss/seq_ratio", "proximal/")
@@ -115,8 +114,18 @@ def run(cfg: RunConfig) -> None:
         # ---- policy, learner, engine ---------------------------------------------------------------------------------
         resumed = processes.from_first(lambda: checkpoints.latest_step() is not None)
         profile = processes.from_first(lambda: build.numerics_of_run(cfg, cfg.run_dir).profile) if resumed else None
-        graphdef, params = build.load_model(cfg, mesh, quant.resolve(profile) if profile else None)
+        starting = startup.SideBySide()
+        graphdef = build.policy_graphdef(cfg, quant.resolve(profile) if profile else None)
         learner = build.make_learner(cfg, graphdef, mesh)
+        # The engine's process starts, and the programs of a step are compiled, while the weights are read.
+        engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, observer.say)))
+        engine.prepare(build.rollout_graphdef(cfg, graphdef))
+        if processes.count() == 1:
+            stack.callback(starting.wait)
+            first = (checkpoints.latest_step() or 0) if resumed else 0
+            starting.background("programs", functools.partial(build.compile_ahead, cfg, learner, first))
+        with starting.span("weights"):
+            params = jax.block_until_ready(build.load_masters(cfg, graphdef, mesh))
         # The reference is the policy the run starts from, whatever checkpoint it resumes from.
         reference = learner.reference(params) if cfg.kl.coef else None
         critic = build.make_critic(cfg, graphdef, params, mesh)
@@ -144,7 +153,6 @@ def run(cfg: RunConfig) -> None:
             observer.write("config.yaml", config.to_yaml(cfg))
             observer.truncate_to(start - 1)
         evaluated = bool(processes.from_first(lambda: evaluations.history(cfg.run_dir, up_to=start)))
-        engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, observer.say)))
         publisher = Publisher(cfg, learner, engine)
 
         def save(step: int) -> None:
@@ -168,7 +176,10 @@ def run(cfg: RunConfig) -> None:
             return result
 
         # ---- the loop ------------------------------------------------------------------------------------------------
-        publisher.publish(state, start)
+        with starting.span("publish"):
+            first_publish = publisher.publish(state, start)
+        begun = starting.seconds() | {k: v for k, v in first_publish.items() if k.startswith("time/start_")}
+        observer.say(startup.words(begun))
         if cfg.eval.at_start and start == 0 and not evaluated:
             observer.say(f"held-out reward before training: {evaluate(0)['eval/reward/mean']:.3f}")
 
@@ -231,6 +242,10 @@ def run(cfg: RunConfig) -> None:
                 buffer = left
 
                 # ---- learn -------------------------------------------------------------------------------------------
+                if step == start:
+                    with timer("compile"):  # what is left of it
+                        starting.join()
+                    begun = starting.seconds() | begun
                 advantages = finite(np.stack([group.rewards for group in groups]))
                 if critic is None:  # else the reward itself, of which the critic makes an advantage per token
                     advantages = group_advantages(advantages, cfg.advantage.name)
@@ -254,7 +269,7 @@ def run(cfg: RunConfig) -> None:
             last = done == cfg.train.steps
             relative = advantages if critic is None else None
             record = rollout_metrics(collected.sampled, collected.parts, relative) | collected.metrics
-            record |= learned | published
+            record |= learned | published | (begun if step == start else {})
             if (cfg.eval.every and done % cfg.eval.every == 0 and not last) or (last and cfg.eval.at_end):
                 with timer("eval"), recompiles.paused():
                     record |= evaluate(done)
@@ -377,7 +392,7 @@ def learn(
     update needs no scoring: there the proximal policy is the current one.
 
     Raises:
-      RuntimeError: a gradient is not finite; names the step and the update, and leaves the last checkpoint untouched.
+      DivergedError: a gradient is not finite; names the step and the update, and leaves the last checkpoint untouched.
     """
     with timer("pack"):
         packs = []
@@ -426,7 +441,7 @@ def learn(
             with timer("critic"):
                 fitted = critic.update(micros, targets[number], packed.num_tokens, packed.num_sequences)
                 if float(jax.device_get(fitted["critic/nonfinite"].value)):
-                    raise RuntimeError(
+                    raise DivergedError(
                         f"{place}: the critic's gradient is not finite. The run stops here; its last checkpoint is"
                         " intact. Lower critic.optimizer.lr, or inspect samples.jsonl."
                     )
@@ -442,7 +457,7 @@ def learn(
                 follow.updated(number, micros, old[number], logprobs)
             publisher.updated()
             if float(jax.device_get(inner["optim/nonfinite"].value)):
-                raise RuntimeError(
+                raise DivergedError(
                     f"{place}: the gradient is not finite. The run stops here;"
                     " its last checkpoint is intact. Lower optimizer.lr, or inspect samples.jsonl."
                 )
@@ -556,7 +571,7 @@ def timed(published: dict[str, float]) -> dict[str, float]:
 
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="YAML file (see configs/)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plans, then stop")
     parser.add_argument("--card-gb", type=float, help="with --dry-run: plan for a card of that many GiB")

@@ -112,8 +112,8 @@ def numerics_of_run(cfg: RunConfig, directory: str | os.PathLike[str]) -> quant.
     return recorded_numerics(directory) or cfg.numerics
 
 
-def load_model(cfg: RunConfig, mesh: Mesh, numerics: quant.Numerics | None = None) -> tuple[Any, Any]:
-    """The policy's graph definition under `quant.forward`, and its masters on the mesh.
+def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> Any:
+    """The policy's graph definition under `quant.forward`, from config.json alone.
 
     Args:
       numerics: the learner's arithmetic; None: the config's.
@@ -127,12 +127,38 @@ def load_model(cfg: RunConfig, mesh: Mesh, numerics: quant.Numerics | None = Non
         attention=cfg.model.attention,
         remat=cfg.model.remat_or_full,
     )
-    graphdef, params = models.load_masters(cfg.model.path, model, mesh)
     if cfg.rollout.router_replay and model.moe is None:
         raise UserError(
             f"rollout.router_replay=true, but {cfg.model.path} is no mixture of experts: there is no routing to replay."
         )
-    return graphdef, invariant_scaling.invariant_scaling(params, cfg.quant.uaq_scale)
+    return models.split(models.abstract_model(model))[0]
+
+
+def load_masters(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Any:
+    """The policy's masters on the mesh."""
+    params = models.load_masters(cfg.model.path, models.config_of(graphdef), mesh)[1]
+    return invariant_scaling.invariant_scaling(params, cfg.quant.uaq_scale)
+
+
+def load_model(cfg: RunConfig, mesh: Mesh, numerics: quant.Numerics | None = None) -> tuple[Any, Any]:
+    """The policy's graph definition under `quant.forward`, and its masters on the mesh.
+
+    Args:
+      numerics: the learner's arithmetic; None: the config's.
+    """
+    graphdef = policy_graphdef(cfg, numerics)
+    return graphdef, load_masters(cfg, graphdef, mesh)
+
+
+def compile_ahead(cfg: RunConfig, learner: Learner, step: int) -> None:
+    """Compiles what the learner runs in a step; see `Learner.compile_ahead`."""
+    moe = learner.config.moe
+    learner.compile_ahead(
+        cfg.train.micro_batch_rows,
+        cfg.row_len_at(step),
+        scored=cfg.train.updates_per_step > 1,
+        routed=(learner.config.num_layers, moe.num_experts_per_tok) if moe and cfg.rollout.router_replay else None,
+    )
 
 
 def rollout_graphdef(cfg: RunConfig, graphdef: Any) -> Any:
@@ -264,10 +290,12 @@ def eval_sampling(cfg: RunConfig, stop: tuple[int, ...]) -> SamplingConfig:
 
 __all__ = [
     "PolicyWeights",
+    "compile_ahead",
     "critic_body",
     "eval_prompts",
     "eval_sampling",
     "leave_memory_to_vllm",
+    "load_masters",
     "load_model",
     "make_critic",
     "make_engine",
@@ -276,6 +304,7 @@ __all__ = [
     "make_mesh",
     "max_segments",
     "numerics_of_run",
+    "policy_graphdef",
     "recorded_numerics",
     "rollout_graphdef",
     "run_record",

@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -540,3 +541,37 @@ def test_an_entropy_bonus_pulls_and_raises_entropy():
         for params in (state.params, jax.tree.map(lambda p, g: p - step * g, state.params, pull))
     ]
     assert entropy[1] - entropy[0] == pytest.approx(1e-2 * size, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one_program", "offload", "scored"), [(True, False, False), (False, False, True), (True, True, True)]
+)
+def test_a_step_finds_compiled_what_was_compiled_ahead_of_its_weights(one_program, offload, scored, caplog):
+    graphdef, params, _ = models.split(tiny.random_model())
+    made = Learner(
+        models.with_scheme(graphdef, "w4a16:g32"),
+        loss_fn=get_loss("grpo"),
+        optimizer=build.make_optimizer(build.Muon(lr=0.02)),
+        mesh=sharding.make_mesh(),
+        options=Options(max_segments=6, logprob_chunk=64, one_program=one_program, offload=offload),
+    )
+    size = 2
+    rows = packed(size)
+    micros = list(rows.micro_batches(size))
+    micros = micros[:1] if one_program else micros
+    made.compile_ahead(size, tiny.ROW_LEN, scored=scored)
+    state = made.init(jax.tree.map(lambda x: jnp.array(x, copy=True), params))
+    told, really = (
+        [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(y)] for y in (made.abstract_state(), state)
+    )
+    assert told == really
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        qweights = made.quantize(state.params)
+        put = [made.put(micro) for micro in micros]
+        old = [made.score(state.params, qweights, micro)[0] if scored else None for micro in put]
+        made.update(state, qweights, put, old, rows.num_tokens, rows.num_sequences)
+    built = {
+        name for record in caplog.records for name in re.findall(r"XLA compilation of jit\(([^)]*)", record.message)
+    }
+    assert not built & {"quantize_params", "_logprobs", "_accumulate_fn", "_grads_fn", "_update_fn", "whole"}

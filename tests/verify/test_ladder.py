@@ -153,8 +153,8 @@ def test_a_llama_with_stretched_frequencies_climbs_the_ladder_too(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(model | {"rope_scaling": {"rope_type": "llama3"} | stretch}))
     config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
     models.save_hf(models.random_model(config, 0), tmp_path)
-    options = parity.Options(prompts=8, prompt_len=40, response_len=12, threads=1, unaligned=False, bf16_pair=False)
-    result = parity.climb(str(tmp_path), "w8a8", "cpu", options)
+    options = ladder.Options(prompts=8, prompt_len=40, response_len=12, threads=1, unaligned=False, bf16_pair=False)
+    result = ladder.climb(str(tmp_path), "w8a8", "cpu", options)
     assert result["first_broken"] is None, result["rungs"]
     if quant.resolve("cpu").polynomial_exp:
         assert result["aligned"]["k3"] < 1e-12

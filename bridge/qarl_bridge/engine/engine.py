@@ -394,7 +394,7 @@ class VllmEngine:
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
         """One prefill of `prompt`, with what went into and came out of each module (positional arguments that are
         tensors, in order; a tuple of results as its parts). Where routed experts are recorded, they come last, as
-        wire.ROUTING: int32 [T, layers, k].
+        messages.ROUTING: int32 [T, layers, k].
 
         Raises:
           BridgeError("limits"): no such module, or a compiled engine, whose modules are not called one by one (under
