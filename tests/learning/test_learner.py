@@ -555,7 +555,7 @@ def test_a_step_finds_compiled_what_was_compiled_ahead_of_its_weights(one_progra
     made = Learner(
         models.with_scheme(graphdef, "w4a16:g32"),
         loss_fn=get_loss("grpo"),
-        optimizer=optimizer.make_optimizer(optimizer.Muon(lr=0.02)),
+        optimizer=build.make_optimizer(build.Muon(lr=0.02)),
         mesh=sharding.make_mesh(),
         options=Options(max_segments=6, logprob_chunk=64, one_program=one_program, offload=offload),
     )
