@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from qarl_jax import models
-from qarl_jax.kernels import products
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_loss
+from qarl_jax.numerics.engine import Kernels
 from qarl_jax.optim import build as optimizer
 from qarl_jax.quant import resolve
 from qarl_jax.run import memory_plan
@@ -25,6 +25,7 @@ SIZES = {
     "tiny": {"hidden": 128, "inter": 256, "layers": 2, "heads": 4, "kv": 2, "head_dim": 32, "vocab": 512, "tied": True},
     "0.6b": {"hidden": 1024, "inter": 3072, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "tied": True},
     "1.7b": {"hidden": 2048, "inter": 6144, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "tied": True},
+    "4b": {"hidden": 2560, "inter": 9728, "layers": 36, "heads": 32, "kv": 8, "vocab": 151936, "tied": True},
     "8b": {"hidden": 4096, "inter": 12288, "layers": 36, "heads": 32, "kv": 8, "vocab": 151936, "tied": False},
     "30b-a3b": {"hidden": 2048, "inter": 6144, "layers": 48, "heads": 32, "kv": 4, "vocab": 151936, "tied": False}
     | {"experts": 128, "experts_per_token": 8, "expert_inter": 768},
@@ -43,8 +44,8 @@ class Setting:
       master: dtype of parameters. grad: of gradients.
       remat, attention, chunk, optimizer: as in a run's config.
       moments: dtype of the optimizer's moments; "": the master's. offload: they rest on the host.
-      kernels: of the scheme's forward on a Hopper GPU, as `fused.choose` takes them: xla, hopper, and for `w8a8` triton
-        and hopper/triton, too; "": the scheme's default.
+      kernels: of the scheme's forward on a Hopper GPU, as `numerics.engine.Kernels` names them: xla, hopper, and for
+        `w8a8` triton and hopper/triton, too; "": the scheme's default.
     """
 
     model: str = "1.7b"
@@ -103,8 +104,15 @@ def model_config(setting: Setting) -> models.ModelConfig:
         quant=models.parse_rules(setting.scheme, 128),
         remat=setting.remat,
         attention=setting.attention,
-        numerics=resolve(setting.engine),
+        numerics=dataclasses.replace(resolve(setting.engine), kernels=_kernels(setting)),
     )
+
+
+def _kernels(setting: Setting) -> Kernels:
+    """Those of a setting; none named: the fastest."""
+    product, _, rows = setting.kernels.partition("/")
+    named: dict[str, Any] = {setting.scheme: product} if product else {}
+    return Kernels(**named, w8a8_rows=rows or "xla")  # type: ignore[arg-type]
 
 
 def optimizer_config(setting: Setting) -> optimizer.Config:
@@ -118,8 +126,6 @@ def optimizer_config(setting: Setting) -> optimizer.Config:
 
 def make_learner(setting: Setting, mesh: Mesh) -> tuple[Learner, Any, Any]:
     """(learner, abstract params, abstract QTensors): GRPO, one update of one micro-batch."""
-    if setting.kernels:  # of the whole process
-        products.choose(setting.scheme, setting.kernels)
     graphdef, params, qweights = models.split(models.abstract_model(model_config(setting)))
     options: dict[str, Any] = {"grad_dtype": setting.grad}
     made = Learner(

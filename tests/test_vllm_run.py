@@ -85,7 +85,7 @@ def run(request, tmp_path_factory):
 def ask_fresh(folder, tmp_path):
     """(greedy completions, kernels) of a vLLM that loads `folder` itself."""
     socket, key, log = str(tmp_path / "s"), str(tmp_path / "key"), tmp_path / "log"
-    limits = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
+    limits = ["--options", messages.EngineOptions(**LIMITS).to_json()]
     command = [sys.executable, "-m", "qarl_bridge", "--socket", socket, "--model", str(folder), "--key-file", key]
     with log.open("wb") as output:
         process = subprocess.Popen([*command, *limits], stdout=output, stderr=output)

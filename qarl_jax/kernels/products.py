@@ -7,19 +7,18 @@ its accumulator in registers writes two bytes per output instead of writing and 
 alone: every form is equal to the bit. In a step of Qwen3-8B (16,384 tokens, one H200) the kernel's products take 153
 ms of 1.41 s, 1,490 TFLOP/s; with XLA's it was 1.53 s, when more of the rest was in the way (docs/scaling.md).
 
-**fp8.** The kernel changes bits: it accumulates as the engine's does (`hopper_product.py`), which XLA's products of few
+**fp8.** The kernel changes bits: it accumulates as the engine's does (`product_hopper.py`), which XLA's products of few
 rows do not. Under `plain` it makes few and many rows alike, which XLA's are not.
 
-`CHOSEN` says which kernels run. Everything else keeps XLA's form: other devices, float32 activations, experts, a mesh
-that does not divide the layer; for w8a8 few rows and the profiles of CPUs, for fp8 the profiles of CPUs.
+`Numerics.kernels` says which kernels run. Everything else keeps XLA's form: other devices, float32 activations,
+experts, a mesh that does not divide the layer; for w8a8 few rows and CPUs' profiles, for fp8 CPUs' profiles.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,32 +28,7 @@ from jaxtyping import Array, Float, Int
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.runtime.mesh import BATCH_AXES, is_hopper, on_one_device
-from qarl_jax.types import UserError
 
-Product = Literal["triton", "hopper"]
-Rows = Literal["xla", "triton"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """Which kernels a layer takes.
-
-    Attributes:
-      product: the product, its rescale, bias and rounding. "triton", w8a8 alone: `int8_kernels.product`; "hopper":
-        `hopper_product.product`, of w8a8 where a layer has no bias and is made of whole tiles, otherwise as "triton".
-      rows: the activations' codes and scales. "xla": fused with what comes before; behind an RMSNorm XLA computes the
-        norm once for the maxima, once more for the codes and once more for its bfloat16 result, if that is used.
-        "triton", w8a8 alone: `int8_kernels.quantize_rows`, which reads the stored result once, for all layers that
-        share it.
-    """
-
-    product: Product = "triton"
-    rows: Rows = "xla"
-
-
-_FASTEST = {"w8a8": Kernels(product="hopper"), "fp8": Kernels(product="hopper")}
-# By scheme. None: XLA's form everywhere.
-CHOSEN: dict[str, Kernels | None] = dict(_FASTEST)
 # Of w8a8: below, reading the weight takes most of the time, and there is little to write.
 LEAST_ROWS = 512
 # vLLM gives other N and K than multiples of this to another kernel than CUTLASS'.
@@ -68,53 +42,23 @@ _BIAS = PartitionSpec(None, "tensor")
 _RESULT = PartitionSpec(BATCH_AXES, "tensor")
 
 
-def choose(scheme: str, text: str) -> None:
-    """Sets the kernels of a scheme for the whole process, before anything is traced.
-
-    Args:
-      scheme: of `CHOSEN`.
-      text: "PRODUCT" or "PRODUCT/ROWS" of `Kernels`, or "xla": none.
-
-    Raises:
-      UserError: no such scheme or kernel.
-    """
-    product, _, rows = text.partition("/")
-    rows = rows or "xla"
-    if text == "xla" and scheme in CHOSEN:
-        CHOSEN[scheme] = None
-    elif (scheme == "w8a8" and product in get_args(Product) and rows in get_args(Rows)) or (
-        (scheme, product, rows) == ("fp8", "hopper", "xla")
-    ):
-        CHOSEN[scheme] = Kernels(product=product, rows=rows)  # type: ignore[arg-type]
-    else:
-        raise UserError(
-            f"no kernels {text!r} for {scheme!r}: w8a8 takes xla, triton or hopper, the last two also with /triton "
-            "behind them, and fp8 takes xla or hopper"
-        )
-
-
-def use(kernels: Literal["auto", "xla"]) -> None:
-    """Sets `quant.kernels` of a run for the whole process: auto, what `CHOSEN` is without it, or xla, none."""
-    CHOSEN.update(_FASTEST if kernels == "auto" else dict.fromkeys(_FASTEST))
-
-
 def serves(scheme: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics) -> bool:
     """Whether kernels are to take a layer on this host's devices.
 
     Args:
-      scheme: of `CHOSEN`.
+      scheme: "w8a8" or "fp8".
       x: activations [M, K] in compute dtype.
       weight: its shape, (N, K).
-      numerics: the profile in use.
+      numerics: the arithmetic in use.
     """
-    if CHOSEN[scheme] is None or not is_hopper() or x.dtype != jnp.bfloat16:
+    if getattr(numerics.kernels, scheme) == "xla" or not is_hopper() or x.dtype != jnp.bfloat16:
         return False
     split = _split(x.shape[0], weight[0])
     if split is None:
         return False
     if scheme == "fp8":
         return numerics.fp8_on_tensor_cores and all(size % _CUTLASS == 0 for size in weight)
-    if numerics.amax_floor or numerics.code_from_rounded_scale or not numerics.bias_fused:
+    if numerics.float64:
         return False
     return x.shape[0] // split[0] >= LEAST_ROWS
 
@@ -166,7 +110,6 @@ def layer(
     bias: Float[Array, "1 N"] | None,
     *,
     numerics: Numerics,
-    kernels: Kernels | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "M N"], Codes]:
     """`w8a8.forward`, rounded to bfloat16.
@@ -175,15 +118,13 @@ def layer(
       x: bfloat16.
       w_q, s_w: the weight's codes and scales.
       bias: float32 or None.
-      numerics: for the order of the rescale.
-      kernels: None: `CHOSEN`.
+      numerics: for its `kernels`.
       interpret: run the kernels on any backend, step by step (tests).
 
     Returns:
       y and the activations' codes and scales, for the backward.
     """
-    kernels = kernels or CHOSEN["w8a8"] or Kernels()
-    local = functools.partial(_local, numerics=numerics, kernels=kernels, interpret=interpret)
+    local = functools.partial(_local, numerics=numerics, interpret=interpret)
     operands = (x, w_q, s_w) if bias is None else (x, w_q, s_w, bias)
     specs, out = (_BATCH, _WEIGHT, _WEIGHT, _BIAS), (_RESULT, (_BATCH, _BATCH))
     return _on_mesh(local, operands, specs, out, w_q.shape[0])
@@ -196,25 +137,23 @@ def _local(
     bias: Float[Array, "1 N"] | None = None,
     *,
     numerics: Numerics,
-    kernels: Kernels,
     interpret: bool,
 ) -> tuple[Float[Array, "M N"], Codes]:
     """One device's part of `layer`."""
     from qarl_jax.kernels import product_triton  # Pallas' Triton, which not every JAX has
 
-    if kernels.rows == "triton":
+    if numerics.kernels.w8a8_rows == "triton":
         x_q, s_x = _run_once(product_triton.quantize_rows(x, interpret=interpret))
     else:
         x_q, s_x = quantize_rows(x)  # no barrier: a backward that recomputes codes reads them dequantized
-    order = numerics.rescale_order
-    if kernels.product == "hopper" and bias is None:
+    if numerics.kernels.w8a8 == "hopper" and bias is None:
         from qarl_jax.kernels import product_hopper  # Pallas' Mosaic GPU, which not every JAX has
 
         n, k = w_q.shape
         if product_hopper.fits(x.shape[0], n, k):
-            return _run_once(product_hopper.product(x_q, s_x, w_q, s_w[:, 0], rescale_order=order)), (x_q, s_x)
+            return _run_once(product_hopper.product(x_q, s_x, w_q, s_w[:, 0])), (x_q, s_x)
     b = None if bias is None else bias[0]
-    y = product_triton.product(x_q, s_x, w_q, s_w[:, 0], b, rescale_order=order, interpret=interpret)
+    y = product_triton.product(x_q, s_x, w_q, s_w[:, 0], b, interpret=interpret)
     return _run_once(y), (x_q, s_x)
 
 
@@ -235,7 +174,7 @@ def float8(
     Args:
       x_q, w_q: float8_e4m3fn.
       s_x, s_w, bias: float32; the bias may be None.
-      interpret: as in `hopper_product.product`.
+      interpret: as in `product_hopper.product`.
     """
     from qarl_jax.kernels import product_hopper  # Pallas' Mosaic GPU, which not every JAX has
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jax
@@ -103,6 +104,10 @@ class Options:
     token_logprobs: bool = False
 
 
+def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
 @jax.jit
 def code_flips(before: Any, after: Any) -> Mean:
     """Share of integer (or fp8) codes that differ between two trees of QTensors of one scheme.
@@ -159,7 +164,7 @@ class Learner:
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self._quantize = self.quantizer(graphdef)
         self._zero_grads = jax.jit(self._zeros, out_shardings=self.param_shardings)
-        self._score = jax.jit(self._logprobs)
+        self._score = jax.jit(self._logprobs, out_shardings=(self.batch_sharding, self.batch_sharding))
         backward = functools.partial(jax.jit, compiler_options=compilation.backward_options())
         with_grads = (self.param_shardings, self.replicated)
         self._accumulate = backward(self._accumulate_fn, donate_argnums=(0,), out_shardings=with_grads)
@@ -199,13 +204,89 @@ class Learner:
 
     def quantizer(self, graphdef: nnx.GraphDef) -> Callable[[Any], Any]:
         """`quantize` for the same masters under another graph definition's scheme (a sampler's of its own)."""
-        compiled = jax.jit(functools.partial(models.quantize_params, graphdef))
+        compiled = self._quantizer(graphdef)
 
         def quantize(params: Any) -> Any:
             with jax.set_mesh(self.mesh):
                 return compiled(params)
 
         return quantize
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019 -- a learner lives as long as its process
+    def _quantizer(self, graphdef: nnx.GraphDef) -> Any:
+        return jax.jit(functools.partial(models.quantize_params, graphdef))
+
+    # ---- compiling ahead of time ------------------------------------------------------------------------------------
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and places of `init`'s state; no array is made."""
+        abstract = models.split(models.abstract_model(self.config))[1]
+        params = jax.tree.map(_at, abstract, self.param_shardings)
+        opt_state = jax.eval_shape(self.optimizer.init, params)
+        state = TrainState(
+            params=params,
+            opt_state=jax.tree.map(_at, opt_state, optimizers.state_shardings(opt_state, params)),
+            updates=jax.ShapeDtypeStruct((), np.int32, sharding=self.replicated),
+        )
+        return self._apply.resting(state)
+
+    def compile_ahead(self, rows: int, row_len: int, *, scored: bool, routed: tuple[int, int] | None = None) -> None:
+        """Compiles what a step of such micro-batches calls, so that its first one finds it compiled.
+
+        Needs no weights: it may go on in a thread while they are read. What a step calls otherwise than is foreseen
+        here is compiled when it does.
+
+        Args:
+          rows, row_len: shape of a micro-batch.
+          scored: whether old log-probs are scored: the step has several updates.
+          routed: (layers, experts per token) where routing is replayed.
+        """
+        shape = (rows, row_len)
+
+        def row(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((*shape, *more), dtype, sharding=self.batch_sharding)
+
+        batch = TrainBatch(
+            tokens=row(np.int32),
+            positions=row(np.int32),
+            segment_ids=row(np.int32),
+            loss_mask=row(np.bool_),
+            rollout_logprobs=row(np.float32),
+            advantages=row(np.float32),
+            routed_experts=None if routed is None else row(np.int16, *routed),
+        )
+        state = self.abstract_state()
+        counts = [jax.ShapeDtypeStruct((), np.float32, sharding=self.replicated)] * 2
+        ref = row(np.float32) if self.options.kl is not None and self.options.kl_coef else None
+        grads = jax.tree.map(
+            lambda p, place: jax.ShapeDtypeStruct(p.shape, self.grad_dtype, sharding=place),
+            state.params,
+            self.param_shardings,
+        )
+
+        def compiled(program: Any, *arguments: Any) -> Any:
+            with jax.set_mesh(self.mesh):
+                return program.lower(*arguments).compile()
+
+        program = self._quantizer(self.graphdef)
+        made = compiled(program, state.params).output_shardings
+        with jax.set_mesh(self.mesh):
+            qweights = jax.tree.map(_at, jax.eval_shape(program, state.params), made)
+        rest = qweights, batch, row(np.float32) if scored else None, *counts, ref
+        calls: list[tuple[Any, ...]] = [(self._score, state.params, qweights, batch)] if scored else []
+        if not self.options.one_program:
+            calls.append((self._accumulate, grads, state.params, *rest))
+        elif self.options.offload:
+            calls.append((self._grads, state.params, *rest))
+        else:
+            calls.append((self._update, state, *rest))
+        with ThreadPoolExecutor(len(calls) + 1, thread_name_prefix="compile") as threads:
+            waiting = [threads.submit(compiled, *call) for call in calls]
+            if not self.options.one_program or self.options.offload:
+                with jax.set_mesh(self.mesh):
+                    self._apply.compile_ahead(state, grads)
+            for future in waiting:
+                future.result()
 
     def put(self, batch: TrainBatch) -> TrainBatch:
         """Host rows [B, T] onto the devices, rows split over the data axes."""
@@ -220,6 +301,7 @@ class Learner:
         hidden = model.hidden_states(
             batch.tokens, batch.positions, segment_ids, self.options.max_segments, batch.routed_experts
         )
+        numerics = models.config_of(self.graphdef).numerics
         with jax.named_scope("logprobs"):
             return token_logprobs(
                 hidden,
@@ -228,6 +310,7 @@ class Learner:
                 batch.segment_ids,
                 temperature=self.options.temperature,
                 chunk=self.options.logprob_chunk,
+                numerics=numerics if numerics.float64 else None,  # float32 logits, whatever an engine rounds
                 entropy_gradient=bool(self.options.entropy_coef),
             )
 

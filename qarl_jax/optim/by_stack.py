@@ -71,6 +71,11 @@ def _sent(tree: Any, kind: str) -> Any:
     )
 
 
+def _kept(x: Any, kind: str) -> jax.ShapeDtypeStruct:
+    """An abstract array in memory of that kind."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(kind))
+
+
 def _arrived(origin: Any, copies: Any) -> Any:
     """`copies`; those that are others than their origin are complete, and the origin's memory is given back."""
     pairs = zip(jax.tree.leaves(origin), jax.tree.leaves(copies), strict=True)
@@ -279,6 +284,32 @@ class Update:
     def placed(self, state: Any) -> Any:
         """`state` with its `opt_state` where it rests."""
         return moved_to("pinned_host" if self.offload else "device", state)
+
+    def resting(self, state: Any) -> Any:
+        """`placed` of an abstract state."""
+        if not self.offload:
+            return state
+        return dataclasses.replace(state, opt_state=jax.tree.map(lambda x: _kept(x, "pinned_host"), state.opt_state))
+
+    def compile_ahead(self, state: Any, grads: Any) -> None:
+        """Compiles what a call with such a state and such gradients runs.
+
+        Args:
+          state, grads: abstract, with their shardings; the state as `resting` gives it.
+        """
+        there = dataclasses.replace(state, opt_state=jax.tree.map(lambda x: _kept(x, "device"), state.opt_state))
+        layout = self.layout(there)
+        if layout is None:
+            self._whole.lower(there, grads).compile()
+            return
+        norms = self._norms.lower(grads).compile()
+        scalar = lambda place: jax.ShapeDtypeStruct((), jnp.float32, sharding=place)  # noqa: E731
+        abstract_norms = jax.tree.map(scalar, norms.output_shardings)
+        leaves, grads = _Leaves(layout, there), jax.tree.leaves(grads)
+        counters = _picked(leaves.moments, layout.counters)
+        for group, program in zip(layout.groups, self.programs(layout, there), strict=True):
+            own = _picked(leaves.params, group.params), _picked(leaves.moments, group.moments)
+            program.lower(*own, counters, _picked(grads, group.params), abstract_norms).compile()
 
     # ---- what a group's program computes -----------------------------------------------------------------------------
 

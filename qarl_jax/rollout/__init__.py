@@ -117,6 +117,9 @@ class RolloutEngine(Protocol):
 
     version: int
 
+    def prepare(self, graphdef: Any) -> None:
+        """The weights of this model will be published: what can be started before them may be. Returns at once."""
+
     def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]: ...
 
     def generate(

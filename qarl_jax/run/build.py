@@ -20,12 +20,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qarl_jax import data, models, quant, rollout
-from qarl_jax.kernels import products
 from qarl_jax.learning import critic as critics
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_term, loss_from_config
 from qarl_jax.models import invariant_scaling
-from qarl_jax.numerics.engine import of_profile
+from qarl_jax.numerics.engine import KERNELS, of_profile
 from qarl_jax.optim import build
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
@@ -113,28 +112,53 @@ def numerics_of_run(cfg: RunConfig, directory: str | os.PathLike[str]) -> quant.
     return recorded_numerics(directory) or cfg.numerics
 
 
+def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> Any:
+    """The policy's graph definition under `quant.forward`, from config.json alone.
+
+    Args:
+      numerics: the learner's arithmetic; None: the config's.
+    """
+    model = models.read_config(
+        cfg.model.path,
+        compute_dtype=cfg.model.dtype,
+        param_dtype=cfg.model.param_dtype,
+        quant=models.parse_rules(schemes(cfg, cfg.quant.forward), cfg.quant.group_size),
+        numerics=dataclasses.replace(numerics or cfg.numerics, kernels=KERNELS[cfg.quant.kernels]),
+        attention=cfg.model.attention,
+        remat=cfg.model.remat_or_full,
+    )
+    if cfg.rollout.router_replay and model.moe is None:
+        raise UserError(
+            f"rollout.router_replay=true, but {cfg.model.path} is no mixture of experts: there is no routing to replay."
+        )
+    return models.split(models.abstract_model(model))[0]
+
+
+def load_masters(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Any:
+    """The policy's masters on the mesh."""
+    params = models.load_masters(cfg.model.path, models.config_of(graphdef), mesh)[1]
+    return invariant_scaling.invariant_scaling(params, cfg.quant.uaq_scale)
+
+
 def load_model(cfg: RunConfig, mesh: Mesh, numerics: quant.Numerics | None = None) -> tuple[Any, Any]:
     """The policy's graph definition under `quant.forward`, and its masters on the mesh.
 
     Args:
       numerics: the learner's arithmetic; None: the config's.
     """
-    products.use(cfg.quant.kernels)
-    model = models.read_config(
-        cfg.model.path,
-        compute_dtype=cfg.model.dtype,
-        param_dtype=cfg.model.param_dtype,
-        quant=models.parse_rules(schemes(cfg, cfg.quant.forward), cfg.quant.group_size),
-        numerics=numerics or cfg.numerics,
-        attention=cfg.model.attention,
-        remat=cfg.model.remat_or_full,
+    graphdef = policy_graphdef(cfg, numerics)
+    return graphdef, load_masters(cfg, graphdef, mesh)
+
+
+def compile_ahead(cfg: RunConfig, learner: Learner, step: int) -> None:
+    """Compiles what the learner runs in a step; see `Learner.compile_ahead`."""
+    moe = learner.config.moe
+    learner.compile_ahead(
+        cfg.train.micro_batch_rows,
+        cfg.row_len_at(step),
+        scored=cfg.train.updates_per_step > 1,
+        routed=(learner.config.num_layers, moe.num_experts_per_tok) if moe and cfg.rollout.router_replay else None,
     )
-    graphdef, params = models.load_masters(cfg.model.path, model, mesh)
-    if cfg.rollout.router_replay and model.moe is None:
-        raise UserError(
-            f"rollout.router_replay=true, but {cfg.model.path} is no mixture of experts: there is no routing to replay."
-        )
-    return graphdef, invariant_scaling.invariant_scaling(params, cfg.quant.uaq_scale)
 
 
 def rollout_graphdef(cfg: RunConfig, graphdef: Any) -> Any:
@@ -266,10 +290,12 @@ def eval_sampling(cfg: RunConfig, stop: tuple[int, ...]) -> SamplingConfig:
 
 __all__ = [
     "PolicyWeights",
+    "compile_ahead",
     "critic_body",
     "eval_prompts",
     "eval_sampling",
     "leave_memory_to_vllm",
+    "load_masters",
     "load_model",
     "make_critic",
     "make_engine",
@@ -278,6 +304,7 @@ __all__ = [
     "make_mesh",
     "max_segments",
     "numerics_of_run",
+    "policy_graphdef",
     "recorded_numerics",
     "rollout_graphdef",
     "run_record",

@@ -98,6 +98,25 @@ def test_the_engine_publishes_samples_and_cleans_up():
     assert not os.path.exists(folder)
 
 
+def test_a_bridge_started_ahead_of_the_weights_is_the_one_they_are_published_to():
+    first = weights(0)
+    with engine(dataclasses.replace(FAKE, log_file=os.devnull)) as e:
+        e.prepare(first.graphdef)
+        e.prepare(first.graphdef)
+        pid = e._bridge.process.pid
+        assert e.facts is None
+        e.publish(first, 0)
+        assert (e.facts.pid, e.restarts) == (pid, 0)
+        assert len(generate(e)) == len(PROMPTS)
+
+
+def test_a_bridge_that_ends_before_the_first_publish_is_told_in_its_own_words():
+    with engine(dataclasses.replace(FAKE, engine="vllm", python="/bin/false")) as e:
+        e.prepare(weights(0).graphdef)
+        with pytest.raises(UserError, match="did not start"):
+            e.publish(weights(0), 0)
+
+
 def test_it_is_the_registrys_vllm_engine():
     e = make_engine("vllm", FAKE)
     assert isinstance(e, VllmEngine)
@@ -186,10 +205,10 @@ def test_a_learner_that_mirrors_another_arithmetic_is_refused():
     other = VllmEngine(FAKE)
     other._numerics = "cuda"
     facts = bridge_world.FakeEngine(bridge_world.CONFIG, {}, has_weights=False).facts
-    real = msgspec.structs.replace(facts, engine="vllm", profile="cpu_avx512_bf16")
-    with pytest.raises(UserError, match=r"set quant\.engine=cpu_avx512_bf16"):
+    real = msgspec.structs.replace(facts, engine="vllm", profile="cpu")
+    with pytest.raises(UserError, match=r"set quant\.engine=cpu"):
         other._check_facts(real)
-    other._numerics = "cpu_avx512_bf16"
+    other._numerics = "cpu"
     other._check_facts(real)
 
 

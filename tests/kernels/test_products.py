@@ -1,8 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of w8a8's forward, equal to the scheme's own operations to the last bit: under Pallas' interpreter, on a
-mesh, and on a Hopper GPU. Which kernels run is `fused.CHOSEN`; here every combination does. fp8 has its own file,
-test_fused_fp8.py."""
+mesh, and on a Hopper GPU. Which kernels run is a field of `Numerics`; here every combination does. fp8 has its own
+file, test_products_fp8.py."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ import pytest
 from qarl_jax import quant
 from qarl_jax.kernels import product_hopper, product_triton, products
 from qarl_jax.kernels.product_triton import TILES, Tile, tile_for
-from qarl_jax.kernels.products import Kernels
 from qarl_jax.numerics import rows
+from qarl_jax.numerics.engine import KERNELS, Kernels
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.quant import resolve
 from qarl_jax.quant.dot import Dense
@@ -26,8 +26,9 @@ from qarl_jax.runtime import mesh as sharding
 from tests.reference import one_layer
 from tests.reference.one_layer import CUDA, assert_equal_bits
 
-BOTH = Kernels(rows="triton")
-MOSAIC = Kernels(product="hopper")
+TRITON = Kernels(w8a8="triton")
+BOTH = Kernels(w8a8="triton", w8a8_rows="triton")
+MOSAIC = Kernels(w8a8="hopper")
 on_hopper = pytest.mark.skipif(not sharding.is_hopper(), reason="needs JAX on a Hopper GPU (JAX_PLATFORMS=cuda,cpu)")
 SMALL = Tile(m=32, n=32, k=32, group=2)
 
@@ -60,20 +61,6 @@ def test_the_product_equals_the_scheme_to_the_last_bit(shape, bias):
     assert_equal_bits(got, want)
 
 
-def test_the_order_of_the_two_scales_is_the_profiles():
-    x, qt, _ = operands(256, 128, 64)
-    outputs = []
-    for profile in ("cuda", "cpu_amx"):
-        numerics = resolve(profile)
-        want, (x_q, s_x) = scheme(x, qt, None, numerics=numerics)
-        got = product_triton.product(
-            x_q, s_x, qt.qvalue, qt.scale[:, 0], rescale_order=numerics.rescale_order, tile=SMALL, interpret=True
-        )
-        assert_equal_bits(got, want)
-        outputs.append(w8a8.rescale(x_q.astype(jnp.float32)[:, :64] * 1e4, s_x, qt.scale[:64, 0][None], None, numerics))
-    assert not np.array_equal(*outputs)  # the order shows in float32, if rarely in bfloat16
-
-
 @pytest.mark.slow
 def test_every_tile_and_order_of_tiles_gives_the_same_bits():
     x, qt, _ = operands(150, 100, 96)
@@ -100,38 +87,38 @@ def test_activation_codes_and_scales_are_those_of_the_scheme(k, dtype):
     assert_equal_bits(product_triton.quantize_rows(x, interpret=True), jax.jit(rows.quantize_rows)(x))
 
 
-@pytest.mark.parametrize("kernels", [Kernels(), BOTH], ids=str)
+@pytest.mark.parametrize("kernels", [TRITON, BOTH], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_equals_the_scheme_and_keeps_its_codes_for_the_backward(kernels, bias):
     x, qt, b = operands(40, 24, 48, bias=bias)
-    got = products.layer(x, qt.qvalue, qt.scale, b, numerics=CUDA, kernels=kernels, interpret=True)
+    got = products.layer(x, qt.qvalue, qt.scale, b, numerics=taking(kernels), interpret=True)
     assert_equal_bits(got, scheme(x, qt, b))
 
 
-def served(x, outputs, numerics=CUDA):
+def taking(kernels, numerics=CUDA):
+    """That arithmetic, computed by these kernels."""
+    return dataclasses.replace(numerics, kernels=kernels)
+
+
+def served(x, outputs, numerics=None):
     """Whether the kernels chosen take a layer of so many outputs."""
-    return products.serves("w8a8", x, (outputs, 64), numerics)
-
-
-def interpreted(monkeypatch, kernels=BOTH):
-    monkeypatch.setitem(products.CHOSEN, "w8a8", kernels)
-    one_layer.interpreted(monkeypatch, True)
+    return products.serves("w8a8", x, (outputs, 64), numerics or taking(BOTH))
 
 
 def test_outputs_and_gradients_of_a_layer_are_the_same_with_and_without(monkeypatch):
     x, qt, b = operands(40, 24, 48, bias=True)
     master = jnp.zeros((24, 48), jnp.float32)
-    run = one_layer.with_gradient(qt)
+    run = one_layer.with_gradient(qt, taking(BOTH))
     want = jax.jit(run)(x, master, b[0])
-    interpreted(monkeypatch)
+    one_layer.interpreted(monkeypatch, True)
     got = jax.jit(lambda *args: run(*args))(x, master, b[0])
     assert_equal_bits(got, want)
     assert float(jnp.abs(got[1][1]).max()) > 0
 
 
-def lowered(platform, experts=False):
+def lowered(platform, experts=False, kernels=MOSAIC):
     """A layer of 512 rows with its gradient, as StableHLO."""
-    trace = one_layer.traced(512, 256, 512, w8a8.Config(), (200, 312) if experts else ())
+    trace = one_layer.traced(512, 256, 512, w8a8.Config(), (200, 312) if experts else (), taking(kernels))
     return trace.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -150,14 +137,11 @@ def test_hoppers_product_equals_the_scheme_to_the_last_bit(shape, tile):
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # has no public name
 
     x, qt, _ = operands(*shape)
-    for profile in ("cuda", "cpu_amx")[: 2 if tile.width == 1 else 1]:
-        numerics = resolve(profile)
-        want, (x_q, s_x) = scheme(x, qt, None, numerics=numerics)
-        order, interpret = numerics.rescale_order, InterpretGPUParams()
-        got = product_hopper.product(
-            x_q, s_x, qt.qvalue, qt.scale[:, 0], rescale_order=order, tile=tile, blocks=2, interpret=interpret
-        )
-        assert_equal_bits(got, want)
+    want, (x_q, s_x) = scheme(x, qt, None)
+    got = product_hopper.product(
+        x_q, s_x, qt.qvalue, qt.scale[:, 0], tile=tile, blocks=2, interpret=InterpretGPUParams()
+    )
+    assert_equal_bits(got, want)
 
 
 @pytest.mark.slow
@@ -182,19 +166,17 @@ def test_hoppers_product_takes_whole_tiles_without_a_bias_and_tritons_the_rest(m
     monkeypatch.setattr(product_hopper, "product", record)
     for shape, bias in (((128, 256, 512), False), ((128, 256, 512), True), ((128, 255, 512), False)):
         x, qt, b = operands(*shape, bias=bias)
-        got = products.layer(x, qt.qvalue, qt.scale, b, numerics=CUDA, kernels=MOSAIC, interpret=True)
+        got = products.layer(x, qt.qvalue, qt.scale, b, numerics=taking(MOSAIC), interpret=True)
         assert_equal_bits(got, scheme(x, qt, b))
     assert taken == [(128, 512, 256)]
 
 
 def test_only_a_dense_layer_for_cuda_takes_the_kernels(monkeypatch):
-    monkeypatch.setitem(products.CHOSEN, "w8a8", BOTH)
     monkeypatch.setattr(products, "serves", lambda *_: True)
-    text = lowered("cuda")
+    text = lowered("cuda", kernels=BOTH)
     assert "int8_product" in text
     assert "int8_rows" in text
     assert "tensor<512x256xi32>" not in text  # the accumulator is nowhere in memory
-    monkeypatch.setitem(products.CHOSEN, "w8a8", MOSAIC)
     text = lowered("cuda")
     assert "mosaic_gpu" in text
     assert "tensor<512x256xi32>" not in text
@@ -207,7 +189,6 @@ def test_only_a_dense_layer_for_cuda_takes_the_kernels(monkeypatch):
 
 def test_they_serve_bfloat16_rows_on_one_hopper_gpu_and_no_profile_of_a_cpu(monkeypatch):
     x = jax.ShapeDtypeStruct((products.LEAST_ROWS, 64), jnp.bfloat16)
-    monkeypatch.setitem(products.CHOSEN, "w8a8", BOTH)
     assert not served(x, 64)  # a CPU
 
     class Gpu:
@@ -220,16 +201,14 @@ def test_they_serve_bfloat16_rows_on_one_hopper_gpu_and_no_profile_of_a_cpu(monk
     assert served(x, 64, resolve("plain"))
     assert not served(jax.ShapeDtypeStruct(x.shape, jnp.float32), 64)
     assert not served(jax.ShapeDtypeStruct((x.shape[0] - 1, 64), x.dtype), 64)
-    for profile in ("cpu_amx", "cpu_avx512_bf16", "cpu_avx2"):
-        assert not served(x, 64, resolve(profile))
+    assert not served(x, 64, resolve("cpu"))
     monkeypatch.setattr(Gpu, "compute_capability", "8.0")
     assert not served(x, 64)
     monkeypatch.setattr(Gpu, "compute_capability", "9.0")
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not served(x, 64)  # two GPUs and nothing that says how arrays lie on them
-    monkeypatch.setitem(products.CHOSEN, "w8a8", None)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert not served(x, 64)
+    assert not served(x, 64, taking(KERNELS["xla"]))
 
 
 needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -237,7 +216,6 @@ needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices
 
 @needs_eight
 def test_a_mesh_is_served_where_it_divides_the_layer(monkeypatch):
-    monkeypatch.setitem(products.CHOSEN, "w8a8", BOTH)
     monkeypatch.setattr(products, "LEAST_ROWS", 16)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [type("Gpu", (), {"compute_capability": "9.0"})])
@@ -262,7 +240,7 @@ def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(bias):
         return None if array is None else jax.device_put(array, jax.sharding.NamedSharding(mesh, spec(*axes)))
 
     args = put(x, ("data", "fsdp"), None), put(qt.qvalue, "tensor", None), put(qt.scale, "tensor", None)
-    layer = functools.partial(products.layer, numerics=CUDA, kernels=BOTH, interpret=True)
+    layer = functools.partial(products.layer, numerics=taking(BOTH), interpret=True)
     with jax.set_mesh(mesh):
         compiled = jax.jit(layer).lower(*args, put(b, None, "tensor")).compile()
         got = compiled(*args, put(b, None, "tensor"))
@@ -307,7 +285,7 @@ def test_the_kernels_compile_for_an_h200(shape, bias, kernels):
 
     args = placed(jnp.bfloat16, m, k), placed(jnp.int8, n, k), placed(jnp.float32, n, 1)
     b = placed(jnp.float32, 1, n) if bias else None
-    layer = functools.partial(products.layer, numerics=CUDA, kernels=kernels)
+    layer = functools.partial(products.layer, numerics=taking(kernels))
     compiled = jax.jit(layer).trace(*args, b).lower(lowering_platforms=("cuda",)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < m * n  # no int32 [M, N]
 
@@ -316,10 +294,10 @@ def test_the_kernels_compile_for_an_h200(shape, bias, kernels):
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(16384, 6144, 4096), (1000, 6184, 4176), (512, 4096, 12288)], ids=str)
-@pytest.mark.parametrize("kernels", [Kernels(), BOTH, MOSAIC], ids=str)
+@pytest.mark.parametrize("kernels", [TRITON, BOTH, MOSAIC], ids=str)
 def test_on_a_hopper_gpu(shape, bias, kernels):
     x, qt, b = operands(*shape, bias=bias)
-    layer = jax.jit(functools.partial(products.layer, numerics=CUDA, kernels=kernels))
+    layer = jax.jit(functools.partial(products.layer, numerics=taking(kernels)))
     assert_equal_bits(layer(x, qt.qvalue, qt.scale, b), scheme(x, qt, b))
     for tile in (Tile(m=128, n=256, warps=8), dataclasses.replace(Tile(), group=1)):
         x_q, s_x = jax.jit(rows.quantize_rows)(x)

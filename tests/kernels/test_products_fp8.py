@@ -4,6 +4,7 @@
 theirs can matter; its instructions, compiled for an H200; on a Hopper GPU the tensor cores' own sums, which no CPU can
 compute, against vLLM's kernel."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -14,15 +15,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qarl_jax import quant
+from qarl_jax import models, quant
 from qarl_jax.kernels import product_hopper
 from qarl_jax.kernels import products as fused
-from qarl_jax.kernels.products import Kernels
+from qarl_jax.numerics.engine import KERNELS
 from qarl_jax.quant import resolve
 from qarl_jax.quant.schemes import fp8
 from qarl_jax.run import build, config
 from qarl_jax.runtime import mesh as sharding
-from qarl_jax.types import UserError
 from tests.reference import one_layer
 from tests.reference.one_layer import CUDA, assert_equal_bits
 
@@ -122,21 +122,20 @@ def test_outputs_and_gradients_of_a_layer_are_the_same_with_and_without(monkeypa
     assert float(jnp.abs(got[1][1]).max()) > 0
 
 
-def traced(experts=False):
+def traced(experts=False, numerics=CUDA):
     """A layer of 96 rows with its gradient, for every platform."""
-    return one_layer.traced(96, 256, 384, fp8.Config(), (60, 36) if experts else ())
+    return one_layer.traced(96, 256, 384, fp8.Config(), (60, 36) if experts else (), numerics)
 
 
-def lowered(platform):
+def lowered(platform, numerics=CUDA):
     """The same as StableHLO."""
-    return traced().lower(lowering_platforms=(platform,)).as_text()
+    return traced(numerics=numerics).lower(lowering_platforms=(platform,)).as_text()
 
 
 def hopper(monkeypatch, devices=1):
-    """As if there were such GPUs, and the kernel chosen."""
+    """As if there were such GPUs."""
     monkeypatch.setattr(fused, "is_hopper", lambda: True)
     monkeypatch.setattr(jax, "device_count", lambda: devices)
-    monkeypatch.setitem(fused.CHOSEN, "fp8", Kernels(product="hopper"))
 
 
 def test_a_dense_layer_on_a_hopper_gpu_takes_the_kernel_where_it_is_chosen(monkeypatch):
@@ -145,12 +144,9 @@ def test_a_dense_layer_on_a_hopper_gpu_takes_the_kernel_where_it_is_chosen(monke
     text = lowered("cuda")
     assert text.count("custom_call @mosaic_gpu") == 1  # the forward; gradients are bfloat16
     assert "f8E4M3FN>) -> tensor<96x256xf32>" not in text
-    monkeypatch.setitem(fused.CHOSEN, "fp8", None)
-    text = lowered("cuda")
+    text = lowered("cuda", dataclasses.replace(CUDA, kernels=KERNELS["xla"]))
     assert "mosaic_gpu" not in text
     assert "f8E4M3FN>) -> tensor<96x256xf32>" in text
-    monkeypatch.undo()
-    hopper(monkeypatch)
     assert "hopper_e4m3" in str(traced().jaxpr)
     assert "hopper_e4m3" not in str(traced(experts=True).jaxpr)
     for platform in ("cpu", "tpu"):
@@ -173,7 +169,7 @@ def test_it_serves_few_rows_but_only_what_the_engines_kernel_multiplies_too(monk
     def served(m=1, n=128, k=384, numerics=CUDA, dtype=jnp.bfloat16):
         return fused.serves("fp8", jax.ShapeDtypeStruct((m, k), dtype), (n, k), numerics)
 
-    assert not served()  # a CPU (other GPUs: test_fused.py)
+    assert not served()  # a CPU (other GPUs: test_products.py)
     hopper(monkeypatch)
     assert served()
     assert served(16384, 24576, 4096)
@@ -235,31 +231,14 @@ def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(monkeypatch, bias
     assert not any(name in text for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
 
 
-def test_kernels_are_chosen_by_name(monkeypatch):
-    monkeypatch.setattr(fused, "CHOSEN", dict(fused.CHOSEN))
-    assert {"w8a8": Kernels(product="hopper"), "fp8": Kernels(product="hopper")} == fused.CHOSEN
-    for scheme, text, kernels in (
-        ("fp8", "xla", None),
-        ("fp8", "hopper", Kernels(product="hopper")),
-        ("w8a8", "hopper/triton", Kernels(product="hopper", rows="triton")),
-        ("w8a8", "triton", Kernels()),
-        ("w8a8", "xla", None),
-    ):
-        fused.choose(scheme, text)
-        assert fused.CHOSEN[scheme] == kernels
-    for scheme, text in (("fp8", "triton"), ("fp8", "hopper/triton"), ("w8a8", "hooper"), ("w4a16", "xla")):
-        with pytest.raises(UserError, match=f"no kernels '{text}' for '{scheme}'"):
-            fused.choose(scheme, text)
-
-
-def test_a_run_can_do_without_kernels(monkeypatch):
-    monkeypatch.setattr(fused, "CHOSEN", dict(fused.CHOSEN))
-    fastest = dict(fused.CHOSEN)
+def test_a_run_can_do_without_kernels_and_another_in_the_same_process_with_them():
     path = ["model.path=assets/tiny-qwen3", "quant.kernels=xla"]
-    build.load_model(config.load("configs/quickstart.yaml", path), sharding.make_mesh(fsdp=-1))
-    assert set(fused.CHOSEN.values()) == {None}
-    build.load_model(config.load("configs/quickstart.yaml", path[:1]), sharding.make_mesh(fsdp=-1))
-    assert fastest == fused.CHOSEN
+    mesh = sharding.make_mesh(fsdp=-1)
+    without, _ = build.load_model(config.load("configs/quickstart.yaml", path), mesh)
+    auto, _ = build.load_model(config.load("configs/quickstart.yaml", path[:1]), mesh)
+    assert models.config_of(without).numerics.kernels == KERNELS["xla"]
+    assert models.config_of(auto).numerics.kernels == KERNELS["auto"]
+    assert without != auto  # so that no program traced for one serves the other
 
 
 def test_every_tile_fits_a_multiprocessor_and_its_instructions():
@@ -372,7 +351,6 @@ def test_every_output_equals_vllms_kernel_on_a_hopper_gpu(rows, kn, bias):
 @pytest.mark.skipif(jax.device_count() != 1, reason="without a mesh one GPU alone is served")
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_is_the_kernels_product_on_a_hopper_gpu(monkeypatch, bias):
-    monkeypatch.setitem(fused.CHOSEN, "fp8", Kernels(product="hopper"))
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((3, 100, 384)), jnp.bfloat16)
     w = jnp.asarray(rng.standard_normal((640, 384)) * 0.05, jnp.float32)

@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qarl_jax import models, quant, train
+from qarl_jax import models, quant
 from qarl_jax.data import packing
 from qarl_jax.learning.learner import Learner, Options, code_flips
+from qarl_jax.loop.publisher import Publisher
+from qarl_jax.loop.updates import Updates
 from qarl_jax.loss import get_loss
 from qarl_jax.metrics import merge, values
+from qarl_jax.observe.recorder import PhaseTimer
 from qarl_jax.optim import build, by_stack
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.sft import NegativeLogLikelihood
@@ -311,11 +315,11 @@ def test_weights_are_quantized_once_per_update_and_the_published_tensors_are_rea
     monkeypatch.setattr(world_learner, "update", updating)
     monkeypatch.setattr(world_learner, "score", scoring)
     engine = Recorder()
-    publisher = train.Publisher(cfg, world_learner, engine)
+    publisher = Publisher(cfg, world_learner, engine)
     publisher.publish(state, 0)
     advantages = np.stack([group.rewards for group in groups()])
-    timer = train.observe.PhaseTimer()
-    state, metrics, *_ = train.learn(cfg, world_learner, publisher, state, groups(), advantages, 0, timer)
+    updates = Updates(cfg, world_learner, publisher, PhaseTimer())
+    state, metrics, *_ = updates.run(state, groups(), advantages, 0)
     report = publisher.publish(state, 1)
     assert metrics["train/updates"] == 2
     assert len(quantized) == 3  # at the start, and after each of two updates
@@ -540,3 +544,37 @@ def test_an_entropy_bonus_pulls_and_raises_entropy():
         for params in (state.params, jax.tree.map(lambda p, g: p - step * g, state.params, pull))
     ]
     assert entropy[1] - entropy[0] == pytest.approx(1e-2 * size, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one_program", "offload", "scored"), [(True, False, False), (False, False, True), (True, True, True)]
+)
+def test_a_step_finds_compiled_what_was_compiled_ahead_of_its_weights(one_program, offload, scored, caplog):
+    graphdef, params, _ = models.split(tiny.random_model())
+    made = Learner(
+        models.with_scheme(graphdef, "w4a16:g32"),
+        loss_fn=get_loss("grpo"),
+        optimizer=build.make_optimizer(build.Muon(lr=0.02)),
+        mesh=sharding.make_mesh(),
+        options=Options(max_segments=6, logprob_chunk=64, one_program=one_program, offload=offload),
+    )
+    size = 2
+    rows = packed(size)
+    micros = list(rows.micro_batches(size))
+    micros = micros[:1] if one_program else micros
+    made.compile_ahead(size, tiny.ROW_LEN, scored=scored)
+    state = made.init(jax.tree.map(lambda x: jnp.array(x, copy=True), params))
+    told, really = (
+        [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(y)] for y in (made.abstract_state(), state)
+    )
+    assert told == really
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        qweights = made.quantize(state.params)
+        put = [made.put(micro) for micro in micros]
+        old = [made.score(state.params, qweights, micro)[0] if scored else None for micro in put]
+        made.update(state, qweights, put, old, rows.num_tokens, rows.num_sequences)
+    built = {
+        name for record in caplog.records for name in re.findall(r"XLA compilation of jit\(([^)]*)", record.message)
+    }
+    assert not built & {"quantize_params", "_logprobs", "_accumulate_fn", "_grads_fn", "_update_fn", "whole"}

@@ -35,27 +35,29 @@ def interpreted(monkeypatch: Any, interpret: Any) -> None:
     monkeypatch.setattr(jax.lax, "platform_dependent", choose)
 
 
-def with_gradient(qt: quant.QTensor) -> Any:
+def with_gradient(qt: quant.QTensor, numerics: quant.Numerics = CUDA) -> Any:
     """A function of (x, master, bias): the layer's output, and its gradients for a cotangent made of it."""
     dot = quant.dot.__wrapped__
 
     def run(x: jax.Array, master: jax.Array, bias: jax.Array | None) -> Any:
-        y, vjp = jax.vjp(lambda x, master, bias: dot(x, master, qt, bias, numerics=CUDA), x, master, bias)
+        y, vjp = jax.vjp(lambda x, master, bias: dot(x, master, qt, bias, numerics=numerics), x, master, bias)
         return y, vjp(jnp.sin(y.astype(jnp.float32)).astype(y.dtype))
 
     return run
 
 
-def traced(rows: int, n: int, k: int, config: Any, groups: tuple[int, ...] = ()) -> Any:
+def traced(
+    rows: int, n: int, k: int, config: Any, groups: tuple[int, ...] = (), numerics: quant.Numerics = CUDA
+) -> Any:
     """The trace of a layer [rows, K] -> [rows, N] with its gradient; `groups`: the rows of each of its experts."""
     shape = (len(groups), n, k) if groups else (n, k)
     qt = quant.quantize(jnp.zeros(shape), config)
 
     def loss(x: jax.Array, master: jax.Array) -> jax.Array:
         if groups:
-            y = quant.expert_dot.__wrapped__(x, master, qt, jnp.array(groups, jnp.int32), numerics=CUDA)
+            y = quant.expert_dot.__wrapped__(x, master, qt, jnp.array(groups, jnp.int32), numerics=numerics)
         else:
-            y = quant.dot.__wrapped__(x, master, qt, numerics=CUDA)
+            y = quant.dot.__wrapped__(x, master, qt, numerics=numerics)
         return jnp.sum(jnp.square(y.astype(jnp.float32)))  # its gradient takes y
 
     x, master = jax.ShapeDtypeStruct((rows, k), jnp.bfloat16), jax.ShapeDtypeStruct(shape, jnp.float32)

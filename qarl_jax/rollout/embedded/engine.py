@@ -304,6 +304,9 @@ class JaxSampler:
     def compiled_programs(self) -> int:
         return sum(program._cache_size() for program in self._programs.values())
 
+    def prepare(self, graphdef: Any) -> None:
+        """Nothing can be started before the weights are here."""
+
     def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
         """Takes a copy of the policy. Returns `rollout/publish_s`."""
         start = time.perf_counter()

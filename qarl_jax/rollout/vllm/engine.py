@@ -21,6 +21,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import threading
@@ -28,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import expert_stacks, formats, messages
@@ -37,7 +39,7 @@ from qarl_jax import models
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
-from qarl_jax.rollout.vllm.gpu_staging import DeviceStager, gpu_of
+from qarl_jax.rollout.vllm.gpu_staging import DeviceStager, gpu_of, layout
 from qarl_jax.rollout.vllm.process import BridgeProcess
 from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
 
@@ -284,7 +286,10 @@ class VllmEngine:
             visible_gpus=config.visible_gpus,
             log_file=config.log_file,
         )
+        self._started = time.monotonic()  # the bridge, last
+        self._start_s = 0.0  # until it answered
         self._client: sender.Client | None = None
+        self._prepared: tuple[str, bytes] | None = None  # address and key of a bridge that starts before its weights
         self._staged: sender.Version | None = None
         self._stager: DeviceStager | None = None
         self._transport = config.transport
@@ -300,6 +305,21 @@ class VllmEngine:
     def facts(self) -> messages.Facts | None:
         """What the connected engine says of itself: versions, ISA, kernels, arithmetic profile."""
         return None if self._client is None else self._client.facts
+
+    def prepare(self, graphdef: Any) -> None:
+        """Starts the bridge for a model whose weights are still to come, and returns at once: vLLM starts meanwhile.
+
+        Args:
+          graphdef: as the first `publish` will have it.
+        """
+        if self._config.address or self._prepared is not None or self._client is not None:
+            return
+        _, params, _ = models.split(models.abstract_model(models.config_of(graphdef)))
+        qweights = jax.eval_shape(functools.partial(models.quantize_params, graphdef), params)
+        places = layout(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights))
+        expected = [messages.Expected(name=place.name, dtype=place.dtype, shape=list(place.shape)) for place in places]
+        self._started = time.monotonic()
+        self._prepared = self._bridge.start(engine_config(graphdef), expected)
 
     # RolloutEngine ---------------------------------------------------------------------------------------------------
 
@@ -363,6 +383,8 @@ class VllmEngine:
         if (route := self._client.sent_over) != self.route:
             self.route = route
             self._log(f"publishing over {_TRANSPORTS[route]}")
+        if self.version < 0:
+            report = report | {"start_engine_s": self._start_s}
         self._staged, self.version = staged, version
         return report
 
@@ -522,14 +544,18 @@ class VllmEngine:
         config = self._config
         if config.address:
             address, key = config.address, messages.read_key(config.key_file)
+        elif self._prepared is not None:
+            (address, key), self._prepared = self._prepared, None
         else:
             assert self._model_json is not None
+            self._started = time.monotonic()
             tensors = staged.manifest.tensors
             expected = [messages.Expected(name=entry.name, dtype=entry.dtype, shape=entry.shape) for entry in tensors]
             address, key = self._bridge.start(self._model_json, expected)
         deadline = time.monotonic() + config.start_timeout_s
         with self._speaking_up(deadline):
             client = self._first_contact(address, key, deadline)
+        self._start_s = time.monotonic() - self._started
         client.set_timeout(config.request_timeout_s)
         try:
             client.acquire(self._run_id, self._incarnation)
