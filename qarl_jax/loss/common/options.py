@@ -116,7 +116,7 @@ class Shared:
     )
     ratio: str = option(
         "learner",
-        "what the ratio divides by: the `learner`'s old log-probs (the proximal policy) or the `sampler`'s, which leaves"
+        "the ratio divides by the `learner`'s old log-probs (the proximal policy) or by the `sampler`'s, which leaves"
         " nothing for `mismatch` to correct",
         "QuRL eq. 3 has the sampler's",
         choices=("learner", "sampler"),
