@@ -15,7 +15,6 @@ importing them.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import importlib.metadata
@@ -47,7 +46,7 @@ from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import build, card, config
 from qarl_jax.run import memory_plan as plan
 from qarl_jax.run.config import RunConfig
-from qarl_jax.types import UserError, entry_point
+from qarl_jax.types import Parser, UserError, entry_point
 from qarl_jax.verify import layers
 
 Status = Literal["ok", "warn", "fail"]
@@ -665,7 +664,7 @@ def render(line: Check) -> str:
 
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m qarl_jax.doctor", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m qarl_jax.doctor", description=__doc__.split("\n")[0])
     parser.add_argument("--config", help="YAML file of a run (see configs/); default: the machine alone")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument("--no-probe", action="store_true", help="do not start vLLM, even if the config samples with it")

@@ -148,7 +148,7 @@ PANELS: tuple[Panel, ...] = (
     Panel(title="Gradient norm", metrics={"optim/grad_norm": "before clipping"}, log=True),
     Panel(
         title="Weights: update and quantization error",
-        metrics={"quant/weight_change": "change per update", "quant/error": "quantization error"},
+        metrics={"quant/weight_change": "change per update, squared", "quant/error": "quantization error, squared"},
         log=True,
     ),
     Panel(title="Codes changed per publish", metrics={"quant/code_flips": "share"}, log=True),
@@ -172,7 +172,11 @@ class Run:
         if not self.evaluations:
             steps, values = self.series(metric)
             return [step + 1 for step in steps], values
-        points = [(record["version"], float(record[metric])) for record in self.evaluations if metric in record]
+        points = [
+            (record["version"], float(record[metric]))
+            for record in self.evaluations
+            if {metric, "version"} <= set(record)
+        ]
         return [version for version, _ in points], [value for _, value in points]
 
     def series(self, metric: str, needs: str = "") -> tuple[list[int], list[float]]:
@@ -200,9 +204,12 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
         files.append(file)
     runs = []
     for file, name in zip(files, _names([file.absolute().parent for file in files]), strict=True):
-        records = sorted(read_lines(file), key=lambda record: record["step"])
+        records = read_lines(file)
         if not records:
             raise UserError(f"{file} holds no step yet.")
+        if not all(isinstance(record, dict) and isinstance(record.get("step"), int) for record in records):
+            raise UserError(f"{file} is not the metrics.jsonl of a run: not every line has a `step`.")
+        records.sort(key=lambda record: record["step"])
         held_out = file.with_name("eval.jsonl")
         evaluations = read_lines(held_out) if file.name == "metrics.jsonl" and held_out.is_file() else []
         runs.append(Run(name=name, records=records, evaluations=evaluations))

@@ -12,7 +12,6 @@ the same resolved config, nothing is done: `make quickstart` can be run again at
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -33,7 +32,7 @@ from qarl_jax.optim import build as optimizer
 from qarl_jax.run.export import RECEIPT
 from qarl_jax.runtime import mesh
 from qarl_jax.typed_config import load
-from qarl_jax.types import LossInputs, TrainBatch, UserError, entry_point
+from qarl_jax.types import LossInputs, Parser, TrainBatch, UserError, entry_point
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,7 +235,7 @@ def run(cfg: Config) -> None:
 
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m qarl_jax.sft", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m qarl_jax.sft", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_argument("--force", action="store_true", help="train even if `out` is up to date")
     parser.add_argument("overrides", nargs="*", help="section.field=value")

@@ -20,13 +20,14 @@ Off-by-ones, written once:
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -178,11 +179,24 @@ class UserError(Exception):
     """
 
 
+class DivergedError(RuntimeError):
+    """A run that cannot go on, through nobody's mistake in the input: its loss or gradient is not finite."""
+
+
 class _Warnings(logging.Handler):
     """Warnings of the project as sentences on stderr, whatever libraries make of the root logger."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line with settings on it (section.field=value), which are easily written as options."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: -"):
+            message += "; settings of the run are written without dashes, as section.field=value (train.steps=10)"
+        super().error(message)
 
 
 @contextlib.contextmanager
@@ -198,7 +212,10 @@ def _warnings_told() -> Iterator[None]:
 
 
 def entry_point(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """Decorates `main(argv) -> exit code`: what the user can fix is told on stderr, with exit code 2; warnings too."""
+    """Decorates `main(argv) -> exit code`: what the user can fix is told on stderr, with exit code 2; warnings too.
+
+    A run that diverged is told likewise, with exit code 1.
+    """
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
@@ -208,5 +225,8 @@ def entry_point(main: Callable[[Sequence[str] | None], int]) -> Callable[..., in
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+        except DivergedError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
 
     return run

@@ -153,6 +153,8 @@ def refused(world, capsys):
         (["rollout.num_samples_per_prompt=1"], ["num_samples_per_prompt=1", "Use at least 2"]),
         (["rollout.top_p=0.9"], ["top_p=0.9", "importance ratio"]),
         (["quant.forward=w5a16"], ["quant", "'w5a16'", "w4a16"]),
+        (["quant.group_size=0"], ["group_size must be at least 1"]),
+        (["optimizer.lr=inf"], ["lr must be 0 or more, and finite"]),
         (["quant.rules=[{match: '[', scheme: bf16}]"], ["quant", "regular expression"]),
         (["reward.name=python", "reward.path=nowhere"], ["reward", "package.module:function", "'nowhere'"]),
         (["rollout.stages=[{until: 3, max_response_len: 9}]"], ["stages.0", "9", "rollout.max_response_len=8"]),
@@ -205,6 +207,17 @@ def test_a_missing_config_file_suggests_a_neighbour(world, refused):
     assert "run.yaml" in said
 
 
+def test_a_setting_written_as_an_option_is_told_how_it_is_written(world, capsys):
+    with pytest.raises(SystemExit) as caught:
+        train.main([*world.command(), "--train.steps", "3"])
+    assert caught.value.code == 2
+    assert "train.steps=10" in capsys.readouterr().err
+
+
+def test_a_config_of_another_command_is_told_apart(refused):
+    assert "a config of another command?" in refused(command=["--config", "configs/tiny_sft.yaml"])
+
+
 def test_no_config_at_all_shows_the_usage(capsys):
     with pytest.raises(SystemExit) as caught:
         train.main([])
@@ -251,8 +264,14 @@ MODEL_CASES = {
     "no config.json": (lambda w: remove(w, "config.json"), ["no config.json"]),
     "broken config.json": (lambda w: truncate(w.model / "config.json"), ["config.json", "JSON"]),
     "foreign architecture": (
-        lambda w: edit_config(w, architectures=["LlamaForCausalLM"]),
-        ["LlamaForCausalLM", "Qwen3ForCausalLM"],
+        lambda w: edit_config(w, architectures=["GPT2LMHeadModel"]),
+        ["GPT2LMHeadModel", "Qwen3ForCausalLM"],
+    ),
+    "no architecture": (lambda w: edit_config(w, architectures=None), ["'architectures' is None", "Qwen3ForCausalLM"]),
+    "architecture as text": (lambda w: edit_config(w, architectures="Qwen3ForCausalLM"), ["expected a list"]),
+    "broken end token": (
+        lambda w: (w.model / "generation_config.json").write_text('{"eos_token_id": "x"}'),
+        ["generation_config.json", "eos_token_id is 'x'", "number"],
     ),
     "other activation": (lambda w: edit_config(w, hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
     "key missing": (lambda w: edit_config(w, hidden_size=None), ["hidden_size"]),
@@ -277,6 +296,19 @@ def test_a_broken_model_folder_is_told_by_file(world, refused, case):
     assert str(world.model) in said
     for part in expected:
         assert part in said
+
+
+def test_a_name_of_the_hub_says_how_to_fetch_it(refused):
+    assert "hf download Qwen/Qwen3-0.6B --local-dir" in refused("model.path=Qwen/Qwen3-0.6B")
+
+
+def test_a_file_instead_of_a_model_folder_is_told(world, refused):
+    assert "a file, but model.path must be" in refused(f"model.path={world.model}/config.json")
+
+
+def test_a_home_folder_is_found_after_the_equals_sign_too(world, refused, monkeypatch):
+    monkeypatch.setenv("HOME", str(world.folder))
+    assert f"{world.folder}/nothing" in refused("model.path=~/nothing")
 
 
 def test_a_group_size_that_does_not_divide_names_the_weight(refused):

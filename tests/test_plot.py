@@ -147,12 +147,15 @@ def test_mistakes_are_one_sentence_and_exit_code_2(tmp_path, capsys):
     (tmp_path / "empty" / "metrics.jsonl").write_text("")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "metrics.jsonl").write_text('{"step": 1, "x": 2}\n')
+    (tmp_path / "stepless").mkdir()
+    (tmp_path / "stepless" / "metrics.jsonl").write_text('{"x": 2}\n')
     good = str(write_run(tmp_path / "good"))
     for args, says in [
         ([str(tmp_path)], "is not a run"),
         ([str(tmp_path / "none")], "is not a run"),
         ([str(tmp_path / "empty")], "holds no step yet"),
         ([str(tmp_path / "other")], "--metric"),
+        ([str(tmp_path / "stepless")], "is not the metrics.jsonl of a run"),
         ([good, "--window", "0"], "--window"),
         ([good, "--report-steps", "-1"], "--report-steps"),
         ([good, "--out", good + "/metrics.jsonl"], "Cannot write"),

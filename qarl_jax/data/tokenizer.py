@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,9 +36,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """
     folder = os.fspath(path)
     if not os.path.isdir(folder):
-        raise UserError(
-            f"{folder}: no such folder to load a tokenizer from; set model.path to a Hugging Face model folder."
-        )
+        raise UserError(_no_folder(folder))
     names = set(os.listdir(folder))
     if not names & {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"}:
         raise UserError(
@@ -63,6 +62,18 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     return tokenizer
 
 
+def _no_folder(folder: str) -> str:
+    if os.path.exists(folder):
+        return f"{folder}: a file, but model.path must be a Hugging Face model folder."
+    said = f"{folder}: no such folder to load a tokenizer from; set model.path to a Hugging Face model folder."
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
+        said += (
+            f" Nothing is downloaded here: if this is a name on the Hugging Face Hub, `hf download {folder} --local-dir"
+            " DIR` fetches it, and model.path=DIR uses it."
+        )
+    return said
+
+
 def stop_token_ids(tokenizer: Tokenizer, path: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
     """The tokens that end a response: the tokenizer's eos token and those of the folder's generation_config.json."""
     ids = [int(tokenizer.eos_token_id)]
@@ -71,11 +82,14 @@ def stop_token_ids(tokenizer: Tokenizer, path: str | os.PathLike[str] | None = N
         try:
             with open(file, encoding="utf-8") as handle:
                 listed = json.load(handle).get("eos_token_id")
-        except (json.JSONDecodeError, AttributeError) as error:
+        except (ValueError, AttributeError) as error:
             raise UserError(f"{file}: not a valid generation config: {error}") from None
         for token in listed if isinstance(listed, list) else [listed]:
-            if token is not None and int(token) not in ids:
-                ids.append(int(token))
+            if token is None or token in ids:
+                continue
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise UserError(f"{file}: eos_token_id is {listed!r}; expected a token's number, or a list of them.")
+            ids.append(token)
     return tuple(ids)
 
 

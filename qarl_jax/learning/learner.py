@@ -301,17 +301,15 @@ class Learner:
         hidden = model.hidden_states(
             batch.tokens, batch.positions, segment_ids, self.options.max_segments, batch.routed_experts
         )
-        # Rounded logits are for comparisons only: TBPO's bands are narrower than a bfloat16 logit.
-        numerics = None if model.config.numerics.round_logits else model.config.numerics
         with jax.named_scope("logprobs"):
             return token_logprobs(
                 hidden,
                 model.head_weight(),
                 batch.tokens,
                 batch.segment_ids,
-                numerics=numerics,
                 temperature=self.options.temperature,
                 chunk=self.options.logprob_chunk,
+                numerics=model.config.numerics,
                 entropy_gradient=bool(self.options.entropy_coef),
             )
 

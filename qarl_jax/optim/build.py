@@ -163,8 +163,8 @@ def _in_unit_interval(cfg: Any, *names: str) -> None:
 def _check_common(cfg: Any) -> None:
     for field in ("moment_dtype", "second_moment_dtype"):
         _one_of(field, getattr(cfg, field), get_args(MomentDtype))
-    if not cfg.lr >= 0:
-        raise UserError(f"lr must be 0 or more, got {cfg.lr}.")
+    if not 0 <= cfg.lr < float("inf"):
+        raise UserError(f"lr must be 0 or more, and finite, got {cfg.lr}.")
     if not cfg.weight_decay >= 0:
         raise UserError(f"weight_decay must be 0 or more, got {cfg.weight_decay}.")
     if cfg.clip_norm is not None and not cfg.clip_norm > 0:

@@ -43,7 +43,7 @@ from qarl_jax.rewards import Grader, extract
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
 from qarl_jax.run import build, checkpoint, config, export
 from qarl_jax.run.config import RunConfig
-from qarl_jax.types import Prompt, RolloutGroup, UserError, entry_point
+from qarl_jax.types import Parser, Prompt, RolloutGroup, UserError, entry_point
 
 # Rewards that say whether an answer is right; the others shape it.
 VERIFIERS = ("exact", "math_verify", "reasoning_gym", "code", "python")
@@ -378,7 +378,7 @@ def _out(path: Path | None, suite: str | None, several: bool) -> Path | None:
 
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m qarl_jax.evaluate", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m qarl_jax.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--config", help="YAML file; default: the config of the run that --checkpoint belongs to")
     parser.add_argument("--checkpoint", help="a run folder, or one step_* of it; default: model.path itself")
     parser.add_argument("--model", help="Hugging Face folder, instead of model.path")

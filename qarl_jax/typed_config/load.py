@@ -319,6 +319,8 @@ class _Builder:
         near = difflib.get_close_matches(key, hints, n=1)
         suggestion = _dotted((*path[:-1], near[0])) if near else self.elsewhere(key)
         hint = f" Did you mean {suggestion}?" if suggestion else ""
+        if len(path) == 1 and sum(other not in hints for other in self.layer.tree) > 1:
+            hint = " Several sections are unknown: is this a config of another command? Its header names the one."
         return self.error(path, f"unknown key.{hint} Known keys of {section}: {listing(hints) or 'none'}.")
 
     def elsewhere(self, key: str) -> str | None:
@@ -359,9 +361,9 @@ class _Builder:
             return self.mapping(hint, value, path)
         if dataclasses.is_dataclass(hint):
             return self.dataclass(typing.cast(type, hint), value, path)
-        if hint is str and isinstance(value, _Text):
-            return value.text
-        value = self.plain(value)
+        value = value.text if hint is str and isinstance(value, _Text) else self.plain(value)
+        if isinstance(value, str) and value.startswith("~/"):
+            return os.path.expanduser(value)  # a shell expands it at the beginning of a word only, not after key=
         if hint is float:
             return self.float(value, path)
         if hint is type(None) and value is None:

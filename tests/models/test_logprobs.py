@@ -251,21 +251,6 @@ def test_bfloat16_states_give_float32_logprobs_and_a_float32_head_gradient():
     np.testing.assert_allclose(d_hidden.astype(jnp.float32), ref_hidden, atol=2**-7 * np.abs(ref_hidden).max())
 
 
-def test_logits_are_rounded_to_bfloat16_only_when_the_numerics_say_so():
-    class Rounded:
-        round_logits = True
-
-    hidden, head, tokens = example(9)
-    exact, _ = scores(hidden, head, tokens, SEGMENTS, temperature=0.5)
-    rounded, _ = scores(hidden, head, tokens, SEGMENTS, temperature=0.5, numerics=Rounded())
-    z = jnp.asarray(np.einsum("btd,vd->btv", hidden, head)).astype(jnp.bfloat16).astype(jnp.float32) / 0.5
-    logp = np.asarray(jax.nn.log_softmax(z))[:, :-1]
-    want = np.take_along_axis(logp, tokens[:, 1:, None], -1)[..., 0]
-    keep = np.asarray(scored_mask(jnp.asarray(SEGMENTS)))[:, 1:]
-    np.testing.assert_allclose(np.asarray(rounded)[:, 1:][keep], want[keep], atol=2e-5)
-    assert np.abs(np.asarray(rounded - exact)).max() > 1e-3
-
-
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (2, 1)])
 def test_degenerate_batches_return_zeros(shape):
     logprobs, entropy = scores(jnp.zeros((*shape, D)), jnp.ones((V, D)), *np.ones((2, *shape), np.int32))

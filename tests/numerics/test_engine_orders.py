@@ -98,7 +98,7 @@ def test_a_layers_parts_are_those_of_the_weight_the_engine_fuses_it_into():
     assert contract.parts_of(4096, 1024) == 2
     assert build(config) == [2, 2, 1, 1, 2]
     assert resolve("cuda").of_layer(384, 1024) == dataclasses.replace(resolve("cuda"), parts=2)
-    assert resolve("cpu_amx").of_layer(384, 1024) == resolve("cpu_amx")
+    assert resolve("cpu").of_layer(384, 1024) == resolve("cpu")
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------

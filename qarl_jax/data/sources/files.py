@@ -149,16 +149,17 @@ def _read_jsonl(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
                 place = f"{file}:{number}"
                 if not line.strip():
                     continue
+                form = " A jsonl file is text with one JSON object per line." if number == 1 else ""
                 try:
                     row = json.loads(line)
                 except json.JSONDecodeError as error:  # its own line number counts within this line
                     ends = error.pos >= len(error.doc.rstrip())
                     where = "where the line ends" if ends else f"at column {error.pos + 1}"
-                    raise UserError(f"{place}: not a JSON object: {error.msg} {where}.") from None
+                    raise UserError(f"{place}: not a JSON object: {error.msg} {where}.{form}") from None
                 except (ValueError, RecursionError) as error:  # a number of thousands of digits among them
-                    raise UserError(f"{place}: not a JSON object: {error}.") from None
+                    raise UserError(f"{place}: not a JSON object: {error}.{form}") from None
                 if not isinstance(row, dict):
-                    raise UserError(f"{place}: expected a JSON object with columns, got {type(row).__name__}.")
+                    raise UserError(f"{place}: expected a JSON object with columns, got {type(row).__name__}.{form}")
                 yield number, place, row
     except OSError as error:
         raise UserError(f"{file}: cannot read the data set: {error.strerror or error}.") from None

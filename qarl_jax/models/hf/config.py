@@ -50,7 +50,13 @@ class HFConfig:
 
     def __init__(self, values: Mapping[str, Any]):
         self.values = values
-        self.architecture = (values.get("architectures") or ["?"])[0]
+        named = values.get("architectures")
+        if not isinstance(named, list) or not named or not isinstance(named[0], str):
+            raise UserError(
+                f"config.json: 'architectures' is {named!r}; expected a list with the model's class, for example"
+                ' ["Qwen3ForCausalLM"]'
+            )
+        self.architecture = named[0]
 
     def require(self, key: str, kind: type = int) -> Any:
         """The value of a key that must be there, as `kind`."""

@@ -8,13 +8,13 @@ because vLLM's scale parameter is bfloat16 and a float32 scale in a file would b
 scale 2**-7.
 
 **Product.** w = bf(q * s), then an ordinary product of compute-dtype operands with float32 accumulation, rounded once.
-y = bf(acc + b). Machete, Marlin and Humming on sm90 and the CPU kernels without W4A8 all round the weight to bf(q * s)
-before they multiply; a float32 q * s would change 33-40 % of the outputs. vLLM's own kernels on CUDA cut K by the
-number of rows, so the bridge's takes their place, with parts of K that the weight's shape decides
-(`qarl_bridge.protocol.contract`).
+Machete, Marlin and Humming on sm90 and the CPU kernels without W4A8 all round the weight to bf(q * s) before they
+multiply; a float32 q * s would change 33-40 % of the outputs. The order of summation inside a kernel is the engine's
+own. Machete cuts a long K among thread blocks (`machete.py`); under `cuda` a layer adds in its parts where they do not
+depend on the rows (`Numerics.of_layer`), and every output is equal; elsewhere all but about 0.1 %, those by an ulp.
 
-vLLM's CPU engine with AMX silently replaces this scheme by `w4a8` unless VLLM_CPU_INT4_W4A8=0: name the scheme you
-mean.
+    CPU, plain     y = bf(acc + b)           on a CPU acc is a float64 sum, rounded to float32 once
+    CUDA           y = bf(bf(acc) + b)
 
 **Backward.** Straight through: dX = dY bf(q * s), dMaster = dY^T x.
 
