@@ -143,7 +143,10 @@ def run(cfg: RunConfig) -> None:
             if critic is not None:
                 critic.restore(restored.state)
             unfinished = restored.extra.get("partial")
+            changed = processes.from_first(lambda: build.changed_settings(cfg))
             observer.say(f"resuming {cfg.run_dir} after step {start}")
+            if changed:
+                observer.say(f"with other settings than it was last started with: {'; '.join(changed)}")
         # Responses that were interrupted, where `rollout.partial` is on: state of the run as much as the weights are.
         buffer = partial_rollouts.restore(
             cfg.rollout.partial, unfinished, stream, start, cfg.rollout.num_samples_per_prompt
