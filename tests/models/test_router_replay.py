@@ -121,6 +121,7 @@ def test_a_rounded_router_weighs_its_experts_in_bfloat16(model):
     assert (np.asarray(exact) != np.asarray(exact.astype(jnp.bfloat16).astype(jnp.float32))).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [2, 6])
 def test_on_cuda_outputs_are_weighted_rounded_and_summed_as_vllm_does(model, k):
     """Two to four in bfloat16, one after the other, more in float32; weights before the first rounding."""

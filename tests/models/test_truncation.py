@@ -78,6 +78,7 @@ def test_the_kernels_order_of_sums_changes_no_gradient():
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_tile_kernel_has_the_gradient_of_plain_attention():
     q, k, v, g = (normal(i, 2, 9, n, 16) for i, n in enumerate((4, 2, 2, 4)))
     segments = jnp.asarray([[1] * 5 + [2] * 4, [1] * 7 + [0] * 2], jnp.int32)
