@@ -51,9 +51,8 @@ case "$part" in
     ;;
   tests) JAX_PLATFORMS=cuda,cpu timeout 530 "$python" -m pytest -q -m gpu -n 0 tests/quant tests/models ;;
   step)
-    # shellcheck disable=SC2086
-    timeout 530 "$python" -m benchmarks.step_gpu --model 8b --remat "${REMAT:-mixer}" \
-      --rollout-tok-per-s ${SPEEDS:?} --out "$out/step_8b.json"
+    "$python" -m benchmarks.step_gpu --shapes "${SHAPES:-4b}" --folder "/tmp/${SHAPES:-4b}" --case "${CASE:-w8a8}" \
+      --batch "${BATCH:-128}" --out "$out/steps.jsonl"
     ;;
   *) echo "unknown part $part" >&2 && exit 2 ;;
 esac

@@ -96,9 +96,12 @@ def draws(model: str, count: int, seed: int, size: int) -> Iterator[dict[str, An
 
 
 def used_bytes(ordinal: int = 0) -> int:
-    """Of the card, whoever uses it."""
+    """Of the card, whoever uses it; 0 where there is none."""
     query = ["nvidia-smi", f"--id={ordinal}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=False)
+    except OSError:  # no NVIDIA driver here
+        return 0
     return int(done.stdout.split()[0]) << 20 if done.returncode == 0 and done.stdout.split() else 0
 
 

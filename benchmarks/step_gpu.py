@@ -1,133 +1,192 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The whole step, phase by phase: rollout, old log-probs, updates, publish; aligned and rollout-only, against bf16.
+"""Whole steps, run by the trainer through the live engine on one card: sampling, rewards, updates, publishing.
 
-    python -m benchmarks.step_gpu --model 8b --rows 4 --updates 4 --rollout-tok-per-s bf16=N w8a8=N fp8=N w4a16=N
+    python -m benchmarks.step_gpu --shapes 4b --folder /tmp/4b --case w8a8 --batch 128 --out results.jsonl
 
-One step trains `updates` x rows x seq tokens, every one of them sampled. The learner's phases are measured here, at
-Qwen3 shapes with random weights and fixed lengths: quantization, one scoring pass over all rows, and the updates.
-Sampling is not: give the engine's measured tokens/s per scheme, at the same lengths. Nor is publishing, if
---publish-s has it per scheme, as `benchmarks/publish.py` measures it on a shared card; otherwise the phase is the
-published tensors brought to the host (what a bridge on another host is handed). Rows of the table:
+Each call is one case and ends within ten minutes; a folder that does not exist is made first, with random weights.
+Cases:
 
-    bf16          sampler and learner in bf16
-    S             learner and sampler under scheme S (QaRL)
-    S rollout     sampler under S, learner in bf16 (quantized rollout)
+    bf16            sampler and learner in bf16
+    w8a8 fp8 w4a16  learner and sampler under that scheme (QaRL), the learner in the sampler's arithmetic
+    w8a8-rollout    sampler under w8a8, learner in bf16 with plain arithmetic (quantized rollout); fp8 and w4a16, too
+
+`--batch` responses of `--response-len` tokens make two updates. The run's first step warms up; the line of JSON holds
+means over the `--steps` after it: tokens per second of the sampler and of the step, seconds per phase (`time/*`), k3
+between sampler and learner, the share of tokens whose log-probs agree to five digits, the share of sequences that
+TBPO drops (after the first update), and what the card's plan said. Every case samples with the same execution mode
+(`--execution`, as in rollout.engine), which the line names. A random policy shows every difference: its k3 is no
+trained model's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import shapes
-from benchmarks.timing import seconds_of
-from qarl_jax import models
-from qarl_jax.runtime import mesh
+from benchmarks import random_folder, shapes
+from benchmarks.memory_draws import most_used
+from qarl_jax.run import card, config
+from qarl_jax.types import UserError
+
+CONFIG = "configs/one_h200_8b.yaml"
+SCHEMES = ("w8a8", "fp8", "w4a16")
+CASES = ("bf16", *SCHEMES, *(f"{scheme}-rollout" for scheme in SCHEMES))
+PROMPT_LEN, SAMPLES = 64, 8
+EXACT = 1e-5  # relative, of a log-prob: samples.jsonl keeps six digits
 
 
-def timed(call: Any, repeats: int) -> float:
-    """Median seconds of a call, after one to compile."""
-    return float(np.median(seconds_of(call, repeats + 1)[1:]))
-
-
-def phases(
-    setting: shapes.Setting, repeats: int, published: str | None = None, publish_s: float | None = None
-) -> dict[str, float]:
-    """Seconds of one quantization, one scoring pass, one update and one publish of a learner.
-
-    Args:
-      published: the sampler's scheme, where it is not the learner's.
-      publish_s: of a publish, where it is known; None: measured to the host.
-    """
-    made, abstract, _ = shapes.make_learner(setting, mesh.make_mesh(fsdp=-1))
-    state = made.init(shapes.random_params(abstract, made.param_shardings))
-    host = shapes.batch(setting)
-    batch, counts = made.put(host), (host.loss_mask.sum(), setting.rows * setting.segments)
-    quantize = made.quantize
-    if published is not None:
-        quantize = made.quantizer(models.with_scheme(made.graphdef, models.parse_rules(published, 128)))
-    out = {"quantize": timed(lambda: made.quantize(state.params), repeats)}
-    qweights = made.quantize(state.params)
-    out["score"] = timed(lambda: made.score(state.params, qweights, batch)[0], repeats)
-
-    def publish() -> Any:
-        tensors = quantize(state.params)
-        # Layers without a QTensor travel in bfloat16; a bf16 sampler takes all of them so. An array that was brought to
-        # the host once stays there, so these are new.
-        return jax.device_get(tensors if jax.tree.leaves(tensors) else jax.tree.map(jnp.copy, state.params))
-
-    out["publish"] = timed(publish, repeats) if publish_s is None else publish_s
-
-    def update() -> Any:
-        nonlocal state
-        state, _ = made.update(state, qweights, [batch], [batch.rollout_logprobs], *counts)
-        return state
-
-    return out | {"update": timed(update, repeats)}
-
-
-def step(found: dict[str, float], tokens: int, updates: int, tok_per_s: float) -> dict[str, float]:
-    """Seconds per phase of a whole step."""
-    out = {
-        "rollout": tokens / tok_per_s,
-        "old_logprobs": updates * found["score"] if updates > 1 else 0.0,
-        "update": updates * (found["update"] + found["quantize"]),
-        "publish": found["publish"],
+def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
+    """The command-line settings of a case."""
+    scheme, _, rollout = args.case.partition("-")
+    prompts = args.batch // SAMPLES
+    longest = PROMPT_LEN + args.response_len
+    values: dict[str, Any] = {
+        "model.path": folder,
+        "model.remat": "auto",
+        "run_dir": run_dir,
+        "quant.forward": "bf16" if rollout else scheme,
+        "quant.engine": "plain" if rollout else "auto",
+        "quant.kernels": "auto",
+        "data.source": f"{{name: jsonl, path: {folder}/prompts.jsonl}}",
+        "data.template": "{{ question }}",
+        "data.max_prompt_len": PROMPT_LEN,
+        "reward": f'{{name: python, path: "{folder}/reward.py:graded"}}',
+        "rollout.num_samples_per_prompt": SAMPLES,
+        "rollout.max_response_len": args.response_len,
+        "rollout.engine.max_model_len": longest,
+        "rollout.engine.max_num_seqs": args.batch,
+        "rollout.engine.memory": "auto",
+        "rollout.engine.transport": "auto",
+        "rollout.engine.execution": args.execution,
+        "optimizer.offload": "auto",
+        "train.steps": 1 + args.steps,
+        "train.prompts_per_step": prompts,
+        "train.prompts_per_update": prompts // 2,
+        "train.micro_batch_rows": args.rows,
+        "train.row_len": 4 * longest,
+        "train.max_segments": 8,
+        "checkpoint.every": 0,
+        "checkpoint.keep": 1,
+        "eval.every": 0,
+        "eval.at_start": "false",
+        "eval.at_end": "false",
+        "log.view": "lines",
+        "log.samples_per_step": 16,
+        "log.sample_tokens": 2 * longest,
     }
-    return out | {"step": sum(out.values())}
+    if rollout:
+        values["quant.rollout"] = scheme
+    return [f"{key}={value}" for key, value in values.items()] + args.overrides
+
+
+def fitting(words: list[str], size: int | None) -> list[str]:
+    """`words`, and what else the plan advises where they do not fit the card."""
+    if size is None:
+        return words
+    cfg = config.load(CONFIG, words)
+    if card.fits(cfg, size):
+        return words
+    advised = card.savings(cfg, size)
+    if advised is None:
+        raise UserError("this case does not fit the card, and no settings were found that do")
+    return [*words, *advised]
+
+
+def exact_share(samples: pathlib.Path, first: int) -> float:
+    """Share of the logged responses' tokens whose log-prob is the sampler's, from step `first` on."""
+    equal = count = 0
+    for line in samples.read_text().splitlines():
+        row = json.loads(line)
+        if row["step"] < first or "tokens" not in row:
+            continue
+        old, rollout = (np.array(row["tokens"][key], np.float64) for key in ("old", "rollout"))
+        equal, count = equal + int(np.isclose(old, rollout, rtol=EXACT, atol=0).sum()), count + len(old)
+    return equal / max(1, count)
+
+
+def summary(run_dir: pathlib.Path) -> dict[str, Any]:
+    """What the steps after the first say."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    first, steps = records[0], records[1:]
+
+    def mean(key: str) -> float | None:
+        found = [record[key] for record in steps if record.get(key) is not None]
+        return float(np.mean(found)) if found else None
+
+    phases = sorted(key for key in steps[0] if key.startswith("time/") and key.endswith("_s"))
+    return {
+        "tokens_per_s": mean("time/tok_per_s"),
+        "rollout_tokens_per_s": mean("time/rollout_tok_per_s"),
+        "seconds": {key.removeprefix("time/").removesuffix("_s"): mean(key) for key in phases},
+        "first_step_s": first["time/step_s"],
+        "start": {key.removeprefix("time/"): v for key, v in first.items() if key.startswith("time/start_")},
+        "k3": mean("mismatch/k3"),
+        "max_abs": max(record["mismatch/max_abs"] for record in steps),
+        "exact": exact_share(run_dir / "samples.jsonl", steps[0]["step"]),
+        "dropped": mean("later/clip/seq_dropped"),
+        "model_tflops": mean("perf/model_tflops"),
+        "response_tokens": mean("response/tokens"),
+    }
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", choices=shapes.SIZES, default="4b")
+    parser.add_argument("--folder", required=True, help="a model folder; made where there is none")
+    parser.add_argument("--case", choices=CASES, default="w8a8")
+    parser.add_argument("--batch", type=int, default=128, help="responses of a step")
+    parser.add_argument("--response-len", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=2, help="train.micro_batch_rows")
+    parser.add_argument("--steps", type=int, default=2, help="measured, after one that warms up")
+    parser.add_argument("--execution", default="auto", choices=("auto", "eager", "graphs", "compiled"))
+    parser.add_argument("--deviation", type=float, default=0.02, help="of random weights")
+    parser.add_argument("--limit-s", type=float, default=570.0)
+    parser.add_argument("--log", default="", help="where the run's output goes")
+    parser.add_argument("--out", default="", help="a file that the line is appended to")
+    parser.add_argument("overrides", nargs="*", help="section.field=value, of the run")
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=shapes.SIZES, default="8b")
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--updates", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--remat", default="full")
-    parser.add_argument("--master", default="bfloat16")
-    parser.add_argument("--engine", default="plain", help="whose arithmetic the learner has: plain or cuda")
-    parser.add_argument("--rollout-tok-per-s", nargs="+", required=True, metavar="SCHEME=N", help="bf16 among them")
-    parser.add_argument("--publish-s", nargs="*", default=[], metavar="SCHEME=S", help="seconds of a publish")
-    parser.add_argument("--out", default="")
-    args = parser.parse_args(argv)
-    speeds, publish_s = (
-        {name: float(text) for name, text in (item.split("=") for item in given)}
-        for given in (args.rollout_tok_per_s, args.publish_s)
-    )
-    if "bf16" not in speeds:
-        parser.error("--rollout-tok-per-s needs bf16=..., which everything is compared with")
-    tokens = args.updates * args.rows * args.seq
-    table: dict[str, dict[str, float]] = {}
-    runs = [("bf16", "bf16", None)]
-    runs += [(name, name, None) for name in speeds if name != "bf16"]
-    runs += [(f"{name} rollout", "bf16", name) for name in speeds if name != "bf16"]
-    for label, scheme, published in runs:
-        setting = shapes.Setting(
-            model=args.model,
-            scheme=scheme,
-            rows=args.rows,
-            seq=args.seq,
-            remat=args.remat,
-            master=args.master,
-            engine=args.engine,
-            grad=args.master,
-        )
-        found = phases(setting, args.repeats, published, publish_s.get(published or scheme))
-        table[label] = step(found, tokens, args.updates, speeds[published or scheme])
-        table[label]["of_bf16"] = table["bf16"]["step"] / table[label]["step"]
-        print(json.dumps({"run": label} | table[label]), flush=True)
-        jax.clear_caches()
+    args = build_parser().parse_args(argv)
+    began = time.perf_counter()
+    folder = pathlib.Path(args.folder).absolute()
+    if not (folder / "config.json").exists():
+        random_folder.make(folder, args.shapes, args.deviation)
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir = pathlib.Path(scratch) / "run"
+        words = fitting(overrides(args, str(folder), str(run_dir)), card.card_bytes())
+        command = [sys.executable, "-m", "qarl_jax.train", "--config", CONFIG, *words]
+        log = args.log or f"{scratch}/log"
+        with open(log, "wb") as output, most_used() as most:
+            limit = args.limit_s - (time.perf_counter() - began)
+            try:
+                code = subprocess.run(command, stdout=output, stderr=output, timeout=limit, check=False).returncode
+            except subprocess.TimeoutExpired:
+                code = None
+        found: dict[str, Any] = {"case": args.case, "batch": args.batch, "shapes": args.shapes, "code": code}
+        found |= {"execution": args.execution, "most_used_gib": most[0] / card.GIB}
+        text = pathlib.Path(log).read_text(errors="replace")
+        found["said"] = [line for line in text.splitlines() if "execution" in line or line.startswith("card ")][-4:]
+        if code == 0:
+            found |= summary(run_dir)
+        else:
+            found["tail"] = text.splitlines()[-6:]
+        found |= {"seconds_in_all": time.perf_counter() - began, "overrides": words}
+    print(json.dumps(found), flush=True)
     if args.out:
-        with open(args.out, "w", encoding="utf-8") as file:
-            json.dump({"settings": vars(args), "device": jax.devices()[0].device_kind, "steps": table}, file, indent=1)
-    return 0
+        with open(args.out, "a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+    return 0 if code == 0 else 1
 
 
 if __name__ == "__main__":

@@ -6,9 +6,14 @@ import gzip
 import json
 import sys
 
+import ml_dtypes
+import numpy as np
 import pytest
 
-from benchmarks import attention, gemm, learner, memory, packing, shapes, step_gpu, trace_summary
+from benchmarks import attention, gemm, learner, memory, packing, random_folder, shapes, step_gpu, trace_summary
+from qarl_jax import models
+from qarl_jax.data import load_tokenizer
+from qarl_jax.run import config
 
 SMALL = ["--model", "tiny", "--rows", "8", "--seq", "32", "--steps", "1"]
 
@@ -73,18 +78,52 @@ def test_attention_is_timed_plain_and_packed(capsys):
     assert (plain["segments"], packed["segments"]) == (1, 4)
 
 
+@pytest.mark.vllm
 @pytest.mark.nightly
-def test_a_step_is_put_together_from_its_phases(capsys):
-    speeds = ["--rollout-tok-per-s", "bf16=1e6", "w8a8=2e6"]
-    sizes = ["--model", "tiny", "--rows", "8", "--seq", "32", "--updates", "2", "--repeats", "1"]
-    assert step_gpu.main([*sizes, *speeds]) == 0
-    lines = {line.pop("run"): line for line in printed(capsys)}
-    assert list(lines) == ["bf16", "w8a8", "w8a8 rollout"]
-    for name, line in lines.items():
-        phases = [line[key] for key in ("rollout", "old_logprobs", "update", "publish")]
-        assert line["step"] == pytest.approx(sum(phases))
-        assert line["rollout"] == 2 * 8 * 32 / (1e6 if name == "bf16" else 2e6)
-    assert lines["bf16"]["of_bf16"] == 1
+def test_whole_steps_are_run_through_the_live_engine(capsys, tmp_path):
+    pytest.importorskip("vllm")
+    folder, out = str(tmp_path / "model"), tmp_path / "out.jsonl"
+    sizes = ["--shapes", "tiny", "--folder", folder, "--batch", "16", "--response-len", "8", "--steps", "1"]
+    more = ["model.attention=xla", "rollout.engine.kv_cache_gb=0.1", "rollout.engine.threads=1", "train.row_len=80"]
+    assert step_gpu.main([*sizes, "--case", "w8a8", "--out", str(out), *more]) == 0
+    (line,) = printed(capsys)
+    assert line == json.loads(out.read_text())
+    assert (line["code"], line["case"]) == (0, "w8a8")
+    assert line["seconds"]["step"] >= line["seconds"]["rollout"] > 0
+    assert line["tokens_per_s"] * line["seconds"]["step"] == pytest.approx(line["response_tokens"])
+    assert line["k3"] < 1e-2
+    assert 0 <= line["exact"] <= 1  # a tiny policy's bfloat16 logits are seldom the learner's float32 ones
+    assert any("execution eager" in said for said in line["said"])
+
+
+def test_a_random_folder_is_a_model_whose_matrices_are_as_wide_as_asked(tmp_path):
+    random_folder.make(tmp_path, "tiny", deviation=0.05)
+    model = models.load_hf(tmp_path)
+    kernel = np.asarray(models.by_path(models.split(model)[1])["embed.kernel"])
+    assert kernel.std() == pytest.approx(0.05, rel=0.02)
+    again = random_folder.drawn((64, 64), 0.05, 0, 7).astype(np.float32)
+    np.testing.assert_array_equal(again, again.astype(ml_dtypes.bfloat16).astype(np.float32))
+    assert len(load_tokenizer(tmp_path)) == 512
+
+
+def test_the_exact_share_counts_tokens_of_the_measured_steps_alone(tmp_path):
+    def row(step, old, rollout):
+        return json.dumps({"step": step, "tokens": {"old": old, "rollout": rollout}})
+
+    same, off = [-1.0, -2.0], [-1.0, -2.1]
+    rows = [row(0, same, off), row(1, same, same), row(2, same, off), json.dumps({"step": 2})]
+    (tmp_path / "samples.jsonl").write_text("\n".join(rows))
+    assert step_gpu.exact_share(tmp_path / "samples.jsonl", 1) == 0.75
+
+
+@pytest.mark.parametrize("case", step_gpu.CASES)
+def test_a_case_is_a_config_that_loads(tmp_path, case):
+    args = step_gpu.build_parser().parse_args(["--folder", "x", "--case", case])
+    cfg = config.load(step_gpu.CONFIG, step_gpu.overrides(args, "x", str(tmp_path)))
+    scheme = case.partition("-")[0]
+    assert cfg.quant.rollout_scheme == scheme
+    assert cfg.quant.forward == ("bf16" if "rollout" in case else scheme)
+    assert (cfg.train.updates_per_step, cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt) == (2, 128)
 
 
 def test_a_trace_is_summed_over_the_devices_kernels_alone(tmp_path, capsys):

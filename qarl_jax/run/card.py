@@ -223,7 +223,15 @@ def fits(cfg: RunConfig, card: int) -> bool:
 
 
 def advice(cfg: RunConfig, card: int) -> str:
-    """Overrides under which the run fits: as few of the known ways to save memory as were found to be enough."""
+    """A sentence with overrides under which the run fits."""
+    found = savings(cfg, card)
+    if found is None:
+        return "No settings were found that fit: use a larger card, a smaller model, or more of them (mesh.fsdp)."
+    return f"It fits with: {' '.join(found)}"
+
+
+def savings(cfg: RunConfig, card: int) -> list[str] | None:
+    """As few overrides as were found to be enough, of the known ways to save memory; None: all are not enough."""
     taken: list[dict[str, Any]] = []
     best = cfg
     for change in _savings(cfg):
@@ -235,13 +243,12 @@ def advice(cfg: RunConfig, card: int) -> str:
         if fits(best, card):
             break
     else:
-        return "No settings were found that fit: use a larger card, a smaller model, or more of them (mesh.fsdp)."
+        return None
     for change in list(taken[:-1]):  # what is not needed after all
         rest = [x for x in taken if x is not change]
         if fits(_set(cfg, _merged(rest)), card):
             taken = rest
-    words = " ".join(f"{key}={_word(value)}" for key, value in _merged(taken).items())
-    return f"It fits with: {words}"
+    return [f"{key}={_word(value)}" for key, value in _merged(taken).items()]
 
 
 def _choices(cfg: RunConfig, card: int) -> Iterator[RunConfig]:
@@ -351,4 +358,4 @@ def _model(cfg: RunConfig) -> models.ModelConfig:
     return models.read_config(cfg.model.path)
 
 
-__all__ = ["CardPlan", "advice", "card_bytes", "make", "settle"]
+__all__ = ["CardPlan", "advice", "card_bytes", "fits", "make", "savings", "settle"]

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qarl_jax import models, quant, train
+from qarl_jax import models, quant
 from qarl_jax.data import packing
 from qarl_jax.learning.learner import Learner, Options, code_flips
+from qarl_jax.loop.publisher import Publisher
+from qarl_jax.loop.updates import Updates
 from qarl_jax.loss import get_loss
 from qarl_jax.metrics import merge, values
+from qarl_jax.observe.recorder import PhaseTimer
 from qarl_jax.optim import build, by_stack
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.sft import NegativeLogLikelihood
@@ -313,11 +316,11 @@ def test_weights_are_quantized_once_per_update_and_the_published_tensors_are_rea
     monkeypatch.setattr(world_learner, "update", updating)
     monkeypatch.setattr(world_learner, "score", scoring)
     engine = Recorder()
-    publisher = train.Publisher(cfg, world_learner, engine)
+    publisher = Publisher(cfg, world_learner, engine)
     publisher.publish(state, 0)
     advantages = np.stack([group.rewards for group in groups()])
-    timer = train.observe.PhaseTimer()
-    state, metrics, *_ = train.learn(cfg, world_learner, publisher, state, groups(), advantages, 0, timer)
+    updates = Updates(cfg, world_learner, publisher, PhaseTimer())
+    state, metrics, *_ = updates.run(state, groups(), advantages, 0)
     report = publisher.publish(state, 1)
     assert metrics["train/updates"] == 2
     assert len(quantized) == 3  # at the start, and after each of two updates
@@ -554,7 +557,7 @@ def test_a_step_finds_compiled_what_was_compiled_ahead_of_its_weights(one_progra
     made = Learner(
         models.with_scheme(graphdef, "w4a16:g32"),
         loss_fn=get_loss("grpo"),
-        optimizer=optimizer.make_optimizer(optimizer.Muon(lr=0.02)),
+        optimizer=build.make_optimizer(build.Muon(lr=0.02)),
         mesh=sharding.make_mesh(),
         options=Options(max_segments=6, logprob_chunk=64, one_program=one_program, offload=offload),
     )
