@@ -241,7 +241,7 @@ def product(
     Args:
       x_q, w_q: int8, or both float8_e4m3fn.
       s_x, s_w, bias: float32.
-      rescale_order: as in `Numerics`; a bias is fused into the last multiplication.
+      rescale_order: which scale meets the sum first; a bias is fused into the last multiplication.
       tile: None: `tile_for` the shape. Its shared memory must be there.
       blocks: None: one per multiprocessor.
       interpret: parameters of Pallas' GPU interpreter, which runs it step by step on a CPU (tests); the interpreter

@@ -39,6 +39,7 @@ def two_programs(scheme):
     return np.asarray(scored), np.asarray(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a8", "fp8"])
 def test_the_program_of_the_gradient_sees_the_log_probs_that_were_scored(scheme):
     scored, found = two_programs(scheme)
