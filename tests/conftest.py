@@ -52,6 +52,18 @@ def programs_are_forgotten():
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Says which of vLLM's CPU builds the session ran, and which this machine could not (test_cpu_builds.py)."""
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    said = {
+        value for report in reports for name, value in getattr(report, "user_properties", ()) if name == "cpu_build"
+    }
+    if said:
+        ran, missed = (sorted(v.split(":")[0] for v in said if v.endswith("run") == run) for run in (True, False))
+        missed_line = f"; not run, this machine cannot: {', '.join(missed)}" if missed else ""
+        terminalreporter.write_line(f"vLLM's CPU builds run: {', '.join(ran) or 'none'}{missed_line}")
+
+
 @pytest.fixture(scope="module")
 def compiled_programs(tmp_path_factory):
     """Programs compiled by this test session are shared through a folder, whose path this is."""

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from qarl_jax import models, train
+from qarl_jax.loop import resume
 from qarl_jax.observe import recorder
 from qarl_jax.run import config
 from qarl_jax.run.checkpoint import Checkpoints
@@ -59,7 +60,7 @@ sys.exit(train.main(sys.argv[6:]))
 KILLS = [
     ("qarl_jax.run.evaluation", "record", "after", 1),  # evaluated, nothing logged
     ("qarl_jax.run.checkpoint", "Checkpoints._start", "after", 1),  # arrays written, not yet a checkpoint
-    ("qarl_jax.train", "learn", "after", 2),  # updated, not published
+    ("qarl_jax.loop.updates", "Updates.run", "after", 2),  # updated, not published
     ("qarl_jax.run.checkpoint", "_write", "before", 2),  # a checkpoint without its manifest
     ("qarl_jax.observe.recorder", "Observer.log", "after", 2),  # a line whose step is not in any checkpoint
     ("qarl_jax.run.checkpoint", "Checkpoints._retire", "before", 2),  # one checkpoint too many
@@ -67,7 +68,10 @@ KILLS = [
     ("qarl_jax.run.evaluation", "record", "after", 1),  # the last evaluation, not the last step
 ]
 # A save in the background waits for the one before it, so that the fourth step begins when two are on disk.
-BACKGROUND_KILLS = [("qarl_jax.train", "learn", "after", 4), ("qarl_jax.run.checkpoint", "_write", "before", 4)]
+BACKGROUND_KILLS = [
+    ("qarl_jax.loop.updates", "Updates.run", "after", 4),
+    ("qarl_jax.run.checkpoint", "_write", "before", 4),
+]
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +193,7 @@ def test_an_interrupt_saves_exits_with_0_and_the_same_command_goes_on(world, env
     section = {"checkpoint": {"every": 100, "asynchronous": number == signal.SIGTERM}}
     victim = world.changed(run_dir=str(world.folder / number.name), **section)
     # From inside, because a signal from outside may come too late: after the last step.
-    code, said = wait(start(victim, environment, ("qarl_jax.train", "learn", "before", 3), number))
+    code, said = wait(start(victim, environment, ("qarl_jax.loop.updates", "Updates.run", "before", 3), number))
     assert code == 0, said
     assert f"{number.name}: saving" in said
     assert "interrupted: saved after step" in said
@@ -252,10 +256,10 @@ def test_records_without_a_whole_checkpoint_are_refused_and_kept_aside_on_reques
             for step in checkpoints.steps():
                 (checkpoints.path(step) / "manifest.json").unlink()
         with pytest.raises(UserError, match=r"Put one back.*checkpoint\.start_over=true"):
-            train.restore(cfg, checkpoints, Recorded(1), state)
+            resume.restore(cfg, checkpoints, Recorded(1), state)
         anew = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, start_over=True))
         observer = Recorded(1)
-        assert train.restore(anew, checkpoints, observer, state) is None
+        assert resume.restore(anew, checkpoints, observer, state) is None
         assert observer.aside
         assert "old records" in observer.said[0]
 
@@ -264,12 +268,12 @@ def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_begins_again(
     cfg = config.load(world.command()[1], [f"run_dir={tmp_path}", "checkpoint.every=2"])
     with Checkpoints(tmp_path / "checkpoints", cfg.checkpoint) as checkpoints:
         observer = Recorded(3)  # the save after step 2 may not have been over when the fourth step was
-        assert train.restore(cfg, checkpoints, observer, {}) is None
+        assert resume.restore(cfg, checkpoints, observer, {}) is None
         assert "begins at step 0 again" in observer.said[0]
         with pytest.raises(UserError, match="checkpoints are gone"):
-            train.restore(cfg, checkpoints, Recorded(4), {})
+            resume.restore(cfg, checkpoints, Recorded(4), {})
         quiet = Recorded(None)
-        assert train.restore(cfg, checkpoints, quiet, {}) is None
+        assert resume.restore(cfg, checkpoints, quiet, {}) is None
         assert not quiet.said
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from qarl_jax import train
+from qarl_jax.loop import updates
 from qarl_jax.observe import recorder
-from qarl_jax.run import config
+from qarl_jax.run import build, config
 from tests.reference import rewards, tiny
 
 pytestmark = pytest.mark.usefixtures("compiled_programs")
@@ -135,7 +136,7 @@ def test_grpo_runs_with_token_level_clipping(world):
 
 @pytest.mark.slow
 def test_the_limit_grows_by_stages_and_a_resumed_run_is_at_its_place(world, monkeypatch):
-    rows, limits, pack, grade = [], [], train.packing.pack, train.build.Grader.grade
+    rows, limits, pack, grade = [], [], updates.packing.pack, build.Grader.grade
 
     def packing(*args, **options):
         rows.append(options["row_len"])
@@ -145,8 +146,8 @@ def test_the_limit_grows_by_stages_and_a_resumed_run_is_at_its_place(world, monk
         limits.append(max_response_len)
         return grade(self, tokenizer, prompts, completions, max_response_len)
 
-    monkeypatch.setattr(train.packing, "pack", packing)
-    monkeypatch.setattr(train.build.Grader, "grade", grading)
+    monkeypatch.setattr(updates.packing, "pack", packing)
+    monkeypatch.setattr(build.Grader, "grade", grading)
     sections = {
         "rollout": {"stages": [{"until": 1, "max_response_len": 4}]},
         "train": {"row_len": 0, "prompts_per_update": 0},

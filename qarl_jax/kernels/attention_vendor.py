@@ -93,7 +93,7 @@ def can_decode(attention: str, head_dim: int, numerics: Numerics) -> bool:
       head_dim: of queries and keys.
       numerics: the profile in use.
     """
-    mirrors = numerics.block_attention or numerics.vector_attention or numerics.tile_sums
+    mirrors = numerics.block_attention or numerics.float64
     mesh = jax.sharding.get_abstract_mesh()
     devices = jax.device_count() if mesh.empty else mesh.size
     shape_fits = 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0

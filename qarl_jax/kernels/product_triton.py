@@ -67,7 +67,7 @@ def _place(tile: Tile, rows: int, outputs: int) -> tuple[jax.Array, jax.Array]:
     return first + inside % height, inside // height
 
 
-def _product_kernel(*refs: Any, tile: Tile, bias: bool, x_first: bool) -> None:
+def _product_kernel(*refs: Any, tile: Tile, bias: bool) -> None:
     """One tile of the result. x_ref [M, K], sx_ref [M], w_ref [N, K], sw_ref [N], b_ref [N] if any, out_ref [M, N]."""
     x_ref, sx_ref, w_ref, sw_ref, *b_ref, out_ref = refs
     (height, depth), width = x_ref.shape, w_ref.shape[0]
@@ -95,13 +95,14 @@ def _product_kernel(*refs: Any, tile: Tile, bias: bool, x_first: bool) -> None:
         acc = step(whole, acc, ragged=True)
     s_x, s_w = plgpu.load(sx_ref.at[row])[:, None], plgpu.load(sw_ref.at[column])[None]
     total = acc.astype(jnp.float32)
-    first, last = (total * s_x, s_w) if x_first else (s_w * total, s_x)
+    first = s_w * total
     if bias:
         whole_tile = (tile.m, tile.n)
         b = jnp.broadcast_to(plgpu.load(b_ref[0].at[column])[None], whole_tile)
-        y = fused_multiply_add(first, jnp.broadcast_to(last, whole_tile), b, jnp.broadcast_to(s_x, whole_tile))
+        s_x = jnp.broadcast_to(s_x, whole_tile)
+        y = fused_multiply_add(first, s_x, b, s_x)
     else:
-        y = last * first
+        y = s_x * first
     mask = None
     if height % tile.m or width % tile.n:
         mask = (rows < height)[:, None] & (columns < width)[None]
@@ -115,7 +116,6 @@ def product(
     s_w: Float[Array, " N"],
     bias: Float[Array, " N"] | None = None,
     *,
-    rescale_order: str = "w_then_x",
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> Float[Array, "M N"]:
@@ -124,14 +124,13 @@ def product(
     Args:
       x_q, w_q: int8.
       s_x, s_w, bias: float32.
-      rescale_order: as in `Numerics`; a bias is fused into the last multiplication.
       tile: None: `tile_for` the shape.
       interpret: without a GPU, step by step (tests).
     """
     m, n = x_q.shape[0], w_q.shape[0]
     tile = tile_for(m, n) if tile is None else tile
     operands = [x_q, s_x.reshape(m), w_q, s_w, *([] if bias is None else [bias])]
-    kernel = functools.partial(_product_kernel, tile=tile, bias=bias is not None, x_first=rescale_order == "x_then_w")
+    kernel = functools.partial(_product_kernel, tile=tile, bias=bias is not None)
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(m, tile.m) * pl.cdiv(n, tile.n),),

@@ -58,7 +58,7 @@ def serves(scheme: str, x: jax.Array, weight: tuple[int, ...], numerics: Numeric
         return False
     if scheme == "fp8":
         return numerics.fp8_on_tensor_cores and all(size % _CUTLASS == 0 for size in weight)
-    if numerics.amax_floor or numerics.code_from_rounded_scale or not numerics.bias_fused:
+    if numerics.float64:
         return False
     return x.shape[0] // split[0] >= LEAST_ROWS
 
@@ -118,7 +118,7 @@ def layer(
       x: bfloat16.
       w_q, s_w: the weight's codes and scales.
       bias: float32 or None.
-      numerics: for the order of the rescale, and for its `kernels`.
+      numerics: for its `kernels`.
       interpret: run the kernels on any backend, step by step (tests).
 
     Returns:
@@ -146,15 +146,14 @@ def _local(
         x_q, s_x = _run_once(product_triton.quantize_rows(x, interpret=interpret))
     else:
         x_q, s_x = quantize_rows(x)  # no barrier: a backward that recomputes codes reads them dequantized
-    order = numerics.rescale_order
     if numerics.kernels.w8a8 == "hopper" and bias is None:
         from qarl_jax.kernels import product_hopper  # Pallas' Mosaic GPU, which not every JAX has
 
         n, k = w_q.shape
         if product_hopper.fits(x.shape[0], n, k):
-            return _run_once(product_hopper.product(x_q, s_x, w_q, s_w[:, 0], rescale_order=order)), (x_q, s_x)
+            return _run_once(product_hopper.product(x_q, s_x, w_q, s_w[:, 0])), (x_q, s_x)
     b = None if bias is None else bias[0]
-    y = product_triton.product(x_q, s_x, w_q, s_w[:, 0], b, rescale_order=order, interpret=interpret)
+    y = product_triton.product(x_q, s_x, w_q, s_w[:, 0], b, interpret=interpret)
     return _run_once(y), (x_q, s_x)
 
 

@@ -2,12 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped-query attention, causal within segments, in one function for training, prefill and decoding.
 
-The arithmetic is that of a one-pass flash kernel (and of vLLM's CPU kernel): scores in float32, p = exp(s - max) kept
-unnormalized and rounded to the compute dtype for the second product, which accumulates in float32 and is divided at the
-end by the float32 sum of the *unrounded* p. In float32 that is plain softmax attention. vLLM's kernel for CPUs without
-AMX differs (`Numerics.vector_attention`): queries are scaled first, p stays float32, sums have an order of their own.
-Without bf16 instructions the output is truncated (`Numerics.truncates`). GPUs and TPUs have kernels of their own
-(`fused_attention.py`); what is here runs everywhere, a block of queries at a time, and is what mirrors an engine.
+The arithmetic is that of a one-pass flash kernel: scores in float32, p = exp(s - max) kept unnormalized and rounded to
+the compute dtype for the second product, which accumulates in float32 and is divided at the end by the float32 sum of
+the *unrounded* p. In float32 that is plain softmax attention. With vLLM's CPU engine (`Numerics.float64`) it is softmax
+attention in float64, rounded once. GPUs and TPUs have kernels of their own (`fused_attention.py`); what is here runs
+everywhere, a block of queries at a time, and is what mirrors an engine.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from qarl_jax.kernels.attention_vendor import (
     splash_attention,
     split_by_hand,
 )
-from qarl_jax.numerics.float32 import add_separately, matmul_precision, round_bf16, round_to, tile_product, truncate_to
+from qarl_jax.numerics.float32 import from_float64, matmul_precision, round_bf16, round_to
 from qarl_jax.quant import PLAIN, Numerics
 from qarl_jax.runtime.remat import ATTENTION_OUTPUT
 
@@ -55,7 +54,7 @@ def choose(attention: str, dtype: Any, head_dim: int, length: int, *, packed: bo
         return "xla"
     if attention != "auto":
         return attention
-    if dtype != jnp.bfloat16 or length == 1:
+    if dtype != jnp.bfloat16 or length == 1 or numerics.float64:
         return "xla"
     if numerics.block_attention and flash3_lacks(dtype, head_dim) is None:
         return "flash3"
@@ -182,11 +181,8 @@ def _attend(
     dtype = q.dtype
     if blocks is not None and dtype == jnp.bfloat16:
         return round_to(_block_attention(q, k, v, seen, blocks), dtype)
-    if numerics.vector_attention:
-        out = _attend_in_order(numerics, *(x.astype(jnp.float32) for x in (q, k, v)), seen)
-        return (truncate_to if numerics.truncates else round_to)(out, dtype)
-    if numerics.tile_sums and dtype == jnp.bfloat16:
-        return round_to(_attend_in_order(numerics, q, k, v, seen), dtype)
+    if numerics.float64:
+        return round_to(_float64_attention(q, k, v, seen), dtype)
     return round_to(_softmax_attention(q, k, v, seen), dtype)
 
 
@@ -205,17 +201,30 @@ def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
     return out / total
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_in_order(numerics: Numerics, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """Attention in the order of vLLM's CPU kernels, float32 [B, T, K, G, H]; arguments as in `_attend`.
+@jax.custom_vjp
+def _float64_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+    """softmax(q . k H^-1/2) v in float64, rounded to float32 [B, T, K, G, H]; arguments as in `_attend`. The backward
+    is that of plain attention."""
+    scale = q.shape[-1] ** -0.5
 
-    Against another order one element in 3,000 falls on the other side of a bf16 boundary, and under w8a8 each of those
-    may move codes. The chains cost a pass over the scores per term, so this is for engines whose order is known; the
-    backward is that of plain attention.
-    """
-    if numerics.vector_attention:
-        return _vector_kernel(numerics.polynomial_exp, q, k, v, seen)
-    return _tile_kernel(q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32), seen)
+    def formula(q, k, v, seen):  # type: ignore[no-untyped-def]
+        scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * scale
+        p = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bkgts,bskh->btkgh", p, v)
+
+    return from_float64(formula, q, k, v, seen)
+
+
+def _float64_fwd(*args: jax.Array) -> tuple[jax.Array, Any]:
+    return _float64_attention(*args), args
+
+
+def _plain_bwd(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q, k, v, seen = saved
+    return (*jax.vjp(lambda q, k, v: _softmax_attention(q, k, v, seen), q, k, v)[1](g), None)
+
+
+_float64_attention.defvjp(_float64_fwd, _plain_bwd)
 
 
 @jax.custom_vjp
@@ -251,8 +260,7 @@ def _block_fwd(*args: jax.Array) -> tuple[jax.Array, Any]:
 
 
 def _block_bwd(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
-    q, k, v, seen, _ = saved
-    return (*jax.vjp(lambda q, k, v: _softmax_attention(q, k, v, seen), q, k, v)[1](g), None, None)
+    return (*_plain_bwd(saved[:4], g), None)
 
 
 _block_attention.defvjp(_block_fwd, _block_bwd)
@@ -263,87 +271,3 @@ def _exp2(x: jax.Array) -> jax.Array:
     whole = jnp.maximum(jnp.round(x), -126.0)
     power = jax.lax.bitcast_convert_type((whole.astype(jnp.int32) + 127) << 23, jnp.float32)
     return jnp.where(x < -126, 0.0, jnp.exp((x - whole) * jnp.float32(math.log(2))) * power)
-
-
-def _vector_kernel(polynomial: bool, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """The `vec` kernel: float32 throughout, queries scaled first. Both products are chains of fused multiply-adds, over
-    head_dim and over keys (the compiler makes one of acc + a * b, here as there), the weights' sum has 16 lanes, and
-    their exp is the kernel's (`polynomial`)."""
-    scale = jnp.float32(q.shape[-1] ** -0.5)
-    B, T, K, G, H = q.shape
-    S = k.shape[1]
-    q_HBKGT = jnp.transpose(q * scale, (4, 0, 2, 3, 1))
-    k_HBKS = jnp.transpose(k, (3, 0, 2, 1))
-
-    def score(acc: jax.Array, terms: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        q_BKGT, k_BKS = terms
-        return acc + q_BKGT[..., None] * k_BKS[:, :, None, None, :], None
-
-    scores, _ = jax.lax.scan(score, jnp.zeros((B, K, G, T, S), jnp.float32), (q_HBKGT, k_HBKS), unroll=8)
-    p = _weights(scores, seen, polynomial)
-
-    def weigh(acc: jax.Array, terms: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        p_BKGT, v_BKH = terms
-        return acc + p_BKGT[..., None] * v_BKH[:, :, None, None, :], None
-
-    terms = (jnp.moveaxis(p, -1, 0), jnp.moveaxis(v, 1, 0))
-    out, _ = jax.lax.scan(weigh, jnp.zeros((B, K, G, T, H), jnp.float32), terms, unroll=8)
-    return jnp.transpose(out * (1 / _sum_of_lanes(p)), (0, 3, 1, 2, 4))
-
-
-def _tile_kernel(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """The `amx` kernel, for up to some 700 keys (more are met in blocks, and what was added before is rescaled): bf16
-    tiles for both products, the scores scaled, the weights rounded to bf16 but their sum not."""
-    scale = jnp.float32(q.shape[-1] ** -0.5)
-    q_BKGTH, k_BKSH, v_BKSH = jnp.moveaxis(q, 1, 3), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
-    scores = tile_product(q_BKGTH[..., None, :], k_BKSH[:, :, None, None])
-    # The scaled score is stored by the kernel: it must not become part of a fused score * scale - max.
-    scores = add_separately(scores * scale, jnp.zeros(()), jnp.abs(q_BKGTH).max(axis=-1, keepdims=True))
-    p = _weights(scores, seen, polynomial=True)
-    out = tile_product(round_bf16(p)[..., None, :], jnp.swapaxes(v_BKSH, 2, 3)[:, :, None, None])
-    return jnp.moveaxis(out * (1 / _sum_of_lanes(p)), 3, 1)
-
-
-def _weights(scores: jax.Array, seen: jax.Array, polynomial: bool) -> jax.Array:
-    """exp(score - max) of what is seen, 0 elsewhere; [B, K, G, T, S] float32."""
-    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    below = scores - scores.max(axis=-1, keepdims=True)
-    return _polynomial_exp(below) if polynomial else jnp.exp(below)
-
-
-def _polynomial_exp(x: jax.Array) -> jax.Array:
-    """exp(x), x <= 0, as vLLM's AVX-512 kernels compute it: 2^n p(r) with r = x - n log 2 and a p of degree 5."""
-    n = jnp.floor(x * jnp.float32(1.44269504) + jnp.float32(0.5))
-    r = x - n * jnp.float32(0.693147182)
-    p = jnp.float32(0.00828929059)
-    for coefficient in (0.0418978221, 0.166676521, 0.499991506, 0.999999701, 1.0):
-        p = p * r + jnp.float32(coefficient)
-    exponent = (n.astype(jnp.int32) + 126) << 23
-    power = jax.lax.bitcast_convert_type(exponent, jnp.float32)
-    return jnp.where(x < jnp.float32(-87.3365479), 0.0, p * power * 2)
-
-
-def _sum_of_lanes(x: jax.Array) -> jax.Array:
-    """[..., S] -> [..., 1]: 16 running sums, then halves added until one is left."""
-    *lead, size = x.shape
-    blocks = jnp.pad(x, (*((0, 0) for _ in lead), (0, -size % 16))).reshape(*lead, -1, 16)
-    lanes, _ = jax.lax.scan(lambda acc, x: (acc + x, None), jnp.zeros((*lead, 16)), jnp.moveaxis(blocks, -2, 0))
-    while lanes.shape[-1] > 1:
-        low, high = jnp.split(lanes, 2, axis=-1)
-        lanes = low + high
-    return lanes
-
-
-def _in_order_fwd(
-    numerics: Numerics, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
-) -> tuple[jax.Array, Any]:
-    return _attend_in_order(numerics, q, k, v, seen), (q, k, v, seen)
-
-
-def _in_order_bwd(numerics: Numerics, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    del numerics
-    q, k, v, seen = saved
-    return (*jax.vjp(lambda q, k, v: _softmax_attention(q, k, v, seen), q, k, v)[1](g), None)
-
-
-_attend_in_order.defvjp(_in_order_fwd, _in_order_bwd)

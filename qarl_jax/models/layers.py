@@ -22,7 +22,8 @@ from jaxtyping import Array, Float, Int
 from qarl_jax import quant
 from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.hf.config import RopeScaling
-from qarl_jax.numerics.float32 import divide, round_to, truncate_to
+from qarl_jax.numerics.float32 import divide, from_float64, in_float64, round_to
+from qarl_jax.quant import PLAIN, Numerics
 from qarl_jax.runtime.mesh import constrain
 from qarl_jax.runtime.remat import INVERSE_RMS, LINEAR_OUTPUT
 
@@ -88,7 +89,6 @@ class Linear(nnx.Module):
         rows: Float[Array, "M K"],
         held: tuple[jax.Array, Any],
         group_sizes: Int[Array, " E"],
-        dtype: Any = None,
         wide: bool = False,
     ) -> Float[Array, "M N"]:
         """Rows sorted by expert, each times its expert's weight, in their dtype.
@@ -96,24 +96,21 @@ class Linear(nnx.Module):
         Args:
           held: from `held`, or one device's part of it: some experts, some outputs.
           group_sizes: rows of each of these experts; rows behind them all give zeros.
-          dtype: float32: the same product of what is not quantized, left in float32.
-          wide: the result of any weight is left in float32.
+          wide: the result is left in float32.
         """
         master, weight = held
-        if dtype is not None:
-            assert self.quantized is None
-            weight, rows = weight.astype(dtype), rows.astype(dtype)
         y = quant.expert_dot(rows, master, weight, group_sizes, numerics=self.numerics, wide=wide)
         return checkpoint_name(y, LINEAR_OUTPUT)
 
 
 def inverse_rms(
-    x: Float[Array, "*B D"], eps: float, *, order: Literal["any", "torch", "cuda", "cuda_pairs"] = "any"
+    x: Float[Array, "*B D"], eps: float, *, order: Literal["any", "float64", "torch", "cuda", "cuda_pairs"] = "any"
 ) -> Float[Array, "*B 1"]:
     """1 / sqrt(mean(x^2) + eps), float32.
 
     order: that of the sum. An ulp of it moves one element of a norm in some 10^5 across a rounding boundary, and under
     w8a8 one moved element moves int8 codes downstream.
+      "float64": all of it in float64, rounded once, so that the order cannot be seen.
       "torch": to the last bit what torch computes on x86 (x.pow(2).mean(-1), then rsqrt), for D a multiple of 32.
       "cuda": as vLLM's rms_norm kernel sums bfloat16 values, for D a multiple of 8. "cuda_pairs": as its
       fused_add_rms_norm does. On a GPU the reciprocal root is the same instruction, too.
@@ -125,6 +122,8 @@ def inverse_rms(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _inverse_rms(x: jax.Array, eps: float, order: str) -> jax.Array:
+    if order == "float64":
+        return from_float64(lambda x: 1 / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps), x)
     squares = jnp.square(x)
     if order == "any":
         return jax.lax.rsqrt(jnp.mean(squares, axis=-1, keepdims=True) + jnp.float32(eps))
@@ -221,8 +220,6 @@ class RMSNorm(nnx.Module):
         weight = round_to(self.weight.get_value(), self.dtype).astype(jnp.float32)
         order = self.order
         y = x * inverse_rms(x, self.eps, order="cuda_pairs" if order == "cuda" and added else order)
-        if self.numerics.round_before_norm_weight:
-            y = round_to(y, self.dtype).astype(jnp.float32)
         return round_to(y * weight.reshape((1,) * (y.ndim - 1) + weight.shape), self.dtype)
 
     def add(self, delta: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -252,13 +249,19 @@ def _lookup_bwd(dtype: Any, saved: Any, dy: jax.Array) -> tuple[jax.Array, None]
 lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
-def silu_and_mul(gate: jax.Array, up: jax.Array, rounded: bool = False, *, divided: bool = False) -> jax.Array:
-    """silu(gate) * up, in float32, rounded to the input dtype. rounded: silu(gate) is, too. divided: it is one IEEE
-    division, not a product with a reciprocal (the compiler's, an ulp off on a GPU)."""
+def silu_and_mul(gate: jax.Array, up: jax.Array, numerics: Numerics = PLAIN) -> jax.Array:
+    """silu(gate) * up, in float32 or float64, rounded to the input dtype. numerics: whether silu(gate) is rounded, too,
+    and is one IEEE division, not a product with a reciprocal (the compiler's, an ulp off on a GPU)."""
+    if numerics.float64:
+        return round_to(_float64_swiglu(gate, up), gate.dtype)
+    rounded, divided = numerics.round_silu, numerics.divided_silu
     act = (_divided_silu if divided else jax.nn.silu)(gate.astype(jnp.float32))
     if rounded:
         act = round_to(act, gate.dtype).astype(jnp.float32)
     return round_to(act * up.astype(jnp.float32), gate.dtype)
+
+
+_float64_swiglu = in_float64(lambda gate, up: gate / (1 + jnp.exp(-gate)) * up)
 
 
 @jax.custom_jvp
@@ -312,8 +315,12 @@ def _rope_frequencies_on_gpu(config: ModelConfig) -> Float[Array, " H/2"]:
 def rope_table(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[jax.Array, jax.Array]:
     """cos and sin of position * theta^(-2i/H), each [B, T, 1, H/2] float32 (arXiv 2104.09864).
 
-    Engines keep the table in the model dtype: under their profiles it is rounded to the compute dtype.
+    vLLM's CUDA kernels keep the table in the model dtype: under `cuda` it is rounded to the compute dtype.
     """
+    if config.numerics.float64:
+        frequency = jnp.asarray(rope_frequencies(config))[None, None, None]
+        position = jnp.maximum(positions, 0)[:, :, None, None]
+        return from_float64(lambda p, f: (jnp.cos(p * f), jnp.sin(p * f)), position, frequency)
     on_device = config.numerics.rope_on_device and jax.default_backend() == "gpu"
     frequency = _rope_frequencies_on_gpu(config) if on_device else jnp.asarray(rope_frequencies(config))
     frequency = frequency[None, None, None, :]
@@ -325,10 +332,13 @@ def rope_table(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[jax.A
 
 
 def apply_rope(
-    x: Float[Array, "B T N H"], table: tuple[jax.Array, jax.Array], *, truncate: bool = False
+    x: Float[Array, "B T N H"], table: tuple[jax.Array, jax.Array], numerics: Numerics = PLAIN
 ) -> Float[Array, "B T N H"]:
-    """Rotates pairs (x[i], x[i + H/2]), in float32, one rounding (toward zero if `truncate`)."""
-    cos, sin = table
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rounded = truncate_to if truncate else round_to
-    return rounded(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)
+    """Rotates pairs (x[i], x[i + H/2]), in float32 (or float64: `numerics`), one rounding."""
+    rotate = in_float64(_rotated) if numerics.float64 else _rotated
+    return round_to(rotate(x.astype(jnp.float32), *table), x.dtype)
+
+
+def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -32,9 +32,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from qarl_jax.numerics.float32 import matmul_precision, tile_matmul
+from qarl_jax.numerics.float32 import from_float64, matmul_precision
 from qarl_jax.types import UserError
 
 # 1024 rows of float32 logits over a vocabulary of 152k are 0.6 GB: large enough for full-speed products, small enough
@@ -83,8 +84,8 @@ def token_logprobs(
       temperature: > 0, the sampler's; logits are divided by it.
       chunk: tokens (over the whole batch) whose logits exist at once; rounded to whole columns of the batch.
       numerics: a `quant.numerics.Numerics`; where its `round_logits` is set, logits are rounded to bfloat16 before the
-        temperature, as engines that store bfloat16 logits do, and where its `tile_sums` is, added in that order. The
-        gradient passes straight through. None: neither. Hashable.
+        temperature, as engines that store bfloat16 logits do; where its `float64` is, logits and log-softmax are made
+        in float64 and rounded to float32. The gradient passes straight through. None: neither. Hashable.
       compute_dtype: dtype of the product's operands; None: `hidden.dtype`.
       entropy_gradient: let gradients flow through the entropy (an entropy bonus); by default they do not.
 
@@ -138,15 +139,18 @@ def logits_of(
 
     The one product with the head: the sampler and the learner both call it.
     """
-    if getattr(numerics, "tile_sums", False) and hidden.dtype == jnp.bfloat16:
-        logits = tile_matmul(hidden.reshape(-1, hidden.shape[-1]), head).reshape(*hidden.shape[:-1], head.shape[0])
-    else:
-        precision = matmul_precision(hidden.dtype)
-        logits = jnp.einsum("...d,vd->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32)
+    if _wide(numerics):
+        return from_float64(functools.partial(jnp.einsum, "...d,vd->...v"), hidden, head)
+    precision = matmul_precision(hidden.dtype)
+    logits = jnp.einsum("...d,vd->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32)
     if getattr(numerics, "round_logits", False):
         # reduce_precision and not a cast there and back, which the compiler may simplify away.
         logits = jax.lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=7)
     return logits
+
+
+def _wide(numerics: Any) -> bool:
+    return getattr(numerics, "float64", False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -168,21 +172,32 @@ def _chosen(targets: jax.Array, vocab: int) -> jax.Array:
     return jax.lax.broadcasted_iota(targets.dtype, (*targets.shape, vocab), targets.ndim) == targets[..., None]
 
 
+def _tempered(logits: jax.Array, temperature: float, numerics: Any) -> jax.Array:
+    """logits / temperature; in float64 arithmetic one IEEE division by the float32 temperature, as the engine's."""
+    if temperature == 1 or not _wide(numerics):
+        return logits / temperature
+    return from_float64(lambda z: z / float(np.float32(temperature)), logits)
+
+
 def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradient):  # type: ignore[no-untyped-def]
     # Cast here and not in the caller: the master's gradient then keeps the float32 it is summed in.
     weight = head.astype(hidden.dtype)
 
-    def step(carry, x):  # type: ignore[no-untyped-def]
-        h, target, keep = x
-        z = logits_of(h, weight, numerics=numerics) / temperature
+    def statistics(z, chosen):  # type: ignore[no-untyped-def]
         top = z.max(-1, keepdims=True)
         exps = jnp.exp(z - top)
         total = exps.sum(-1)
         log_total = jnp.log(total)
         # Relative to the maximum, the sums keep full precision however large the logits are.
-        chosen = jnp.where(_chosen(target, weight.shape[0]), z - top, 0.0).sum(-1)
+        own = jnp.where(chosen, z - top, 0.0).sum(-1)
         entropy = log_total - (exps * (z - top)).sum(-1) / total
-        outputs = (chosen - log_total, entropy, top[..., 0] + log_total)
+        return own - log_total, entropy, top[..., 0] + log_total
+
+    def step(carry, x):  # type: ignore[no-untyped-def]
+        h, target, keep = x
+        z = _tempered(logits_of(h, weight, numerics=numerics), temperature, numerics)
+        chosen = _chosen(target, weight.shape[0])
+        outputs = from_float64(statistics, z, chosen) if _wide(numerics) else statistics(z, chosen)
         return carry, tuple(jnp.where(keep, out, 0.0) for out in outputs)
 
     _, (logprobs, entropy, lse) = jax.lax.scan(step, None, (hidden, targets, scored))
@@ -200,7 +215,7 @@ def _backward(temperature, numerics, entropy_gradient, residuals, cotangents):  
         keep, lse_t, entropy_t, d_logprob, d_entropy = (leaf[..., None] for leaf in rest)
         # Where nothing is scored the hidden state may be anything: 0 * NaN must not reach the head.
         h = jnp.where(keep, h, jnp.zeros((), h.dtype))
-        logp = logits_of(h, weight, numerics=numerics) / temperature - lse_t
+        logp = _tempered(logits_of(h, weight, numerics=numerics), temperature, numerics) - lse_t
         p = jnp.exp(logp)
         dz = (jnp.where(_chosen(target, weight.shape[0]), 1.0, 0.0) - p) * d_logprob
         if entropy_gradient:

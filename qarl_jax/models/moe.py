@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.layers import Linear, normal, silu_and_mul
-from qarl_jax.numerics.float32 import round_to, tile_matmul
+from qarl_jax.numerics.float32 import in_float64, round_to
 from qarl_jax.runtime.mesh import constrain, spec_in_use
 
 
@@ -43,9 +43,7 @@ class Router(nnx.Module):
         self.kernel = nnx.Param(normal(rngs, shape, config), axes=(*stack, None, "embed"))
         self.moe = config.moe
         self.dtype = config.compute_dtype
-        self.rounded = config.numerics.round_experts
-        self.round_weights = config.numerics.round_routing
-        self.tiles = config.numerics.tile_sums and config.moe.num_experts >= 16  # vLLM multiplies fewer in float32
+        self.numerics = config.numerics
 
     def __call__(
         self, x: Float[Array, "M D"], replayed: Int[Array, "M k"] | None = None
@@ -59,13 +57,9 @@ class Router(nnx.Module):
         choice is the largest mismatch a sampler and a learner can have.
         """
         weight = round_to(self.kernel.get_value(), self.dtype).astype(jnp.float32)
-        if self.tiles and x.dtype == jnp.bfloat16:
-            logits = tile_matmul(x, weight)
-        else:
-            logits = jax.lax.dot_general(
-                x.astype(jnp.float32), weight, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
-            )
-        if self.rounded:
+        exactly = in_float64 if self.numerics.float64 else lambda formula: formula
+        logits = exactly(_product)(x.astype(jnp.float32), weight)
+        if self.numerics.round_router_logits:
             logits = round_to(logits, self.dtype).astype(jnp.float32)
         chosen, experts = jax.lax.top_k(logits, self.moe.num_experts_per_tok)
         if replayed is not None:
@@ -73,8 +67,20 @@ class Router(nnx.Module):
             chosen = jnp.take_along_axis(logits, experts, axis=-1)
         # The softmax of the chosen logits is that of all, divided by its sum over the chosen.
         among = chosen if self.moe.norm_topk_prob else logits
-        weights = jnp.exp(chosen - jax.nn.logsumexp(among, axis=-1, keepdims=True))
-        return experts, round_to(weights, self.dtype).astype(jnp.float32) if self.round_weights else weights
+        return experts, exactly(_softmax_among)(chosen, among)
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
+
+
+def _softmax_among(chosen: jax.Array, among: jax.Array) -> jax.Array:
+    return jnp.exp(chosen - jax.nn.logsumexp(among, axis=-1, keepdims=True))
+
+
+def _weighted_sum(outputs: jax.Array, weights: jax.Array) -> jax.Array:
+    """[M, k, D], [M, k] -> [M, D]."""
+    return (outputs * weights[..., None]).sum(axis=1)
 
 
 class MoE(nnx.Module):
@@ -89,9 +95,7 @@ class MoE(nnx.Module):
         self.up = Linear(F, D, axis="mlp", config=config, rngs=rngs, stack=experts)
         self.down = Linear(D, F, axis="embed_out", config=config, rngs=rngs, stack=experts)
         self.moe = config.moe
-        self.silu_rounded = config.numerics.round_silu
-        self.silu_divided = config.numerics.divided_silu
-        self.float_inside = config.numerics.float_experts
+        self.numerics = config.numerics
         self.weighted_first = config.numerics.weighted_experts
 
     def __call__(self, x: Float[Array, "B T D"], routed: Int[Array, "B T k"] | None = None) -> Float[Array, "B T D"]:
@@ -136,14 +140,12 @@ class MoE(nnx.Module):
             order = jnp.argsort(expert, stable=True)  # copies, sorted by expert; those of other devices' experts last
             group_sizes = jnp.bincount(expert, length=E + 1)[:own].astype(jnp.int32)
             rows = x_MD[order // k]
-            plain = all(linear.quantized is None for linear in (self.gate, self.up, self.down))
-            exact = jnp.float32 if self.float_inside and plain else None
-            gate = self.gate.of_experts(rows, gate_held, group_sizes, exact)
-            up = self.up.of_experts(rows, up_held, group_sizes, exact)
-            hidden = round_to(silu_and_mul(gate, up, self.silu_rounded, divided=self.silu_divided), x.dtype)
+            gate = self.gate.of_experts(rows, gate_held, group_sizes)
+            up = self.up.of_experts(rows, up_held, group_sizes)
+            hidden = silu_and_mul(gate, up, self.numerics)
             if cut.inner[1]:  # a contraction is never split
                 hidden = jax.lax.all_gather(hidden, "tensor", axis=1, tiled=True)
-            out = self.down.of_experts(hidden, down_held, group_sizes, exact, wide=self.weighted_first)
+            out = self.down.of_experts(hidden, down_held, group_sizes, wide=self.weighted_first)
             if self.weighted_first:
                 out = round_to(out * weights_Mk.reshape(M * k)[order][:, None], x.dtype)
             out_MkD = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(M, k, -1)
@@ -154,8 +156,9 @@ class MoE(nnx.Module):
                 out_MkD = jax.lax.psum(out_MkD, "expert")
             if self.weighted_first:
                 y = _sum_as_vllm(out_MkD)
-            else:  # weighted and summed in float32, rounded once
-                y = (out_MkD.astype(jnp.float32) * weights_Mk[..., None]).sum(axis=1)
+            else:  # weighted and summed in float32 or float64, rounded once
+                weigh = in_float64(_weighted_sum) if self.numerics.float64 else _weighted_sum
+                y = weigh(out_MkD.astype(jnp.float32), weights_Mk)
         return round_to(y, x.dtype).reshape(B, T, -1)
 
 

@@ -72,7 +72,7 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(H, config=config, stack=stack) if config.qk_norm else None
         self.k_norm = RMSNorm(H, config=config, stack=stack) if config.qk_norm else None
         self.head_dim = H
-        self.truncates = config.numerics.truncates
+        self.numerics = config.numerics
 
     def __call__(
         self, x: Float[Array, "B T D"], rope: tuple[jax.Array, jax.Array], attend: Attend
@@ -89,7 +89,7 @@ class Attention(nnx.Module):
         with jax.named_scope("qkv"):
             q, k, v = heads(self.q, self.q_norm), heads(self.k, self.k_norm), heads(self.v, None)
         with jax.named_scope("rope"):
-            q, k = (apply_rope(x, rope, truncate=self.truncates) for x in (q, k))
+            q, k = (apply_rope(x, rope, self.numerics) for x in (q, k))
         with jax.named_scope("softmax_attention"):
             out, kept = attend(q, k, v)
         with jax.named_scope("o"):
@@ -106,11 +106,10 @@ class MLP(nnx.Module):
         self.gate = Linear(F, D, axis="mlp", fused_features=2 * F, **args)
         self.up = Linear(F, D, axis="mlp", fused_features=2 * F, **args)
         self.down = Linear(D, F, axis="embed_out", **args)
-        self.silu_rounded = config.numerics.round_silu
-        self.silu_divided = config.numerics.divided_silu
+        self.numerics = config.numerics
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        hidden = silu_and_mul(self.gate(x), self.up(x), self.silu_rounded, divided=self.silu_divided)
+        hidden = silu_and_mul(self.gate(x), self.up(x), self.numerics)
         hidden = constrain(hidden, "batch", None, "tensor")
         return constrain(self.down(hidden), "batch", None, None)
 

@@ -1,30 +1,26 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine's arithmetic the learner mirrors.
+"""Which engine's arithmetic the learner computes in.
 
-The integer codes and scales of the weights are the same everywhere. What differs between vLLM's engines is how
-activations are scaled, in which order the integer accumulator is rescaled, and where elementwise layers round. A record
-of `Numerics` says all of it for one engine, and nothing else in the project asks what machine this is. A new engine is
-one record, which lists where the engine departs from `PLAIN`; `python -m qarl_jax.numerics` prints all of them as the
-table in docs/numerics.md.
+The integer codes and scales of the weights are the same everywhere. What differs between engines is how activations are
+scaled, how sums are made, and where the layers in between round. A record of `Numerics` says all of it for one engine,
+and nothing else in the project asks what machine this is. A new engine is one record, which lists where the engine
+departs from `PLAIN`; `python -m qarl_jax.numerics` prints all of them as the table in docs/numerics.md.
 
-vLLM's CPU wheel holds three builds and loads one by the CPU's flags: `_C` (AVX-512 with bf16; AMX is a switch inside
-it), `_C_AVX512` and `_C_AVX2`. The last two have no rounding conversion to bf16 and share a record.
-
-Elementwise layers are mirrored in eager mode (the mode the bridge pins). Sources: vLLM 0.32 CPU (run on an AMD Zen 3
-and a Zen 5; AMX as in its sources) and vLLM 0.25.1 CUDA (csrc/quantization, run on one H200).
+`CPU` is a contract that both sides keep: vLLM's CPU engine computes with the bridge's own operations (`cpu_kernels.py`,
+`cpu_layers.py`, `cpu_experts.py` there), the same ones on every build. `CUDA` mirrors vLLM's own kernels, in eager mode
+or in CUDA graphs. Source: vLLM 0.25.1 (csrc/quantization, run on one H200).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from typing import Literal
 
 from qarl_jax.numerics import machete
 from qarl_jax.types import UserError
 
-NormOrder = Literal["any", "torch", "cuda"]
+NormOrder = Literal["any", "float64", "torch", "cuda"]
 ENGINES = ("auto", "cpu", "cuda", "plain")
 
 
@@ -60,43 +56,28 @@ class Numerics:
 
     Attributes:
       profile: the record's name, which a run records.
+      float64: every sum, and every function of floats between two roundings, is computed in float64 and rounded to
+        float32 once, so that its order, the vector width and the library cannot be seen in it. Rescaling is part of it:
+        f32(s_x * (s_w * acc)); otherwise it is two float32 products, in that order.
       amax_floor: lower bound put under a row's absmax before its int8 scale is taken; 0: none.
-      code_from_rounded_scale: int8 activation codes are RNE(x * (1 / s_x)), with the rounded s_x; otherwise
-        RNE(x * (127 / am)).
-      rescale_order: whether the int32 accumulator meets s_x or s_w first: (acc * s_x) * s_w, or s_x * (s_w * acc).
-      bias_fused: w8a8's last multiplication and the bias are one operation; otherwise two, each rounded (oneDNN on
-        AVX2).
       bias_after_rounding: w4a16 adds the bias to the already rounded output (two roundings).
       int8_experts_keep_activations: w8a8's experts multiply unquantized activations with their int8 codes: vLLM 0.25
         on CUDA takes dynamic activation scales, which a checkpoint does not hold, for none
         (`make_int8_moe_quant_config`).
-      tile_sums: bf16 products (unquantized and w4a16 layers, head, attention) are summed as AMX's tiles sum them;
-        otherwise in the compiler's order.
       machete_parts: a w4a16 layer's sum is made in Machete's parts of K (`of_layer`).
       fp8_divides: fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x).
       fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, where there are such.
       w4a8_is_fp8: int4 layers with 8-bit activations multiply in e4m3, on a grid of their own (`w4a8_fp8`).
       block_attention: attention meets the keys in blocks, the last one first, and rounds its weights against the
         maximum so far (FlashAttention-3).
-      vector_attention: attention is vLLM's `vec` kernel: float32 throughout, the queries scaled first, exp(s - max)
-        not rounded.
-      round_probabilities: attention weights exp(s - max) are rounded, unnormalised, before they multiply V; the
-        divisor is not.
-      polynomial_exp: attention's exp is a polynomial of degree 5, up to 3e-7 off (AVX-512); otherwise the C library's.
-      truncates: vLLM's own C++ ops (rope, attention) store bf16 by dropping the low bits: the builds for CPUs without
-        bf16 instructions have no rounding conversion. Measured with both of them.
-      norm_order: the order in which RMSNorm's mean of squares is summed: torch's (8-float vectors on x86; its rsqrt is
-        1 / sqrt), that of vLLM's CUDA kernels, or the compiler's.
-      round_before_norm_weight: RMSNorm is bf(bf(x * r) * w) (vLLM CPU eager); otherwise bf(x * r * w).
+      norm_order: how RMSNorm's mean of squares is summed: in float64, in the order of vLLM's CUDA kernels, in torch's
+        (8-float vectors on x86; its rsqrt is 1 / sqrt), or in the compiler's.
       round_sum_before_norm: the residual sum is rounded before RMSNorm reads it; otherwise it reads the float32 sum.
       round_silu: SiLU(gate) is rounded before it is multiplied by up.
       divided_silu: SiLU is x / (1 + exp(-x)), an IEEE division; otherwise as the compiler divides.
       round_rope_table: cos and sin are rounded to the compute dtype; the rotation itself is float32, rounded once.
       rope_on_device: the engine makes that table on the device, by its power function.
-      round_routing: the weights of a token's experts are rounded to the compute dtype (vLLM CPU takes their softmax in
-        bf16).
-      round_experts: an expert's inner values round as the engine's do; otherwise float32 inside.
-      float_experts: experts that are not quantized round their hidden state and the sum of their outputs alone.
+      round_router_logits: router logits are rounded to the compute dtype.
       weighted_experts: each expert's output is multiplied by the token's weight for it before it is rounded, and the
         rounded ones are summed (vLLM's Triton experts); otherwise rounded outputs are weighted and summed in float32.
       round_logits: logits are rounded to the compute dtype (the engine's lm_head is not float32).
@@ -105,32 +86,22 @@ class Numerics:
     """
 
     profile: str = "plain"
+    float64: bool = False
     amax_floor: float = 0.0
-    code_from_rounded_scale: bool = False
-    rescale_order: Literal["x_then_w", "w_then_x"] = "w_then_x"
-    bias_fused: bool = True
     bias_after_rounding: bool = False
     int8_experts_keep_activations: bool = False
-    tile_sums: bool = False
     machete_parts: bool = False
     fp8_divides: bool = False
     fp8_on_tensor_cores: bool = True
     w4a8_is_fp8: bool = False
     block_attention: bool = False
-    vector_attention: bool = False
-    round_probabilities: bool = False
-    polynomial_exp: bool = False
-    truncates: bool = False
     norm_order: NormOrder = "any"
-    round_before_norm_weight: bool = False
     round_sum_before_norm: bool = False
     round_silu: bool = False
     divided_silu: bool = False
     round_rope_table: bool = False
     rope_on_device: bool = False
-    round_routing: bool = False
-    round_experts: bool = False
-    float_experts: bool = False
+    round_router_logits: bool = False
     weighted_experts: bool = False
     round_logits: bool = False
     parts: int = 1
@@ -146,40 +117,8 @@ class Numerics:
 # No engine: the embedded sampler calls the learner's own functions. float32 inside, one rounding at the end.
 PLAIN = Numerics()
 
-_VLLM_CPU = Numerics(
-    fp8_on_tensor_cores=False,
-    norm_order="torch",
-    round_before_norm_weight=True,
-    round_silu=True,
-    round_rope_table=True,
-    round_routing=True,
-    round_experts=True,
-    float_experts=True,
-    round_logits=True,
-)
-# vLLM CPU with AMX (sgl's kernels).
-CPU_AMX = dataclasses.replace(
-    _VLLM_CPU,
-    profile="cpu_amx",
-    amax_floor=1e-7,
-    rescale_order="x_then_w",
-    tile_sums=True,
-    round_probabilities=True,
-    polynomial_exp=True,
-)
-# vLLM CPU, AVX-512 with bf16 instructions.
-CPU_AVX512_BF16 = dataclasses.replace(
-    _VLLM_CPU, profile="cpu_avx512_bf16", code_from_rounded_scale=True, vector_attention=True, polynomial_exp=True
-)
-# vLLM CPU on less than that.
-CPU_AVX2 = dataclasses.replace(
-    _VLLM_CPU,
-    profile="cpu_avx2",
-    code_from_rounded_scale=True,
-    bias_fused=False,
-    vector_attention=True,
-    truncates=True,
-)
+# vLLM CPU with the bridge's own operations, on any build.
+CPU = Numerics(profile="cpu", float64=True, amax_floor=1e-7, fp8_on_tensor_cores=False, norm_order="float64")
 # vLLM CUDA: CUTLASS, Machete, FlashAttention-3.
 CUDA = Numerics(
     profile="cuda",
@@ -189,18 +128,17 @@ CUDA = Numerics(
     fp8_divides=True,
     w4a8_is_fp8=True,
     block_attention=True,
-    round_probabilities=True,
     norm_order="cuda",
     round_sum_before_norm=True,
     round_silu=True,
     divided_silu=True,
     round_rope_table=True,
     rope_on_device=True,
-    round_experts=True,
+    round_router_logits=True,
     weighted_experts=True,
     round_logits=True,
 )
-RECORDS = {record.profile: record for record in (PLAIN, CPU_AMX, CPU_AVX512_BF16, CPU_AVX2, CUDA)}
+RECORDS = {record.profile: record for record in (PLAIN, CPU, CUDA)}
 PROFILES: tuple[str, ...] = tuple(RECORDS)
 
 
@@ -211,7 +149,10 @@ def of_profile(name: str) -> Numerics:
       UserError: no such record.
     """
     if name not in RECORDS:
-        raise UserError(f"unknown numerics profile {name!r}: use one of {', '.join(PROFILES)}")
+        raise UserError(
+            f"unknown numerics profile {name!r}: use one of {', '.join(PROFILES)} (cpu takes the place of cpu_amx, "
+            "cpu_avx512_bf16 and cpu_avx2: set quant.engine=cpu)"
+        )
     return RECORDS[name]
 
 
@@ -227,44 +168,20 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def cpu_has_amx() -> bool:
-    """Whether this host's CPU has int8 AMX tiles, which is what vLLM's CPU build selects its kernels by."""
-    return _cpu_has("amx_int8")
-
-
-def cpu_has_avx512_bf16() -> bool:
-    """Whether this host's CPU converts to bf16 with AVX-512, without which vLLM loads one of its truncating builds."""
-    return _cpu_has("avx512_bf16")
-
-
-def _cpu_has(flag: str) -> bool:
-    try:
-        return flag in pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-
-
 def resolve(engine: str) -> Numerics:
-    """The profile of an engine on this host. Call it once per run and record the result.
+    """The arithmetic of an engine. Call it once per run and record the result.
 
     Args:
-      engine: "cpu" (vLLM CPU on this host's CPU), "cuda" (vLLM CUDA), "plain" (no vLLM), a profile, or "auto" (vLLM on
-        this host: cuda where JAX runs on a GPU, otherwise cpu). What auto is to a run depends on its sampler, too
-        (`RunConfig.numerics`).
+      engine: "cpu" (vLLM CPU), "cuda" (vLLM CUDA), "plain" (no vLLM), or "auto" (vLLM on this host: cuda where JAX runs
+        on a GPU, otherwise cpu). What auto is to a run depends on its sampler, too (`RunConfig.numerics`).
 
     Raises:
       UserError: an unknown engine.
     """
-    if engine in RECORDS:
-        return RECORDS[engine]
     if engine == "auto":
         import jax  # the backend is asked for here only, so that naming an engine never initialises one
 
         engine = "cuda" if jax.default_backend() == "gpu" else "cpu"
-    if engine == "cuda":
-        return CUDA
-    if engine == "cpu":
-        return CPU_AMX if cpu_has_amx() else CPU_AVX512_BF16 if cpu_has_avx512_bf16() else CPU_AVX2
-    raise UserError(
-        f"unknown quant.engine {engine!r}: use one of {', '.join(ENGINES)}, or a profile: {', '.join(PROFILES)}"
-    )
+    if engine in RECORDS:
+        return RECORDS[engine]
+    raise UserError(f"unknown quant.engine {engine!r}: use one of {', '.join(ENGINES)}")

@@ -9,11 +9,13 @@ Compilers rewrite floats in three ways that would move a quantization code:
   * XLA:CPU contracts `a * b + c` into one fused operation, or does not, depending on what it fused around it;
   * "excess precision" lets XLA drop a float32 -> bfloat16 -> float32 pair, that is, a rounding we meant.
 
-`divide` is immune to the first two by construction and `round_to` to the third.
+`divide` is immune to the first two by construction and `round_to` to the third. What is computed `in_float64` is
+immune to all of it, and to the order of sums and the compiler's own exp and cos.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +28,6 @@ _MANTISSA = 0x007FFFFF
 _EXPONENT = 0x7F800000
 _SIGN = -0x80000000
 _ONE = 0x3F800000  # the bits of 1.0
-_TILE = 32  # bfloat16 values in a row of an AMX tile
 
 
 def matmul_precision(dtype: Any, *, gradient: bool = False) -> lax.Precision | None:
@@ -50,13 +51,37 @@ def round_to(x: Float[Array | np.ndarray, "*S"], dtype: Any) -> Float[Array, "*S
     return jnp.asarray(x).astype(dtype)
 
 
-def truncate_to(x: Float[Array, "*S"], dtype: Any) -> Float[Array, "*S"]:
-    """As `round_to`, but bfloat16 is reached by dropping the low 16 bits (rounding toward zero); the gradient is 1."""
-    if jnp.dtype(dtype) == jnp.bfloat16 and x.dtype == jnp.float32:
-        bits = lax.bitcast_convert_type(lax.stop_gradient(x), jnp.uint32) & jnp.uint32(0xFFFF0000)
-        # x + (truncated - x) is exact, hence equal to truncated: both subtraction and addition stay within an ulp of x.
-        x = x + (lax.bitcast_convert_type(bits, jnp.float32) - lax.stop_gradient(x))
-    return round_to(x, dtype)
+def from_float64(formula: Callable[..., Any], *operands: Any) -> Any:
+    """formula(*operands) in float64, whether or not jax_enable_x64 is set, each result rounded to float32.
+
+    Operands are arrays; those of floats or integers come to the formula as float64, bools as they are. The gradient is
+    not defined: see `in_float64`.
+    """
+
+    def widened(x: Any) -> Any:
+        return x if x is None or x.dtype == jnp.bool_ else lax.convert_element_type(x, jnp.float64)
+
+    with jax.enable_x64(True):
+        results = formula(*map(widened, operands))
+        # Rounded as float64 first: the conversion is then exact, and a pass that drops it loses nothing.
+        return jax.tree.map(lambda y: lax.reduce_precision(y, 8, 23).astype(jnp.float32), results)
+
+
+def in_float64(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """`from_float64` of one result as a function with a gradient: that of the formula in float32."""
+
+    @jax.custom_jvp
+    def rounded(*operands: Any) -> Any:
+        return from_float64(formula, *operands)
+
+    @rounded.defjvp
+    def jvp(primals: Any, tangents: Any) -> Any:
+        def in_float32(*operands: Any) -> Any:
+            return formula(*(x.astype(jnp.float32) for x in operands))
+
+        return rounded(*primals), jax.jvp(in_float32, primals, tangents)[1]
+
+    return rounded
 
 
 def round_bf16(x: Float[Array | np.ndarray, "*S"]) -> Float[Array, "*S"]:
@@ -124,58 +149,15 @@ def divide(a: Float[Array | np.ndarray, "*#S"], b: Float[Array | np.ndarray, "*#
     return jnp.where(special, a / b, q)
 
 
-def add_separately(
-    product: Float[Array, "M N"], addend: Float[Array, "*S"], nonnegative: Float[Array, "M 1"]
-) -> Float[Array, "M N"]:
-    """fl(product) + addend in two roundings: the compiler cannot fuse the multiplication into the addition.
-
-    Between the two, the product's bits meet a zero that only the data knows to be zero: the sign bits of `nonnegative`.
-    """
-    zero = lax.shift_right_logical(_bits(nonnegative), 31)
-    return _float(_bits(product) ^ zero) + addend
-
-
-def tile_product(a: Float[Array, "*#S K"], b: Float[Array, "*#S K"]) -> Float[Array, "*S"]:
-    """sum_k a[..., k] b[..., k] of bfloat16 values, added in the order of AMX's bfloat16 tiles (TDPBF16PS).
-
-    Per 32 inputs the even and the odd products are two chains from zero, which are added to each other and then to the
-    sum so far (Intel's instruction reference; a product of two bfloat16 is exact, so fusing changes nothing).
-
-    Args:
-      a, b: float32 of equal rank that holds bfloat16 values; leading dimensions broadcast. K is padded with zeros.
-
-    Returns:
-      float32, broadcast leading dimensions. About a third of the speed of a library's product on a CPU.
-    """
-    shape = jnp.broadcast_shapes(a.shape[:-1], b.shape[:-1])
-
-    def tiles(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, (*((0, 0) for _ in x.shape[:-1]), (0, -x.shape[-1] % _TILE)))
-        return jnp.moveaxis(x, -1, 0).reshape(-1, _TILE, *x.shape[:-1])
-
-    def add_tile(acc: jax.Array, terms: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        a, b = terms
-        even, odd = a[0] * b[0], a[1] * b[1]
-        for k in range(2, _TILE, 2):
-            even, odd = even + a[k] * b[k], odd + a[k + 1] * b[k + 1]
-        return acc + (even + odd), None
-
-    return lax.scan(add_tile, jnp.zeros(shape, jnp.float32), (tiles(a), tiles(b)))[0]
-
-
-def tile_matmul(x: Float[Array, "M K"], w: Float[Array, "N K"]) -> Float[Array, "M N"]:
-    """x w^T, float32, summed as `tile_product` sums; x and w hold bfloat16 values."""
-    return tile_product(x.astype(jnp.float32)[:, None, :], w.astype(jnp.float32)[None])
-
-
 def fused_multiply_add(
     a: Float[Array, "*#S"], b: Float[Array, "*#S"], c: Float[Array, "*#S"], nonnegative: Float[Array, "*#S"]
 ) -> Float[Array, "*S"]:
     """a * b + c in float32 with one rounding, whether or not the compiler has such an operation or chooses to use it.
 
     The product's own rounding error is computed exactly (Dekker, 1971), and so is that of the sum (Knuth's two-sum);
-    both are added last. `nonnegative` keeps the compiler from fusing product and sum, as in `add_separately`, and an
-    operand that is itself a product from being fused into the difference of its halves. Right to the last bit unless
+    both are added last. The compiler can fuse neither product and sum nor an operand that is itself a product into the
+    difference of its halves: their bits meet a zero that only the data knows to be zero, the sign bits of
+    `nonnegative`. Right to the last bit unless
     the exact result lies within 2^-24 ulp of the middle between two floats. No overflow, and no subnormal products.
     """
     zero = lax.shift_right_logical(_bits(nonnegative), 31)

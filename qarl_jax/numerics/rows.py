@@ -19,9 +19,7 @@ def row_absmax(x: Float[Array, "M K"]) -> Float[Array, "M 1"]:
     return checkpoint_name(jnp.max(jnp.abs(x), axis=-1, keepdims=True), ROW_ABSMAX)
 
 
-def quantize_rows(
-    x: Float[Array, "M K"], *, amax_floor: float = 0.0, from_rounded_scale: bool = False
-) -> tuple[Int[Array, "M K"], Float[Array, "M 1"]]:
+def quantize_rows(x: Float[Array, "M K"], *, amax_floor: float = 0.0) -> tuple[Int[Array, "M K"], Float[Array, "M 1"]]:
     """One symmetric int8 scale per row, from the row's absmax.
 
     scale = absmax / 127, codes = RNE(x * (127 / absmax)), all quotients IEEE float32. The quotients exist once per row;
@@ -30,7 +28,6 @@ def quantize_rows(
     Args:
       x: activations, any float dtype.
       amax_floor: lower bound put under absmax. 0: none, a zero row then gets codes 0 and scale 0.
-      from_rounded_scale: codes are RNE(x * (1 / scale)), with the inverse of the already rounded scale (oneDNN).
 
     Returns:
       int8 codes in [-127, 127] and float32 scales.
@@ -40,10 +37,7 @@ def quantize_rows(
     if amax_floor:
         amax = jnp.maximum(amax, amax_floor)
     scale = divide(amax, jnp.full_like(amax, 127.0))
-    if from_rounded_scale:
-        inverse = divide(jnp.ones_like(amax), jnp.where(scale == 0, 1.0, scale))
-    else:
-        inverse = divide(jnp.full_like(amax, 127.0), jnp.where(amax == 0, 1.0, amax))
+    inverse = divide(jnp.full_like(amax, 127.0), jnp.where(amax == 0, 1.0, amax))
     codes = jnp.clip(jnp.round(x * inverse), -128, 127)
     return codes.astype(jnp.int8), scale
 

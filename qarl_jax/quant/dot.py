@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 from qarl_jax.kernels import experts_triton
 from qarl_jax.numerics import machete
 from qarl_jax.numerics.engine import PLAIN, Numerics
-from qarl_jax.numerics.float32 import matmul_precision, round_to, tile_matmul
+from qarl_jax.numerics.float32 import from_float64, matmul_precision, round_to
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import dequantize, module_of
 
@@ -76,10 +76,9 @@ def _float_dot_general(
     rhs: jax.Array,
     dimension_numbers: Any,
     out_dtype: Any,
-    tiles: bool = False,
     gradient: bool = False,
 ) -> jax.Array:
-    """Two operands of the compute dtype -> `out_dtype`, accumulated in float32; `tiles`: on a CPU as AMX adds.
+    """Two operands of the compute dtype -> `out_dtype`, accumulated in float32.
 
     float32 operands are multiplied as `matmul_precision` says. bfloat16 operands go to the hardware's own units, whose
     kernels round their float32 sums as they write them; on CPU XLA's bfloat16 product is slower than a float32 product
@@ -99,24 +98,37 @@ def _float_dot_general(
         )
         return round_to(y, out_dtype)
 
-    def mirrored(lhs, rhs):
-        return round_to(tile_matmul(lhs, rhs), out_dtype)
-
     def native(lhs, rhs):
         return _stored(lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=out_dtype), out_dtype)
 
     if lhs.dtype == jnp.float32:
         return upcast(lhs, rhs)
-    return lax.platform_dependent(lhs, rhs, cpu=mirrored if tiles else upcast, default=native)
+    return lax.platform_dependent(lhs, rhs, cpu=upcast, default=native)
+
+
+def _float64_product(
+    x: jax.Array, w: jax.Array, s_x: jax.Array | None = None, s_w: jax.Array | None = None
+) -> jax.Array:
+    """f32(s_x * sum_k x_k w_k), computed in float64: x [M, K], w [N, K]; s_x [M, 1]; s_w [N, G], of groups of K/G
+    inputs each, which w is multiplied by first (exactly)."""
+
+    def formula(x, w, s_x, s_w):
+        if s_w is not None:
+            n, groups = s_w.shape
+            w = (w.reshape(n, groups, -1) * s_w[..., None]).reshape(n, -1)
+        y = lax.dot_general(x, w, _CONTRACT_LAST)
+        return y if s_x is None else s_x * y
+
+    return from_float64(formula, x, w, s_x, s_w)
 
 
 class Dense:
-    """Contractions of activations [M, K] with one weight [N, K]; `tiles`: see `Numerics.tile_sums`."""
+    """Contractions of activations [M, K] with one weight [N, K]; `wide_sums`: see `Numerics.float64`."""
 
     dense = True
 
-    def __init__(self, tiles: bool = False):
-        self.tiles = tiles
+    def __init__(self, wide_sums: bool = False):
+        self.wide_sums = wide_sums
 
     def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """int8 [M, K], int8 [N, K] -> int32 [M, N], exact."""
@@ -128,13 +140,19 @@ class Dense:
         parts: of K (`machete.equal_parts`), each summed by itself and then added in float32, in ascending order.
         """
         w = w.astype(x.dtype)
+        if self.wide_sums:
+            return round_to(_float64_product(x, w), out_dtype)
         if parts == 1:
-            return _float_dot_general(x, w, _CONTRACT_LAST, out_dtype, self.tiles)
+            return _float_dot_general(x, w, _CONTRACT_LAST, out_dtype)
         sums = [
-            _float_dot_general(x[:, first:end], w[:, first:end], _CONTRACT_LAST, jnp.float32, self.tiles)
+            _float_dot_general(x[:, first:end], w[:, first:end], _CONTRACT_LAST, jnp.float32)
             for first, end in machete.inputs_of(x.shape[1], parts)
         ]
         return round_to(functools.reduce(jnp.add, sums), out_dtype)
+
+    def rescaled(self, x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array) -> jax.Array:
+        """Codes [M, K] and [N, K], scales [M, 1] and [N, G] -> f32(s_x sum x (w s_w)) [M, N], computed in float64."""
+        return _float64_product(x, w, s_x, s_w)
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """float8 [M, K], float8 [N, K] -> float32 [M, N]."""
@@ -161,15 +179,15 @@ class Ragged:
     Args:
       group_sizes: [E] int32, rows of each expert.
       num_rows: M.
-      tiles: as in `Dense`.
+      wide_sums: as in `Dense`.
       wide: products of floats are left in float32, whatever is asked for.
     """
 
     dense = False
 
-    def __init__(self, group_sizes: jax.Array, num_rows: int, tiles: bool = False, wide: bool = False):
+    def __init__(self, group_sizes: jax.Array, num_rows: int, wide_sums: bool = False, wide: bool = False):
         self.group_sizes = group_sizes
-        self.tiles = tiles
+        self.wide_sums = wide_sums
         self.wide = wide
         ends = jnp.cumsum(group_sizes)
         # The expert of each row; rows past the last group take the last expert and are masked.
@@ -193,13 +211,17 @@ class Ragged:
         del parts  # Machete has no experts
         w = w.astype(x.dtype)
         out_dtype = jnp.float32 if self.wide else out_dtype
+        if self.wide_sums:
+            return round_to(self._by_expert(_float64_product, jnp.float32)(x, w), out_dtype)
+        return self._float(x, w, out_dtype)
 
-        def plain(x, w):
-            return self._float(x, w, out_dtype)
+    def rescaled(self, x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array) -> jax.Array:
+        """As `Dense.rescaled`, w [E, N, K] and s_w [E, N, G]."""
 
-        # Where inner values stay float32 the operands come upcast (`Linear.of_experts`) and hold bfloat16 values still.
-        tiled = self._by_expert(lambda x, w_NK: round_to(tile_matmul(x, w_NK), out_dtype), out_dtype)
-        return lax.platform_dependent(x, w, cpu=tiled, default=plain) if self.tiles else plain(x, w)
+        def multiply(x, w_s):
+            return _float64_product(x, w_s[0], s_x, w_s[1])
+
+        return self._by_expert(multiply, jnp.float32)(x, (w, s_w))
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """float8 [M, K], float8 [E, N, K] -> float32 [M, N]."""
@@ -255,18 +277,20 @@ class Ragged:
         return ((self.expert == e) & inside)[:, None]
 
     def _by_expert(self, multiply: Any, dtype: Any) -> Any:
-        """A function of [M, K] and [E, N, K]: one expert after the other over all rows; each row keeps its own's.
+        """A function of [M, K] and [E, N, K] (or a tuple of such stacks): one expert after the other over all rows;
+        each row keeps its own's.
 
         What XLA makes of a ragged product where it has no kernel has as many multiplications, and writes every row once
         per expert; and its one contraction over [E, K] adds in another order where a device holds other experts.
         """
 
-        def run(x: jax.Array, w: jax.Array) -> jax.Array:
-            def add_expert(y: jax.Array, one: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        def run(x: jax.Array, w: Any) -> jax.Array:
+            def add_expert(y: jax.Array, one: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
                 e, w_NK = one
                 return jnp.where(self._rows_of(e), multiply(x, w_NK), y), None
 
-            return lax.scan(add_expert, jnp.zeros((x.shape[0], w.shape[1]), dtype), (self._experts(), w))[0]
+            outputs = jax.tree.leaves(w)[0].shape[1]
+            return lax.scan(add_expert, jnp.zeros((x.shape[0], outputs), dtype), (self._experts(), w))[0]
 
         return run
 
@@ -325,7 +349,7 @@ def _dense(spec: _Spec, x, master, qtensor, bias):
 
 
 def _dense_fwd(spec, x, master, qtensor, bias):
-    y, (saved, weight) = _forward(Dense(spec.numerics.tile_sums), spec, x, master, qtensor, bias)
+    y, (saved, weight) = _forward(Dense(spec.numerics.float64), spec, x, master, qtensor, bias)
     return round_to(y, x.dtype), (saved, weight)
 
 
@@ -345,7 +369,7 @@ def _ragged(spec: _Spec, x, master, qtensor, group_sizes):
 
 
 def _ragged_fwd(spec, x, master, qtensor, group_sizes):
-    product = Ragged(group_sizes, x.shape[0], spec.numerics.tile_sums, spec.wide)
+    product = Ragged(group_sizes, x.shape[0], spec.numerics.float64, spec.wide)
     y, (saved, weight) = _forward(product, spec, x, master, qtensor, None)
     return round_to(y, jnp.float32 if spec.wide else x.dtype), (saved, weight, group_sizes)
 

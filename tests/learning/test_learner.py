@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qarl_jax import models, quant, train
+from qarl_jax import models, quant
 from qarl_jax.data import packing
 from qarl_jax.learning.learner import Learner, Options, code_flips
+from qarl_jax.loop.publisher import Publisher
+from qarl_jax.loop.updates import Updates
 from qarl_jax.loss import get_loss
 from qarl_jax.metrics import merge, values
+from qarl_jax.observe.recorder import PhaseTimer
 from qarl_jax.optim import build, by_stack
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.sft import NegativeLogLikelihood
@@ -312,11 +315,11 @@ def test_weights_are_quantized_once_per_update_and_the_published_tensors_are_rea
     monkeypatch.setattr(world_learner, "update", updating)
     monkeypatch.setattr(world_learner, "score", scoring)
     engine = Recorder()
-    publisher = train.Publisher(cfg, world_learner, engine)
+    publisher = Publisher(cfg, world_learner, engine)
     publisher.publish(state, 0)
     advantages = np.stack([group.rewards for group in groups()])
-    timer = train.observe.PhaseTimer()
-    state, metrics, *_ = train.learn(cfg, world_learner, publisher, state, groups(), advantages, 0, timer)
+    updates = Updates(cfg, world_learner, publisher, PhaseTimer())
+    state, metrics, *_ = updates.run(state, groups(), advantages, 0)
     report = publisher.publish(state, 1)
     assert metrics["train/updates"] == 2
     assert len(quantized) == 3  # at the start, and after each of two updates

@@ -117,7 +117,7 @@ def test_a_width_the_kernels_vectors_do_not_divide_has_any_order():
 
 def test_silu_of_every_bfloat16(recorded):
     every = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(64, 1024)
-    mine = np.asarray(jax.jit(lambda g: layers.silu_and_mul(g, jnp.ones_like(g), True, divided=True))(every))
+    mine = np.asarray(jax.jit(lambda g: layers.silu_and_mul(g, jnp.ones_like(g), CUDA))(every))
     theirs = recorded["silu_all"]
     matters = np.isfinite(every.astype(np.float32)) & (np.abs(theirs.astype(np.float32)) > 1e-30)
     np.testing.assert_array_equal(mine.view(np.int16)[matters], theirs.view(np.int16)[matters])
@@ -126,16 +126,16 @@ def test_silu_of_every_bfloat16(recorded):
 def test_silu_is_rounded_before_it_is_multiplied(recorded):
     gate, up = np.split(recorded["silu_x"], 2, axis=1)
 
-    def share(**rounds):
-        return equal(jax.jit(functools.partial(layers.silu_and_mul, **rounds))(gate, up), recorded["silu_o"])
+    def share(numerics):
+        return equal(jax.jit(functools.partial(layers.silu_and_mul, numerics=numerics))(gate, up), recorded["silu_o"])
 
-    assert share(rounded=True, divided=True) == 1
-    assert share(rounded=False, divided=True) < 0.8
+    assert share(CUDA) == 1
+    assert share(quant.resolve("plain")) < 0.8
 
 
 def test_the_gradient_of_a_divided_silu_is_that_of_silu():
     x = jnp.linspace(-9, 9, 99)
-    mine = jax.grad(lambda x: layers.silu_and_mul(x, jnp.cos(x), divided=True).sum())(x)
+    mine = jax.grad(lambda x: layers.silu_and_mul(x, jnp.cos(x), CUDA).sum())(x)
     plain = jax.grad(lambda x: layers.silu_and_mul(x, jnp.cos(x)).sum())(x)
     np.testing.assert_allclose(mine, plain, rtol=1e-6, atol=1e-7)
 

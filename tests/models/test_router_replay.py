@@ -109,18 +109,6 @@ def test_the_gradient_reaches_the_router_through_the_weights_of_the_replayed_exp
         assert grad[:, k:].max() == 0, "experts nobody went to: their logits weigh nothing"
 
 
-@pytest.mark.slow
-def test_a_rounded_router_weighs_its_experts_in_bfloat16(model):
-    config = dataclasses.replace(model.config, numerics=quant.resolve("cpu_avx2"), compute_dtype=jnp.bfloat16)
-    router = Router(config=config, rngs=nnx.Rngs(0), stack={})
-    x = jnp.asarray(np.random.default_rng(2).standard_normal((40, config.hidden_size)), jnp.bfloat16)
-    _, weights = router(x)
-    np.testing.assert_array_equal(weights, weights.astype(jnp.bfloat16).astype(jnp.float32))
-    plain = dataclasses.replace(config, numerics=quant.resolve("plain"))
-    _, exact = Router(config=plain, rngs=nnx.Rngs(0), stack={})(x)
-    assert (np.asarray(exact) != np.asarray(exact.astype(jnp.bfloat16).astype(jnp.float32))).any()
-
-
 @pytest.mark.parametrize("k", [2, 6])
 def test_on_cuda_outputs_are_weighted_rounded_and_summed_as_vllm_does(model, k):
     """Two to four in bfloat16, one after the other, more in float32; weights before the first rounding."""

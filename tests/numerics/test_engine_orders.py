@@ -138,7 +138,7 @@ def test_a_layers_parts_are_those_of_the_weight_the_engine_fuses_it_into():
     assert build(config) == [machete.parts(768, 1024)] * 2 + alone[2:]
     assert machete.parts(768, 1024) == 1
     assert resolve("cuda").of_layer(384, 1024) == dataclasses.replace(resolve("cuda"), parts=2)
-    assert resolve("cpu_amx").of_layer(384, 1024) == resolve("cpu_amx")
+    assert resolve("cpu").of_layer(384, 1024) == resolve("cpu")
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from qarl_jax.numerics.float32 import (
     divide,
+    from_float64,
+    in_float64,
     matmul_precision,
     pack_int4,
     round_bf16,
     round_to,
-    tile_matmul,
-    tile_product,
     unpack_int4,
 )
 from tests.reference import quant_reference as ref
@@ -127,18 +127,34 @@ def test_element_8j_plus_i_sits_in_bits_4i_of_word_j():
     assert [int(x) for x in pack_int4(codes)] == [0, 0xF << 12]
 
 
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 5), (7, 96, 33), (7, 40, 24)])
-def test_tile_products_are_added_in_the_order_of_amx(m, k, n):
-    rng = np.random.default_rng([m, k, n])
-    x, w = ref.bf(rng.normal(size=(m, k))), ref.bf(rng.normal(size=(n, k)))
-    got = np.asarray(jax.jit(tile_matmul)(x, w))
-    np.testing.assert_array_equal(got, ref.tiles(x, w))
-    in_turn = np.zeros((m, n), np.float32)
-    for i in range(k):
-        in_turn += x[:, i, None] * w[None, :, i]
-    assert (got != in_turn).any(), "another order would do"
-    broadcast = jax.jit(tile_product)(x[:, None, None, :], w[None, :, None, :])
-    np.testing.assert_array_equal(np.asarray(broadcast)[..., 0], got)
+def test_what_is_computed_in_float64_is_rounded_to_float32_once_and_has_float32s_gradient():
+    rng = np.random.default_rng(3)
+    x, y = (rng.normal(size=1000).astype(np.float32) for _ in range(2))
+
+    def formula(x, y):
+        return jnp.exp(x) * y + jnp.sum(x * y)
+
+    got, gradient = jax.jit(jax.value_and_grad(lambda x, y: in_float64(formula)(x, y).sum(), (0, 1)))(x, y)
+    wide = np.exp(x.astype(np.float64)) * y.astype(np.float64) + np.sum(x.astype(np.float64) * y.astype(np.float64))
+    np.testing.assert_array_equal(jax.jit(in_float64(formula))(x, y), wide.astype(np.float32))
+    usual = jax.jit(jax.value_and_grad(lambda x, y: formula(x, y).sum(), (0, 1)))(x, y)[1]
+    for mine, theirs in zip(gradient, usual, strict=True):
+        assert mine.dtype == jnp.float32
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+    assert not jax.config.jax_enable_x64
+    assert jnp.ones(2).dtype == got.dtype == jnp.float32
+
+
+def test_the_rounding_to_float32_is_not_dropped_before_another_float64_step():
+    x = np.random.default_rng(4).normal(size=4096).astype(np.float32)
+
+    @jax.jit
+    def twice(x):
+        return from_float64(lambda y: y * 3, from_float64(lambda x: x / 3, x))
+
+    want = ((x.astype(np.float64) / 3).astype(np.float32).astype(np.float64) * 3).astype(np.float32)
+    np.testing.assert_array_equal(twice(x), want)
+    assert (want != x).any()
 
 
 def test_float32_products_are_exact_unless_jax_is_told_otherwise():

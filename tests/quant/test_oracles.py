@@ -78,7 +78,7 @@ def aqt_rows(x):
 def test_activation_grid_is_aqts_absmax_127_grid_up_to_its_division():
     """AQT multiplies by 1 / scale with XLA's division: the scales may be an ulp apart, and a code on a tie may flip."""
     x = jnp.asarray(np.random.default_rng(1).normal(size=(500, 256)), jnp.float32)
-    codes, scale = quantize_rows(x, from_rounded_scale=True)
+    codes, scale = quantize_rows(x)
     theirs, their_scale = jax.jit(aqt_rows)(x)
     np.testing.assert_allclose(scale, their_scale, rtol=1.2e-7)
     difference = np.abs(np.asarray(codes, np.int32) - np.asarray(theirs, np.int32))

@@ -71,21 +71,16 @@ def test_quantize_tree_names_the_path_that_does_not_fit():
         quantize_tree({"layers.7.mlp": jnp.ones((4, 40))}, Rules.parse(RULES))
 
 
-def test_engines_resolve_to_profiles_by_what_the_host_is(monkeypatch):
-    monkeypatch.setattr(engine, "cpu_has_amx", lambda: True)
-    assert resolve("cpu") == resolve("cpu_amx")
-    assert resolve("auto") == resolve("cpu_amx")  # tests run on CPU
-    monkeypatch.setattr(engine, "cpu_has_amx", lambda: False)
-    monkeypatch.setattr(engine, "cpu_has_avx512_bf16", lambda: False)
-    assert resolve("cpu") == resolve("cpu_avx2")
-    monkeypatch.setattr(engine, "cpu_has_avx512_bf16", lambda: True)
-    assert resolve("cpu") == resolve("cpu_avx512_bf16")
-    assert resolve("cuda") == resolve("cuda")
+def test_engines_resolve_to_profiles_whatever_the_cpu():
+    for name in ("plain", "cpu", "cuda"):
+        assert resolve(name) == engine.of_profile(name)
+        assert resolve(name).profile == name
+    assert resolve("auto") == resolve("cpu")  # tests run on CPU
     assert resolve("plain") == PLAIN
     with pytest.raises(UserError, match="auto, cpu, cuda, plain"):
         resolve("tpu")
-    with pytest.raises(UserError, match="cpu_amx"):
-        resolve("amx")
+    with pytest.raises(UserError, match=r"'cpu_amx': use one of plain, cpu, cuda .* set quant\.engine=cpu"):
+        engine.of_profile("cpu_amx")
 
 
 def test_the_plain_profile_rounds_nothing_the_engine_rounds():

@@ -62,11 +62,11 @@ def int8_rows(x: np.ndarray, profile: str) -> tuple[np.ndarray, np.ndarray]:
     """[M, K] activations -> int8 codes, float32 scales [M, 1], as the engine of `profile` makes them."""
     x = np.asarray(x, np.float32)
     amax = np.abs(x).max(-1, keepdims=True)
-    if profile == "cpu_amx":
+    if profile == "cpu":
         amax = np.maximum(amax, np.float32(1e-7))
     scale = amax / np.float32(127)
     with np.errstate(divide="ignore"):
-        inverse = 1 / scale if profile in ("cpu_avx512_bf16", "cpu_avx2") else np.float32(127) / amax
+        inverse = np.float32(127) / amax
     inverse = np.where(amax == 0, np.float32(0), inverse).astype(np.float32)
     return np.clip(np.rint(x * inverse), -128, 127).astype(np.int8), scale
 
@@ -93,20 +93,25 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return bits.view(np.float64).astype(np.float32)
 
 
-def w8a8_layer(x, codes, scale, profile, bias=None, fused=True) -> np.ndarray:
+def rescaled(x_q, s_x, w, bias=None) -> np.ndarray:
+    """float32 [M, N] of vLLM's CPU engine with the bridge's own layers: codes [M, K] times w [N, K], in float64."""
+    y = (s_x.astype(np.float64) * (x_q.astype(np.float64) @ w.astype(np.float64).T)).astype(np.float32)
+    return y if bias is None else y + bias[None, :]
+
+
+def w8a8_layer(x, codes, scale, profile, bias=None) -> np.ndarray:
     """float32 [M, N], before the rounding to the compute dtype."""
     x_q, s_x = int8_rows(x, profile)
+    if profile == "cpu":
+        return rescaled(x_q, s_x, codes * scale.astype(np.float64), bias)
     acc = (x_q.astype(np.int64) @ codes.astype(np.int64).T).astype(np.float32)
-    s_w = scale[:, 0][None, :]
-    first, last = (acc * s_x, np.broadcast_to(s_w, acc.shape)) if profile == "cpu_amx" else (acc * s_w, s_x)
-    if bias is None:
-        return first * last
-    return fma(first, np.broadcast_to(last, first.shape), bias[None, :]) if fused else first * last + bias[None, :]
+    first = acc * scale[:, 0][None, :]
+    return first * s_x if bias is None else fma(first, np.broadcast_to(s_x, first.shape), bias[None, :])
 
 
 def w4a8_layer(x, codes, scale, bias=None) -> np.ndarray:
     """float32 [M, N]: one fused multiply-add per group, in order."""
-    x_q, s_x = int8_rows(x, "cpu_amx")
+    x_q, s_x = int8_rows(x, "cpu")
     n, k = codes.shape
     g = k // scale.shape[-1]
     acc = np.zeros((x.shape[0], n), np.float32) if bias is None else np.broadcast_to(bias, (x.shape[0], n))
@@ -115,17 +120,6 @@ def w4a8_layer(x, codes, scale, bias=None) -> np.ndarray:
         p = (x_q[:, part].astype(np.int64) @ codes[:, part].astype(np.int64).T).astype(np.float32)
         acc = fma(p * s_x, np.broadcast_to(scale[:, i].astype(np.float32)[None, :], p.shape), acc)
     return acc
-
-
-def tiles(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """x [M, K] times w [N, K], bfloat16 values, float32 [M, N] in the order of Intel's TDPBF16PS."""
-    total = np.zeros((len(x), len(w)), np.float32)
-    for start in range(0, x.shape[1], 32):
-        lanes = [np.zeros_like(total), np.zeros_like(total)]
-        for k in range(start, min(start + 32, x.shape[1])):
-            lanes[k % 2] += x[:, k, None] * w[None, :, k]  # exact products: one rounding
-        total += lanes[0] + lanes[1]
-    return total
 
 
 def _f8(x: np.ndarray) -> np.ndarray:

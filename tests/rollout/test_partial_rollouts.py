@@ -10,6 +10,7 @@ import pytest
 
 from qarl_jax import train
 from qarl_jax.data import PromptStream
+from qarl_jax.loop import setup
 from qarl_jax.rollout import SamplingConfig, dynamic_sampling, partial_rollouts
 from qarl_jax.rollout.embedded.engine import Config as SamplerConfig
 from qarl_jax.rollout.embedded.engine import JaxSampler
@@ -453,7 +454,7 @@ def test_a_step_dropped_by_an_interrupt_is_sampled_again_from_what_was_in_hand(r
     changed = run.changed(run_dir=str(run.folder / "interrupted"), checkpoint={"every": 0})
     collect, interrupts = partial_rollouts.collect, []
 
-    class Interrupt(train.Interrupt):
+    class Interrupt(setup.Interrupt):
         def __init__(self):
             super().__init__()
             interrupts.append(self)
@@ -463,7 +464,7 @@ def test_a_step_dropped_by_an_interrupt_is_sampled_again_from_what_was_in_hand(r
         return collect(cfg, dynamic, stream, step, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "Interrupt", Interrupt)
+        patch.setattr(setup, "Interrupt", Interrupt)
         patch.setattr(partial_rollouts, "collect", interrupted)
         assert train.main(changed.command()) == 0
     assert len(changed.records()) == 3
@@ -474,7 +475,7 @@ def test_a_step_dropped_by_an_interrupt_is_sampled_again_from_what_was_in_hand(r
 @pytest.mark.slow
 def test_a_run_over_the_bridge_goes_on_with_its_responses_too(world, monkeypatch):
     """The engine behind the bridge is the fake one: its tokens are a hash, of which every third one ends a response."""
-    monkeypatch.setattr(train.data, "stop_token_ids", lambda tokenizer, path: tuple(range(10)))
+    monkeypatch.setattr(setup.data, "stop_token_ids", lambda tokenizer, path: tuple(range(10)))
     engine = {"name": "vllm", "engine": "fake", "max_model_len": 24, "start_timeout_s": 60}
     rollout = world.tree["rollout"] | {"engine": engine}
     whole = world.changed(run_dir=str(world.folder / "bridge"), rollout=rollout)

@@ -253,16 +253,13 @@ def test_a_critic_takes_groups_of_one_and_leaves_the_policy_the_rest_of_the_upda
     ("engine", "sampler", "profile"),
     [
         ("auto", "jax", "plain"),
-        ("auto", "vllm", "cpu_amx"),
-        ("cpu", "jax", "cpu_amx"),
+        ("auto", "vllm", "cpu"),
+        ("cpu", "jax", "cpu"),
         ("cuda", "jax", "cuda"),
         *((name, "vllm", name) for name in numerics.PROFILES),  # as a bridge elsewhere may ask for it
     ],
 )
-def test_auto_mirrors_vllm_where_vllm_samples_and_nothing_else_does_so_unasked(
-    load, monkeypatch, engine, sampler, profile
-):
-    monkeypatch.setattr(numerics, "cpu_has_amx", lambda: True)  # tests run on a CPU
+def test_auto_mirrors_vllm_where_vllm_samples_and_nothing_else_does_so_unasked(load, engine, sampler, profile):
     cfg = load(f"quant.engine={engine}", f"rollout.engine.name={sampler}")
     assert cfg.numerics.profile == profile
     assert cfg.quant.engine == engine

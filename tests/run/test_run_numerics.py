@@ -33,7 +33,7 @@ def record(folder, *numerics):
 
 def test_a_folder_says_what_its_run_last_computed_in(tmp_path):
     assert build.recorded_numerics(tmp_path) is None
-    record(tmp_path, {"profile": "cpu_amx"}, {"profile": "cuda"})
+    record(tmp_path, {"profile": "cpu"}, {"profile": "cuda"})
     assert build.recorded_numerics(tmp_path) == resolve("cuda")
     assert build.recorded_numerics(tmp_path / "checkpoints" / "step_00000001") == resolve("cuda")
     record(tmp_path)
@@ -49,8 +49,8 @@ def test_a_folder_says_what_its_run_last_computed_in(tmp_path):
 
 
 def test_what_runs_recorded_as_printed_is_still_read(tmp_path):
-    record(tmp_path, "Numerics(profile='cpu_amx')")
-    assert build.recorded_numerics(tmp_path) == resolve("cpu_amx")
+    record(tmp_path, "Numerics(profile='cpu')")
+    assert build.recorded_numerics(tmp_path) == resolve("cpu")
 
 
 def test_auto_goes_on_in_what_was_recorded_unless_vllm_samples(world, tmp_path):

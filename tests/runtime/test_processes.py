@@ -217,19 +217,20 @@ def test_vllm_is_refused_over_several_processes(tmp_path):
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
-# Runs the trainer; the process with the given number sends itself a signal when `learn` has returned for the n-th time.
+# Runs the trainer; the process with the given number sends itself a signal when the n-th step's updates are done.
 SIGNALLED = """
 import os, signal, sys
 number, victims, name, nth = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 from qarl_jax import train
-learn, calls = train.learn, [0]
+from qarl_jax.loop.updates import Updates
+learn, calls = Updates.run, [0]
 def counted(*args, **kwargs):
     out = learn(*args, **kwargs)
     calls[0] += 1
     if str(number) in victims and calls[0] == nth:
         os.kill(os.getpid(), signal.Signals[name])
     return out
-train.learn = counted
+Updates.run = counted
 sys.exit(train.main(sys.argv[5:]))
 """
 

@@ -1,23 +1,20 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized mixtures of experts for vLLM's CPU build.
+"""Mixtures of experts for vLLM's CPU engine, one arithmetic for every build (`cpu_kernels.py`).
 
-vLLM 0.32 multiplies quantized experts on x86 through AMX tiles only; without them it refuses such a model at start
-("No WNA16 MoE backend supports the deployment configuration"). With them int4 experts are w4a8, whatever
-VLLM_CPU_INT4_W4A8 says, and its int8 kernel leaves gates unrounded and takes their SiLU through a 14-bit reciprocal:
-against the learner's arithmetic k3 was 2.4e-3 on a random mixture. These methods take their place, expert by expert,
-with the products of `portable_kernels`, so that experts and dense layers have one arithmetic:
+vLLM 0.32 multiplies quantized experts on x86 through AMX tiles only and refuses such a model elsewhere; its kernels for
+bf16 experts round differently from build to build. These methods take their place, expert by expert, with the products
+of the linear layers:
 
     h = product(x[rows of e], w13[e])            bf16: gate and up, side by side
-    a = bf16(bf16(silu(gate)) * up)              as vLLM's own activation on a CPU
+    a = bf16(f32(silu(gate) * up))               as `cpu_layers.py`
     o = product(a, w2[e])                        bf16
-    y = bf16(sum over a token's experts of weight * o)      in float32, rounded once
+    y = bf16(f32(sum over a token's experts of weight * o))      in float64
 
-which is also what the learner computes (`qarl_jax/models/moe.py`). int8 experts (w8a8), int4 experts with bf16 (w4a16)
-or int8 activations (w4a8). The tensors stay as loaded; a copy beside them, float32 (or bf16, for w4a16 with AMX), is
-what is multiplied with.
+which is also what the learner computes (`qarl_jax/models/moe.py`). bf16 experts, int8 ones (w8a8), int4 with bf16
+(w4a16) or int8 activations (w4a8). The tensors stay as loaded; a float64 copy beside them is what is multiplied with.
 
-What we left out: speed (a loop over experts) and small memory (4 bytes per weight), expert parallelism, biases.
+What we left out: speed (a loop over experts) and small memory (8 bytes per weight), expert parallelism, biases.
 """
 
 from __future__ import annotations
@@ -27,8 +24,10 @@ from typing import Any
 
 import torch
 from vllm import envs
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe as chooser,
 )
@@ -40,11 +39,14 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.platforms import current_platform
 
-from qarl_bridge.engine.cpu_kernels import float_product, int8_product, portable_int4, w4a8_product
+from qarl_bridge.engine.cpu_kernels import Rows, channel_weight, int4_weight, int8_rows, product
+from qarl_bridge.engine.cpu_layers import silu_and_mul
 
 
 class _Portable(FusedMoEMethodBase):
-    """The part that does not depend on the format."""
+    """The part that does not depend on the format. rows: what makes codes of activations."""
+
+    rows: Rows | None = None
 
     def _start(self, moe: Any) -> None:
         FusedMoEMethodBase.__init__(self, moe)
@@ -55,9 +57,9 @@ class _Portable(FusedMoEMethodBase):
         """No kernel of vLLM's reads one."""
         return None
 
-    def product(self, layer: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """[M, K] -> [M, N] through matrix `name` ("w13" or "w2") of one expert."""
-        raise NotImplementedError
+    def _hold(self, layer: Any, name: str, weights: list[torch.Tensor]) -> None:
+        """Keep matrix `name` ("w13" or "w2") of every expert, as it is multiplied with."""
+        layer.register_parameter(f"{name}_portable", torch.nn.Parameter(torch.stack(weights), requires_grad=False))
 
     def apply(
         self,
@@ -69,13 +71,25 @@ class _Portable(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[M, D], weights and ids [M, k] -> [M, D] in x.dtype."""
-        outputs = torch.zeros((*topk_ids.shape, x.shape[1]), dtype=torch.float32)
+        outputs = torch.zeros((*topk_ids.shape, x.shape[1]), dtype=torch.float64)
         for expert in torch.unique(topk_ids).tolist():
             rows, places = (topk_ids == expert).nonzero(as_tuple=True)
-            gate, up = self.product(layer, "w13", expert, x[rows]).chunk(2, dim=-1)
-            hidden = torch.nn.functional.silu(gate) * up
-            outputs[rows, places] = self.product(layer, "w2", expert, hidden).float()
-        return (outputs * topk_weights.float().unsqueeze(-1)).sum(dim=1).to(x.dtype)
+            hidden = silu_and_mul(product(x[rows], layer.w13_portable[expert], None, self.rows))
+            outputs[rows, places] = product(hidden, layer.w2_portable[expert], None, self.rows).double()
+        return (outputs * topk_weights.double().unsqueeze(-1)).sum(dim=1).float().to(x.dtype)
+
+
+class PortableMoEMethod(_Portable, UnquantizedFusedMoEMethod):
+    """bf16 experts; see the module docstring."""
+
+    def __init__(self, moe: Any):
+        UnquantizedFusedMoEMethod.__init__(self, moe)
+        self._start(moe)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Copy the weights, at load and at every reload."""
+        for name in ("w13", "w2"):
+            self._hold(layer, name, list(getattr(layer, f"{name}_weight").data.double()))
 
 
 class PortableInt8MoEMethod(_Portable, CompressedTensorsW8A8Int8MoEMethod):
@@ -85,18 +99,13 @@ class PortableInt8MoEMethod(_Portable, CompressedTensorsW8A8Int8MoEMethod):
         self._start(moe)
         self.weight_quant, self.input_quant = weight_quant, input_quant
         self.static_input_scales = False
+        self.rows = int8_rows
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Copy the codes to float32, at load and at every reload."""
+        """Build the float64 weights, at load and at every reload."""
         for name in ("w13", "w2"):
-            codes = getattr(layer, f"{name}_weight").data.float().contiguous()
-            layer.register_parameter(f"{name}_portable", torch.nn.Parameter(codes, requires_grad=False))
-
-    def product(self, layer: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """Exact integer products, rescaled as vLLM's dense layers are on this CPU."""
-        scale = getattr(layer, f"{name}_weight_scale")[expert]
-        like_amx = torch.cpu._is_amx_tile_supported()
-        return int8_product(x, getattr(layer, f"{name}_portable")[expert], scale, None, like_amx)
+            codes, scales = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+            self._hold(layer, name, [channel_weight(q, s) for q, s in zip(codes, scales, strict=True)])
 
 
 class PortableWNA16MoEMethod(_Portable, CompressedTensorsWNA16MoEMethod):
@@ -108,30 +117,21 @@ class PortableWNA16MoEMethod(_Portable, CompressedTensorsWNA16MoEMethod):
         self.num_bits, self.symmetric, self.strategy = weight_quant.num_bits, True, weight_quant.strategy
         self.packed_factor = 32 // weight_quant.num_bits
         self.group_size = -1 if weight_quant.group_size is None else weight_quant.group_size
-        self.int8_activations = bool(envs.VLLM_CPU_INT4_W4A8)
+        self.rows = int8_rows if envs.VLLM_CPU_INT4_W4A8 else None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Build the float32 weights (or codes) from the packed ones, at load and at every reload."""
+        """Build the float64 weights from the packed ones, at load and at every reload."""
         for name in ("w13", "w2"):
             packed = getattr(layer, f"{name}_weight_packed").data
-            scale = getattr(layer, f"{name}_weight_scale").data
-            weights = torch.stack(
-                [portable_int4(p, s, self.int8_activations) for p, s in zip(packed, scale, strict=True)]
-            )
-            if torch.cpu._is_amx_tile_supported() and not self.int8_activations:
-                weights = weights.to(torch.bfloat16)  # as which they are exact
-            layer.register_parameter(f"{name}_portable", torch.nn.Parameter(weights, requires_grad=False))
-
-    def product(self, layer: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """bf16(x @ bf16(q*s)), or w4a8's formula."""
-        weight = getattr(layer, f"{name}_portable")[expert]
-        if self.int8_activations:
-            return w4a8_product(x, weight, getattr(layer, f"{name}_weight_scale")[expert], None)
-        return float_product(x, weight, None)
+            scales = getattr(layer, f"{name}_weight_scale").data
+            int8 = self.rows is not None
+            self._hold(layer, name, [int4_weight(p, s, int8) for p, s in zip(packed, scales, strict=True)])
 
 
 def register() -> None:
-    """Let these serve every quantized mixture of experts on a CPU (idempotent)."""
+    """Let these serve every mixture of experts on a CPU (idempotent)."""
+    if "UnquantizedFusedMoEMethod" not in op_registry_oot:
+        CustomOp.register_oot(PortableMoEMethod, name="UnquantizedFusedMoEMethod")
     original = chooser.CompressedTensorsMoEMethod.get_moe_method
     if getattr(original, "is_portable", False):
         return

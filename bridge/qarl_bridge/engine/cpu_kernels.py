@@ -1,68 +1,91 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""CPU linear kernels for vLLM 0.32 that fill gaps of its x86 build, most of them on machines without AMX.
+"""Linear layers of our own for vLLM's CPU engine: one arithmetic for every build, x86 or Arm.
 
-`PortableWNA16LinearKernel`, int4 weights. vLLM's own kernel calls `torch.ops._C.cpu_gemm_wna16`, which its AVX2 build
-does not contain: a W4A16 model loads, then dies with AttributeError at the first token. This one computes
+vLLM's CPU wheel holds several builds, and each multiplies, rounds and adds in its own way: with AMX tiles, with oneDNN,
+with kernels that drop the low bits instead of rounding. None of that is mirrored. Every layer is replaced by what is
+written here, in torch's generic operations, and the learner computes the same (`docs/numerics.md`, profile `cpu`):
 
-    w = bf16(q * s)          once, at load, kept as float32 (exact)
-    y = bf16(x_f32 @ w_f32^T (+ b))     accumulated in float32, rounded once
+    S(x, w) = f32(sum_k x_k w_k)                   the sum in float64, in any order, rounded to float32 once
+    bf16, w4a16   y = bf(S(x, w) + b)              w as held, or bf(q s)
+    w8a8, w4a8    y = bf(f32(s_x sum x_q w) + b)   w = q s, exact; am = max(max|x|, 1e-7), s_x = am / 127,
+                                                   x_q = RNE(x * (127 / am)), each one float32 operation
+    fp8           the same with s_x = max(max|x| / 448, 1 / (448 * 512)) and x_q = e4m3(x * (1 / s_x))
+    head, router  S(x, w), left in float32
 
-which is the arithmetic of vLLM's kernel where it exists (`VLLM_CPU_INT4_W4A8=0`: bf16(q*s) weights, float32
-accumulation, bias added before the one rounding). float32 because it is what AVX2 does fast: 10x the speed of a bf16
-matmul there at 16 rows and more. It is chosen when the C++ op is missing; the packed tensors stay as loaded. For a
-model whose int4 layers take int8 activations (w4a8; the engine then sets VLLM_CPU_INT4_W4A8=1) on a CPU without AMX,
-where vLLM would silently drop the activation quantisation, it computes the AMX kernel's formula instead:
+Why float64. A product of two bfloat16 values (or of a code and a weight) is exact in float64, and a sum of thousands of
+them is off by 1e-13 of its size, whatever the order. Rounded to float32 it therefore is the same number in any library
+unless it falls that close to the middle between two floats, about once in 10^6, and then one bfloat16 output in 65,000
+differs. So either side may use its library's product, and the number of rows, threads, blocks or the vector width
+change nothing.
 
-    am = max(max|x|, 1e-7), s_x = am/127, x_q = RNE(x * (127/am))
-    acc <- fma(float(p_g) * s_x, s_w[g], acc)      group by group, p_g exact, from the bias or 0;     y = bf16(acc)
-
-`PortableInt8LinearKernel`, int8 weights and activations. Without VNNI instructions oneDNN multiplies through
-`vpmaddubsw`, which adds two u8*s8 products into a *saturating* int16: 127*86 next to a zero activation (stored as 128)
-already overflows, and the int32 "product" is silently wrong (one-hot rows come back up to 28 % short). This kernel
-computes the product exactly,
-
-    x_q, s_x     vLLM's own dynamic per-token quantisation: s_x = am/127, x_q = clamp(RNE(x * (1/s_x)))
-    acc          sum of integer products, in float32 over at most 1,024 inputs at a time (127*128*1024 < 2^24: exact),
-                 the parts added as int32
-    y = bf16((float32(acc) * s_w) * s_x (+ b))        oneDNN's own order where its product is right
-
-It is chosen only when a self-test at start shows oneDNN's product to be wrong on this CPU; it is also the faster of the
-two there.
-
-`portable_linear`, bf16 weights. oneDNN has no bf16 matmul for AVX2 and vLLM falls back to torch's slow one; this is
-y = bf16(x_f32 @ w_f32^T (+ b)), as above. The head is where it matters.
-
-`same_for_few_rows`, bf16 weights up to 1 MiB (small layers, routers, heads of small vocabularies) with AMX. vLLM takes
-sgl's kernel for them, which adds in one order for one to four rows (VDPBF16PS) and in another above (tiles): the last
-sequences of a batch would have other log-probs than the rest. Few rows are padded to five, with zeros.
-
-`HeldScaleInt8LinearKernel`, int8, where oneDNN is right. vLLM's oneDNN path keeps a raw pointer to the weight scales it
-was built with. During an in-place reload those are a temporary, freed as soon as its values are copied into the live
-parameter: the kernel then reads freed memory. This subclass changes no arithmetic; it keeps that temporary alive next
-to the pointer, until the next reload replaces both.
-
-All are put first in vLLM's own kernel registry by `register()`, and reported in the engine's facts. What we left out:
-any attempt to be small (4 bytes per weight beside the packed one), tensor parallelism, static activation scales.
+The price is memory, eight bytes per weight beside the loaded one, and about half of float32's speed. What we left out:
+tensor parallelism, static activation scales, zero points.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.model_executor.kernels import linear as registry
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
-from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    FP8ScaledMMLinearKernel,
+    FP8ScaledMMLinearLayerConfig,
     Int8ScaledMMLinearKernel,
     Int8ScaledMMLinearLayerConfig,
 )
+from vllm.model_executor.layers import utils as dispatch
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
+
+Rows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: Rows | None = None, wide: bool = False
+) -> torch.Tensor:
+    """One layer, as in the module docstring.
+
+    Args:
+      x: [..., K] in the compute dtype.
+      weight: [N, K] float64.
+      bias: [N] or None.
+      rows: makes codes and scales of x; None: x is multiplied as it is.
+      wide: the result stays float32.
+
+    Returns:
+      [..., N] in x.dtype, or float32.
+    """
+    codes, scale = (x, None) if rows is None else rows(x)
+    y = codes.double() @ weight.t()
+    if scale is not None:
+        y *= scale
+    y = y.float()
+    if bias is not None:
+        y += bias.float()
+    return y if wide else y.to(x.dtype)
+
+
+def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., K] -> int8 codes as float32 [..., K], and float32 scales [..., 1]."""
+    rows = x.float()
+    amax = rows.abs().amax(dim=-1, keepdim=True).clamp_min(1e-7)
+    top = torch.full_like(amax, 127)  # a tensor: torch computes scalar / tensor as reciprocal times scalar
+    return torch.round(rows * (top / amax)), amax / top
+
+
+def fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., K] -> e4m3 codes as float32 [..., K], and float32 scales [..., 1]."""
+    rows = x.float()
+    amax = rows.abs().amax(dim=-1, keepdim=True)
+    scale = (amax / torch.full_like(amax, 448)).clamp_min(1 / (448 * 512))
+    return (rows * (torch.ones_like(scale) / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float(), scale
 
 
 def unpack_uint4b8(packed: torch.Tensor) -> torch.Tensor:
@@ -72,42 +95,28 @@ def unpack_uint4b8(packed: torch.Tensor) -> torch.Tensor:
     return nibbles.reshape(packed.shape[0], -1) - 8
 
 
-def portable_int4(packed: torch.Tensor, scale: torch.Tensor, int8_activations: bool) -> torch.Tensor:
-    """[N, K/8] int32, [N, K/G] -> [N, K] float32: bf16(q*s), or the codes themselves for w4a8."""
+def int4_weight(packed: torch.Tensor, scale: torch.Tensor, int8_activations: bool) -> torch.Tensor:
+    """[N, K/8] int32, [N, K/G] -> [N, K] float64: bf(q s), or for w4a8 q s, which float32 holds exactly."""
     codes = unpack_uint4b8(packed).float()
-    if int8_activations:
-        return codes.contiguous()
     groups = scale.float()
     weight = codes * groups.repeat_interleave(codes.shape[1] // groups.shape[1], dim=1)
-    return weight.to(torch.bfloat16).float().contiguous()
+    return (weight if int8_activations else weight.to(torch.bfloat16)).double()
 
 
-def float_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[..., K] x [N, K] float32 -> [..., N] in x.dtype, accumulated in float32, rounded once. A bf16 weight
-    is multiplied by oneDNN's tiles, in the order of vLLM's own layers on CPUs that have them."""
-    if weight.dtype == x.dtype:
-        return torch.nn.functional.linear(x, weight, bias)
-    return torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+def channel_weight(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """int8 or e4m3 codes [N, K], N float32 scales -> q s [N, K] float64, exact."""
+    return codes.float().double() * scale.double().view(-1, 1)
 
 
-def w4a8_product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[M, K] x codes [N, K] float32, scales [N, K/G] -> [M, N] in x.dtype, by the AMX kernel's formula."""
-    groups = scale.float()
-    x_q, x_s = int8_rows(x)
-    size = codes.shape[1] // groups.shape[1]
-    acc = torch.zeros(len(x_q), codes.shape[0], dtype=torch.float32) if bias is None else bias.float()
-    for g in range(groups.shape[1]):
-        inputs = slice(g * size, (g + 1) * size)
-        product = (x_q[:, inputs] @ codes[:, inputs].t()) * x_s  # exact while 127*8*size < 2^24: size <= 16,384
-        # float64 holds the product exactly, so the sum is rounded as one fma rounds it.
-        acc = (product.double() * groups[:, g].double() + acc.double()).float()
-    return acc.to(x.dtype)
+_WEIGHT = "weight_portable"  # [N, K] float64 parameter: vLLM's reload copies new values into its storage
+
+
+def _hold(layer: torch.nn.Module, weight: torch.Tensor) -> None:
+    layer.register_parameter(_WEIGHT, torch.nn.Parameter(weight.contiguous(), requires_grad=False))
 
 
 class PortableWNA16LinearKernel(MPLinearKernel):
-    """See the module docstring."""
-
-    WEIGHT = "weight_portable"  # [N, K] float32 parameter: vLLM's reload copies new values into its storage
+    """w4a16 and w4a8; see the module docstring."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -116,13 +125,9 @@ class PortableWNA16LinearKernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        """Symmetric int4, any group that divides K, only where vLLM has no kernel of its own."""
+        """Symmetric int4, any group that divides K."""
         if not current_platform.is_cpu():
             return False, "PortableWNA16 is for CPUs"
-        if torch.cpu._is_amx_tile_supported():
-            return False, "vLLM's own kernels do both int4 schemes with AMX"
-        if hasattr(torch.ops._C, "cpu_gemm_wna16") and not envs.VLLM_CPU_INT4_W4A8:
-            return False, "vLLM's own cpu_gemm_wna16 exists here"
         if c.weight_type != scalar_types.uint4b8 or c.zero_points:
             return False, f"PortableWNA16 supports symmetric uint4b8 only, not {c.weight_type}"
         if c.partition_weight_shape[0] % 8 or (c.group_size > 0 and c.partition_weight_shape[0] % c.group_size):
@@ -130,115 +135,23 @@ class PortableWNA16LinearKernel(MPLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Build w = bf16(q*s), or the codes for w4a8, from the packed parameters (at load and at every reload)."""
+        """Build the float64 weight from the packed parameters (at load and at every reload)."""
         packed, scale, _ = self._get_weight_params(layer)
-        self.int8_activations = envs.VLLM_CPU_INT4_W4A8
-        weight = portable_int4(packed.data, scale.data, self.int8_activations)
-        layer.register_parameter(self.WEIGHT, torch.nn.Parameter(weight, requires_grad=False))
+        self.rows = int8_rows if envs.VLLM_CPU_INT4_W4A8 else None
+        _hold(layer, int4_weight(packed.data, scale.data, bool(envs.VLLM_CPU_INT4_W4A8)))
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., K] -> [..., N] in x.dtype."""
-        weight = getattr(layer, self.WEIGHT)
-        if not self.int8_activations:
-            return float_product(x, weight, bias)
-        y = w4a8_product(x.reshape(-1, x.shape[-1]), weight, getattr(layer, self.w_s_name), bias)
-        return y.reshape(*x.shape[:-1], weight.shape[0])
-
-
-def portable_linear() -> Callable[..., torch.Tensor]:
-    """A `cpu_linear` for one unquantized layer; it converts the weight when first called, so make one per load."""
-    held: list[torch.Tensor] = []
-
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if not held:
-            held.append(weight.detach().float())
-        bias_f32 = None if bias is None else bias.float()
-        return torch.nn.functional.linear(x.float(), held[0], bias_f32).to(x.dtype)
-
-    return linear
-
-
-_TILE_ROWS = 5  # from here on sgl's bf16 kernel multiplies with AMX tiles
-
-
-def same_for_few_rows(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """vLLM's `cpu_linear` of one unquantized layer, the same for every batch; see the module docstring."""
-    if getattr(linear, "is_same_for_few_rows", False):
-        return linear
-
-    def padded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if len(rows) >= _TILE_ROWS:
-            return linear(x, weight, bias)
-        y = linear(torch.nn.functional.pad(rows, (0, 0, 0, _TILE_ROWS - len(rows))), weight, bias)
-        return y[: len(rows)].reshape(*x.shape[:-1], y.shape[-1])
-
-    padded.is_same_for_few_rows = True  # type: ignore[attr-defined]
-    return padded
-
-
-_EXACT_INPUTS = 1024  # the longest run of int8 products whose float32 sum is exact in any order
-
-
-@functools.cache
-def onednn_int8_is_exact() -> bool:
-    """Whether oneDNN's int8 product is right on this CPU, tried on the values that saturate int16 pairs."""
-    if not hasattr(torch.ops._C, "create_onednn_scaled_mm_handler"):
-        return False
-    rows, inputs, outputs = 4, 64, 32
-    weight = torch.full((outputs, inputs), 127, dtype=torch.int8)
-    weight[::2] = -128
-    scale = torch.ones(outputs, 1, dtype=torch.float32)
-    handler = ops.create_onednn_scaled_mm(weight.t(), scale, torch.float32, True, False, 32)
-    x = torch.full((rows, inputs), 127, dtype=torch.int8)
-    out = torch.empty(rows, outputs, dtype=torch.float32)
-    ops.onednn_scaled_mm(handler, x, out, torch.ones_like(out[:, :1]), None, torch.zeros_like(out[:1]), None)
-    return bool(torch.equal(out, x.float() @ weight.float().t()))
-
-
-def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[M, K] -> int8 codes as float32 [M, K], and scales [M, 1], as vLLM's kernels for AMX (sgl, `w4a8`) make them."""
-    rows = x.float()
-    amax = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-7)
-    top = torch.full_like(amax, 127)  # a tensor: torch computes scalar / tensor as reciprocal times scalar
-    return torch.round(rows * (top / amax)), amax / top
-
-
-def int8_product(
-    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, like_amx: bool = False
-) -> torch.Tensor:
-    """[M, K] x codes [N, K] float32, N scales -> [M, N] in x.dtype: exact products; codes and order of rescaling are
-    oneDNN's, or those of vLLM's kernel for AMX."""
-    if like_amx:
-        x_f32, x_s = int8_rows(x)
-    else:
-        x_q, x_s, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
-        x_f32 = x_q.float()
-    if codes.shape[1] <= _EXACT_INPUTS:
-        acc = x_f32 @ codes.t()
-    else:
-        parts = zip(x_f32.split(_EXACT_INPUTS, dim=1), codes.split(_EXACT_INPUTS, dim=1), strict=True)
-        acc = sum((a @ b.t()).to(torch.int32) for a, b in parts).float()  # type: ignore[union-attr]
-    w_s, x_s = scale.view(1, -1), x_s.view(-1, 1)
-    y = acc.mul_(x_s).mul_(w_s) if like_amx else acc.mul_(w_s).mul_(x_s)
-    if bias is not None:
-        y += bias.float()
-    return y.to(x.dtype)
+        return product(x, getattr(layer, _WEIGHT), bias, self.rows)
 
 
 class PortableInt8LinearKernel(Int8ScaledMMLinearKernel):
-    """See the module docstring."""
-
-    WEIGHT = "weight_portable"  # [N, K] float32 copy of the codes
+    """w8a8; see the module docstring."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Where vLLM would use oneDNN and oneDNN is wrong."""
-        if not current_platform.is_cpu():
-            return False, "PortableInt8 is for CPUs"
-        if torch.cpu._is_amx_tile_supported() or onednn_int8_is_exact():
-            return False, "vLLM's own int8 kernel is right here"
-        return True, None
+        """On every CPU."""
+        return current_platform.is_cpu(), "PortableInt8 is for CPUs"
 
     @classmethod
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
@@ -248,33 +161,74 @@ class PortableInt8LinearKernel(Int8ScaledMMLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Copy the codes to float32 (each at load and at every reload)."""
-        weight = getattr(layer, self.layer_param_names[0]).data.float().contiguous()
-        layer.register_parameter(self.WEIGHT, torch.nn.Parameter(weight, requires_grad=False))
+        """Build the float64 weight, at load and at every reload."""
+        codes, scale = (getattr(layer, name).data for name in self.layer_param_names[:2])
+        _hold(layer, channel_weight(codes, scale))
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., K] -> [..., N] in x.dtype."""
-        weight, scale = getattr(layer, self.WEIGHT), getattr(layer, self.layer_param_names[1])
-        y = int8_product(x.reshape(-1, x.shape[-1]), weight, scale, bias)
-        return y.reshape(*x.shape[:-1], weight.shape[0])
+        return product(x, getattr(layer, _WEIGHT), bias, int8_rows)
 
 
-class HeldScaleInt8LinearKernel(CPUInt8ScaledMMLinearKernel):
-    """See the module docstring."""
+class PortableFP8LinearKernel(FP8ScaledMMLinearKernel):
+    """fp8; see the module docstring."""
 
-    def process_weights_for_onednn(self, layer: torch.nn.Module) -> None:
-        """Build the oneDNN primitive and keep what it points at."""
-        super().process_weights_for_onednn(layer)
-        self._held_scale = getattr(layer, self.layer_param_names[1]).data
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """On every CPU."""
+        return current_platform.is_cpu(), "PortableFP8 is for CPUs"
+
+    @classmethod
+    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        """Channel weights with dynamic activations per token."""
+        weight, activation = c.weight_quant_key.scale.group_shape, c.activation_quant_key.scale
+        if activation.static or not activation.group_shape.is_per_token() or not weight.is_per_channel():
+            return False, "PortableFP8 supports channel weights with dynamic activations per token only"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Build the float64 weight, at load and at every reload; vLLM has transposed the codes by now."""
+        codes, scale = (getattr(layer, name).data for name in self.layer_param_names[:2])
+        _hold(layer, channel_weight(codes.t(), scale))
+
+    def apply_weights(self, layer: torch.nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., K] -> [..., N] in x.dtype."""
+        return product(x, getattr(layer, _WEIGHT), bias, fp8_rows)
+
+    def apply_scaled_mm(self, **named: Any) -> torch.Tensor:
+        """Not used: `apply_weights` is the whole layer."""
+        raise NotImplementedError
+
+
+class PortableLinear:
+    """vLLM's `cpu_linear` of one unquantized layer. It converts the weight when first called: make one per load."""
+
+    def __init__(self, layer: torch.nn.Module):
+        # Heads and routers: what they return is a distribution's logits, which are not rounded.
+        self.wide = isinstance(layer, (VocabParallelEmbedding, GateLinear))
+        self._held: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[..., K], [N, K] -> [..., N]."""
+        if self._held is None:
+            self._held = weight.detach().double()
+        return product(x, self._held, bias, wide=self.wide)
+
+
+def _dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """In place of vLLM's choice of a product for an unquantized layer, which would pack the weight for its build."""
+    del remove_weight  # kept: the product is made from it anew after every load
+    layer.cpu_linear = torch.nn.functional.linear if layer.weight.ndim != 2 else PortableLinear(layer)
 
 
 def register() -> None:
-    """Put these kernels first among the CPU's candidates (idempotent)."""
+    """Put these first among the CPU's candidates (idempotent)."""
     for table, kernel in (
         (registry._POSSIBLE_KERNELS, PortableWNA16LinearKernel),
-        (registry._POSSIBLE_INT8_KERNELS, HeldScaleInt8LinearKernel),
-        (registry._POSSIBLE_INT8_KERNELS, PortableInt8LinearKernel),  # inserted last, so asked first
+        (registry._POSSIBLE_INT8_KERNELS, PortableInt8LinearKernel),
+        (registry._POSSIBLE_FP8_KERNELS, PortableFP8LinearKernel),
     ):
         kernels = table.setdefault(PlatformEnum.CPU, [])
         if kernel not in kernels:
             kernels.insert(0, kernel)  # register_linear_kernel() can only append, after kernels that claim the layer
+    dispatch.dispatch_cpu_unquantized_gemm = _dispatch

@@ -6,8 +6,9 @@ What is pinned, because each choice changes what is computed (and each is assert
 
   * bf16 activations, ops as in eager mode (in CUDA graphs or not): one rounding per op, as the learner mirrors it, and
     no inductor fusions;
-  * the CPU's int4 path: `VLLM_CPU_INT4_W4A8` is set explicitly (vLLM's default quantises activations silently when AMX
-    is there), and AMX tiles are requested from the kernel, without which that path dies with SIGILL;
+  * on a CPU, every operation whose rounding depends on vLLM's build is the bridge's own (cpu_kernels.py,
+    cpu_layers.py, cpu_experts.py), so that all builds are one engine; `VLLM_CPU_INT4_W4A8` says whether int4
+    layers quantize their activations, which vLLM decides by the build otherwise;
   * log-probs of the distribution drawn from (`processed_logprobs`), for the drawn token only;
   * nothing is taken from generation_config.json.
 
@@ -28,7 +29,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from qarl_bridge.engine import readback_experts, versions
+from qarl_bridge.engine import cpu_build, readback_experts, versions
 from qarl_bridge.engine.routing_recorder import Recorder
 from qarl_bridge.protocol import expert_stacks, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
@@ -85,11 +86,7 @@ def _isa(torch: Any) -> str:
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         return f"sm{major}{minor}"
-    if torch.cpu._is_amx_tile_supported():
-        return "amx"
-    if torch.cpu._is_avx512_bf16_supported():
-        return "avx512_bf16"
-    return "avx512" if torch.cpu._is_avx512_supported() else "avx2"
+    return cpu_build.own(torch)
 
 
 def _torch_view(torch: Any, array: np.ndarray) -> Any:
@@ -101,13 +98,10 @@ def _torch_view(torch: Any, array: np.ndarray) -> Any:
     return torch.from_numpy(array)
 
 
-# ISA -> the learner's `quant.numerics` profile.
-_CPU_PROFILES = {"amx": "cpu_amx", "avx512_bf16": "cpu_avx512_bf16", "avx512": "cpu_avx2", "avx2": "cpu_avx2"}
-_PORTABLE_NOTES = {
-    "PortableWNA16LinearKernel": "vLLM has no int4 kernel for this CPU; qarl_bridge's own computes bf16(x @ bf16(q*s))",
-    "PortableLinear": "vLLM has no fast bf16 matmul for this CPU; qarl_bridge's computes bf16(x_f32 @ w_f32)",
-    "PortableInt8LinearKernel": "oneDNN's int8 product saturates on this CPU; qarl_bridge's is exact",
-}
+_PORTABLE_NOTE = (
+    "linear layers, norms, SwiGLU, RoPE, attention, experts, logits and log-probs are qarl_bridge's own: sums in "
+    "float64, one arithmetic for every CPU"
+)
 
 
 class VllmEngine:
@@ -124,6 +118,7 @@ class VllmEngine:
     ):
         self._activations = _int4_activations(config)
         _prepare_environment(self._activations == "int8")
+        cpu_build.prepare()
         import torch
 
         if self._activations == "fp8":
@@ -133,8 +128,7 @@ class VllmEngine:
         if not on_gpu:
             threads = options.threads or len(os.sched_getaffinity(0))
             torch.set_num_threads(threads)  # before vLLM, which forbids changing it later
-            if torch.cpu._is_amx_tile_supported():
-                torch.cpu._init_amx()
+            cpu_build.choose(torch)
         else:
             threads = 0
             if self._activations == "int8":
@@ -156,10 +150,12 @@ class VllmEngine:
         notes = versions.untested_note(vllm.__version__)
         if not on_gpu:
             readback_experts.check_shape(config)
-            from qarl_bridge.engine import cpu_experts, cpu_kernels
+            from qarl_bridge.engine import cpu_experts, cpu_kernels, cpu_layers
 
             cpu_kernels.register()
+            cpu_layers.register()
             cpu_experts.register()
+            notes.append(_PORTABLE_NOTE)
         else:
             readback_experts.check_groups(config)
         arguments = versions.engine_arguments(options, path=path, has_weights=has_weights, on_gpu=on_gpu)
@@ -197,19 +193,13 @@ class VllmEngine:
 
         self._whole = WholeModules(self._model, self._engine.model_config) if options.loader == "auto" else None
         self._whole_is_proved = False
-        isa = _isa(torch)
-        self._portable_bf16, self._has_tiles = isa == "avx2", isa == "amx"
         self._after_load()
-        profile = "cuda" if isa.startswith("sm") else _CPU_PROFILES[isa]
         kernels = self._kernels()
-        for label, why in _PORTABLE_NOTES.items():
-            if label in kernels.values():
-                notes.append(f"{label}: {why}")
         self.facts = messages.Facts(
             engine="vllm",
             engine_version=vllm.__version__,
-            profile=profile,
-            isa=isa,
+            profile="cuda" if on_gpu else "cpu",
+            isa=_isa(torch),
             kernels=kernels,
             model=messages.model_fingerprint(config),
             scheme=messages.scheme_hash(config.get("quantization_config")),
@@ -230,15 +220,11 @@ class VllmEngine:
         for name, module in self._modules.items():
             if not hasattr(module, "quant_method"):
                 continue
-            kernel = getattr(getattr(module, "scheme", None), "kernel", None)
-            computing = kernel or getattr(module, "scheme", None) or module.quant_method
+            scheme = getattr(module, "scheme", None)
+            kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
+            computing = kernel or scheme or module.quant_method
             label = type(computing).__name__
-            if self._portable_bf16 and hasattr(module, "cpu_linear"):
-                label = "PortableLinear"
-            method = getattr(kernel, "linear_method", None)
-            if method is not None:  # int8 on a CPU: two code paths with two orders of rescaling
-                label += method.__name__.replace("_apply_weights", "")
-            found[name] = label
+            found[name] = type(module.cpu_linear).__name__ if hasattr(module, "cpu_linear") else label
         return found
 
     # Generating ------------------------------------------------------------------------------------------------------
@@ -308,7 +294,7 @@ class VllmEngine:
                 self._prove_whole(named)
         else:
             self._worker.reload(expert_stacks.apart((name, self._tensor(array)) for name, array in tensors))
-        self._after_load(reloaded=True)
+        self._after_load()
         self._worker.forget()
 
     def _prove_whole(self, named: Mapping[str, Any]) -> None:
@@ -369,7 +355,7 @@ class VllmEngine:
             return False
         self._whole_is_proved = False
         self._worker.reload()
-        self._after_load(reloaded=True)
+        self._after_load()
         self._worker.forget()
         return True
 
@@ -388,30 +374,15 @@ class VllmEngine:
             and self._modules[head].weight is self._modules[embedding].weight
         }
 
-    def _after_load(self, reloaded: bool = False) -> None:
-        if not self._torch.cuda.is_available():
-            for module in self._modules.values():
-                if reloaded and readback_experts.is_experts(module):
-                    readback_experts.repack(module)
-            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    def _after_load(self) -> None:
+        """vLLM's CPU products are made from the weights as they are now: of a tied head, too, which no reload names."""
+        if self._torch.cuda.is_available():
+            return
+        from qarl_bridge.engine.cpu_kernels import PortableLinear
 
-            # vLLM packs a copy of the weight for its CPU product, and a reload packs anew only what was sent by name: a
-            # tied head would go on multiplying with the weights before.
-            for head in self._tied:
-                dispatch_cpu_unquantized_gemm(self._modules[head], remove_weight=False)
-        if self._portable_bf16:
-            from qarl_bridge.engine.cpu_kernels import portable_linear
-
-            for module in self._modules.values():
-                if hasattr(module, "cpu_linear"):  # vLLM sets it anew at every load
-                    module.cpu_linear = portable_linear()
-
-        if self._has_tiles:
-            from qarl_bridge.engine.cpu_kernels import same_for_few_rows
-
-            for module in self._modules.values():
-                if hasattr(module, "cpu_linear"):
-                    module.cpu_linear = same_for_few_rows(module.cpu_linear)
+        for module in self._modules.values():
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = PortableLinear(module)
 
     # Looking inside --------------------------------------------------------------------------------------------------
 

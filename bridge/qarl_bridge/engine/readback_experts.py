@@ -1,14 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in a live vLLM: what must be done to them after a reload, and how they are read back.
-
-Repacking. vLLM's CPU build multiplies bf16 experts from a layout of its own, made when the engine starts. A reload
-(vLLM 0.32) copies the plain weights over the packed ones and does not pack again: the engine then multiplies with a
-scrambled matrix, without any error. `repack` packs them.
+"""Mixtures of experts in a live vLLM: which it can serve, and how they are read back.
 
 Read-back. An expert's two products have a nonlinearity between them, so one-hot rows do not return a weight. Instead:
 
-  stored      where the layout is known (vLLM's CPU layout, the bridge's portable experts), every value that is
+  stored      where the layout is known (the bridge's own experts, on a CPU), every value that is
               multiplied with is compared, bit by bit, with the one made anew from the staged tensors;
   functional  random rows are sent through the live layer, each to k of those experts, and compared with the same
               sums in float64 over the staged weights. Roundings and quantized activations leave a distance of
@@ -21,6 +17,7 @@ tolerance would pass it, and is excluded only by the fingerprints of what was ha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -51,13 +48,6 @@ def prefix_of(name: str) -> str:
     """ "model.layers.0.mlp.experts" of a live module or a published tensor below it; "" of what is in no expert."""
     end = name.find(".experts")
     return "" if end < 0 else name[: end + len(".experts")]
-
-
-def repack(module: Any) -> None:
-    """After a reload on a CPU: pack the plain bf16 weights the loader left; see the module docstring."""
-    kernel = getattr(module.quant_method, "moe_kernel", None)
-    if type(module.quant_method).__name__ == "UnquantizedFusedMoEMethod" and kernel is not None:
-        kernel.fused_experts.process_weights_after_loading(module)
 
 
 def check_shape(config: Mapping[str, Any]) -> None:
@@ -134,15 +124,20 @@ class Staged:
         return _codes(self.weights[part][expert])
 
     def served(self, expert: int, part: str) -> Any:
-        """[N, K] float32: the weight the codes stand for, rounded to bf16 for int4."""
+        """[N, K] float64: the weight the codes stand for, rounded to bf16 for int4."""
         return _served(self.weights[part][expert], self.scales[part][expert] if self.scales else None)
+
+    def multiplied(self, expert: int, part: str, *, w4a8: bool) -> Any:
+        """[N, K] float64: what the bridge's own experts multiply with: as `served`, but w4a8's is not rounded."""
+        scale = self.scales[part][expert] if self.scales else None
+        return _served(self.weights[part][expert], scale, rounded=not w4a8)
 
     def matrix(self, expert: int, which: str, of: Callable[[int, str], Any]) -> Any:
         """What `of` gives for "w13" (gate above up) or "w2" (down) of one expert."""
         return torch.cat([of(expert, part) for part in _PARTS_OF[which]])
 
     def matrices(self, experts: Sequence[int], which: str) -> Any:
-        """[experts, N, K] float32: `matrix` of several, as served; a few operations for all of them."""
+        """[experts, N, K] float64: `matrix` of several, as served; a few operations for all of them."""
 
         def pick(stack: Any) -> Any:
             return torch.stack([stack[expert] for expert in experts])  # float8 cannot be indexed everywhere
@@ -162,15 +157,16 @@ def _codes(words: Any) -> Any:
     return (((words.unsqueeze(-1) >> shifts) & 0xF) - 8).flatten(-2)
 
 
-def _served(words: Any, scale: Any | None) -> Any:
-    """[..., N, K] float32; scale [..., N, groups]."""
-    codes = _codes(words).float()
+def _served(words: Any, scale: Any | None, rounded: bool = True) -> Any:
+    """[..., N, K] float64, exact, or for int4 rounded to bf16; scale [..., N, groups]."""
+    codes = _codes(words).float().double()
     if scale is None:
         return codes
-    scale = scale.float()
+    scale = scale.double()
     if words.dtype != torch.int32:
         return codes * scale
-    return (codes * scale.repeat_interleave(codes.shape[-1] // scale.shape[-1], dim=-1)).bfloat16().float()
+    weight = codes * scale.repeat_interleave(codes.shape[-1] // scale.shape[-1], dim=-1)
+    return weight.float().bfloat16().double() if rounded else weight
 
 
 def read_back(
@@ -200,31 +196,17 @@ def read_back(
 
 
 def _stored(name: str, module: Any, staged: Staged, which: str, expert: int, w4a8: bool) -> Verdict | None:
-    kind = type(module.quant_method).__name__
-    if kind.startswith("Portable"):
-        is_int4 = staged.weights[_PARTS[0]].dtype == torch.int32
-        served = staged.matrix(expert, which, staged.served if is_int4 and not w4a8 else staged.codes)
-        scale = staged.matrix(expert, which, lambda e, p: staged.scales[p][e])
-        pairs = [
-            (getattr(module, f"{which}_portable")[expert], served),
-            (getattr(module, f"{which}_weight_scale")[expert], scale),
-        ]
-    elif kind == "UnquantizedFusedMoEMethod" and not torch.cuda.is_available():
-        from vllm._custom_ops import cpu_prepack_moe_weight
-
-        kernel = module.quant_method.moe_kernel.fused_experts
-        plain = staged.matrix(expert, which, staged.codes).unsqueeze(0).contiguous()
-        pairs = [(getattr(module, f"{which}_weight")[expert], cpu_prepack_moe_weight(plain, kernel.isa)[0])]
-    else:
+    if not type(module.quant_method).__name__.startswith("Portable"):
         return None
+    live = getattr(module, f"{which}_portable")[expert]
+    wanted = staged.matrix(expert, which, functools.partial(staged.multiplied, w4a8=w4a8))
 
     def explain() -> None:
         raise BridgeError(
             f"read-back: expert {expert} of {name} ({which}) does not hold the published values", "engine"
         )
 
-    wrong = [(live.float() != wanted.float().reshape(live.shape)).any() for live, wanted in pairs]
-    return explain, torch.stack(wrong).any()
+    return explain, (live != wanted).any()
 
 
 def _activations(staged: Staged, w4a8: bool) -> str:

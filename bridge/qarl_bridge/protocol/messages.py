@@ -310,7 +310,7 @@ class Facts(_Struct):
 
     engine: Text
     engine_version: Text
-    profile: Annotated[str, msgspec.Meta(pattern="^(plain|cpu_amx|cpu_avx512_bf16|cpu_avx2|cuda)$")]
+    profile: Annotated[str, msgspec.Meta(pattern="^(plain|cpu|cuda)$")]
     isa: Text
     kernels: dict[Name, Text]
     model: Digest

@@ -107,6 +107,9 @@ def quantize_rows(x: Float[Array, "M K"], numerics: Numerics) -> tuple[Float[Arr
 def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     """The engine's layer; arguments and results as in `w8a8.forward`."""
     x_q, s_x = quantize_rows(x, numerics)
+    if numerics.float64:
+        y = product.rescaled(x_q, s_x, qt.qvalue, qt.scale)
+        return y if bias is None else y + bias, (x_q, s_x)
     operands = x_q, s_x, qt.qvalue, qt.scale, bias
 
     def plain(x_q, s_x, codes, scale, bias):

@@ -13,11 +13,8 @@ multiply; a float32 q * s would change 33-40 % of the outputs. The order of summ
 own. Machete cuts a long K among thread blocks (`machete.py`); under `cuda` a layer adds in its parts where they do not
 depend on the rows (`Numerics.of_layer`), and every output is equal; elsewhere all but about 0.1 %, those by an ulp.
 
-    CPU, plain     y = bf(acc + b)
+    CPU, plain     y = bf(acc + b)           on a CPU acc is a float64 sum, rounded to float32 once
     CUDA           y = bf(bf(acc) + b)
-
-vLLM's CPU engine with AMX silently replaces this scheme by `w4a8` unless VLLM_CPU_INT4_W4A8=0: name the scheme you
-mean.
 
 **Backward.** Straight through: dX = dY bf(q * s), dMaster = dY^T x.
 

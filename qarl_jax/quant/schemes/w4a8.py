@@ -2,28 +2,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """w4a8: int4 weights in groups along the input, int8 activations per token, int32 sums per group.
 
-This is what vLLM's CPU engine really computes for an int4 checkpoint on a machine with AMX, under either name (`w4a16`
-included, unless VLLM_CPU_INT4_W4A8=0). The difference from true w4a16 is 0.7-1.0 % relative per layer, so say which one
-you mean.
+Against true w4a16 the rounded activations are worth 0.7-1.0 % relative per layer. vLLM's own CPU build with AMX
+computes this for an int4 checkpoint under either name; the bridge's engine computes what the name says.
 
 **Grid.** Weights as in `w4a16`: s = bf16(absmax / 7.5) per group of G inputs, q in [-8, 7], the same tensors, bit for
 bit.
 
-**Activations.** Per token, as in `w8a8` on AMX: am = max(max |x|, 1e-7), s_x = am / 127, x_q = RNE(x * (127 / am)).
+**Activations.** Per token, as in `w8a8` on a CPU: am = max(max |x|, 1e-7), s_x = am / 127, x_q = RNE(x * (127 / am)).
 
 **Product.** With p_g the exact int32 sum over group g, in the order g = 0, 1, ...:
 
     acc <- fma(float(p_g) * s_x, float(s_w[n, g]), acc)        starting at the float32 bias, or 0
     y = bf(acc)
 
-XLA:CPU contracts the multiplication and the addition of the loop body into that fused operation; a backend that does
-not changes about 0.01 % of outputs by one ulp.
+With the bridge's CPU engine (`quant.engine=cpu`) all groups are one sum in float64, of x_q (q s_w), which is exact:
+
+    y = bf(f32(s_x * sum_k x_q q s_w) + b)
 
 **Backward.** Straight through: dX = dY bf(q * s), dMaster = dY^T (x_q * s_x).
 
 **What vLLM does with the bytes.** The tensors of `w4a16`, with `input_activations` of 8 bits in the config
-(`CompressedTensorsWNA8Int`, 0.32). CPU machines without AMX tiles have no such kernel in vLLM itself. On CUDA, the same
-config runs Machete and silently drops the activation quantization, so the bridge refuses it there.
+(`CompressedTensorsWNA8Int`, 0.32). On CUDA, the same config runs Machete and silently drops the activation
+quantization, so the bridge refuses it there.
 
 **On CUDA** (`quant.engine=cuda`) the name means int4 weights with e4m3 activations, which is what Hopper has a kernel
 for: another grid and another product, `w4a8_fp8`. The embedded sampler and `quant.engine=plain` compute what is written
@@ -65,11 +65,13 @@ check, quantize, dequantize = int4_grid.check, int4_grid.quantize, int4_grid.deq
 
 
 def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
-    """The engine's layer, as in `w8a8.forward`. The arithmetic is the AMX kernel's in every profile, its fused addition
-    spelled out: one program would fuse and another not."""
-    del numerics
+    """The engine's layer, as in `w8a8.forward`; fused additions are spelled out: one program would fuse and another
+    not."""
     x_q, s_x = quantize_rows(x, amax_floor=_AMAX_FLOOR)
     w_q = unpack_int4(qt.qvalue)
+    if numerics.float64:
+        y = product.rescaled(x_q, s_x, w_q, qt.scale)
+        return y if bias is None else y + bias, (x_q, s_x)
     groups, k = qt.scale.shape[-1], x.shape[-1]
     size = k // groups
 

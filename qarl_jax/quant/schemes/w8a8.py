@@ -12,12 +12,12 @@ zero row gets the scale 2**-23. Scales stay float32 (vLLM keeps them so whatever
 **Product.** acc = sum_k x_q q in int32: exact, in any order, on any mesh. So the only freedom an engine has is the
 order of the two float32 multiplications and where the bias enters:
 
-    CUDA (CUTLASS), plain    y = bf(s_x * (s_w * acc))    with bias bf(fma(s_x, s_w * acc, b))
-    CPU with AMX (sgl)       y = bf((acc * s_x) * s_w)    with bias bf(fma(acc * s_x, s_w, b))
-    CPU without AMX (oneDNN) y = bf((acc * s_w) * s_x)    with bias bf((acc * s_w) * s_x + b)
+    CUDA (CUTLASS), plain    y = bf(s_x * (s_w * acc))             with bias bf(fma(s_x, s_w * acc, b))
+    CPU (the bridge's own)   y = bf(f32(s_x * (s_w * acc)) + b)    rescaled in float64
 
 The order moves float32 results by one ulp, so one bfloat16 output in a hundred thousand. The activation code matters
 far more: x * (1 / s_x) in place of x * (127 / am) flips codes and changes 4 % of bfloat16 outputs (K = 512, Gaussian).
+On a CPU the product itself is made in float64, where it is as exact as in int32 and many times as fast in XLA.
 On a Hopper GPU product, rescale, bias and rounding are one kernel, with the same bits: `fused.py`. Experts under `cuda`
 multiply unquantized activations, as vLLM 0.25's do: y = (sum_k x q) s_w, in float32.
 
@@ -44,7 +44,7 @@ from jaxtyping import Array, Float
 from qarl_jax.kernels import products
 from qarl_jax.numerics import rows
 from qarl_jax.numerics.engine import Numerics
-from qarl_jax.numerics.float32 import add_separately, divide, fused_multiply_add, round_bf16, round_to
+from qarl_jax.numerics.float32 import divide, fused_multiply_add, round_bf16, round_to
 from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.quant.qtensor import QTensor
 
@@ -113,20 +113,19 @@ def _forward(x, codes, scale, bias, *, numerics: Numerics, product):
     """`forward` in XLA's operations: y in float32."""
     if not product.dense and numerics.int8_experts_keep_activations:
         return product.floating(x, codes) * product.per_output(scale[..., 0]), x
-    x_q, s_x = quantize_rows(x, amax_floor=numerics.amax_floor, from_rounded_scale=numerics.code_from_rounded_scale)
+    x_q, s_x = quantize_rows(x, amax_floor=numerics.amax_floor)
+    if numerics.float64:
+        y = product.rescaled(x_q, s_x, codes, scale)
+        return y if bias is None else y + bias, (x_q, s_x)
     acc = product.integer(x_q, codes).astype(jnp.float32)
     s_w = product.per_output(scale[..., 0])
-    return rescale(acc, s_x, s_w, bias, numerics), (x_q, s_x)
+    return rescale(acc, s_x, s_w, bias), (x_q, s_x)
 
 
-def rescale(acc, s_x, s_w, bias, numerics: Numerics):
-    """float32 [M, N] accumulator times [M, 1] and [1 or M, N] scales, plus a bias or None, in the engine's order."""
-    first, last = (acc * s_x, s_w) if numerics.rescale_order == "x_then_w" else (s_w * acc, s_x)
-    if bias is None:
-        return last * first
-    if numerics.bias_fused:
-        return fused_multiply_add(first, last, bias, s_x)
-    return add_separately(last * first, bias, s_x)
+def rescale(acc, s_x, s_w, bias):
+    """float32 [M, N] accumulator times [M, 1] and [1 or M, N] scales, plus a bias or None: CUTLASS's order."""
+    first = s_w * acc
+    return s_x * first if bias is None else fused_multiply_add(first, s_x, bias, s_x)
 
 
 def saved_activation(saved, dtype):

@@ -1,0 +1,58 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Between two publishes of a policy: its QTensors are made once per update, and handed over once per step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from qarl_jax.learning.learner import Learner, TrainState, code_flips
+from qarl_jax.models import invariant_scaling
+from qarl_jax.rollout import PolicyWeights, RolloutEngine
+from qarl_jax.run import build
+from qarl_jax.run.config import RunConfig
+
+
+class Publisher:
+    """Makes QTensors of the masters and hands them to the engine: quantize once per update, publish once per step.
+
+    Where learner and sampler share a scheme (QaRL), what is published are the learner's own tensors, those its forward
+    reads in the next update; else (quantized rollout under a bf16 learner) the sampler's are made here.
+    """
+
+    def __init__(self, cfg: RunConfig, learner: Learner, engine: RolloutEngine):
+        self.learner, self.engine = learner, engine
+        self.graphdef = build.rollout_graphdef(cfg, learner.graphdef)
+        self._quantize = None if self.graphdef == learner.graphdef else learner.quantizer(self.graphdef)
+        self._qweights: Any = None
+        self._published: Any = None
+
+    def qweights(self, state: TrainState) -> Any:
+        """The learner's QTensors for `state`: those just published, where they are its own."""
+        if self._qweights is None:
+            self._qweights = self.learner.quantize(state.params)
+        return self._qweights
+
+    def updated(self) -> None:
+        """The masters moved: the tensors at hand are old."""
+        self._qweights = None
+
+    def publish(self, state: TrainState, version: int) -> dict[str, float]:
+        """Publishes `state` as `version`; returns the engine's timings and the share of codes that changed."""
+        qweights = self.qweights(state) if self._quantize is None else self._quantize(state.params)
+        weights = PolicyWeights(graphdef=self.graphdef, params=state.params, qweights=qweights)
+        report = timed(self.engine.publish(weights, version))
+        if jax.tree.leaves(qweights):
+            report["quant/error"] = float(jax.device_get(invariant_scaling.quantization_error(state.params, qweights)))
+        if self._published is not None and jax.tree.leaves(qweights):
+            # QuRL's "frozen actor" alarm: a policy whose codes do not change samples the same way for ever.
+            report["quant/code_flips"] = float(jax.device_get(code_flips(self._published, qweights).value))
+        self._published = qweights
+        return report
+
+
+def timed(published: dict[str, float]) -> dict[str, float]:
+    """An engine's timings under `time/`, where wall-clock numbers live (they differ between equal runs)."""
+    return {f"time/{key.removeprefix('time/')}": value for key, value in published.items()}

@@ -1,0 +1,45 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run goes on: its newest whole checkpoint, or step 0 and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qarl_jax.observe import recorder
+from qarl_jax.run.checkpoint import Checkpoints, DamagedCheckpointError, Restored
+from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import processes
+from qarl_jax.types import UserError
+
+
+def restore(
+    cfg: RunConfig, checkpoints: Checkpoints, observer: recorder.Observer | recorder.Silent, state: dict[str, Any]
+) -> Restored | None:
+    """The run's newest whole checkpoint, read into `state`; None: it begins at step 0.
+
+    Raises:
+      UserError: there were checkpoints and none is whole, unless `checkpoint.start_over` says to begin anew.
+    """
+    latest = processes.from_first(observer.latest)
+    if processes.from_first(checkpoints.steps):
+        try:
+            return checkpoints.restore(state)
+        except DamagedCheckpointError as damage:
+            lost = str(damage)
+    elif latest is None:
+        return None
+    elif checkpoints.must_have_saved(latest + 1):
+        lost = f"{cfg.run_dir} has records up to step {latest}, but its checkpoints are gone."
+    else:
+        observer.say(f"no checkpoint had been saved when this run ended at step {latest}: it begins at step 0 again")
+        return None
+    if not cfg.checkpoint.start_over:
+        raise UserError(
+            f"{lost} Put one back, or name another run_dir; checkpoint.start_over=true begins at step 0 and keeps the"
+            " old records aside."
+        )
+    with processes.together():
+        observer.set_aside()
+    observer.say(f"{lost} The run begins at step 0; its old records are kept as *.jsonl.old-*")
+    return None

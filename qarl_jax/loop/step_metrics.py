@@ -1,0 +1,141 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a step reports: of its responses, of its updates, of its seconds; and a whole run in a few lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import numpy as np
+
+from qarl_jax import metrics
+from qarl_jax.loss.common import diagnostics
+from qarl_jax.metrics import Metric
+from qarl_jax.observe import error_tokens, recorder, terminal
+from qarl_jax.run import evaluation
+from qarl_jax.run.config import RunConfig
+from qarl_jax.types import RolloutGroup
+
+# Reported once more over the updates after a step's first, where alone the ratio bands can act (the first has ratio 1).
+LATER = ("clip/", "loss/ratio", "loss/seq_ratio", "proximal/")
+# Of these only the updates after the first count, where there are any.
+MOVED = ("hist/ratio", "hist/seq_ratio")
+# Of the first update alone: nothing has moved, so this is the noise between the scoring and the gradient program.
+NOISE = ("proximal/noise",)
+
+
+@dataclasses.dataclass
+class UpdateMetrics:
+    """The metrics of a step's updates, added up as they come.
+
+    Attributes:
+      total: of every update, the critic's among them.
+      moved: histograms in which only the updates after the first count, where there are any.
+      first: of the first update alone.
+      later: of the updates after the first, under `later/`.
+    """
+
+    total: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    moved: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    first: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    later: dict[str, Metric] = dataclasses.field(default_factory=dict)
+
+    def add_critic(self, fitted: dict[str, Metric]) -> None:
+        """One update of the critic."""
+        self.total = metrics.merge(self.total, fitted)
+
+    def add(self, number: int, inner: dict[str, Metric]) -> None:
+        """The policy's update `number` of the step, from 0."""
+        self.total = metrics.merge(self.total, inner)
+        ratios = {key: value for key, value in inner.items() if key.startswith(MOVED)}
+        self.moved = ratios if number <= 1 else metrics.merge(self.moved, ratios)
+        if number == 0:
+            # Nothing has moved yet: what differs from the scored log-probs is the noise between the two programs.
+            self.first = {key: inner[key] for key in NOISE if key in inner}
+        else:
+            later = {f"later/{key}": value for key, value in inner.items() if key.startswith(LATER)}
+            self.later = metrics.merge(self.later, later)
+
+    def reduced(self) -> tuple[dict[str, float], dict[str, list[int]]]:
+        """(numbers, histograms)."""
+        return metrics.values(self.total | self.first | self.later), metrics.histograms(self.total | self.moved)
+
+
+def quantiles(histograms: dict[str, list[int]]) -> dict[str, float]:
+    """Log-ratios at the 1st, 50th and 99th percentile of every histogram that is not empty."""
+    out: dict[str, float] = {}
+    for key, counts in histograms.items():
+        if any(counts):
+            found = diagnostics.quantiles(counts, (0.01, 0.5, 0.99))
+            name = key.removeprefix("hist/")
+            out |= {f"quantile/{name}/p{level}": value for level, value in zip(("01", "50", "99"), found, strict=True)}
+    return out
+
+
+def rollout_metrics(
+    groups: list[RolloutGroup], parts: dict[str, np.ndarray], advantages: np.ndarray | None
+) -> dict[str, float]:
+    """What was sampled and how it was graded. `advantages`: where they are relative to a group."""
+    rewards = np.stack([group.rewards for group in groups]).astype(np.float64)
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = np.array([len(completion.tokens) for completion in completions])
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/best": float(rewards.max(1).mean()),
+        **({} if advantages is None else {"reward/zero_advantage_groups": float((advantages == 0).all(1).mean())}),
+        **{f"reward/{name}": float(values.mean()) for name, values in parts.items() if len(parts) > 1},
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated": float(np.mean([c.finish_reason != "stop" for c in completions])),
+        "rollout/version": float(min(c.policy_version for c in completions)),
+        "response/tokens": float(lengths.sum()),
+        **error_tokens.text_metrics([c.tokens for c in completions], [t for group in groups for t in group.texts]),
+    }
+
+
+def speed(
+    record: dict[str, float], times: dict[str, float], devices: int = 1, peak_flops: float | None = None
+) -> dict[str, float]:
+    """Seconds per phase; tokens per second of the sampler and of the whole step; model FLOP/s of the updates.
+
+    Args:
+      devices: devices of the mesh; FLOP/s are those of one of them.
+      peak_flops: what all of them could do, where it is known: then MFU is reported too.
+    """
+    tokens = record["response/tokens"]
+    drawn = record.get("rollout/partial_tokens", tokens)
+    out = times | {
+        "time/rollout_tok_per_s": drawn / max(times.get("time/rollout_s", 0.0), 1e-9),
+        "time/tok_per_s": tokens / max(times["time/step_s"], 1e-9),
+    }
+    if times.get("time/update_s", 0.0) > 0 and "train/flops" in record:
+        achieved = record["train/flops"] / times["time/update_s"]
+        out["perf/model_tflops"] = achieved / devices / 1e12
+        if peak_flops is not None:
+            out["perf/mfu"] = achieved / peak_flops
+    return out
+
+
+def summary(cfg: RunConfig) -> str:
+    """The run in a few lines: reward of the first and last five steps, held-out evaluations, the curve."""
+    records = recorder.read_lines(os.path.join(cfg.run_dir, "metrics.jsonl"))
+    rewards = [record["reward/mean"] for record in records]
+    lines = [
+        f"done: {cfg.run_dir}",
+        f"reward/mean       {np.mean(rewards[:5]):.3f} (first five steps) -> {np.mean(rewards[-5:]):.3f} (last five)",
+        f"                  {terminal.sparkline(rewards)}",
+    ]
+    held_out = evaluation.history(cfg.run_dir)
+    if len(held_out) > 1:
+        first, last = held_out[0], held_out[-1]
+        lines.append(
+            f"held-out reward   {first['eval/reward/mean']:.3f} (+-{first['eval/reward/stderr']:.3f}, version"
+            f" {first['version']}) -> {last['eval/reward/mean']:.3f} (+-{last['eval/reward/stderr']:.3f}, version"
+            f" {last['version']})"
+        )
+    dropped = [record["later/clip/seq_dropped"] for record in records if "later/clip/seq_dropped" in record]
+    if dropped:
+        lines.append(f"sequences dropped {np.mean(dropped):.1%} (after each step's first update)")
+    return "\n".join(lines)

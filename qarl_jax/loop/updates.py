@@ -1,0 +1,221 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer updates of a step: groups are packed into rows, scored, and trained on, mini-batch by mini-batch.
+
+The proximal policy is the learner at the start of the step. Its log-probs are computed once, before the first update,
+on the very rows the updates use. A step with a single update needs no scoring: there the proximal policy is the current
+one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from qarl_jax.data import packing
+from qarl_jax.learning.critic import Critic, Targets
+from qarl_jax.learning.learner import Learner, TrainState
+from qarl_jax.loop import step_metrics
+from qarl_jax.loop.publisher import Publisher
+from qarl_jax.loop.step_metrics import UpdateMetrics
+from qarl_jax.loss.advantages import finite, group_advantages
+from qarl_jax.metrics import Metric
+from qarl_jax.observe import flops
+from qarl_jax.observe.recorder import PhaseTimer
+from qarl_jax.observe.token_trace import LOGPROBS, Follower
+from qarl_jax.rollout import dynamic_sampling
+from qarl_jax.run import build
+from qarl_jax.run.config import RunConfig
+from qarl_jax.types import DivergedError, RolloutGroup, TrainBatch
+
+
+def advantages_of(
+    cfg: RunConfig, groups: list[RolloutGroup], step: int
+) -> tuple[list[RolloutGroup], Float[np.ndarray, "g n"]]:
+    """The groups as they are trained on, and an advantage per response; with a critic the reward itself, of which the
+    critic makes an advantage per token."""
+    advantages = finite(np.stack([group.rewards for group in groups]))
+    if cfg.critic is None:
+        advantages = group_advantages(advantages, cfg.advantage.name)
+    if cfg.train.shuffle_advantages:
+        rng = np.random.default_rng(build.seed_of(cfg.seed, step, "shuffle"))
+        advantages = rng.permutation(advantages.reshape(-1)).reshape(advantages.shape)
+    if cfg.train.mask_truncated:
+        groups = dynamic_sampling.without_truncated(groups)
+    return groups, advantages
+
+
+@dataclasses.dataclass
+class MiniBatch:
+    """What one optimizer update is made from.
+
+    Attributes:
+      packed: its rows, on the host.
+      micros: the same on the devices, micro-batch by micro-batch.
+      old: per micro-batch the proximal policy's log-probs, or None where that policy is the current one.
+      reference: the reference policy's, where the run has a KL term.
+      targets: the critic's, where the run has one.
+    """
+
+    packed: packing.Packed
+    micros: list[TrainBatch]
+    old: list[Any]
+    reference: list[Any] | None = None
+    targets: list[Targets] = dataclasses.field(default_factory=list)
+
+
+class Updates:
+    """All updates of one step after the other.
+
+    Args:
+      cfg: the run's.
+      learner: the compiled programs.
+      publisher: has the QTensors of the masters.
+      timer: is told how long each phase takes.
+      reference: masters and QTensors of the reference policy (`Learner.reference`), where the run has a KL term.
+      critic: where the run has one; its own state moves on with the policy's.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        learner: Learner,
+        publisher: Publisher,
+        timer: PhaseTimer,
+        *,
+        reference: tuple[Any, Any] | None = None,
+        critic: Critic | None = None,
+    ):
+        self._cfg, self._learner, self._publisher, self._timer = cfg, learner, publisher, timer
+        self._reference, self._critic = reference, critic
+
+    def run(
+        self,
+        state: TrainState,
+        groups: list[RolloutGroup],
+        advantages: Float[np.ndarray, "g n"],
+        step: int,
+        follow: Follower | None = None,
+    ) -> tuple[TrainState, dict[str, float], dict[str, list[int]]]:
+        """The new state, the step's reduced metrics and its histograms. `follow`: is told what happens to responses.
+
+        Raises:
+          DivergedError: a gradient is not finite; names the step and the update, and leaves the last checkpoint
+            untouched.
+        """
+        critic, settings = self._critic, self._cfg.critic
+        warming = critic is not None and settings is not None and step < settings.warmup_steps  # only the critic learns
+        batches = self.prepare(groups, advantages, step, follow)
+        judged = self.judge(batches)
+        if not warming:
+            self.score(state, batches)
+        gathered = UpdateMetrics()
+        for number, batch in enumerate(batches):
+            place = f"step {step}, update {number + 1} of {len(batches)}"
+            if critic is not None:
+                gathered.add_critic(self.fit_critic(critic, batch, place))
+            if not warming:
+                state, inner = self.update_once(state, batch, number, place, follow)
+                gathered.add(number, inner)
+        numbers, histograms = gathered.reduced()
+        numbers |= {
+            "train/padding_share": float(np.mean([batch.packed.padding_share for batch in batches])),
+            "train/tokens": float(sum(batch.packed.num_tokens for batch in batches)),
+            "train/updates": 0.0 if warming else float(len(batches)),
+            "train/flops": 0.0 if warming else sum(self._flops(state, batch.packed) for batch in batches),
+        }
+        return state, numbers | judged | step_metrics.quantiles(histograms), histograms
+
+    def prepare(
+        self,
+        groups: list[RolloutGroup],
+        advantages: Float[np.ndarray, "g n"],
+        step: int,
+        follow: Follower | None = None,
+    ) -> list[MiniBatch]:
+        """Packs the step's mini-batches, over all its epochs."""
+        train, batches = self._cfg.train, []
+        with self._timer("pack"):
+            for epoch in range(train.update_epochs):
+                for chosen in packing.mini_batches(
+                    len(groups), train.mini_batch_prompts, seed=self._cfg.seed, step=step, epoch=epoch
+                ):
+                    packed = packing.pack(
+                        [groups[i] for i in chosen],
+                        advantages[chosen],
+                        row_len=self._cfg.row_len_at(step),
+                        rows_multiple=train.micro_batch_rows,
+                        max_segments=train.max_segments,
+                        unpacked=train.packing == "unpacked",
+                    )
+                    micros = [self._learner.put(micro) for micro in packed.micro_batches(train.micro_batch_rows)]
+                    batches.append(MiniBatch(packed, micros, [None] * len(micros)))
+                    if follow is not None:
+                        follow.packed(chosen, packed)
+        return batches
+
+    def judge(self, batches: list[MiniBatch]) -> dict[str, float]:
+        """The critic's values, and from them advantages per token and its own targets; its metrics."""
+        if self._critic is None:
+            return {}
+        with self._timer("values"):
+            judgement = self._critic.judge(
+                [batch.micros for batch in batches], len(batches) // self._cfg.train.update_epochs
+            )
+            for batch, micros, targets in zip(batches, judgement.updates, judgement.targets, strict=True):
+                batch.micros, batch.targets = micros, targets
+        return judgement.metrics
+
+    def score(self, state: TrainState, batches: list[MiniBatch]) -> None:
+        """Log-probs of the proximal policy, if the step has several updates, and of the reference, if there is one."""
+        if len(batches) > 1:
+            with self._timer("old_logprobs"):
+                qweights = self._publisher.qweights(state)
+                for batch in batches:
+                    batch.old = [self._learner.score(state.params, qweights, micro)[0] for micro in batch.micros]
+                jax.block_until_ready([batch.old for batch in batches])
+        if self._reference is not None:
+            with self._timer("ref_logprobs"):
+                for batch in batches:
+                    batch.reference = [self._learner.score(*self._reference, micro)[0] for micro in batch.micros]
+                jax.block_until_ready([batch.reference for batch in batches])
+
+    def fit_critic(self, critic: Critic, batch: MiniBatch, place: str) -> dict[str, Metric]:
+        """One update of the critic."""
+        with self._timer("critic"):
+            fitted = critic.update(batch.micros, batch.targets, batch.packed.num_tokens, batch.packed.num_sequences)
+            if float(jax.device_get(fitted["critic/nonfinite"].value)):
+                raise DivergedError(
+                    f"{place}: the critic's gradient is not finite. The run stops here; its last checkpoint is"
+                    " intact. Lower critic.optimizer.lr, or inspect samples.jsonl."
+                )
+        return fitted
+
+    def update_once(
+        self, state: TrainState, batch: MiniBatch, number: int, place: str, follow: Follower | None = None
+    ) -> tuple[TrainState, dict[str, Metric]]:
+        """One update of the policy."""
+        with self._timer("update"):
+            qweights = self._publisher.qweights(state)
+            counts = batch.packed.num_tokens, batch.packed.num_sequences
+            state, inner = self._learner.update(state, qweights, batch.micros, batch.old, *counts, batch.reference)
+            logprobs = inner.pop(LOGPROBS, None)
+            if follow is not None:
+                follow.updated(number, batch.micros, batch.old, logprobs)
+            self._publisher.updated()
+            if float(jax.device_get(inner["optim/nonfinite"].value)):
+                raise DivergedError(
+                    f"{place}: the gradient is not finite. The run stops here;"
+                    " its last checkpoint is intact. Lower optimizer.lr, or inspect samples.jsonl."
+                )
+        return state, inner
+
+    def _flops(self, state: TrainState, packed: packing.Packed) -> float:
+        """Model FLOPs of one update on these rows."""
+        lengths = (segment.prompt_len + segment.response_len for segment in packed.segments)
+        config = self._learner.config
+        return flops.training(config, flops.active_parameters(config, state.params), lengths)
