@@ -564,8 +564,8 @@ class Ended(_Struct):
 class Progress(_Message):
     """Sent every few seconds while a long request runs, so that both ends notice when the other dies.
 
-    Of a Generate it brings the completions that ended since the last one, where no routing was recorded (which is large):
-    the trainer may grade them while others are drawn. The reply holds them again.
+    While a Generate runs it brings the completions that ended since the last one, unless their routing was recorded (it
+    is large): the trainer may grade them while others are drawn. The reply holds them again.
     """
 
     running: Count

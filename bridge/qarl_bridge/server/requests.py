@@ -28,7 +28,6 @@ class Batch:
         self.ended: collections.deque[int] = collections.deque()  # indices nobody was told of yet
         self.future: concurrent.futures.Future[messages.Completions] = concurrent.futures.Future()
 
-
     def news(self) -> list[messages.Ended]:
         """The completions that ended since the last call. From any one thread."""
         found = []

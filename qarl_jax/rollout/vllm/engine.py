@@ -266,6 +266,8 @@ class VllmEngine:
       log: called with a line when a bridge is started or replaced.
     """
 
+    tells_groups = True
+
     def __init__(
         self,
         config: Config,
