@@ -148,7 +148,7 @@ PANELS: tuple[Panel, ...] = (
     Panel(title="Gradient norm", metrics={"optim/grad_norm": "before clipping"}, log=True),
     Panel(
         title="Weights: update and quantization error",
-        metrics={"quant/weight_change": "change per update", "quant/error": "quantization error"},
+        metrics={"quant/weight_change": "change per update, squared", "quant/error": "quantization error, squared"},
         log=True,
     ),
     Panel(title="Codes changed per publish", metrics={"quant/code_flips": "share"}, log=True),

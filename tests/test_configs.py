@@ -180,7 +180,7 @@ def test_the_main_run_has_the_settings_of_the_paper():
         ("dual_clip_grpo", "w4a16", "w4a16", grpo.Config(mismatch="tis", dual_clip=3.0)),
         ("sapo", "w4a16", "w4a16", sapo.Config(mismatch="tis")),
         ("ppo", "w4a16", "w4a16", ppo.Config(mismatch="tis", mismatch_cap=2.0)),
-        ("flashrl_tis", "bf16", "w8a8", grpo.Config(mismatch="tis", mismatch_cap=2.0)),
+        ("flashrl_tis", "bf16", "w8a8", grpo.Config(mismatch="tis", aggregation="seq-mean-token-mean")),
         ("qurl_acr", "bf16", "w8a8", grpo.Config(mismatch="acr", aggregation="seq-mean-token-mean")),
         ("qurl_acr_uaq", "bf16", "w8a8", grpo.Config(mismatch="acr", aggregation="seq-mean-token-mean")),
         ("qurl_acr_lr", "bf16", "w8a8", grpo.Config(mismatch="acr", aggregation="seq-mean-token-mean")),

@@ -25,12 +25,18 @@ from tests.reference import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+# What a user reads from: the README, and the pages it sends to.
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("operate", "install", "schemes", "promises", "adding")))
+GUIDE = "".join((ROOT / page).read_text() for page in PAGES)
 EXPERIMENT = ("experiments/alignment/README.md", "experiments/alignment/PLAN.md")
 WRITTEN = (
     *EXPERIMENT,
-    "README.md",
+    *PAGES,
     "bridge/README.md",
-    "docs/adding.md",
+    "docs/comparison.md",
+    "docs/glossary.md",
+    "docs/index.md",
+    "docs/tour.md",
     "docs/log.md",
     "docs/numerics.md",
     "docs/scaling.md",
@@ -73,7 +79,7 @@ def test_every_link_inside_the_repository_resolves(document):
 
 
 def test_the_readme_names_all_that_may_differ_after_a_resume():
-    paragraph = README.split("**Stopping and resuming.**")[1].split("\n\n")[0]
+    paragraph = GUIDE.split("**Stopping and resuming.**")[1].split("\n\n")[0]
     for prefix in (metrics.TIME, metrics.PERF):
         assert f"`{prefix}*`" in paragraph
 
@@ -107,7 +113,7 @@ def test_every_setting_named_in_the_text_exists(document):
 
 
 def test_every_metric_named_in_the_readme_is_logged():
-    named = {s for s in code_spans(README) if re.fullmatch(r"(mismatch|quant|optim|proximal|reward|rollout)/\w+", s)}
+    named = {s for s in code_spans(GUIDE) if re.fullmatch(r"(mismatch|quant|optim|proximal|reward|rollout)/\w+", s)}
     assert len(named) > 6
     sources = "".join(path.read_text() for path in sorted((ROOT / "qarl_jax").rglob("*.py")))
     assert not [name for name in sorted(named) if f'"{name}"' not in sources]
@@ -115,7 +121,7 @@ def test_every_metric_named_in_the_readme_is_logged():
 
 def test_every_make_target_named_exists():
     named = {words[1] for document in DOCUMENTS for words in commands(text_of(document)) if words[0] == "make"}
-    named |= {span.split()[1] for span in code_spans(README) if span.startswith("make ")}
+    named |= {span.split()[1] for span in code_spans(GUIDE) if span.startswith("make ")}
     assert {"quickstart", "test", "test-fast", "test-slow", "lint"} <= named
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert named <= targets
@@ -124,7 +130,7 @@ def test_every_make_target_named_exists():
 def test_every_verb_has_a_main_and_is_in_the_readme():
     verbs = {path.stem for path in (ROOT / "qarl_jax").glob("*.py") if "__main__" in path.read_text()}
     assert {"train", "sft", "evaluate", "export", "plot", "doctor"} <= verbs
-    assert not [verb for verb in sorted(verbs) if f"python -m qarl_jax.{verb}" not in README]
+    assert not [verb for verb in sorted(verbs) if f"python -m qarl_jax.{verb}" not in GUIDE]
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("loss", "numerics")])
@@ -148,7 +154,7 @@ def test_the_bridge_shows_its_usage_and_has_every_option_named():
     assert not [option for option in named if option not in done.stdout]
 
 
-@pytest.mark.parametrize("document", ["README.md", "bridge/README.md"])
+@pytest.mark.parametrize("document", ["docs/operate.md", "bridge/README.md"])
 def test_every_configuration_on_a_command_line_loads(document, tmp_path):
     key = tmp_path / "bridge.key"
     key.write_text("0" * 64)
@@ -167,7 +173,7 @@ def test_every_configuration_on_a_command_line_loads(document, tmp_path):
     assert loaded
 
 
-@pytest.mark.parametrize("document", ["README.md", "bridge/README.md"])
+@pytest.mark.parametrize("document", ["docs/install.md", "bridge/README.md"])
 def test_every_extra_named_exists(document):
     extras = {
         "qarl-jax": tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"],
@@ -178,10 +184,10 @@ def test_every_extra_named_exists(document):
     for where, names in named:
         known = extras["qarl-jax" if where == "." else "bridge"]
         assert set(names.split(",")) <= set(known), (where, names)
-    if document == "README.md":
+    if document == "docs/install.md":
         mentioned = {name for _, names in named for name in names.split(",")} | {"cuda12"}
         assert set(extras["qarl-jax"]) <= mentioned
-        assert "`cuda12`" in README
+        assert "`cuda12`" in text_of(document)
 
 
 def test_the_tree_names_every_package_and_verb_and_nothing_else():
@@ -195,14 +201,14 @@ def test_the_tree_names_every_package_and_verb_and_nothing_else():
 
 
 def test_tables_name_every_scheme_profile_and_registry():
-    assert not [name for name in quant.scheme_names() if f"| `{name}` |" not in README]
+    assert not [name for name in quant.scheme_names() if f"| `{name}` |" not in GUIDE]
     numerics = text_of("docs/numerics.md")
     assert not [name for name in (*quant.PROFILES, *quant.scheme_names()) if f"`{name}`" not in numerics]
     rows = {"LOSSES": loss.LOSSES, "SCHEMES": quant.SCHEMES, "MODELS": MODELS, "ENGINES": rollout.ENGINES}
     rows |= {"REWARDS": rewards.REWARDS}
     for name, registry in rows.items():
         assert registry
-        (file,) = re.findall(rf"`{name}` in `([\w/.]+)`", README)
+        (file,) = re.findall(rf"`{name}` in `([\w/.]+)`", GUIDE)
         assert f"\n{name}" in text_of(file)
         assert file in text_of("docs/adding.md")
     assert data.SOURCES
@@ -262,3 +268,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     assert len(space["history"]) == 3
     assert space["engine"].version == 3
     assert 0 < space["flips"] < 1
+
+
+def test_the_readme_is_short():
+    assert len(re.sub(r"```.*?```", "", README, flags=re.DOTALL).split()) <= 1200

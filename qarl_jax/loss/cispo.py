@@ -43,7 +43,7 @@ class Config(Shared):
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     """CISPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
-    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only)
+    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     ratio = jax.lax.stop_gradient(jnp.exp(jnp.clip(r.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)))
     objective = jnp.clip(ratio, cfg.ratio_min, cfg.ratio_max) * r.advantages * r.logprobs

@@ -41,7 +41,7 @@ class Config(Shared):
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     """SAPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
-    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only)
+    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     ratio = jnp.exp(jnp.clip(r.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     tau = jnp.where(r.advantages > 0, cfg.tau_pos, cfg.tau_neg).astype(jnp.float32)

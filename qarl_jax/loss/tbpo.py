@@ -80,7 +80,7 @@ class Config(Shared):
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     """TBPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
-    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only)
+    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.weight, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     advantage, w = r.mean(r.advantages), r.mean(weights.weight)
     ratio = jnp.exp(jnp.clip(r.mean(r.log_ratio), -MAX_LOG_RATIO, MAX_LOG_RATIO))

@@ -17,8 +17,8 @@ W, so what the sampler does at step 0 does not change either. o and down have no
 A scaled model is an ordinary one: it can be exported as it is. `invariant_scaling(params, 1 / s)` undoes it.
 
     params = invariant_scaling(params, 1.5)
-    weight_change(before, params)                 # eq. 14: ||W' - W|| / ||W||
-    quantization_error(params, qweights)          # eq. 13: ||Q(W) - W|| / ||W||
+    weight_change(before, params)                 # eq. 13: ||W' - W||^2 / ||W||^2
+    quantization_error(params, qweights)          # eq. 14: ||Q(W) - W||^2 / ||W||^2
 
 Training makes a difference to the sampler where the first is not small against the second.
 """
@@ -101,7 +101,7 @@ def _ratio(squares: list[tuple[jax.Array, jax.Array]]) -> Float[Array, ""]:
     if not squares:
         return jnp.zeros((), jnp.float32)
     above, below = (jnp.stack(part).sum() for part in zip(*squares, strict=True))
-    return jnp.sqrt(above / jnp.maximum(below, jnp.float32(1e-30)))
+    return above / jnp.maximum(below, jnp.float32(1e-30))
 
 
 def _square(x: jax.Array) -> jax.Array:
@@ -110,7 +110,7 @@ def _square(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def quantization_error(params: nnx.State, qweights: nnx.State) -> Float[Array, ""]:
-    """||Q(W) - W||_F / ||W||_F over all weights that have a QTensor (QuRL, eq. 13); 0 where none has. Float32.
+    """||Q(W) - W||^2 / ||W||^2 over all weights that have a QTensor (QuRL, eq. 14); 0 where none has. Float32.
 
     One layer of a stack is dequantized at a time.
     """
@@ -124,7 +124,7 @@ def quantization_error(params: nnx.State, qweights: nnx.State) -> Float[Array, "
 
 
 def relative_norm(updates: Any, params: Any) -> Float[Array, ""]:
-    """||dW||_F / ||W||_F over the layers' kernels (QuRL, eq. 14). Traceable.
+    """||dW||^2 / ||W||^2 over the layers' kernels (QuRL, eq. 13). Traceable.
 
     Args:
       updates, params: trees like the parameters, of each one's sum of squares (`optimizer.squares`): of what an
@@ -135,7 +135,7 @@ def relative_norm(updates: Any, params: Any) -> Float[Array, ""]:
 
 
 def weight_change(before: Any, after: Any) -> Float[Array, ""]:
-    """||W' - W||_F / ||W||_F over the layers' kernels of two states of one model (QuRL, eq. 14). Float32.
+    """||W' - W||^2 / ||W||^2 over the layers' kernels of two states of one model (QuRL, eq. 13). Float32.
 
     Masters in bfloat16 hide changes below their own spacing; keep them in float32.
     """

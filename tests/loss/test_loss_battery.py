@@ -15,6 +15,7 @@ from qarl_jax.loss import LOSSES, get_loss, normalized
 from qarl_jax.loss.advantages import KINDS, group_advantages
 from qarl_jax.loss.common import responses
 from qarl_jax.metrics import Max, Mean, merge
+from qarl_jax.types import UserError
 from tests.reference.loss_batches import inputs, make_batch, objective, rows, unpack, value_and_grad
 
 pytestmark = pytest.mark.parametrize("name", [config.name for config in LOSSES])
@@ -150,6 +151,25 @@ def test_on_policy_ignores_old_logprobs(name):
     b = value_and_grad(loss, inputs(dataclasses.replace(batch, lo=batch.lo - 3.0)))[1]
     np.testing.assert_array_equal(a, b)
     assert (a != 0).any()
+
+
+def test_the_samplers_ratio_divides_by_what_the_sampler_said(name):
+    none = {"w_mode": "none"} if name == "tbpo" else {"mismatch": "none"}
+    batch = make_batch()
+    value, grad, _, _ = value_and_grad(get_loss(name, ratio="sampler", **none), inputs(batch))
+    as_old = dataclasses.replace(batch, lo=batch.ls)
+    wanted, wanted_grad, _, _ = value_and_grad(get_loss(name, **none), inputs(as_old))
+    assert value == pytest.approx(wanted, rel=1e-6)
+    np.testing.assert_array_equal(grad, wanted_grad)
+    assert (grad != value_and_grad(get_loss(name, **none), inputs(batch))[1]).any()
+
+
+def test_the_samplers_ratio_leaves_nothing_to_correct(name):
+    with pytest.raises(UserError, match="both say what the learner is compared with"):
+        get_loss(name, ratio="sampler", mismatch="tis")
+    none = {"w_mode": "none"} if name == "tbpo" else {"mismatch": "none"}
+    with pytest.raises(UserError, match="on_policy both"):
+        get_loss(name, ratio="sampler", on_policy=True, **none)
 
 
 def test_positive_only_removes_the_push_of_negative_advantages_and_no_denominator(name):

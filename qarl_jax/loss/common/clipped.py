@@ -43,7 +43,7 @@ def clipped_policy_loss(
     x: LossInputs, cfg: Shared, *, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Mean, dict[str, Metric]]:
     """Token-level clipped surrogate: all of GRPO, Dr. GRPO, DAPO and PPO's actor, which differ in their defaults."""
-    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only)
+    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     ratio = jnp.exp(jnp.clip(r.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     objective = clipped_surrogate(

@@ -114,6 +114,13 @@ class Shared:
         "off in the paper",
         choices=tuple(MISMATCH),
     )
+    ratio: str = option(
+        "learner",
+        "the ratio divides by the `learner`'s old log-probs (the proximal policy) or by the `sampler`'s, which leaves"
+        " nothing for `mismatch` to correct",
+        "QuRL eq. 3 has the sampler's",
+        choices=("learner", "sampler"),
+    )
     mismatch_cap: float = option(2.0, "C, the cap of a truncated weight", "verl, slime, FlashRL (GSM8K)", above=0.0)
     mismatch_low: float | None = option(None, "lower bound of a mask; unset: the correction's own", at_least=0.0)
     mismatch_high: float | None = option(None, "upper bound of a mask; unset: the correction's own", above=0.0)
@@ -132,6 +139,12 @@ class Shared:
                     f"loss {self.name!r}: {field} is set, but mismatch = {self.mismatch!r} has no such bound; "
                     f"it belongs to {', '.join(users)}"
                 )
+        if self.ratio == "sampler" and (self.weight != "none" or self.on_policy):
+            what = "on_policy" if self.on_policy else f"mismatch = {self.weight!r}"
+            raise UserError(
+                f"loss {self.name!r}: ratio = 'sampler' and {what} both say what the learner is compared with; set"
+                " mismatch = 'none' and on_policy = false, or ratio = 'learner'"
+            )
         low, high = self.mismatch_low, self.mismatch_high
         if low is not None and high is not None and low >= high:
             raise UserError(f"loss {self.name!r}: mismatch_low = {low} must be below mismatch_high = {high}")

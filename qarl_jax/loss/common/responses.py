@@ -34,7 +34,8 @@ class Responses:
       mask: [B, T] bool.
       segment_ids: [B, T] int32, 1..S on masked tokens and 0 elsewhere.
       logprobs: [B, T] float32, carries the gradient.
-      log_ratio: [B, T] float32, learner now minus learner at the start of the update; carries the gradient, unclamped.
+      log_ratio: [B, T] float32, learner now minus learner at the start of the update (or minus the sampler, with
+        `ratio: sampler`); carries the gradient, unclamped.
       log_weight: [B, T] float32, learner at the start of the update minus sampler; not clamped, no gradient.
       advantages: [B, T] float32, no gradient.
       length: [B, S] float32, masked tokens of each response.
@@ -120,13 +121,16 @@ def require(x: LossInputs, *fields: str) -> None:
             raise UserError(f"LossInputs.{field} {what}: expected logprobs' shape {expected}")
 
 
-def prepare(x: LossInputs, *, on_policy: bool = False, positive_only: bool = False) -> Responses:
+def prepare(
+    x: LossInputs, *, on_policy: bool = False, positive_only: bool = False, ratio: str = "learner"
+) -> Responses:
     """Masks, differences and response lengths of one (micro-)batch.
 
     Args:
       x: the batch; entries outside `loss_mask` may hold NaN or infinities.
       on_policy: the proximal policy is the current one (ratio 1; its gradient stays).
       positive_only: advantages below zero become zero.
+      ratio: whose log-probs the learner's are divided by, "learner" (at the start of the update) or "sampler".
 
     Raises:
       UserError: a field has another shape than `logprobs`, or (outside jit) a segment id exceeds `max_segments`.
@@ -157,7 +161,7 @@ def prepare(x: LossInputs, *, on_policy: bool = False, positive_only: bool = Fal
         mask=mask,
         segment_ids=segment_ids,
         logprobs=logprobs,
-        log_ratio=logprobs - old,
+        log_ratio=logprobs - (clean(x.rollout_logprobs) if ratio == "sampler" else old),
         log_weight=jax.lax.stop_gradient(old - clean(x.rollout_logprobs)),
         advantages=advantages,
         length=segment_sum(mask.astype(jnp.float32), segment_ids, slots),

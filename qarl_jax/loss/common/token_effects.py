@@ -60,7 +60,7 @@ class Effects:
 def effects(x: LossInputs, loss: Loss) -> Effects:
     """What `loss` does with each token of a batch; the batch may be any part of the mini-batch it was computed on."""
     cfg = loss.config
-    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only)
+    r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.weight, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     push = -jax.grad(lambda logprobs: loss(dataclasses.replace(x, logprobs=logprobs))[0].total)(x.logprobs)
     share = jax.grad(lambda terms: aggregate(terms, r, cfg.aggregation, max_response_len=cfg.max_response_len).total)(
