@@ -585,7 +585,7 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
         ):
             if names:
                 compared = layers.compare(weights, engine.probe(PROBE_PROMPT, names), linear)
-                good, found = layers.judge(compared, cfg.quant.rollout_scheme, linear)
+                good, found = layers.judge(compared, cfg.quant.rollout_scheme, linear, model.numerics.float64)
                 todo = f"the learner computes otherwise than this build: take another scheme, {report}"
                 yield check(what, good, found, todo, "fail" if aligned else "warn")
     except vllm.BrokenPromiseError as error:

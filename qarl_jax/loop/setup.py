@@ -96,6 +96,8 @@ class Run:
                 self.critic.restore(restored.state)
             unfinished = restored.extra.get("partial")
             self.observer.say(f"resuming {cfg.run_dir} after step {self.start}")
+            if changed := processes.from_first(lambda: build.changed_settings(cfg)):
+                self.observer.say(f"with other settings than it was last started with: {'; '.join(changed)}")
         buffer = partial_rollouts.restore(
             cfg.rollout.partial, unfinished, self.stream, self.start, cfg.rollout.num_samples_per_prompt
         )

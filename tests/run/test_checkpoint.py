@@ -76,6 +76,7 @@ def test_parameters_optimizer_state_and_extra_come_back_bit_for_bit(checkpoints)
     assert checkpoints.extra() == EXTRA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("kind", ["device", "pinned_host"])
 def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind, asynchronous, monkeypatch):

@@ -93,3 +93,10 @@ def test_modules_that_compute_the_same_agree_and_one_changed_output_shows(moe):
         (broken,) = layers.compare(weights, [bent], is_linear)
         assert broken.max_abs > found[0].max_abs + 0.5
         assert broken.relative > 1e-3
+
+
+def test_where_both_sides_keep_a_contract_one_unequal_output_breaks_the_promise():
+    found = [layers.Difference("layer", equal=0.9999, max_abs=1e-3, max_ulp=1, relative=1e-6, count=10_000)]
+    for linear in (True, False):
+        assert layers.judge(found, "w4a16:g128", linear)[0]
+        assert not layers.judge(found, "w4a16:g128", linear, exact=True)[0]

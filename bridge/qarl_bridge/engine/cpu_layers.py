@@ -124,17 +124,21 @@ def _rotary(
     self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> Any:
     """query and key [T, heads * H], rotated; in place of `RotaryEmbedding.forward_cpu`, its subclasses' too."""
-    if not hasattr(self, "float_table"):
-        plain = type(self)._compute_cos_sin_cache is RotaryEmbeddingBase._compute_cos_sin_cache
-        if not plain or not self.is_neox_style or self.rotary_dim != self.head_size:
-            raise NotImplementedError(f"portable RoPE: whole heads rotated by halves, not {type(self).__name__}")
-        self.float_table = rope_table(self._compute_inv_freq(self.base), self.max_position_embeddings)
+    if not hasattr(self, "float_table") or not self.is_neox_style or self.rotary_dim != self.head_size:
+        raise NotImplementedError(f"portable RoPE: whole heads rotated by halves, not {type(self).__name__}")
     table = self.float_table[positions.flatten()]
 
     def of(x: torch.Tensor) -> torch.Tensor:
         return rotate(x.reshape(len(table), -1, self.head_size), table).view(x.shape)
 
     return of(query), None if key is None else of(key)
+
+
+def _cos_sin_cache(self: Any) -> torch.Tensor:
+    """Called when a layer is made; vLLM rounds what is returned, for its own operation. Subclasses that have a table of
+    their own do not come here."""
+    self.float_table = rope_table(self._compute_inv_freq(self.base), self.max_position_embeddings)
+    return self.float_table
 
 
 def _inverse_frequencies(self: RotaryEmbedding, base: float) -> torch.Tensor:
@@ -239,6 +243,7 @@ def register() -> None:
         AttentionBackendEnum.CPU_ATTN, f"{PortableAttentionBackend.__module__}.{PortableAttentionBackend.__qualname__}"
     )
     RotaryEmbeddingBase._compute_inv_freq = _inverse_frequencies
+    RotaryEmbeddingBase._compute_cos_sin_cache = _cos_sin_cache
     Llama3RotaryEmbedding._compute_inv_freq = llama3_frequencies
     RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native = _rotary
     cpu_router._softmax_topk = _softmax_topk
