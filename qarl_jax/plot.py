@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import itertools
 import math
 import sys
@@ -259,6 +260,11 @@ def figure(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -
     except ImportError:
         raise UserError("Plots need matplotlib: pip install qarl-jax[plot].") from None
 
+    known = {key for run in runs for record in run.records for key in record}
+    for metric in extra:
+        if metric not in known:
+            near = difflib.get_close_matches(metric, known, n=1)
+            raise UserError(f"--metric {metric}: no run has it.{f' Did you mean {near[0]}?' if near else ''}")
     drawn = _panels(runs, extra)
     if not drawn:
         raise UserError("No run has any of the metrics that plots show; name some with --metric.")

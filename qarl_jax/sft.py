@@ -32,7 +32,7 @@ from qarl_jax.optim import build as optimizer
 from qarl_jax.run.export import RECEIPT
 from qarl_jax.runtime import mesh
 from qarl_jax.typed_config import load
-from qarl_jax.types import LossInputs, Parser, TrainBatch, UserError, entry_point
+from qarl_jax.types import DivergedError, LossInputs, Parser, TrainBatch, UserError, entry_point
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,12 +169,31 @@ def is_done(cfg: Config) -> bool:
         return False
 
 
+def _staging(out: str) -> str:
+    """The empty folder that becomes `out`, which it replaces.
+
+    Raises:
+      UserError: it cannot be made, or `out` is something that this command did not make.
+    """
+    ours = os.path.isdir(out) and (not os.listdir(out) or os.path.isfile(os.path.join(out, RECEIPT)))
+    if os.path.exists(out) and not ours:
+        raise UserError(
+            f"out={out} exists and was not made by this command (no {RECEIPT} in it): it would be replaced. Name"
+            " another folder, or remove it yourself."
+        )
+    staging = out.rstrip("/") + ".partial"
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        os.makedirs(staging)
+    except OSError as error:
+        raise UserError(f"out={out} cannot be written: {error.strerror or error}. Name a folder of yours.") from None
+    return staging
+
+
 def run(cfg: Config) -> None:
     """Trains and writes the folder."""
     # ---- tokenizer and model ----------------------------------------------------------------------------------------
-    staging = cfg.out.rstrip("/") + ".partial"
-    shutil.rmtree(staging, ignore_errors=True)
-    os.makedirs(staging)
+    staging = _staging(cfg.out)
     if cfg.model.init is not None:
         tokenizer = data.make_char_tokenizer(cfg.tokenizer.alphabet, staging)
         stop = int(tokenizer.eos_token_id)
@@ -221,7 +240,7 @@ def run(cfg: Config) -> None:
         if update % cfg.train.log_every == 0 or update == cfg.train.updates - 1:
             now = metrics.values(measured)
             if not np.isfinite(now["loss/nll"]) or now["optim/nonfinite"]:
-                raise RuntimeError(f"update {update}: the loss is {now['loss/nll']}; lower optimizer.lr.")
+                raise DivergedError(f"update {update}: the loss is {now['loss/nll']}; lower optimizer.lr.")
             print(f"sft {update:5d}  nll {now['loss/nll']:.4f}  {time.monotonic() - started:.1f} s", flush=True)
 
     # ---- write: the folder appears whole or not at all --------------------------------------------------------------

@@ -266,7 +266,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     # The claim the notebook makes: the int4 learner is the sampler's policy, the bf16 learner is not.
     assert abs(quantized).max() < 1e-4 < abs(bf16).mean()
     assert len(space["history"]) == 3
-    assert space["engine"].version == 3
+    assert space["session"].engine.version == 3
     assert 0 < space["flips"] < 1
 
 

@@ -156,6 +156,7 @@ def test_mistakes_are_one_sentence_and_exit_code_2(tmp_path, capsys):
         ([str(tmp_path / "empty")], "holds no step yet"),
         ([str(tmp_path / "other")], "--metric"),
         ([str(tmp_path / "stepless")], "is not the metrics.jsonl of a run"),
+        ([good, "--metric", "reward/maen"], "Did you mean reward/mean?"),
         ([good, "--window", "0"], "--window"),
         ([good, "--report-steps", "-1"], "--report-steps"),
         ([good, "--out", good + "/metrics.jsonl"], "Cannot write"),

@@ -160,3 +160,17 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(folder, capsys, sections, exp
     assert said.startswith("error: ")
     assert expected in said
     assert not (folder / "bad").exists()
+
+
+def test_a_folder_that_sft_did_not_make_is_never_replaced(folder, capsys):
+    (folder / "precious").mkdir(exist_ok=True)
+    (folder / "precious" / "thesis.txt").write_text("years of work")
+    (folder / "file").write_text("")
+    for out, says in (
+        ("precious", "was not made by this command"),
+        ("file", "was not made by this command"),
+        ("file/x", "cannot be written"),
+    ):
+        assert run(folder, tree(folder, out), name="precious.yaml") == 2
+        assert says in capsys.readouterr().err
+    assert (folder / "precious" / "thesis.txt").read_text() == "years of work"

@@ -29,6 +29,7 @@ from qarl_jax.optim import build
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.run import config
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.runtime import processes
@@ -83,6 +84,26 @@ def run_record(directory: str | os.PathLike[str]) -> tuple[pathlib.Path, dict[st
             except ValueError as error:
                 raise UserError(f"{file} is not JSON ({error}).") from None
     return None
+
+
+def changed_settings(cfg: RunConfig) -> list[str]:
+    """What differs from the config that the run of `cfg.run_dir` was last started with: "optimizer.lr 0.02 -> 0.01"."""
+    found = run_record(cfg.run_dir)
+    before = found[1].get("config") if found and isinstance(found[1], dict) else None
+    if not isinstance(before, dict):
+        return []
+
+    def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key, value in tree.items():
+            out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+        return out
+
+    old, new = flat(before), flat(json.loads(json.dumps(config.to_dict(cfg), default=str)))
+    both = [
+        key for key in old if key in new and not key.startswith(("log.", "distributed."))
+    ]  # not: new versions' keys
+    return [f"{key} {old[key]} -> {new[key]}" for key in both if old[key] != new[key]]
 
 
 def recorded_numerics(directory: str | os.PathLike[str]) -> quant.Numerics | None:
@@ -290,6 +311,7 @@ def eval_sampling(cfg: RunConfig, stop: tuple[int, ...]) -> SamplingConfig:
 
 __all__ = [
     "PolicyWeights",
+    "changed_settings",
     "compile_ahead",
     "critic_body",
     "eval_prompts",

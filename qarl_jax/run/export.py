@@ -48,6 +48,8 @@ def run_config(directory: str | os.PathLike[str], overrides: Sequence[str] = ())
     found = build.run_record(directory)
     if found is not None:
         file, record = found
+        if not isinstance(record, dict) or "config" not in record:
+            raise UserError(f"{file} holds no config: it is not the record of a run, or was altered.")
         return config.from_dict(record["config"], str(file), overrides)
     start = pathlib.Path(directory).absolute()
     raise UserError(f"{start} is not inside a run folder: no run.json in it or in the two folders above it.")
@@ -78,8 +80,13 @@ def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: st
     # The whole state is named, so that a checkpoint of another model is refused rather than half read.
     params = checkpoints.restore(state.entries(), step=step).state["params"]
     staging = target.with_name(target.name + ".partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(
+            f"--out {target} cannot be written: {error.strerror or error}. Name a folder of yours."
+        ) from None
     try:
         for file in sorted(pathlib.Path(cfg.model.path).iterdir()):
             if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _OTHERS:

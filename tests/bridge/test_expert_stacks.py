@@ -11,6 +11,7 @@ from qarl_jax.rollout.vllm.engine import engine_tensors
 from tests.bridge.test_cuda_ipc import policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["bf16", "w8a8", "w4a16:g32"])
 def test_published_stacks_are_the_checkpoints_tensors(scheme):
     weights = policy(scheme, moe=True)

@@ -104,6 +104,7 @@ def assert_close(found, wanted, master, moments):
                 np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=rough[dtype], atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "moments", "master", "one_program"),
     [

@@ -173,6 +173,7 @@ def test_a_row_that_splash_cannot_take_is_refused_with_what_to_do():
         attention_vendor.splash_attention(q, q, q, None)
 
 
+@pytest.mark.slow
 def test_cudnn_is_given_rows_of_even_length_and_the_result_is_that_of_the_row(monkeypatch):
     """Its backward refuses others; rows of a data set's longest response may have any length."""
     q, k, v, _ = (jnp.asarray(x[:, :37], jnp.float32) for x in operands())

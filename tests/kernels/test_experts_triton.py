@@ -74,6 +74,7 @@ def check_gradient(m, n, k, sizes, **options):
     assert not np.asarray(got)[[size == 0 for size in sizes]].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16])
 def test_each_row_is_multiplied_with_its_groups_weight(case, dtype):

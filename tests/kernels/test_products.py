@@ -80,6 +80,7 @@ def test_the_largest_sums_do_not_overflow():
 
 
 # a power of two; a sum of two, of three; one that is padded; a single element
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [512, 768, 1792, 300, 1])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_activation_codes_and_scales_are_those_of_the_scheme(k, dtype):

@@ -276,6 +276,7 @@ def test_a_state_on_the_host_changes_no_update(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
+@pytest.mark.slow
 def test_a_critic_learns_a_fixed_batch_within_a_few_updates():
     rows, critic = packed(), make()
     micros, explained, losses = put(critic, rows), [], []

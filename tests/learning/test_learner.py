@@ -159,6 +159,7 @@ def test_microbatches_sum_to_the_full_batch_gradient(loss):
         assert also[key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-5), key
 
 
+@pytest.mark.slow
 def test_packing_changes_no_gradient():
     alone = packed(unpacked=True)
     assert alone.batch.tokens.shape[0] == 16 > packed().batch.tokens.shape[0]
@@ -491,6 +492,7 @@ def test_a_state_on_the_host_gives_the_numbers_of_one_on_the_device(mesh, bound,
     assert after[True][1] == after[False][1]
 
 
+@pytest.mark.slow
 def test_a_batch_of_nothing_moves_nothing_in_one_program_either(moved):
     made, host, where = moved
     rows = packed()

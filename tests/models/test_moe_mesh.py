@@ -87,6 +87,7 @@ def on_mesh(function, sizes, structure, params, qweights, *rest):
 SPREAD = ["data2-fsdp2-expert2", "data2-expert4", "fsdp3-expert2", "data2-expert3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "mesh"), [*(("bf16", mesh) for mesh in SPREAD), ("w4a16:g32", "data2-fsdp2-expert2")]
 )
@@ -104,6 +105,7 @@ def test_nor_does_a_float32_output_but_for_its_last_bits(mesh):
     np.testing.assert_allclose(on_mesh(forward, MESHES[mesh], *state, x, None), want, atol=1e-6 * np.abs(want).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp2-tensor2-expert2", "tensor3-expert2"])
 def test_nor_on_how_features_are_where_sums_are_exact(mesh):
     """int8. A CPU's float products may add in another order where a device has fewer outputs, as in dense layers."""
@@ -113,6 +115,7 @@ def test_nor_on_how_features_are_where_sums_are_exact(mesh):
     assert (want != jax.device_get(forward(*state, x, None))).any(), "the replayed experts are others"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "data2-expert4"])
 def test_gradients_on_a_mesh_equal_one_device(mesh):
     state, (x, dy, _) = block("bf16", "float32"), data("float32")

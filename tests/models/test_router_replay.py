@@ -109,6 +109,7 @@ def test_the_gradient_reaches_the_router_through_the_weights_of_the_replayed_exp
         assert grad[:, k:].max() == 0, "experts nobody went to: their logits weigh nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [2, 6])
 def test_on_cuda_outputs_are_weighted_rounded_and_summed_as_vllm_does(model, k):
     """Two to four in bfloat16, one after the other, more in float32; weights before the first rounding."""

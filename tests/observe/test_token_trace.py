@@ -225,6 +225,7 @@ def test_ratios_are_one_in_a_steps_first_update_and_have_moved_in_its_second(run
     assert moved > 1e-3
 
 
+@pytest.mark.slow
 def test_fates_follow_the_band_of_the_run(run):
     seen = set()
     for sample in run.records("samples"):

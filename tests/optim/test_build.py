@@ -297,6 +297,7 @@ def test_matrices_have_moments_in_a_byte_each_and_few_numbers_stay_in_float32(co
     assert len(others) == 4  # two moments of a norm and of a bias
 
 
+@pytest.mark.slow
 def test_muon_in_eight_bits_is_muon_with_its_momentum_rounded_between_updates():
     w, grads = normal(0, 2, 12, 300), [normal(i, 2, 12, 300) for i in (1, 2)]
     cfg = Muon(lr=0.1, moment_dtype="int8", **FREE)
@@ -315,6 +316,7 @@ def test_muon_in_eight_bits_is_muon_with_its_momentum_rounded_between_updates():
         np.testing.assert_allclose(twice["kernel"][number], want, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leading", [(), (3,)])
 def test_adamw_in_eight_bits_stays_within_what_its_grids_allow(leading):
     w, grads = normal(0, *leading, 12, 300), [normal(i, *leading, 12, 300) for i in (1, 2)]
@@ -361,6 +363,7 @@ def test_an_eight_bit_second_moment_forgets_beside_one_that_does_not():
     assert nu[:, :128].mean() == pytest.approx(1 - 0.999**201, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config_type", [Muon, AdamW])
 def test_eight_bit_states_lie_with_their_parameters_and_are_the_same_on_a_mesh(config_type):
     """Blocks of 256: on one device's columns, over several devices', and a short last one."""
@@ -409,6 +412,7 @@ def test_eight_bit_states_lie_with_their_parameters_and_are_the_same_on_a_mesh(c
     }
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_leaves_eight_bit_states_as_they_are():
     params = {"kernel": jnp.asarray(normal(0, 4, 300))}
     tx = build.make_optimizer(AdamW(lr=0.1, **EIGHT))

@@ -117,6 +117,7 @@ def test_stochastic_rounding_to_levels_is_right_on_average(grid):
     assert many.std(0)[0, :8].min() > 0  # and they are not simply kept
 
 
+@pytest.mark.slow
 def test_a_slice_of_a_stack_is_rounded_as_in_the_stack():
     x = jnp.asarray(of(UNSIGNED, 4, 3, 5, 300))
     whole = eight_bit.encode(x, UNSIGNED, jnp.uint32(9))
@@ -125,6 +126,7 @@ def test_a_slice_of_a_stack_is_rounded_as_in_the_stack():
         jax.tree.map(np.testing.assert_array_equal, part, jax.tree.map(lambda a, n=number: a[n], whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
 @pytest.mark.parametrize("spec", [("fsdp", None), (None, "fsdp")])
 def test_codes_and_scales_are_the_same_on_every_mesh(grid, spec):

@@ -14,6 +14,7 @@ from tests.reference.muon import muon_steps, newton_schulz
 from tests.reference.optimizing import normal, run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(16, 16), (24, 8), (8, 24), (1, 7), (7, 1)])
 def test_orthogonalize_keeps_singular_vectors_and_sends_singular_values_near_one(shape):
     u = normal(0, *shape) * 1e-3

@@ -371,6 +371,7 @@ def test_expert_dot_is_dot_per_expert_in_value_and_gradient(config, profile):
     assert not np.asarray(got_dw)[1].any()  # an expert nobody chose
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [None, w8a8.Config(), w4a16.Config(32)], ids=str)
 def test_a_wide_expert_dot_is_rounded_by_its_caller_and_has_the_same_gradient(config):
     x, w, _ = data(17)

@@ -177,6 +177,7 @@ def activations(m=24, k=K, seed=5):
     return ref.bf(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", quant.PROFILES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_layer_equals_its_formula_bit_for_bit_where_the_sum_is_exact(profile, with_bias):

@@ -268,6 +268,7 @@ def test_the_tail_runs_in_fewer_slots():
     assert halved["slot_steps"] < 0.8 * fixed["slot_steps"]
 
 
+@pytest.mark.slow
 def test_a_group_shares_one_prefill():
     _, engine = sampled(policy("w4a16"), prompts(5), num_samples=8)
     assert engine.stats["prefilled"] == 5

@@ -88,6 +88,7 @@ def test_the_limit_is_exact(served, limit):
     assert {c.finish_reason for group in groups for c in group} == {"length"}
 
 
+@pytest.mark.slow
 def test_equal_keys_give_equal_completions_and_other_keys_others(served):
     def tokens(key):
         return [c.tokens for g in served.generate(prompts(4), num_samples=2, sampling=SAMPLING, key=key) for c in g]
@@ -98,6 +99,7 @@ def test_equal_keys_give_equal_completions_and_other_keys_others(served):
     assert tokens(5 + 2**32) != first  # all 64 bits of the key count
 
 
+@pytest.mark.slow
 def test_a_longer_limit_only_appends(served):
     short = served.generate(prompts(3), num_samples=2, sampling=SamplingConfig(max_response_len=4), key=7)
     long = served.generate(prompts(3), num_samples=2, sampling=SamplingConfig(max_response_len=10), key=7)
@@ -157,6 +159,7 @@ def requests_of(asked, num_samples, tokens=None, **fields):
     ]
 
 
+@pytest.mark.slow
 def test_a_response_begun_draws_as_it_does_in_generate(served):
     asked = prompts(3)
     groups = served.generate(asked, num_samples=2, sampling=SAMPLING, key=1)

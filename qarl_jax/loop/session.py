@@ -1,0 +1,149 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A run in the hand: the parts of `train`, step by step, for a notebook. Nothing is written to disk.
+
+session = qarl_jax.load("configs/quickstart.yaml", "train.prompts_per_step=32")
+groups = session.sample()                    # graded responses of the policy that is served
+ours, theirs = session.score(groups)         # log-probs of their tokens: the learner's, the sampler's
+numbers = session.train_step()               # collect, advantages, update, publish
+session.close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from qarl_jax import data, models
+from qarl_jax.data import packing
+from qarl_jax.learning.learner import TrainState
+from qarl_jax.loop.collector import Collector
+from qarl_jax.loop.publisher import Publisher
+from qarl_jax.loop.updates import Updates, advantages_of
+from qarl_jax.observe.recorder import PhaseTimer
+from qarl_jax.rollout import partial_rollouts
+from qarl_jax.run import build, config
+from qarl_jax.run.config import RunConfig
+from qarl_jax.types import RolloutGroup, UserError
+
+
+class Session:
+    """A policy, its learner and the engine that serves it.
+
+    Args:
+      cfg: a run's config.
+
+    Attributes:
+      cfg: the config.
+      tokenizer: the policy's.
+      learner: the compiled programs (`qarl_jax.learning.learner.Learner`).
+      state: masters and optimizer; `train_step` moves it on.
+      engine: the sampler (`qarl_jax.rollout.RolloutEngine`).
+      step: the next step, which is the version of the policy being served.
+    """
+
+    def __init__(self, cfg: RunConfig):
+        if cfg.critic is not None or cfg.kl.coef:
+            raise UserError(
+                "a session has neither critic nor reference policy: use `python -m qarl_jax.train` for these"
+            )
+        self.cfg, self.step, self._stack = cfg, 0, contextlib.ExitStack()
+        mesh = build.make_mesh(cfg)
+        self.tokenizer = data.load_tokenizer(cfg.model.path)
+        stop = data.stop_token_ids(self.tokenizer, cfg.model.path)
+        source = data.make_source(cfg.data, self.tokenizer, "train")
+        stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step)
+        graphdef, params = build.load_model(cfg, mesh)
+        self.learner = build.make_learner(cfg, graphdef, mesh)
+        self.state: TrainState = self.learner.init(params)
+        self._others: dict[str, Any] = {}
+        grader = self._stack.enter_context(contextlib.closing(build.make_grader(cfg)))
+        self.engine = self._stack.enter_context(contextlib.closing(build.make_engine(cfg)))
+        timer, self._mesh = PhaseTimer(), mesh
+        self._publisher = Publisher(cfg, self.learner, self.engine)
+        self._updates = Updates(cfg, self.learner, self._publisher, timer)
+        buffer = partial_rollouts.restore(cfg.rollout.partial, None, stream, 0, cfg.rollout.num_samples_per_prompt)
+        self._collector = Collector(cfg, self.engine, grader, self.tokenizer, stop, stream, buffer, timer)
+        self.publish()
+
+    def quantize(self) -> Any:
+        """The learner's low-bit tensors for the masters as they are: a tree of QTensors, those that are published."""
+        return self._publisher.qweights(self.state)
+
+    def publish(self) -> dict[str, float]:
+        """Serves the masters as they are as version `step`; returns timings, and the share of codes that changed."""
+        return self._publisher.publish(self.state, self.step)
+
+    def sample(self) -> list[RolloutGroup]:
+        """Graded responses to the next step's prompts. Changes nothing: the same call gives the same groups."""
+        return self._collector.collect(self.step).groups
+
+    def score(
+        self, groups: list[RolloutGroup], scheme: str | None = None
+    ) -> tuple[Float[np.ndarray, " t"], Float[np.ndarray, " t"]]:
+        """Log-probs of all response tokens, flat and in the same order: the learner's, and those the sampler reported.
+
+        Args:
+          groups: as sampled.
+          scheme: of the learner that scores; None: the run's own. "bf16" is a learner that is not aligned.
+        """
+        train = self.cfg.train
+        learner = self.learner if scheme is None else self._learner_under(scheme)
+        packed = packing.pack(
+            groups,
+            np.zeros((len(groups), len(groups[0].completions)), np.float32),
+            row_len=self.cfg.row_len_at(self.step),
+            rows_multiple=train.micro_batch_rows,
+            max_segments=train.max_segments,
+            unpacked=train.packing == "unpacked",
+        )
+        qweights = self.quantize() if scheme is None else learner.quantize(self.state.params)
+        ours, theirs = [], []
+        for micro in packed.micro_batches(train.micro_batch_rows):
+            logprobs, _ = learner.score(self.state.params, qweights, learner.put(micro))
+            ours.append(np.asarray(logprobs)[micro.loss_mask])
+            theirs.append(np.asarray(micro.rollout_logprobs)[micro.loss_mask])
+        return np.concatenate(ours), np.concatenate(theirs)
+
+    def train_step(self) -> dict[str, float]:
+        """One step as `train` makes it: collect, advantages, update, publish. Returns its metrics."""
+        collected = self._collector.collect(self.step)
+        self._collector.keep()
+        groups, advantages = advantages_of(self.cfg, collected.groups, self.step)
+        self.state, numbers, _ = self._updates.run(self.state, groups, advantages, self.step)
+        self.step += 1
+        reward = float(np.mean([group.rewards for group in collected.sampled]))
+        return numbers | self.publish() | {"reward/mean": reward}
+
+    def close(self) -> None:
+        """Ends the engine and the rewards' processes."""
+        self._stack.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _learner_under(self, scheme: str) -> Any:
+        if scheme not in self._others:
+            graphdef = models.with_scheme(self.learner.graphdef, scheme)
+            self._others[scheme] = build.make_learner(self.cfg, graphdef, self._mesh)
+        return self._others[scheme]
+
+
+def load(path: str | os.PathLike[str], *overrides: str) -> Session:
+    """A session of the run that a config file describes.
+
+    Args:
+      path: YAML file (see configs/).
+      overrides: section.field=value, as on the command line.
+
+    Raises:
+      UserError: whatever is wrong with the config, in one sentence.
+    """
+    return Session(config.load(path, list(overrides)))
