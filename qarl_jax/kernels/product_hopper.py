@@ -1,6 +1,7 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Products of 8-bit codes with their rescale in Pallas' Mosaic GPU, for Hopper alone: `w8a8`'s and `fp8`'s.
+"""Products in Pallas' Mosaic GPU, for Hopper alone: of 8-bit codes with their rescale (`w8a8`, `fp8`), and of bfloat16
+in the contract's parts of K (`float_product`).
 
 A persistent kernel, one block of three warpgroups per multiprocessor: one copies tiles of activations and weights by
 TMA, ahead of the two that multiply them (wgmma), each its half of the block's tile. Those two wait for inputs but not
@@ -11,6 +12,9 @@ int8 codes are summed in int32: exact. e4m3 codes are summed in float32 within t
 other through all of K, and never added up outside. That is what vLLM's CUTLASS kernel does, too, and it decides the
 bits: the cores keep some 14 bits of a sum (docs/numerics.md). A tile decides none, and neither do zeros after the last
 input, with which CUTLASS fills its own last tile.
+
+bfloat16 products have an accumulator for each part of K (`qarl_bridge.protocol.contract`). All of them are filled in
+one walk through the inputs and added at the end, in float32: the parts cost no pass over memory.
 """
 
 from __future__ import annotations
@@ -26,11 +30,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Num
+from qarl_bridge.protocol import contract
 
 from qarl_jax.numerics.float32 import fused_multiply_add
 
 _MULTIPROCESSORS = 132  # of an H100 or H200 (SXM), where no device is there to be asked
-SUMS = {jnp.dtype(jnp.int8): jnp.int32, jnp.dtype(jnp.float8_e4m3fn): jnp.float32}  # of products of codes
+SUMS = {  # of products
+    jnp.dtype(jnp.int8): jnp.int32,
+    jnp.dtype(jnp.float8_e4m3fn): jnp.float32,
+    jnp.dtype(jnp.bfloat16): jnp.float32,
+}
 _COPY_REGISTERS = 40  # of a thread that only starts copies; the others take what it leaves
 
 
@@ -70,6 +79,9 @@ CHOSEN = Tile()
 # Other shapes than its own: outputs that 256 does not divide, and few rows.
 NARROW = Tile(n=128)
 LOW = Tile(m=64, n=128, split="n")
+# Of bfloat16: 64 inputs are 128 bytes. Two parts have two accumulators.
+FLOAT = Tile(k=64, steps=3, delay=1)
+FLOAT_PARTS = Tile(n=128, k=64, steps=3)
 
 
 def tile_for(m: int, n: int) -> Tile:
@@ -94,39 +106,48 @@ def _load(ref: Any, at: tuple[Any, ...], layout: Any, interpret: bool) -> jax.Ar
     return load(ref.at[at], layout=layout, optimized=False)
 
 
-def _kernel(*refs: Any, tile: Tile, bias: bool, x_first: bool, interpret: bool) -> None:
+def _kernel(
+    *refs: Any, tile: Tile, scaled: bool, bias: bool, x_first: bool, parts: int = 1, interpret: bool = False
+) -> None:
     """All in global memory.
 
     Args:
-      refs: x [M, K], s_x [M], w [N, K] (interpreted: [K, N]), s_w [N], a bias [N] if any, and the result [M, N].
+      refs: x [M, K], w [N, K] (interpreted: [K, N]), scales s_x [M] and s_w [N] if `scaled`, a bias [N] if any, and the
+        result [M, N].
       tile: divides them.
+      scaled: codes, whose sum is rescaled.
       bias: whether there is one.
+      parts: of K, equal ones, each with an accumulator of its own.
       x_first: the order of the rescale.
       interpret: whether on a CPU.
     """
-    x_ref, s_x_ref, w_ref, s_w_ref, *b_ref, out_ref = refs
-    (height, depth), (width,) = x_ref.shape, s_w_ref.shape
+    x_ref, w_ref, *scales_and_bias, out_ref = refs
+    s_x_ref, s_w_ref = scales_and_bias[:2] if scaled else (None, None)
+    b_ref = scales_and_bias[2 if scaled else 0 :]
+    (height, depth), width = x_ref.shape, w_ref.shape[1 if interpret else 0]
     tiles = height // tile.m, width // tile.n
+    steps = depth // tile.k // parts
     part_m, part_n = tile.part
-    swizzled = mgpu.TilingTransform((8, tile.k)), mgpu.SwizzleTransform(tile.k)
+    swizzled = mgpu.TilingTransform((8, tile.k)), mgpu.SwizzleTransform(tile.k * x_ref.dtype.itemsize)
     written = mgpu.TilingTransform((8, tile.out_n)), mgpu.SwizzleTransform(2 * tile.out_n)
 
-    def block(*shape: int, k: int = 1) -> mgpu.BlockSpec:
-        """Tiles one after the other along dimension k."""
-        index = (lambda i: (0, i)) if k else (lambda i: (i, 0))
+    def block(*shape: int, part: int, k: int = 1) -> mgpu.BlockSpec:
+        """Tiles one after the other along dimension k, of a part of it."""
+        index = (lambda i: (0, part * steps + i)) if k else (lambda i: (part * steps + i, 0))
         return mgpu.BlockSpec(shape, index, transforms=swizzled, memory_space=mgpu.SMEM, delay_release=tile.delay)
 
-    w_block = block(tile.k, tile.n, k=0) if interpret else block(tile.n, tile.k)
+    def w_block(part: int) -> mgpu.BlockSpec:
+        return block(tile.k, tile.n, part=part, k=0) if interpret else block(tile.n, tile.k, part=part)
 
     def pipeline(step: Any, context: Any) -> Any:
         return mgpu.emit_pipeline_warp_specialized(
             step,
-            grid=(depth // tile.k,),
+            grid=(steps,),
             memory_registers=_COPY_REGISTERS,
-            in_specs=[block(tile.m, tile.k), w_block],
+            in_specs=[*(block(tile.m, tile.k, part=p) for p in range(parts)), *map(w_block, range(parts))],
             wg_axis="warpgroup",
             num_compute_wgs=2,
-            max_concurrent_steps=min(tile.steps, depth // tile.k),
+            max_concurrent_steps=min(tile.steps, steps),
             compute_context=context,
         )
 
@@ -143,23 +164,29 @@ def _kernel(*refs: Any, tile: Tile, bias: bool, x_first: bool, interpret: bool) 
             rows, columns = row * tile.m, column * tile.n
 
             def context(run: Any) -> None:
-                @functools.partial(pl.run_scoped, acc=mgpu.ACC((part_m, part_n), SUMS[x_ref.dtype]))
-                def _one_part(acc: Any) -> None:
-                    run(acc)
-                    finish(acc)
+                def one_tile(*accs: Any) -> None:
+                    run(accs)
+                    finish(accs)
+
+                pl.run_scoped(one_tile, *[mgpu.ACC((part_m, part_n), SUMS[x_ref.dtype])] * parts)
 
             def of_outputs(ref: Any, first_n: Any) -> jax.Array:
                 by_column = _load(ref, (pl.ds(first_n, part_n),), mgpu.Layout.WGMMA.reduce(0), interpret)
                 return lax.broadcast_in_dim(by_column, (part_m, part_n), (1,))
 
-            def finish(acc: Any) -> None:
+            def finish(accs: Any) -> None:
                 first_m, first_n = rows + inner_m, columns + inner_n
-                by_row = _load(s_x_ref, (pl.ds(first_m, part_m),), mgpu.Layout.WGMMA.reduce(1), interpret)
-                s_x = lax.broadcast_in_dim(by_row, (part_m, part_n), (0,))
-                s_w, *b = (of_outputs(ref, first_n) for ref in (s_w_ref, *b_ref))
-                total = acc[...].astype(jnp.float32)
-                first, last = (total * s_x, s_w) if x_first else (s_w * total, s_x)
-                y = (fused_multiply_add(first, last, b[0], s_x) if bias else last * first).astype(jnp.bfloat16)
+                total = functools.reduce(jnp.add, (acc[...].astype(jnp.float32) for acc in accs))
+                b = [of_outputs(ref, first_n) for ref in b_ref]
+                if scaled:
+                    by_row = _load(s_x_ref, (pl.ds(first_m, part_m),), mgpu.Layout.WGMMA.reduce(1), interpret)
+                    s_x = lax.broadcast_in_dim(by_row, (part_m, part_n), (0,))
+                    s_w = of_outputs(s_w_ref, first_n)
+                    first, last = (total * s_x, s_w) if x_first else (s_w * total, s_x)
+                    total = fused_multiply_add(first, last, b[0], s_x) if bias else last * first
+                elif bias:
+                    total = total + b[0]
+                y = total.astype(jnp.bfloat16)
                 for i in range(part_n // tile.out_n):
                     mgpu.wait_smem_to_gmem(tile.slots - 1, wait_read_only=True)
                     slot = out_smem.at[warpgroup, i % tile.slots]
@@ -169,25 +196,27 @@ def _kernel(*refs: Any, tile: Tile, bias: bool, x_first: bool, interpret: bool) 
                     mgpu.copy_smem_to_gmem(slot, out_ref.at[at])
                 mgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-            def step(_: Any, x_tile: Any, w_tile: Any, acc: Any) -> Any:
-                x = x_tile.at[pl.ds(inner_m, part_m)] if tile.split == "m" else x_tile
+            def step(_: Any, *tiles_and_sums: Any) -> Any:
+                *inputs, accs = tiles_and_sums
                 half = pl.ds(inner_n, part_n)
-                if interpret:
-                    w = w_tile.at[:, half] if tile.split == "n" else w_tile
-                else:
-                    w = (w_tile.at[half] if tile.split == "n" else w_tile).transpose((1, 0))
-                mgpu.wgmma(acc, x, w)
+                for acc, x_tile, w_tile in zip(accs, inputs[:parts], inputs[parts:], strict=True):
+                    x = x_tile.at[pl.ds(inner_m, part_m)] if tile.split == "m" else x_tile
+                    if interpret:
+                        w = w_tile.at[:, half] if tile.split == "n" else w_tile
+                    else:
+                        w = (w_tile.at[half] if tile.split == "n" else w_tile).transpose((1, 0))
+                    mgpu.wgmma(acc, x, w)
                 mgpu.wgmma_wait(tile.delay)
-                return acc
+                return accs
 
             x, w = x_ref.at[pl.ds(rows, tile.m)], w_ref.at[pl.ds(columns, tile.n)]
             if interpret:
                 w = w_ref.at[:, pl.ds(columns, tile.n)]
-            pipeline(step, context)(x, w, allocations=allocations)
+            pipeline(step, context)(*[x] * parts, *[w] * parts, allocations=allocations)
 
     pl.run_scoped(
         walk,
-        pipeline(nothing, nothing).get_allocations(x_ref, w_ref),
+        pipeline(nothing, nothing).get_allocations(*[x_ref] * parts, *[w_ref] * parts),
         mgpu.SMEM((2, tile.slots, part_m, tile.out_n), jnp.bfloat16, transforms=written),
         collective_axes="warpgroup",
     )
@@ -220,18 +249,58 @@ def product(
     """
     m, n = x_q.shape[0], w_q.shape[0]
     tile = tile_for(m, n) if tile is None else tile
+    scales = s_x.reshape(m), s_w
+    kind = "int8" if x_q.dtype == jnp.int8 else "e4m3"
+    x_first = rescale_order == "x_then_w"
+    return _launch(x_q, w_q, scales, bias, tile, blocks, interpret, f"hopper_{kind}", scaled=True, x_first=x_first)
+
+
+def float_product(
+    x: Float[Array, "M K"],
+    w: Float[Array, "N K"],
+    bias: Float[Array, " N"] | None = None,
+    *,
+    parts: int = 1,
+    tile: Tile | None = None,
+    blocks: int | None = None,
+    interpret: Any = None,
+) -> Float[Array, "M N"]:
+    """bf16(acc + b): float32 sums of the contract's `parts` of K, added in ascending order.
+
+    Args:
+      x, w: bfloat16. bias: float32.
+      parts: one or two (`contract.parts_of`); others as in `product`.
+    """
+    if tile is None:
+        tile = FLOAT if parts == 1 and w.shape[0] % FLOAT.n == 0 else FLOAT_PARTS
+    multiple = max(1, contract.STEP * parts)  # both parts of the same length: behind the last input there are zeros
+    x, w = _filled(x, 1, multiple), _filled(w, 1, multiple)
+    return _launch(x, w, (), bias, tile, blocks, interpret, "hopper_bf16", scaled=False, x_first=False, parts=parts)
+
+
+def _launch(
+    x: jax.Array,
+    w: jax.Array,
+    scales: tuple[jax.Array, ...],
+    bias: jax.Array | None,
+    tile: Tile,
+    blocks: int | None,
+    interpret: Any,
+    name: str,
+    **static: Any,
+) -> jax.Array:
+    """The kernel on operands filled up to whole tiles; `static`: of `_kernel`."""
+    m, n = x.shape[0], w.shape[0]
     if blocks is None:
         blocks = jax.local_devices()[0].core_count if jax.default_backend() == "gpu" else _MULTIPROCESSORS
-    x_q, w_q = _filled(x_q, tile.m, tile.k), _filled(w_q, tile.n, tile.k)
-    (rows, _), outputs = x_q.shape, w_q.shape[0]
+    x, w = _filled(x, tile.m, tile.k), _filled(w, tile.n, tile.k)
+    (rows, _), outputs = x.shape, w.shape[0]
     interpreted = interpret is not None
-    operands = [_filled(s_x.reshape(m), tile.m), w_q.T if interpreted else w_q, _filled(s_w, tile.n)]
+    vectors = [_filled(scales[0], tile.m), _filled(scales[1], tile.n)] if scales else []
     if bias is not None:
-        operands.append(_filled(bias, tile.n))
-    order = rescale_order == "x_then_w"
-    kernel = functools.partial(_kernel, tile=tile, bias=bias is not None, x_first=order, interpret=interpreted)
-    name = f"hopper_{'int8' if x_q.dtype == jnp.int8 else 'e4m3'}_{outputs}x{x_q.shape[1]}"
-    kernel.__name__ = name  # type: ignore[attr-defined]  # in traces
+        vectors.append(_filled(bias, tile.n))
+    kernel = functools.partial(_kernel, tile=tile, bias=bias is not None, interpret=interpreted, **static)
+    kernel.__name__ = f"{name}_{outputs}x{x.shape[1]}"  # type: ignore[attr-defined]  # in traces
     y = mgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((rows, outputs), jnp.bfloat16),
@@ -240,7 +309,7 @@ def product(
         num_threads=3,
         thread_name="warpgroup",
         interpret=interpret,
-    )(x_q, *operands)
+    )(x, w.T if interpreted else w, *vectors)
     return y if (rows, outputs) == (m, n) else y[:m, :n]
 
 

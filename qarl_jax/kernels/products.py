@@ -7,6 +7,9 @@ its accumulator in registers writes two bytes per output instead of writing and 
 alone: every form is equal to the bit. In a step of Qwen3-8B (16,384 tokens, one H200) the kernel's products take 153
 ms of 1.41 s, 1,490 TFLOP/s; with XLA's it was 1.53 s, when more of the rest was in the way (docs/scaling.md).
 
+**bf16, and w4a16's bf16(q s).** By the contract alone: the kernel adds K up in its parts for any number of rows, where
+XLA's library cuts K by a rule of its own when rows are few, and passes over memory once a part.
+
 **fp8.** The kernel changes bits: it accumulates as the engine's does (`product_hopper.py`), which XLA's products of few
 rows do not. Under `plain` it makes few and many rows alike, which XLA's are not.
 
@@ -46,7 +49,7 @@ def serves(scheme: str, x: jax.Array, weight: tuple[int, ...], numerics: Numeric
     """Whether kernels are to take a layer on this host's devices.
 
     Args:
-      scheme: "w8a8" or "fp8".
+      scheme: "w8a8", "fp8" or "bf16" (unquantized weights, and w4a16's as bf16(q s)).
       x: activations [M, K] in compute dtype.
       weight: its shape, (N, K).
       numerics: the arithmetic in use.
@@ -56,6 +59,8 @@ def serves(scheme: str, x: jax.Array, weight: tuple[int, ...], numerics: Numeric
     split = _split(x.shape[0], weight[0])
     if split is None:
         return False
+    if scheme == "bf16":
+        return numerics.contract_parts
     if scheme == "fp8":
         return numerics.fp8_on_tensor_cores and all(size % _CUTLASS == 0 for size in weight)
     if numerics.float64:
@@ -155,6 +160,28 @@ def _local(
     b = None if bias is None else bias[0]
     y = product_triton.product(x_q, s_x, w_q, s_w[:, 0], b, interpret=interpret)
     return _run_once(y), (x_q, s_x)
+
+
+# ---- bf16 ------------------------------------------------------------------------------------------------------------
+
+
+def floating(
+    x: Float[Array, "M K"],
+    w: Float[Array, "N K"],
+    bias: Float[Array, "1 N"] | None,
+    *,
+    parts: int,
+    interpret: Any = None,
+) -> Float[Array, "M N"]:
+    """bf(acc + b) of bfloat16 operands and a float32 bias, acc in the contract's `parts` of K."""
+    from qarl_jax.kernels import product_hopper
+
+    def local(x, w, bias=None):
+        b = None if bias is None else bias[0]
+        return _run_once(product_hopper.float_product(x, w, b, parts=parts, interpret=interpret))
+
+    operands = (x, w) if bias is None else (x, w, bias)
+    return _on_mesh(local, operands, (_BATCH, _WEIGHT, _BIAS), _RESULT, w.shape[0])
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------

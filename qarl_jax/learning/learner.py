@@ -301,7 +301,6 @@ class Learner:
         hidden = model.hidden_states(
             batch.tokens, batch.positions, segment_ids, self.options.max_segments, batch.routed_experts
         )
-        numerics = models.config_of(self.graphdef).numerics
         with jax.named_scope("logprobs"):
             return token_logprobs(
                 hidden,
@@ -310,7 +309,7 @@ class Learner:
                 batch.segment_ids,
                 temperature=self.options.temperature,
                 chunk=self.options.logprob_chunk,
-                numerics=numerics if numerics.float64 else None,  # float32 logits, whatever an engine rounds
+                numerics=model.config.numerics,
                 entropy_gradient=bool(self.options.entropy_coef),
             )
 

@@ -29,8 +29,22 @@ class Config(Shared):
     clip_low: float = option(0.2, "lower clip is 1 - clip_low", "PPO; verl", at_least=0.0)
     clip_high: float = option(0.2, "upper clip is 1 + clip_high", "PPO; verl", at_least=0.0)
     dual_clip: float | None = option(None, "A < 0: no gradient above it", "off; 3.0 in QaRL's ablation", above=1.0)
+    off_policy_mask: float | None = option(
+        None,
+        "A < 0: a response is dropped where the sampler's log-probs exceed the learner's by more than this in the mean"
+        " (off-policy sequence masking)",
+        "off; DeepSeek-V3.2, arXiv 2512.02556, eq. 9",
+        at_least=0.0,
+    )
 
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     """GRPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
-    return clipped_policy_loss(x, cfg, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual_clip=cfg.dual_clip)
+    return clipped_policy_loss(
+        x,
+        cfg,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        dual_clip=cfg.dual_clip,
+        off_policy_mask=cfg.off_policy_mask,
+    )

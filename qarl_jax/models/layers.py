@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,11 @@ from jaxtyping import Array, Float, Int
 from qarl_jax import quant
 from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.hf.config import RopeScaling
+from qarl_jax.numerics.engine import NormOrder
 from qarl_jax.numerics.float32 import divide, from_float64, in_float64, round_to
 from qarl_jax.quant import PLAIN, Numerics
 from qarl_jax.runtime.mesh import constrain
 from qarl_jax.runtime.remat import INVERSE_RMS, LINEAR_OUTPUT
-
-_VECTOR, _WARP, _BLOCK = 8, 32, 1024  # of vLLM's norm kernels: bfloat16 values per load, threads per warp and block
 
 
 class Quantized(nnx.Variable):
@@ -103,21 +102,16 @@ class Linear(nnx.Module):
         return checkpoint_name(y, LINEAR_OUTPUT)
 
 
-def inverse_rms(
-    x: Float[Array, "*B D"], eps: float, *, order: Literal["any", "float64", "torch", "cuda", "cuda_pairs"] = "any"
-) -> Float[Array, "*B 1"]:
+def inverse_rms(x: Float[Array, "*B D"], eps: float, *, order: NormOrder = "any") -> Float[Array, "*B 1"]:
     """1 / sqrt(mean(x^2) + eps), float32.
 
     order: that of the sum. An ulp of it moves one element of a norm in some 10^5 across a rounding boundary, and under
     w8a8 one moved element moves int8 codes downstream.
       "float64": all of it in float64, rounded once, so that the order cannot be seen.
       "torch": to the last bit what torch computes on x86 (x.pow(2).mean(-1), then rsqrt), for D a multiple of 32.
-      "cuda": as vLLM's rms_norm kernel sums bfloat16 values, for D a multiple of 8. "cuda_pairs": as its
-      fused_add_rms_norm does. On a GPU the reciprocal root is the same instruction, too.
       Other D: any order.
     """
-    multiple = {"any": 1, "torch": 32}.get(order, _VECTOR)
-    return _inverse_rms(x, eps, order if x.shape[-1] % multiple == 0 else "any")
+    return _inverse_rms(x, eps, "any" if order == "torch" and x.shape[-1] % 32 else order)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -128,8 +122,6 @@ def _inverse_rms(x: jax.Array, eps: float, order: str) -> jax.Array:
     if order == "any":
         return jax.lax.rsqrt(jnp.mean(squares, axis=-1, keepdims=True) + jnp.float32(eps))
     width = jnp.full((*x.shape[:-1], 1), x.shape[-1], jnp.float32)
-    if order != "torch":  # squares of bfloat16 values are exact
-        return jax.lax.rsqrt(divide(_sum_cuda(squares, order == "cuda_pairs"), width) + jnp.float32(eps))
     # The squares are rounded before they are summed. To keep the compiler from fusing the two, their bits meet a zero
     # that only the data knows to be zero: the sign bit of a maximum of absolute values.
     zero = jax.lax.shift_right_logical(
@@ -147,37 +139,6 @@ def _inverse_rms_jvp(
     (x,), (dx,) = primals, tangents
     r = checkpoint_name(_inverse_rms(x, eps, order), INVERSE_RMS)
     return r, -(r * r * r) * jnp.mean(x * dx, axis=-1, keepdims=True)
-
-
-def _sum_cuda(x: jax.Array, pairs: bool) -> jax.Array:
-    """[*B, D] -> [*B, 1], added in the order of vLLM's norm kernels: a thread adds its vectors of 8 one value after the
-    other (`pairs`: vector by vector, each the sum of its sums of two), CUB's block reduction the threads of a warp as a
-    tree of neighbours, and then the warps in sequence.
-
-    Thread t of n has the vectors t, t + n, ...; n is the kernel's for fewer than 256 tokens (1024), and for more (256)
-    the same order comes out up to D = 2048.
-    """
-    *lead, width = x.shape
-    vectors = width // _VECTOR
-    lanes = min(_WARP, 1 << (vectors - 1).bit_length())  # of a warp; the others would add zeros
-    threads = min(vectors + -vectors % lanes, _BLOCK)
-    x = jnp.pad(x, (*((0, 0) for _ in lead), (0, -vectors % threads * _VECTOR)))
-    x = x.reshape(*lead, -1, threads, _VECTOR)
-
-    def sequential(parts: list[jax.Array]) -> jax.Array:
-        return functools.reduce(jnp.add, parts)
-
-    if pairs:
-        twos = [x[..., i] + x[..., i + 1] for i in range(0, _VECTOR, 2)]
-        own = sequential(twos)
-        total = sequential([own[..., i, :] for i in range(x.shape[-3])])
-    else:
-        total = sequential([x[..., i, :, j] for i in range(x.shape[-3]) for j in range(_VECTOR)])
-    total = jax.lax.optimization_barrier(total).reshape(*lead, -1, lanes)  # otherwise computed again for each use
-    while total.shape[-1] > 1:
-        total = total[..., ::2] + total[..., 1::2]
-    total = jax.lax.optimization_barrier(total)
-    return sequential([total[..., i, :] for i in range(total.shape[-2])])
 
 
 def _sum_torch(x: jax.Array) -> jax.Array:
@@ -214,19 +175,18 @@ class RMSNorm(nnx.Module):
         self.numerics, self.order = config.numerics, config.norm_order
         self.dtype = config.compute_dtype
 
-    def __call__(self, x: Float[Array, "*B D"], *, added: bool = False) -> Float[Array, "*B D"]:
-        """x (compute dtype, or float32 when not yet rounded) -> compute dtype. added: x is a residual sum."""
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """x (compute dtype, or float32 when not yet rounded) -> compute dtype."""
         x = x.astype(jnp.float32)
         weight = round_to(self.weight.get_value(), self.dtype).astype(jnp.float32)
-        order = self.order
-        y = x * inverse_rms(x, self.eps, order="cuda_pairs" if order == "cuda" and added else order)
+        y = x * inverse_rms(x, self.eps, order=self.order)
         return round_to(y * weight.reshape((1,) * (y.ndim - 1) + weight.shape), self.dtype)
 
     def add(self, delta: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(norm(residual + delta), residual + delta). The sum is stored rounded; numerics: whether read so."""
         total = residual.astype(jnp.float32) + delta.astype(jnp.float32)
         stored = round_to(total, self.dtype)
-        return self(stored if self.numerics.round_sum_before_norm else total, added=True), stored
+        return self(stored if self.numerics.round_sum_before_norm else total), stored
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -83,9 +83,8 @@ def token_logprobs(
       segment_ids: [B, T] int32, 1.. per row, 0 = padding (rows may be packed).
       temperature: > 0, the sampler's; logits are divided by it.
       chunk: tokens (over the whole batch) whose logits exist at once; rounded to whole columns of the batch.
-      numerics: a `quant.numerics.Numerics`; where its `round_logits` is set, logits are rounded to bfloat16 before the
-        temperature, as engines that store bfloat16 logits do; where its `float64` is, logits and log-softmax are made
-        in float64 and rounded to float32. The gradient passes straight through. None: neither. Hashable.
+      numerics: a `Numerics`; where its `float64` is set, logits are made in float64 and rounded to float32, and where
+        its `float64_log_softmax` is, log-probs are. The gradient passes straight through. None: neither. Hashable.
       compute_dtype: dtype of the product's operands; None: `hidden.dtype`.
       entropy_gradient: let gradients flow through the entropy (an entropy bonus); by default they do not.
 
@@ -143,14 +142,15 @@ def logits_of(
         return from_float64(functools.partial(jnp.einsum, "...d,vd->...v"), hidden, head)
     precision = matmul_precision(hidden.dtype)
     logits = jnp.einsum("...d,vd->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32)
-    if getattr(numerics, "round_logits", False):
-        # reduce_precision and not a cast there and back, which the compiler may simplify away.
-        logits = jax.lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=7)
     return logits
 
 
 def _wide(numerics: Any) -> bool:
     return getattr(numerics, "float64", False)
+
+
+def _wide_softmax(numerics: Any) -> bool:
+    return getattr(numerics, "float64_log_softmax", False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -174,7 +174,7 @@ def _chosen(targets: jax.Array, vocab: int) -> jax.Array:
 
 def _tempered(logits: jax.Array, temperature: float, numerics: Any) -> jax.Array:
     """logits / temperature; in float64 arithmetic one IEEE division by the float32 temperature, as the engine's."""
-    if temperature == 1 or not _wide(numerics):
+    if temperature == 1 or not _wide_softmax(numerics):
         return logits / temperature
     return from_float64(lambda z: z / float(np.float32(temperature)), logits)
 
@@ -197,7 +197,7 @@ def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradi
         h, target, keep = x
         z = _tempered(logits_of(h, weight, numerics=numerics), temperature, numerics)
         chosen = _chosen(target, weight.shape[0])
-        outputs = from_float64(statistics, z, chosen) if _wide(numerics) else statistics(z, chosen)
+        outputs = from_float64(statistics, z, chosen) if _wide_softmax(numerics) else statistics(z, chosen)
         return carry, tuple(jnp.where(keep, out, 0.0) for out in outputs)
 
     _, (logprobs, entropy, lse) = jax.lax.scan(step, None, (hidden, targets, scored))

@@ -17,10 +17,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from qarl_jax.numerics import machete
+from qarl_bridge.protocol import contract
+
 from qarl_jax.types import UserError
 
-NormOrder = Literal["any", "float64", "torch", "cuda"]
+NormOrder = Literal["any", "float64", "torch"]
 ENGINES = ("auto", "cpu", "cuda", "plain")
 
 
@@ -36,15 +37,18 @@ class Kernels:
         the norm once for the maxima, once more for the codes and once more for its bfloat16 result, if that is used.
         "triton": `product_triton.quantize_rows` reads the stored result once, for all layers that share it.
       fp8: "hopper": `product_hopper.product`, which accumulates as vLLM's kernel does. "xla" has other last bits.
+      bf16: "hopper": `product_hopper.float_product`, where sums are made in the contract's parts. "xla" leaves a part's
+        order to a library, which cuts it again where rows are few.
     """
 
     w8a8: Literal["xla", "triton", "hopper"] = "hopper"
     w8a8_rows: Literal["xla", "triton"] = "xla"
     fp8: Literal["xla", "hopper"] = "hopper"
+    bf16: Literal["xla", "hopper"] = "hopper"
 
 
 # By the name of `quant.kernels`.
-KERNELS = {"auto": Kernels(), "xla": Kernels(w8a8="xla", fp8="xla")}
+KERNELS = {"auto": Kernels(), "xla": Kernels(w8a8="xla", fp8="xla", bf16="xla")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,18 +64,18 @@ class Numerics:
         float32 once, so that its order, the vector width and the library cannot be seen in it. Rescaling is part of it:
         f32(s_x * (s_w * acc)); otherwise it is two float32 products, in that order.
       amax_floor: lower bound put under a row's absmax before its int8 scale is taken; 0: none.
-      bias_after_rounding: w4a16 adds the bias to the already rounded output (two roundings).
+      bias_after_rounding: w4a8_fp8 adds the bias to the already rounded output (two roundings).
       int8_experts_keep_activations: w8a8's experts multiply unquantized activations with their int8 codes: vLLM 0.25
         on CUDA takes dynamic activation scales, which a checkpoint does not hold, for none
         (`make_int8_moe_quant_config`).
-      machete_parts: a w4a16 layer's sum is made in Machete's parts of K (`of_layer`).
+      contract_parts: sums of bfloat16 products are made in the contract's parts of K (`of_layer`).
       fp8_divides: fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x).
       fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, where there are such.
       w4a8_is_fp8: int4 layers with 8-bit activations multiply in e4m3, on a grid of their own (`w4a8_fp8`).
       block_attention: attention meets the keys in blocks, the last one first, and rounds its weights against the
         maximum so far (FlashAttention-3).
-      norm_order: how RMSNorm's mean of squares is summed: in float64, in the order of vLLM's CUDA kernels, in torch's
-        (8-float vectors on x86; its rsqrt is 1 / sqrt), or in the compiler's.
+      norm_order: how RMSNorm's mean of squares is summed: in float64, in torch's order (8-float vectors on x86; its
+        rsqrt is 1 / sqrt), or in the compiler's.
       round_sum_before_norm: the residual sum is rounded before RMSNorm reads it; otherwise it reads the float32 sum.
       round_silu: SiLU(gate) is rounded before it is multiplied by up.
       divided_silu: SiLU is x / (1 + exp(-x)), an IEEE division; otherwise as the compiler divides.
@@ -80,8 +84,9 @@ class Numerics:
       round_router_logits: router logits are rounded to the compute dtype.
       weighted_experts: each expert's output is multiplied by the token's weight for it before it is rounded, and the
         rounded ones are summed (vLLM's Triton experts); otherwise rounded outputs are weighted and summed in float32.
-      round_logits: logits are rounded to the compute dtype (the engine's lm_head is not float32).
-      parts: of K, in which a w4a16 layer's sum is made. A layer's own.
+      float64_log_softmax: log-probs are computed in float64 from the float32 logits, and rounded once (part of
+        `float64`).
+      parts: of K, in which a layer's sum of bfloat16 products is made. A layer's own.
       kernels: what a GPU computes layers with, which is a run's choice (`quant.kernels`).
     """
 
@@ -90,7 +95,7 @@ class Numerics:
     amax_floor: float = 0.0
     bias_after_rounding: bool = False
     int8_experts_keep_activations: bool = False
-    machete_parts: bool = False
+    contract_parts: bool = False
     fp8_divides: bool = False
     fp8_on_tensor_cores: bool = True
     w4a8_is_fp8: bool = False
@@ -103,32 +108,39 @@ class Numerics:
     rope_on_device: bool = False
     round_router_logits: bool = False
     weighted_experts: bool = False
-    round_logits: bool = False
+    float64_log_softmax: bool = False
     parts: int = 1
     kernels: Kernels = Kernels()
 
     def of_layer(self, outputs: int, inputs: int) -> Numerics:
         """The arithmetic of one layer, [outputs, inputs] as the engine fuses it (q, k and v; gate and up)."""
-        if not self.machete_parts:
+        if not self.contract_parts:
             return self
-        return dataclasses.replace(self, parts=machete.parts(outputs, inputs))
+        return dataclasses.replace(self, parts=contract.parts_of(outputs, inputs))
 
 
 # No engine: the embedded sampler calls the learner's own functions. float32 inside, one rounding at the end.
 PLAIN = Numerics()
 
 # vLLM CPU with the bridge's own operations, on any build.
-CPU = Numerics(profile="cpu", float64=True, amax_floor=1e-7, fp8_on_tensor_cores=False, norm_order="float64")
-# vLLM CUDA: CUTLASS, Machete, FlashAttention-3.
+CPU = Numerics(
+    profile="cpu",
+    float64=True,
+    amax_floor=1e-7,
+    fp8_on_tensor_cores=False,
+    norm_order="float64",
+    float64_log_softmax=True,
+)
+# vLLM CUDA: CUTLASS for 8-bit codes, FlashAttention-3, and the bridge's kernels for the rest (`contract`).
 CUDA = Numerics(
     profile="cuda",
     bias_after_rounding=True,
     int8_experts_keep_activations=True,
-    machete_parts=True,
+    contract_parts=True,
     fp8_divides=True,
     w4a8_is_fp8=True,
     block_attention=True,
-    norm_order="cuda",
+    norm_order="float64",
     round_sum_before_norm=True,
     round_silu=True,
     divided_silu=True,
@@ -136,7 +148,7 @@ CUDA = Numerics(
     rope_on_device=True,
     round_router_logits=True,
     weighted_experts=True,
-    round_logits=True,
+    float64_log_softmax=True,
 )
 RECORDS = {record.profile: record for record in (PLAIN, CPU, CUDA)}
 PROFILES: tuple[str, ...] = tuple(RECORDS)

@@ -28,9 +28,10 @@ import numpy as np
 from aqt.jax.v2 import aqt_dot_general, aqt_tensor
 from jax import lax
 from jaxtyping import Array, Float, Int
+from qarl_bridge.protocol import contract
 
 from qarl_jax.kernels import experts_triton
-from qarl_jax.numerics import machete
+from qarl_jax.kernels import products as kernels
 from qarl_jax.numerics.engine import PLAIN, Numerics
 from qarl_jax.numerics.float32 import from_float64, matmul_precision, round_to
 from qarl_jax.quant.qtensor import QTensor
@@ -137,7 +138,7 @@ class Dense:
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
         """[M, K] in compute dtype, [N, K] -> [M, N] in float32, or rounded once to another dtype.
 
-        parts: of K (`machete.equal_parts`), each summed by itself and then added in float32, in ascending order.
+        parts: of K (`contract.cuts`), each summed by itself and then added in float32, in ascending order.
         """
         w = w.astype(x.dtype)
         if self.wide_sums:
@@ -146,9 +147,15 @@ class Dense:
             return _float_dot_general(x, w, _CONTRACT_LAST, out_dtype)
         sums = [
             _float_dot_general(x[:, first:end], w[:, first:end], _CONTRACT_LAST, jnp.float32)
-            for first, end in machete.inputs_of(x.shape[1], parts)
+            for first, end in contract.cuts(x.shape[1], parts)
         ]
         return round_to(functools.reduce(jnp.add, sums), out_dtype)
+
+    def linear(self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
+        """[M, K], [N, K], [1, N] -> x w^T + b, summed in the parts of `numerics`, rounded or yet to be rounded."""
+        if kernels.serves("bf16", x, w.shape, numerics):
+            return kernels.floating(x, w.astype(x.dtype), bias, parts=numerics.parts)
+        return _with_bias(self, x, w, bias, numerics)
 
     def rescaled(self, x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array) -> jax.Array:
         """Codes [M, K] and [N, K], scales [M, 1] and [N, G] -> f32(s_x sum x (w s_w)) [M, N], computed in float64."""
@@ -208,7 +215,7 @@ class Ragged:
 
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
         """[M, K] in compute dtype, [E, N, K] -> [M, N] in float32, or rounded once to another dtype."""
-        del parts  # Machete has no experts
+        del parts  # the engine keeps its own order for experts
         w = w.astype(x.dtype)
         out_dtype = jnp.float32 if self.wide else out_dtype
         if self.wide_sums:
@@ -222,6 +229,10 @@ class Ragged:
             return _float64_product(x, w_s[0], s_x, w_s[1])
 
         return self._by_expert(multiply, jnp.float32)(x, (w, s_w))
+
+    def linear(self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
+        """As in `Dense`, in the kernel's own order."""
+        return _with_bias(self, x, w, bias, numerics)
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """float8 [M, K], float8 [E, N, K] -> float32 [M, N]."""
@@ -300,6 +311,12 @@ class Ragged:
         return lax.platform_dependent(lhs, rhs, tpu=ragged, default=by_expert, **platforms)
 
 
+def _with_bias(product: Any, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
+    if bias is None:
+        return product.floating(x, w, x.dtype, parts=numerics.parts)
+    return product.floating(x, w, parts=numerics.parts) + bias
+
+
 def _rounded(ragged: Any, out_dtype: Any, gradient: bool) -> Any:
     """A ragged product of floats, accumulated in float32, rounded once."""
 
@@ -328,9 +345,7 @@ def _forward(product, spec: _Spec, x, master, qtensor, bias):
     bias = None if bias is None else bias.astype(jnp.float32)[None, :]
     if not isinstance(qtensor, QTensor):
         w = master.astype(x.dtype) if qtensor is None else qtensor
-        if bias is None:
-            return product.floating(x, w, x.dtype), (x, w)
-        return product.floating(x, w) + bias, (x, w)
+        return product.linear(x, w, bias, spec.numerics), (x, w)
     y, saved = module_of(qtensor.scheme).forward(x, qtensor, bias, numerics=spec.numerics, product=product)
     return y, (saved, qtensor)
 

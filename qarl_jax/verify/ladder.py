@@ -28,9 +28,6 @@ d = log p_learner - log p_engine over positions whose entropy exceeds 0.5 nat (e
 
     k1 = mean(-d)      k3 = mean(exp(d) - 1 - d)  >= 0      both estimate KL(engine || learner) (J. Schulman, 2020)
 
-Log-probs are compared with the logits rounded as the engine rounds them. In training they are not, so that two passes
-of the learner differ as little as possible; `--float32-logits` compares that instead.
-
 In a mixture of experts the tokens are scored with the experts the engine sent them to (`rollout.router_replay`), and
 once more with the learner's own choice: router logits are rounded to bf16, many tie, and an engine breaks ties its way.
 
@@ -123,14 +120,12 @@ def load(path: str, scheme: str, engine: str, attention: str = "engine") -> Poli
     return PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
 
 
-def score(
-    weights: PolicyWeights, sampled: Sampled, *, round_logits: bool = True, replay: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+def score(weights: PolicyWeights, sampled: Sampled, *, replay: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """(log-probs, entropies) [N, T] float32 of the learner for every token of `sampled`.
 
     `replay`: tokens go to the experts the engine sent them to, where it recorded them.
     """
-    numerics = models.config_of(weights.graphdef).numerics if round_logits else None
+    numerics = models.config_of(weights.graphdef).numerics
 
     @jax.jit
     def run(
@@ -391,11 +386,10 @@ class Options:
     response_len: int = 64
     seed: int = 0
     max_k3: float = 1e-4
-    float32_logits: bool = False
     threads: int = 0
     attention: Literal["engine", "auto", "xla", "cudnn", "flash3"] = "engine"
     execution: Mode = "auto"
-    int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
+    int4_kernel: Literal["auto", "packed", "machete", "marlin"] = "auto"
     kv_cache_gb: float = 0.25
     gpu_memory_utilization: float = 0.5
     unaligned: bool = True
@@ -445,7 +439,6 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
     prompts = random_prompts(config.vocab_size, options.prompts, options.prompt_len, options.seed)
     sampling = SamplingConfig(max_response_len=options.response_len)
     engine_config = options.engine(config)
-    round_logits = not options.float32_logits
     engine = VllmEngine(engine_config, run_id="parity")
     try:
         for rung in published(engine, weights):
@@ -460,20 +453,20 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
             for rung in module_rungs(engine, weights, scheme, prompts[0].tokens):
                 add(rung)
             first = Sampled.of(_flat(engine.generate(prompts, num_samples=4, sampling=_one_token(), key=options.seed)))
-            logprobs, entropy = score(weights, first, round_logits=round_logits, replay=True)
+            logprobs, entropy = score(weights, first, replay=True)
             result["prefill"] = mismatch(logprobs, first.logprobs, entropy, first.response)
             result["decode_prefill"] = decode_and_prefill(engine, prompts[:8], min(options.response_len, 16))
             sampled = Sampled.of(_flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
     finally:
         engine.close()
     if all(rung.ok is not False for rung in rungs[:4]):
-        logprobs, entropy = score(weights, sampled, round_logits=round_logits, replay=True)
+        logprobs, entropy = score(weights, sampled, replay=True)
         if sampled.routed is not None:
-            own, own_entropy = score(weights, sampled, round_logits=round_logits)
+            own, own_entropy = score(weights, sampled)
             result["own_routing"] = mismatch(own, sampled.logprobs, own_entropy, sampled.response)
         result["aligned"] = aligned = mismatch(logprobs, sampled.logprobs, entropy, sampled.response)
         if options.unaligned and scheme != "bf16":
-            usual, usual_entropy = score(load(path, "bf16", "plain"), sampled, round_logits=False)
+            usual, usual_entropy = score(load(path, "bf16", "plain"), sampled)
             result["unaligned"] = mismatch(usual, sampled.logprobs, usual_entropy, sampled.response)
         if options.bf16_pair:
             result["bf16"] = (
@@ -534,7 +527,7 @@ def _bf16_pair(
         sampled = Sampled.of(_flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
     finally:
         engine.close()
-    logprobs, entropy = score(weights, sampled, round_logits=not options.float32_logits, replay=True)
+    logprobs, entropy = score(weights, sampled, replay=True)
     return mismatch(logprobs, sampled.logprobs, entropy, sampled.response)
 
 
@@ -571,7 +564,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=defaults.execution,
         help="auto, eager, graphs or compiled; several, with commas: compare engines in these modes to the bit",
     )
-    parser.add_argument("--int4-kernel", choices=("auto", "machete", "marlin"), default=defaults.int4_kernel)
+    parser.add_argument("--int4-kernel", choices=("auto", "packed", "machete", "marlin"), default=defaults.int4_kernel)
     parser.add_argument("--kv-cache-gb", type=float, default=defaults.kv_cache_gb, help="of the engine")
     parser.add_argument(
         "--gpu-memory-utilization",
@@ -579,7 +572,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=defaults.gpu_memory_utilization,
         help="share of the device's memory the engine may use",
     )
-    parser.add_argument("--float32-logits", action="store_true", help="compare as training does: logits not rounded")
     args = parser.parse_args(argv)
     options = Options(
         **{

@@ -191,7 +191,13 @@ def _linear(model: models.Transformer, record: messages.Recorded) -> Difference:
     return Difference.of(record.module, mine, theirs[:, : mine.shape[-1]])
 
 
-def _block(model: models.Transformer, record: messages.Recorded, routing: np.ndarray | None) -> Difference:
+def block_outputs(
+    model: models.Transformer, record: messages.Recorded, routing: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(delta, residual) after a block, the learner's and the engine's, each float32 [2, T, D].
+
+    `routing` [T, layers, k]: the experts the engine sent tokens to.
+    """
     config = model.config
     number = int(record.module.rsplit(".", 1)[1])
     block = _split_layer(model, number)
@@ -203,8 +209,11 @@ def _block(model: models.Transformer, record: messages.Recorded, routing: np.nda
     routed = None if routing is None or not _is_moe(config, number) else jnp.asarray(routing[:, number])[None]
     mine = _apply_block(*block, delta, residual, jnp.asarray(positions.astype(np.int32))[None], routed, config)
     theirs = [array.numpy() for array in record.outputs]
-    return Difference.of(
-        record.module,
-        np.concatenate([np.asarray(part[0]).astype(np.float32) for part in mine]),
-        np.concatenate([part.astype(np.float32) for part in theirs]),
+    return (
+        np.stack([np.asarray(part[0]).astype(np.float32) for part in mine]),
+        np.stack([part.astype(np.float32) for part in theirs]),
     )
+
+
+def _block(model: models.Transformer, record: messages.Recorded, routing: np.ndarray | None) -> Difference:
+    return Difference.of(record.module, *block_outputs(model, record, routing))

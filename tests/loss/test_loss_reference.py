@@ -24,6 +24,8 @@ VARIANTS = [
     ("grpo", {"aggregation": "seq-mean-token-mean"}),
     ("grpo", {"aggregation": "seq-mean-token-sum", "mismatch": "tis"}),
     ("grpo", {"dual_clip": 1.3}),
+    ("grpo", {"off_policy_mask": 0.02, "mismatch": "tis"}),
+    ("grpo", {"off_policy_mask": 0.0}),
     ("grpo", {"positive_only": True, "mismatch": "tis"}),
     ("grpo", {"on_policy": True, "mismatch": "tis"}),
     ("grpo", {"mismatch": "mis", "mismatch_low": 0.7, "mismatch_high": 1.5}),

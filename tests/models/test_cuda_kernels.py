@@ -58,46 +58,25 @@ def test_rms_norm_with_and_without_the_residual(recorded, width):
     norm = layers.RMSNorm(width, config=config(), stack={})
     norm.weight.set_value(jnp.asarray(recorded[f"norm{width}_w"], jnp.float32))
     x, residual = recorded[f"norm{width}_x"], recorded[f"add{width}_r"]
-    assert equal(jax.jit(norm)(x), recorded[f"norm{width}_o"]) == 1
+    # vLLM's own kernel sums in float32: an ulp of that moves an output in some 10^5. The bridge replaces it.
+    assert equal(jax.jit(norm)(x), recorded[f"norm{width}_o"]) >= 0.9999
     y, total = jax.jit(norm.add)(x, residual)
     assert equal(total, recorded[f"add{width}_s"]) == 1
-    assert equal(y, recorded[f"add{width}_o"]) == 1
+    assert equal(y, recorded[f"add{width}_o"]) >= 0.9999
     assert equal(jax.jit(norm)(x + residual.astype(np.float32)), recorded[f"add{width}_o"]) < 0.9  # not the float32 sum
 
 
-def sum_of_squares(x, pairs, threads=1024):
-    """[N, D] -> [N], as the kernels' threads add: written down thread by thread and shuffle by shuffle."""
-    own = np.zeros((len(x), threads), np.float32)
-    for start in range(0, x.shape[1], 8):
-        square, thread = x[:, start : start + 8].astype(np.float32) ** 2, start // 8 % threads
-        if pairs:
-            vector = np.zeros(len(x), np.float32)
-            for i in range(0, 8, 2):
-                vector = vector + (square[:, i] + square[:, i + 1])
-            own[:, thread] = own[:, thread] + vector
-        else:
-            for i in range(8):
-                own[:, thread] = own[:, thread] + square[:, i]
-    warps = own.reshape(len(x), -1, 32)
-    for offset in (1, 2, 4, 8, 16):
-        below = np.pad(warps[:, :, offset:], ((0, 0), (0, 0), (0, offset)))
-        warps = warps + below
-    total = warps[:, 0, 0]
-    for warp in range(1, warps.shape[1]):
-        total = total + warps[:, warp, 0]
-    return total
-
-
-@pytest.mark.parametrize("width", [64, 96, 128, 384, 2560, 4096, 16384])
-@pytest.mark.parametrize("order", ["cuda", "cuda_pairs"])
-def test_squares_are_summed_in_the_kernels_order(width, order):
-    """The recorded norms alone cannot tell the orders apart: an ulp of the sum shows in one output of some 10^5."""
-    x = np.random.default_rng(width).standard_normal((200, width)).astype(ml_dtypes.bfloat16).astype(np.float32)
-    mine = jax.jit(lambda x: layers._sum_cuda(jnp.square(x), order == "cuda_pairs"))(x)[:, 0]
-    expected = sum_of_squares(x, order == "cuda_pairs")
-    np.testing.assert_array_equal(mine, expected)
-    assert np.mean(np.square(x).sum(axis=1) == expected) < 0.9
-    assert np.mean(sum_of_squares(x, order == "cuda") == expected) < 1  # the two orders are two
+@pytest.mark.parametrize("width", [30, 128, 896, 2560])
+def test_a_norm_by_the_contract_is_the_same_in_every_order(width):
+    """The contract's formula in numpy; and with its inputs in another order, which a float32 sum does not survive."""
+    x = np.random.default_rng(width).standard_normal((2000, width)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    mine = jax.jit(functools.partial(layers.inverse_rms, eps=1e-6, order="float64"))
+    wide = x.astype(np.float64)
+    expected = (1 / np.sqrt((wide * wide).mean(axis=1) + 1e-6)).astype(np.float32)
+    np.testing.assert_array_equal(mine(x)[:, 0], expected)
+    np.testing.assert_array_equal(mine(x[:, ::-1])[:, 0], expected)
+    narrow = jax.jit(functools.partial(layers.inverse_rms, eps=1e-6, order="any"))
+    assert np.mean(np.asarray(narrow(x)) == np.asarray(mine(x))) < 1
 
 
 def test_the_gradient_of_an_ordered_norm_is_that_of_the_norm():
@@ -106,13 +85,7 @@ def test_the_gradient_of_an_ordered_norm_is_that_of_the_norm():
     def gradient(order):
         return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(x * layers.inverse_rms(x, 1e-6, order=order)))))(x)
 
-    for order in ("cuda", "cuda_pairs"):
-        np.testing.assert_allclose(gradient(order), gradient("any"), rtol=1e-5, atol=1e-6)
-
-
-def test_a_width_the_kernels_vectors_do_not_divide_has_any_order():
-    x = jax.random.normal(jax.random.key(0), (5, 30))
-    np.testing.assert_array_equal(layers.inverse_rms(x, 1e-6, order="cuda"), layers.inverse_rms(x, 1e-6))
+    np.testing.assert_allclose(gradient("float64"), gradient("any"), rtol=1e-5, atol=1e-6)
 
 
 def test_silu_of_every_bfloat16(recorded):

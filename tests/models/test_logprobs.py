@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qarl_jax.models.logprobs import preceding, scored_mask, token_logprobs
+from qarl_jax.models.logprobs import logits_of, preceding, scored_mask, token_logprobs
+from qarl_jax.quant import resolve
 from qarl_jax.types import UserError
 
 # Two packed segments and padding; one segment that fills the row; a row of padding; a segment of one token.
@@ -250,21 +251,6 @@ def test_bfloat16_states_give_float32_logprobs_and_a_float32_head_gradient():
     np.testing.assert_allclose(d_hidden.astype(jnp.float32), ref_hidden, atol=2**-7 * np.abs(ref_hidden).max())
 
 
-def test_logits_are_rounded_to_bfloat16_only_when_the_numerics_say_so():
-    class Rounded:
-        round_logits = True
-
-    hidden, head, tokens = example(9)
-    exact, _ = scores(hidden, head, tokens, SEGMENTS, temperature=0.5)
-    rounded, _ = scores(hidden, head, tokens, SEGMENTS, temperature=0.5, numerics=Rounded())
-    z = jnp.asarray(np.einsum("btd,vd->btv", hidden, head)).astype(jnp.bfloat16).astype(jnp.float32) / 0.5
-    logp = np.asarray(jax.nn.log_softmax(z))[:, :-1]
-    want = np.take_along_axis(logp, tokens[:, 1:, None], -1)[..., 0]
-    keep = np.asarray(scored_mask(jnp.asarray(SEGMENTS)))[:, 1:]
-    np.testing.assert_allclose(np.asarray(rounded)[:, 1:][keep], want[keep], atol=2e-5)
-    assert np.abs(np.asarray(rounded - exact)).max() > 1e-3
-
-
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (2, 1)])
 def test_degenerate_batches_return_zeros(shape):
     logprobs, entropy = scores(jnp.zeros((*shape, D)), jnp.ones((V, D)), *np.ones((2, *shape), np.int32))
@@ -291,3 +277,26 @@ def test_what_precedes_a_token_is_found_one_position_before_it_in_its_own_segmen
     broken = jnp.where(segment_ids > 0, x, jnp.nan).at[0, 2].set(jnp.inf).at[1, 0].set(jnp.nan)
     gradient = jax.grad(lambda w: (w * preceding(broken, segment_ids)).sum())(jnp.float32(1.0))
     assert float(gradient) == 1 + 2 + 4
+
+
+def test_log_probs_by_the_contract_are_float64s_rounded_once_and_the_same_in_every_order():
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.standard_normal((2, 40, 16)), jnp.bfloat16)
+    head = jnp.asarray(rng.standard_normal((500, 16)) * 2, jnp.float32)
+    tokens = jnp.asarray(rng.integers(0, 500, (2, 40)), jnp.int32)
+    segments = jnp.ones_like(tokens)
+
+    def scored(order, **options):
+        return np.asarray(
+            token_logprobs(hidden, head[order], jnp.asarray(np.argsort(order))[tokens], segments, **options)[0]
+        )
+
+    contract = resolve("cuda")
+    mine = scored(np.arange(500), numerics=contract, temperature=0.7)
+    z = np.asarray(logits_of(hidden[:, :-1], head.astype(jnp.bfloat16))) / np.float32(0.7)
+    wide = z.astype(np.float64)
+    lse = wide.max(-1) + np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1))
+    chosen = np.take_along_axis(wide, np.asarray(tokens)[:, 1:, None], -1)[..., 0]
+    np.testing.assert_array_equal(mine[:, 1:], (chosen - lse).astype(np.float32))
+    np.testing.assert_array_equal(mine, scored(rng.permutation(500), numerics=contract, temperature=0.7, chunk=8))
+    assert np.mean(mine == scored(np.arange(500), temperature=0.7)) < 1

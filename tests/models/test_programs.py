@@ -52,6 +52,6 @@ def test_norms_have_an_order_where_activations_are_quantized():
 
     assert order("bf16") == order("w4a16") == order([{"match": "mlp", "scheme": "w4a16"}]) == "any"
     assert order("w8a8") == order("fp8") == order([{"match": "mlp", "scheme": "w8a8"}]) == "torch"
-    assert order("w8a8", "cuda") == order("w4a16", "cuda") == "cuda"
+    assert order("w8a8", "cuda") == order("w4a16", "cuda") == "float64"
     assert quant.quantizes_activations(quant.parse_scheme("w4a8"))
     assert not quant.quantizes_activations(None)

@@ -137,6 +137,9 @@ def loss(name, batch: Batch, **options) -> Result:
         w, widen = weights(
             mismatch, lo, ls, opt.get("mismatch_cap", 2.0), opt.get("mismatch_low"), opt.get("mismatch_high")
         )
+        limit = opt.get("off_policy_mask")
+        if limit is not None and adv[0] < 0 and math.fsum(s - p for s, p in zip(ls, lp, strict=True)) / L > limit:
+            w = [0.0] * L
         coefficient = {
             "token-mean": 1 / n_tokens,
             "seq-mean-token-mean": 1 / (n_seqs * L),

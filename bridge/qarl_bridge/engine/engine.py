@@ -163,6 +163,10 @@ class VllmEngine:
         mirrored = execution in versions.MIRRORED
         if on_gpu and mirrored and not options.split_attention:
             notes.append(versions.keep_sequences_whole())
+        if on_gpu and options.kernels == "contract" and mirrored:
+            from qarl_bridge.engine import pinned
+
+            notes.append(pinned.install(options.int4_kernel))
         if on_gpu and mirrored and _has_fp8(config):
             notes.append(versions.keep_fp8_scales_in_order())
         if not mirrored:

@@ -113,7 +113,7 @@ def engine_arguments(options: messages.EngineOptions, *, path: str, has_weights:
     if options.record_routing:
         arguments["enable_prefix_caching"] = False  # a cached prefix is not routed again
         arguments["worker_cls"] = "qarl_bridge.engine.worker.RecordingWorker"
-    if options.int4_kernel != "auto":
+    if options.int4_kernel in ("machete", "marlin"):
         arguments["linear_backend"] = options.int4_kernel
     return arguments
 

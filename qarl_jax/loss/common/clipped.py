@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -40,17 +41,33 @@ def clipped_surrogate(
 
 
 def clipped_policy_loss(
-    x: LossInputs, cfg: Shared, *, clip_low: float, clip_high: float, dual_clip: float | None
+    x: LossInputs,
+    cfg: Shared,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    off_policy_mask: float | None = None,
 ) -> tuple[Mean, dict[str, Metric]]:
-    """Token-level clipped surrogate: all of GRPO, Dr. GRPO, DAPO and PPO's actor, which differ in their defaults."""
+    """Token-level clipped surrogate: all of GRPO, Dr. GRPO, DAPO and PPO's actor, which differ in their defaults.
+
+    `off_policy_mask` drops responses with A < 0 whose tokens the sampler found likelier than the learner does now, by
+    more than so many nat in the mean (DeepSeek-V3.2, eq. 9); they stay in every count.
+    """
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     ratio = jnp.exp(jnp.clip(r.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     objective = clipped_surrogate(
         ratio, r.advantages, clip_low=clip_low, clip_high=clip_high, widen=weights.widen, dual_clip=dual_clip
     )
+    masked: dict[str, Metric] = {}
+    if off_policy_mask is not None:
+        drift = r.mean(jax.lax.stop_gradient(r.drift))
+        dropped = (r.mean(r.advantages) < 0) & (drift > off_policy_mask)
+        objective = objective * (1.0 - r.spread(dropped.astype(jnp.float32)))
+        masked["clip/seq_off_policy"] = r.sequence_mean(dropped)
     mean = aggregate(-weights.weight * objective, r, cfg.aggregation, max_response_len=cfg.max_response_len)
     edges = diagnostics.token_clip_metrics(
         r, ratio, clip_low=clip_low, clip_high=clip_high, widen=weights.widen, dual_clip=dual_clip
     )
-    return mean, diagnostics.batch_metrics(r) | weights.metrics | edges
+    return mean, diagnostics.batch_metrics(r) | weights.metrics | edges | masked

@@ -35,7 +35,8 @@ def _detached(r: Responses) -> Responses:
 def batch_metrics(r: Responses) -> dict[str, Metric]:
     """Metrics that do not depend on the objective.
 
-    `mismatch/*` compares the sampler with the learner at the start of the update (k1 estimates KL(sampler || learner)),
+    `mismatch/*` compares the sampler with the learner at the start of the update (k1 estimates KL(sampler || learner);
+    exact is the share of tokens whose two log-probs are equal to the bit),
     `proximal/*` the learner now with the learner at the start of the update. `proximal/noise`, the largest |mean
     log-ratio| of a response, must stay far below a sequence-level band at the first inner update.
     """
@@ -46,6 +47,7 @@ def batch_metrics(r: Responses) -> dict[str, Metric]:
     return {
         "mismatch/k1": r.token_mean(-log_w),
         "mismatch/k3": r.token_mean(_exp(log_w) - 1.0 - jnp.clip(log_w, -MAX_LOG_RATIO, MAX_LOG_RATIO)),
+        "mismatch/exact": r.token_mean(log_w == 0),
         "mismatch/max_abs": masked_max(jnp.abs(log_w), r.mask),
         "mismatch/mean_abs": r.token_mean(jnp.abs(log_w)),
         "mismatch/prob_error": r.token_mean(_exp(jnp.abs(log_w))),

@@ -37,6 +37,7 @@ class Responses:
       log_ratio: [B, T] float32, learner now minus learner at the start of the update (or minus the sampler, with
         `ratio: sampler`); carries the gradient, unclamped.
       log_weight: [B, T] float32, learner at the start of the update minus sampler; not clamped, no gradient.
+      drift: [B, T] float32, sampler minus learner now; carries the gradient.
       advantages: [B, T] float32, no gradient.
       length: [B, S] float32, masked tokens of each response.
       valid: scalar float32, 1, or NaN when a segment id exceeds S (a packing bug must not train silently).
@@ -47,6 +48,7 @@ class Responses:
     logprobs: Float[Array, "B T"]
     log_ratio: Float[Array, "B T"]
     log_weight: Float[Array, "B T"]
+    drift: Float[Array, "B T"]
     advantages: Float[Array, "B T"]
     length: Float[Array, "B S"]
     valid: Float[Array, ""]
@@ -163,6 +165,7 @@ def prepare(
         logprobs=logprobs,
         log_ratio=logprobs - (clean(x.rollout_logprobs) if ratio == "sampler" else old),
         log_weight=jax.lax.stop_gradient(old - clean(x.rollout_logprobs)),
+        drift=clean(x.rollout_logprobs) - logprobs,
         advantages=advantages,
         length=segment_sum(mask.astype(jnp.float32), segment_ids, slots),
         valid=jnp.where(overflow, jnp.float32(jnp.nan), jnp.float32(1.0)),

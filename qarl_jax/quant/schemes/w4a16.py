@@ -55,11 +55,7 @@ check, quantize, dequantize = int4_grid.check, int4_grid.quantize, int4_grid.deq
 def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
     """The engine's layer; arguments and results as in `w8a8.forward`."""
     w = dequantize(qt).astype(jnp.bfloat16)
-    if bias is None:
-        return product.floating(x, w, x.dtype, parts=numerics.parts), x
-    rounded = numerics.bias_after_rounding
-    y = product.floating(x, w, x.dtype if rounded else jnp.float32, parts=numerics.parts)
-    return y.astype(jnp.float32) + bias, x
+    return product.linear(x, w, bias, numerics), x
 
 
 def saved_activation(saved, dtype):

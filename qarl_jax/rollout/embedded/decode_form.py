@@ -64,9 +64,7 @@ def compute_form(graphdef: Any, params: Any, qweights: Any) -> tuple[Policy, tup
             linear.kernel.set_value(master.astype(config.compute_dtype))
             continue
         qtensor = linear.quantized.get_value()
-        # Where the bias is added after a rounding of its own (CUDA), the layer is not a plain product.
-        two_roundings = linear.bias is not None and config.numerics.bias_after_rounding
-        if isinstance(qtensor.scheme, w4a16.Config) and not two_roundings:
+        if isinstance(qtensor.scheme, w4a16.Config):
             linear.kernel.set_value(quant.dequantize(qtensor, config.compute_dtype))
             linear.quantized = None
         else:

@@ -1,0 +1,336 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Operations of a CUDA engine whose result for a token does not depend on the other tokens of a step.
+
+vLLM's own products (cuBLAS, Machete, Marlin) cut their inputs by the number of rows, its norms choose their threads by
+it, and its logits are rounded to bfloat16. These Triton kernels take their place (`install`); the learner computes the
+same numbers from the same rules:
+
+    product      y = bf16(acc + b), acc in the parts of `contract.parts_of`; weights bfloat16, or int4 as bf16(q * s)
+    logits       the same product, one part, left in float32
+    RMSNorm      r = float32(1 / sqrt(sum(x^2) / D + eps)) in float64; y = bf16((x * r) * w), products in float32
+    log-probs    float32(z - top - log(sum(exp(z - top)))) in float64, z the float32 logits over temperature
+
+A float64 sum of float32 terms, rounded once to float32, is the same in every order but for one result in some 10^8.
+Products by wgmma are equal to the bit whatever the tile, so tiles and schedules below are free: they decide speed
+alone.
+
+What is left out: experts, tensor parallelism (a shard's product is its own weight's), GPUs without wgmma.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from qarl_bridge.protocol import contract
+
+_STEP = tl.constexpr(contract.STEP)
+_MOST_BLOCKS = 264  # two for each multiprocessor of an H100; of a product whose parts are computed side by side
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _weights(w_ptr, s_ptr, block, outputs, N, K, GROUP: tl.constexpr, BN: tl.constexpr):
+    """bf16(q s) [BN, 128] of a block of 128 inputs, from `interleaved` words."""
+    there = (outputs < N)[:, None]
+    words = tl.load(w_ptr + outputs[:, None] * (K // 8) + block * 16 + tl.arange(0, 16)[None, :], mask=there, other=0)
+    codes = (words[:, None, :] >> (4 * tl.arange(0, 8))[None, :, None]) & 15  # [BN, 8, 16]
+    if GROUP >= _STEP:
+        s = tl.load(s_ptr + (block * _STEP // GROUP) * N + outputs, mask=outputs < N, other=0.0)[:, None, None]
+    else:
+        groups = block * (_STEP // GROUP) + tl.arange(0, 8) // (GROUP // 16)
+        s = tl.load(s_ptr + groups[None, :] * N + outputs[:, None], mask=there, other=0.0)[:, :, None]
+    return ((codes - 8).to(tl.float32) * s.to(tl.float32)).to(tl.bfloat16).reshape(BN, _STEP)
+
+
+@triton.jit
+def _part(x, w, s_ptr, row, output, outputs, N, K, first, end, BITS: tl.constexpr, GROUP: tl.constexpr,
+          BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """The float32 accumulator [BN, BM] of the inputs [first, end), in steps; behind the last input there are zeros."""
+    acc = tl.zeros((BN, BM), tl.float32)
+    for k in range(first * _STEP, end * _STEP, BK):
+        if BITS == 16:
+            weights = w.load([output, k])
+        else:
+            weights = _weights(w, s_ptr, k // _STEP, outputs, N, K, GROUP, BN)
+        acc = tl.dot(weights, x.load([row, k]).T, acc)
+    return acc
+
+
+@triton.jit
+def _product(x, w, s_ptr, b_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS: tl.constexpr,
+             BITS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
+             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """One tile [BM rows, BN outputs]; SPLIT: one part of it, and whoever comes last adds them up, in order.
+
+    x and an unquantized w are descriptors of tiles [BM, BK] and [BN, BK]."""
+    tiles_m = tl.cdiv(M, BM)
+    tile = tl.program_id(0)
+    row = (tile % tiles_m) * BM
+    output = (tile // tiles_m) * BN
+    outputs = output + tl.arange(0, BN)
+    steps = tl.cdiv(K, _STEP)
+    longer, shorter = steps % PARTS, steps // PARTS
+    last = True
+    if SPLIT:
+        part = tl.program_id(1)
+        first = part * shorter + tl.minimum(part, longer)
+        end = first + shorter + (part < longer).to(tl.int32)
+        acc = _part(x, w, s_ptr, row, output, outputs, N, K, first, end, BITS, GROUP, BM, BN, BK)
+        cells = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        own = partial_ptr + tile * PARTS * BM * BN
+        tl.store(own + part * BM * BN + cells, acc)
+        tl.debug_barrier()
+        last = tl.atomic_add(done_ptr + tile, 1, sem="acq_rel") == PARTS - 1
+        if last:
+            tl.store(done_ptr + tile, 0)
+            acc = tl.load(own + cells, cache_modifier=".cg")
+            for p in tl.static_range(1, PARTS):
+                acc += tl.load(own + p * BM * BN + cells, cache_modifier=".cg")
+    else:
+        end = shorter + (longer > 0)
+        acc = _part(x, w, s_ptr, row, output, outputs, N, K, 0, end, BITS, GROUP, BM, BN, BK)
+        for p in tl.static_range(1, PARTS):
+            first = end
+            end = first + shorter + (longer > p)
+            acc += _part(x, w, s_ptr, row, output, outputs, N, K, first, end, BITS, GROUP, BM, BN, BK)
+    if last:
+        if BIAS:
+            acc += tl.load(b_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[:, None]
+        y = tl.trans(acc).to(y_ptr.dtype.element_ty)
+        rows = (row + tl.arange(0, BM)).to(tl.int64)
+        tl.store(y_ptr + rows[:, None] * N + outputs[None, :], y, mask=(rows < M)[:, None] & (outputs < N)[None, :])
+
+
+_workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial sums of products computed side by side, and how many parts of each tile are there: always 0 between two
+    kernels, which a stream runs one after the other."""
+    if device not in _workspaces:
+        partial = torch.empty(_MOST_BLOCKS * 128 * 128, dtype=torch.float32, device=device)
+        _workspaces[device] = partial, torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
+    return _workspaces[device]
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    parts: int | None = None,
+    tile: tuple[int, int, int, int, int] | None = None,
+    split: bool | None = None,
+) -> torch.Tensor:
+    """x W^T + b of rows x [M, K] bfloat16, in the contract's order.
+
+    Args:
+      weight: bfloat16 [N, K], or int32 [N, K/8] of `interleaved` words.
+      scale: of int4 codes, bfloat16 [K/G, N]; G 16, 32, 64, or a multiple of 128.
+      bias: [N] or None.
+      out_dtype: bfloat16 or float32.
+      parts: None: `contract.parts_of`.
+      tile: (rows, outputs, inputs, warps, stages); None: chosen by the number of rows. split: whether parts are
+        computed side by side; None: where there are few tiles. No result depends on these two.
+    """
+    m, k = x.shape
+    n = weight.shape[0]
+    parts = contract.parts_of(n, k) if parts is None else parts
+    y = torch.empty((m, n), dtype=out_dtype, device=x.device)
+    if m == 0:
+        return y
+    bits = 16 if scale is None else 4
+    group = 0 if scale is None else k // scale.shape[0]
+    if tile is None:
+        tile = _tile(m, bits, parts)
+    bm, bn, bk, warps, stages = tile
+    tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
+    if split is None:
+        split = parts > 1 and tiles * parts <= _MOST_BLOCKS
+    partial, done = _workspace(x.device)
+    x = x if x.is_contiguous() else x.contiguous()
+    _product[(tiles, parts if split else 1)](
+        TensorDescriptor.from_tensor(x, [bm, bk]),
+        TensorDescriptor.from_tensor(weight, [bn, bk]) if bits == 16 else weight,
+        scale, bias, y, partial, done, m, n, k,
+        PARTS=parts, BITS=bits, GROUP=group, SPLIT=split, BIAS=bias is not None, BM=bm, BN=bn, BK=bk,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return y
+
+
+def _tile(m: int, bits: int, parts: int) -> tuple[int, int, int, int, int]:
+    """(rows, outputs, inputs, warps, stages): the fastest of some on an H100, for layers of a Qwen3-4B."""
+    if bits == 4:
+        return max(16, min(128, triton.next_power_of_2(m))), 128, 128, 8, 3
+    if m <= 128:
+        return max(16, triton.next_power_of_2(m)), 64, 128, 4, 4
+    if m <= 512:
+        return 128, 128, 64, 4, 5
+    return (256, 128, 64, 8, 3) if parts == 1 else (128, 128, 64, 8, 4)
+
+
+@triton.jit
+def _dequantize(words_ptr, s_ptr, y_ptr, N, K, GROUP: tl.constexpr, BN: tl.constexpr):
+    rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+    block = tl.program_id(1)
+    there = (rows < N)[:, None]
+    words = tl.load(words_ptr + rows[:, None] * (K // 8) + block * 16 + tl.arange(0, 16)[None, :], mask=there, other=0)
+    codes = ((words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15).reshape(BN, 128) - 8
+    ks = block * 128 + tl.arange(0, 128)
+    s = tl.load(s_ptr + (ks // GROUP)[None, :] * N + rows[:, None], mask=there, other=0.0)
+    tl.store(
+        y_ptr + rows[:, None] * K + ks[None, :], (codes.to(tl.float32) * s.to(tl.float32)).to(tl.bfloat16), mask=there
+    )
+
+
+def dequantized(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """int32 [N, K/8] as a checkpoint has it and bfloat16 scales [K/G, N] -> bf16(q s), [N, K]; K a multiple of 128."""
+    n, k = packed.shape[0], packed.shape[1] * 8
+    y = torch.empty((n, k), dtype=torch.bfloat16, device=packed.device)
+    _dequantize[(triton.cdiv(n, 32), k // 128)](packed, scale, y, n, k, GROUP=k // scale.shape[0], BN=32, num_warps=4)
+    return y
+
+
+def interleaved(packed: torch.Tensor) -> torch.Tensor:
+    """int32 [N, K/8] as a checkpoint has it (nibble i of word j: element 8 j + i) -> the same codes, so that within 128
+    inputs nibble i of word j is element 16 i + j: a thread then finds all of its inputs in words of its own."""
+    n, words = packed.shape
+    source = packed.view(n, words // 16, 8, 2, 1)  # element 16 i + 8 h + l: word 2 i + h, nibble l
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
+    out = torch.zeros((n, words // 16, 2, 8), dtype=torch.int32, device=packed.device)
+    for i in range(8):
+        out |= ((source[:, :, i] >> shifts) & 15) << (4 * i)
+    return out.view(n, words)
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _norm(x_ptr, r_ptr, w_ptr, y_ptr, vectors, outer, inner, eps, D: tl.constexpr, BLOCK: tl.constexpr,
+          ADD: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row // vectors * outer + row % vectors * inner + at, mask=at < D, other=0.0).to(tl.float32)
+    if ADD:
+        total = (x + tl.load(r_ptr + row * D + at, mask=at < D, other=0.0).to(tl.float32)).to(tl.bfloat16)
+        tl.store(r_ptr + row * D + at, total, mask=at < D)
+        x = total.to(tl.float32)
+    wide = x.to(tl.float64)
+    mean = tl.sum(wide * wide) / D + eps
+    r = (1.0 / tl.sqrt(mean)).to(tl.float32)
+    w = tl.load(w_ptr + at, mask=at < D, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * D + at, ((x * r) * w).to(tl.bfloat16), mask=at < D)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """bfloat16 [..., D]; with a residual (changed in place to the sum): the norm of the sum, and the sum.
+
+    Heads of a fused projection, [T, H, D] within longer rows, are read where they are.
+    """
+    shape, d = x.shape, x.shape[-1]
+    assert residual is None or residual.is_contiguous()
+    if x.dim() != 3 or x.stride(-1) != 1:
+        x = x.reshape(-1, 1, d)
+    rows, vectors = x.shape[:2]
+    y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(d)
+    warps = max(1, min(8, block // 256))
+    if rows:
+        _norm[(rows * vectors,)](
+            x, residual, weight, y, vectors, x.stride(0), x.stride(1), eps, D=d, BLOCK=block,
+            ADD=residual is not None, num_warps=warps,
+        )  # fmt: skip
+    return y if residual is None else (y, residual)
+
+
+# ---- log-probs -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _offset(z_ptr, V, BLOCK: tl.constexpr):
+    """top + log(sum(exp(z - top))) of a row, float64."""
+    at = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, V, BLOCK):
+        top = tl.maximum(top, tl.load(z_ptr + start + at, mask=start + at < V, other=float("-inf")))
+    highest = tl.max(top).to(tl.float64)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, V, BLOCK):
+        z = tl.load(z_ptr + start + at, mask=start + at < V, other=float("-inf")).to(tl.float64)
+        total += tl.exp(z - highest)
+    return highest + tl.log(tl.sum(total))
+
+
+@triton.jit
+def _of_all(z_ptr, y_ptr, V, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * stride
+    offset = _offset(z_ptr, V, BLOCK)
+    at = tl.arange(0, BLOCK)
+    for start in range(0, V, BLOCK):
+        z = tl.load(z_ptr + start + at, mask=start + at < V).to(tl.float64)
+        tl.store(y_ptr + row * V + start + at, (z - offset).to(tl.float32), mask=start + at < V)
+
+
+@triton.jit
+def _of_tokens(z_ptr, tokens_ptr, y_ptr, V, stride, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * stride
+    offset = _offset(z_ptr, V, BLOCK)
+    for column in range(columns):
+        z = tl.load(z_ptr + tl.load(tokens_ptr + row * columns + column)).to(tl.float64)
+        tl.store(y_ptr + row * columns + column, (z - offset).to(tl.float32))
+
+
+@triton.jit
+def _divide_rows(z_ptr, V, stride, states_ptr, temperatures_ptr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures_ptr + tl.load(states_ptr + row)).to(tl.float32)
+    if temperature == 0.0 or temperature == 1.0:
+        return
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(z_ptr + row * stride + at, mask=at < V)
+    tl.store(z_ptr + row * stride + at, tl.math.div_rn(z, temperature), mask=at < V)
+
+
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """float32 [M, V] -> log-probabilities of all, float32, computed in float64."""
+    y = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if logits.shape[0]:
+        z = logits.float() if logits.stride(-1) == 1 else logits.float().contiguous()
+        _of_all[(z.shape[0],)](z, y, z.shape[1], z.stride(0), BLOCK=4096, num_warps=8)
+    return y
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """float32 [M, V], [M, C] -> log-probabilities [M, C] of the tokens, as `log_softmax` has them."""
+    y = torch.empty(token_ids.shape, dtype=torch.float32, device=logits.device)
+    if logits.shape[0]:
+        z = logits.float()
+        tokens = token_ids.to(torch.int64).contiguous()
+        _of_tokens[(z.shape[0],)](z, tokens, y, z.shape[1], z.stride(0), tokens.shape[1], BLOCK=4096, num_warps=8)
+    return y
+
+
+def apply_temperature(logits: torch.Tensor, states: torch.Tensor, temperatures: torch.Tensor) -> None:
+    """float32 [M, V] over each row's temperature, in place, by an IEEE division; 0 and 1 leave a row as it is.
+
+    Args:
+      states: [M], where a row's temperature stands.
+      temperatures: float32.
+    """
+    m, v = logits.shape
+    if m:
+        _divide_rows[(m, triton.cdiv(v, 8192))](logits, v, logits.stride(0), states, temperatures, BLOCK=8192)

@@ -1,0 +1,132 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What of a vLLM engine on CUDA computes by the contract instead of by vLLM's own choice (kernels: `fixed_order.py`).
+
+    layer                                  vLLM                                  here
+    q|k|v, o, gate|up, down in bf16        cuBLAS, order by the number of rows   fixed_order.product
+    the same in int4 (w4a16)               Machete or Marlin, likewise           fixed_order.product
+    head                                   cuBLAS, logits rounded to bf16        fixed_order.product, float32 logits
+    RMSNorm                                threads by the number of rows         fixed_order.rms_norm
+    log-probs                              float32 sums in torch's order         fixed_order.log_softmax
+
+`install` replaces methods of vLLM's classes before an engine is built; each replacement hands over to vLLM's own
+wherever it is not on a GPU that has wgmma, or not bfloat16. Experts and routers stay vLLM's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from qarl_bridge.engine import fixed_order
+
+# vLLM's dense layers; others that are not quantized (routers) are no part of the contract.
+_DENSE = ("QKVParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear", "ColumnParallelLinear")
+# vLLM's second model runner has a sampler of its own.
+_OF_THE_SECOND_RUNNER = (
+    ("vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs", fixed_order.token_logprobs),
+    ("vllm.v1.worker.gpu.sample.states", "apply_temperature", fixed_order.apply_temperature),
+)
+UNKNOWN = "products and norms are vLLM's own: this version's classes are not the ones known here"
+
+
+def install(int4_kernel: str) -> str:
+    """Before an engine is built.
+
+    Args:
+      int4_kernel: as in `EngineOptions`; int4 layers are the bridge's unless one of vLLM's kernels is named.
+
+    Returns:
+      A line for the facts.
+    """
+    try:
+        linear = importlib.import_module("vllm.model_executor.layers.linear").UnquantizedLinearMethod
+        head = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding").UnquantizedEmbeddingMethod
+        norm = importlib.import_module("vllm.model_executor.layers.layernorm").RMSNorm
+        sampler = importlib.import_module("vllm.v1.sample.sampler").Sampler
+        top = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler").TopKTopPSampler
+        originals = [linear.apply, head.apply, norm.forward_cuda, sampler.compute_logprobs, top.forward_native]
+    except (ImportError, AttributeError):
+        return UNKNOWN
+    int4 = int4_kernel in ("auto", "packed")
+    if getattr(originals[0], "by_contract", False):
+        return _line(int4)
+    _replace(linear, "apply", _linear)
+    _replace(head, "apply", _head)
+    _replace(norm, "forward_cuda", _norm)
+    sampler.compute_logprobs = staticmethod(fixed_order.log_softmax)
+    _replace(top, "forward_native", _top)
+    for module, name, own in _OF_THE_SECOND_RUNNER:
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            continue  # a version without it
+        if hasattr(found, name):
+            setattr(found, name, own)
+    if int4:
+        from qarl_bridge.engine import pinned_int4
+
+        pinned_int4.register(packed=int4_kernel == "packed")
+    return _line(int4)
+
+
+def _line(int4: bool) -> str:
+    kinds = "bf16 and int4" if int4 else "bf16"
+    return f"by the contract: {kinds} products, float32 logits, norms, log-probs"
+
+
+def _replace(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    replacement = functools.wraps(original)(make(original))
+    replacement.by_contract = True  # type: ignore[attr-defined]
+    setattr(owner, name, replacement)
+
+
+def _serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0
+
+
+def _linear(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if type(layer).__name__ not in _DENSE or not _serves(x, layer.weight):
+            return original(self, layer, x, bias)
+        y = fixed_order.product(x.reshape(-1, x.shape[-1]), layer.weight, bias=bias)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    return apply
+
+
+def _head(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not _serves(x, layer.weight):
+            return original(self, layer, x, bias)
+        y = fixed_order.product(x.reshape(-1, x.shape[-1]), layer.weight, bias=bias, out_dtype=torch.float32, parts=1)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    return apply
+
+
+def _norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_cuda(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if not self.pass_weight or self.variance_size_override is not None or not _serves(x, self.weight):
+            return original(self, x, residual)
+        return fixed_order.rms_norm(x, self.weight.data, self.variance_epsilon, residual)
+
+    return forward_cuda
+
+
+def _top(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Log-probs of what is left after top-k and top-p, by the contract; drawing is vLLM's."""
+
+    def forward_native(self: Any, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> Any:
+        if self.logprobs_mode != "processed_logprobs" or not logits.is_cuda:
+            return original(self, logits, generators, k, p)
+        kept = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler").apply_top_k_top_p(logits, k, p)
+        logprobs = fixed_order.log_softmax(kept)
+        return original(self, kept, generators, None, None)[0], logprobs
+
+    return forward_native
