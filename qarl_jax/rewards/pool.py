@@ -68,10 +68,11 @@ class PoolConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A score, None where there is none; and what went wrong, if something did."""
+    """A score, None where there is none; what went wrong, if something did; whether the worker ended by itself."""
 
     score: float | None
     error: str = ""
+    ended: bool = False
 
 
 def _tell(text: str) -> None:
@@ -101,6 +102,7 @@ class WorkerPool:
         self.restarts = 0
         self._lock = threading.Lock()  # of `restarts`: a thread per worker counts
         self._workers: list[_Worker | None] = [None] * self.size
+        self._interrupted = False
         self._at: list[tuple[int, float] | None] = [None] * self.size  # each worker's task, and since when
         # Holds the list, not the pool: a dropped pool still takes its processes with it.
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
@@ -133,6 +135,7 @@ class WorkerPool:
         queue = iter(range(len(tasks)))  # next() on it is atomic
         slots = min(self.size, len(tasks))
         told: set[int] = set()
+        self._interrupted = False
         with concurrent.futures.ThreadPoolExecutor(slots) as threads:
             waiting = {threads.submit(self._serve, slot, queue, tasks, out, strict) for slot in range(slots)}
             try:
@@ -142,6 +145,7 @@ class WorkerPool:
                         each.result()
                     self._tell_of_long(names, told)
             except BaseException:  # an interrupt: nobody is to wait for a deadline
+                self._interrupted = True
                 _drain(queue)
                 for worker in self._workers:
                     if worker is not None:
@@ -160,19 +164,27 @@ class WorkerPool:
         self, slot: int, queue: Any, tasks: Sequence[Mapping[str, Any]], out: list[Answer | None], strict: bool
     ) -> None:
         for i in queue:
-            worker = self._workers[slot]
-            if worker is None:
-                worker = self._workers[slot] = _Worker(self)
             self._at[slot] = i, time.monotonic()
-            answer = out[i] = worker.ask(tasks[i], self.cfg.timeout_s)
+            answer = self._ask(slot, tasks[i])
+            if answer.ended and not self._interrupted:
+                # By the task, or by somebody else (no memory left, a kill): a second time tells.
+                answer = self._ask(slot, tasks[i])
+            out[i] = answer
             self._at[slot] = None
-            if answer.score is None or (self.cfg.recycle_after and worker.served >= self.cfg.recycle_after):
-                with self._lock:
-                    self.restarts += answer.score is None
-                worker.stop()
-                self._workers[slot] = None
             if strict and answer.error:
                 _drain(queue)
+
+    def _ask(self, slot: int, task: Mapping[str, Any]) -> Answer:
+        worker = self._workers[slot]
+        if worker is None:
+            worker = self._workers[slot] = _Worker(self)
+        answer = worker.ask(task, self.cfg.timeout_s)
+        if answer.score is None or (self.cfg.recycle_after and worker.served >= self.cfg.recycle_after):
+            with self._lock:
+                self.restarts += answer.score is None
+            worker.stop()
+            self._workers[slot] = None
+        return answer
 
     def close(self) -> None:
         """Ends the processes; the pool can be used again and then starts new ones."""
@@ -229,7 +241,8 @@ class _Worker:
         if line is not None:
             answer = json.loads(line)
             return Answer(float(answer["score"]), answer.get("error", ""))
-        return Answer(None, self._end() or f"it took longer than {timeout_s:g} s")
+        end = self._end()
+        return Answer(None, end or f"it took longer than {timeout_s:g} s", ended=bool(end))
 
     def _read_line(self, timeout_s: float) -> bytes | None:
         assert self.process.stdout is not None

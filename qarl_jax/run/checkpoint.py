@@ -261,6 +261,7 @@ class Checkpoints:
 
     def _handler(self) -> ocp.AsyncCheckpointer:
         if self._orbax is None:
+            logging.getLogger("absl").addFilter(_is_news)
             self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         return self._orbax
 
@@ -401,6 +402,11 @@ class _Explained:
                 f"Cannot save step {self.step} in {where}: {reason}. "
                 + (f"Earlier checkpoints are intact (steps {kept})." if kept else "There is no earlier checkpoint.")
             ) from error
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for what Orbax's threads log of their failures, with traceback: the same is raised, and told once."""
+    return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
 
 
 def find(path: str | os.PathLike[str]) -> tuple[Checkpoints, int | None]:
@@ -585,6 +591,8 @@ def _reason(error: BaseException) -> str | None:
     code, text = getattr(error, "errno", None), str(error)
     if code in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text or "quota exceeded" in text:
         return "the disk is full"
+    if code == errno.EFBIG or "File too large" in text:
+        return "a file would be larger than is allowed (ulimit -f, or the file system's limit)"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "Permission denied" in text:
         return "no permission to write there"
     if code in (errno.ENOTDIR, errno.EEXIST):

@@ -3,8 +3,11 @@
 """The pool's deadline holds whatever a worker does, and its processes go when it goes."""
 
 import base64
+import concurrent.futures
 import json
+import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -31,9 +34,11 @@ for line in sys.stdin:
         10 ** 10 ** 10  # inside one native call: no signal handler of this process can run
     if task["do"] == "die":
         os._exit(7)
+    if task["do"] == "slow":
+        time.sleep(0.5)
     if task["do"] == "half":
         sys.stdout.write('{"score"'); sys.stdout.flush(); time.sleep(1000)
-    answer = {"pid": os.getpid(), "served": served}.get(task["do"], task["do"])
+    answer = {"pid": os.getpid(), "served": served, "slow": 0.5}.get(task["do"], task["do"])
     print(json.dumps({"score": answer}), flush=True)
 """
 
@@ -70,9 +75,19 @@ def test_a_bad_task_gets_none_and_harms_no_other(make_pool, trouble):
     start = time.monotonic()
     scores = pool.map(do(1, trouble, 2, trouble, 3, 4))
     assert scores == [1, None, 2, None, 3, 4]
-    assert pool.restarts == 2
+    assert pool.restarts == (4 if trouble == "die" else 2)  # whose worker has ended is asked once more
     assert time.monotonic() - start < 120  # and not the thousand seconds of the trouble
     assert pool.map(do(5)) == [5]
+
+
+def test_a_worker_that_somebody_kills_is_replaced_and_the_task_graded(make_pool):
+    pool = make_pool(workers=1)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        (pid,) = map(int, pool.map(do("pid")))
+        scores = thread.submit(pool.map, do("slow", 2))
+        time.sleep(0.2)
+        os.kill(pid, signal.SIGKILL)
+        assert scores.result(60) == [0.5, 2]
 
 
 def test_a_worker_is_replaced_after_its_share_of_tasks(make_pool):

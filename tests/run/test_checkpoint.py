@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claims about checkpoints: exact, atomic, checked, and never the reason that something is lost."""
 
+import contextlib
 import dataclasses
 import errno
 import json
 import logging
+import resource
 import subprocess
 import sys
 import textwrap
@@ -401,6 +403,25 @@ def test_a_failed_save_leaves_earlier_steps_intact_and_the_next_one_works(
         assert_same_bits(checkpoints.restore({"params": tree()}).state, {"params": tree(1)})
         save()
         assert checkpoints.steps() == [2]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_fails_in_orbax_is_one_sentence_without_the_traceback_of_its_threads(
+    tmp_path, caplog, asynchronous
+):
+    noise = {"x": np.random.default_rng(0).integers(0, 2**31, 1 << 20, dtype=np.int32)}  # 4 MiB, not to be compressed
+    with Checkpoints(tmp_path, Config(asynchronous=asynchronous)) as checkpoints:
+        checkpoints.save(1, {"params": {"x": np.zeros(3)}})
+        checkpoints.wait()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # a real failure, of TensorStore itself
+        try:
+            told = r"Cannot save step 2 .* larger than is allowed .*intact \(steps \[1\]\)"
+            with pytest.raises(UserError, match=told), contextlib.closing(checkpoints):
+                checkpoints.save(2, {"params": noise})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_failed_background_save_is_told_without_waiting_for_the_next(tmp_path, monkeypatch):
