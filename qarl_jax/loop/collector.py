@@ -9,6 +9,7 @@ batches that have a signal (`rollout/dynamic_sampling.py`), or what is finished 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -16,12 +17,14 @@ from typing import Any
 
 from qarl_jax.data import PromptStream
 from qarl_jax.data.tokenizer import Tokenizer
+from qarl_jax.loop.early_grades import EarlyGrades
 from qarl_jax.observe.recorder import PhaseTimer
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import Request, RolloutEngine, dynamic_sampling, partial_rollouts
 from qarl_jax.rollout.dynamic_sampling import Collected, Parts
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import processes
 from qarl_jax.types import Completion, Prompt, RolloutGroup
 
 
@@ -54,12 +57,20 @@ class Collector:
         self._cfg, self._engine, self._grader, self._tokenizer = cfg, engine, grader, tokenizer
         self._stop, self._stream, self._timer = stop, stream, timer
         self._buffer = self._left = buffer
+        # Over several processes the first grades for all, which none may do by itself.
+        self._grades_early = getattr(engine, "tells_groups", False) and processes.count() == 1
+        self._early_s = 0.0  # seconds of grading while others were drawn
 
     def collect(self, step: int) -> Collected:
         """The step's groups. Until `keep`, nothing of the run has changed: a step may be dropped."""
         rollout = self._cfg.rollout
         if not rollout.partial.is_on:
-            return dynamic_sampling.collect(rollout.dynamic, self._stream, step, functools.partial(self._sample, step))
+            self._early_s = 0.0
+            sample = functools.partial(self._sample, step)
+            found = dynamic_sampling.collect(rollout.dynamic, self._stream, step, sample)
+            if not self._grades_early:
+                return found
+            return dataclasses.replace(found, metrics=found.metrics | {"time/under_rollout_reward_s": self._early_s})
         collected, self._left = partial_rollouts.collect(
             rollout.partial,
             rollout.dynamic,
@@ -83,14 +94,22 @@ class Collector:
         return {"partial": self._buffer.state()} if self._cfg.rollout.partial.is_on else {}
 
     def _sample(self, step: int, prompts: list[Prompt], batch: int) -> tuple[list[RolloutGroup], Parts]:
-        with self._timer("rollout"):
-            completions = self._engine.generate(
-                prompts,
-                num_samples=self._cfg.rollout.num_samples_per_prompt,
-                sampling=self._cfg.rollout.sampling(self._stop, step),
-                key=build.seed_of(self._cfg.seed, step, f"rollout/{batch}" if batch else "rollout"),
-            )
-        return self._grade(step, prompts, completions)
+        limit = self._cfg.rollout.max_response_len_at(step)
+        early = EarlyGrades(prompts, lambda some, drawn: self._grader.grade(self._tokenizer, some, drawn, limit))
+        told: dict[str, Any] = {"on_group": early.add} if self._grades_early else {}
+        with contextlib.closing(early):
+            with self._timer("rollout"):
+                completions = self._engine.generate(
+                    prompts,
+                    num_samples=self._cfg.rollout.num_samples_per_prompt,
+                    sampling=self._cfg.rollout.sampling(self._stop, step),
+                    key=build.seed_of(self._cfg.seed, step, f"rollout/{batch}" if batch else "rollout"),
+                    **told,
+                )
+            with self._timer("reward"):
+                graded = early.finish(completions)
+        self._early_s += early.seconds
+        return graded
 
     def _extend(self, step: int, requests: list[Request]) -> list[Completion]:
         sampling = self._cfg.rollout.sampling(self._stop, step)

@@ -8,13 +8,14 @@ import contextlib
 import functools
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from qarl_jax import data
 from qarl_jax.learning.learner import TrainState
-from qarl_jax.loop import resume
+from qarl_jax.loop import first_step, resume
 from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.interrupt import Interrupt
 from qarl_jax.loop.publisher import Publisher
@@ -125,6 +126,13 @@ class Run:
         with self.timer("compile"):
             self._starting.join()
         self.begun = self._starting.seconds() | self.begun
+
+    def remark(self, record: Mapping[str, Any]) -> None:
+        """Of the first step: says so if sampler and learner differ more than they are known to."""
+        facts = getattr(self.engine, "facts", None)
+        said = first_step.remark(self.cfg, record, "" if facts is None else facts.execution)
+        if said is not None:
+            self.observer.say(said)
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Samples and grades the held-out prompts under the version being served; recorded."""

@@ -17,9 +17,10 @@ from qarl_jax.models.families import MODELS, hf_template
 from qarl_jax.models.hf.config import HFConfig, MoEConfig, RopeScaling
 from qarl_jax.numerics.engine import NormOrder
 from qarl_jax.quant import Numerics, Rules, SchemeConfig, on_engine, quantizes_activations
+from qarl_jax.runtime import remat
 from qarl_jax.types import UserError
 
-REMAT = ("full", "attention", "mixer", "dots", "none")  # from least memory to least recomputation
+REMAT = remat.POLICIES
 ATTENTION = ("auto", "xla", "cudnn", "splash", "flash3")
 DTYPES = ("float32", "bfloat16")
 

@@ -29,15 +29,9 @@ from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.layers import Linear, Quantized, RMSNorm, apply_rope, lookup, normal, rope_table, silu_and_mul
 from qarl_jax.models.moe import MoE
 from qarl_jax.numerics.float32 import matmul_precision
+from qarl_jax.runtime import remat
 from qarl_jax.runtime.mesh import constrain
-from qarl_jax.runtime.remat import (
-    ATTENTION_INPUT,
-    ATTENTION_OUTPUT,
-    INVERSE_RMS,
-    LINEAR_OUTPUT,
-    MIXER_OUTPUT,
-    ROW_ABSMAX,
-)
+from qarl_jax.runtime.remat import ATTENTION_INPUT, MIXER_OUTPUT
 
 # (q, k, v) -> (attention output, whatever the caller keeps of k and v)
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -241,7 +235,9 @@ class Transformer(nnx.Module):
                 delta, residual, _ = nnx.merge(structure, state)(*stream, rope, attend, routed)
                 return (delta, residual), None
 
-            (delta, residual), _ = jax.lax.scan(_remat(body, config.remat), (delta, residual), (state, routed))
+            (delta, residual), _ = jax.lax.scan(
+                remat.checkpointed(body, config.remat), (delta, residual), (state, routed)
+            )
         return self.norm.add(delta, residual)[0]
 
     def init_cache(self, batch: int, max_len: int) -> KVCache:
@@ -318,33 +314,6 @@ class Transformer(nnx.Module):
         with jax.named_scope("embed"):
             rows = lookup(self.embed.kernel.get_value(), tokens, self.config.compute_dtype)
             return constrain(rows, "batch", None, None)
-
-
-# What a reduction over a whole vector leaves: next to no memory, and the backward's own pass over the vector is spared.
-_STATISTICS = (INVERSE_RMS, ROW_ABSMAX)
-# What a backward pass finds stored of every layer, by `ModelConfig.remat`, beyond the two tensors that enter it.
-_SAVED = {
-    "full": (),
-    "attention": (ATTENTION_OUTPUT, *_STATISTICS),
-    "mixer": (ATTENTION_INPUT, ATTENTION_OUTPUT, MIXER_OUTPUT, *_STATISTICS),
-    "dots": (LINEAR_OUTPUT, ATTENTION_OUTPUT, *_STATISTICS),
-}
-
-
-def _remat(body: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    """`body` of a layer scan under the config's policy. Inside a scan the CSE barrier of `checkpoint` is not needed."""
-    if remat == "none":
-        return body
-    names = _SAVED[remat]
-    by_name = jax.checkpoint_policies.save_only_these_names(*names)
-
-    def policy(prim: Any, *args: Any, **params: Any) -> Any:
-        # cuDNN's backward needs row statistics beside the output; both are results of one primitive without a name of
-        # ours (splash attention and XLA's name theirs).
-        fused = ATTENTION_OUTPUT in names and prim.name.startswith("dot_product_attention_fwd")
-        return fused or by_name(prim, *args, **params)
-
-    return jax.checkpoint(body, policy=policy, prevent_cse=False)
 
 
 def quantizable(model: Transformer) -> dict[str, Linear]:

@@ -39,9 +39,10 @@ from qarl_jax.types import UserError
 GIB = 2.0**30
 FRACTION, PREALLOCATE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
 # Bytes, estimates for a Hopper GPU: a process's CUDA context with its libraries' workspaces, JAX's and vLLM's.
-JAX_CONTEXT, ENGINE_CONTEXT = 0.9 * GIB, 1.5 * GIB
+JAX_CONTEXT, ENGINE_CONTEXT = 1.2 * GIB, 1.5 * GIB
 GRAPHS = 1.5 * GIB  # of all captured batch sizes together; they share one pool
 STEP_TOKENS = 16384  # most tokens of an engine's step (vLLM's max_num_batched_tokens on a large card, or fewer)
+MOST = 0.92  # of a card, for a learner that has it to itself: NCCL's buffers and other programs lie beside it
 FREE = 0.1  # of the learner's share: compiled programs and fragmentation, as `plan.with_remat` has it
 BLOCK = 16  # tokens of a block of the KV cache
 
@@ -88,7 +89,7 @@ class CardPlan:
     @property
     def available(self) -> int:
         """Bytes that the learner can have."""
-        return int(self.card - self.reserved - self.staging - JAX_CONTEXT)
+        return int(min(self.card - self.reserved - self.staging - JAX_CONTEXT, MOST * self.card))
 
     @property
     def missing(self) -> int:

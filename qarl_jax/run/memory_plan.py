@@ -22,6 +22,7 @@ from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime import remat
 
 GIB = 2.0**30
 
@@ -95,21 +96,16 @@ def _kept(model: models.ModelConfig, max_segments: int) -> int:
     hidden, heads, projected, inner = _widths(model)
     # A fused kernel's statistics: a float32 per head and token, and per segment where rows are packed.
     statistics = 4 * model.num_heads * (max_segments + 1 if max_segments > 1 else 1)
-    return {
-        "full": 0,
-        "attention": heads * width + statistics,
-        "mixer": (heads + projected + hidden) * width + statistics,
-        "dots": (heads + projected + 2 * hidden + 2 * inner) * width + statistics,
-        # Every tensor that a backward reads, those in float32 too.
-        "none": (8 * hidden + 2 * heads + 3 * projected + 5 * inner) * width
-        + 4 * (8 * hidden + 6 * inner)
-        + statistics,
-    }[model.remat]
+    if model.remat == "none":  # every tensor that a backward reads, those in float32 too
+        elements = 8 * hidden + 2 * heads + 3 * projected + 5 * inner
+        return elements * width + 4 * (8 * hidden + 6 * inner) + statistics
+    elements = remat.saved_elements(model.remat, hidden=hidden, heads=heads, projected=projected, inner=inner)
+    return elements * width + statistics if elements else 0
 
 
 def saved_activations(model: models.ModelConfig, positions: int, max_segments: int = 1) -> int:
     """Bytes that the forward of `positions` tokens leaves for its backward: each layer's two inputs, and what the
-    recomputation policy keeps (`transformer._SAVED`)."""
+    recomputation policy keeps (`runtime/remat.py`)."""
     inputs = 2 * model.hidden_size * model.compute_dtype.itemsize
     return model.num_layers * positions * (inputs + _kept(model, max_segments))
 
@@ -318,8 +314,8 @@ def with_remat(cfg: RunConfig, limit: int | None) -> RunConfig:
     """
     if cfg.model.remat != "auto":
         return cfg
-    for remat in ("dots", "mixer", "attention"):
-        choice = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, remat=remat))
+    for policy in ("dots", "mixer", "attention"):
+        choice = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, remat=policy))
         if limit is not None and sum(parts(choice, per_device=True).values()) <= 0.9 * limit:
             return choice
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, remat="full"))

@@ -72,6 +72,20 @@ def test_progress_is_reported_while_a_request_runs(bridge, monkeypatch):
     assert (3, 0) in seen
 
 
+def test_completions_that_end_early_are_told_before_the_reply_and_are_those_of_the_reply(bridge, monkeypatch):
+    monkeypatch.setattr(server, "PROGRESS_S", 0.02)
+    client = bridge.trainer()
+    client.publish(staged(0))
+    step = bridge.engine.step
+    monkeypatch.setattr(bridge.engine, "step", lambda: time.sleep(0.01) or step())
+    mixed = [messages.Draw(prompt=[1, 2], seed=i, max_tokens=n) for i, n in enumerate((40, 1, 2))]
+    told: list[messages.Ended] = []
+    drawn = client.generate(mixed, SAMPLING, on_progress=lambda progress: told.extend(progress.ended))
+    assert sorted(one.index for one in told)[-2:] == [1, 2]
+    assert len(told) == len({one.index for one in told})
+    assert all(one.drawn == drawn[one.index] for one in told)
+
+
 def test_a_result_that_comes_as_the_wait_for_it_ends_is_not_lost(bridge):
     class JustInTime(concurrent.futures.Future):
         def result(self, timeout=None):

@@ -11,6 +11,8 @@ from qarl_jax.observe.recorder import read_lines
 from qarl_jax.runtime import startup
 from tests.reference import tiny
 
+PHASES = {f"time/{name}_s" for name in ("rollout", "reward", "compile", "pack", "old_logprobs", "update", "publish")}
+
 
 def test_spans_overlap_and_the_whole_is_shorter_than_their_sum():
     go, now = threading.Event(), [0.0]
@@ -58,3 +60,6 @@ def test_a_runs_weights_engine_and_programs_are_made_side_by_side(tmp_path):
     assert first["time/start_s"] < sum(first[name] for name in named)
     phases = {key for key in first if key.startswith("time/") and key.endswith("_s") and "start" not in key}
     assert "time/compile_s" in phases
+    assert first["time/under_rollout_reward_s"] >= 0
+    phases -= {"time/step_s", "time/under_rollout_reward_s"} | {key for key in phases if key not in PHASES}
+    assert sum(first[key] for key in phases) <= first["time/step_s"]

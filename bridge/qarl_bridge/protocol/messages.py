@@ -38,7 +38,7 @@ from qarl_bridge.protocol.keys import parse_address as parse_address
 from qarl_bridge.protocol.keys import read_key as read_key
 from qarl_bridge.protocol.scratch import Scratch as Scratch
 
-PROTOCOL = 7
+PROTOCOL = 8
 MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
 MAX_FRAME = 64 << 20  # of a message: a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights travel in Chunks
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
@@ -559,12 +559,24 @@ class Probed(_Message):
     records: list[Recorded]
 
 
+class Ended(_Struct):
+    """A completion ahead of its reply: `index` in Generate.draws."""
+
+    index: Count
+    drawn: Drawn
+
+
 class Progress(_Message):
-    """Sent every few seconds while a long request runs, so that both ends notice when the other dies."""
+    """Sent every few seconds while a long request runs, so that both ends notice when the other dies.
+
+    While a Generate runs it brings the completions that ended since the last one, unless their routing was recorded (it
+    is large): the trainer may grade them while others are drawn. The reply holds them again.
+    """
 
     running: Count
     waiting: Count
     tokens: Count
+    ended: list[Ended] = []
 
 
 class Completions(_Message):

@@ -393,10 +393,9 @@ class Bridge:
                     return future.result()
             if peer.gone:
                 raise _ClientGoneError("the client is gone", "dead")
-            tokens = batch.tokens if batch is not None else 0
-            peer.send(
-                messages.Progress(running=len(self.draws.running), waiting=len(self.draws.waiting), tokens=tokens)
-            )
+            tokens, ended = (batch.tokens, batch.news()) if batch is not None else (0, [])
+            running, waiting = len(self.draws.running), len(self.draws.waiting)
+            peer.send(messages.Progress(running=running, waiting=waiting, tokens=tokens, ended=ended))
 
     def _look_for_the_dead(self, peer: Peer) -> None:
         """Before somebody else's lease counts against `peer`."""

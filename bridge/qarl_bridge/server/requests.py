@@ -25,7 +25,18 @@ class Batch:
         self.drawn: list[messages.Drawn | None] = [None] * len(message.draws)
         self.left = len(message.draws)
         self.tokens = 0
+        self.ended: collections.deque[int] = collections.deque()  # indices nobody was told of yet
         self.future: concurrent.futures.Future[messages.Completions] = concurrent.futures.Future()
+
+    def news(self) -> list[messages.Ended]:
+        """The completions that ended since the last call. From any one thread."""
+        found = []
+        while self.ended:
+            index = self.ended.popleft()
+            drawn = self.drawn[index]
+            assert drawn is not None
+            found.append(messages.Ended(index=index, drawn=drawn))
+        return found
 
 
 class Draws:
@@ -86,6 +97,8 @@ class Draws:
                 routed_shape=[] if done.routed is None else list(done.routed.shape),
             )
             batch.tokens += count
+            if done.routed is None:
+                batch.ended.append(index)
             batch.left -= 1
             if batch.left == 0 and batch in self._batches:
                 del self._batches[batch]

@@ -266,6 +266,8 @@ class VllmEngine:
       log: called with a line when a bridge is started or replaced.
     """
 
+    tells_groups = True
+
     def __init__(
         self,
         config: Config,
@@ -409,9 +411,19 @@ class VllmEngine:
         return self._surviving(lambda client: client.probe([int(t) for t in prompt], list(modules)), staged)
 
     def generate(
-        self, prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_samples: int,
+        sampling: SamplingConfig,
+        key: int,
+        on_group: Callable[[int, list[Completion]], None] | None = None,
     ) -> list[list[Completion]]:
-        """`num_samples` completions of each prompt, in order; a bridge that dies meanwhile is replaced."""
+        """`num_samples` completions of each prompt, in order; a bridge that dies meanwhile is replaced.
+
+        `on_group` is called once for some of the prompts, with (its number, its completions) as soon as all of them
+        have ended, while others are still drawn.
+        """
         seen: collections.Counter[str] = collections.Counter()
         requests = []
         for prompt in prompts:  # a prompt given twice goes on counting, so that its copies differ
@@ -421,11 +433,29 @@ class VllmEngine:
                 Request(prompt=prompt, number=first + j, key=key, max_tokens=sampling.max_response_len)
                 for j in range(num_samples)
             ]
-        completions = self.extend(requests, sampling=sampling)
+        ended: dict[int, dict[int, Completion]] = collections.defaultdict(dict)
+
+        def on_ended(index: int, completion: Completion) -> None:
+            number = index // num_samples
+            if index not in ended[number]:  # a bridge that was replaced tells it again
+                ended[number][index] = completion
+                if on_group is not None and len(ended[number]) == num_samples:
+                    on_group(number, [ended[number][i] for i in sorted(ended[number])])
+
+        completions = self.extend(requests, sampling=sampling, on_ended=on_ended if on_group is not None else None)
         return [completions[i * num_samples : (i + 1) * num_samples] for i in range(len(prompts))]
 
-    def extend(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> list[Completion]:
-        """What is added to each response; a bridge that dies meanwhile is replaced. See `RolloutEngine`."""
+    def extend(
+        self,
+        requests: Sequence[Request],
+        *,
+        sampling: SamplingConfig,
+        on_ended: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
+        """What is added to each response; a bridge that dies meanwhile is replaced. See `RolloutEngine`.
+
+        `on_ended` is told of some completions (their number, and they themselves) before the others have ended.
+        """
         if self._staged is None:
             raise UserError("generate: nothing was published yet")
         if not requests:
@@ -446,17 +476,22 @@ class VllmEngine:
             stop_token_ids=[int(token) for token in sampling.stop_token_ids],
         )
 
+        drawn: list[messages.Drawn] = []  # of the batches before the one that is asked for
+
         def report(progress: messages.Progress) -> None:
             if self._on_progress is not None:
                 self._on_progress(progress.running, progress.waiting, progress.tokens)
+            if on_ended is not None:
+                for one in progress.ended:
+                    index = len(drawn) + one.index
+                    on_ended(index, self._completion(requests[index], one.drawn))
 
         def ask(batch: list[messages.Draw]) -> Callable[[sender.Client], list[messages.Drawn]]:
             return lambda client: client.generate(batch, common, on_progress=report)
 
         routed = 2 * int(np.prod(self._routing_shape())) if self._config.record_routing else 0
-        drawn = [
-            one for batch in _batches(draws, routed_bytes=routed) for one in self._surviving(ask(batch), self._staged)
-        ]
+        for batch in _batches(draws, routed_bytes=routed):
+            drawn += self._surviving(ask(batch), self._staged)
         return [self._completion(request, one) for request, one in zip(requests, drawn, strict=True)]
 
     def close(self) -> None:

@@ -1,0 +1,42 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A first step whose sampler and learner differ more than is known of the run says so, with what to do."""
+
+import pytest
+
+from qarl_jax.loop import first_step
+from qarl_jax.run import config
+
+VLLM = ("rollout.engine.name=vllm",)
+
+
+def run(*overrides):
+    given = ["model.path=/m", "data.source={name: jsonl, path: /d.jsonl}", "quant.engine=cuda", *overrides]
+    return config.load(None, given)
+
+
+@pytest.mark.parametrize("execution", ["eager", "graphs"])
+def test_what_is_known_needs_no_remark(execution):
+    aligned = run(*VLLM, "quant.forward=w8a8")
+    assert first_step.remark(aligned, {"mismatch/k3": 1.6e-3}, execution) is None
+    rollout_only = run(*VLLM, "quant.forward=bf16", "quant.rollout=w8a8")
+    assert first_step.remark(rollout_only, {"mismatch/k3": 4.2e-2}, execution) is None
+    assert first_step.remark(aligned, {}, execution) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "k3", "execution", "remedy"),
+    [
+        (["quant.forward=w8a8"], 5.8e-2, "compiled", "set rollout.engine.execution=auto"),
+        (["quant.forward=w8a8", "quant.engine=plain"], 4.2e-2, "graphs", "set quant.engine=auto"),
+        (["quant.forward=fp8", "rollout.engine.split_attention=true"], 1e-2, "graphs", "split_attention=false"),
+        (["quant.forward=bf16", "quant.rollout=w8a8"], 5e-1, "graphs", "set quant.forward=w8a8"),
+        (["quant.forward=w4a16"], 1e-2, "graphs", "python -m qarl_jax.parity --model /m --scheme w4a16 --engine cuda"),
+    ],
+)
+def test_more_is_told_in_one_sentence_with_the_remedy(overrides, k3, execution, remedy):
+    said = first_step.remark(run(*VLLM, *overrides), {"mismatch/k3": k3}, execution)
+    assert said.startswith(f"mismatch/k3 of the first step is {k3:.1e}, and ")
+    assert remedy in said
+    assert said.endswith(".")
+    assert "\n" not in said
