@@ -86,7 +86,7 @@ def attend(
     scores = q.double().view(B, T, K, N // K, H).permute(0, 2, 3, 1, 4).reshape(B, K, -1, H) @ k.double().mT
     scores = (scores * scale).view(B, K, N // K, T, -1).masked_fill_(~seen[:, None, None], -torch.inf)
     p = torch.softmax(scores, dim=-1).view(B, K, N // K * T, -1)
-    out = p @ v.double().masked_fill_(~seen.any(dim=1)[:, None, :, None], 0)
+    out = p @ v.masked_fill(~seen.any(dim=1)[:, None, :, None], 0).double()
     return out.float().to(dtype).view(B, K, N // K, T, H).permute(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
