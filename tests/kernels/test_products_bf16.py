@@ -1,0 +1,58 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One arithmetic: bfloat16 products in the parts of K of the contract, under the interpreter of Pallas (numpy adds up
+a part there), and as programs lowered for a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from qarl_bridge.protocol import contract
+
+from qarl_jax.kernels import product_hopper
+from qarl_jax.kernels.product_hopper import FLOAT, FLOAT_PARTS
+
+
+def operands(m, n, k):
+    rng = np.random.default_rng(k)
+    numbers = [rng.standard_normal(shape) for shape in ((m, k), (n, k), (n,))]
+    return jnp.asarray(numbers[0], jnp.bfloat16), jnp.asarray(numbers[1], jnp.bfloat16), jnp.asarray(numbers[2])
+
+
+def in_parts(x, w, b, parts):
+    x, w = (np.asarray(a, np.float32) for a in (x, w))
+    sums = [x[:, first:end] @ w[:, first:end].T for first, end in contract.cuts(x.shape[1], parts)]
+    return functools.reduce(np.add, sums) + np.asarray(b, np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "parts", "tile"),
+    [
+        ((128, 256, 512), 1, FLOAT),
+        ((128, 128, 1024), 2, FLOAT_PARTS),
+        ((70, 96, 1152), 2, None),  # nine steps: the second part is filled up to five, rows and outputs to a tile
+    ],
+    ids=str,
+)
+def test_parts_are_added_in_order_and_rounded_once_with_the_bias(shape, parts, tile):
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # has no public name
+
+    x, w, b = operands(*shape)
+    got = product_hopper.float_product(x, w, b, parts=parts, tile=tile, blocks=2, interpret=InterpretGPUParams())
+    want = in_parts(x, w, b, parts)
+    assert got.shape == want.shape
+    assert got.dtype == jnp.bfloat16
+    # numpy's order within a part is the interpreter's but for blocks: an ulp of float32 moves few roundings.
+    assert np.mean(np.asarray(got) == np.asarray(jnp.asarray(want).astype(jnp.bfloat16))) > 0.999
+    assert np.abs(np.asarray(got, np.float32) - want).max() <= np.abs(want).max() * 2**-8
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_kernel_lowers_for_a_gpu(parts):
+    x, w = (jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16) for _ in range(2))
+    program = jax.jit(functools.partial(product_hopper.float_product, parts=parts)).trace(x, w)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    assert "hopper_bf16_256x1024" in text
