@@ -75,6 +75,8 @@ def install(int4_kernel: str) -> str:
 
 
 def _line(int4: bool) -> str:
+    if torch.cuda.is_available() and not _has_wgmma():
+        return "by the contract: norms, log-probs; products are vLLM's own: the contract's need a Hopper GPU (sm90)"
     kinds = "bf16 and int4" if int4 else "bf16"
     return f"by the contract: {kinds} products, float32 logits, norms, log-probs"
 
@@ -86,13 +88,19 @@ def _replace(owner: type, name: str, make: Callable[[Callable[..., Any]], Callab
     setattr(owner, name, replacement)
 
 
+@functools.cache
+def _has_wgmma() -> bool:
+    """Whether this is a Hopper GPU, whose tensor cores the products are written for."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 def _serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0
 
 
 def _linear(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if type(layer).__name__ not in _DENSE or not _serves(x, layer.weight):
+        if type(layer).__name__ not in _DENSE or not _serves(x, layer.weight) or not _has_wgmma():
             return original(self, layer, x, bias)
         y = fixed_order.product(x.reshape(-1, x.shape[-1]), layer.weight, bias=bias)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -102,7 +110,7 @@ def _linear(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _head(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if not _serves(x, layer.weight):
+        if not _serves(x, layer.weight) or not _has_wgmma():
             return original(self, layer, x, bias)
         y = fixed_order.product(x.reshape(-1, x.shape[-1]), layer.weight, bias=bias, out_dtype=torch.float32, parts=1)
         return y.view(*x.shape[:-1], y.shape[-1])
