@@ -422,13 +422,16 @@ def test_a_run_folder_in_use_is_refused(world, refused):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_told_rather_than_skipped_into_a_new_run(world, refused):
+def test_a_damaged_checkpoint_is_told_rather_than_skipped_into_a_new_run(world, capsys):
     step = world.run_dir / "checkpoints" / "step_00000001"
     step.mkdir(parents=True)
     (step / "manifest.json").write_text("{")
-    said = refused()
-    assert "damaged" in said
-    assert str(world.run_dir) in said
+    assert train.main(world.command()) == 2
+    warning, error = capsys.readouterr().err.strip().splitlines()
+    assert warning.startswith("warning: ")
+    assert "damaged" in warning
+    assert error.startswith("error: ")
+    assert str(world.run_dir) in error
 
 
 @pytest.mark.slow

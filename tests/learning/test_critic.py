@@ -457,10 +457,10 @@ def test_without_a_critic_a_checkpoint_is_what_it_was(world, whole, capsys):
 
 
 @pytest.mark.slow
-def test_a_critic_that_diverges_stops_the_run_and_names_the_step(world):
+def test_a_critic_that_diverges_stops_the_run_and_names_the_step(world, capsys):
     run = world.changed(run_dir=str(world.folder / "diverged"), critic={"optimizer": {"name": "adamw", "lr": 1e37}})
-    with pytest.raises(RuntimeError, match="step 0, update 2 of 2: the critic's gradient is not finite"):
-        train.main(run.command("train.steps=1"))
+    assert train.main(run.command("train.steps=1")) == 1
+    assert "step 0, update 2 of 2: the critic's gradient is not finite" in capsys.readouterr().err
 
 
 def test_a_critic_may_start_from_a_folder_of_its_own_but_not_of_another_vocabulary(world, tmp_path):

@@ -250,7 +250,7 @@ def test_disagreeing_shards_are_named(tmp_path):
         ),
         ({"architectures": ["LlamaForCausalLM"], "mlp_bias": True}, "'mlp_bias'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"'rope_scaling'\.'low_freq_factor' is None"),
-        ({"architectures": None}, "not supported"),
+        ({"architectures": None}, "'architectures' is None"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"hidden_size": "16"}, "'hidden_size' is '16', expected int"),
         ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),

@@ -12,6 +12,7 @@ from qarl_jax.rewards import (
     REWARDS,
     Grader,
     Sample,
+    code,
     exact,
     format,
     function,
@@ -60,7 +61,10 @@ CONFIGS = {
     format.Config: format.Config(),
     overlong.Config: overlong.Config(buffer_len=8),
     function.Config: function.Config(path=f"{user.__file__}:equal"),
+    code.Config: code.Config(**POOL),
 }
+# What a prompt's row has to hold besides its answer.
+COLUMNS = {code.Config: {"prompt": "def f():", "entry_point": "f", "test": "def check(f):\n    assert f() == 1\n"}}
 
 
 # ---- the battery: a line in REWARDS enrols the newcomer
@@ -72,7 +76,8 @@ CONFIGS = {
 def test_any_text_gets_a_finite_reward_in_order(config_type):
     reward = REWARDS[config_type](CONFIGS[config_type], 32)
     reasons = ("stop", "length", "abort")
-    samples = [sample(text, finish_reason=reason, origin=ORIGIN) for text in HOSTILE for reason in reasons]
+    columns = {"origin": ORIGIN} | COLUMNS.get(config_type, {})
+    samples = [sample(text, finish_reason=reason, **columns) for text in HOSTILE for reason in reasons]
     try:
         scores = reward.score(samples)
         assert scores.shape == (len(samples),)

@@ -73,11 +73,11 @@ def test_a_run_goes_on_and_is_evaluated_and_exported_in_what_it_recorded(world, 
     record_file.write_text(record_file.read_text().replace('"profile": "plain"', '"profile": "cuda"'))
     asked = []
 
-    def load_model(cfg, mesh, numerics=None):
+    def policy_graphdef(cfg, numerics=None):
         asked.append((numerics or cfg.numerics).profile)
         raise UserError("enough")
 
-    monkeypatch.setattr(build, "load_model", load_model)
+    monkeypatch.setattr(build, "policy_graphdef", policy_graphdef)
     fresh = world.changed(run_dir=str(world.folder / "fresh"))
     out = ["--format", "compressed-tensors", "--out", str(tmp_path / "out")]
     checkpoint = ["--checkpoint", str(begun.run_dir)]

@@ -156,8 +156,7 @@ def test_a_llama_with_stretched_frequencies_climbs_the_ladder_too(tmp_path):
     options = ladder.Options(prompts=8, prompt_len=40, response_len=12, threads=1, unaligned=False, bf16_pair=False)
     result = ladder.climb(str(tmp_path), "w8a8", "cpu", options)
     assert result["first_broken"] is None, result["rungs"]
-    if quant.resolve("cpu").polynomial_exp:
-        assert result["aligned"]["k3"] < 1e-12
+    assert result["aligned"]["k3"] == result["aligned"]["max_abs"] == 0
 
 
 @pytest.mark.vllm
