@@ -6,7 +6,7 @@ in the contract's parts of K (`float_product`).
 A persistent kernel, one block of three warpgroups per multiprocessor: one copies tiles of activations and weights by
 TMA, ahead of the two that multiply them (wgmma), each its half of the block's tile. Those two wait for inputs but not
 for each other, so one may rescale and write while the other multiplies, and the next tile's inputs are on their way
-meanwhile. Triton's kernel (`int8_kernels.py`) has nothing of this.
+meanwhile. Triton's kernel (`product_triton.py`) has nothing of this.
 
 int8 codes are summed in int32: exact. e4m3 codes are summed in float32 within the tensor cores, 32 inputs after the
 other through all of K, and never added up outside. That is what vLLM's CUTLASS kernel does, too, and it decides the

@@ -8,8 +8,8 @@ and nothing else in the project asks what machine this is. A new engine is one r
 departs from `PLAIN`; `python -m qarl_jax.numerics` prints all of them as the table in docs/numerics.md.
 
 `CPU` is a contract that both sides keep: vLLM's CPU engine computes with the bridge's own operations (`cpu_kernels.py`,
-`cpu_layers.py`, `cpu_experts.py` there), the same ones on every build. `CUDA` mirrors vLLM's own kernels, in eager mode
-or in CUDA graphs. Source: vLLM 0.25.1 (csrc/quantization, run on one H200).
+`cpu_layers.py`, `cpu_experts.py` there), the same ones on every build. `CUDA` is one for bf16 and int4 products, norms
+and log-probs (`pinned.py` there), and mirrors vLLM 0.25.1's own kernels in the rest, in eager mode or in CUDA graphs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One vLLM engine, in this process: generate, load in place, read back, probe. vllm_versions.py hides its versions.
+"""One vLLM engine, in this process: generate, load in place, read back, probe. versions.py hides its versions.
 
 What is pinned, because each choice changes what is computed (and each is asserted in `facts`):
 

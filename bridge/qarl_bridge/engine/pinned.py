@@ -55,8 +55,8 @@ def install(int4_kernel: str) -> str:
     int4 = int4_kernel in ("auto", "packed")
     if getattr(originals[0], "by_contract", False):
         return _line(int4)
-    _replace(linear, "apply", _linear)
-    _replace(head, "apply", _head)
+    _replace(linear, "apply", functools.partial(_product, only=_DENSE))
+    _replace(head, "apply", functools.partial(_product, out_dtype=torch.float32, parts=1))
     _replace(norm, "forward_cuda", _norm)
     sampler.compute_logprobs = staticmethod(fixed_order.log_softmax)
     _replace(top, "forward_native", _top)
@@ -98,21 +98,14 @@ def _serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0
 
 
-def _linear(original: Callable[..., Any]) -> Callable[..., Any]:
+def _product(original: Callable[..., Any], only: tuple[str, ...] = (), **options: Any) -> Callable[..., Any]:
+    """`apply` of an unquantized layer; only: names of the classes it is for, empty: all. options: of the product."""
+
     def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if type(layer).__name__ not in _DENSE or not _serves(x, layer.weight) or not _has_wgmma():
+        theirs = only and type(layer).__name__ not in only
+        if theirs or not _serves(x, layer.weight) or not _has_wgmma():
             return original(self, layer, x, bias)
-        y = fixed_order.product(x.reshape(-1, x.shape[-1]), layer.weight, bias=bias)
-        return y.view(*x.shape[:-1], y.shape[-1])
-
-    return apply
-
-
-def _head(original: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if not _serves(x, layer.weight) or not _has_wgmma():
-            return original(self, layer, x, bias)
-        y = fixed_order.product(x.reshape(-1, x.shape[-1]), layer.weight, bias=bias, out_dtype=torch.float32, parts=1)
+        y = fixed_order.product(x.reshape(-1, x.shape[-1]), layer.weight, bias=bias, **options)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     return apply
@@ -135,6 +128,10 @@ def _top(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, logits, generators, k, p)
         kept = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler").apply_top_k_top_p(logits, k, p)
         logprobs = fixed_order.log_softmax(kept)
-        return original(self, kept, generators, None, None)[0], logprobs
+        mode, self.logprobs_mode = self.logprobs_mode, "raw_logprobs"  # vLLM's own would be computed for nothing
+        try:
+            return original(self, kept, generators, None, None)[0], logprobs
+        finally:
+            self.logprobs_mode = mode
 
     return forward_native

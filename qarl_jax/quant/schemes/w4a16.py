@@ -7,14 +7,10 @@ from the bfloat16-rounded master: s = bf16(absmax / 7.5), q = RNE(w / s) clamped
 because vLLM's scale parameter is bfloat16 and a float32 scale in a file would be rounded on load. A zero group gets the
 scale 2**-7.
 
-**Product.** w = bf(q * s), then an ordinary product of compute-dtype operands with float32 accumulation, rounded once.
-Machete, Marlin and Humming on sm90 and the CPU kernels without W4A8 all round the weight to bf(q * s) before they
-multiply; a float32 q * s would change 33-40 % of the outputs. The order of summation inside a kernel is the engine's
-own. Machete cuts a long K among thread blocks (`machete.py`); under `cuda` a layer adds in its parts where they do not
-depend on the rows (`Numerics.of_layer`), and every output is equal; elsewhere all but about 0.1 %, those by an ulp.
-
-    CPU, plain     y = bf(acc + b)           on a CPU acc is a float64 sum, rounded to float32 once
-    CUDA           y = bf(bf(acc) + b)
+**Product.** w = bf(q * s), then an ordinary product of compute-dtype operands with float32 accumulation, rounded once:
+y = bf(acc + b). Machete, Marlin and Humming on sm90 round the weight to bf(q * s) before they multiply, too; a float32
+q * s would change 33-40 % of the outputs. They cut K by the number of rows, so on CUDA the bridge's product takes their
+place, with parts of K that the weight's shape decides (`qarl_bridge.protocol.contract`); on a CPU the sum is float64.
 
 **Backward.** Straight through: dX = dY bf(q * s), dMaster = dY^T x.
 
