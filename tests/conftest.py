@@ -28,6 +28,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402  (the flags above must be set first)
 import pytest  # noqa: E402
 
+from tests.reference.promises import pytest_runtest_makereport  # noqa: E402, F401  (a hook)
+
 # A busy machine is no failure. `make test` asks for "repeatable" besides: the same examples every time, so that what
 # fails there was broken by a change, and not by luck; a plain pytest goes on looking for new ones.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

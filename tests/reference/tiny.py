@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import json
+import os
 import pathlib
 import warnings
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ CACHE = {
     "jax_compilation_cache_dir": None,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
+    # A third of such tests' time. What hangs on the compiler is tested by others, and `make test-slow` compiles as usual.
+    "jax_disable_most_optimizations": "QARL_OPTIMIZE" not in os.environ,
 }
 
 
@@ -84,9 +87,10 @@ def leaves() -> list[jax.Array]:
 
 @contextlib.contextmanager
 def compiled_programs(tmp_path_factory: Any) -> Iterator[str]:
-    """While open, programs compiled by this test session are shared through a folder, which is yielded."""
-    folder = str(tmp_path_factory.getbasetemp() / "compiled")
-    before = {name: getattr(jax.config, name) for name in CACHE}
+    """While open, programs are compiled fast, and shared through a folder (yielded) by all workers of the session."""
+    base = tmp_path_factory.getbasetemp()
+    folder = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled")
+    before = {name: jax.config.values[name] for name in CACHE}
     try:
         for name, value in (CACHE | {"jax_compilation_cache_dir": folder}).items():
             jax.config.update(name, value)
