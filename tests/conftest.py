@@ -66,9 +66,18 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"vLLM's CPU builds run: {', '.join(ran) or 'none'}{missed_line}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def programs_are_kept(tmp_path_factory):
+    """What took long to compile is read back by the next module that needs it, as a run does."""
+    from tests.reference import tiny
+
+    with tiny.kept_programs(tmp_path_factory, {"jax_persistent_cache_min_compile_time_secs": 0.3}):
+        yield
+
+
 @pytest.fixture(scope="module")
 def compiled_programs(tmp_path_factory):
-    """Programs compiled by this test session are shared through a folder, whose path this is."""
+    """For tests whose claims do not hang on the compiler: fast compilation, and every program kept, in this folder."""
     from tests.reference import tiny  # which imports the learner: checks of shapes are put around it before
 
     with tiny.compiled_programs(tmp_path_factory) as folder:

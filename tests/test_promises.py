@@ -29,8 +29,19 @@ def test_the_headline_of_a_failure_names_promise_and_claim(tmp_path):
     file = tmp_path / "tests" / "quant" / "test_fails.py"
     file.parent.mkdir(parents=True)
     file.write_text("def test_codes_are_equal():\n    assert 1 == 2\n")
-    command = [sys.executable, "-m", "pytest", "-p", "tests.reference.promises", "-q", f"--rootdir={tmp_path}", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.reference.promises",
+        "-q",
+        f"--rootdir={tmp_path}",
+        str(file),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     assert done.returncode == 1
     line = next(line for line in done.stdout.splitlines() if line.startswith("____"))
     assert line.strip("_ ") == "One grid: codes are equal"

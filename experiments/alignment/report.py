@@ -1,6 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""docs/results.md (the answer) and docs/appendix/results.md (all else), from the results alone: every number has the runs it comes from beside it; what is missing says so.
+"""docs/results.md (the answer) and docs/appendix/results.md (all else), from the results alone.
+
+Every number has the runs it comes from beside it; what is missing says so.
 
 A folder in backticks is a run (or, without its seed, the runs of all seeds) in results.tar.xz.
 """
@@ -48,9 +50,10 @@ APPENDIX_HEAD = """# All results of the alignment experiment
 
 Generated from `experiments/alignment/results.tar.xz` by `python -m experiments.alignment.figures`; do not edit.
 [Results](../results.md) has the answer. The plan, written before the runs, is
-[PLAN.md](../../experiments/alignment/PLAN.md): arms, seeds, ladder of formats, stop rule, how checkpoints are selected and
-how intervals are made. A name such as `w4a16_g128/4_qarl_tbpo/seed0` is a run in the archive, with its metrics of every
-step, its evaluations and its config. Intervals are 95 %; a difference is clear where it exceeds two standard errors.
+[PLAN.md](../../experiments/alignment/PLAN.md): arms, seeds, ladder of formats, stop rule, how checkpoints are selected
+and how intervals are made. A name such as `w4a16_g128/4_qarl_tbpo/seed0` is a run in the archive, with its metrics of
+every step, its evaluations and its config. Intervals are 95 %; a difference is clear where it exceeds two standard
+errors.
 """
 
 

@@ -14,9 +14,9 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
     sampled tokens     log-probs of whole sampled responses
 
 The first four are exact or broken. On a CPU all layers are, too: there both sides compute by one contract
-(docs/concepts/engines.md). On a GPU a linear layer must equal the engine's to the last bit under w8a8 and w4a8 (on CUDA,
-w4a8 has fp8 activations, and there is no such share), and on 99.8 % of outputs under w4a16; its relative error, and
-that of a block, must stay below `live_layers.RELATIVE` under every scheme. The last three are judged by k3 (below)
+(docs/concepts/engines.md). On a GPU a linear layer must equal the engine's to the last bit under w8a8 and w4a8 (on
+CUDA, w4a8 has fp8 activations, and there is no such share), and on 99.8 % of outputs under w4a16; its relative error,
+and that of a block, must stay below `live_layers.RELATIVE` under every scheme. The last three are judged by k3 (below)
 against `--max-k3`, or where the engine's own noise is larger what `allowance` says; the last must also beat the
 unaligned pair.
 Run it on your own model before a long run. Exit code 0: all promises kept; 1: one is broken (the first broken rung is
@@ -120,10 +120,12 @@ def load(path: str, scheme: str, engine: str, attention: str = "engine") -> Poli
     return PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
 
 
-def score(weights: PolicyWeights, sampled: Sampled, *, replay: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def score(
+    weights: PolicyWeights, sampled: Sampled, *, replay: bool = False, temperature: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     """(log-probs, entropies) [N, T] float32 of the learner for every token of `sampled`.
 
-    `replay`: tokens go to the experts the engine sent them to, where it recorded them.
+    `replay`: tokens go to the experts the engine sent them to, where it recorded them. `temperature`: the sampler's.
     """
     numerics = models.config_of(weights.graphdef).numerics
 
@@ -133,7 +135,9 @@ def score(weights: PolicyWeights, sampled: Sampled, *, replay: bool = False) -> 
     ) -> tuple[jax.Array, jax.Array]:
         model = models.merge(weights.graphdef, params, qweights)
         hidden = model.hidden_states(tokens, None, segment_ids, routed_experts=routed)
-        return token_logprobs(hidden, model.head_weight(), tokens, segment_ids, numerics=numerics)
+        return token_logprobs(
+            hidden, model.head_weight(), tokens, segment_ids, temperature=temperature, numerics=numerics
+        )
 
     parts = []
     rows = len(sampled.tokens)

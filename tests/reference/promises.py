@@ -30,7 +30,13 @@ PLACES = {
     "The formula is the paper's": ("loss",),
     "What is graded and read is what was meant": ("data", "rewards"),
     "What is reported is what happened": ("observe", "experiments", "test_plot.py", "test_metrics_keys.py"),
-    "A mistake gets one sentence": ("typed_config", "run", "test_bad_input.py", "test_doctor.py", "test_entry_point.py"),
+    "A mistake gets one sentence": (
+        "typed_config",
+        "run",
+        "test_bad_input.py",
+        "test_doctor.py",
+        "test_entry_point.py",
+    ),
     "A command does what the guide says": ("",),
 }
 

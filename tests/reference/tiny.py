@@ -30,7 +30,7 @@ CACHE = {
     "jax_compilation_cache_dir": None,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
-    # A third of such tests' time. What hangs on the compiler is tested by others, and `make test-slow` compiles as usual.
+    # It saves a third. Others test what hangs on the compiler, and `make test-slow` compiles as usual.
     "jax_disable_most_optimizations": "QARL_OPTIMIZE" not in os.environ,
 }
 
@@ -87,12 +87,22 @@ def leaves() -> list[jax.Array]:
 
 @contextlib.contextmanager
 def compiled_programs(tmp_path_factory: Any) -> Iterator[str]:
-    """While open, programs are compiled fast, and shared through a folder (yielded) by all workers of the session."""
-    base = tmp_path_factory.getbasetemp()
-    folder = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled")
-    before = {name: jax.config.values[name] for name in CACHE}
+    """While open, programs are compiled fast, and kept in a folder of this test process, which is yielded."""
+    with kept_programs(tmp_path_factory, CACHE) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def kept_programs(tmp_path_factory: Any, settings: dict[str, Any]) -> Iterator[str]:
+    """While open, JAX has these settings and keeps its programs in a folder of this test process, which is yielded.
+
+    Not in one folder for all processes: JAX writes an entry while another process may read it.
+    """
+    folder = str(tmp_path_factory.getbasetemp() / "compiled")
+    settings = settings | {"jax_compilation_cache_dir": folder}
+    before = {name: jax.config.values[name] for name in settings}
     try:
-        for name, value in (CACHE | {"jax_compilation_cache_dir": folder}).items():
+        for name, value in settings.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
         yield folder
