@@ -75,7 +75,7 @@ def attention(
     *,
     q_slots: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    segments: tuple[jax.Array, jax.Array] | None = None,
+    packed_runs: tuple[jax.Array, jax.Array] | None = None,
     implementation: str = "xla",
     numerics: Numerics = PLAIN,
 ) -> Float[Array, "B T N H"]:
@@ -84,10 +84,9 @@ def attention(
     Args:
       q: queries, after RoPE. k, v: keys and values; S = T unless `q_slots` is given.
       q_slots: slot of each query among the S keys (decoding with a cache): key s is seen iff s <= slot. None: slot t.
-      segment_ids: which packed sequence a position belongs to (only without q_slots): no key of another segment
-        is seen.
-        Padding (0) sees padding, so every query sees at least itself and nothing is NaN.
-      segments: `attention_vendor.runs` of the segment ids, for cudnn; None: made here, for as many runs as positions.
+      segment_ids: which packed sequence a position belongs to (only without q_slots): no key of another segment is
+        seen. Padding (0) sees padding, so every query sees at least itself and nothing is NaN.
+      packed_runs: `attention_vendor.runs` of the segment ids, for cudnn; None: made here, as many as positions.
       implementation: "auto", "xla", "cudnn", "splash" or "flash3" (see `choose`); with q_slots always xla.
       numerics: whose roundings to make (xla; with "auto" also what is chosen).
 
@@ -100,14 +99,14 @@ def attention(
     if q_slots is None:
         chosen = choose(implementation, q.dtype, H, T, packed=segment_ids is not None, numerics=numerics)
     if chosen == "cudnn":
-        if segments is None and segment_ids is not None:
-            segments = runs(segment_ids, T)
-        return cudnn_attention(q, k, v, segments)
+        if packed_runs is None and segment_ids is not None:
+            packed_runs = runs(segment_ids, T)
+        return cudnn_attention(q, k, v, packed_runs)
     if chosen == "splash":
         return splash_attention(q, k, v, segment_ids)
     if chosen == "flash3":
         backward = choose("auto", q.dtype, H, T, packed=segment_ids is not None)
-        return checkpoint_name(_flash3(backward, False, q, k, v, segment_ids, segments), ATTENTION_OUTPUT)
+        return checkpoint_name(_flash3(backward, False, q, k, v, segment_ids, packed_runs), ATTENTION_OUTPUT)
 
     attend = functools.partial(_attend, numerics=numerics)
     q_BTKGH = q.reshape(B, T, K, N // K, H)
@@ -137,21 +136,21 @@ def _flash3(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array | None,
-    segments: tuple[jax.Array, jax.Array] | None,
+    packed_runs: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
     """FlashAttention-3's order; the gradient is that of `backward`, another implementation, recomputed."""
     from qarl_jax.kernels.attention_flash3 import flash3_attention  # Pallas' Triton, which not every JAX has
 
     local = functools.partial(flash3_attention, block=flash_block(q.shape[-1]), interpret=interpret)
 
-    def plain(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, segments: Any) -> jax.Array:
-        return attention(q, k, v, segment_ids=ids, segments=segments, implementation=backward)
+    def plain(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, packed_runs: Any) -> jax.Array:
+        return attention(q, k, v, segment_ids=ids, packed_runs=packed_runs, implementation=backward)
 
     @with_plain_gradient(plain)
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, segments: Any) -> jax.Array:
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, packed_runs: Any) -> jax.Array:
         return split_by_hand(local, q, k, v, ids)
 
-    return forward(q, k, v, segment_ids, segments)
+    return forward(q, k, v, segment_ids, packed_runs)
 
 
 def _block_starts(size: int, segment_ids: jax.Array | None, block: int) -> Int[Array, "#B S"]:

@@ -280,7 +280,7 @@ def test_on_the_gpu_it_equals_float64_and_its_gradient_cudnns(head_dim):
     ids = jnp.asarray(SEGMENTS)
 
     def value_and_gradients(implementation):
-        run = functools.partial(attention, segment_ids=ids, segments=runs(ids, 4), implementation=implementation)
+        run = functools.partial(attention, segment_ids=ids, packed_runs=runs(ids, 4), implementation=implementation)
         out, vjp = jax.vjp(run, q, k, v)
         return out, *vjp(g)
 
