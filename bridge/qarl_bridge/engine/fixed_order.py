@@ -39,16 +39,15 @@ def _weights(w_ptr, s_ptr, block, outputs, N, K, GROUP: tl.constexpr, BN: tl.con
     """bf16(q s) [BN, 128] of a block of 128 inputs, from the words of a checkpoint, or from `interleaved` ones."""
     there = (outputs < N)[:, None]
     words = tl.load(w_ptr + outputs[:, None] * (K // 8) + block * 16 + tl.arange(0, 16)[None, :], mask=there, other=0)
-    if INTERLEAVED:  # [BN, nibble, word]: 16 inputs in a row have one nibble
-        RUN: tl.constexpr = 16
+    run: tl.constexpr = 16 if INTERLEAVED else 8  # inputs of one index in the middle
+    if INTERLEAVED:  # [BN, nibble, word]
         codes = (words[:, None, :] >> (4 * tl.arange(0, 8))[None, :, None]) & 15
     else:  # [BN, word, nibble]
-        RUN: tl.constexpr = 8
         codes = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
     if GROUP >= _STEP:
         s = tl.load(s_ptr + (block * _STEP // GROUP) * N + outputs, mask=outputs < N, other=0.0)[:, None, None]
     else:
-        groups = block * (_STEP // GROUP) + tl.arange(0, _STEP // RUN) // (GROUP // RUN)
+        groups = block * (_STEP // GROUP) + tl.arange(0, _STEP // run) // (GROUP // run)
         s = tl.load(s_ptr + groups[None, :] * N + outputs[:, None], mask=there, other=0.0)[:, :, None]
     return ((codes - 8).to(tl.float32) * s.to(tl.float32)).to(tl.bfloat16).reshape(BN, _STEP)
 
