@@ -105,8 +105,8 @@ def _multiply_fwd(static: _Static, x: Any, master: Any, qtensor: Any, bias: Any,
 def _multiply_bwd(static: _Static, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     """dx in dy's dtype and dw in the master's, each rounded once."""
     used, weight, group_sizes = saved
-    dy = round_to(dy, static.x)
     product: Product = Dense() if group_sizes is None else Ragged(group_sizes, dy.shape[0])
+    dy = round_to(dy, static.x)
     if isinstance(used, tuple):  # codes and scales of rows
         codes, scale = used
         used = codes.astype(jnp.float32) * scale
