@@ -160,29 +160,6 @@ def test_a_mesh_is_served_where_it_divides_the_layer(monkeypatch):
         assert not served(jax.ShapeDtypeStruct((60, 48), jnp.bfloat16), 32)  # 15 rows a device
 
 
-@needs_eight
-@pytest.mark.slow
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(bias):
-    x, qt, b = operands(48, 32, 64, bias=bias)
-    want, used = scheme(x, qt, b)
-    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    spec = jax.sharding.PartitionSpec
-
-    def put(array, *axes):
-        return None if array is None else jax.device_put(array, jax.sharding.NamedSharding(mesh, spec(*axes)))
-
-    rows = [put(part, ("data", "fsdp"), None) for part in used]
-    args = *rows, put(qt.qvalue, "tensor", None), put(qt.scale, "tensor", None), put(b, None, "tensor")
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(functools.partial(products.eight_bit, interpret=interpreter())).lower(*args).compile()
-        got = compiled(*args)
-    assert_equal_bits(got, want)
-    assert got.sharding.spec == spec(("data", "fsdp"), "tensor")
-    text = compiled.as_text()
-    assert not any(name in text for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
-
-
 def test_a_tile_fits_a_multiprocessor():
     part_m, _ = CHOSEN.part
     needed = CHOSEN.steps * CHOSEN.k * (CHOSEN.m + CHOSEN.n) + 2 * CHOSEN.slots * part_m * CHOSEN.out_n * 2

@@ -205,7 +205,7 @@ def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(monkeypatch, bias
     x_q, s_x, w_q, s_w, b = codes(48, 32, 64, bias=bias)
     shapes = []
 
-    def product(x_q, s_x, w_q, s_w, bias, **_):  # the interpreter knows no mesh
+    def product(x_q, s_x, w_q, s_w, bias=None, **_):  # the interpreter knows no mesh
         shapes.append((x_q.shape, w_q.shape))
         acc = jnp.einsum("mk,nk->mn", x_q.astype(jnp.float32), w_q.astype(jnp.float32))
         return (s_x * (s_w[None] * acc) + (0 if bias is None else bias[None])).astype(jnp.bfloat16)
