@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from qarl_jax import models
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_loss
-from qarl_jax.numerics.engine import Kernels
 from qarl_jax.optim import build as optimizer
 from qarl_jax.quant import resolve
 from qarl_jax.run import memory_plan
@@ -23,6 +22,9 @@ from qarl_jax.types import TrainBatch
 
 SIZES = {
     "tiny": {"hidden": 128, "inter": 256, "layers": 2, "heads": 4, "kv": 2, "head_dim": 32, "vocab": 512, "tied": True},
+    # Qwen2.5-Coder-0.5B's widths, heads of 64 among them.
+    "0.5b": {"hidden": 896, "inter": 4864, "layers": 24, "heads": 14, "kv": 2, "head_dim": 64, "vocab": 151936}
+    | {"tied": True},
     "0.6b": {"hidden": 1024, "inter": 3072, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "tied": True},
     "1.7b": {"hidden": 2048, "inter": 6144, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "tied": True},
     "4b": {"hidden": 2560, "inter": 9728, "layers": 36, "heads": 32, "kv": 8, "vocab": 151936, "tied": True},
@@ -44,8 +46,7 @@ class Setting:
       master: dtype of parameters. grad: of gradients.
       remat, attention, chunk, optimizer: as in a run's config.
       moments: dtype of the optimizer's moments; "": the master's. offload: they rest on the host.
-      kernels: of the scheme's forward on a Hopper GPU, as `numerics.engine.Kernels` names them: xla, hopper, and for
-        `w8a8` triton and hopper/triton, too; "": the scheme's default.
+      kernels: of the scheme's forward on a Hopper GPU: "xla", or "" for our own.
     """
 
     model: str = "1.7b"
@@ -104,15 +105,8 @@ def model_config(setting: Setting) -> models.ModelConfig:
         quant=models.parse_rules(setting.scheme, 128),
         remat=setting.remat,
         attention=setting.attention,
-        numerics=dataclasses.replace(resolve(setting.engine), kernels=_kernels(setting)),
+        numerics=dataclasses.replace(resolve(setting.engine), own_kernels=setting.kernels != "xla"),
     )
-
-
-def _kernels(setting: Setting) -> Kernels:
-    """Those of a setting; none named: the fastest."""
-    product, _, rows = setting.kernels.partition("/")
-    named: dict[str, Any] = {setting.scheme: product} if product else {}
-    return Kernels(**named, w8a8_rows=rows or "xla")  # type: ignore[arg-type]
 
 
 def optimizer_config(setting: Setting) -> optimizer.Config:
