@@ -15,7 +15,7 @@ from qarl_jax.metrics import Metric
 from qarl_jax.observe import error_tokens, recorder, terminal
 from qarl_jax.run import evaluation
 from qarl_jax.run.config import RunConfig
-from qarl_jax.types import RolloutGroup
+from qarl_jax.types import Completion, RolloutGroup
 
 # Reported once more over the updates after a step's first, where alone the ratio bands can act (the first has ratio 1).
 LATER = ("clip/", "loss/ratio", "loss/seq_ratio", "proximal/")
@@ -79,19 +79,37 @@ def rollout_metrics(
     """What was sampled and how it was graded. `advantages`: where they are relative to a group."""
     rewards = np.stack([group.rewards for group in groups]).astype(np.float64)
     completions = [completion for group in groups for completion in group.completions]
-    lengths = np.array([len(completion.tokens) for completion in completions])
+    lengths = np.array([int(completion.drawn.sum()) for completion in completions])
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/best": float(rewards.max(1).mean()),
-        **({} if advantages is None else {"reward/zero_advantage_groups": float((advantages == 0).all(1).mean())}),
+        **(
+            {}
+            if advantages is None
+            else {"reward/zero_advantage_groups": float((advantages == 0).reshape(len(advantages), -1).all(1).mean())}
+        ),
         **{f"reward/{name}": float(values.mean()) for name, values in parts.items() if len(parts) > 1},
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float(np.mean([c.finish_reason != "stop" for c in completions])),
         "rollout/version": float(min(c.policy_version for c in completions)),
         "response/tokens": float(lengths.sum()),
+        **_turn_metrics(completions),
         **error_tokens.text_metrics([c.tokens for c in completions], [t for group in groups for t in group.texts]),
+    }
+
+
+def _turn_metrics(completions: list[Completion]) -> dict[str, float]:
+    """Of responses of several turns; nothing of others."""
+    turns = np.array([len(completion.turns) for completion in completions if completion.finish_reason != "abort"])
+    if not turns.any():
+        return {}
+    return {
+        "turns/mean": float(turns.mean()),
+        "turns/max": float(turns.max()),
+        "turns/observed_tokens": float(np.mean([(~completion.drawn).sum() for completion in completions])),
+        "turns/failed": float(np.mean([completion.finish_reason == "abort" for completion in completions])),
     }
 
 

@@ -10,6 +10,7 @@ update.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -21,6 +22,9 @@ from qarl_jax.loss.common.options import check, nearest, option
 from qarl_jax.metrics import Mean
 from qarl_jax.types import UserError
 
+LEVELS = ("response", "turn")
+_LEVEL = "whose reward is compared: a response's, or what is to come from each of its turns on"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grpo:
@@ -30,6 +34,11 @@ class Grpo:
     formula: ClassVar[str] = "(R - mean) / (std + 1e-6), std with ddof = 1; 0 for a group of equal rewards"
     source: ClassVar[str] = "GRPO, arXiv 2402.03300, sec. 4.1.2; verl"
 
+    level: str = option("response", _LEVEL, "GRPO", choices=LEVELS)
+
+    def __post_init__(self) -> None:
+        check(self, "advantage")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrGrpo:
@@ -38,6 +47,11 @@ class DrGrpo:
     name: ClassVar[str] = "drgrpo"
     formula: ClassVar[str] = "R - mean"
     source: ClassVar[str] = "Dr. GRPO, arXiv 2503.20783, sec. 3.2"
+
+    level: str = option("response", _LEVEL, "GRPO", choices=LEVELS)
+
+    def __post_init__(self) -> None:
+        check(self, "advantage")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +122,30 @@ def group_advantages(rewards: Any, kind: str = "grpo", *, valid: Any = None) -> 
         std = xp.sqrt((centred * centred).sum(1, keepdims=True) / xp.maximum(count - 1.0, 1.0))
         centred = centred / (std + _EPS)
     return xp.where((spread < _SAME) | (count < 2), 0.0, centred).astype(jnp.float32 if on_device else np.float32)
+
+
+def turn_advantages(
+    rewards: Sequence[Sequence[Sequence[float]]], kind: str = "grpo", *, valid: Any = None
+) -> np.ndarray:
+    """Advantage of each turn of each response: its reward to go, relative to the same turn of the group's responses.
+
+    The reward to go of turn k is the sum of the rewards of turns k, k+1, ...; of the first turn it is the response's
+    reward, so that turn 0 has the advantage of `group_advantages`. A turn that few responses have is compared with few.
+
+    Args:
+      rewards: rewards[p][i][k] of turn k of response i to prompt p; numbers of turns may differ.
+      kind, valid: as in `group_advantages`.
+
+    Returns:
+      [P, n, turns] float32, 0 for turns that are not there.
+    """
+    most = max((len(turns) for group in rewards for turns in group), default=0)
+    there = np.array([[[k < len(turns) for k in range(most)] for turns in group] for group in rewards], bool)
+    padded = np.array([[[*turns, *[0.0] * (most - len(turns))] for turns in group] for group in rewards], np.float64)
+    to_go = np.flip(np.cumsum(np.flip(padded, 2), 2), 2)
+    if valid is not None:
+        there &= np.asarray(valid, bool)[:, :, None]
+    return np.stack([group_advantages(to_go[:, :, k], kind, valid=there[:, :, k]) for k in range(most)], axis=2)
 
 
 def finite(rewards: np.ndarray) -> np.ndarray:

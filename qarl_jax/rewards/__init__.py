@@ -12,13 +12,14 @@ so do unfinished ones unless `truncated: score` says otherwise.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float
 
-from qarl_jax.rewards import code, exact, format, function, math_verify, overlong, reasoning_gym, total
+from qarl_jax.rewards import code, environment, exact, format, function, math_verify, overlong, reasoning_gym, total
 from qarl_jax.rewards.sample import Reward, Sample
 from qarl_jax.runtime import processes
 from qarl_jax.typed_config.load import Variants
@@ -33,6 +34,7 @@ REWARDS: dict[type, Any] = {
     format.Config: format.Reward,
     overlong.Config: overlong.Reward,
     function.Config: function.Reward,
+    environment.Config: environment.Reward,
 }
 
 RewardConfig = Annotated[Any, Variants({**total.TERMS, "sum": total.Config})]
@@ -85,27 +87,37 @@ class Grader:
         for prompt, group in pairs:
             for completion in group:
                 text = texts[len(samples)]
-                reason, length = completion.finish_reason, len(completion.tokens)
+                if completion.turns:  # what the environment said is not to be taken for the policy's answer
+                    last = completion.turns[-1]
+                    text = tokenizer.decode(completion.tokens[last.start : last.end], skip_special_tokens=True)
                 samples.append(
                     Sample(
                         prompt=prompt,
                         text=text,
-                        num_tokens=length,
-                        finish_reason=reason,
+                        num_tokens=len(completion.tokens),
+                        finish_reason=completion.finish_reason,
                         max_tokens=max_response_len,
+                        turn_rewards=tuple(turn.reward for turn in completion.turns),
                     )
                 )
         rewards, parts = self._shared_score(samples, pairs)
         groups, at = [], 0
         for prompt, group in pairs:
             end = at + len(group)
-            groups.append(
-                RolloutGroup(
-                    prompt=prompt, completions=tuple(group), rewards=rewards[at:end].copy(), texts=tuple(texts[at:end])
-                )
-            )
+            mine = rewards[at:end].copy()
+            shared = tuple(self._by_turn(each, float(reward)) for each, reward in zip(group, mine, strict=True))
+            groups.append(RolloutGroup(prompt=prompt, completions=shared, rewards=mine, texts=tuple(texts[at:end])))
             at = end
         return groups, parts
+
+    def _by_turn(self, completion: Completion, reward: float) -> Completion:
+        """The completion with its reward in its turns: what the environment gave, weighed, and the rest in the last."""
+        if not completion.turns:
+            return completion
+        weight = sum(c for name, c in zip(self.names, self.coefs, strict=True) if name.startswith("environment"))
+        before = [dataclasses.replace(turn, reward=weight * turn.reward) for turn in completion.turns[:-1]]
+        rest = reward - sum(turn.reward for turn in before)
+        return dataclasses.replace(completion, turns=(*before, dataclasses.replace(completion.turns[-1], reward=rest)))
 
     def _shared_score(
         self, samples: Sequence[Sample], pairs: Sequence[tuple[Prompt, Sequence[Completion]]]

@@ -16,7 +16,7 @@ import dataclasses
 import math
 from typing import Annotated, Any
 
-from qarl_jax.rewards import code, exact, format, function, math_verify, overlong, reasoning_gym
+from qarl_jax.rewards import code, environment, exact, format, function, math_verify, overlong, reasoning_gym
 from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import UserError
 
@@ -29,6 +29,7 @@ TERMS: dict[str, type] = {
     "format": format.Config,
     "overlong": overlong.Config,
     "python": function.Config,
+    "environment": environment.Config,
 }
 
 

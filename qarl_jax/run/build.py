@@ -28,6 +28,7 @@ from qarl_jax.numerics.engine import KERNELS, of_profile
 from qarl_jax.optim import build
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
+from qarl_jax.rollout.turns import TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import config
 from qarl_jax.run.config import RunConfig
@@ -279,7 +280,15 @@ def make_engine(cfg: RunConfig, log: Callable[[str], None] = print) -> RolloutEn
         engine = dataclasses.replace(engine, record_routing=cfg.rollout.router_replay or engine.record_routing)
         folder = os.path.abspath(cfg.run_dir)
         options = {"run_id": hashlib.blake2b(folder.encode(), digest_size=8).hexdigest(), "log": log}
-    return rollout.make_engine(cfg.rollout.engine_name, engine, **options)
+    made = rollout.make_engine(cfg.rollout.engine_name, engine, **options)
+    if cfg.rollout.environment is None:
+        return made
+    try:
+        tokenizer = data.load_tokenizer(cfg.model.path)
+        return TurnTaking(made, cfg.rollout.environment, tokenizer, chat=cfg.data.template == "chat", log=log)
+    except BaseException:
+        made.close()
+        raise
 
 
 def no_qweights() -> Any:

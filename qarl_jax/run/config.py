@@ -34,14 +34,15 @@ from qarl_jax.observe.recorder import Config as LogConfig
 from qarl_jax.optim import build as optimizer
 from qarl_jax.quant.config import Config as QuantConfig
 from qarl_jax.rewards import RewardConfig, exact
+from qarl_jax.rewards import environment as environment_reward
 from qarl_jax.rewards import overlong as overlong_reward
 from qarl_jax.rewards import reasoning_gym as gym_reward
 from qarl_jax.rewards import total as reward_sum
-from qarl_jax.rollout import SamplingConfig, dynamic_sampling
 from qarl_jax.rollout.embedded import engine as jax_sampler
-from qarl_jax.rollout.partial_rollouts import Config as PartialConfig
+from qarl_jax.rollout.environments import ENVIRONMENTS
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run.checkpoint import Config as CheckpointConfig
+from qarl_jax.run.rollout_config import RolloutConfig, at_least
 from qarl_jax.runtime.mesh import Config as MeshConfig
 from qarl_jax.runtime.processes import Config as DistributedConfig
 from qarl_jax.typed_config import load as schema
@@ -49,7 +50,6 @@ from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import UserError
 
 LOSS_NAMES: dict[str, type] = {loss.name: loss for loss in LOSSES}
-ENGINE_CONFIGS: dict[str, type] = {"jax": jax_sampler.Config, "vllm": vllm.Config}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,100 +77,6 @@ class ModelConfig:
     def remat_or_full(self) -> str:
         """`remat` where no plan was made (`plan.with_remat` does, in a training run): full for auto."""
         return "full" if self.remat == "auto" else self.remat
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stage:
-    """One entry of `rollout.stages`: in steps before `until`, responses have at most `max_response_len` tokens."""
-
-    until: int
-    max_response_len: int
-
-    def __post_init__(self) -> None:
-        for name in ("until", "max_response_len"):
-            _at_least(name, getattr(self, name), 1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """Sampling.
-
-    Attributes:
-      engine: jax (in this process) or vllm (behind the bridge), with its own settings.
-      num_samples_per_prompt: responses per prompt, the group over which advantages are formed.
-      max_response_len: most tokens of a response.
-      stages: shorter limits to begin with (DeepScaleR: 8k, then 16k, then 24k), in order; after the last one's `until`
-        it is max_response_len, which evaluation, and a loss that divides by the limit, use throughout.
-      temperature: 1 samples the policy itself; the learner divides its logits by the same number.
-      top_p, top_k: must stay off (1 and 0) for training; see `RunConfig`.
-      dynamic: DAPO's dynamic sampling; off by default (see `strategies.py`).
-      partial: APRIL's partial rollouts; off by default (see `partial.py`).
-      router_replay: the learner sends each token to the experts the engine sent it to (R3, arXiv 2510.11370): a mixture
-        of experts, with vLLM.
-    """
-
-    engine: Annotated[Any, Variants(ENGINE_CONFIGS)] = dataclasses.field(default_factory=jax_sampler.Config)
-    num_samples_per_prompt: int = 8
-    max_response_len: int = 1024
-    stages: tuple[Stage, ...] = ()
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    dynamic: dynamic_sampling.Config = dataclasses.field(default_factory=dynamic_sampling.Config)
-    partial: PartialConfig = dataclasses.field(default_factory=PartialConfig)
-    router_replay: bool = False
-
-    def __post_init__(self) -> None:
-        if self.router_replay and self.engine_name != "vllm":
-            raise UserError(
-                "router_replay=true needs rollout.engine.name=vllm: the embedded sampler routes with the learner's own"
-                " arithmetic, and records nothing."
-            )
-        if self.router_replay and self.partial.is_on:
-            raise UserError(
-                "router_replay=true and partial rollouts do not go together: a response gone on with is routed anew."
-                " Switch one of them off."
-            )
-        _at_least("num_samples_per_prompt", self.num_samples_per_prompt, 1)
-        self.sampling()
-        last = 0
-        for number, stage in enumerate(self.stages):
-            if stage.until <= last:
-                raise UserError(
-                    f"stages.{number}: until={stage.until} does not come after the stage before it, which lasts until"
-                    f" step {last}; list the stages in order."
-                )
-            if stage.max_response_len > self.max_response_len:
-                raise UserError(
-                    f"stages.{number}: max_response_len={stage.max_response_len} exceeds rollout.max_response_len="
-                    f"{self.max_response_len}, for which rows and memory are planned; raise that, or lower the stage's."
-                )
-            last = stage.until
-        if self.partial.chunk >= self.max_response_len:
-            raise UserError(
-                f"partial.chunk={self.partial.chunk} is not below max_response_len={self.max_response_len}: every"
-                " response would be finished in its step. Lower it."
-            )
-
-    @property
-    def engine_name(self) -> str:
-        """The engine's key in `rollout.ENGINES`."""
-        return next(name for name, cls in ENGINE_CONFIGS.items() if type(self.engine) is cls)
-
-    def max_response_len_at(self, step: int) -> int:
-        """Most tokens of a response at a step: of that alone, so that a resumed run is at its place."""
-        limits = (stage.max_response_len for stage in self.stages if step < stage.until)
-        return next(limits, self.max_response_len)
-
-    def sampling(self, stop_token_ids: tuple[int, ...] = (), step: int | None = None) -> SamplingConfig:
-        """What the engines take at a step (None: after the last stage)."""
-        return SamplingConfig(
-            max_response_len=self.max_response_len if step is None else self.max_response_len_at(step),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop_token_ids=stop_token_ids,
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,9 +144,9 @@ class TrainConfig:
         if not self.compile_cache:
             raise UserError("compile_cache is empty: give auto, off, or a folder.")
         for name in ("steps", "prompts_per_step", "update_epochs", "micro_batch_rows", "max_segments", "logprob_chunk"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         for name in ("prompts_per_update", "row_len"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         if not 0 <= self.error_prob < 1:
             raise UserError(f"error_prob must be a probability below 1 (0: not counted), got {self.error_prob}.")
         if self.prompts_per_update > self.prompts_per_step:
@@ -300,8 +206,8 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         for name in ("every", "num_prompts", "top_k", "max_response_len"):
-            _at_least(name, getattr(self, name), 0)
-        _at_least("num_samples", self.num_samples, 1)
+            at_least(name, getattr(self, name), 0)
+        at_least("num_samples", self.num_samples, 1)
         for k in self.ks:
             if not 1 <= k <= self.num_samples:
                 raise UserError(f"ks: pass@{k} needs 1 <= k <= num_samples={self.num_samples}.")
@@ -392,6 +298,11 @@ class RunConfig:
                 f"rollout.engine.max_model_len={engine.max_model_len} is below data.max_prompt_len +"
                 f" rollout.max_response_len = {longest}; raise it (0: what the model allows)."
             )
+        if self._is_by_turn and self.rollout.environment is None:
+            raise UserError(
+                "advantage.level=turn compares turns, and without rollout.environment a response has one: name an"
+                " environment, or set advantage.level=response."
+            )
         for term in self.reward_terms:
             self._check_reward(term)
 
@@ -404,6 +315,10 @@ class RunConfig:
         """
         embedded = isinstance(self.rollout.engine, jax_sampler.Config)
         return quant.resolve("plain" if embedded and self.quant.engine == "auto" else self.quant.engine)
+
+    @property
+    def _is_by_turn(self) -> bool:
+        return getattr(self.advantage, "level", "response") == "turn"
 
     def _check_critic(self) -> None:
         wanted, name = isinstance(self.advantage, Gae), self.loss.name
@@ -419,10 +334,13 @@ class RunConfig:
                 "loss.name=ppo is the actor of a critic: set advantage.name=gae and `critic: {}`, or take"
                 " loss.name=grpo, the same clip on advantages relative to a group."
             )
-        if isinstance(self.loss, tbpo.Config) and wanted:
+        if isinstance(self.loss, tbpo.Config) and (wanted or self._is_by_turn):
+            given = (
+                "advantage.name=gae gives one to every token" if wanted else "advantage.level=turn one to every turn"
+            )
             raise UserError(
-                f"loss.name={name} weighs a response by a single advantage, but advantage.name=gae gives one to every"
-                " token; use loss.name=ppo."
+                f"loss.name={name} weighs a response by a single advantage, but {given}; use"
+                f" loss.name={'ppo' if wanted else 'grpo'}."
             )
         if self.critic is not None and self.critic.warmup_steps >= self.train.steps:
             raise UserError(
@@ -435,6 +353,10 @@ class RunConfig:
             raise UserError(
                 "reward.name=reasoning_gym asks the task's own scorer, but data.source is not reasoning_gym; use"
                 " reward.name=exact or math_verify."
+            )
+        if isinstance(reward, environment_reward.Config) and self.rollout.environment is None:
+            raise UserError(
+                "reward.name=environment adds up what an environment gives: name one in rollout.environment."
             )
         if isinstance(reward, overlong_reward.Config):
             shortest = min((stage.max_response_len for stage in self.rollout.stages), default=None)
@@ -533,6 +455,7 @@ def describe(cfg: RunConfig) -> str:
         ("lengths", f"prompt <= {cfg.data.max_prompt_len}, response <= {cfg.rollout.max_response_len} tokens"),
         *[("" if number else "stages", text) for number, text in enumerate(_stages(cfg))],
         *[("" if number else "partial", text) for number, text in enumerate(_partial(cfg))],
+        *[("environment", text) for text in _environment(cfg)],
         ("critic", "none" if cfg.critic is None else _critic_words(cfg.critic)),
         ("mesh", (mesh or "one device") + f"{', over the processes of all hosts' * cfg.distributed.is_on}"),
         ("evaluation", f"{evaluated}, {', '.join(when)}" if when else "none"),
@@ -592,12 +515,15 @@ def _partial(cfg: RunConfig) -> list[str]:
     ]
 
 
+def _environment(cfg: RunConfig) -> list[str]:
+    environment = cfg.rollout.environment
+    if environment is None:
+        return []
+    name = next(name for name, cls in ENVIRONMENTS.items() if type(environment) is cls)
+    return [f"{name}: at most {environment.max_turns} turns, in the tokens of a response"]
+
+
 def _critic_words(cfg: CriticConfig) -> str:
     name = next(name for name, cls in optimizer.OPTIMIZERS.items() if type(cfg.optimizer) is cls)
     waits = f"; the policy waits {cfg.warmup_steps} steps" if cfg.warmup_steps else ""
     return f"from {cfg.path or 'the policy itself'}, {name} at lr {cfg.optimizer.lr:g}{waits}"
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise UserError(f"{name} must be at least {least}, got {value}.")

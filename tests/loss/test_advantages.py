@@ -16,6 +16,7 @@ from qarl_jax.loss.advantages import (
     group_metrics,
     moments,
     token_rewards,
+    turn_advantages,
     whiten,
 )
 from qarl_jax.types import UserError
@@ -64,6 +65,17 @@ def test_absent_responses_enter_no_statistic():
     out = group_advantages(rewards, valid=np.array([[True, True, True, False]]))
     np.testing.assert_allclose(out[0, :3], reference.group_advantages(rewards[:, :3], "grpo")[0], rtol=1e-6)
     assert out[0, 3] == 0
+
+
+def test_a_turns_advantage_is_its_reward_to_go_against_the_same_turn_of_the_group():
+    rewards = [[[1.0, 2.0], [0.0, 4.0, 1.0], [5.0]]]  # to go: 3, 2; 5, 5, 1; 5
+    out = turn_advantages(rewards, "drgrpo")
+    third = np.float32(13 / 3)
+    np.testing.assert_allclose(out[0], [[3 - third, -1.5, 0], [5 - third, 1.5, 0], [5 - third, 0, 0]], rtol=1e-6)
+    whole = group_advantages(np.array([[3.0, 5.0, 5.0]]), "grpo")
+    np.testing.assert_allclose(turn_advantages(rewards, "grpo")[:, :, 0], whole, rtol=1e-6)
+    valid = turn_advantages(rewards, "drgrpo", valid=[[True, True, False]])  # the last one's environment failed
+    np.testing.assert_allclose(valid[0], [[-1, -1.5, 0], [1, 1.5, 0], [0, 0, 0]], rtol=1e-6)
 
 
 def test_bad_rewards_are_refused():
