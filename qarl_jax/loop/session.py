@@ -51,6 +51,8 @@ class Session:
             raise UserError(
                 "a session has neither critic nor reference policy: use `python -m qarl_jax.train` for these"
             )
+        if cfg.train.asynchronous.is_on:
+            raise UserError("a session goes step by step: set train.asynchronous.max_staleness=0 for it.")
         self.cfg, self.step, self._stack = cfg, 0, contextlib.ExitStack()
         mesh = build.make_mesh(cfg)
         self.tokenizer = data.load_tokenizer(cfg.model.path)

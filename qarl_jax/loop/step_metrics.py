@@ -125,7 +125,8 @@ def speed(
     tokens = record["response/tokens"]
     drawn = record.get("rollout/partial_tokens", tokens)
     out = times | {
-        "time/rollout_tok_per_s": drawn / max(times.get("time/rollout_s", 0.0), 1e-9),
+        "time/rollout_tok_per_s": drawn
+        / max(record.get("time/ahead_rollout_s", times.get("time/rollout_s", 0.0)), 1e-9),
         "time/tok_per_s": tokens / max(times["time/step_s"], 1e-9),
     }
     if times.get("time/update_s", 0.0) > 0 and "train/flops" in record:

@@ -13,6 +13,7 @@ so do unfinished ones unless `truncated: score` says otherwise.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -51,12 +52,17 @@ class Grader:
             name = next(name for name, cls in total.TERMS.items() if type(term.reward) is cls)
             count = sum(known.split("#")[0] == name for known in names)
             names.append(name if not count else f"{name}#{count + 1}")
+        self._lock = threading.Lock()  # a run may evaluate while it samples
         self.names = tuple(names)
         self.coefs = tuple(term.coef for term in terms)
         self.rewards: tuple[Reward, ...] = tuple(REWARDS[type(t.reward)](t.reward, max_response_len) for t in terms)
 
     def score(self, samples: Sequence[Sample]) -> tuple[Float[np.ndarray, " n"], dict[str, Float[np.ndarray, " n"]]]:
-        """Total reward of each sample, and each term before its weight, by name."""
+        """Total reward of each sample, and each term before its weight, by name. From any thread, one at a time."""
+        with self._lock:
+            return self._score(samples)
+
+    def _score(self, samples: Sequence[Sample]) -> tuple[Float[np.ndarray, " n"], dict[str, Float[np.ndarray, " n"]]]:
         parts = {name: reward.score(samples) for name, reward in zip(self.names, self.rewards, strict=True)}
         total_reward = np.zeros(len(samples), np.float32)
         for name, coef in zip(self.names, self.coefs, strict=True):

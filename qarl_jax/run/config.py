@@ -38,6 +38,7 @@ from qarl_jax.rewards import environment as environment_reward
 from qarl_jax.rewards import overlong as overlong_reward
 from qarl_jax.rewards import reasoning_gym as gym_reward
 from qarl_jax.rewards import total as reward_sum
+from qarl_jax.rollout.asynchronous import Config as AsynchronousConfig
 from qarl_jax.rollout.embedded import engine as jax_sampler
 from qarl_jax.rollout.environments import ENVIRONMENTS
 from qarl_jax.rollout.vllm import engine as vllm
@@ -118,6 +119,7 @@ class TrainConfig:
       error_prob: response tokens below this probability are counted as error tokens (`error/*`); 0: not counted.
       histograms: count ratios and mismatch weights per bin (histograms.jsonl, `ratio/*` quantiles).
       shuffle_advantages: a control, which must not learn: permutes the advantages of a step over its samples.
+      asynchronous: sampling goes on while the learner updates; off by default.
       profile_steps: steps during which a JAX profile is written.
       compile_cache: folder for compiled programs; auto: ~/.cache/qarl_jax/xla on an accelerator; off: none.
     """
@@ -137,6 +139,7 @@ class TrainConfig:
     error_prob: float = 1e-3
     histograms: bool = True
     shuffle_advantages: bool = False
+    asynchronous: AsynchronousConfig = dataclasses.field(default_factory=AsynchronousConfig)
     profile_steps: tuple[int, ...] = ()
     compile_cache: str = "auto"
 
@@ -298,6 +301,8 @@ class RunConfig:
                 f"rollout.engine.max_model_len={engine.max_model_len} is below data.max_prompt_len +"
                 f" rollout.max_response_len = {longest}; raise it (0: what the model allows)."
             )
+        if self.train.asynchronous.is_on:
+            self._check_asynchronous()
         if self._is_by_turn and self.rollout.environment is None:
             raise UserError(
                 "advantage.level=turn compares turns, and without rollout.environment a response has one: name an"
@@ -315,6 +320,25 @@ class RunConfig:
         """
         embedded = isinstance(self.rollout.engine, jax_sampler.Config)
         return quant.resolve("plain" if embedded and self.quant.engine == "auto" else self.quant.engine)
+
+    def _check_asynchronous(self) -> None:
+        ahead = f"train.asynchronous.max_staleness={self.train.asynchronous.max_staleness}"
+        if self.rollout.partial.is_on:
+            raise UserError(
+                f"{ahead} and rollout.partial do not go together: both sample ahead of the step that trains. Switch one"
+                " of them off (train.asynchronous.chunk interrupts sequences for a new version)."
+            )
+        if self.distributed.is_on:
+            raise UserError(f"{ahead}: a run of several processes samples in step with its learner; set it to 0.")
+        if self.rollout.router_replay and self.train.asynchronous.chunk:
+            raise UserError(f"{ahead}: with rollout.router_replay=true a sequence is not interrupted; set chunk=0.")
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether versions are taken by count, so that the run does not depend on the clock."""
+        wanted = self.train.asynchronous.lockstep
+        embedded = isinstance(self.rollout.engine, jax_sampler.Config) and not self.train.asynchronous.chunk
+        return wanted == "on" or (wanted == "auto" and embedded)
 
     @property
     def _is_by_turn(self) -> bool:
@@ -455,6 +479,7 @@ def describe(cfg: RunConfig) -> str:
         ("lengths", f"prompt <= {cfg.data.max_prompt_len}, response <= {cfg.rollout.max_response_len} tokens"),
         *[("" if number else "stages", text) for number, text in enumerate(_stages(cfg))],
         *[("" if number else "partial", text) for number, text in enumerate(_partial(cfg))],
+        *[("ahead", text) for text in _ahead(cfg)],
         *[("environment", text) for text in _environment(cfg)],
         ("critic", "none" if cfg.critic is None else _critic_words(cfg.critic)),
         ("mesh", (mesh or "one device") + f"{', over the processes of all hosts' * cfg.distributed.is_on}"),
@@ -513,6 +538,15 @@ def _partial(cfg: RunConfig) -> list[str]:
         f"{hand}; a step ends when {per_step} are complete, which is looked at every {chunk} tokens",
         f"a group is trained on at most {partial.max_lag} steps after it was begun",
     ]
+
+
+def _ahead(cfg: RunConfig) -> list[str]:
+    ahead = cfg.train.asynchronous
+    if not ahead.is_on:
+        return []
+    when = f"every {ahead.chunk} tokens" if ahead.chunk else "between batches"
+    order = "by count: the run is a function of its config" if cfg.is_lockstep else "by the clock"
+    return [f"sampling is at most {ahead.max_staleness} versions behind; new ones come in {when}, {order}"]
 
 
 def _environment(cfg: RunConfig) -> list[str]:
