@@ -119,11 +119,12 @@ def engine_arguments(options: messages.EngineOptions, *, path: str, has_weights:
 
 
 def keep_sequences_whole(module: str = "vllm.v1.attention.backends.flash_attn") -> str:
-    """Before an engine starts: attention never splits the keys of a sequence.
+    """Before an engine starts: attention meets the keys of a sequence in one order, whatever the batch.
 
     By default FlashAttention-3 decides by the size of the batch into how many parts a sequence's keys are split, so
     that the same tokens get other bits in other company. vLLM has no setting for it but its batch-invariant mode, which
-    replaces most other kernels as well, so the backend's two calls get `num_splits=1` here.
+    replaces most other kernels as well, so the backend's two calls get `num_splits=1` here. For heads of up to 64 it
+    also takes blocks of 192 keys in some batches and of 128 in others; see `_one_order`.
 
     Returns:
       A line for the facts.
@@ -135,18 +136,35 @@ def keep_sequences_whole(module: str = "vllm.v1.attention.backends.flash_attn") 
         return unknown
     found = [name for name in ("flash_attn_varlen_func", "get_scheduler_metadata") if callable(vars(backend).get(name))]
     for name in found:
-        setattr(backend, name, _with_one_split(getattr(backend, name)))
+        setattr(backend, name, _in_one_order(getattr(backend, name)))
     if len(found) < 2:
         return unknown
     return "attention does not split sequences"
 
 
-def _with_one_split(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_one_order(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        return function(*args, **named | {"num_splits": 1})
+        return function(*args, **named | _one_order(named))
 
     return call
+
+
+# With as many queries in a sequence FlashAttention-3 takes neither of its two shortcuts.
+_MANY_QUERIES = 128
+
+
+def _one_order(named: dict[str, Any]) -> dict[str, Any]:
+    """What a call of FlashAttention-3 gets in place of what vLLM passes.
+
+    For heads of up to 64 the kernel drops the causal mask where each sequence has a single query, and takes one group
+    of threads where few queries share a head: both meet 192 keys at a time, a prompt 128 (tile_size.h). The largest
+    number of queries is a bound that it sizes its grid by, so a larger one changes nothing else.
+    """
+    head_dim = named["headdim"] if "headdim" in named else named["q"].shape[-1] if "q" in named else 0
+    if not 0 < head_dim <= 64:
+        return {"num_splits": 1}
+    return {"num_splits": 1, "max_seqlen_q": max(named["max_seqlen_q"], _MANY_QUERIES)}
 
 
 # vLLM's CUTLASS product of fp8 on sm90 swaps its operands for fewer rows (scaled_mm_sm90_fp8_dispatch.cuh).
