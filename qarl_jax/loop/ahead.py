@@ -35,6 +35,10 @@ class Collects(Protocol):
 
     def collect(self, step: int) -> Collected: ...
 
+    def keep(self) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
 
 class Ahead:
     """Samples and grades ahead of the steps that train.
@@ -62,17 +66,17 @@ class Ahead:
     ):
         self._collector, self._schedule, self._stream = collector, schedule, stream
         self._timer, self._behind = timer, behind
-        self._ready: dict[int, Collected] = {}
+        self._ready: dict[int, tuple[Collected, dict[str, int]]] = {}  # and the index of each prompt by its uid
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._at = first
         for step in range(first, schedule.steps):
             if state is None or str(step) not in state:
                 break
-            batch = restored(stream, step, state[str(step)])
+            batch, indices = restored(stream, step, state[str(step)])
             if not _is_fresh(batch, step, schedule.max_staleness):
                 break  # max_staleness was lowered: it is sampled anew
-            self._ready[step] = batch
+            self._ready[step] = batch, indices
         self._next = first + len(self._ready)
         if self._ready:
             schedule.end(self._next - 1)
@@ -92,7 +96,7 @@ class Ahead:
             if step not in self._ready:
                 assert self._failure is not None
                 raise self._failure
-            batch, waiting = self._ready[step], len(self._ready) - 1
+            batch, waiting = self._ready[step][0], len(self._ready) - 1
         if not _is_fresh(batch, step, self._schedule.max_staleness):
             raise RuntimeError(f"the batch of step {step} holds tokens older than train.asynchronous.max_staleness")
         self._at = step
@@ -108,8 +112,8 @@ class Ahead:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it: the batches that are ready."""
         with self._schedule.changed:
-            ready = dict(self._ready)
-        return {"ahead": {str(step): saved(self._stream, step, batch) for step, batch in ready.items()}}
+            ready, behind = dict(self._ready), self._collector.state()
+        return behind | {"ahead": {str(step): saved(*batch) for step, batch in ready.items()}}
 
     def close(self) -> None:
         """Ends the thread, with what it samples. Idempotent."""
@@ -124,8 +128,10 @@ class Ahead:
                 self._behind.take()
                 batch = self._collector.collect(step)
                 seconds = {key.replace("time/", "time/ahead_"): value for key, value in self._behind.take().items()}
-                with self._schedule.changed:
-                    self._ready[step] = dataclasses.replace(batch, metrics=batch.metrics | seconds)
+                ready = dataclasses.replace(batch, metrics=batch.metrics | seconds), _indices(self._stream, step, batch)
+                with self._schedule.changed:  # what is ready, and what the collector made of it, are saved together
+                    self._collector.keep()
+                    self._ready[step] = ready
                 self._schedule.end(step)
         except StoppedError:
             return
@@ -144,14 +150,12 @@ def _is_fresh(batch: Collected, step: int, max_staleness: int) -> bool:
 # ---- in a checkpoint ------------------------------------------------------------------------------------------------
 
 
-def saved(stream: PromptStream, step: int, batch: Collected) -> dict[str, Any]:
+def saved(batch: Collected, indices: Mapping[str, int]) -> dict[str, Any]:
     """A batch as JSON; every number comes back to the bit. Prompts go by their index in the source."""
-    indices = _indices(stream, step, batch.metrics)
-    of_uid = {stream.source.prompt(i).uid: i for i in indices}
     return {
         "sampled": [
             {
-                "index": of_uid[group.prompt.uid],
+                "index": indices[group.prompt.uid],
                 "rewards": [float(reward) for reward in group.rewards],
                 "texts": list(group.texts),
                 "responses": [partial_rollouts.response_state(completion) for completion in group.completions],
@@ -164,8 +168,8 @@ def saved(stream: PromptStream, step: int, batch: Collected) -> dict[str, Any]:
     }
 
 
-def restored(stream: PromptStream, step: int, state: Mapping[str, Any]) -> Collected:
-    """What `saved` wrote.
+def restored(stream: PromptStream, step: int, state: Mapping[str, Any]) -> tuple[Collected, dict[str, int]]:
+    """What `saved` was given.
 
     Raises:
       UserError: its responses are to prompts that the source does not have.
@@ -183,17 +187,18 @@ def restored(stream: PromptStream, step: int, state: Mapping[str, Any]) -> Colle
                 texts=tuple(entry["texts"]),
             )
         )
-    return Collected(
+    batch = Collected(
         groups=[sampled[i] for i in state["groups"]],
         sampled=sampled,
         parts={name: np.array(values, np.float32) for name, values in state["parts"].items()},
         metrics=dict(state["metrics"]),
     )
+    return batch, {group.prompt.uid: entry["index"] for group, entry in zip(sampled, state["sampled"], strict=True)}
 
 
-def _indices(stream: PromptStream, step: int, metrics: Mapping[str, float]) -> list[int]:
-    """Source indices of all prompts that a step sampled, those of dynamic sampling's further batches among them."""
+def _indices(stream: PromptStream, step: int, batch: Collected) -> dict[str, int]:
+    """Source index of each prompt that a step sampled, by its uid; further batches of dynamic sampling among them."""
     taken = stream.indices(step)
-    for number in range(1, int(metrics.get("rollout/batches", 1))):
+    for number in range(1, int(batch.metrics.get("rollout/batches", 1))):
         taken = [*taken, *dynamic_sampling.more_indices(stream, step, number, taken)]
-    return taken
+    return {stream.source.prompt(i).uid: i for i in taken}

@@ -58,7 +58,7 @@ class Session:
         self.tokenizer = data.load_tokenizer(cfg.model.path)
         stop = data.stop_token_ids(self.tokenizer, cfg.model.path)
         source = data.make_source(cfg.data, self.tokenizer, "train")
-        stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step)
+        stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
         graphdef, params = build.load_model(cfg, mesh)
         self.learner = build.make_learner(cfg, graphdef, mesh)
         self.state: TrainState = self.learner.init(params)

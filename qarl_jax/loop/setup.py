@@ -62,7 +62,7 @@ class Run:
         self.tokenizer = data.load_tokenizer(cfg.model.path)
         self._stop = data.stop_token_ids(self.tokenizer, cfg.model.path)
         source = data.make_source(cfg.data, self.tokenizer, "train")
-        self.stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step)
+        self.stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
         if source.skipped.total:
             self.observer.say(f"prompts left out: {source.skipped}")
         evaluates = cfg.eval.every or cfg.eval.at_start or cfg.eval.at_end
@@ -97,6 +97,8 @@ class Run:
             self.state, self.start = TrainState(**{name: restored.state[name] for name in names}), restored.step
             if self.critic is not None:
                 self.critic.restore(restored.state)
+            if self.stream.curriculum is not None and "curriculum" in restored.extra:
+                self.stream.curriculum.restore(restored.extra["curriculum"])
             unfinished, ready = restored.extra.get("partial"), restored.extra.get("ahead")
             self.observer.say(f"resuming {cfg.run_dir} after step {self.start}")
             if changed := processes.from_first(lambda: build.changed_settings(cfg)):

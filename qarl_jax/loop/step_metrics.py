@@ -96,8 +96,19 @@ def rollout_metrics(
         "rollout/version": float(min(c.policy_version for c in completions)),
         "response/tokens": float(lengths.sum()),
         **_turn_metrics(completions),
+        **_source_metrics(groups),
         **error_tokens.text_metrics([c.tokens for c in completions], [t for group in groups for t in group.texts]),
     }
+
+
+def _source_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
+    """Of a mix, by part: its share of the prompts, and their mean reward."""
+    names = [group.prompt.meta.get("mix_part") for group in groups]
+    out = {}
+    for name in dict.fromkeys(names):
+        mine = [group.rewards.mean() for group, source in zip(groups, names, strict=True) if source == name]
+        out |= {f"source/{name}/share": len(mine) / len(groups), f"source/{name}/reward": float(np.mean(mine))}
+    return out if None not in names else {}
 
 
 def _turn_metrics(completions: list[Completion]) -> dict[str, float]:

@@ -38,7 +38,7 @@ REWARDS: dict[type, Any] = {
     environment.Config: environment.Reward,
 }
 
-RewardConfig = Annotated[Any, Variants({**total.TERMS, "sum": total.Config})]
+RewardConfig = Annotated[Any, Variants({**total.TERMS, "sum": total.Config, "by_source": total.BySource})]
 
 
 class Grader:
@@ -46,7 +46,13 @@ class Grader:
 
     def __init__(self, cfg: Any, *, max_response_len: int):
         """`cfg`: any of the reward Configs. Raises `UserError` for what a reward refuses (a missing function, ...)."""
-        terms = cfg.terms if isinstance(cfg, total.Config) else (total.Term(reward=cfg),)
+        # The source whose samples a term is for; None: all.
+        self.sources: tuple[str | None, ...] = tuple(cfg.rewards) if isinstance(cfg, total.BySource) else ()
+        if isinstance(cfg, total.BySource):
+            terms = tuple(total.Term(reward=reward) for reward in cfg.rewards.values())
+        else:
+            terms = cfg.terms if isinstance(cfg, total.Config) else (total.Term(reward=cfg),)
+            self.sources = (None,) * len(terms)
         names: list[str] = []
         for term in terms:
             name = next(name for name, cls in total.TERMS.items() if type(term.reward) is cls)
@@ -63,7 +69,12 @@ class Grader:
             return self._score(samples)
 
     def _score(self, samples: Sequence[Sample]) -> tuple[Float[np.ndarray, " n"], dict[str, Float[np.ndarray, " n"]]]:
-        parts = {name: reward.score(samples) for name, reward in zip(self.names, self.rewards, strict=True)}
+        parts = {}
+        for name, reward, source in zip(self.names, self.rewards, self.sources, strict=True):
+            chosen = [i for i, s in enumerate(samples) if source is None or s.prompt.meta.get("mix_part") == source]
+            parts[name] = np.zeros(len(samples), np.float32)
+            if chosen:
+                parts[name][chosen] = reward.score([samples[i] for i in chosen])
         total_reward = np.zeros(len(samples), np.float32)
         for name, coef in zip(self.names, self.coefs, strict=True):
             total_reward += np.float32(coef) * parts[name]

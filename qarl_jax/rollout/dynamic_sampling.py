@@ -98,7 +98,7 @@ def more_indices(stream: PromptStream, step: int, batch: int, taken: Sequence[in
 
     A pure function of (seed, step, batch, taken).
     """
-    rest = np.setdiff1d(np.arange(len(stream.source)), np.asarray(taken, np.int64))
+    rest = np.setdiff1d(stream.eligible(step), np.asarray(taken, np.int64))
     rng = np.random.default_rng([_EXTRA, stream.seed, step, batch])
     return [int(i) for i in rng.choice(rest, size=min(stream.prompts_per_step, len(rest)), replace=False)]
 

@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal
 
 from qarl_jax import quant
 from qarl_jax.data import Config as DataConfig
+from qarl_jax.data.sources import mix
 from qarl_jax.data.sources import reasoning_gym as gym_source
 from qarl_jax.learning.critic import Config as CriticConfig
 from qarl_jax.loss import LOSSES, ppo, tbpo
@@ -308,6 +309,13 @@ class RunConfig:
                 "advantage.level=turn compares turns, and without rollout.environment a response has one: name an"
                 " environment, or set advantage.level=response."
             )
+        if isinstance(self.reward, reward_sum.BySource):
+            parts = self.data.source.parts if isinstance(self.data.source, mix.Config) else {}
+            if set(parts) != set(self.reward.rewards):
+                raise UserError(
+                    f"reward.name=by_source has rewards for {', '.join(self.reward.rewards)}, and the parts of"
+                    f" data.source are {', '.join(parts) or 'none (it is no mix)'}: name the same."
+                )
         for term in self.reward_terms:
             self._check_reward(term)
 
@@ -373,7 +381,10 @@ class RunConfig:
             )
 
     def _check_reward(self, reward: Any) -> None:
-        if isinstance(reward, gym_reward.Config) and not isinstance(self.data.source, gym_source.Config):
+        source = self.data.source
+        if isinstance(source, mix.Config) and isinstance(self.reward, reward_sum.BySource):
+            source = next(source.parts[name] for name, one in self.reward.rewards.items() if one is reward)
+        if isinstance(reward, gym_reward.Config) and not isinstance(source, gym_source.Config):
             raise UserError(
                 "reward.name=reasoning_gym asks the task's own scorer, but data.source is not reasoning_gym; use"
                 " reward.name=exact or math_verify."
@@ -383,7 +394,8 @@ class RunConfig:
                 "reward.name=environment adds up what an environment gives: name one in rollout.environment."
             )
         if isinstance(reward, overlong_reward.Config):
-            shortest = min((stage.max_response_len for stage in self.rollout.stages), default=None)
+            limits = (stage.max_response_len for stage in self.rollout.stages if stage.max_response_len)
+            shortest = min(limits, default=None)
             limit = reward.max_len or shortest or self.rollout.max_response_len
             if reward.buffer_len > limit:
                 place = "max_len" if reward.max_len else "rollout.stages" if shortest else "rollout.max_response_len"
@@ -397,6 +409,8 @@ class RunConfig:
         """The rewards that are summed; one, unless reward.name=sum."""
         if isinstance(self.reward, reward_sum.Config):
             return tuple(term.reward for term in self.reward.terms)
+        if isinstance(self.reward, reward_sum.BySource):
+            return tuple(self.reward.rewards.values())
         return (self.reward,)
 
     @property
@@ -522,7 +536,9 @@ def _stages(cfg: RunConfig) -> list[str]:
         end = min(end, cfg.train.steps)
         if begin < end:
             limit, row = cfg.rollout.max_response_len_at(begin), cfg.row_len_at(begin)
-            lines.append(f"steps {begin} to {end - 1}: response <= {limit} tokens, rows of {row}")
+            samples = cfg.rollout.num_samples_at(begin)
+            fewer = f", {samples} samples" if samples != cfg.rollout.num_samples_per_prompt else ""
+            lines.append(f"steps {begin} to {end - 1}: response <= {limit} tokens, rows of {row}{fewer}")
             begin = end
     rows = len({cfg.row_len_at(step) for step in range(cfg.train.steps)})
     return [*lines, f"the learner's programs are compiled {rows} time{'s' * (rows > 1)}, once for each length of a row"]

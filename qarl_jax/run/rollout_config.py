@@ -27,14 +27,17 @@ def at_least(name: str, value: int, least: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One entry of `rollout.stages`: in steps before `until`, responses have at most `max_response_len` tokens."""
+    """One entry of `rollout.stages`: in steps before `until`, responses have at most `max_response_len` tokens, and a
+    prompt has `num_samples_per_prompt` of them (0: the run's own, of either)."""
 
     until: int
-    max_response_len: int
+    max_response_len: int = 0
+    num_samples_per_prompt: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("until", "max_response_len"):
-            at_least(name, getattr(self, name), 1)
+        at_least("until", self.until, 1)
+        for name in ("max_response_len", "num_samples_per_prompt"):
+            at_least(name, getattr(self, name), 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +48,9 @@ class RolloutConfig:
       engine: jax (in this process) or vllm (behind the bridge), with its own settings.
       num_samples_per_prompt: responses per prompt, the group over which advantages are formed.
       max_response_len: most tokens of a response.
-      stages: shorter limits to begin with (DeepScaleR: 8k, then 16k, then 24k), in order; after the last one's `until`
-        it is max_response_len, which evaluation, and a loss that divides by the limit, use throughout.
+      stages: shorter limits and fewer responses to begin with (DeepScaleR: 8k, then 16k, then 24k), in order; after the
+        last one's `until` they are max_response_len, which evaluation, and a loss that divides by the limit, use
+        throughout, and num_samples_per_prompt.
       temperature: 1 samples the policy itself; the learner divides its logits by the same number.
       top_p, top_k: must stay off (1 and 0) for training; see `RunConfig`.
       dynamic: DAPO's dynamic sampling; off by default (see `strategies.py`).
@@ -95,6 +99,16 @@ class RolloutConfig:
                     f"stages.{number}: max_response_len={stage.max_response_len} exceeds rollout.max_response_len="
                     f"{self.max_response_len}, for which rows and memory are planned; raise that, or lower the stage's."
                 )
+            if stage.num_samples_per_prompt > self.num_samples_per_prompt or stage.num_samples_per_prompt == 1:
+                raise UserError(
+                    f"stages.{number}: num_samples_per_prompt={stage.num_samples_per_prompt} must lie between 2 and"
+                    f" rollout.num_samples_per_prompt={self.num_samples_per_prompt}, for which memory is planned."
+                )
+            if stage.num_samples_per_prompt and self.partial.is_on:
+                raise UserError(
+                    f"stages.{number}: num_samples_per_prompt and partial rollouts do not go together: groups of"
+                    " another size would be in hand when it changes. Switch one of them off."
+                )
             last = stage.until
         if self.partial.chunk >= self.max_response_len:
             raise UserError(
@@ -119,8 +133,16 @@ class RolloutConfig:
 
     def max_response_len_at(self, step: int) -> int:
         """Most tokens of a response at a step: of that alone, so that a resumed run is at its place."""
-        limits = (stage.max_response_len for stage in self.stages if step < stage.until)
-        return next(limits, self.max_response_len)
+        stage = self._stage(step)
+        return (stage and stage.max_response_len) or self.max_response_len
+
+    def num_samples_at(self, step: int) -> int:
+        """Responses per prompt at a step."""
+        stage = self._stage(step)
+        return (stage and stage.num_samples_per_prompt) or self.num_samples_per_prompt
+
+    def _stage(self, step: int) -> Stage | None:
+        return next((stage for stage in self.stages if step < stage.until), None)
 
     def sampling(self, stop_token_ids: tuple[int, ...] = (), step: int | None = None) -> SamplingConfig:
         """What the engines take at a step (None: after the last stage)."""

@@ -13,7 +13,7 @@ import pytest
 
 from qarl_jax import train
 from qarl_jax.data import PromptStream
-from qarl_jax.loop import setup, updates
+from qarl_jax.loop import ahead, setup, updates
 from qarl_jax.loop.ahead import Ahead, restored, saved
 from qarl_jax.loop.collector import Collector
 from qarl_jax.observe.recorder import PhaseTimer
@@ -71,6 +71,12 @@ class Batches:
 
     def __init__(self, engine, stream, fails_at=None):
         self.engine, self.stream, self.fails_at = engine, stream, fails_at
+
+    def keep(self):
+        pass
+
+    def state(self):
+        return {}
 
     def collect(self, step):
         if step == self.fails_at:
@@ -229,7 +235,10 @@ def test_a_batch_in_a_checkpoint_comes_back_whole():
 
     batch = dynamic_sampling.collect(dynamic_sampling.Config(max_batches=4), stream, 5, sample)
     assert batch.metrics["rollout/batches"] == 2
-    back = restored(stream, 5, json.loads(json.dumps(saved(stream, 5, batch))))
+    indices = ahead._indices(stream, 5, batch)
+    assert len(indices) == 4
+    back, same = restored(stream, 5, json.loads(json.dumps(saved(batch, indices))))
+    assert same == indices
     assert described(back) == described(batch)
     assert [g.prompt.uid for g in back.sampled] == [g.prompt.uid for g in batch.sampled]
     one, other = back.groups[0].completions[0], batch.groups[0].completions[0]
