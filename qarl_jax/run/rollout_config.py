@@ -38,6 +38,8 @@ class Stage:
         at_least("until", self.until, 1)
         for name in ("max_response_len", "num_samples_per_prompt"):
             at_least(name, getattr(self, name), 0)
+        if not self.max_response_len and not self.num_samples_per_prompt:
+            raise UserError("a stage sets max_response_len or num_samples_per_prompt, and this one sets neither.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ import re
 import numpy as np
 import pytest
 
-from qarl_jax import data
+from qarl_jax import data, train
 from qarl_jax.data import packing
+from qarl_jax.loop import updates
 from qarl_jax.loop.step_metrics import rollout_metrics
 from qarl_jax.observe import html_report, recorder
 from qarl_jax.rewards import Grader, environment, exact, total
@@ -19,6 +20,7 @@ from qarl_jax.rollout import SamplingConfig
 from qarl_jax.rollout.environments import Calculator, Custom
 from qarl_jax.rollout.turns import Observations, TurnTaking
 from qarl_jax.types import Prompt, Turn, UserError
+from tests.reference import tiny
 from tests.reference.rollouts import completion
 
 EOS = 1
@@ -276,3 +278,61 @@ def test_an_observation_is_shown_where_it_was_made_also_where_tokens_are_left_ou
     turns = [{"tokens": 3, "observation": "x"}, {"tokens": 6, "observation": "y"}, {"tokens": 1, "observation": ""}]
     assert html_report._observed(turns, 10, 0) == {3: "x", 9: "y"}
     assert html_report._observed(turns, 2, 6) == {2: "x", 3: "y"}  # of tokens 0 to 9, 2 to 7 are left out
+
+
+# ---- a run ----------------------------------------------------------------------------------------------------------
+
+ECHO = """
+class Echo:
+    async def reset(self, task):
+        return ""
+    async def step(self, text):
+        return "+" + text[:2], 0.5, "3" in text
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_programs")
+def test_a_run_of_several_turns_scores_what_was_drawn_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    (tmp_path / "echo.py").write_text(ECHO)
+    world = tiny.World(tmp_path).changed(
+        rollout={
+            "max_response_len": 16,
+            "environment": {
+                "name": "custom",
+                "path": f"{tmp_path}/echo.py:Echo",
+                "max_turns": 3,
+                "before": "",
+                "after": "",
+            },
+        },
+        reward={"name": "sum", "terms": [{"reward": {"name": "environment"}}, {"reward": {"name": "exact"}}]},
+        advantage={"name": "grpo", "level": "turn"},
+        loss={"name": "grpo"},
+        train={"steps": 3},
+    )
+    whole = world.changed(run_dir=str(tmp_path / "whole"))
+    assert train.main(whole.command()) == 0
+    records = whole.records()
+    for record in records:
+        assert record["turns/max"] > 1
+        assert record["turns/observed_tokens"] > 0
+        assert record["turns/failed"] == 0
+        assert record["mismatch/max_abs"] < 1e-3  # what was observed is context for both, in the same places
+        assert record["train/tokens"] == record["response/tokens"]
+    assert any(turn["observation"] for record in whole.records("samples") for turn in record["turns"])
+    real, calls = updates.Updates.run, []
+
+    def dying(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(updates.Updates, "run", dying)
+    victim = world.changed(run_dir=str(tmp_path / "killed"))
+    with pytest.raises(KeyboardInterrupt):
+        train.main(victim.command())
+    assert train.main(victim.command()) == 0
+    for name in ("metrics", "eval", "samples"):
+        assert victim.records(name) == whole.records(name)
