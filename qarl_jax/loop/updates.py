@@ -23,7 +23,7 @@ from qarl_jax.learning.learner import Learner, TrainState
 from qarl_jax.loop import step_metrics, unequal
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.step_metrics import UpdateMetrics
-from qarl_jax.loss.advantages import finite, group_advantages, turn_advantages
+from qarl_jax.loss.advantages import finite, group_advantages, padded, turn_advantages
 from qarl_jax.metrics import Metric, Rows
 from qarl_jax.observe import flops
 from qarl_jax.observe.recorder import PhaseTimer
@@ -40,10 +40,12 @@ def advantages_of(
     """The groups as they are trained on, and an advantage per response, or per turn where the run has it so; with a
     critic the reward itself, of which the critic makes an advantage per token."""
     advantages = finite(np.stack([group.rewards for group in groups]))
+    rewards = [[[turn.reward for turn in c.turns] for c in group.completions] for group in groups]
+    if cfg.critic is not None and cfg.advantage.level == "turn":
+        advantages = padded(rewards).astype(np.float32)
     if cfg.critic is None:
         valid = np.array([[c.finish_reason != "abort" for c in group.completions] for group in groups])
         if cfg.advantage.level == "turn":
-            rewards = [[[turn.reward for turn in c.turns] for c in group.completions] for group in groups]
             advantages = turn_advantages(rewards, cfg.advantage.name, valid=valid)
         else:
             advantages = group_advantages(advantages, cfg.advantage.name, valid=valid)

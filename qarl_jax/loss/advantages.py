@@ -65,6 +65,12 @@ class Gae:
     gamma: float = option(1.0, "discount per token", "verl", at_least=0.0, at_most=1.0)
     lam: float = option(1.0, "decay of the trace; 1: A = reward to go - V", "verl", at_least=0.0, at_most=1.0)
     whiten: bool = option(True, "advantages to mean 0, variance 1 over the rollout batch; returns stay", "verl")
+    level: str = option(
+        "token",
+        "what a step is: a token, or a turn (a value at its first token, one advantage for all of it)",
+        "PPO; turn: ArCHer, arXiv 2402.19446",
+        choices=("token", "turn"),
+    )
 
     def __post_init__(self) -> None:
         check(self, "advantage")
@@ -139,13 +145,18 @@ def turn_advantages(
     Returns:
       [P, n, turns] float32, 0 for turns that are not there.
     """
-    most = max((len(turns) for group in rewards for turns in group), default=0)
+    to_go = np.flip(np.cumsum(np.flip(padded(rewards), 2), 2), 2)
+    most = to_go.shape[2]
     there = np.array([[[k < len(turns) for k in range(most)] for turns in group] for group in rewards], bool)
-    padded = np.array([[[*turns, *[0.0] * (most - len(turns))] for turns in group] for group in rewards], np.float64)
-    to_go = np.flip(np.cumsum(np.flip(padded, 2), 2), 2)
     if valid is not None:
         there &= np.asarray(valid, bool)[:, :, None]
     return np.stack([group_advantages(to_go[:, :, k], kind, valid=there[:, :, k]) for k in range(most)], axis=2)
+
+
+def padded(rewards: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:
+    """[P, n, turns] float64: the rewards of turns, 0 for turns that are not there; at least one turn."""
+    most = max([1, *(len(turns) for group in rewards for turns in group)])
+    return np.array([[[*turns, *[0.0] * (most - len(turns))] for turns in group] for group in rewards], np.float64)
 
 
 def finite(rewards: np.ndarray) -> np.ndarray:
@@ -200,6 +211,20 @@ def token_rewards(
     if kl is not None and kl_coef:
         rewards = rewards - kl_coef * jnp.where(mask, kl.astype(jnp.float32), 0.0)
     return rewards
+
+
+def turn_starts(mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """The first token of each turn: of each run of masked tokens within a segment."""
+    mask = mask & (segment_ids > 0)
+    goes_on = mask[:, :-1] & (segment_ids[:, :-1] == segment_ids[:, 1:])
+    return mask & ~jnp.pad(goes_on, ((0, 0), (1, 0)))
+
+
+def over_turns(x: Float[Array, "B T"], starts: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """What stands at the first token of each turn, on all tokens of the turn; 0 elsewhere."""
+    time = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32)[None], mask.shape)
+    last = jax.lax.cummax(jnp.where(starts, time, 0), axis=1)
+    return jnp.where(mask, jnp.take_along_axis(x, last, axis=1), 0.0)
 
 
 def gae(

@@ -279,7 +279,10 @@ class TurnTaking:
                 episode.finish_reason = "stop"
                 return
             observed = self._observations.tokens(said["observation"])
-            if len(episode.turns) < self._cfg.max_turns and len(episode.tokens) + len(observed) < limit:
+            if not observed:
+                episode.fail("it is not done, and said nothing to go on with")
+                self._ask({"episode": episode.name})
+            elif len(episode.turns) < self._cfg.max_turns and len(episode.tokens) + len(observed) < limit:
                 episode.observe(observed)
             else:
                 episode.finish_reason = "length"

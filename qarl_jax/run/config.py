@@ -306,8 +306,8 @@ class RunConfig:
             self._check_asynchronous()
         if self._is_by_turn and self.rollout.environment is None:
             raise UserError(
-                "advantage.level=turn compares turns, and without rollout.environment a response has one: name an"
-                " environment, or set advantage.level=response."
+                "advantage.level=turn tells turns apart, and without rollout.environment a response has one: name an"
+                " environment, or leave advantage.level out."
             )
         if isinstance(self.reward, reward_sum.BySource):
             parts = self.data.source.parts if isinstance(self.data.source, mix.Config) else {}
