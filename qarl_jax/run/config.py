@@ -55,7 +55,7 @@ LOSS_NAMES: dict[str, type] = {loss.name: loss for loss in LOSSES}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelOptions:
     """The policy.
 
     Attributes:
@@ -236,7 +236,7 @@ class RunConfig:
       critic: PPO's critic, which advantage.name=gae needs; null: none.
     """
 
-    model: ModelConfig
+    model: ModelOptions
     data: DataConfig
     run_dir: str = ""
     seed: int = 0
