@@ -104,7 +104,7 @@ def rollout_metrics(
 def _source_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
     """Of a mix, by part: its share of the prompts, and their mean reward."""
     names = [group.prompt.meta.get("mix_part") for group in groups]
-    out = {}
+    out: dict[str, float] = {}
     for name in dict.fromkeys(names):
         mine = [group.rewards.mean() for group, source in zip(groups, names, strict=True) if source == name]
         out |= {f"source/{name}/share": len(mine) / len(groups), f"source/{name}/reward": float(np.mean(mine))}
