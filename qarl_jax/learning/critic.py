@@ -306,7 +306,7 @@ class Critic:
                 old_logprobs=unread,
                 rollout_logprobs=unread,
                 advantages=unread,
-                loss_mask=targets.mask,
+                loss_mask=batch.loss_mask & targets.mask,
                 segment_ids=batch.segment_ids,
                 num_tokens=num_tokens,
                 num_sequences=num_sequences,
