@@ -90,7 +90,7 @@ def run(cfg: RunConfig) -> None:
             if step == run.start:
                 run.remark(record)
             stopping = run.interrupt.agreed()
-            if checkpoints.should_save(done) or last or stopping:
+            if checkpoints.should_save(done) or (last and cfg.checkpoint.at_end) or stopping:
                 with recompiles.paused():
                     run.save(done)
             if stopping and not last:

@@ -330,10 +330,11 @@ def learner_share() -> float:
 
 
 def staging_bytes(cfg: RunConfig) -> int:
-    """Of two versions in buffers on the learner's card, where they are published from its memory (with NCCL: as many
+    """Of the versions in buffers on the learner's card, where they are published from its memory (with NCCL: as many
     on the engine's)."""
-    assert isinstance(cfg.rollout.engine, vllm.Config)
-    return 2 * published_bytes(cfg) if cfg.rollout.engine.stages_on_gpu else 0
+    engine = cfg.rollout.engine
+    assert isinstance(engine, vllm.Config)
+    return engine.staging_buffers * published_bytes(cfg) if engine.stages_on_gpu else 0
 
 
 def published_bytes(cfg: RunConfig) -> int:

@@ -23,6 +23,7 @@ from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, engine_tensors
+from qarl_jax.runtime.mesh import make_mesh, param_shardings
 from qarl_jax.types import UserError
 from tests.reference import bridge_world, fake_gpu, tiny
 
@@ -206,15 +207,43 @@ def test_a_version_staged_on_the_device_is_that_of_the_host(gpu, scheme, moe):
     stager.close()
 
 
+def spread(weights, **sizes):
+    """`weights` on a mesh, as a learner has them."""
+    mesh = make_mesh(**sizes)
+    placed = [jax.device_put(tree, param_shardings(tree, mesh)) for tree in (weights.params, weights.qweights)]
+    return PolicyWeights(graphdef=weights.graphdef, params=placed[0], qweights=placed[1])
+
+
 @pytest.mark.slow
-def test_only_a_learner_on_one_gpu_stages_there():
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(("scheme", "sizes"), [("bf16", {"fsdp": 2}), ("w4a16:g32", {"fsdp": 2, "expert": 3})])
+def test_each_gpu_of_a_mesh_stages_the_whole_version_without_the_host(library_path, monkeypatch, scheme, sizes, number):
+    weights = policy(scheme, moe=True)
+    host = sender.stage(engine_tensors(weights, stacked=True), **identity())
+    gpu = cuda_ipc.Device(0, cuda_ipc.load(library_path))
+    gpu.ordinal = number
+    here, spread_out = {}, spread(weights, **sizes)
+    own = gpu_staging.row_sums
+    monkeypatch.setattr(gpu_staging, "row_sums", lambda x, lead: here.update({x.device: 1}) or own(x, lead))
+    stager = gpu_staging.DeviceStager(cuda_ipc.Buffers(gpu))
+    device = stager.stage(spread_out, **identity())
+    assert list(here) == [jax.devices()[number]]
+    assert device.manifest == host.manifest
+    assert read(device.buffer.pointer, host.manifest.total_bytes) == os.pread(host.fd, host.manifest.total_bytes, 0)
+    stager.close()
+
+
+@pytest.mark.slow
+def test_versions_are_staged_on_the_engines_gpu_where_the_learner_is_on_it_too(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(BridgeError, match="the learner runs on cpu, not on a GPU"):
         gpu_staging.gpu_of(policy("w8a8"))
-    assert gpu_staging.gpu_of(policy("w8a8"), platform="cpu") == 0
-    spread = policy("w8a8")
-    leaf = jax.device_put(jnp.zeros(2), jax.devices()[1])
-    with pytest.raises(BridgeError, match="spread over 2 devices"):
-        gpu_staging.gpu_of(PolicyWeights(graphdef=spread.graphdef, params=[spread.params, leaf], qweights=[]))
+    gpu_of = functools.partial(gpu_staging.gpu_of, platform="cpu")
+    assert [gpu_of(policy("w8a8"), visible) for visible in ("", "0", "1")] == [0, 0, 0]
+    both = spread(policy("w8a8"), fsdp=2)
+    assert [gpu_of(both, visible) for visible in ("", "0", "1", "2", "GPU-x")] == [0, 0, 1, 0, 0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-x")
+    assert [gpu_of(both, visible) for visible in ("", "5", "GPU-x", "1")] == [0, 0, 1, 0]
 
 
 # ---- both -----------------------------------------------------------------------------------------------------------

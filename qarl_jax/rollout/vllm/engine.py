@@ -77,12 +77,14 @@ class Config(messages.EngineOptions):
     address: a bridge started by hand: a unix socket's path or tcp://host:port; empty: start one.
     key_file: its key (64 hexadecimal digits, mode 0600), needed with `address`.
     visible_gpus: the engine's GPU, as CUDA_VISIBLE_DEVICES names it (a number, or a UUID); empty: what the trainer
-      sees, so that they share the first.
-    transport: how weights reach the engine: "cuda_ipc" (learner and engine on one GPU: they never leave it), "nccl" (on
+      sees, so that they share the first. One of the learner's own: say transport=cuda_ipc.
+    transport: how weights reach the engine: "cuda_ipc" (the engine on a GPU of the learner's: over no host), "nccl" (on
       two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another host), "auto": on one
       host cuda_ipc or nccl, whichever fits, else host. The choice is logged.
     memory: "given", the engine takes what `kv_cache_gb` and `gpu_memory_utilization` say; "auto", both are chosen
       before a training run starts: a KV cache for the sequences of a step, or less where the card is too small for it.
+    staging_buffers: versions that are held on the GPU where they are staged there: 2, the one that serves and the next;
+      1, the next overwrites it, so that an engine that fails to load it has nothing to go back to.
     readback: weights compared after each publish: "off", "sampled" (16 inputs of every layer) or "full".
     start_timeout_s: longest start of the engine.
     request_timeout_s: longest silence of the bridge before it is taken for dead (it reports every 2 s).
@@ -97,6 +99,7 @@ class Config(messages.EngineOptions):
     visible_gpus: str = ""
     transport: Literal["auto", "cuda_ipc", "nccl", "host"] = "auto"
     memory: Literal["given", "auto"] = "given"
+    staging_buffers: Literal[1, 2] = 2
     readback: Literal["off", "sampled", "full"] = "sampled"
     start_timeout_s: float = 600.0
     request_timeout_s: float = 120.0
@@ -366,7 +369,11 @@ class VllmEngine:
         if transport == "host":
             staged = sender.stage(engine_tensors(weights, stacked=True), **identity)
         else:
-            staged = self._device_stager(weights).stage(weights, **identity)
+            stager = self._device_stager(weights)
+            if self._config.staging_buffers == 1 and self._staged is not None:
+                self._staged.close()
+                self._staged = None
+            staged = stager.stage(weights, **identity)
 
         def send(client: sender.Client) -> dict[str, float]:
             return client.publish(staged, readback=self._config.readback, drain_timeout_s=self._config.drain_timeout_s)
@@ -394,7 +401,7 @@ class VllmEngine:
         if not self._config.stages_on_gpu:
             raise BridgeError("the bridge is reached over TCP", "unshared")
         if self._stager is None:
-            self._stager = DeviceStager(sender.gpu_buffers(gpu_of(weights)), self._transport)
+            self._stager = DeviceStager(sender.gpu_buffers(gpu_of(weights, self._config.visible_gpus)), self._transport)
         return self._stager
 
     def status(self) -> messages.StatusReply:

@@ -11,8 +11,9 @@ maps (transport/cuda_ipc.py) and one on another is sent (transport/nccl.py). Mas
 norms, head, all of a bf16 policy) are cast to bfloat16 first, one stack at a time. The fingerprints are computed by a
 jitted program from the stacks themselves, not from the copy: what the bridge checks is what the learner computes with.
 
-Two buffers are held, one of which the serving version lies in. The learner is on one GPU; one that is spread over
-several publishes over host memory.
+Two buffers are held, one of which the serving version lies in; or one, which the next version overwrites
+(`staging_buffers`). A learner that is spread over several GPUs joins its parts stack by stack on the engine's GPU, over
+the wire between them: an engine holds whole matrices, and no host and no other GPU is asked to.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import expert_stacks, fingerprint, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
@@ -60,9 +64,24 @@ def row_sums(x: jax.Array, lead: int) -> jax.Array:
     return jnp.stack([rows.sum(-1, dtype=jnp.uint32), (rows * multiplier).sum(-1, dtype=jnp.uint32)], axis=-1)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
-    return x.astype(dtype)
+@functools.partial(jax.jit, static_argnames=("dtype", "place"))
+def _cast(x: jax.Array, dtype: Any, place: Any = None) -> jax.Array:
+    x = x.astype(dtype)
+    return x if place is None else lax.with_sharding_constraint(x, place)
+
+
+# Two programs that send between the same GPUs must reach all of them in one order.
+_JOINING = threading.Lock()
+
+
+def _whole(x: jax.Array, dtype: Any, gpu: int) -> jax.Array:
+    """All of an array in `dtype`, on GPU `gpu` alone; itself, where it is that."""
+    if len(x.devices()) == 1:
+        return x if x.dtype == dtype else _cast(x, dtype)
+    with _JOINING:
+        everywhere = _cast(x, dtype, NamedSharding(x.sharding.mesh, PartitionSpec()))
+        parts = {int(part.device.local_hardware_id): part.data for part in everywhere.addressable_shards}
+        return jax.block_until_ready(parts[gpu])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,26 +159,33 @@ def _lead(names: np.ndarray) -> int:
     return min(1, names.ndim)
 
 
-def gpu_of(weights: PolicyWeights, platform: str = "gpu") -> int:
-    """The number of the one GPU all the weights are on.
+def gpu_of(weights: PolicyWeights, visible: str = "", platform: str = "gpu") -> int:
+    """The number of the GPU that versions are staged on: the engine's, if weights are there, too; else their first.
+
+    Args:
+      visible: the engine's CUDA_VISIBLE_DEVICES; empty: what this process sees.
 
     Raises:
-      BridgeError("unshared"): they are elsewhere, or on several devices.
+      BridgeError("unshared"): they are elsewhere, or on GPUs of other processes.
     """
     devices = {device for leaf in jax.tree.leaves((weights.params, weights.qweights)) for device in leaf.devices()}
-    if len(devices) != 1:
-        raise BridgeError(f"the learner is spread over {len(devices)} devices", "unshared")
-    (device,) = devices
-    if device.platform != platform:
-        raise BridgeError(f"the learner runs on {device.platform}, not on a GPU", "unshared")
-    return int(device.local_hardware_id)
+    others = {device.platform for device in devices} - {platform}
+    if others:
+        raise BridgeError(f"the learner runs on {', '.join(others)}, not on a GPU", "unshared")
+    if {device.process_index for device in devices} != {jax.process_index()}:
+        raise BridgeError("the learner is spread over several processes", "unshared")
+    numbers = sorted(int(device.local_hardware_id) for device in devices)
+    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    first = visible.split(",")[0]
+    engine = seen.index(first) if first in seen else int(first) if first.isdigit() and not seen else numbers[0]
+    return engine if engine in numbers else numbers[0]
 
 
 class DeviceStager:
     """Writes versions into staging buffers on the GPU.
 
     Args:
-      buffers: of the GPU the weights are on.
+      buffers: of the GPU the weights are on, all of them or a part of each.
       transport: how versions travel, see `sender.DeviceVersion`.
     """
 
@@ -210,8 +236,7 @@ class DeviceStager:
             path, part = source
             tensor = tensors[path]
             stack = tensor if part == "master" else getattr(tensor, part)
-            if part == "master" and stack.dtype != jnp.bfloat16:
-                stack = _cast(stack, jnp.bfloat16)
+            own, stack = stack, _whole(stack, jnp.bfloat16 if part == "master" else stack.dtype, buffer.device.ordinal)
             sums[source] = row_sums(stack, _lead(names[path]))
             stack = jax.block_until_ready(stack)
             pointer = stack.unsafe_buffer_pointer()
@@ -222,8 +247,8 @@ class DeviceStager:
                     if p.nbytes
                 ]
             )
-            if part == "master":
-                buffer.device.synchronize()  # the cast copy is freed with this turn of the loop
+            if stack is not own:
+                buffer.device.synchronize()  # the copy is freed with this turn of the loop
         buffer.device.synchronize()
         buffer.fresh = False
         digests = [fingerprint.digest(p.constant) for p in places]
