@@ -34,9 +34,9 @@ from qarl_jax.rollout.vllm.engine import Config, VllmEngine, leave_memory_to_vll
 from qarl_jax.verify import ladder, layers
 
 
-def unequal(weights: PolicyWeights, sampled: ladder.Sampled) -> np.ndarray:
+def unequal(weights: PolicyWeights, sampled: ladder.Sampled, temperature: float) -> np.ndarray:
     """[N, T] bool: response tokens whose log-prob is another in the learner."""
-    logprobs, _ = ladder.score(weights, sampled)
+    logprobs, _ = ladder.score(weights, sampled, temperature=temperature)
     return sampled.response & (logprobs != sampled.logprobs)
 
 
@@ -118,7 +118,7 @@ def run(path: str, scheme: str, args: argparse.Namespace, kernels: str) -> dict[
             groups = engine.generate(prompts, num_samples=1, sampling=sampling, key=args.seed + version)
             row["sampling_s"] += time.time() - start
             sampled = ladder.Sampled.of([one for group in groups for one in group])
-            wrong = unequal(weights, sampled)
+            wrong = unequal(weights, sampled, args.temperature)
             row["tokens"] += int(sampled.response.sum())
             row["unequal"] += int(wrong.sum())
             if wrong.any() and "where" not in row and kernels == "contract":
@@ -127,7 +127,7 @@ def run(path: str, scheme: str, args: argparse.Namespace, kernels: str) -> dict[
                 row["where"] = f"prompt {number} of seed {args.seed + version}, position {last}: " + first_block(
                     engine, weights, [int(t) for t in sampled.tokens[number, : last + 1]]
                 )
-        row["control"] = int(unequal(one_weight_changed(weights), sampled).sum())
+        row["control"] = int(unequal(one_weight_changed(weights), sampled, args.temperature).sum())
         row["execution"] = engine.facts.execution if engine.facts else ""
     finally:
         engine.close()

@@ -23,6 +23,9 @@ from qarl_jax.types import TrainBatch
 
 SIZES = {
     "tiny": {"hidden": 128, "inter": 256, "layers": 2, "heads": 4, "kv": 2, "head_dim": 32, "vocab": 512, "tied": True},
+    # Qwen2.5-Coder-0.5B's widths, heads of 64 among them.
+    "0.5b": {"hidden": 896, "inter": 4864, "layers": 24, "heads": 14, "kv": 2, "head_dim": 64, "vocab": 151936}
+    | {"tied": True},
     "0.6b": {"hidden": 1024, "inter": 3072, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "tied": True},
     "1.7b": {"hidden": 2048, "inter": 6144, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "tied": True},
     "4b": {"hidden": 2560, "inter": 9728, "layers": 36, "heads": 32, "kv": 8, "vocab": 151936, "tied": True},

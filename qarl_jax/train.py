@@ -87,8 +87,7 @@ def run(cfg: RunConfig) -> None:
                 observer.log(step, record | speed)
                 observer.samples(step, collected.groups, traces)
                 observer.histograms(step, histograms)
-            if step == run.start:
-                run.remark(record)
+            run.remark(step, record)
             stopping = run.interrupt.agreed()
             if checkpoints.should_save(done) or (last and cfg.checkpoint.at_end) or stopping:
                 with recompiles.paused():

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -15,7 +16,7 @@ import jax
 
 from qarl_jax import data
 from qarl_jax.learning.learner import TrainState
-from qarl_jax.loop import first_step, resume
+from qarl_jax.loop import first_step, resume, unequal
 from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.interrupt import Interrupt
 from qarl_jax.loop.publisher import Publisher
@@ -127,12 +128,16 @@ class Run:
             self._starting.join()
         self.begun = self._starting.seconds() | self.begun
 
-    def remark(self, record: Mapping[str, Any]) -> None:
-        """Of the first step: says so if sampler and learner differ more than they are known to."""
+    def remark(self, step: int, record: Mapping[str, Any]) -> None:
+        """Says so if sampler and learner differ more than they are known to, and where they do first."""
         facts = getattr(self.engine, "facts", None)
-        said = first_step.remark(self.cfg, record, "" if facts is None else facts.execution)
-        if said is not None:
+        execution = "" if facts is None else facts.execution
+        if step == self.start and (said := first_step.remark(self.cfg, record, execution)) is not None:
             self.observer.say(said)
+        found = self.updates.unequal
+        if found is not None and unequal.promised(self.cfg, execution):
+            self.observer.unequal(step, dataclasses.asdict(found))
+            self.observer.say(f"step {step}: {found}")
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Samples and grades the held-out prompts under the version being served; recorded."""

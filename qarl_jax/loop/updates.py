@@ -10,6 +10,7 @@ one.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,11 +20,11 @@ from jaxtyping import Float
 from qarl_jax.data import packing
 from qarl_jax.learning.critic import Critic, Targets
 from qarl_jax.learning.learner import Learner, TrainState
-from qarl_jax.loop import step_metrics
+from qarl_jax.loop import step_metrics, unequal
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.step_metrics import UpdateMetrics
 from qarl_jax.loss.advantages import finite, group_advantages
-from qarl_jax.metrics import Metric
+from qarl_jax.metrics import Metric, Rows
 from qarl_jax.observe import flops
 from qarl_jax.observe.recorder import PhaseTimer
 from qarl_jax.observe.token_trace import LOGPROBS, Follower
@@ -54,18 +55,21 @@ class MiniBatch:
     """What one optimizer update is made from.
 
     Attributes:
-      packed: its rows, on the host.
+      packed: its rows, on the host. groups: that they were packed from.
       micros: the same on the devices, micro-batch by micro-batch.
       old: per micro-batch the proximal policy's log-probs, or None where that policy is the current one.
+      scored: the proximal policy's log-probs once they are known, however they came; empty: they are not kept.
       reference: the reference policy's, where the run has a KL term.
       targets: the critic's, where the run has one.
     """
 
     packed: packing.Packed
+    groups: list[RolloutGroup]
     micros: list[TrainBatch]
     old: list[Any]
     reference: list[Any] | None = None
     targets: list[Targets] = dataclasses.field(default_factory=list)
+    scored: Sequence[Any] = ()
 
 
 class Updates:
@@ -92,6 +96,7 @@ class Updates:
     ):
         self._cfg, self._learner, self._publisher, self._timer = cfg, learner, publisher, timer
         self._reference, self._critic = reference, critic
+        self.unequal: unequal.Unequal | None = None  # of the last step
 
     def run(
         self,
@@ -122,6 +127,7 @@ class Updates:
                 state, inner = self.update_once(state, batch, number, place, follow)
                 gathered.add(number, inner)
         numbers, histograms = gathered.reduced()
+        self.unequal = self._first_unequal(batches, step) if numbers.get("mismatch/exact", 1.0) < 1.0 else None
         numbers |= {
             "train/padding_share": float(np.mean([batch.packed.padding_share for batch in batches])),
             "train/tokens": float(sum(batch.packed.num_tokens for batch in batches)),
@@ -144,8 +150,9 @@ class Updates:
                 for chosen in packing.mini_batches(
                     len(groups), train.mini_batch_prompts, seed=self._cfg.seed, step=step, epoch=epoch
                 ):
+                    own = [groups[i] for i in chosen]
                     packed = packing.pack(
-                        [groups[i] for i in chosen],
+                        own,
                         advantages[chosen],
                         row_len=self._cfg.row_len_at(step),
                         rows_multiple=train.micro_batch_rows,
@@ -153,7 +160,7 @@ class Updates:
                         unpacked=train.packing == "unpacked",
                     )
                     micros = [self._learner.put(micro) for micro in packed.micro_batches(train.micro_batch_rows)]
-                    batches.append(MiniBatch(packed, micros, [None] * len(micros)))
+                    batches.append(MiniBatch(packed, own, micros, [None] * len(micros)))
                     if follow is not None:
                         follow.packed(chosen, packed)
         return batches
@@ -204,6 +211,10 @@ class Updates:
             counts = batch.packed.num_tokens, batch.packed.num_sequences
             state, inner = self._learner.update(state, qweights, batch.micros, batch.old, *counts, batch.reference)
             logprobs = inner.pop(LOGPROBS, None)
+            if all(old is not None for old in batch.old):
+                batch.scored = batch.old
+            elif isinstance(logprobs, Rows):
+                batch.scored = logprobs.parts
             if follow is not None:
                 follow.updated(number, batch.micros, batch.old, logprobs)
             self._publisher.updated()
@@ -213,6 +224,10 @@ class Updates:
                     " its last checkpoint is intact. Lower optimizer.lr, or inspect samples.jsonl."
                 )
         return state, inner
+
+    @staticmethod
+    def _first_unequal(batches: Sequence[MiniBatch], step: int) -> unequal.Unequal | None:
+        return unequal.first(((b.packed, b.groups, b.scored) for b in batches if len(b.scored)), step)
 
     def _flops(self, state: TrainState, packed: packing.Packed) -> float:
         """Model FLOPs of one update on these rows."""

@@ -158,9 +158,9 @@ _flash3.defvjp(_flash3_fwd, _flash3_bwd)
 
 
 def flash_block(head_dim: int) -> int:
-    """Keys of a block of vLLM's FlashAttention-3 on Hopper, for a decoded token over a paged cache (tile_size.h, and
-    outputs of its kernel). Prompts are met in blocks of 128 where head_dim <= 64: the same thing up to 128 tokens."""
-    for most, keys in ((64, 192), (128, 128), (192, 96)):
+    """Keys of a block of vLLM's FlashAttention-3 on Hopper over a paged cache (tile_size.h, and outputs of its kernel);
+    for heads of up to 64 as the bridge asks for it (`versions.keep_sequences_whole`)."""
+    for most, keys in ((128, 128), (192, 96)):
         if head_dim <= most:
             return keys
     return 80

@@ -324,6 +324,14 @@ class Observer:
     def histograms_path(self) -> Path:
         return self.run_dir / "histograms.jsonl"
 
+    @property
+    def unequal_path(self) -> Path:
+        return self.run_dir / "unequal.jsonl"
+
+    @property
+    def _step_files(self) -> tuple[Path, ...]:
+        return self.metrics_path, self.samples_path, self.histograms_path, self.unequal_path
+
     def start(self, *, config: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
         """Write run.json. A resumed run replaces `config` and adds one more entry to `starts`."""
         path = self.run_dir / "run.json"
@@ -343,7 +351,7 @@ class Observer:
 
     def truncate_to(self, step: int) -> None:
         """The run continues after `step`: drop later records and a torn last line. A fresh start passes -1."""
-        for path in (self.metrics_path, self.samples_path, self.histograms_path):
+        for path in self._step_files:
             with self._disk_errors(path):
                 _truncate(path, step)
         self._last_step, self._resumed = None, step
@@ -351,7 +359,7 @@ class Observer:
     def set_aside(self) -> None:
         """Keep what an earlier run recorded here under other names, `metrics.jsonl.old-1` and so on."""
         number = 1 + sum(1 for _ in self.run_dir.glob("metrics.jsonl.old-*"))
-        for path in (self.metrics_path, self.samples_path, self.histograms_path, self.run_dir / "eval.jsonl"):
+        for path in (*self._step_files, self.run_dir / "eval.jsonl"):
             with self._disk_errors(path), contextlib.suppress(FileNotFoundError):
                 path.rename(path.with_name(f"{path.name}.old-{number}"))
         self._last_step = None
@@ -389,6 +397,10 @@ class Observer:
         """Record a step's histograms: name -> counts per bin."""
         if counts:
             self._append(self.histograms_path, [{"step": step, **counts}])
+
+    def unequal(self, step: int, found: Mapping[str, Any]) -> None:
+        """Record the first token of a step that sampler and learner score otherwise (`loop.unequal.Unequal`)."""
+        self._append(self.unequal_path, [{"step": step, **found}])
 
     def say(self, text: str) -> None:
         """A line for the reader, above the table or among the lines."""
@@ -472,6 +484,8 @@ class Silent:
     ) -> None: ...
 
     def histograms(self, step: int, counts: Mapping[str, Sequence[int]]) -> None: ...
+
+    def unequal(self, step: int, found: Mapping[str, Any]) -> None: ...
 
     def say(self, text: str) -> None: ...
 

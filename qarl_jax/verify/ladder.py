@@ -120,10 +120,12 @@ def load(path: str, scheme: str, engine: str, attention: str = "engine") -> Poli
     return PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
 
 
-def score(weights: PolicyWeights, sampled: Sampled, *, replay: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def score(
+    weights: PolicyWeights, sampled: Sampled, *, replay: bool = False, temperature: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     """(log-probs, entropies) [N, T] float32 of the learner for every token of `sampled`.
 
-    `replay`: tokens go to the experts the engine sent them to, where it recorded them.
+    `replay`: tokens go to the experts the engine sent them to, where it recorded them. `temperature`: the sampler's.
     """
     numerics = models.config_of(weights.graphdef).numerics
 
@@ -133,7 +135,9 @@ def score(weights: PolicyWeights, sampled: Sampled, *, replay: bool = False) -> 
     ) -> tuple[jax.Array, jax.Array]:
         model = models.merge(weights.graphdef, params, qweights)
         hidden = model.hidden_states(tokens, None, segment_ids, routed_experts=routed)
-        return token_logprobs(hidden, model.head_weight(), tokens, segment_ids, numerics=numerics)
+        return token_logprobs(
+            hidden, model.head_weight(), tokens, segment_ids, temperature=temperature, numerics=numerics
+        )
 
     parts = []
     rows = len(sampled.tokens)

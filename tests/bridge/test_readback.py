@@ -440,12 +440,25 @@ def test_attention_is_told_not_to_split_sequences(monkeypatch):
     backend.get_scheduler_metadata = lambda **named: calls.append(((), named)) or "schedule"
     monkeypatch.setitem(sys.modules, "some_backend", backend)
     assert versions.keep_sequences_whole("some_backend") == "attention does not split sequences"
-    assert backend.flash_attn_varlen_func(1, q=2, num_splits=0) == "out"
+    assert backend.flash_attn_varlen_func(1, q=np.zeros((2, 4, 128)), num_splits=0) == "out"
     assert backend.get_scheduler_metadata(batch_size=3) == "schedule"
-    assert calls == [((1,), {"q": 2, "num_splits": 1}), ((), {"batch_size": 3, "num_splits": 1})]
+    assert [call[1]["num_splits"] for call in calls] == [1, 1]
+    assert calls[1] == ((), {"batch_size": 3, "num_splits": 1})
     monkeypatch.setitem(sys.modules, "another_backend", types.ModuleType("another_backend"))
     assert "may split" in versions.keep_sequences_whole("another_backend")
     assert "may split" in versions.keep_sequences_whole("no_such_backend")
+
+
+@pytest.mark.parametrize("head", [{"headdim": 64}, {"q": np.zeros((2, 14, 64))}])
+def test_narrow_heads_meet_blocks_of_128_keys_in_a_decoding_step_too(head):
+    decoding = head | {"max_seqlen_q": 1, "max_seqlen_k": 512, "window_size": (-1, -1)}
+    one = {"num_splits": 1}
+    windowed = one | {"window_size": [512, 0], "max_seqlen_k": 514}  # a window of max_seqlen_k - 1 would be forgotten
+    assert versions._one_order(decoding) == versions._one_order(decoding | {"window_size": None}) == windowed
+    assert versions._one_order(decoding | {"max_seqlen_q": 7}) == one  # masked, so already in blocks of 128
+    assert versions._one_order(decoding | {"window_size": [15, 0]}) == one  # the model's own window is kept
+    wide = {"headdim": 128} if "headdim" in head else {"q": np.zeros((2, 14, 128))}
+    assert versions._one_order(decoding | wide) == one
 
 
 def test_fp8_products_of_few_rows_are_those_of_many(monkeypatch):

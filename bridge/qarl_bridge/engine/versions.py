@@ -119,11 +119,12 @@ def engine_arguments(options: messages.EngineOptions, *, path: str, has_weights:
 
 
 def keep_sequences_whole(module: str = "vllm.v1.attention.backends.flash_attn") -> str:
-    """Before an engine starts: attention never splits the keys of a sequence.
+    """Before an engine starts: attention meets the keys of a sequence in one order, whatever the batch.
 
     By default FlashAttention-3 decides by the size of the batch into how many parts a sequence's keys are split, so
     that the same tokens get other bits in other company. vLLM has no setting for it but its batch-invariant mode, which
-    replaces most other kernels as well, so the backend's two calls get `num_splits=1` here.
+    replaces most other kernels as well, so the backend's two calls get `num_splits=1` here. For heads of up to 64 it
+    also takes blocks of 192 keys where every sequence has one query, and of 128 in other batches; see `_one_order`.
 
     Returns:
       A line for the facts.
@@ -135,18 +136,33 @@ def keep_sequences_whole(module: str = "vllm.v1.attention.backends.flash_attn") 
         return unknown
     found = [name for name in ("flash_attn_varlen_func", "get_scheduler_metadata") if callable(vars(backend).get(name))]
     for name in found:
-        setattr(backend, name, _with_one_split(getattr(backend, name)))
+        setattr(backend, name, _in_one_order(getattr(backend, name)))
     if len(found) < 2:
         return unknown
     return "attention does not split sequences"
 
 
-def _with_one_split(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_one_order(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        return function(*args, **named | {"num_splits": 1})
+        return function(*args, **named | _one_order(named))
 
     return call
+
+
+def _one_order(named: dict[str, Any]) -> dict[str, Any]:
+    """What a call of FlashAttention-3 gets in place of what vLLM passes.
+
+    For heads of up to 64 the kernel drops the causal mask where each sequence has a single query, and with it the
+    blocks of 128 keys (tile_size.h). A window that no sequence is longer than keeps them: it masks nothing. The kernel
+    forgets a window of `max_seqlen_k - 1` or more, hence the longest sequence is said to be longer than it is.
+    """
+    head_dim = named["headdim"] if "headdim" in named else named["q"].shape[-1] if "q" in named else 0
+    window = named.get("window_size")
+    if not 0 < head_dim <= 64 or named.get("max_seqlen_q") != 1 or (window is not None and tuple(window) != (-1, -1)):
+        return {"num_splits": 1}
+    longest = named["max_seqlen_k"]
+    return {"num_splits": 1, "window_size": [longest, 0], "max_seqlen_k": longest + 2}
 
 
 # vLLM's CUTLASS product of fp8 on sm90 swaps its operands for fewer rows (scaled_mm_sm90_fp8_dispatch.cuh).

@@ -1,0 +1,97 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The first token of a step whose log-prob is another in the learner than in the sampler.
+
+Where both sides keep one contract (`numerics.engine`), no token differs, and `mismatch/exact` is 1. A token that does
+is a defect, and this is what a report of it needs: which prompt, which response, where in it, and by how much.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from qarl_jax.data.packing import Packed
+from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.run.config import RunConfig
+from qarl_jax.types import RolloutGroup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unequal:
+    """Attributes:
+    tokens, unequal: response tokens of the step drawn under the current version, and those that differ.
+    uid: of the prompt. sample: which of its responses. position: of the first token that differs, in the response.
+    token: its id. sampler, learner: its two log-probs.
+    """
+
+    tokens: int
+    unequal: int
+    uid: str
+    sample: int
+    position: int
+    token: int
+    sampler: float
+    learner: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.unequal} of {self.tokens:,} tokens have another log-prob in the learner than in the sampler;"
+            f" the first is token {self.token} at position {self.position} of response {self.sample} to prompt"
+            f" {self.uid}: sampler {self.sampler:.9g}, learner {self.learner:.9g}"
+            f" (difference {self.learner - self.sampler:.1e})"
+        )
+
+
+def promised(cfg: RunConfig, execution: str) -> bool:
+    """Whether every log-prob of this run is to be equal to the bit.
+
+    Args:
+      execution: the engine's mode, as its facts say; empty: the embedded sampler's, which promises closeness alone.
+    """
+    engine = cfg.rollout.engine
+    return (
+        isinstance(engine, vllm.Config)
+        and engine.kernels == "contract"
+        and not engine.split_attention
+        and execution in ("eager", "graphs")
+        and cfg.quant.rollout_scheme == cfg.quant.forward
+        and cfg.numerics.profile != "plain"
+    )
+
+
+def first(parts: Iterable[tuple[Packed, Sequence[RolloutGroup], Sequence[Any]]], version: int) -> Unequal | None:
+    """The first unequal token of a step's updates, in their order and that of groups and samples; None: there is none.
+
+    Args:
+      parts: per update its rows, the groups they were packed from, and per micro-batch the proximal policy's log-probs,
+        float32 [rows, T].
+      version: of the weights that those log-probs are of. Older tokens were drawn by another policy.
+    """
+    found: dict[str, Any] | None = None
+    tokens = count = 0
+    for packed, groups, learner in parts:
+        batch = packed.batch
+        scored = np.concatenate(jax.device_get(list(learner)))
+        wrong = np.asarray(batch.loss_mask) & (scored != batch.rollout_logprobs)
+        for segment in packed.segments:
+            if segment.version != version:
+                continue
+            tokens += int(batch.loss_mask[segment.row, segment.response].sum())
+            at = np.flatnonzero(wrong[segment.row, segment.response])
+            count += len(at)
+            if len(at) and found is None:
+                place = segment.row, segment.response.start + int(at[0])
+                found = {
+                    "uid": groups[segment.group].prompt.uid,
+                    "sample": segment.sample,
+                    "position": int(at[0]),
+                    "token": int(batch.tokens[place]),
+                    "sampler": float(batch.rollout_logprobs[place]),
+                    "learner": float(scored[place]),
+                }
+    return None if found is None else Unequal(tokens=tokens, unequal=count, **found)

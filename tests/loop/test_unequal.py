@@ -1,0 +1,80 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A token that the learner scores otherwise than the sampler is found and named, once, where equality is promised."""
+
+import numpy as np
+import pytest
+
+from qarl_jax.data import packing
+from qarl_jax.loop import unequal
+from qarl_jax.run import config
+from qarl_jax.types import Completion, Prompt, RolloutGroup, VersionSpan
+
+
+def group(uid, lengths, version=3):
+    completions = tuple(
+        Completion(
+            prompt_tokens=(5, 6),
+            tokens=tuple(range(10, 10 + n)),
+            logprobs=-np.arange(1, n + 1, dtype=np.float32),
+            finish_reason="stop",
+            versions=(VersionSpan(version=version, start=0, end=n),),
+        )
+        for n in lengths
+    )
+    return RolloutGroup(
+        prompt=Prompt(uid=uid, tokens=(5, 6), text="", answer="", meta={}),
+        completions=completions,
+        rewards=np.zeros(len(lengths), np.float32),
+    )
+
+
+def part(groups, changed=()):
+    """An update's rows, and log-probs of the learner that differ at (group, sample, position)."""
+    packed = packing.pack(groups, [np.zeros(len(g.completions)) for g in groups], row_len=16, rows_multiple=2)
+    scored = np.where(packed.batch.loss_mask, packed.batch.rollout_logprobs, -9.0).astype(np.float32)
+    for at in changed:
+        (segment,) = (s for s in packed.segments if (s.group, s.sample) == at[:2])
+        scored[segment.row, segment.response.start + at[2]] += 0.5
+    return packed, groups, [scored[i : i + 2] for i in range(0, len(scored), 2)]
+
+
+def test_the_first_unequal_token_has_its_prompt_response_and_position():
+    groups = [group("a/1", (4, 3)), group("b/2", (5, 5))]
+    found = unequal.first([part(groups), part(groups, [(1, 1, 3), (1, 0, 4)])], version=3)
+    assert (found.uid, found.sample, found.position, found.token) == ("b/2", 0, 4, 14)
+    assert (found.sampler, found.learner, found.unequal, found.tokens) == (-5.0, -4.5, 2, 34)
+    assert str(found).startswith("2 of 34 tokens ")
+    assert "prompt b/2" in str(found)
+
+
+def test_equal_log_probs_and_other_places_are_no_finding():
+    assert unequal.first([part([group("a/1", (4, 3))])], version=3) is None
+
+
+def test_tokens_of_older_versions_were_drawn_by_another_policy():
+    old = part([group("a/1", (4, 3), version=2)], [(0, 0, 0)])
+    assert unequal.first([old], version=3) is None
+    assert unequal.first([old], version=2).uid == "a/1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "execution", "promised"),
+    [
+        (["quant.forward=w8a8"], "graphs", True),
+        (["quant.forward=bf16"], "eager", True),
+        (["quant.forward=bf16", "quant.rollout=w8a8"], "graphs", False),
+        (["quant.forward=w8a8"], "compiled", False),
+        (["quant.forward=w8a8", "quant.engine=plain"], "graphs", False),
+        (["quant.forward=w8a8", "rollout.engine.kernels=vllm"], "graphs", False),
+        (["quant.forward=w8a8", "rollout.engine.split_attention=true"], "graphs", False),
+    ],
+)
+def test_equality_is_promised_where_both_sides_keep_the_contract(overrides, execution, promised):
+    given = ["model.path=/m", "data.source={name: jsonl, path: /d.jsonl}", "rollout.engine.name=vllm"]
+    cfg = config.load(
+        None, [*given, *(["quant.engine=cuda"] if "quant.engine=plain" not in overrides else []), *overrides]
+    )
+    assert unequal.promised(cfg, execution) is promised
+    embedded = config.load(None, [*given[:2], "quant.forward=w8a8"])
+    assert not unequal.promised(embedded, "")
