@@ -4,8 +4,8 @@
 
     python -m benchmarks.random_folder OUT --shapes 4b [--layers 8] [--deviation 0.02] [--seed 0] [--no-weights]
 
-Every matrix is normal, every norm one, in bfloat16. Without weights the folder takes seconds and 20 MB for any model: a
-run with `model.init=random` draws them on its devices. The vocabulary's words are w3, w4, ...; a prompt is 32 of them. The
+Every matrix is normal, every norm one, in bfloat16. Without weights any model's folder takes seconds and 5 MB: a run
+with `model.init=random` draws them on its devices. The vocabulary's words are w3, w4, ...; a prompt is 32 of them. The
 reward is one bit of a checksum of the response: half of the responses get it, and nothing can be learned.
 """
 

@@ -30,6 +30,8 @@ SIZES = {
     "1.7b": {"hidden": 2048, "inter": 6144, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "tied": True},
     "4b": {"hidden": 2560, "inter": 9728, "layers": 36, "heads": 32, "kv": 8, "vocab": 151936, "tied": True},
     "8b": {"hidden": 4096, "inter": 12288, "layers": 36, "heads": 32, "kv": 8, "vocab": 151936, "tied": False},
+    "tiny-moe": {"hidden": 128, "inter": 256, "layers": 2, "heads": 4, "kv": 2, "head_dim": 32, "vocab": 512}
+    | {"tied": False, "experts": 4, "experts_per_token": 2, "expert_inter": 256},
     "30b-a3b": {"hidden": 2048, "inter": 6144, "layers": 48, "heads": 32, "kv": 4, "vocab": 151936, "tied": False}
     | {"experts": 128, "experts_per_token": 8, "expert_inter": 768},
 }

@@ -113,12 +113,19 @@ def saved_activations(model: models.ModelConfig, positions: int, max_segments: i
 def layer_activations(model: models.ModelConfig, positions: int, max_segments: int = 1) -> int:
     """Bytes alive at once while one layer is recomputed and differentiated, without what is saved of it anyway.
 
-    The three numbers are fitted to what XLA allocates for an H200 at Qwen3-0.6B, 1.7B and 8B under full recomputation
+    The first three numbers are fitted to what XLA allocates for an H200 at Qwen3-0.6B, 1.7B and 8B under full recomputation
     (benchmarks/memory.py); everything else in the plan is counted.
     """
     hidden, _, projected, inner = _widths(model)
     whole = (14.0 * hidden + 2.5 * projected + 7.0 * inner) * model.compute_dtype.itemsize
-    return round(positions * max(whole - _kept(model, max_segments), whole / 4))
+    own = positions * max(whole - _kept(model, max_segments), whole / 4)
+    if model.moe is not None:
+        # Copies of tokens for their experts, and a layer's experts, gathered and dequantized; fitted to Qwen3-30B-A3B on
+        # two H200 (benchmarks/results/memory_two_h200.json).
+        copies = 2 * positions * model.moe.num_experts_per_tok * hidden
+        experts = 6 * model.moe.num_experts * model.moe.intermediate_size * hidden
+        own += (copies + experts) * model.compute_dtype.itemsize
+    return round(own)
 
 
 def update_scratch(
@@ -241,6 +248,10 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         "mesh": mesh,
     }
     out = update_parts(model, params, qweights, opt_state, **shape)
+    served = build.rollout_graphdef(cfg, graphdef)
+    if cfg.quant.code_flips and (cfg.train.updates_per_step > 1 or served != graphdef):
+        kept = nbytes(jax.eval_shape(lambda p: models.quantize_params(served, p), params), mesh)
+        out |= {"QTensors published before": kept} if kept else {}
     if cfg.kl.coef:
         out["reference policy"] = nbytes(params, mesh, model.compute_dtype) + nbytes(qweights, mesh)
     if cfg.critic is not None:

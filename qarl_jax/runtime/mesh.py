@@ -9,9 +9,10 @@ Four mesh axes, all `Auto` (the partitioner fills in what is not said here):
     tensor   output features of every matrix, attention heads
     expert   experts of a mixture-of-experts layer
 
-Weights are stored [N, K] = [out, in] and sharded on N alone, experts by the expert. No contraction is ever split over devices in the forward
-pass, so a mesh changes neither the order of a sum nor a quantization group (groups lie along K): QTensors are bit-equal
-on every mesh. The price is an all-gather of activations instead of an all-reduce of partial sums, of the same size.
+Weights are stored [N, K] = [out, in] and sharded on N alone, experts by the expert. No contraction is ever split over
+devices in the forward pass, so a mesh changes neither the order of a sum nor a quantization group (groups lie along K):
+QTensors are bit-equal on every mesh. The price is an all-gather of activations instead of an all-reduce of partial
+sums, of the same size.
 
 A weight declares its logical axes beside its initializer (`nnx.Param(..., axes=("layers", "heads", "embed"))`);
 `RULES` maps them to mesh axes, in one place. A dimension that its mesh axes do not divide stays whole.
@@ -51,6 +52,12 @@ class Config:
                 raise UserError(f"{axis}={size}: a mesh axis has at least 1 device (or -1: all that are left).")
         if sum(size == -1 for size in sizes.values()) > 1:
             raise UserError("only one mesh axis may be -1 (all devices that are left).")
+
+    def over(self, devices: int) -> Config:
+        """The same with -1 replaced, where there are that many devices."""
+        sizes = dataclasses.asdict(self)
+        rest = max(1, devices // math.prod(size for size in sizes.values() if size != -1))
+        return Config(**{axis: rest if size == -1 else size for axis, size in sizes.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +148,7 @@ def make_mesh(
     if len(free) > 1:
         raise UserError(f"mesh: only one axis may be -1 (all remaining devices), not {' and '.join(free)}")
     if free:
-        sizes[free[0]] = max(1, len(devices) // math.prod(size for size in sizes.values() if size != -1))
+        sizes = dataclasses.asdict(Config(**sizes).over(len(devices)))
     for axis, size in sizes.items():
         if size < 1:
             raise UserError(f"mesh.{axis} is {size}; it must be at least 1 (or -1 for all remaining devices)")

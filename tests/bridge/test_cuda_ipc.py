@@ -195,14 +195,14 @@ def identity(step=0):
 )
 def test_a_version_staged_on_the_device_is_that_of_the_host(gpu, scheme, moe):
     """Names, order, dtypes, shapes, fingerprints and bytes; twice, into two buffers."""
-    stager = gpu_staging.DeviceStager(cuda_ipc.Buffers(gpu))
+    stager = gpu_staging.DeviceStager([cuda_ipc.Buffers(gpu)])
     for step in range(2):
         weights = policy(scheme, moe, seed=step)
         host = sender.stage(engine_tensors(weights, stacked=True), **identity(step))
         device = stager.stage(weights, **identity(step))
         assert device.manifest == host.manifest
         size = host.manifest.total_bytes
-        assert read(device.buffer.pointer, size) == os.pread(host.fd, size, 0)
+        assert read(device.buffers[0].pointer, size) == os.pread(host.fd, size, 0)
         device.close()
     stager.close()
 
@@ -215,35 +215,47 @@ def spread(weights, **sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize(("scheme", "sizes"), [("bf16", {"fsdp": 2}), ("w4a16:g32", {"fsdp": 2, "expert": 3})])
-def test_each_gpu_of_a_mesh_stages_the_whole_version_without_the_host(library_path, monkeypatch, scheme, sizes, number):
+@pytest.mark.parametrize(
+    ("scheme", "sizes", "numbers"),
+    [("bf16", {"fsdp": 2}, (1,)), ("w4a16:g32", {"fsdp": 2, "expert": 3}, (0, 5)), ("w8a8", {"fsdp": 3}, (0, 1, 2))],
+)
+def test_a_learner_on_a_mesh_stages_whole_versions_on_any_of_its_gpus(library_path, scheme, sizes, numbers):
     weights = policy(scheme, moe=True)
     host = sender.stage(engine_tensors(weights, stacked=True), **identity())
-    gpu = cuda_ipc.Device(0, cuda_ipc.load(library_path))
-    gpu.ordinal = number
-    here, spread_out = {}, spread(weights, **sizes)
-    own = gpu_staging.row_sums
-    monkeypatch.setattr(gpu_staging, "row_sums", lambda x, lead: here.update({x.device: 1}) or own(x, lead))
-    stager = gpu_staging.DeviceStager(cuda_ipc.Buffers(gpu))
-    device = stager.stage(spread_out, **identity())
-    assert list(here) == [jax.devices()[number]]
+    pools = []
+    for number in numbers:
+        gpu = cuda_ipc.Device(0, cuda_ipc.load(library_path))
+        gpu.ordinal, gpu.uuid = number, bytes([number]) * 16
+        pools.append(cuda_ipc.Buffers(gpu))
+    stager = gpu_staging.DeviceStager(pools)
+    device = stager.stage(spread(weights, **sizes), **identity())
     assert device.manifest == host.manifest
-    assert read(device.buffer.pointer, host.manifest.total_bytes) == os.pread(host.fd, host.manifest.total_bytes, 0)
+    expected = os.pread(host.fd, host.manifest.total_bytes, 0)
+    for number, buffer in zip(numbers, device.buffers, strict=True):
+        assert read(buffer.pointer, len(expected)) == expected
+        assert device.memory(bytes([number]) * 16) == messages.DeviceMemory(
+            device=bytes([number]) * 16, handle=buffer.handle
+        )
+    assert device.buffer(b"a GPU elsewhere.") is device.buffers[0]
+    device.close()
+    assert all(pool._free and not pool._taken for pool in pools)
     stager.close()
 
 
 @pytest.mark.slow
-def test_versions_are_staged_on_the_engines_gpu_where_the_learner_is_on_it_too(monkeypatch):
+def test_versions_are_staged_on_the_engines_gpus_where_the_learner_is_on_them_too(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(BridgeError, match="the learner runs on cpu, not on a GPU"):
-        gpu_staging.gpu_of(policy("w8a8"))
-    gpu_of = functools.partial(gpu_staging.gpu_of, platform="cpu")
-    assert [gpu_of(policy("w8a8"), visible) for visible in ("", "0", "1")] == [0, 0, 0]
+        gpu_staging.gpus_of(policy("w8a8"), [""])
+    gpus_of = functools.partial(gpu_staging.gpus_of, platform="cpu")
+    for engines in ([""], ["0"], ["1"], ["1", "2"]):
+        assert gpus_of(policy("w8a8"), engines) == [0]
     both = spread(policy("w8a8"), fsdp=2)
-    assert [gpu_of(both, visible) for visible in ("", "0", "1", "2", "GPU-x")] == [0, 0, 1, 0, 0]
+    for engines, found in {("",): [0], ("1",): [1], ("1", "0"): [0, 1], ("2",): [0], ("2", "1"): [1]}.items():
+        assert gpus_of(both, engines) == found
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-x")
-    assert [gpu_of(both, visible) for visible in ("", "5", "GPU-x", "1")] == [0, 0, 1, 0]
+    for engines, found in {("",): [0], ("GPU-x",): [1], ("GPU-x", "5"): [0, 1], ("1",): [0]}.items():
+        assert gpus_of(both, engines) == found
 
 
 # ---- both -----------------------------------------------------------------------------------------------------------
@@ -257,7 +269,7 @@ def served(tmp_path, gpu, library_path, monkeypatch):
     with bridge_world.world(tmp_path) as w:
         w.engine.mapper = fake_gpu.opener(library_path)
         w.engine.facts = msgspec.structs.replace(w.engine.facts, device=gpu.uuid)
-        yield w, gpu_staging.DeviceStager(cuda_ipc.Buffers(gpu))
+        yield w, gpu_staging.DeviceStager([cuda_ipc.Buffers(gpu)])
 
 
 @pytest.mark.slow
@@ -289,7 +301,7 @@ def test_a_byte_that_changes_on_the_device_is_found_wherever_it_changes(served, 
     client.publish(stager.stage(policy("w8a8"), **identity(0)))
     bad = stager.stage(policy("w8a8", seed=1), **identity(1))
     entry = bad.manifest.tensors[5]
-    ctypes.memset(bad.buffer.pointer + entry.offset + 3, 0x55, 1)
+    ctypes.memset(bad.buffers[0].pointer + entry.offset + 3, 0x55, 1)
     with pytest.raises(BridgeError, match=f"{entry.name} is torn"):
         client.publish(bad)
     assert client.status().version.step == 0
@@ -321,7 +333,7 @@ def test_what_a_dead_trainer_staged_is_forgotten_with_its_lease(served):
 def test_a_bridge_without_a_gpu_or_over_tcp_refuses_device_memory(tmp_path, gpu, monkeypatch):
     named = dict(engine_tensors(policy("w8a8")))
     monkeypatch.setattr(bridge_world, "tensors", lambda seed: named)
-    stager = gpu_staging.DeviceStager(cuda_ipc.Buffers(gpu), "cuda_ipc")
+    stager = gpu_staging.DeviceStager([cuda_ipc.Buffers(gpu)], "cuda_ipc")
     for tcp in (False, True):
         with bridge_world.world(tmp_path, tcp=tcp) as w:
             staged = stager.stage(policy("w8a8"), **identity(0))

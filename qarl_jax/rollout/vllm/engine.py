@@ -39,7 +39,7 @@ from qarl_jax import models
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
-from qarl_jax.rollout.vllm.gpu_staging import DeviceStager, gpu_of, layout
+from qarl_jax.rollout.vllm.gpu_staging import DeviceStager, gpus_of, layout
 from qarl_jax.rollout.vllm.process import BridgeProcess
 from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
 
@@ -77,7 +77,8 @@ class Config(messages.EngineOptions):
     address: a bridge started by hand: a unix socket's path or tcp://host:port; empty: start one.
     key_file: its key (64 hexadecimal digits, mode 0600), needed with `address`.
     visible_gpus: the engine's GPU, as CUDA_VISIBLE_DEVICES names it (a number, or a UUID); empty: what the trainer
-      sees, so that they share the first. One of the learner's own: say transport=cuda_ipc.
+      sees, so that they share the first. Those that are the learner's: `shares_gpus`.
+    shares_gpus: the GPUs of `visible_gpus` are the learner's own, so that a card's plan has to fit both.
     transport: how weights reach the engine: "cuda_ipc" (the engine on a GPU of the learner's: over no host), "nccl" (on
       two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another host), "auto": on one
       host cuda_ipc or nccl, whichever fits, else host. The choice is logged.
@@ -97,6 +98,7 @@ class Config(messages.EngineOptions):
     address: str = ""
     key_file: str = ""
     visible_gpus: str = ""
+    shares_gpus: bool = False
     transport: Literal["auto", "cuda_ipc", "nccl", "host"] = "auto"
     memory: Literal["given", "auto"] = "given"
     staging_buffers: Literal[1, 2] = 2
@@ -111,7 +113,7 @@ class Config(messages.EngineOptions):
     def has_own_gpu(self) -> bool:
         """Whether the engine is meant for another GPU than the learner's."""
         apart = bool(self.visible_gpus) or self.transport == "nccl" or self.address.startswith("tcp://")
-        return apart and self.transport != "cuda_ipc"
+        return apart and self.transport != "cuda_ipc" and not self.shares_gpus
 
     @property
     def stages_on_gpu(self) -> bool:
@@ -401,7 +403,8 @@ class VllmEngine:
         if not self._config.stages_on_gpu:
             raise BridgeError("the bridge is reached over TCP", "unshared")
         if self._stager is None:
-            self._stager = DeviceStager(sender.gpu_buffers(gpu_of(weights, self._config.visible_gpus)), self._transport)
+            gpus = gpus_of(weights, [self._config.visible_gpus])
+            self._stager = DeviceStager([sender.gpu_buffers(gpu) for gpu in gpus], self._transport)
         return self._stager
 
     def status(self) -> messages.StatusReply:
