@@ -141,12 +141,9 @@ class CardPlan:
         verdict = f"{self.missing / GIB:.1f} GiB too much" if self.missing else "fits"
         lines = [f"card         {self.card / GIB:.1f} GiB: {verdict}; JAX takes {self.fraction:.1%} of it at once"]
         if self.cards > 1:
-            has = (
-                "an engine each"
-                if self.engines >= self.cards
-                else f"an engine on {self.engines}: the plan of such a one"
-            )
-            lines[0] += f"\n             {self.cards} such cards, {has if self.engine else 'no engine on them'}"
+            few = f"an engine on {self.engines}, whose plan this is"
+            has = "no engine on them" if not self.engine else few if self.engines < self.cards else "an engine on each"
+            lines[0] += f"\n             {self.cards} such cards, {has}"
         lines += [f"  {name:<32}{size / GIB:9.2f} GiB" for name, size in rows if size]
         if self.apart is not None:
             lines.append(f"  on the engine's card, of {self.apart[0] / GIB:.1f} GiB that it may use:")

@@ -113,15 +113,14 @@ def saved_activations(model: models.ModelConfig, positions: int, max_segments: i
 def layer_activations(model: models.ModelConfig, positions: int, max_segments: int = 1) -> int:
     """Bytes alive at once while one layer is recomputed and differentiated, without what is saved of it anyway.
 
-    The first three numbers are fitted to what XLA allocates for an H200 at Qwen3-0.6B, 1.7B and 8B under full recomputation
-    (benchmarks/memory.py); everything else in the plan is counted.
+    The three numbers are fitted to what XLA allocates for an H200 at Qwen3-0.6B, 1.7B and 8B under full recomputation
+    (benchmarks/memory.py), those of experts at Qwen3-30B-A3B on two; everything else in the plan is counted.
     """
     hidden, _, projected, inner = _widths(model)
     whole = (14.0 * hidden + 2.5 * projected + 7.0 * inner) * model.compute_dtype.itemsize
     own = positions * max(whole - _kept(model, max_segments), whole / 4)
     if model.moe is not None:
-        # Copies of tokens for their experts, and a layer's experts, gathered and dequantized; fitted to Qwen3-30B-A3B on
-        # two H200 (benchmarks/results/memory_two_h200.json).
+        # Copies of tokens for their experts; a layer's experts, gathered, and dequantized.
         copies = 2 * positions * model.moe.num_experts_per_tok * hidden
         experts = 6 * model.moe.num_experts * model.moe.intermediate_size * hidden
         own += (copies + experts) * model.compute_dtype.itemsize

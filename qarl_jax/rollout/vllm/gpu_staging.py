@@ -80,6 +80,7 @@ def _whole(x: jax.Array, dtype: Any) -> dict[int, jax.Array]:
     if len(x.devices()) == 1:
         (device,) = x.devices()
         return {int(device.local_hardware_id): x if x.dtype == dtype else _cast(x, dtype)}
+    assert isinstance(x.sharding, NamedSharding)
     with _JOINING:
         everywhere = _cast(x, dtype, NamedSharding(x.sharding.mesh, PartitionSpec()))
         jax.block_until_ready(everywhere)
