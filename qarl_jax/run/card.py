@@ -167,7 +167,7 @@ def make(cfg: RunConfig, card: int) -> CardPlan:
         there = own | ({"staging (published versions)": staging} if staging else {})
         return dataclasses.replace(plan, apart=(share, there))
     reserved = max(sum(own.values()), share) if engine.kv_cache_gb else share
-    return dataclasses.replace(plan, engine=own, reserved=reserved, engines=len(engine.visible_gpus.split(";")))
+    return dataclasses.replace(plan, engine=own, reserved=reserved, engines=engine.started)
 
 
 def kv_bytes(cfg: RunConfig, sequences: int) -> int:

@@ -359,7 +359,8 @@ def published_bytes(cfg: RunConfig) -> int:
 
 def _apart(cfg: RunConfig, engine: vllm.Config) -> list[str]:
     """Lines on a vLLM with a GPU of its own."""
-    where = f"GPU {engine.visible_gpus}" if engine.visible_gpus else f"the GPU of the bridge at {engine.address}"
+    by_hand = ", ".join(engine.named) or engine.endpoints_file
+    where = f"GPU {engine.visible_gpus}" if engine.visible_gpus else f"the GPU of the bridge at {by_hand}"
     lines = [f"vLLM         on {where}: {engine.gpu_memory_utilization:.0%} of it at most (gpu_memory_utilization)"]
     if not engine.stages_on_gpu:
         return [*lines, "  weights go over host memory"]
@@ -373,7 +374,7 @@ def colocation(cfg: RunConfig) -> list[str]:
     if not isinstance(cfg.rollout.engine, vllm.Config):
         return []
     engine = cfg.rollout.engine
-    if engine.address.startswith("tcp://") and not engine.stages_on_gpu:
+    if engine.is_remote and not engine.stages_on_gpu:
         return ["vLLM         on another host: weights go over the socket"]
     if engine.has_own_gpu:
         return _apart(cfg, engine)

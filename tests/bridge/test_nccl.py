@@ -465,11 +465,11 @@ def test_an_engine_killed_while_it_receives_is_replaced_and_given_both_versions(
         e.publish(policy(0), 0)
         receiving = stalls(1)
         # The bridge was started without the fault: it gets it with its next life.
-        os.kill(e._bridge.process.pid, signal.SIGKILL)
+        os.kill(e.fleet.replicas[0].bridge.process.pid, signal.SIGKILL)
 
         def kill():
             bridge_world.wait_for(receiving.exists)
-            os.kill(e._bridge.process.pid, signal.SIGKILL)
+            os.kill(e.fleet.replicas[0].bridge.process.pid, signal.SIGKILL)
 
         killer = threading.Thread(target=kill)
         killer.start()

@@ -187,16 +187,19 @@ class Client:
       address: a path, unix:/path or tcp://host:port.
       key: the bridge's, 32 bytes (`keys.read_key`).
       timeout_s: longest silence tolerated, in seconds.
+      is_over: looked at while a reply is waited for; once true, the request ends with BridgeError("dead").
 
     Raises:
       BridgeError: nobody listens there ("dead") or answers in time ("timeout"), the key is another ("auth"), or the
         protocol is ("setup").
     """
 
-    def __init__(self, address: str, key: bytes, *, timeout_s: float = 60.0):
+    def __init__(
+        self, address: str, key: bytes, *, timeout_s: float = 60.0, is_over: Callable[[], bool] = lambda: False
+    ):
         self.address = address
         self._timeout_s = timeout_s
-        self._channel = zeromq.Channel(address, key, timeout_s)
+        self._channel = zeromq.Channel(address, key, timeout_s, is_over)
         self._communicator: nccl.Communicator | None = None
         self.sent_over = ""  # "host", "cuda_ipc" or "nccl": how the last version went
         try:
