@@ -8,8 +8,8 @@
 
 Each call is one case and ends within ten minutes; a folder that does not exist is made first, without weights: the run
 draws random ones on its devices. `--cards` spreads the learner over so many, with an engine on each. A mixture of
-experts, and any model on several cards, is trained as large ones are: bfloat16 masters, AdamW with moments in int8 on
-the host, an update's responses in one micro-batch, one version staged at a time, and routing replayed.
+experts, and any model on several cards, is trained as large ones are: bfloat16 masters, moments in int8 on the host, an
+update's responses in one micro-batch, one version staged at a time, and routing replayed.
 Cases:
 
     bf16            sampler and learner in bf16
@@ -100,7 +100,7 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
     if args.cards > 1 or "experts" in shapes.SIZES[args.shapes]:
         values |= {
             "model.param_dtype": "bfloat16",
-            "optimizer.name": "adamw",  # begins the section anew
+            "optimizer.name": args.optimizer,  # begins the section anew
             "optimizer.lr": 1e-6,
             "optimizer.moment_dtype": "int8",
             "optimizer.second_moment_dtype": "int8",
@@ -111,6 +111,7 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
             "train.row_len": longest,
             "train.micro_batch_rows": args.batch // args.updates,
         }
+        values |= {"optimizer.matmul_precision": "default"} if args.optimizer == "muon" else {}
     if args.cards > 1:
         values |= {
             "mesh.fsdp": args.cards,
@@ -194,6 +195,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=0, help="of a new folder's model; 0: all")
     parser.add_argument("--cards", type=int, default=1, help="that the learner is spread over, with an engine on each")
     parser.add_argument("--updates", type=int, default=2, help="of a step")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="of a mixture or several cards")
     parser.add_argument("--case", choices=CASES, default="w8a8")
     parser.add_argument("--batch", type=int, default=128, help="responses of a step")
     parser.add_argument("--response-len", type=int, default=1024)

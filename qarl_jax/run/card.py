@@ -236,7 +236,18 @@ def settle(cfg: RunConfig, card: int | None) -> tuple[RunConfig, CardPlan | None
 
 def fits(cfg: RunConfig, card: int) -> bool:
     """Whether any choice of its "auto"s fits the card."""
-    return any(not make(choice, card).missing for choice in _choices(cfg, card))
+    return not _least_missing(cfg, card)
+
+
+def _least_missing(cfg: RunConfig, card: int) -> int:
+    """Bytes by which the smallest choice of its "auto"s does not fit; 0: one fits."""
+    least: int | None = None
+    for choice in _choices(cfg, card):
+        missing = make(choice, card).missing
+        least = missing if least is None else min(least, missing)
+        if not least:
+            break
+    return least or 0
 
 
 def advice(cfg: RunConfig, card: int) -> str:
@@ -253,9 +264,12 @@ def savings(cfg: RunConfig, card: int) -> list[str] | None:
     best = cfg
     for change in _savings(cfg):
         try:
-            best = _set(cfg, _merged([*taken, change]))
+            changed = _set(cfg, _merged([*taken, change]))
         except UserError:  # it does not go with the rest of the run
             continue
+        if _least_missing(changed, card) > _least_missing(best, card):  # several micro-batches add up their gradients
+            continue
+        best = changed
         taken.append(change)
         if fits(best, card):
             break
