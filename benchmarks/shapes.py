@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from qarl_jax import models
 from qarl_jax.learning.learner import Learner, Options
@@ -19,6 +19,7 @@ from qarl_jax.numerics.engine import Kernels
 from qarl_jax.optim import build as optimizer
 from qarl_jax.quant import resolve
 from qarl_jax.run import memory_plan
+from qarl_jax.runtime.mesh import MESH_AXES
 from qarl_jax.types import TrainBatch
 
 SIZES = {
@@ -49,6 +50,7 @@ class Setting:
       master: dtype of parameters. grad: of gradients.
       remat, attention, chunk, optimizer: as in a run's config.
       moments: dtype of the optimizer's moments; "": the master's. offload: they rest on the host.
+      cards: devices that it is spread over, as `mesh.fsdp`.
       kernels: of the scheme's forward on a Hopper GPU, as `numerics.engine.Kernels` names them: xla, hopper, and for
         `w8a8` triton and hopper/triton, too; "": the scheme's default.
     """
@@ -69,6 +71,7 @@ class Setting:
     moments: str = ""
     offload: bool = False
     kernels: str = ""
+    cards: int = 1
 
 
 def model_config(setting: Setting) -> models.ModelConfig:
@@ -158,17 +161,19 @@ def planned(setting: Setting) -> dict[str, int]:
     """What the memory plan says of an update of `setting` on one device: bytes by part."""
     graphdef, params, qweights = models.split(models.abstract_model(model_config(setting)))
     opt_state = opt_state_of(setting, params)
+    mesh = AbstractMesh((1, setting.cards, 1, 1), MESH_AXES)
     return memory_plan.update_parts(
         models.config_of(graphdef),
         params,
         qweights,
         opt_state,
-        rows=setting.rows,
+        rows=setting.rows // setting.cards,
         row_len=setting.seq,
         chunk=setting.chunk,
         grad_dtype=setting.grad,
         max_segments=setting.segments,
         offload=setting.offload,
+        mesh=mesh,
     )
 
 

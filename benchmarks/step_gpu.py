@@ -96,7 +96,7 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
     if rollout:
         values["quant.rollout"] = scheme
     if "experts" in shapes.SIZES[args.shapes]:
-        values["rollout.router_replay"] = str(not rollout).lower()
+        values |= {"rollout.router_replay": str(not rollout).lower(), "model.remat": "full"}
     if args.cards > 1 or "experts" in shapes.SIZES[args.shapes]:
         values |= {
             "model.param_dtype": "bfloat16",

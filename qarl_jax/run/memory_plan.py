@@ -99,7 +99,12 @@ def _kept(model: models.ModelConfig, max_segments: int) -> int:
     if model.remat == "none":  # every tensor that a backward reads, those in float32 too
         elements = 8 * hidden + 2 * heads + 3 * projected + 5 * inner
         return elements * width + 4 * (8 * hidden + 6 * inner) + statistics
-    elements = remat.saved_elements(model.remat, hidden=hidden, heads=heads, projected=projected, inner=inner)
+    down = hidden
+    if model.moe is not None:  # float32 where it is weighted first
+        down *= model.moe.num_experts_per_tok * (2 if model.numerics.weighted_experts else 1)
+    elements = remat.saved_elements(
+        model.remat, hidden=hidden, heads=heads, projected=projected, inner=inner, down=down
+    )
     return elements * width + statistics if elements else 0
 
 
