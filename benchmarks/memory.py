@@ -4,9 +4,9 @@
 
     python -m benchmarks.memory --out benchmarks/results/memory_h200.json
 
-XLA compiles the update of Qwen3 shapes ahead of time for an H200, or for several and says what it will hold: arguments, results that
-share no buffer with them, and temporaries. `plan.update_parts` computes the same from shapes alone. One JSON line per
-case; `tests/run/test_memory_plan.py` holds the prediction to the recorded ones.
+XLA compiles the update of Qwen3 shapes ahead of time for an H200 (`--mixtures`: of Qwen3-30B-A3B for two) and says what
+it will hold: arguments, results that share no buffer with them, and temporaries. `plan.update_parts` computes the same
+from shapes alone. One JSON line per case; `tests/run/test_memory_plan.py` holds the prediction to the recorded ones.
 
 What is needed is jax's CUDA plugin (`pip install "jax[cuda12]"`) and, where there is no GPU,
 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu. Kernels are not autotuned: that takes the device itself, and moves
