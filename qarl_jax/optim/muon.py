@@ -46,7 +46,7 @@ from jaxtyping import Array, Float
 from qarl_jax.optim import eight_bit
 from qarl_jax.optim.eight_bit import Blocks
 from qarl_jax.optim.moments import MomentDtype, leaf_by_leaf
-from qarl_jax.runtime.mesh import RULES
+from qarl_jax.runtime.mesh import AXIS_RULES
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Jordan's quintic: steepest slope at 0 that still keeps every singular value near 1."""
@@ -94,7 +94,7 @@ def _each_its_experts(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*stacks: Any) -> Any:
         shape, mesh = jax.tree.leaves(stacks)[0].shape, jax.sharding.get_abstract_mesh()
-        over = RULES.for_experts(shape[1], mesh.shape).expert if len(shape) > 3 and not mesh.empty else ()
+        over = AXIS_RULES.for_experts(shape[1], mesh.shape).expert if len(shape) > 3 and not mesh.empty else ()
         ways = math.prod(mesh.shape[axis] for axis in over)
         if ways == 1 or shape[1] % ways:
             return function(*stacks)

@@ -83,7 +83,7 @@ class AxisRules:
     embed: tuple[str, ...] = ()
     norm: tuple[str, ...] = ()
 
-    def for_experts(self, count: int, sizes: Mapping[str, int]) -> Rules:
+    def for_experts(self, count: int, sizes: Mapping[str, int]) -> AxisRules:
         """The rules for arrays of `count` experts on a mesh of these sizes: spread over `fsdp` by the expert and not
         within each, where that divides them. A layer's gather then joins whole experts: along a later dimension XLA
         transposes whole stacks of weights and gradients for it, and has each twice."""
