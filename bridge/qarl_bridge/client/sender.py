@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from qarl_bridge.protocol import fingerprint, messages
+from qarl_bridge.protocol import delta, fingerprint, messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.transport import cuda_ipc, nccl, shm, zeromq
 
@@ -41,6 +42,23 @@ class StagedVersion:
     stage_s: float
 
     transport = "host"
+    base: StagedVersion | None = None  # the version before it, for who holds that
+    _changes: bytes | None = None
+    _changes_to: bytes = b""  # the base they were made for
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)
+
+    def changes_to(self, digest: bytes) -> bytes | None:
+        """What turns the version with this manifest's digest into this one (delta.py); None: send it whole.
+
+        Made once, by whoever asks first, from any thread; `base` must not be closed meanwhile.
+        """
+        with self._lock:
+            base = self.base
+            fits = base is not None and base.fd >= 0 and base.manifest.total_bytes == self.manifest.total_bytes
+            if base is not None and fits and base.manifest.digest == digest != self._changes_to:
+                old, new = (shm.map_sealed(one.fd, one.manifest.total_bytes) for one in (base, self))
+                self._changes, self._changes_to = delta.difference(old, new), digest
+            return self._changes if digest and digest == self._changes_to else None
 
     def memory(self) -> messages.HostMemory:
         """Where the bridge finds it."""
@@ -201,6 +219,8 @@ class Client:
         self._timeout_s = timeout_s
         self._channel = zeromq.Channel(address, key, timeout_s, is_over)
         self._communicator: nccl.Communicator | None = None
+        self.sends_changes = True
+        self.sent_bytes = 0  # of the last version, through the socket
         self.sent_over = ""  # "host", "cuda_ipc" or "nccl": how the last version went
         try:
             self.facts: messages.Facts = self.request(
@@ -291,6 +311,7 @@ class Client:
             "readback_s": report.readback_s,
             "total_s": staged.stage_s + time.perf_counter() - start,
             "bytes": float(report.bytes),
+            "sent_bytes": float(self.sent_bytes),
             "tensors": float(report.tensors),
             "weights_read_back": float(report.weights_read_back),
             "rows_read_back": float(report.rows_read_back),
@@ -326,6 +347,7 @@ class Client:
         """The bytes: from the GPU where they lie there, else as shared memory, else over the socket."""
         manifest = staged.manifest
         route = self.sent_over = self.route(staged)
+        self.sent_bytes = 0
         ready = self.request(messages.Announce(manifest=manifest), messages.Ready)
         if isinstance(staged, DeviceVersion):
             if route == "nccl":
@@ -338,10 +360,24 @@ class Client:
                 if error.code != "unshared":
                     raise
             self.request(messages.Announce(manifest=manifest), messages.Ready)
+        changes = staged.changes_to(ready.holds) if self.sends_changes else None
+        if changes is not None:
+            for offset in range(0, len(changes), messages.CHUNK_BYTES):
+                self._send_chunk(offset, changes[offset : offset + messages.CHUNK_BYTES])
+            try:
+                return self.request(messages.Stage(memory=messages.Changes(base=ready.holds)), messages.Staged)
+            except BridgeError as error:
+                if error.code not in ("unshared", "torn"):
+                    raise
+            self.request(messages.Announce(manifest=manifest), messages.Ready)
         for offset in range(0, manifest.total_bytes, messages.CHUNK_BYTES):
             size = min(messages.CHUNK_BYTES, manifest.total_bytes - offset)
-            self.request(messages.Chunk(offset=offset), messages.Ok, data=staged.chunk(offset, size))
+            self._send_chunk(offset, staged.chunk(offset, size))
         return self.request(messages.Stage(memory=None), messages.Staged)
+
+    def _send_chunk(self, offset: int, data: bytes) -> None:
+        self.request(messages.Chunk(offset=offset), messages.Ok, data=data)
+        self.sent_bytes += len(data)
 
     def _broadcast(self, buffer: cuda_ipc.Buffer) -> messages.Staged:
         """Send a buffer while the bridge receives it, each looking at the other over the socket.

@@ -257,6 +257,7 @@ class VllmEngine:
         staged: sender.Version
         if transport == "host":
             staged = sender.stage(engine_tensors(weights, stacked=True), **identity)
+            staged.base = self._staged if isinstance(self._staged, sender.StagedVersion) else None
         else:
             stager = self._device_stager(weights)
             if self._config.staging_buffers == 1 and self._staged is not None:
@@ -270,6 +271,8 @@ class VllmEngine:
         except BaseException:
             staged.close()
             raise
+        if isinstance(staged, sender.StagedVersion):
+            staged.base = None  # closed with the next line; who has not asked for the changes by now gets the whole
         if self._staged is not None:
             self._staged.close()
         if transport == "host" and self._stager is not None:  # it was left meanwhile: nothing lies in its buffers

@@ -111,7 +111,7 @@ class Fleet:
         log: Callable[[str], None],
     ):
         self._config, self._check, self._explain, self._log = config, check, explain, log
-        self._identity = {"run_id": run_id, "incarnation": incarnation}
+        self._run_id, self._incarnation = run_id, incarnation
         self._changed = threading.Condition()
         self._target: sender.Version | None = None
         self._model_json: Mapping[str, Any] = {}
@@ -126,7 +126,7 @@ class Fleet:
         number = next(self._numbers)
         place = f" at {where['address']}" if "address" in where else ""
         name = f"vLLM bridge {number}{place}" if self._config.is_fleet else "the vLLM bridge"
-        return Replica(name, self._config, **self._identity, log=self._log, **where)
+        return Replica(name, self._config, run_id=self._run_id, incarnation=self._incarnation, log=self._log, **where)
 
     @property
     def restarts(self) -> int:
@@ -169,9 +169,11 @@ class Fleet:
                         break
                     self._changed.wait(_TICK_S)
                 serving = [replica for replica in self.replicas if replica.serves(staged)]
-                unshared = [e for e in (r.error for r in self.replicas) if getattr(e, "code", "") == "unshared"]
-                if unshared or not serving:
-                    raise unshared[0] if unshared else self._why()
+                for replica in self.replicas:
+                    if replica.error is not None and getattr(replica.error, "code", "") == "unshared":
+                        raise replica.error
+                if not serving:
+                    raise self._why()
             except BaseException:
                 self._target = before
                 for replica in self.replicas:
