@@ -116,7 +116,7 @@ def test_a_learner_on_two_cards_with_an_engine_on_each_has_half_of_its_weights_o
     assert (both.cards, both.engines) == (2, 2)
     assert both.engine == alone.engine
     assert 2 * both.staging == alone.staging
-    assert both.context == card.JAX_CONTEXT + card.COLLECTIVES
+    assert both.context == int(card.JAX_CONTEXT + card.COLLECTIVES)
     assert "2 such cards, an engine on each" in both.lines()[0]
 
 
