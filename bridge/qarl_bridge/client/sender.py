@@ -151,10 +151,10 @@ def stage(
 
     Args:
       tensors: whole fused modules together and layer by layer (the engine's loader holds one module at a time); arrays
-        of any dtype in `wire.DTYPES`.
+        of any dtype in `tensors.DTYPES`.
       version: what this is.
-      model: `wire.model_fingerprint` of the config.json.
-      scheme: `wire.scheme_hash` of its quantization_config.
+      model: `tensors.model_fingerprint` of the config.json.
+      scheme: `tensors.scheme_hash` of its quantization_config.
     """
     start = time.perf_counter()
     entries: list[messages.TensorEntry] = []

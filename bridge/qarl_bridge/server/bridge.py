@@ -42,6 +42,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.manifest import check_manifest
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server.engine_api import Engine
 from qarl_bridge.server.incoming import Pending
@@ -442,7 +443,7 @@ class Bridge:
         return self._lease
 
     def _announce(self, peer: Peer, manifest: messages.Manifest) -> messages.Ready:
-        messages.check_manifest(
+        check_manifest(
             manifest, model=self._engine.facts.model, scheme=self._engine.facts.scheme, expected=self._engine.expected
         )
         version = manifest.version

@@ -45,7 +45,7 @@ class HostCopy:
     """A version in memory that nobody can write to any more.
 
     Args:
-      manifest: checked already (`wire.check_manifest`).
+      manifest: checked already (`manifest.check_manifest`).
       buffer: [total_bytes] uint8, read only.
     """
 

@@ -311,9 +311,8 @@ class Fleet:
         with self._changed:
             replica.error, replica.task = error, None
             replica.retry_at = time.monotonic() + RETRY_S
-            others = any(other.serves(self._target) for other in self.replicas)
             self._changed.notify_all()
-        if others:
+        if self._config.is_fleet:
             self._log(f"{replica.name} is left out: {error}")
 
     def _why(self) -> Exception:
