@@ -18,7 +18,8 @@ At `in flight` a version comes in at once, and costs the sampler P; `between bat
 in `lockstep` for the batch of step v - 1 + k. k = 0 is the run that waits: it alone may use all cards for both phases.
 
 What is assumed: each phase takes as long on n cards as on one divided by n, up to `--overhead` (a share that does not
-shrink, of either); the times are those of the run in their order, over and over; and sampling is not slowed by interruptions.
+shrink, of either); the times are those of the run in their order, over and over; and interruptions do not slow
+sampling down.
 """
 
 from __future__ import annotations
