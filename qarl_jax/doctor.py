@@ -79,7 +79,7 @@ def numerics(cfg: RunConfig | None) -> Check:
         if mode == "compiled":
             todo = "set rollout.engine.execution=auto: compiled kernels round otherwise than the learner does"
             return Check(name="numerics", status="warn", found=found + ", which is not aligned", todo=todo)
-        if mode == "graphs" and not on_gpu and not cfg.rollout.engine.address:
+        if mode == "graphs" and not on_gpu and not cfg.rollout.engine.by_hand:
             todo = "set rollout.engine.execution=auto: CUDA graphs need a CUDA GPU"
             return Check(name="numerics", status="fail", found=found, todo=todo)
     return Check(name="numerics", status="ok", found=found)
@@ -339,6 +339,8 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
         max_restarts=0,
         log_file="",
         profile="",
+        replicas=0,
+        visible_gpus=cfg.rollout.engine.gpus_of(0),
     )
     weights = one_layer(cfg)
     model = models.config_of(weights.graphdef)
@@ -402,7 +404,7 @@ def with_config(cfg: RunConfig) -> Iterator[Check]:
 def _can_be_probed(cfg: RunConfig) -> bool:
     """Whether the run starts a vLLM of its own; one started by hand has its model already."""
     engine = cfg.rollout.engine
-    return isinstance(engine, vllm.Config) and engine.engine == "vllm" and not engine.address
+    return isinstance(engine, vllm.Config) and engine.engine == "vllm" and not engine.by_hand
 
 
 def examine(

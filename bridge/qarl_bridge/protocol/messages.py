@@ -40,7 +40,7 @@ from qarl_bridge.protocol.tensors import dtype_name as dtype_name
 from qarl_bridge.protocol.tensors import model_fingerprint as model_fingerprint
 from qarl_bridge.protocol.tensors import scheme_hash as scheme_hash
 
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
 MAX_FRAME = 64 << 20  # of a message: a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights travel in Chunks
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
@@ -152,6 +152,12 @@ class NcclMemory(_Struct, tag_field="t", tag=True):
     world: Annotated[int, msgspec.Meta(ge=2, le=1 << 16)]
     version: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     timeout_s: Seconds
+
+
+class Changes(_Struct, tag_field="t", tag=True):
+    """The Chunks were not the version but what turns the one with this manifest's digest into it (delta.py)."""
+
+    base: Digest
 
 
 class Array(_Struct):
@@ -355,10 +361,10 @@ class Announce(_Message):
 
 class Stage(_Message):
     """The announced bytes are complete: in a sealed memory file of the trainer's, in a buffer of its on the engine's
-    GPU or on another, or (None) in the Chunks before this. Every fingerprint and every float is checked. Reply: Staged;
-    Error "unshared" if the memory cannot be reached."""
+    GPU or on another, or (None, Changes) in the Chunks before this. Every fingerprint and every float is checked.
+    Reply: Staged; Error "unshared" if the memory cannot be reached, or the changes are to another version."""
 
-    memory: HostMemory | DeviceMemory | NcclMemory | None
+    memory: HostMemory | DeviceMemory | NcclMemory | Changes | None
 
 
 class Cancel(_Message):
@@ -437,9 +443,11 @@ class StatusReply(_Message):
 
 
 class Ready(_Message):
-    """Announcement accepted; `share_memory` says whether Stage may name a memory file."""
+    """Announcement accepted; `share_memory` says whether Stage may name a memory file, `holds` which version (by its
+    manifest's digest) the bridge has in its memory, so that Changes to it may be sent; empty: none."""
 
     share_memory: bool
+    holds: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
 
 
 class Staged(_Message):
