@@ -42,6 +42,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.manifest import check_manifest
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server.engine_api import Engine
 from qarl_bridge.server.incoming import Pending
@@ -442,7 +443,7 @@ class Bridge:
         return self._lease
 
     def _announce(self, peer: Peer, manifest: messages.Manifest) -> messages.Ready:
-        messages.check_manifest(
+        check_manifest(
             manifest, model=self._engine.facts.model, scheme=self._engine.facts.scheme, expected=self._engine.expected
         )
         version = manifest.version
@@ -459,7 +460,8 @@ class Bridge:
                 raise BridgeError("another version is being loaded", "busy")
             self._discard_pending()
             self._pending = Pending(manifest, peer)
-        return messages.Ready(share_memory=peer.shares_memory)
+            holds = self._good.manifest.digest if isinstance(self._good, HostCopy) else b""
+        return messages.Ready(share_memory=peer.shares_memory, holds=holds)
 
     def _require_pending(self, peer: Peer) -> Pending:
         with self._lock:
@@ -527,12 +529,16 @@ class Bridge:
                 raise
 
     def _copy_of(
-        self, pending: Pending, memory: messages.HostMemory | messages.DeviceMemory | messages.NcclMemory | None
+        self,
+        pending: Pending,
+        memory: messages.HostMemory | messages.DeviceMemory | messages.NcclMemory | messages.Changes | None,
     ) -> Copy:
         """The announced version, wherever its bytes are."""
         manifest, peer = pending.manifest, pending.owner
         if isinstance(memory, messages.NcclMemory):
             return self._receive(manifest, peer, memory)
+        if isinstance(memory, messages.Changes):
+            return pending.changed_copy(self._good, memory.base)
         if memory is not None and not peer.shares_memory:
             raise BridgeError("memory is shared on one host only: send Chunks", "unshared")
         if isinstance(memory, messages.DeviceMemory):

@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from qarl_bridge.protocol import messages
+from qarl_bridge.protocol import delta, messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server.staged import Copy, HostCopy
 from qarl_bridge.transport.zeromq import Peer
@@ -59,6 +59,23 @@ class Pending:
             raise BridgeError(
                 f"{self.manifest.version} is torn: {len(received)} of {self.manifest.total_bytes} bytes arrived", "torn"
             )
-        buffer = np.frombuffer(received, np.uint8)
+        return self._held(np.frombuffer(received, np.uint8))
+
+    def changed_copy(self, base: Copy | None, digest: bytes) -> HostCopy:
+        """The chunks as changes to `base`, which stays as it is, and the version that makes.
+
+        Raises:
+          BridgeError: the base is another ("unshared"), or the changes are not to bytes laid out so ("torn").
+        """
+        received, self.received = self.received or bytearray(), None
+        if not isinstance(base, HostCopy) or base.manifest.digest != digest:
+            raise BridgeError("the changes are to a version that this bridge does not hold", "unshared")
+        if base.manifest.total_bytes != self.manifest.total_bytes:
+            raise BridgeError(f"{self.manifest.version} is torn: it is not laid out as its base", "torn")
+        buffer = delta.copy(base.buffer)
+        delta.apply(received, buffer)
+        return self._held(buffer)
+
+    def _held(self, buffer: np.ndarray) -> HostCopy:
         buffer.flags.writeable = False
         return HostCopy(self.manifest, buffer)

@@ -45,7 +45,7 @@ class HostCopy:
     """A version in memory that nobody can write to any more.
 
     Args:
-      manifest: checked already (`wire.check_manifest`).
+      manifest: checked already (`manifest.check_manifest`).
       buffer: [total_bytes] uint8, read only.
     """
 
@@ -53,10 +53,10 @@ class HostCopy:
 
     def __init__(self, manifest: messages.Manifest, buffer: np.ndarray):
         self.manifest = manifest
-        self._buffer = buffer
+        self.buffer = buffer
 
     def _array(self, entry: messages.TensorEntry) -> np.ndarray:
-        raw = self._buffer[entry.offset : entry.offset + entry.nbytes]
+        raw = self.buffer[entry.offset : entry.offset + entry.nbytes]
         return raw.view(messages.DTYPES[entry.dtype]).reshape(entry.shape)
 
     def validate(self) -> None:
