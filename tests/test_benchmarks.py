@@ -122,6 +122,17 @@ def test_a_case_is_a_config_that_loads(tmp_path, case):
     assert (cfg.train.updates_per_step, cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt) == (2, 128)
 
 
+@pytest.mark.parametrize("size", ["8b", "30b-a3b"])
+def test_a_case_on_several_cards_has_an_engine_on_each_and_one_micro_batch_an_update(tmp_path, size):
+    args = step_gpu.build_parser().parse_args(["--folder", "x", "--shapes", size, "--cards", "2", "--updates", "4"])
+    cfg = config.load(step_gpu.CONFIG, step_gpu.overrides(args, "x", str(tmp_path)))
+    engine = cfg.rollout.engine
+    assert (cfg.mesh.fsdp, engine.started, [engine.gpus_of(n) for n in range(2)]) == (2, 2, ["0", "1"])
+    assert (engine.has_own_gpu, engine.max_num_seqs) == (False, 64)
+    assert (cfg.train.updates_per_step, cfg.micro_batches_per_update) == (4, (1, 1))
+    assert cfg.rollout.router_replay == (size == "30b-a3b")
+
+
 def test_a_trace_is_summed_over_the_devices_kernels_alone(tmp_path, capsys):
     def row(pid, tid, name, us):
         return {"ph": "X", "pid": pid, "tid": tid, "name": name, "dur": us, "ts": 0}

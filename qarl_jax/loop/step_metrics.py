@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -116,6 +118,16 @@ def speed(
         if peak_flops is not None:
             out["perf/mfu"] = achieved / peak_flops
     return out
+
+
+def most_memory(devices: Sequence[Any]) -> dict[str, float]:
+    """The most that JAX has held on each device so far, in GiB; nothing of devices that do not say (CPUs)."""
+    stats = {int(device.local_hardware_id): device.memory_stats() or {} for device in devices}
+    return {
+        f"perf/most_gib_{number}": found["peak_bytes_in_use"] / 2**30
+        for number, found in stats.items()
+        if "peak_bytes_in_use" in found
+    }
 
 
 def summary(cfg: RunConfig) -> str:

@@ -157,7 +157,11 @@ def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> A
 
 def load_masters(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Any:
     """The policy's masters on the mesh."""
-    params = models.load_masters(cfg.model.path, models.config_of(graphdef), mesh)[1]
+    config = models.config_of(graphdef)
+    if cfg.model.init == "random":
+        params = models.random_masters(config, mesh, seed_of(cfg.seed, 0, "masters") % 2**32)
+    else:
+        params = models.load_masters(cfg.model.path, config, mesh)[1]
     return invariant_scaling.invariant_scaling(params, cfg.quant.uaq_scale)
 
 

@@ -64,6 +64,7 @@ class Config:
 
     Attributes:
       every: save after every so many steps; 0: never on a schedule (only when asked, e.g. at the end or on Ctrl-C).
+      at_end: save after the last step.
       keep: how many of the newest whole steps stay; null: all. A damaged one does not count, and stays.
       keep_every: steps that are multiples of this stay for good, on top of `keep`; null: none.
       asynchronous: write in the background while training goes on; a failure is then told at the next step. On a CPU
@@ -73,6 +74,7 @@ class Config:
     """
 
     every: int = 50
+    at_end: bool = True
     keep: int | None = 3
     keep_every: int | None = None
     asynchronous: bool = True

@@ -58,6 +58,7 @@ class ModelOptions:
 
     Attributes:
       path: Hugging Face model folder (config.json, safetensors, tokenizer).
+      init: pretrained, the folder's weights; random, fresh ones drawn on the devices from `seed` (it has none then).
       dtype: compute dtype of the forward and backward.
       param_dtype: dtype of the master weights. At lr 1e-6 a bfloat16 master hardly ever moves; keep float32.
       remat: what the backward recomputes: full (every layer), attention (all but softmax attention), mixer (the MLPs
@@ -68,6 +69,7 @@ class ModelOptions:
     """
 
     path: str
+    init: Literal["pretrained", "random"] = "pretrained"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["auto", "full", "attention", "mixer", "dots", "none"] = "full"

@@ -18,7 +18,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -98,21 +98,27 @@ class StagedVersion:
 
 @dataclasses.dataclass
 class DeviceVersion:
-    """A version in a buffer on the GPU. Close it to let the buffer be written again.
+    """A version in a buffer on the GPU, or in one on each of several. Close it to let them be written again.
 
     Attributes:
+      buffers: the same bytes in each.
       stage_s: seconds that staging took.
       transport: "cuda_ipc", "nccl", or "auto" (see `Client.route`).
     """
 
     manifest: messages.Manifest
-    buffer: cuda_ipc.Buffer
+    buffers: Sequence[cuda_ipc.Buffer]
     stage_s: float
     transport: str = "auto"
 
-    def memory(self) -> messages.DeviceMemory:
-        """Where the bridge finds it."""
-        return messages.DeviceMemory(device=self.buffer.device.uuid, handle=self.buffer.handle)
+    def buffer(self, device: bytes) -> cuda_ipc.Buffer:
+        """The one on the GPU of that UUID, else the first."""
+        return next((buffer for buffer in self.buffers if buffer.device.uuid == device), self.buffers[0])
+
+    def memory(self, device: bytes = b"") -> messages.DeviceMemory:
+        """Where a bridge whose engine is on that GPU finds it."""
+        buffer = self.buffer(device)
+        return messages.DeviceMemory(device=buffer.device.uuid, handle=buffer.handle)
 
     def chunk(self, offset: int, size: int) -> bytes:
         """Raises BridgeError("unshared"), always."""
@@ -120,7 +126,8 @@ class DeviceVersion:
 
     def close(self) -> None:
         """The bridge must not need it any more: it has been refused, or another version serves."""
-        self.buffer.release()
+        for buffer in self.buffers:
+            buffer.release()
 
 
 Version = StagedVersion | DeviceVersion
@@ -338,7 +345,7 @@ class Client:
         """
         if isinstance(staged, StagedVersion):
             return "host"
-        same = staged.buffer.device.uuid == self.facts.device
+        same = staged.buffer(self.facts.device).device.uuid == self.facts.device
         if staged.transport == "nccl" and same:
             raise BridgeError(
                 "learner and engine share a GPU, and NCCL joins different ones: name another in "
@@ -361,8 +368,8 @@ class Client:
         ready = self.request(messages.Announce(manifest=manifest), messages.Ready)
         if isinstance(staged, DeviceVersion):
             if route == "nccl":
-                return self._broadcast(staged.buffer)
-            return self.request(messages.Stage(memory=staged.memory()), messages.Staged)
+                return self._broadcast(staged.buffer(self.facts.device))
+            return self.request(messages.Stage(memory=staged.memory(self.facts.device)), messages.Staged)
         if ready.share_memory:
             try:
                 return self.request(messages.Stage(memory=staged.memory()), messages.Staged)

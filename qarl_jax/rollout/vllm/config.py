@@ -25,14 +25,18 @@ class Config(messages.EngineOptions):
     endpoints_file: a file with one such address per line, read again during the run: lines may come and go.
     key_file: the key of them all (64 hexadecimal digits, mode 0600), needed with addresses.
     visible_gpus: the engine's GPU, as CUDA_VISIBLE_DEVICES names it (a number, or a UUID); empty: what the trainer
-      sees, so that they share the first. With `replicas`, one such list per engine, joined by ";": "1;2;3".
+      sees, so that they share the first. With `replicas`, one such list per engine, joined by ";": "1;2;3". Those that
+      are the learner's: `shares_gpus`.
+    shares_gpus: the GPUs of `visible_gpus` are the learner's own, so that a card's plan has to fit both.
     hedge: requests that take this many times as long as others did are asked of an idle engine as well, and the first
       answer counts (J. Dean, L. A. Barroso, The Tail at Scale, CACM 56, 2013); 0: off.
-    transport: how weights reach the engine: "cuda_ipc" (learner and engine on one GPU: they never leave it), "nccl" (on
+    transport: how weights reach the engine: "cuda_ipc" (the engine on a GPU of the learner's: over no host), "nccl" (on
       two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another host), "auto": on one
       host cuda_ipc or nccl, whichever fits, else host. The choice is logged.
     memory: "given", the engine takes what `kv_cache_gb` and `gpu_memory_utilization` say; "auto", both are chosen
       before a training run starts: a KV cache for the sequences of a step, or less where the card is too small for it.
+    staging_buffers: versions that are held on the GPU where they are staged there: 2, the one that serves and the next;
+      1, the next overwrites it, so that an engine that fails to load it has nothing to go back to.
     readback: weights compared after each publish: "off", "sampled" (16 inputs of every layer) or "full".
     start_timeout_s: longest start of the engine.
     request_timeout_s: longest silence of the bridge before it is taken for dead (it reports every 2 s).
@@ -48,9 +52,11 @@ class Config(messages.EngineOptions):
     endpoints_file: str = ""
     key_file: str = ""
     visible_gpus: str = ""
+    shares_gpus: bool = False
     hedge: float = 3.0
     transport: Literal["auto", "cuda_ipc", "nccl", "host"] = "auto"
     memory: Literal["given", "auto"] = "given"
+    staging_buffers: Literal[1, 2] = 2
     readback: Literal["off", "sampled", "full"] = "sampled"
     start_timeout_s: float = 600.0
     request_timeout_s: float = 120.0
@@ -87,7 +93,7 @@ class Config(messages.EngineOptions):
     def has_own_gpu(self) -> bool:
         """Whether the engine is meant for another GPU than the learner's."""
         apart = bool(self.visible_gpus) or self.transport == "nccl" or self.is_remote
-        return apart and self.transport != "cuda_ipc"
+        return apart and self.transport != "cuda_ipc" and not self.shares_gpus
 
     @property
     def stages_on_gpu(self) -> bool:

@@ -38,7 +38,7 @@ from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
 from qarl_jax.rollout.vllm.config import Config
 from qarl_jax.rollout.vllm.fleet import USER_CODES, Fleet
-from qarl_jax.rollout.vllm.gpu_staging import DeviceStager, gpu_of, layout
+from qarl_jax.rollout.vllm.gpu_staging import DeviceStager, gpus_of, layout
 from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
 
 # A promise that was not kept: what was promised, and what it means that it is broken.
@@ -259,7 +259,11 @@ class VllmEngine:
             staged = sender.stage(engine_tensors(weights, stacked=True), **identity)
             staged.base = self._staged if isinstance(self._staged, sender.StagedVersion) else None
         else:
-            staged = self._device_stager(weights).stage(weights, **identity)
+            stager = self._device_stager(weights)
+            if self._config.staging_buffers == 1 and self._staged is not None:
+                self._staged.close()
+                self._staged = None
+            staged = stager.stage(weights, **identity)
 
         try:
             assert self._model_json is not None
@@ -287,7 +291,8 @@ class VllmEngine:
         if not self._config.stages_on_gpu:
             raise BridgeError("the bridge is reached over TCP", "unshared")
         if self._stager is None:
-            self._stager = DeviceStager(sender.gpu_buffers(gpu_of(weights)), self._transport)
+            gpus = gpus_of(weights, [self._config.gpus_of(number) for number in range(self._config.started)])
+            self._stager = DeviceStager([sender.gpu_buffers(gpu) for gpu in gpus], self._transport)
         return self._stager
 
     def status(self) -> messages.StatusReply:

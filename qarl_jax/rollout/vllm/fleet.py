@@ -261,7 +261,7 @@ class Fleet:
                     self._check(replica.connect(self._model_json, expected))
                     self._introduce(replica)
                     continue  # meanwhile the version may be another
-                is_broadcast = isinstance(staged, sender.DeviceVersion)
+                is_broadcast = replica.client.route(staged) == "nccl"  # mapped memory is read side by side
                 with self._device_turn if is_broadcast else contextlib.nullcontext():
                     report = replica.publish(staged)
                 with self._changed:
