@@ -13,8 +13,8 @@ zeros, is left out. Held-out evaluations stand at the version that was evaluated
 Ratios: how far the updates moved the policy, and how far sampler and learner are apart, per token and per response, by
 the sign of A, summed over each run's last steps.
 
-Probabilities: the tokens of samples.jsonl, as figures 4 and 5 of QaRL (arXiv 2604.07853) have them. How densely tokens lie
-by their probability before and after the updates of a step, and the ratio of the two by the probability before.
+Probabilities: the tokens of samples.jsonl, as figures 4 and 5 of QaRL (arXiv 2604.07853) have them. How densely tokens
+lie by their probability before and after the updates of a step, and the ratio of the two by the probability before.
 
 The report (`report.py`) is for a browser: the curves once more, and samples whose tokens are shaded by ratio, weight
 and probability, with what the loss dropped marked.
@@ -348,9 +348,12 @@ def ratio_figure(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> Any:
 
 
 def load_tokens(path: str | Path, last: int = 50) -> dict[str, list[float]]:
-    """Logged tokens of a run's last steps: `old` and `now`, log-probs under the learner at the start of a step and in the
-    response's last update, and `advantage`, each [tokens]; empty where none were recorded. Tokens whose numbers are not
-    finite are left out."""
+    """Logged tokens of a run's last steps, those left out whose numbers are not finite.
+
+    Returns:
+      `old` and `now`, log-probs under the learner at the start of a step and in the response's last update, and
+      `advantage`, each [tokens]; empty where none were recorded.
+    """
     file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "samples.jsonl"
     records = [record for record in (read_lines(file) if file.is_file() else []) if record.get("tokens")]
     steps = sorted({record["step"] for record in records})[-last:]
