@@ -14,9 +14,9 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
     sampled tokens     log-probs of whole sampled responses
 
 The first four are exact or broken. On a CPU all layers are, too: there both sides compute by one contract
-(docs/numerics.md). On a GPU a linear layer must equal the engine's to the last bit under w8a8 and w4a8 (on CUDA,
-w4a8 has fp8 activations, and there is no such share), and on 99.8 % of outputs under w4a16; its relative error, and
-that of a block, must stay below `live_layers.RELATIVE` under every scheme. The last three are judged by k3 (below)
+(docs/concepts/engines.md). On a GPU a linear layer must equal the engine's to the last bit under w8a8 and w4a8 (on
+CUDA, w4a8 has fp8 activations, and there is no such share), and on 99.8 % of outputs under w4a16; its relative error,
+and that of a block, must stay below `live_layers.RELATIVE` under every scheme. The last three are judged by k3 (below)
 against `--max-k3`, or where the engine's own noise is larger what `allowance` says; the last must also beat the
 unaligned pair.
 Run it on your own model before a long run. Exit code 0: all promises kept; 1: one is broken (the first broken rung is

@@ -13,6 +13,7 @@ from qarl_jax.rewards import (
     Grader,
     Sample,
     code,
+    environment,
     exact,
     format,
     function,
@@ -62,6 +63,7 @@ CONFIGS = {
     overlong.Config: overlong.Config(buffer_len=8),
     function.Config: function.Config(path=f"{user.__file__}:equal"),
     code.Config: code.Config(**POOL),
+    environment.Config: environment.Config(),
 }
 # What a prompt's row has to hold besides its answer.
 COLUMNS = {code.Config: {"prompt": "def f():", "entry_point": "f", "test": "def check(f):\n    assert f() == 1\n"}}

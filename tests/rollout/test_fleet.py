@@ -18,6 +18,7 @@ from qarl_bridge.protocol.messages import BridgeError
 from qarl_jax.rollout.vllm import fleet
 from qarl_jax.rollout.vllm.engine import BrokenPromiseError, Config, VllmEngine
 from qarl_jax.types import UserError
+from tests.reference import fleet_faults
 from tests.reference.bridge_world import wait_for
 from tests.reference.fleet_world import PROMPTS, SAMPLING, Bridge, drawn, key_file, weights
 
@@ -237,6 +238,12 @@ def test_a_file_names_bridges_that_come_and_go(endpoints, one_engine, tmp_path):
     world.down(0)
     assert engine.publish(weights(1), 1)["replicas"] == 1
     assert drawn(engine) == one_engine[1]
+
+
+def test_a_dozen_random_faults_change_nothing_that_is_drawn(tmp_path):
+    """A minute of what `make chaos` does a thousand times."""
+    made = fleet_faults.run(12, random.Random(5), tmp_path)
+    assert sum(made[kind] for kind in fleet_faults.KINDS) >= 12
 
 
 def test_when_none_is_left_the_first_one_says_why():

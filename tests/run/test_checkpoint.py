@@ -79,8 +79,13 @@ def test_parameters_optimizer_state_and_extra_come_back_bit_for_bit(checkpoints)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+@pytest.mark.parametrize(
+    ("kind", "asynchronous"),
+    [
+        *(("device", False), ("pinned_host", True)),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("device", True), ("pinned_host", False))),
+    ],
+)
 def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind, asynchronous, monkeypatch):
     eight = {"moment_dtype": "int8", "second_moment_dtype": "int8"}
     rng = np.random.default_rng(0)

@@ -110,7 +110,7 @@ def test_the_exit_code_says_whether_a_promise_is_broken(folder, monkeypatch, cap
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_whole_ladder_holds_on_a_live_vllm(folder):
     pytest.importorskip("vllm")
     options = ladder.Options(prompts=8, prompt_len=4, response_len=12, threads=1, unaligned=False, bf16_pair=False)
@@ -145,7 +145,7 @@ def test_a_model_with_biases_climbs_the_ladder_too(tmp_path, scheme):
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_llama_with_stretched_frequencies_climbs_the_ladder_too(tmp_path):
     pytest.importorskip("vllm")
     stretch = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
