@@ -98,6 +98,7 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
     if "experts" in shapes.SIZES[args.shapes]:
         values |= {"rollout.router_replay": str(not rollout).lower(), "model.remat": "full"}
     if args.cards > 1 or "experts" in shapes.SIZES[args.shapes]:
+        del values["optimizer.offload"]  # to be said after the name
         values |= {
             "model.param_dtype": "bfloat16",
             "optimizer.name": args.optimizer,  # begins the section anew
