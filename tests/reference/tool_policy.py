@@ -26,7 +26,7 @@ from tests.reference import tiny
 
 ALPHABET = "0123456789*=[]"
 PROMPT_LEN, ROW_LEN = 6, 24
-ASKS = 0.25  # share of the teacher's answers that ask
+ASKS = 0.4  # share of the teacher's answers that ask
 SLIPS = 0.1  # share of its turns with a digit that is wrong
 
 
@@ -74,7 +74,7 @@ def rows(tokenizer: data.Tokenizer, rng: np.random.Generator, count: int) -> Tra
     )
 
 
-def make(folder: pathlib.Path, updates: int = 400) -> pathlib.Path:
+def make(folder: pathlib.Path, updates: int = 300) -> pathlib.Path:
     """Trains the policy and writes it as a Hugging Face folder."""
     tokenizer = data.make_char_tokenizer(ALPHABET, folder)
     config = tiny.model_config(
@@ -91,11 +91,11 @@ def make(folder: pathlib.Path, updates: int = 400) -> pathlib.Path:
     )
     state, rng = learner.init(params), np.random.default_rng(0)
     for update in range(updates):
-        batch = rows(tokenizer, rng, 128)
+        batch = rows(tokenizer, rng, 96)
         counts = batch.loss_mask.sum(), len(batch.tokens)
         state, said = learner.update(state, learner.quantize(state.params), [learner.put(batch)], [None], *counts)
-        if update % 50 == 0:
-            print(update, float(said["loss/nll"].value), flush=True)
+        if update % 100 == 0:
+            print(f"imitation {update}: nll {float(said['loss/nll'].value):.3f}", flush=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         models.save_hf(learner.model(state.params), folder)

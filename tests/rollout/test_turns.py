@@ -16,9 +16,10 @@ from qarl_jax.loop import updates
 from qarl_jax.loop.step_metrics import rollout_metrics
 from qarl_jax.observe import html_report, recorder
 from qarl_jax.rewards import Grader, environment, exact, total
-from qarl_jax.rollout import SamplingConfig
+from qarl_jax.rollout import SamplingConfig, dynamic_sampling
 from qarl_jax.rollout.environments import Calculator, Custom
 from qarl_jax.rollout.turns import Observations, TurnTaking
+from qarl_jax.run import config
 from qarl_jax.types import Prompt, Turn, UserError
 from tests.reference import tiny
 from tests.reference.rollouts import completion
@@ -251,6 +252,23 @@ def test_observed_tokens_are_masked_from_the_loss_and_count_nowhere(tokenizer):
     numbers = rollout_metrics([group], {}, np.zeros((1, 2, 2)))
     assert (numbers["response/length_mean"], numbers["turns/mean"], numbers["turns/observed_tokens"]) == (5.5, 1.5, 1.5)
     assert numbers["reward/zero_advantage_groups"] == 1
+
+
+def test_an_episode_that_failed_enters_no_statistic_of_its_group(tokenizer):
+    right, wrong = response(tokenizer, "[6*7]", "42"), response(tokenizer, "7")
+    failed = dataclasses.replace(dynamic_sampling.emptied(wrong), finish_reason="abort")
+    group, parts = graded(tokenizer, [right, wrong, failed, wrong], exact.Config(extract="last_number"))
+    assert group.rewards.tolist() == [1, 0, 0, 0]
+    cfg = config.load(tiny.ROOT / "configs/quickstart.yaml", ["advantage.name=drgrpo"])
+    _, advantages = updates.advantages_of(cfg, [group], 0)
+    np.testing.assert_allclose(advantages, [[2 / 3, -1 / 3, 0, -1 / 3]], rtol=1e-6)
+    by_turn = ["advantage.level=turn", "loss.name=grpo", "rollout.environment.name=calculator"]
+    cfg = config.load(tiny.ROOT / "configs/quickstart.yaml", ["advantage.name=drgrpo", *by_turn])
+    _, advantages = updates.advantages_of(cfg, [group], 0)
+    np.testing.assert_allclose(advantages[0, :, 0], [2 / 3, -1 / 3, 0, -1 / 3], rtol=1e-6)
+    assert advantages[0, :, 1].tolist() == [0, 0, 0, 0]  # nobody else has a second turn
+    same, parts = graded(tokenizer, [right, failed], exact.Config(extract="last_number"))
+    assert dynamic_sampling.informative([same], parts).tolist() == [False]
 
 
 def test_samples_and_the_report_show_turns(tokenizer, tmp_path):
