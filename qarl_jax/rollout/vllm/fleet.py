@@ -44,6 +44,7 @@ from qarl_bridge.client import sender
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 
+from qarl_jax.rollout.vllm import ray_bridge
 from qarl_jax.rollout.vllm.config import Config
 from qarl_jax.rollout.vllm.replica import Life, Replica
 from qarl_jax.types import UserError
@@ -119,7 +120,13 @@ class Fleet:
         self._numbers = itertools.count(1)
         self._file_stamp: tuple[int, int] | None = None
         self._device_turn = threading.Lock()  # one broadcast from a GPU at a time
-        self.replicas = [self._replica(number=number) for number in range(config.started)]
+        placed: list[Any] = [None] * config.started
+        if config.launch == "ray":
+            placed = ray_bridge.place(
+                config.started, gpus=config.ray_gpus, cpus=config.ray_cpus, python=config.python,
+                arguments=["--options", config.to_json()],
+            )  # fmt: skip
+        self.replicas = [self._replica(number=number, bridge=bridge) for number, bridge in enumerate(placed)]
         self.replicas += [self._replica(address=address) for address in config.named]
 
     def _replica(self, **where: Any) -> Replica:

@@ -27,6 +27,7 @@ from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax.rollout.vllm.config import Config
 from qarl_jax.rollout.vllm.process import BridgeProcess
+from qarl_jax.rollout.vllm.ray_bridge import RayBridge
 from qarl_jax.types import UserError
 
 _FIRST_WORD_S, _NEXT_WORD_S = 5.0, 30.0  # after which a bridge that does not answer is spoken of
@@ -47,6 +48,7 @@ class Replica:
     Args:
       name: in messages, e.g. "vLLM bridge 2".
       config: of the engines. number: of the process, for its GPUs and log. address: of a bridge started by hand.
+      bridge: what starts it; None: a process of this host.
       run_id, incarnation: whose versions these are.
       log: called with a line.
 
@@ -67,11 +69,12 @@ class Replica:
         log: Callable[[str], None],
         number: int = 0,
         address: str = "",
+        bridge: RayBridge | None = None,
     ):
         self.name, self.address = name, address
         self._config, self._run_id, self._incarnation, self._log = config, run_id, incarnation, log
         log_file = f"{config.log_file}.{number}" if config.log_file and config.started > 1 else config.log_file
-        self.bridge = BridgeProcess(
+        self.bridge: BridgeProcess | RayBridge = bridge or BridgeProcess(
             arguments=["--options", config.to_json()],
             python=config.python,
             visible_gpus=config.gpus_of(number),
@@ -248,7 +251,7 @@ class Replica:
     def close(self) -> None:
         """Stops a bridge that was started here, and hangs up. Idempotent."""
         grace_s = 0.0
-        if self.client is not None and self.bridge.process is not None:
+        if self.client is not None and self.bridge.is_started:
             with contextlib.suppress(BridgeError):
                 self.client.shutdown()
                 grace_s = 10.0
