@@ -12,8 +12,8 @@ zeros, is left out. Held-out evaluations stand at the version that was evaluated
 Ratios: how far the updates moved the policy, and how far sampler and learner are apart, per token and per response, by
 the sign of A, summed over each run's last steps.
 
-The report (`report.py`) is for a browser: the curves once more, and samples whose tokens are shaded by ratio, weight
-and probability, with what the loss dropped marked.
+The report (`html_report.py`) is for a browser: the curves once more, and samples whose tokens are shaded by ratio,
+weight and probability, with what the loss dropped marked.
 
 Needs matplotlib (`pip install qarl-jax[plot]`).
 """
