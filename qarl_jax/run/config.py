@@ -445,7 +445,7 @@ def load(file: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> 
 
     Args:
       file: YAML file; None: defaults and overrides alone.
-      overrides: "section.field=value" strings.
+      overrides: "section.field=value" strings; "arm=NAME" takes a run of the file's tables, in a folder of its own.
 
     Raises:
       UserError: one sentence that says where the mistake is and what would be right.
@@ -454,6 +454,8 @@ def load(file: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> 
     if not cfg.run_dir:
         stem = os.path.splitext(os.path.basename(os.fspath(file)))[0] if file is not None else "default"
         cfg = dataclasses.replace(cfg, run_dir=os.path.join("runs", stem))
+    if (arm := schema.arm_of(overrides)) and not any(o.startswith("run_dir=") for o in overrides):
+        cfg = dataclasses.replace(cfg, run_dir=os.path.join(cfg.run_dir, arm))
     return cfg
 
 
