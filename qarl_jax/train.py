@@ -87,7 +87,7 @@ def run(cfg: RunConfig) -> None:
             with processes.together():
                 speed = step_metrics.speed(record, timer.take(), run.mesh.devices.size, peak_flops)
                 observer.log(step, record | speed)
-                observer.samples(step, collected.groups, traces)
+                observer.samples(step, collected.groups, traces, run.tokenizer)
                 observer.histograms(step, histograms)
             run.remark(step, record)
             stopping = run.interrupt.agreed()

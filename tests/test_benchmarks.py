@@ -37,7 +37,7 @@ def test_the_learner_is_measured_beside_its_peer(capsys, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text())["results"] == [bf16, w8a8]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_peak_is_measured_in_a_process_of_its_own_and_set_beside_the_plan(capfd, tmp_path, monkeypatch):
     case = shapes.Setting(model="tiny", optimizer="muon", moments="int8", offload=True)
     monkeypatch.setattr(memory, "MEASURED", (shapes.Setting(), case))
@@ -177,7 +177,7 @@ def test_rows_of_a_benchmark_are_full_and_their_lengths_add_up():
     assert batch.segment_ids.max() == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_update_on_ragged_lengths_is_timed_padded_and_packed(capsys, tmp_path):
     ragged = [(5 + n, 3 + 4 * n) for n in range(6)] * 7
     samples = [{"step": step, "prompt_len": p, "response_len": r} for step in (1, 2) for p, r in ragged]

@@ -41,9 +41,10 @@ from typing import Any, Literal, TextIO
 
 import jax
 
+from qarl_jax.data.tokenizer import Tokenizer, decode
 from qarl_jax.metrics import PERF, TIME, Max, Mean
 from qarl_jax.observe.terminal import make_view
-from qarl_jax.types import RolloutGroup, UserError
+from qarl_jax.types import Completion, RolloutGroup, Turn, UserError
 
 log = logging.getLogger(__name__)
 
@@ -191,9 +192,12 @@ def picks(groups: Sequence[RolloutGroup], limit: int) -> list[tuple[int, int]]:
 
 
 def sample_records(
-    groups: Sequence[RolloutGroup], limit: int, traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None
+    groups: Sequence[RolloutGroup],
+    limit: int,
+    traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> list[dict[str, Any]]:
-    """Some completions (`picks`) in full, with what is known of their tokens."""
+    """Some completions (`picks`) in full, with what is known of their tokens; `tokenizer`: tells turns apart."""
     out = []
     for index, pick in picks(groups, limit):
         group = groups[index]
@@ -209,10 +213,31 @@ def sample_records(
                 "prompt_len": len(completion.prompt_tokens),
                 "response_len": len(completion.tokens),
                 "policy_version": completion.policy_version,
+                **({"turns": turn_records(completion, tokenizer)} if completion.turns and tokenizer else {}),
                 **(traces or {}).get((index, pick), {}),
             }
         )
     return out
+
+
+def turn_records(completion: Completion, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Per turn of a response: its `text`, the `observation` after it, its `reward`, and how many `tokens` were drawn.
+
+    What is observed before the first turn follows one of no tokens.
+    """
+    turns = completion.turns
+    if turns[0].start:
+        turns = (Turn(start=0, end=0), *turns)
+    ends = [*(turn.start for turn in turns[1:]), len(completion.tokens)]
+    return [
+        {
+            "text": decode(tokenizer, completion.tokens[turn.start : turn.end]),
+            "observation": decode(tokenizer, completion.tokens[turn.end : end]),
+            "reward": turn.reward,
+            "tokens": turn.end - turn.start,
+        }
+        for turn, end in zip(turns, ends, strict=True)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------- manifest
@@ -387,9 +412,10 @@ class Observer:
         step: int,
         groups: Sequence[RolloutGroup],
         traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """Record a few completions of a step (`Config.samples_per_step`), with `trace.Follower.records` of them."""
-        records = sample_records(groups, self.config.samples_per_step, traces)
+        records = sample_records(groups, self.config.samples_per_step, traces, tokenizer)
         if records:
             self._append(self.samples_path, [{"step": step, **record} for record in records])
 
@@ -481,6 +507,7 @@ class Silent:
         step: int,
         groups: Sequence[RolloutGroup],
         traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None: ...
 
     def histograms(self, step: int, counts: Mapping[str, Sequence[int]]) -> None: ...

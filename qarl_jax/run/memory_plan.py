@@ -125,8 +125,9 @@ def layer_activations(model: models.ModelConfig, positions: int, max_segments: i
     whole = (14.0 * hidden + 2.5 * projected + 7.0 * inner) * model.compute_dtype.itemsize
     own = positions * max(whole - _kept(model, max_segments), whole / 4)
     if model.moe is not None:
-        # Copies of tokens for their experts; a layer's experts, gathered, and dequantized.
-        copies = 2 * positions * model.moe.num_experts_per_tok * hidden
+        # Copies of tokens for their experts, in float32 where they are weighted first; a layer's experts, gathered, and
+        # dequantized.
+        copies = (8 if model.numerics.weighted_experts else 2) * positions * model.moe.num_experts_per_tok * hidden
         experts = 6 * model.moe.num_experts * model.moe.intermediate_size * hidden
         own += (copies + experts) * model.compute_dtype.itemsize
     return round(own)
@@ -275,6 +276,8 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         sampled = build.rollout_graphdef(cfg, graphdef)
         prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial
         prompt_len, response_len = cfg.data.max_prompt_len, cfg.rollout.max_response_len
+        if cfg.rollout.environment is not None:  # what was said before a turn is its prompt
+            prompt_len = prompt_len + response_len - 1
         if partial.is_on:  # what goes on with a response takes it for a prompt, and adds a chunk
             prompts = partial.groups(prompts)
             prompt_len, response_len = prompt_len + response_len - 1, partial.tokens(response_len)

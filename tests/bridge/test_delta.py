@@ -4,6 +4,7 @@
 
 import contextlib
 import hashlib
+import os
 
 import numpy as np
 import pytest
@@ -152,3 +153,49 @@ def test_on_one_host_memory_is_shared_and_nothing_travels(tmp_path):
         first, second = staged(0), near(1)
         second.base = first
         assert client.publish(first)["sent_bytes"] == client.publish(second)["sent_bytes"] == 0
+
+
+def test_of_several_bridges_of_a_host_one_is_sent_a_version_and_the_others_map_it(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with world(tmp_path / "a", tcp=True) as a, world(tmp_path / "b", tcp=True) as b:
+        first, second = staged(0), near(1)
+        second.base = first
+        for version in (first, second):
+            sent = [w.trainer().publish(version, readback="full")["sent_bytes"] for w in (a, b) if not w.clients] or [
+                w.clients[0].publish(version, readback="full")["sent_bytes"] for w in (a, b)
+            ]
+            assert sent[0] > 0
+            assert sent[1] == 0
+            assert held(a) == held(b)
+        # Should its memory be gone, the version is sent as to a host of its own.
+        third = near(2, code=9)
+        third.base = second
+        a.clients[0].publish(third)
+        a.clients[0].publish(near(3))
+        assert b.clients[0].publish(third, readback="full")["sent_bytes"] > 0
+        still_serves(b, b.clients[0], 2)
+
+
+def test_no_memory_is_opened_for_a_stranger_to_this_host(remote):
+    client = remote.trainer()
+    version = staged(0)
+    client.request(messages.Announce(manifest=version.manifest), messages.Ready)
+    with pytest.raises(BridgeError, match="one host only"):
+        client.request(messages.Stage(memory=version.memory()), messages.Staged)
+
+
+@pytest.mark.parametrize("how", ["whole", "changes"])
+def test_versions_that_came_over_a_socket_leave_no_descriptor_open(remote, how):
+    client = remote.trainer()
+    before = staged(0)
+    client.publish(before)
+    open_files = []
+    for step in range(1, 21):
+        version = near(step, code=step)
+        version.base = before if how == "changes" else None
+        client.publish(version)
+        before.close()
+        before = version
+        open_files.append(len(os.listdir("/proc/self/fd")))
+    assert open_files[-1] <= open_files[4] + 6, "one left open per version would be 15; the last few are let go of soon"

@@ -13,11 +13,13 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from qarl_bridge.client import sender
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax.rollout.vllm import fleet
 from qarl_jax.rollout.vllm.engine import BrokenPromiseError, Config, VllmEngine
 from qarl_jax.types import UserError
+from tests.reference import fleet_faults
 from tests.reference.bridge_world import wait_for
 from tests.reference.fleet_world import PROMPTS, SAMPLING, Bridge, drawn, key_file, weights
 
@@ -218,6 +220,28 @@ def test_completions_of_another_version_are_not_taken(endpoints, one_engine):
     assert any("drew under another/7/0" in line for line in world.lines)
 
 
+@pytest.mark.parametrize("calls", ["a request", "every call for a while"])
+def test_a_handshake_that_a_death_interrupts_is_no_wrong_key(endpoints, one_engine, monkeypatch, calls):
+    """It reads like one: the bridge hangs up without a word. Found by `make chaos`."""
+    world = endpoints(2)
+    world.up(0)
+    world.up(1)
+    engine = world.engine()
+    engine.publish(weights(0), 0)
+    real, left = sender.Client.__init__, [1 if calls == "a request" else 5]
+
+    def interrupted(client, address, *args, **options):
+        if address == world.addresses[1] and left[0]:
+            left[0] -= 1
+            raise BridgeError("refused the handshake: this trainer does not hold this bridge's key", "auth")
+        real(client, address, *args, **options)
+
+    monkeypatch.setattr(sender.Client, "__init__", interrupted)
+    assert drawn(engine) == one_engine[0]
+    wait_for(lambda: drawn(engine) == one_engine[0] and all_serve(engine))
+    assert not left[0] or calls != "a request"
+
+
 def test_a_file_names_bridges_that_come_and_go(endpoints, one_engine, tmp_path):
     world = endpoints(0)
     world.addresses = [str(tmp_path / "a"), str(tmp_path / "b")]
@@ -237,6 +261,12 @@ def test_a_file_names_bridges_that_come_and_go(endpoints, one_engine, tmp_path):
     world.down(0)
     assert engine.publish(weights(1), 1)["replicas"] == 1
     assert drawn(engine) == one_engine[1]
+
+
+def test_a_dozen_random_faults_change_nothing_that_is_drawn(tmp_path):
+    """A minute of what `make chaos` does a thousand times."""
+    made = fleet_faults.run(12, random.Random(5), tmp_path)
+    assert sum(made[kind] for kind in fleet_faults.KINDS) >= 12
 
 
 def test_when_none_is_left_the_first_one_says_why():

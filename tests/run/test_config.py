@@ -44,6 +44,50 @@ def test_a_run_gets_its_folder_from_the_name_of_its_file(write):
     assert config.load(write(MINIMAL, "abc.yaml"), ["run_dir=elsewhere"]).run_dir == "elsewhere"
 
 
+# ---- arms -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_arms(write):
+    """A file with two tables of arms, the second of which adds to the first."""
+    write(
+        "a: {about: x, set: {train: {steps: 5, prompts_per_step: 4}, loss: {name: grpo}}}\nb: {set: {seed: 7}}\n",
+        "1.yaml",
+    )
+    write("a: {set: {train: {steps: 6}, loss: {clip_high: 0.3}}}\nbroken: {about: nothing}\n", "2.yaml")
+    return write(MINIMAL | {"run_dir": "runs/x", "seed": 3, "arms": ["1.yaml", "2.yaml"]})
+
+
+def test_an_arm_is_laid_over_its_file_and_under_the_overrides_and_has_a_folder_of_its_own(with_arms):
+    plain, arm = config.load(with_arms), config.load(with_arms, ["arm=a"])
+    assert (plain.run_dir, plain.seed, plain.loss) == ("runs/x", 3, tbpo.Config())
+    assert (arm.run_dir, arm.seed) == (os.path.join("runs/x", "a"), 3)
+    assert (arm.train.steps, arm.train.prompts_per_step, arm.loss) == (6, 4, grpo.Config(clip_high=0.3))
+    over = config.load(with_arms, ["train.steps=9", "arm=a", "run_dir=here"])
+    assert (over.train.steps, over.train.prompts_per_step, over.run_dir) == (9, 4, "here")
+    assert config.load(with_arms, ["arm=a", "arm=b"]).seed == 7
+    assert set(schema.arms_of(config.RunConfig, with_arms)) == {"a", "b", "broken"}
+
+
+def test_an_arm_that_is_not_there_or_says_nothing_is_told(with_arms, write):
+    with pytest.raises(
+        UserError, match=r"'arm=bb': .*run.yaml has no such arm. Did you mean b\? Its arms: a, b, broken"
+    ):
+        config.load(with_arms, ["arm=bb"])
+    with pytest.raises(UserError, match=r"2.yaml:2: broken: expected a mapping with `set`"):
+        config.load(with_arms, ["arm=broken"])
+    with pytest.raises(UserError, match=r"It names no table of `arms`"):
+        config.load(write(MINIMAL, "other.yaml"), ["arm=a"])
+    with pytest.raises(UserError, match=r"arms: expected a list of files, got 'x'"):
+        config.load(write(MINIMAL | {"arms": "x"}, "wrong.yaml"))
+
+
+def test_a_mistake_in_an_arm_is_told_with_its_line(write):
+    write("a:\n  set:\n    train: {stepz: 5}\n", "1.yaml")
+    with pytest.raises(UserError, match=r"1.yaml:3: train.stepz: unknown key"):
+        config.load(write(MINIMAL | {"arms": ["1.yaml"]}), ["arm=a"])
+
+
 def test_model_and_data_are_the_only_things_one_must_say(load):
     cfg = load()
     assert isinstance(cfg.loss, tbpo.Config)
@@ -198,8 +242,37 @@ PPO = ("loss.name=ppo", "advantage.name=gae", "critic={}")
             "stages.0: max_response_len=65 exceeds rollout.max_response_len=64",
         ),
         (["rollout.stages=[{until: 0, max_response_len: 8}]"], "until must be at least 1, got 0"),
-        (["rollout.stages=[{until: 5, max_response_len: 0}]"], "max_response_len must be at least 1, got 0"),
-        (["rollout.stages=[{until: 5}]"], "rollout.stages.0.max_response_len is required"),
+        (["rollout.stages=[{until: 5, max_response_len: 0}]"], "this one sets neither"),
+        (["rollout.stages=[{until: 5, max_response_len: -1}]"], "max_response_len must be at least 0, got -1"),
+        (["rollout.stages=[{until: 5}]"], "rollout.stages.0: a stage sets max_response_len or num_samples_per_prompt"),
+        (["rollout.stages=[{until: 5, num_samples_per_prompt: 1}]"], "num_samples_per_prompt=1 must lie between 2 and"),
+        (["rollout.stages=[{until: 5, num_samples_per_prompt: 99}]"], "for which memory is planned"),
+        (
+            ["rollout.stages=[{until: 5, num_samples_per_prompt: 2}]", "rollout.partial.over_provision=1.5"],
+            "num_samples_per_prompt and partial rollouts do not go together",
+        ),
+        (
+            ["rollout.environment.name=calculator", "rollout.partial.over_provision=1.5"],
+            "environment and partial rollouts do not go together",
+        ),
+        (
+            ["rollout.environment={name: calculator, max_turn_len: 65}"],
+            "max_turn_len=65 exceeds max_response_len=64",
+        ),
+        (["reward.name=environment"], "reward.name=environment adds up what an environment gives"),
+        (["loss.name=grpo", "advantage.level=turn"], "without rollout.environment a response has one"),
+        (
+            ["loss.name=tbpo", "advantage.level=turn", "rollout.environment.name=calculator"],
+            "advantage.level=turn one to every turn; use loss.name=grpo",
+        ),
+        (["advantage.level=word"], "level = 'word'"),
+        (["data.stages=[{weights: {math: 1}}]"], "stages weighs the parts of a mix"),
+        (["reward={name: by_source, rewards: {math: {name: exact}}}"], "none (it is no mix)"),
+        (["train.asynchronous.chunk=8"], "chunk=8 decides nothing at max_staleness=0"),
+        (
+            ["train.asynchronous.max_staleness=1", "rollout.partial.over_provision=1.5"],
+            "both sample ahead of the step that trains",
+        ),
         (["rollout.stages={until: 5}"], "rollout.stages: expected a list"),
         (
             ["rollout.stages=[{until: 5, max_response_len: 8}]", "reward.name=overlong", "reward.buffer_len=9"],
@@ -276,6 +349,8 @@ def test_the_resolved_config_of_a_run_reads_back(load, write):
         "rollout.engine.name=vllm",
         STAGES,
         "rollout.partial={over_provision: 1.5, chunk: 4}",
+        "data.stages=[{weights: {a: 1, b: 2}, until: 3}, {weights: {b: 1}}]",
+        "data.source={name: mix, parts: {a: {name: jsonl, path: x}, b: {name: parquet, path: y}}}",
         "eval.data={source: {name: jsonl, path: x}, template: raw}",
     )
     assert config.load(write(config.to_yaml(cfg), "dump.yaml")) == cfg

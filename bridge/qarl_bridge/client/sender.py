@@ -12,12 +12,13 @@ version stays with the sender, so that a bridge that died can be given it again 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,6 +27,14 @@ import numpy as np
 from qarl_bridge.protocol import delta, fingerprint, messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.transport import cuda_ipc, nccl, shm, zeromq
+
+
+@dataclasses.dataclass
+class _Elsewhere:
+    """Where a version lies on another host, once it has been sent there."""
+
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    memory: messages.HostMemory | None = None
 
 
 @dataclasses.dataclass
@@ -45,6 +54,7 @@ class StagedVersion:
     base: StagedVersion | None = None  # the version before it, for who holds that
     _changes: bytes | None = None
     _changes_to: bytes = b""  # the base they were made for
+    _elsewhere: dict[bytes, _Elsewhere] = dataclasses.field(default_factory=dict)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)
 
     def changes_to(self, digest: bytes) -> bytes | None:
@@ -59,6 +69,14 @@ class StagedVersion:
                 old, new = (shm.map_sealed(one.fd, one.manifest.total_bytes) for one in (base, self))
                 self._changes, self._changes_to = delta.difference(old, new), digest
             return self._changes if digest and digest == self._changes_to else None
+
+    @contextlib.contextmanager
+    def turn_of(self, host: bytes) -> Iterator[_Elsewhere]:
+        """While it lasts, nobody else sends to a host; what is learned of where it lies there is kept."""
+        with self._lock:
+            elsewhere = self._elsewhere.setdefault(host, _Elsewhere())
+        with elsewhere.lock:
+            yield elsewhere
 
     def memory(self) -> messages.HostMemory:
         """Where the bridge finds it."""
@@ -219,7 +237,6 @@ class Client:
         self._timeout_s = timeout_s
         self._channel = zeromq.Channel(address, key, timeout_s, is_over)
         self._communicator: nccl.Communicator | None = None
-        self.sends_changes = True
         self.sent_bytes = 0  # of the last version, through the socket
         self.sent_over = ""  # "host", "cuda_ipc" or "nccl": how the last version went
         try:
@@ -360,12 +377,27 @@ class Client:
                 if error.code != "unshared":
                     raise
             self.request(messages.Announce(manifest=manifest), messages.Ready)
-        changes = staged.changes_to(ready.holds) if self.sends_changes else None
+        with staged.turn_of(ready.host) as elsewhere:
+            if elsewhere.memory is not None:  # in another bridge of its host
+                try:
+                    return self.request(messages.Stage(memory=elsewhere.memory), messages.Staged)
+                except BridgeError as error:
+                    if error.code != "unshared":
+                        raise
+                self.request(messages.Announce(manifest=manifest), messages.Ready)
+            done = self._send(staged, ready.holds)
+            elsewhere.memory = done.memory
+            return done
+
+    def _send(self, staged: StagedVersion, holds: bytes) -> messages.Staged:
+        """Through the socket: what has changed since the version the bridge holds, or the whole."""
+        manifest = staged.manifest
+        changes = staged.changes_to(holds)
         if changes is not None:
             for offset in range(0, len(changes), messages.CHUNK_BYTES):
                 self._send_chunk(offset, changes[offset : offset + messages.CHUNK_BYTES])
             try:
-                return self.request(messages.Stage(memory=messages.Changes(base=ready.holds)), messages.Staged)
+                return self.request(messages.Stage(memory=messages.Changes(base=holds)), messages.Staged)
             except BridgeError as error:
                 if error.code not in ("unshared", "torn"):
                     raise

@@ -129,11 +129,13 @@ class Span(_Struct):
 
 
 class HostMemory(_Struct, tag_field="t", tag=True):
-    """Where a memory file is: descriptor `fd` of process `pid`; `inode` so that no other can be taken for it."""
+    """Where a memory file is: descriptor `fd` of process `pid`; `inode` so that no other can be taken for it; `host`
+    (shm.host) where another than the speaker says it."""
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     fd: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     inode: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    host: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
 
 
 class DeviceMemory(_Struct, tag_field="t", tag=True):
@@ -444,17 +446,21 @@ class StatusReply(_Message):
 
 class Ready(_Message):
     """Announcement accepted; `share_memory` says whether Stage may name a memory file, `holds` which version (by its
-    manifest's digest) the bridge has in its memory, so that Changes to it may be sent; empty: none."""
+    manifest's digest) the bridge has in its memory, so that Changes to it may be sent (empty: none), and `host` whose
+    processes can share memory files with it."""
 
     share_memory: bool
     holds: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
+    host: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
 
 
 class Staged(_Message):
-    """The whole version is within the engine's reach, its fingerprints right and its values finite."""
+    """The whole version is within the engine's reach, its fingerprints right and its values finite. What came in Chunks
+    lies in `memory`, for other bridges of that host."""
 
     open_s: Seconds
     validate_s: Seconds
+    memory: HostMemory | None = None
 
 
 class Report(_Struct):

@@ -461,7 +461,7 @@ class Bridge:
             self._discard_pending()
             self._pending = Pending(manifest, peer)
             holds = self._good.manifest.digest if isinstance(self._good, HostCopy) else b""
-        return messages.Ready(share_memory=peer.shares_memory, holds=holds)
+        return messages.Ready(share_memory=peer.shares_memory, holds=holds, host=shm.host())
 
     def _require_pending(self, peer: Peer) -> Pending:
         with self._lock:
@@ -507,7 +507,12 @@ class Bridge:
             raise BridgeError(
                 "the version was replaced while it was being validated, or its trainer is gone", "bad_state"
             )
-        return messages.Staged(open_s=opened - started, validate_s=time.perf_counter() - opened)
+        fd = copy.fd if isinstance(copy, HostCopy) else -1
+        return messages.Staged(
+            open_s=opened - started,
+            validate_s=time.perf_counter() - opened,
+            memory=shm.locate(fd, shm.host()) if fd >= 0 else None,
+        )
 
     def _receive(self, manifest: messages.Manifest, peer: Peer, memory: messages.NcclMemory) -> Copy:
         """The announced version, from another GPU: in a thread of its own, while the trainer gets Progress."""
@@ -539,7 +544,8 @@ class Bridge:
             return self._receive(manifest, peer, memory)
         if isinstance(memory, messages.Changes):
             return pending.changed_copy(self._good, memory.base)
-        if memory is not None and not peer.shares_memory:
+        is_here = isinstance(memory, messages.HostMemory) and memory.host == shm.host()  # another bridge's
+        if memory is not None and not peer.shares_memory and not is_here:
             raise BridgeError("memory is shared on one host only: send Chunks", "unshared")
         if isinstance(memory, messages.DeviceMemory):
             return self._engine.open_device(manifest, memory)

@@ -20,6 +20,8 @@ class Config(messages.EngineOptions):
     Attributes:
     python: interpreter that runs the bridge, with qarl_bridge and vLLM installed; empty: this one.
     replicas: engines that the trainer starts, each behind a bridge of its own; 0: one, or none where others are named.
+    launch: what starts them: "process", on this host, or "ray", on the hosts of a Ray cluster (ray_bridge.py).
+    ray_gpus, ray_cpus: what each of them is given there.
     address: a bridge started by hand: a unix socket's path or tcp://host:port; empty: start one.
     endpoints: several of them. One that does not answer yet, or no longer, joins when it does.
     endpoints_file: a file with one such address per line, read again during the run: lines may come and go.
@@ -47,6 +49,9 @@ class Config(messages.EngineOptions):
 
     python: str = ""
     replicas: int = 0
+    launch: Literal["process", "ray"] = "process"
+    ray_gpus: float = 1.0
+    ray_cpus: float = 4.0
     address: str = ""
     endpoints: tuple[str, ...] = ()
     endpoints_file: str = ""
@@ -87,7 +92,8 @@ class Config(messages.EngineOptions):
     @property
     def is_remote(self) -> bool:
         """Whether some bridge is reached over a network."""
-        return any(address.startswith("tcp://") for address in self.named) or bool(self.endpoints_file)
+        is_elsewhere = self.launch == "ray" or bool(self.endpoints_file)
+        return is_elsewhere or any(address.startswith("tcp://") for address in self.named)
 
     @property
     def has_own_gpu(self) -> bool:
@@ -125,6 +131,11 @@ class Config(messages.EngineOptions):
                 "rollout.engine.visible_gpus is for a bridge that the trainer starts: start the one at "
                 f"rollout.engine.{by_hand} with CUDA_VISIBLE_DEVICES, and leave visible_gpus empty"
             )
+        if self.launch == "ray" and (self.visible_gpus or self.log_file):
+            raise UserError(
+                "rollout.engine.launch=ray gives each engine its GPUs, on whichever host: leave visible_gpus and "
+                "log_file empty, and set ray_gpus"
+            )
         lists = len(self.visible_gpus.split(";"))
         if lists not in (1, self.started):
             raise UserError(
@@ -145,7 +156,7 @@ class Config(messages.EngineOptions):
             super().__post_init__()
         except ValueError as error:
             raise UserError(f"rollout.engine.{error}") from None
-        for name in ("replicas", "hedge", "max_restarts", "drain_timeout_s"):
+        for name in ("replicas", "ray_gpus", "ray_cpus", "hedge", "max_restarts", "drain_timeout_s"):
             if getattr(self, name) < 0:
                 raise UserError(f"rollout.engine.{name} must not be negative, got {getattr(self, name)}")
         for name in ("start_timeout_s", "request_timeout_s"):

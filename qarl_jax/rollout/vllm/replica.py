@@ -27,6 +27,7 @@ from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax.rollout.vllm.config import Config
 from qarl_jax.rollout.vllm.process import BridgeProcess
+from qarl_jax.rollout.vllm.ray_bridge import RayBridge
 from qarl_jax.types import UserError
 
 _FIRST_WORD_S, _NEXT_WORD_S = 5.0, 30.0  # after which a bridge that does not answer is spoken of
@@ -47,6 +48,7 @@ class Replica:
     Args:
       name: in messages, e.g. "vLLM bridge 2".
       config: of the engines. number: of the process, for its GPUs and log. address: of a bridge started by hand.
+      bridge: what starts it; None: a process of this host.
       run_id, incarnation: whose versions these are.
       log: called with a line.
 
@@ -54,6 +56,7 @@ class Replica:
       holds: the version it serves; None: none that is known.
       trouble: why it must be replaced before it is used again. error: why it was given up, until `retry_at`.
       task: the thread that brings it to the current version, if any.
+      has_held_lease: whether it was connected once.
       deaths: in a row. requests, draws: in flight. report: of the last publish.
     """
 
@@ -67,11 +70,12 @@ class Replica:
         log: Callable[[str], None],
         number: int = 0,
         address: str = "",
+        bridge: RayBridge | None = None,
     ):
         self.name, self.address = name, address
         self._config, self._run_id, self._incarnation, self._log = config, run_id, incarnation, log
         log_file = f"{config.log_file}.{number}" if config.log_file and config.started > 1 else config.log_file
-        self.bridge = BridgeProcess(
+        self.bridge: BridgeProcess | RayBridge = bridge or BridgeProcess(
             arguments=["--options", config.to_json()],
             python=config.python,
             visible_gpus=config.gpus_of(number),
@@ -85,7 +89,7 @@ class Replica:
         self.facts: messages.Facts | None = None
         self._idle: list[sender.Client] = []  # connections that draw, between requests
         self._place: tuple[str, bytes] = ("", b"")
-        self._has_held_lease = False
+        self.has_held_lease = False
         self.holds: sender.Version | None = None
         self.trouble: BridgeError | None = None
         self.error: Exception | None = None
@@ -137,7 +141,7 @@ class Replica:
         except BaseException:
             client.close()
             raise
-        self._has_held_lease = True
+        self.has_held_lease = True
         self.client, self.facts = client, client.facts
         return client.facts
 
@@ -162,7 +166,7 @@ class Replica:
             try:
                 return client.acquire(self._run_id, self._incarnation)
             except BridgeError as error:
-                mine = self._has_held_lease and not life.is_over  # our last connection, which it still believes in
+                mine = self.has_held_lease and not life.is_over  # our last connection, which it still believes in
                 if error.code != "lease" or not mine or time.monotonic() > deadline:
                     raise
             time.sleep(0.5)
@@ -248,7 +252,7 @@ class Replica:
     def close(self) -> None:
         """Stops a bridge that was started here, and hangs up. Idempotent."""
         grace_s = 0.0
-        if self.client is not None and self.bridge.process is not None:
+        if self.client is not None and self.bridge.is_started:
             with contextlib.suppress(BridgeError):
                 self.client.shutdown()
                 grace_s = 10.0
