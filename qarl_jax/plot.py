@@ -16,8 +16,8 @@ the sign of A, summed over each run's last steps.
 Probabilities: the tokens of samples.jsonl, as figures 4 and 5 of QaRL (arXiv 2604.07853) have them. How densely tokens
 lie by their probability before and after the updates of a step, and the ratio of the two by the probability before.
 
-The report (`report.py`) is for a browser: the curves once more, and samples whose tokens are shaded by ratio, weight
-and probability, with what the loss dropped marked.
+The report (`html_report.py`) is for a browser: the curves once more, and samples whose tokens are shaded by ratio,
+weight and probability, with what the loss dropped marked.
 
 Needs matplotlib (`pip install qarl-jax[plot]`).
 """

@@ -6,7 +6,7 @@
     print(config.describe(cfg))
 
 Each part owns its Config beside its code; this file puts them together and checks what no part can check alone. The
-machinery (types, variants, layers, errors) is `schema.py`.
+machinery (types, variants, layers, errors) is `load.py`.
 
 Batches are counted in PROMPTS, everywhere:
 
@@ -79,7 +79,7 @@ class ModelOptions:
 
     @property
     def remat_or_full(self) -> str:
-        """`remat` where no plan was made (`plan.with_remat` does, in a training run): full for auto."""
+        """`remat` where no plan was made (`memory_plan.with_remat` does, in a training run): full for auto."""
         return "full" if self.remat == "auto" else self.remat
 
 

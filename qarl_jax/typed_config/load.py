@@ -27,7 +27,7 @@ Every mistake is a `UserError` that says where the value came from (file:line or
 and what is close to it. What we left out: environment variables, interpolation and several files on the command line,
 each of which makes a run depend on something that its dumped config does not show.
 
-What an annotation says is read in `fields.py`.
+What an annotation says is read in `annotations.py`.
 """
 
 from __future__ import annotations
