@@ -61,7 +61,7 @@ KILLS = [
     ("qarl_jax.run.evaluation", "record", "after", 1),  # evaluated, nothing logged
     ("qarl_jax.run.checkpoint", "Checkpoints._start", "after", 1),  # arrays written, not yet a checkpoint
     ("qarl_jax.loop.updates", "Updates.run", "after", 2),  # updated, not published
-    ("qarl_jax.run.checkpoint", "_write", "before", 2),  # a checkpoint without its manifest
+    ("qarl_jax.run.on_disk", "write", "before", 2),  # a checkpoint without its manifest
     ("qarl_jax.observe.recorder", "Observer.log", "after", 2),  # a line whose step is not in any checkpoint
     ("qarl_jax.run.checkpoint", "Checkpoints._retire", "before", 2),  # one checkpoint too many
     ("qarl_jax.observe.recorder", "Observer.samples", "after", 1),
@@ -70,7 +70,7 @@ KILLS = [
 # A save in the background waits for the one before it, so that the fourth step begins when two are on disk.
 BACKGROUND_KILLS = [
     ("qarl_jax.loop.updates", "Updates.run", "after", 4),
-    ("qarl_jax.run.checkpoint", "_write", "before", 4),
+    ("qarl_jax.run.on_disk", "write", "before", 4),
 ]
 
 
