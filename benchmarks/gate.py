@@ -34,7 +34,7 @@ from qarl_jax.rollout.vllm.engine import Config, VllmEngine, leave_memory_to_vll
 from qarl_jax.verify import ladder, layers
 
 
-def unequal(weights: PolicyWeights, sampled: ladder.Sampled, temperature: float) -> np.ndarray:
+def unequal(weights: PolicyWeights, sampled: ladder.Sampled, temperature: float = 1.0) -> np.ndarray:
     """[N, T] bool: response tokens whose log-prob is another in the learner."""
     logprobs, _ = ladder.score(weights, sampled, temperature=temperature)
     return sampled.response & (logprobs != sampled.logprobs)
