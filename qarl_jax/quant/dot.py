@@ -187,15 +187,13 @@ class Ragged:
       group_sizes: [E] int32, rows of each expert.
       num_rows: M.
       wide_sums: as in `Dense`.
-      wide: products of floats are left in float32, whatever is asked for.
     """
 
     dense = False
 
-    def __init__(self, group_sizes: jax.Array, num_rows: int, wide_sums: bool = False, wide: bool = False):
+    def __init__(self, group_sizes: jax.Array, num_rows: int, wide_sums: bool = False):
         self.group_sizes = group_sizes
         self.wide_sums = wide_sums
-        self.wide = wide
         ends = jnp.cumsum(group_sizes)
         # The expert of each row; rows past the last group take the last expert and are masked.
         rows = jnp.arange(num_rows, dtype=ends.dtype)
@@ -215,9 +213,8 @@ class Ragged:
 
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
         """[M, K] in compute dtype, [E, N, K] -> [M, N] in float32, or rounded once to another dtype."""
-        del parts  # the engine keeps its own order for experts
+        del parts  # experts' inputs are not cut: there are enough of them to fill a card
         w = w.astype(x.dtype)
-        out_dtype = jnp.float32 if self.wide else out_dtype
         if self.wide_sums:
             return round_to(self._by_expert(_float64_product, jnp.float32)(x, w), out_dtype)
         return self._float(x, w, out_dtype)
@@ -336,8 +333,6 @@ class _Spec:
     numerics: Numerics
     master_dtype: Any
     bias_dtype: Any = None
-    compute_dtype: Any = None  # of experts' activations
-    wide: bool = False  # the result stays float32
 
 
 def _forward(product, spec: _Spec, x, master, qtensor, bias):
@@ -384,14 +379,14 @@ def _ragged(spec: _Spec, x, master, qtensor, group_sizes):
 
 
 def _ragged_fwd(spec, x, master, qtensor, group_sizes):
-    product = Ragged(group_sizes, x.shape[0], spec.numerics.float64, spec.wide)
+    product = Ragged(group_sizes, x.shape[0], spec.numerics.float64)
     y, (saved, weight) = _forward(product, spec, x, master, qtensor, None)
-    return round_to(y, jnp.float32 if spec.wide else x.dtype), (saved, weight, group_sizes)
+    return round_to(y, x.dtype), (saved, weight, group_sizes)
 
 
 def _ragged_bwd(spec, residuals, dy):
     saved, weight, group_sizes = residuals
-    dx, dw = _backward(Ragged(group_sizes, dy.shape[0]), spec, saved, weight, round_to(dy, spec.compute_dtype))
+    dx, dw = _backward(Ragged(group_sizes, dy.shape[0]), spec, saved, weight, dy)
     return dx, dw, None, None
 
 
@@ -431,7 +426,7 @@ def dot(
     return y.reshape(*x.shape[:-1], n)
 
 
-@functools.partial(jax.jit, static_argnames=("numerics", "wide"))
+@functools.partial(jax.jit, static_argnames="numerics")
 def expert_dot(
     x: Float[Array | np.ndarray, "M K"],
     master: Float[Array | np.ndarray, "E N K"],
@@ -439,7 +434,6 @@ def expert_dot(
     group_sizes: Int[Array | np.ndarray, " E"],
     *,
     numerics: Numerics = PLAIN,
-    wide: bool = False,
 ) -> Float[Array, "M N"]:
     """`dot` for mixture-of-experts: row m is multiplied with the weight of the expert whose group it falls into.
 
@@ -449,15 +443,14 @@ def expert_dot(
       qtensor: the experts, as in `dot`.
       group_sizes: [E] int32, rows per expert; rows beyond their sum give zeros.
       numerics: the engine mirrored.
-      wide: whether the result stays float32, not rounded.
 
     Returns:
-      [M, N] in x.dtype, or float32.
+      [M, N] in x.dtype, rounded once.
 
     Raises:
       ValueError: `qtensor` has another shape than the masters.
     """
     if qtensor is not None and qtensor.shape != master.shape:
         raise ValueError(f"qtensor of shape {qtensor.shape} does not belong to masters of shape {master.shape}")
-    spec = _Spec(numerics, jnp.dtype(master.dtype), compute_dtype=jnp.dtype(x.dtype), wide=wide)
+    spec = _Spec(numerics, jnp.dtype(master.dtype))
     return _ragged(spec, x, master, qtensor, group_sizes)

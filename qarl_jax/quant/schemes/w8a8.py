@@ -18,8 +18,7 @@ order of the two float32 multiplications and where the bias enters:
 The order moves float32 results by one ulp, so one bfloat16 output in a hundred thousand. The activation code matters
 far more: x * (1 / s_x) in place of x * (127 / am) flips codes and changes 4 % of bfloat16 outputs (K = 512, Gaussian).
 On a CPU the product itself is made in float64, where it is as exact as in int32 and many times as fast in XLA.
-On a Hopper GPU product, rescale, bias and rounding are one kernel, with the same bits: `fused.py`. Experts under `cuda`
-multiply unquantized activations, as vLLM 0.25's do: y = (sum_k x q) s_w, in float32.
+On a Hopper GPU product, rescale, bias and rounding are one kernel, with the same bits: `fused.py`.
 
 **Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x). The activation codes are what is kept for
 it: K + 4 bytes per token instead of 2K or 4K.
@@ -111,8 +110,6 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
 
 def _forward(x, codes, scale, bias, *, numerics: Numerics, product):
     """`forward` in XLA's operations: y in float32."""
-    if not product.dense and numerics.int8_experts_keep_activations:
-        return product.floating(x, codes) * product.per_output(scale[..., 0]), x
     x_q, s_x = quantize_rows(x, amax_floor=numerics.amax_floor)
     if numerics.float64:
         y = product.rescaled(x_q, s_x, codes, scale)
@@ -128,6 +125,4 @@ def rescale(acc, s_x, s_w, bias):
     return s_x * first if bias is None else fused_multiply_add(first, s_x, bias, s_x)
 
 
-def saved_activation(saved, dtype):
-    """The activations the forward really used: [M, K]."""
-    return rows.saved_activation(saved, dtype) if isinstance(saved, tuple) else saved.astype(dtype)
+saved_activation = rows.saved_activation
