@@ -346,6 +346,17 @@ def published_bytes(cfg: RunConfig) -> int:
     return nbytes(qweights) + nbytes(rest, dtype=jnp.bfloat16)
 
 
+def int4_copies(cfg: RunConfig) -> dict[str, int]:
+    """Bytes that a vLLM on CUDA holds beside the published tensors of its int4 layers, by `int4_kernel`: what the
+    bridge's kernel multiplies is made at each load from codes and scales that stay. Experts are made in their place."""
+    graphdef, params = abstract_policy(cfg)
+    graphdef = build.rollout_graphdef(cfg, graphdef)
+    qweights = models.by_path(jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params))
+    layers = [q for path, q in qweights.items() if ".moe." not in path and str(q.scheme).startswith("w4a16")]
+    words = nbytes([q.qvalue for q in layers])
+    return {"auto": 4 * words, "packed": words + nbytes([q.scale for q in layers])}  # bf16(q s): four half bytes
+
+
 def _apart(cfg: RunConfig, engine: vllm.Config) -> list[str]:
     """Lines on a vLLM with a GPU of its own."""
     where = f"GPU {engine.visible_gpus}" if engine.visible_gpus else f"the GPU of the bridge at {engine.address}"

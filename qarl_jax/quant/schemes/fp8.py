@@ -17,9 +17,9 @@ Which of the two the engine runs depends on its execution mode; the wrong one ch
 the tensor cores' reduced precision and fuses the bias into the last multiplication; for 64 rows or fewer it swaps its
 operands, and with them the rescale order, which the bridge prevents. XLA's product adds few rows up otherwise; asking
 it for fast accumulation by name changed nothing (docs/numerics.md). A kernel of our own for Hopper accumulates as
-CUTLASS' does (`product_hopper.py`), equal to it on every output: layers under `cuda` and `plain` take it on such a GPU,
-experts do not. On CPU the codes are multiplied as float32, exactly what torch's reference loop does up to summation
-order.
+CUTLASS' does (`product_hopper.py`), equal to it on every output: layers under `cuda` and `plain` take it on such a GPU.
+Experts' codes are multiplied as bfloat16 on both sides. On CPU the codes are multiplied as float32, exactly what
+torch's reference loop does up to summation order.
 
 **Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x).
 
