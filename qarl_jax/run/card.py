@@ -264,9 +264,8 @@ def _choices(cfg: RunConfig, card: int) -> Iterator[RunConfig]:
     kernels: tuple[str, ...] = ("",)
     if isinstance(engine, vllm.Config):
         shares = (1.0, 0.5, 0.25) if engine.memory == "auto" else shares
-        kernels = (
-            ("auto", "packed") if engine.int4_kernel == "auto" and _int4_copies(_relevant(cfg))["auto"] else kernels
-        )
+        if engine.int4_kernel == "auto" and _int4_copies(_relevant(_on_a_gpu(cfg)))["auto"]:
+            kernels = ("auto", "packed")
     for offload, kernel, share, remat in itertools.product(offloads, kernels, shares, remats):
         changes: dict[str, Any] = {"model.remat": remat, "optimizer.offload": offload}
         choice = _set(cfg, changes | ({"rollout.engine.int4_kernel": kernel} if kernel else {}))
