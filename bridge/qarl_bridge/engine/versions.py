@@ -126,7 +126,7 @@ def keep_sequences_whole(module: str = "vllm.v1.attention.backends.flash_attn") 
     By default FlashAttention-3 decides by the size of the batch into how many parts a sequence's keys are split, so
     that the same tokens get other bits in other company. vLLM has no setting for it but its batch-invariant mode, which
     replaces most other kernels as well, so the backend's two calls get `num_splits=1` here. For heads of up to 64 it
-    also takes blocks of 192 keys where every sequence has one query, and of 128 in other batches; see `_one_order`.
+    also takes blocks of 192 keys in some batches and of 128 in others; see `_one_order`.
 
     Returns:
       A line for the facts.
@@ -152,19 +152,21 @@ def _in_one_order(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+# With as many queries in a sequence FlashAttention-3 takes neither of its two shortcuts.
+_MANY_QUERIES = 128
+
+
 def _one_order(named: dict[str, Any]) -> dict[str, Any]:
     """What a call of FlashAttention-3 gets in place of what vLLM passes.
 
-    For heads of up to 64 the kernel drops the causal mask where each sequence has a single query, and with it the
-    blocks of 128 keys (tile_size.h). A window that no sequence is longer than keeps them: it masks nothing. The kernel
-    forgets a window of `max_seqlen_k - 1` or more, hence the longest sequence is said to be longer than it is.
+    For heads of up to 64 the kernel drops the causal mask where each sequence has a single query, and takes one group
+    of threads where few queries share a head: both meet 192 keys at a time, a prompt 128 (tile_size.h). The largest
+    number of queries is a bound that it sizes its grid by, so a larger one changes nothing else.
     """
     head_dim = named["headdim"] if "headdim" in named else named["q"].shape[-1] if "q" in named else 0
-    window = named.get("window_size")
-    if not 0 < head_dim <= 64 or named.get("max_seqlen_q") != 1 or (window is not None and tuple(window) != (-1, -1)):
+    if not 0 < head_dim <= 64:
         return {"num_splits": 1}
-    longest = named["max_seqlen_k"]
-    return {"num_splits": 1, "window_size": [longest, 0], "max_seqlen_k": longest + 2}
+    return {"num_splits": 1, "max_seqlen_q": max(named["max_seqlen_q"], _MANY_QUERIES)}
 
 
 # vLLM's CUTLASS product of fp8 on sm90 swaps its operands for fewer rows (scaled_mm_sm90_fp8_dispatch.cuh).
