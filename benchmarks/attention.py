@@ -38,7 +38,7 @@ def measure(args: argparse.Namespace, implementation: str, segments: int) -> dic
     @jax.jit
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         found = None if ids is None else runs(ids, segments + 1)
-        return attention(q, k, v, segment_ids=ids, segments=found, implementation=implementation)
+        return attention(q, k, v, segment_ids=ids, packed_runs=found, implementation=implementation)
 
     both = jax.jit(jax.grad(lambda q, k, v: forward(q, k, v).astype(jnp.float32).sum(), (0, 1, 2)))
     took = seconds(lambda: forward(q, k, v), args.repeats), seconds(lambda: both(q, k, v), args.repeats)

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from qarl_jax import models
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_loss
-from qarl_jax.numerics.engine import Kernels
 from qarl_jax.optim import build as optimizer
 from qarl_jax.quant import resolve
 from qarl_jax.run import memory_plan
@@ -47,8 +46,7 @@ class Setting:
       master: dtype of parameters. grad: of gradients.
       remat, attention, chunk, optimizer: as in a run's config.
       moments: dtype of the optimizer's moments; "": the master's. offload: they rest on the host.
-      kernels: of the scheme's forward on a Hopper GPU, as `numerics.engine.Kernels` names them: xla, hopper, and for
-        `w8a8` triton and hopper/triton, too; "": the scheme's default.
+      kernels: of the scheme's forward on a Hopper GPU: "xla", or "" for our own.
     """
 
     model: str = "1.7b"
@@ -107,15 +105,8 @@ def model_config(setting: Setting) -> models.ModelConfig:
         quant=models.parse_rules(setting.scheme, 128),
         remat=setting.remat,
         attention=setting.attention,
-        numerics=dataclasses.replace(resolve(setting.engine), kernels=_kernels(setting)),
+        numerics=dataclasses.replace(resolve(setting.engine), own_kernels=setting.kernels != "xla"),
     )
-
-
-def _kernels(setting: Setting) -> Kernels:
-    """Those of a setting; none named: the fastest."""
-    product, _, rows = setting.kernels.partition("/")
-    named: dict[str, Any] = {setting.scheme: product} if product else {}
-    return Kernels(**named, w8a8_rows=rows or "xla")  # type: ignore[arg-type]
 
 
 def optimizer_config(setting: Setting) -> optimizer.Config:

@@ -40,7 +40,7 @@ from qarl_bridge.protocol.messages import BridgeError
 from qarl_jax import data, models, quant
 from qarl_jax.models.hf import weights as hf
 from qarl_jax.models.transformer import quantizable
-from qarl_jax.quant.dot import Dense
+from qarl_jax.quant.contractions import Dense
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import build, card, config

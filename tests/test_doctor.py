@@ -13,7 +13,7 @@ import pytest
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import doctor, models, quant
-from qarl_jax.quant.dot import Dense
+from qarl_jax.quant.contractions import Dense
 from qarl_jax.rollout.embedded import engine as jax_sampler
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import memory_plan

@@ -180,7 +180,7 @@ def flash3_attention(
     Args:
       q, k, v: bfloat16, H at most 128; kv heads are shared by N/K query heads.
       segment_ids: as in `attention.attention`; None: one sequence to a row.
-      block: keys of a block (`attention.flash_block`), a multiple of 64.
+      block: keys of a block (`numerics.attention.flash_block`), a multiple of 64.
       interpret: run it on any backend, slowly, exp2 and reciprocals as they come there.
     """
     B, T, N, H = q.shape

@@ -104,18 +104,18 @@ def cudnn_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    segments: tuple[Int[Array, "B M1"], Int[Array, "B M"]] | None,
+    packed_runs: tuple[Int[Array, "B M1"], Int[Array, "B M"]] | None,
 ) -> Float[Array, "B T N H"]:
-    """cuDNN's kernel, bfloat16. segments: `runs`; None: one sequence to a row."""
+    """cuDNN's kernel, bfloat16. packed_runs: `runs`; None: one sequence to a row."""
     length = q.shape[1]
     if length % 2:  # its backward takes even lengths alone; the position added is in no segment, and no other sees it
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
-        return cudnn_attention(q, k, v, segments)[:, :length]
-    if segments is None:
+        return cudnn_attention(q, k, v, packed_runs)[:, :length]
+    if packed_runs is None:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    starts, lengths = segments
+    starts, lengths = packed_runs
     # JAX before 0.11 scales the key offsets by the number of query heads, which is right only where there are as many
     # key heads. Repeated, keys and values cost a copy of the queries' size each.
     shared = q.shape[2] // k.shape[2]

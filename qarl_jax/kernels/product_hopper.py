@@ -6,7 +6,7 @@ in the contract's parts of K (`float_product`).
 A persistent kernel, one block of three warpgroups per multiprocessor: one copies tiles of activations and weights by
 TMA, ahead of the two that multiply them (wgmma), each its half of the block's tile. Those two wait for inputs but not
 for each other, so one may rescale and write while the other multiplies, and the next tile's inputs are on their way
-meanwhile. Triton's kernel (`product_triton.py`) has nothing of this.
+meanwhile. Pallas' Triton has nothing of this.
 
 int8 codes are summed in int32: exact. e4m3 codes are summed in float32 within the tensor cores, 32 inputs after the
 other through all of K, and never added up outside. That is what vLLM's CUTLASS kernel does, too, and it decides the
@@ -89,11 +89,6 @@ def tile_for(m: int, n: int) -> Tile:
     if m <= LOW.m:
         return LOW
     return CHOSEN if n % CHOSEN.n == 0 else NARROW
-
-
-def fits(m: int, n: int, k: int, tile: Tile = CHOSEN) -> bool:
-    """Whether a product [M, K] x [N, K] is made of whole tiles."""
-    return m % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0
 
 
 def _load(ref: Any, at: tuple[Any, ...], layout: Any, interpret: bool) -> jax.Array:

@@ -13,7 +13,7 @@ XLA's library cuts K by a rule of its own when rows are few, and passes over mem
 **fp8.** The kernel changes bits: it accumulates as the engine's does (`product_hopper.py`), which XLA's products of few
 rows do not. Under `plain` it makes few and many rows alike, which XLA's are not.
 
-`Numerics.kernels` says which kernels run. Everything else keeps XLA's form: other devices, float32 activations,
+`Numerics.own_kernels` says whether they run. Everything else keeps XLA's form: other devices, float32 activations,
 experts, a mesh that does not divide the layer; for w8a8 few rows and CPUs' profiles, for fp8 CPUs' profiles.
 """
 
@@ -26,35 +26,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Num
 
 from qarl_jax.numerics.engine import Numerics
-from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.runtime.mesh import BATCH_AXES, is_hopper, on_one_device
 
 # Of w8a8: below, reading the weight takes most of the time, and there is little to write.
 LEAST_ROWS = 512
 # vLLM gives other N and K than multiples of this to another kernel than CUTLASS'.
 _CUTLASS = 16
-
-Codes = tuple[Int[Array, "M K"], Float[Array, "M 1"]]
+SERVED = ("w8a8", "fp8", "bf16")
 
 _BATCH = PartitionSpec(BATCH_AXES, None)
 _WEIGHT = PartitionSpec("tensor", None)
-_BIAS = PartitionSpec(None, "tensor")
-_RESULT = PartitionSpec(BATCH_AXES, "tensor")
 
 
 def serves(scheme: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics) -> bool:
     """Whether kernels are to take a layer on this host's devices.
 
     Args:
-      scheme: "w8a8", "fp8" or "bf16" (unquantized weights, and w4a16's as bf16(q s)).
+      scheme: by name; "bf16" stands for unquantized weights, and for w4a16's as bf16(q s).
       x: activations [M, K] in compute dtype.
       weight: its shape, (N, K).
       numerics: the arithmetic in use.
     """
-    if getattr(numerics.kernels, scheme) == "xla" or not is_hopper() or x.dtype != jnp.bfloat16:
+    if scheme not in SERVED or not numerics.own_kernels or not is_hopper() or x.dtype != jnp.bfloat16:
         return False
     split = _split(x.shape[0], weight[0])
     if split is None:
@@ -83,86 +79,54 @@ def _split(rows: int, outputs: int) -> tuple[int, int] | None:
 
 
 def _on_mesh(
-    local: Callable[..., Any], operands: tuple[Any, ...], specs: tuple[Any, ...], out: Any, outputs: int
+    kernel: Callable[..., Any], operands: tuple[Any, ...], specs: tuple[Any, ...], bias: Any, outputs: int
 ) -> Any:
-    """`local` of each device's part. The partitioner cannot look into a kernel, so the mesh is cut by hand here.
+    """The kernel of each device's part. The partitioner cannot look into one, so the mesh is cut by hand here.
 
     Args:
-      local: the computation of one device.
-      operands: arrays, the rows first, the last ones left out where there are none.
-      specs: how each lies on the mesh.
-      out: how the results lie.
+      kernel: of the operands, and a bias [N] where there is one.
+      operands: arrays, the rows first. specs: how each lies on the mesh.
+      bias: [1, N] or None.
       outputs: N of the whole layer.
     """
+    count = len(operands)
+    if bias is not None:
+        operands, specs = (*operands, bias), (*specs, PartitionSpec(None, "tensor"))
+
+    def local(*own: Any) -> Any:
+        y = kernel(*own[:count], *(b[0] for b in own[count:]))
+        # Behind a barrier: XLA runs a kernel whose result is stored in a stack of layers twice otherwise, the second
+        # time for the others who read it (its dynamic-slice fusion takes the kernel along).
+        return jax.lax.optimization_barrier(y)
+
     if _split(operands[0].shape[0], outputs) in ((1, 1), None):
         return local(*operands)
-    return jax.shard_map(local, in_specs=specs[: len(operands)], out_specs=out, check_vma=False)(*operands)
+    out = PartitionSpec(BATCH_AXES, "tensor")
+    return jax.shard_map(local, in_specs=specs, out_specs=out, check_vma=False)(*operands)
 
 
-def _run_once(result: Any) -> Any:
-    """What a kernel returns, behind a barrier: XLA runs a kernel whose result is stored in a stack of layers twice
-    otherwise, the second time for the others who read it (its dynamic-slice fusion takes the kernel along)."""
-    return jax.lax.optimization_barrier(result)
-
-
-# ---- w8a8 ------------------------------------------------------------------------------------------------------------
-
-
-def layer(
-    x: Float[Array, "M K"],
-    w_q: Int[Array, "N K"],
+def eight_bit(
+    x_q: Num[Array, "M K"],
+    s_x: Float[Array, "M 1"],
+    w_q: Num[Array, "N K"],
     s_w: Float[Array, "N 1"],
     bias: Float[Array, "1 N"] | None,
     *,
-    numerics: Numerics,
-    interpret: bool = False,
-) -> tuple[Float[Array, "M N"], Codes]:
-    """`w8a8.forward`, rounded to bfloat16.
+    interpret: Any = None,
+) -> Float[Array, "M N"]:
+    """bf(s_x * (s_w * acc)), or with a bias bf(fma(s_x, s_w * acc, b)), acc exact or accumulated as the engine's.
 
     Args:
-      x: bfloat16.
-      w_q, s_w: the weight's codes and scales.
-      bias: float32 or None.
-      numerics: for its `kernels`.
-      interpret: run the kernels on any backend, step by step (tests).
-
-    Returns:
-      y and the activations' codes and scales, for the backward.
+      x_q, w_q: int8, or both float8_e4m3fn.
+      s_x, s_w, bias: float32; the bias may be None.
+      interpret: as in `product_hopper.product`.
     """
-    local = functools.partial(_local, numerics=numerics, interpret=interpret)
-    operands = (x, w_q, s_w) if bias is None else (x, w_q, s_w, bias)
-    specs, out = (_BATCH, _WEIGHT, _WEIGHT, _BIAS), (_RESULT, (_BATCH, _BATCH))
-    return _on_mesh(local, operands, specs, out, w_q.shape[0])
+    from qarl_jax.kernels import product_hopper  # Pallas' Mosaic GPU, which not every JAX has
 
+    def kernel(x_q: Any, s_x: Any, w_q: Any, s_w: Any, *bias: Any) -> Any:
+        return product_hopper.product(x_q, s_x, w_q, s_w[:, 0], *bias, interpret=interpret)
 
-def _local(
-    x: Float[Array, "M K"],
-    w_q: Int[Array, "N K"],
-    s_w: Float[Array, "N 1"],
-    bias: Float[Array, "1 N"] | None = None,
-    *,
-    numerics: Numerics,
-    interpret: bool,
-) -> tuple[Float[Array, "M N"], Codes]:
-    """One device's part of `layer`."""
-    from qarl_jax.kernels import product_triton  # Pallas' Triton, which not every JAX has
-
-    if numerics.kernels.w8a8_rows == "triton":
-        x_q, s_x = _run_once(product_triton.quantize_rows(x, interpret=interpret))
-    else:
-        x_q, s_x = quantize_rows(x)  # no barrier: a backward that recomputes codes reads them dequantized
-    if numerics.kernels.w8a8 == "hopper" and bias is None:
-        from qarl_jax.kernels import product_hopper  # Pallas' Mosaic GPU, which not every JAX has
-
-        n, k = w_q.shape
-        if product_hopper.fits(x.shape[0], n, k):
-            return _run_once(product_hopper.product(x_q, s_x, w_q, s_w[:, 0])), (x_q, s_x)
-    b = None if bias is None else bias[0]
-    y = product_triton.product(x_q, s_x, w_q, s_w[:, 0], b, interpret=interpret)
-    return _run_once(y), (x_q, s_x)
-
-
-# ---- bf16 ------------------------------------------------------------------------------------------------------------
+    return _on_mesh(kernel, (x_q, s_x, w_q, s_w), (_BATCH, _BATCH, _WEIGHT, _WEIGHT), bias, w_q.shape[0])
 
 
 def floating(
@@ -176,38 +140,5 @@ def floating(
     """bf(acc + b) of bfloat16 operands and a float32 bias, acc in the contract's `parts` of K."""
     from qarl_jax.kernels import product_hopper
 
-    def local(x, w, bias=None):
-        b = None if bias is None else bias[0]
-        return _run_once(product_hopper.float_product(x, w, b, parts=parts, interpret=interpret))
-
-    operands = (x, w) if bias is None else (x, w, bias)
-    return _on_mesh(local, operands, (_BATCH, _WEIGHT, _BIAS), _RESULT, w.shape[0])
-
-
-# ---- fp8 -------------------------------------------------------------------------------------------------------------
-
-
-def float8(
-    x_q: Float[Array, "M K"],
-    s_x: Float[Array, "M 1"],
-    w_q: Float[Array, "N K"],
-    s_w: Float[Array, "N 1"],
-    bias: Float[Array, "1 N"] | None,
-    *,
-    interpret: Any = None,
-) -> Float[Array, "M N"]:
-    """bf(s_x * (s_w * acc)), or with a bias bf(fma(s_x, s_w * acc, b)), acc accumulated as the engine's.
-
-    Args:
-      x_q, w_q: float8_e4m3fn.
-      s_x, s_w, bias: float32; the bias may be None.
-      interpret: as in `product_hopper.product`.
-    """
-    from qarl_jax.kernels import product_hopper  # Pallas' Mosaic GPU, which not every JAX has
-
-    def local(x_q, s_x, w_q, s_w, bias=None):
-        b = None if bias is None else bias[0]
-        return _run_once(product_hopper.product(x_q, s_x, w_q, s_w[:, 0], b, interpret=interpret))
-
-    operands = (x_q, s_x, w_q, s_w) if bias is None else (x_q, s_x, w_q, s_w, bias)
-    return _on_mesh(local, operands, (_BATCH, _BATCH, _WEIGHT, _WEIGHT, _BIAS), _RESULT, w_q.shape[0])
+    kernel = functools.partial(product_hopper.float_product, parts=parts, interpret=interpret)
+    return _on_mesh(kernel, (x, w), (_BATCH, _WEIGHT), bias, w.shape[0])

@@ -7,13 +7,21 @@
     graphdef, params, qweights = split(model)                # structure, masters, QTensors
     qweights = quantize_params(graphdef, params)             # after every update
 
-One file per family says how to read its config.json and how its tensors are called; `registry.MODELS` lists them.
+One file per family says how to read its config.json and how its tensors are called; `families.MODELS` lists them.
 """
 
 from qarl_jax.models.config import REMAT, ModelConfig, read_config
 from qarl_jax.models.families import MODELS
 from qarl_jax.models.hf.config import MoEConfig
-from qarl_jax.models.hf.weights import export_tensors, hf_config_json, hf_names, load_hf, load_masters, save_hf
+from qarl_jax.models.hf.weights import (
+    checkpoint_order,
+    export_tensors,
+    hf_config_json,
+    hf_names,
+    load_hf,
+    load_masters,
+    save_hf,
+)
 from qarl_jax.models.layers import Quantized
 from qarl_jax.models.params import (
     abstract_model,
@@ -38,6 +46,7 @@ __all__ = [
     "Transformer",
     "abstract_model",
     "by_path",
+    "checkpoint_order",
     "config_of",
     "export_tensors",
     "hf_config_json",

@@ -2,17 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped-query attention, causal within segments, in one function for training, prefill and decoding.
 
-The arithmetic is that of a one-pass flash kernel: scores in float32, p = exp(s - max) kept unnormalized and rounded to
-the compute dtype for the second product, which accumulates in float32 and is divided at the end by the float32 sum of
-the *unrounded* p. In float32 that is plain softmax attention. With vLLM's CPU engine (`Numerics.float64`) it is softmax
-attention in float64, rounded once. GPUs and TPUs have kernels of their own (`fused_attention.py`); what is here runs
-everywhere, a block of queries at a time, and is what mirrors an engine.
+The orders of sums are in `numerics/attention.py`. GPUs and TPUs have kernels of their own
+(`kernels/attention_vendor.py`); what is here runs everywhere, a block of queries at a time, and is what mirrors an
+engine.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from typing import Any
 
@@ -30,7 +27,14 @@ from qarl_jax.kernels.attention_vendor import (
     splash_attention,
     split_by_hand,
 )
-from qarl_jax.numerics.float32 import from_float64, matmul_precision, round_bf16, round_to
+from qarl_jax.numerics.attention import (
+    block_attention,
+    flash_block,
+    float64_attention,
+    softmax_attention,
+    with_plain_gradient,
+)
+from qarl_jax.numerics.float32 import round_to
 from qarl_jax.quant import PLAIN, Numerics
 from qarl_jax.runtime.remat import ATTENTION_OUTPUT
 
@@ -71,7 +75,7 @@ def attention(
     *,
     q_slots: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    segments: tuple[jax.Array, jax.Array] | None = None,
+    packed_runs: tuple[jax.Array, jax.Array] | None = None,
     implementation: str = "xla",
     numerics: Numerics = PLAIN,
 ) -> Float[Array, "B T N H"]:
@@ -80,10 +84,9 @@ def attention(
     Args:
       q: queries, after RoPE. k, v: keys and values; S = T unless `q_slots` is given.
       q_slots: slot of each query among the S keys (decoding with a cache): key s is seen iff s <= slot. None: slot t.
-      segment_ids: which packed sequence a position belongs to (only without q_slots): no key of another segment
-        is seen.
-        Padding (0) sees padding, so every query sees at least itself and nothing is NaN.
-      segments: `fused_attention.runs` of the segment ids, for cudnn; None: made here, for as many runs as positions.
+      segment_ids: which packed sequence a position belongs to (only without q_slots): no key of another segment is
+        seen. Padding (0) sees padding, so every query sees at least itself and nothing is NaN.
+      packed_runs: `attention_vendor.runs` of the segment ids, for cudnn; None: made here, as many as positions.
       implementation: "auto", "xla", "cudnn", "splash" or "flash3" (see `choose`); with q_slots always xla.
       numerics: whose roundings to make (xla; with "auto" also what is chosen).
 
@@ -96,14 +99,14 @@ def attention(
     if q_slots is None:
         chosen = choose(implementation, q.dtype, H, T, packed=segment_ids is not None, numerics=numerics)
     if chosen == "cudnn":
-        if segments is None and segment_ids is not None:
-            segments = runs(segment_ids, T)
-        return cudnn_attention(q, k, v, segments)
+        if packed_runs is None and segment_ids is not None:
+            packed_runs = runs(segment_ids, T)
+        return cudnn_attention(q, k, v, packed_runs)
     if chosen == "splash":
         return splash_attention(q, k, v, segment_ids)
     if chosen == "flash3":
         backward = choose("auto", q.dtype, H, T, packed=segment_ids is not None)
-        return checkpoint_name(_flash3(backward, False, q, k, v, segment_ids, segments), ATTENTION_OUTPUT)
+        return checkpoint_name(_flash3(backward, False, q, k, v, segment_ids, packed_runs), ATTENTION_OUTPUT)
 
     attend = functools.partial(_attend, numerics=numerics)
     q_BTKGH = q.reshape(B, T, K, N // K, H)
@@ -126,7 +129,6 @@ def attention(
     return checkpoint_name(out.reshape(B, T, N, H), ATTENTION_OUTPUT)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _flash3(
     backward: str,
     interpret: bool,
@@ -134,36 +136,21 @@ def _flash3(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array | None,
-    segments: tuple[jax.Array, jax.Array] | None,
+    packed_runs: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
     """FlashAttention-3's order; the gradient is that of `backward`, another implementation, recomputed."""
     from qarl_jax.kernels.attention_flash3 import flash3_attention  # Pallas' Triton, which not every JAX has
 
     local = functools.partial(flash3_attention, block=flash_block(q.shape[-1]), interpret=interpret)
-    return split_by_hand(local, q, k, v, segment_ids)
 
+    def plain(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, packed_runs: Any) -> jax.Array:
+        return attention(q, k, v, segment_ids=ids, packed_runs=packed_runs, implementation=backward)
 
-def _flash3_fwd(backward: str, interpret: bool, *args: Any) -> tuple[jax.Array, Any]:
-    return _flash3(backward, interpret, *args), args
+    @with_plain_gradient(plain)
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, packed_runs: Any) -> jax.Array:
+        return split_by_hand(local, q, k, v, ids)
 
-
-def _flash3_bwd(backward: str, interpret: bool, saved: Any, g: jax.Array) -> tuple[Any, ...]:
-    del interpret
-    q, k, v, segment_ids, segments = saved
-    arguments: dict[str, Any] = {"segment_ids": segment_ids, "segments": segments, "implementation": backward}
-    return (*jax.vjp(lambda q, k, v: attention(q, k, v, **arguments), q, k, v)[1](g), None, None)
-
-
-_flash3.defvjp(_flash3_fwd, _flash3_bwd)
-
-
-def flash_block(head_dim: int) -> int:
-    """Keys of a block of vLLM's FlashAttention-3 on Hopper over a paged cache (tile_size.h, and outputs of its kernel);
-    for heads of up to 64 as the bridge asks for it (`versions.keep_sequences_whole`)."""
-    for most, keys in ((128, 128), (192, 96)):
-        if head_dim <= most:
-            return keys
-    return 80
+    return forward(q, k, v, segment_ids, packed_runs)
 
 
 def _block_starts(size: int, segment_ids: jax.Array | None, block: int) -> Int[Array, "#B S"]:
@@ -180,94 +167,7 @@ def _attend(
     the kernel works in blocks -> [B, T, K, G, H]."""
     dtype = q.dtype
     if blocks is not None and dtype == jnp.bfloat16:
-        return round_to(_block_attention(q, k, v, seen, blocks), dtype)
+        return round_to(block_attention(q, k, v, seen, blocks), dtype)
     if numerics.float64:
-        return round_to(_float64_attention(q, k, v, seen), dtype)
-    return round_to(_softmax_attention(q, k, v, seen), dtype)
-
-
-def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """As `_attend`, float32: products in the compute dtype with float32 sums, exp(s - max) rounded to it."""
-    dtype, scale = q.dtype, jnp.float32(q.shape[-1] ** -0.5)
-    precision = matmul_precision(dtype)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, precision=precision, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen[:, None, None], scores * scale, jnp.finfo(jnp.float32).min)
-    # The maximum only guards exp against overflow; it cancels, so no gradient flows through it.
-    p = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
-    total = jnp.moveaxis(p.sum(axis=-1), 3, 1)[..., None]
-    out = jnp.einsum(
-        "bkgts,bskh->btkgh", round_to(p, dtype), v, precision=precision, preferred_element_type=jnp.float32
-    )
-    return out / total
-
-
-@jax.custom_vjp
-def _float64_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """softmax(q . k H^-1/2) v in float64, rounded to float32 [B, T, K, G, H]; arguments as in `_attend`. The backward
-    is that of plain attention."""
-    scale = q.shape[-1] ** -0.5
-
-    def formula(q, k, v, seen):  # type: ignore[no-untyped-def]
-        scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * scale
-        p = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
-        return jnp.einsum("bkgts,bskh->btkgh", p, v)
-
-    return from_float64(formula, q, k, v, seen)
-
-
-def _float64_fwd(*args: jax.Array) -> tuple[jax.Array, Any]:
-    return _float64_attention(*args), args
-
-
-def _plain_bwd(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, seen = saved
-    return (*jax.vjp(lambda q, k, v: _softmax_attention(q, k, v, seen), q, k, v)[1](g), None)
-
-
-_float64_attention.defvjp(_float64_fwd, _plain_bwd)
-
-
-@jax.custom_vjp
-def _block_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, blocks: jax.Array) -> jax.Array:
-    """Attention as FlashAttention-3 rounds it, float32 [B, T, K, G, H]; arguments as in `_attend`.
-
-    The kernel meets the keys of a sequence in blocks, the last one first. The weights of a block are exp(s - m), with m
-    the maximum of all blocks met so far, rounded to bf16; what was added before is rescaled when m grows. So what
-    differs from plain attention is which maximum a weight was rounded against: that of all keys from its block on. Here
-    that is a running maximum from the right, and the weights are put on a common scale after their rounding. Of the
-    kernel's outputs 99.9 to 100 % are equal to the last bit (tests/models/test_cuda_kernels.py); what is left is the
-    order of sums within a product. The backward is that of plain attention.
-    """
-    scale = jnp.float32(q.shape[-1] ** -0.5) * jnp.float32(math.log2(math.e))
-    if jax.default_backend() == "cpu":  # whose own bf16 dot products (AVX-512) round more than a tensor core's
-        q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    from_here = jax.lax.cummax(scores, axis=4, reverse=True)
-    index = jnp.broadcast_to(blocks[:, None, None, None], (*blocks.shape[:1], 1, 1, 1, blocks.shape[1]))
-    met = jnp.take_along_axis(from_here, jnp.broadcast_to(index, (*scores.shape[:4], index.shape[-1])), axis=4)
-    p = jnp.where(seen[:, None, None], _exp2(scores * scale - met * scale), 0.0)
-    rescaled = _exp2((met - from_here[..., :1]) * scale)
-    total = jnp.moveaxis((p * rescaled).sum(axis=-1), 3, 1)[..., None]
-    weights = round_bf16(p) * rescaled
-    highest = jax.lax.Precision.HIGHEST
-    out = jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(jnp.float32), precision=highest)
-    return out * (1 / total)
-
-
-def _block_fwd(*args: jax.Array) -> tuple[jax.Array, Any]:
-    return _block_attention(*args), args
-
-
-def _block_bwd(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
-    return (*_plain_bwd(saved[:4], g), None)
-
-
-_block_attention.defvjp(_block_fwd, _block_bwd)
-
-
-def _exp2(x: jax.Array) -> jax.Array:
-    """2^x for x <= 0, to an ulp: XLA has no exp2, and exp(x log 2) rounds the argument. Below 2^-126: zero."""
-    whole = jnp.maximum(jnp.round(x), -126.0)
-    power = jax.lax.bitcast_convert_type((whole.astype(jnp.int32) + 127) << 23, jnp.float32)
-    return jnp.where(x < -126, 0.0, jnp.exp((x - whole) * jnp.float32(math.log(2))) * power)
+        return round_to(float64_attention(q, k, v, seen), dtype)
+    return round_to(softmax_attention(q, k, v, seen), dtype)

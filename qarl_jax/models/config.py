@@ -141,7 +141,7 @@ class ModelConfig:
         the sampler, the pass that scores and the one with the gradient, three programs, quantize the same numbers.
         """
         order = self.numerics.norm_order
-        quantized = any(quantizes_activations(rule.scheme) for rule in self.quant.rules)
+        quantized = any(quantizes_activations(scheme) for _, scheme in self.quant.rules)
         return "torch" if order == "any" and quantized else order
 
     @functools.cached_property

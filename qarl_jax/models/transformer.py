@@ -209,7 +209,9 @@ class Transformer(nnx.Module):
         rope = rope_table(config, positions)
         # The padding behind the last segment is a run of its own. Unread where the kernel has no use for
         # it; here and not in a layer, so that it is computed once.
-        segments = None if segment_ids is None else runs(segment_ids, T if max_segments is None else max_segments + 1)
+        packed_runs = (
+            None if segment_ids is None else runs(segment_ids, T if max_segments is None else max_segments + 1)
+        )
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
             return attention(
@@ -217,7 +219,7 @@ class Transformer(nnx.Module):
                 k,
                 v,
                 segment_ids=segment_ids,
-                segments=segments,
+                packed_runs=packed_runs,
                 implementation=config.attention,
                 numerics=config.numerics,
             ), None

@@ -26,32 +26,6 @@ ENGINES = ("auto", "cpu", "cuda", "plain")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """Which programs of `kernels/products.py` compute a layer on a GPU that has them; "xla" is XLA's own everywhere.
-
-    Attributes:
-      w8a8: the product, its rescale, bias and rounding. "triton": `product_triton.product`. "hopper":
-        `product_hopper.product` where a layer has no bias and is made of whole tiles, otherwise as "triton". No choice
-        changes a bit.
-      w8a8_rows: the activations' codes and scales. "xla": fused with what comes before; behind an RMSNorm XLA computes
-        the norm once for the maxima, once more for the codes and once more for its bfloat16 result, if that is used.
-        "triton": `product_triton.quantize_rows` reads the stored result once, for all layers that share it.
-      fp8: "hopper": `product_hopper.product`, which accumulates as vLLM's kernel does. "xla" has other last bits.
-      bf16: "hopper": `product_hopper.float_product`, where sums are made in the contract's parts. "xla" leaves a part's
-        order to a library, which cuts it again where rows are few.
-    """
-
-    w8a8: Literal["xla", "triton", "hopper"] = "hopper"
-    w8a8_rows: Literal["xla", "triton"] = "xla"
-    fp8: Literal["xla", "hopper"] = "hopper"
-    bf16: Literal["xla", "hopper"] = "hopper"
-
-
-# By the name of `quant.kernels`.
-KERNELS = {"auto": Kernels(), "xla": Kernels(w8a8="xla", fp8="xla", bf16="xla")}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
     """The arithmetic of one engine. Hashable: pass it as a static argument. The defaults are those of `PLAIN`.
 
@@ -83,7 +57,8 @@ class Numerics:
       float64_log_softmax: log-probs are computed in float64 from the float32 logits, and rounded once (part of
         `float64`).
       parts: of K, in which a layer's sum of bfloat16 products is made. A layer's own.
-      kernels: what a GPU computes layers with, which is a run's choice (`quant.kernels`).
+      own_kernels: whether a Hopper GPU computes layers by `kernels/products.py`, which is a run's choice
+        (`quant.kernels`); otherwise by XLA's operations, which have other last bits for fp8 and for `contract_parts`.
     """
 
     profile: str = "plain"
@@ -104,7 +79,7 @@ class Numerics:
     float64_experts: bool = False
     float64_log_softmax: bool = False
     parts: int = 1
-    kernels: Kernels = Kernels()
+    own_kernels: bool = True
 
     def of_layer(self, outputs: int, inputs: int) -> Numerics:
         """The arithmetic of one layer, [outputs, inputs] as the engine fuses it (q, k and v; gate and up)."""
@@ -167,7 +142,7 @@ def table() -> str:
     def cell(value: object) -> str:
         return {True: "yes", False: ""}[value] if isinstance(value, bool) else str(value)
 
-    names = [f.name for f in dataclasses.fields(Numerics) if f.name not in ("profile", "parts", "kernels")]
+    names = [f.name for f in dataclasses.fields(Numerics) if f.name not in ("profile", "parts", "own_kernels")]
     rows = [[f"`{name}`", *(cell(getattr(record, name)) for record in RECORDS.values())] for name in names]
     lines = [["", *(f"`{profile}`" for profile in PROFILES)], ["---"] * (1 + len(PROFILES)), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

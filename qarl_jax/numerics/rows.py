@@ -4,11 +4,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from qarl_jax.numerics.float32 import divide
 from qarl_jax.runtime.remat import ROW_ABSMAX
@@ -40,9 +38,3 @@ def quantize_rows(x: Float[Array, "M K"], *, amax_floor: float = 0.0) -> tuple[I
     inverse = divide(jnp.full_like(amax, 127.0), jnp.where(amax == 0, 1.0, amax))
     codes = jnp.clip(jnp.round(x * inverse), -128, 127)
     return codes.astype(jnp.int8), scale
-
-
-def saved_activation(saved: tuple[Shaped[Array, "M K"], Float[Array, "M 1"]], dtype: Any) -> Float[Array, "M K"]:
-    """The activations that a forward on codes and scales of rows really used, code * scale, in `dtype`; fp8's too."""
-    codes, scale = saved
-    return (codes.astype(jnp.float32) * scale).astype(dtype)

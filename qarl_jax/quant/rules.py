@@ -25,22 +25,14 @@ from qarl_jax.types import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """Paths in which `match` (a regex) is found get `scheme` (None: bf16)."""
-
-    match: str
-    scheme: SchemeConfig | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Rules:
-    """Hashable, so it can be a static field of a model's config.
+    """Pairs (regex, scheme or None for bf16). Hashable, so they can be a static field of a model's config.
 
     Example: Rules.parse([{"match": "mlp", "scheme": "w4a16:g64"}]).scheme_for("layers.mlp.up_proj") ==
     w4a16.Config(64).
     """
 
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[tuple[str, SchemeConfig | None], ...] = ()
 
     @classmethod
     def parse(cls, rules: Iterable[Any], group_size: int | None = None) -> Rules:
@@ -63,7 +55,7 @@ class Rules:
             except (re.error, TypeError) as error:
                 raise UserError(f"{where}: {rule['match']!r} is not a regular expression: {error}") from None
             try:
-                parsed.append(Rule(rule["match"], parse_scheme(str(rule["scheme"]), group_size)))
+                parsed.append((rule["match"], parse_scheme(str(rule["scheme"]), group_size)))
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
         return cls(tuple(parsed))
@@ -71,13 +63,13 @@ class Rules:
     @classmethod
     def uniform(cls, scheme: SchemeConfig | None) -> Rules:
         """Every path gets one scheme."""
-        return cls((Rule("", scheme),))
+        return cls((("", scheme),))
 
     def scheme_for(self, path: str) -> SchemeConfig | None:
         """The scheme of the first rule found in `path`; None (bf16) if there is none."""
-        for rule in self.rules:
-            if re.search(rule.match, path):
-                return rule.scheme
+        for pattern, scheme in self.rules:
+            if re.search(pattern, path):
+                return scheme
         return None
 
 

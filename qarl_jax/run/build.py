@@ -24,7 +24,7 @@ from qarl_jax.learning import critic as critics
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_term, loss_from_config
 from qarl_jax.models import invariant_scaling
-from qarl_jax.numerics.engine import KERNELS, of_profile
+from qarl_jax.numerics.engine import of_profile
 from qarl_jax.optim import build
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
@@ -144,7 +144,7 @@ def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> A
         compute_dtype=cfg.model.dtype,
         param_dtype=cfg.model.param_dtype,
         quant=models.parse_rules(schemes(cfg, cfg.quant.forward), cfg.quant.group_size),
-        numerics=dataclasses.replace(numerics or cfg.numerics, kernels=KERNELS[cfg.quant.kernels]),
+        numerics=dataclasses.replace(numerics or cfg.numerics, own_kernels=cfg.quant.kernels == "auto"),
         attention=cfg.model.attention,
         remat=cfg.model.remat_or_full,
     )

@@ -53,7 +53,7 @@ ENGINE_CONFIGS: dict[str, type] = {"jax": jax_sampler.Config, "vllm": vllm.Confi
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelOptions:
     """The policy.
 
     Attributes:
@@ -326,7 +326,7 @@ class RunConfig:
       critic: PPO's critic, which advantage.name=gae needs; null: none.
     """
 
-    model: ModelConfig
+    model: ModelOptions
     data: DataConfig
     run_dir: str = ""
     seed: int = 0

@@ -191,7 +191,7 @@ def update_parts(
     own = grad_dtype if model.compute_dtype == grad_dtype else None  # None: the masters'
     gradient = nbytes(params, mesh, own)
     # Embedding and head get their gradients as float32 sums.
-    ways = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.RULES.vocab)
+    ways = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.AXIS_RULES.vocab)
     vocabulary = model.vocab_size * model.hidden_size * 4 // ways
     saved = saved_activations(model, positions, max_segments)
     layers = saved + layer_activations(model, positions, max_segments)

@@ -14,7 +14,7 @@ pass, so a mesh changes neither the order of a sum nor a quantization group (gro
 on every mesh. The price is an all-gather of activations instead of an all-reduce of partial sums, of the same size.
 
 A weight declares its logical axes beside its initializer (`nnx.Param(..., axes=("layers", "heads", "embed"))`);
-`RULES` maps them to mesh axes, in one place. A dimension that its mesh axes do not divide stays whole.
+`AXIS_RULES` maps them to mesh axes, in one place. A dimension that its mesh axes do not divide stays whole.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rules:
+class AxisRules:
     """Logical axis -> mesh axes, for the arrays at rest (weights, optimizer state). () = replicated.
 
     Attributes:
@@ -100,7 +100,7 @@ class Rules:
         return PartitionSpec(*entries)
 
 
-RULES = Rules()
+AXIS_RULES = AxisRules()
 
 
 def is_hopper() -> bool:
@@ -158,7 +158,7 @@ def named_sharding(
     axes: Sequence[str | None],
     shape: Sequence[int],
     mesh: Mesh | AbstractMesh,
-    rules: Rules = RULES,
+    rules: AxisRules = AXIS_RULES,
     name: str = "array",
 ):
     """The NamedSharding of one array of `shape` with logical `axes`. A dimension that does not divide stays whole."""
@@ -167,7 +167,7 @@ def named_sharding(
     return NamedSharding(mesh, _divisible(rules.spec(axes, name), shape, dict(mesh.shape)))
 
 
-def param_shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Rules = RULES) -> Any:
+def param_shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: AxisRules = AXIS_RULES) -> Any:
     """Shardings for everything that holds model variables, in the same structure.
 
     Args:

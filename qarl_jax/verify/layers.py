@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.formats import FUSED
 
 from qarl_jax import models
 from qarl_jax.models.attention import attention
@@ -30,10 +31,12 @@ from qarl_jax.rollout import PolicyWeights
 
 # vLLM's module in a block -> the learner's linear maps whose outputs it concatenates.
 LINEARS = {
-    "self_attn.qkv_proj": ("attn.q", "attn.k", "attn.v"),
-    "self_attn.o_proj": ("attn.o",),
-    "mlp.gate_up_proj": ("mlp.gate", "mlp.up"),
-    "mlp.down_proj": ("mlp.down",),
+    f"{theirs}.{module}": tuple(f"{ours}.{part.removesuffix('_proj')}" for part in FUSED.get(module, (module,)))
+    for theirs, ours, modules in (
+        ("self_attn", "attn", ("qkv_proj", "o_proj")),
+        ("mlp", "mlp", ("gate_up_proj", "down_proj")),
+    )
+    for module in modules
 }
 # Smallest share of a linear layer's outputs that equal the engine's to the last bit. Integer sums are exact; a float
 # sum has an order of its own in every kernel.

@@ -20,7 +20,8 @@ from qarl_jax.kernels.attention_flash3 import flash3_attention
 from qarl_jax.kernels.attention_vendor import runs, segment_bounds
 from qarl_jax.models import ModelConfig, merge, random_model, split
 from qarl_jax.models import attention as attention_module
-from qarl_jax.models.attention import _flash3, attention, choose, flash_block
+from qarl_jax.models.attention import _flash3, attention, choose
+from qarl_jax.numerics.attention import flash_block
 from qarl_jax.runtime import mesh
 from tests.reference.hf_models import relative
 
@@ -279,7 +280,7 @@ def test_on_the_gpu_it_equals_float64_and_its_gradient_cudnns(head_dim):
     ids = jnp.asarray(SEGMENTS)
 
     def value_and_gradients(implementation):
-        run = functools.partial(attention, segment_ids=ids, segments=runs(ids, 4), implementation=implementation)
+        run = functools.partial(attention, segment_ids=ids, packed_runs=runs(ids, 4), implementation=implementation)
         out, vjp = jax.vjp(run, q, k, v)
         return out, *vjp(g)
 

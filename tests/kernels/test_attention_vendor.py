@@ -83,7 +83,7 @@ def test_splash_attention_and_its_gradients_equal_float64():
 def test_cudnn_attention_and_its_gradients_equal_float64():
     ids = jnp.asarray(SEGMENTS)
     for segments in (None, runs(ids, 3), runs(ids, 17)):  # a tighter or looser bound on the runs changes nothing
-        attend = functools.partial(attention, segment_ids=ids, segments=segments, implementation="cudnn")
+        attend = functools.partial(attention, segment_ids=ids, packed_runs=segments, implementation="cudnn")
         check(jax.jit(lambda: value_and_gradients(attend, jnp.bfloat16))(), 2e-2)  # noqa: B023
 
 
@@ -119,7 +119,7 @@ def lowered(implementation, platform, length=1024):
 
     def loss(q, k, v, ids):
         segments = runs(ids, 5)
-        out = attention(q, k, v, segment_ids=ids, segments=segments, implementation=implementation)
+        out = attention(q, k, v, segment_ids=ids, packed_runs=segments, implementation=implementation)
         return out.astype(jnp.float32).sum()
 
     trace = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, jax.ShapeDtypeStruct((2, length), jnp.int32))

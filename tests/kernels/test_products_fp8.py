@@ -18,7 +18,6 @@ import pytest
 from qarl_jax import models, quant
 from qarl_jax.kernels import product_hopper
 from qarl_jax.kernels import products as fused
-from qarl_jax.numerics.engine import KERNELS
 from qarl_jax.quant import resolve
 from qarl_jax.quant.schemes import fp8
 from qarl_jax.run import build, config
@@ -144,7 +143,7 @@ def test_a_dense_layer_on_a_hopper_gpu_takes_the_kernel_where_it_is_chosen(monke
     text = lowered("cuda")
     assert text.count("custom_call @mosaic_gpu") == 1  # the forward; gradients are bfloat16
     assert "f8E4M3FN>) -> tensor<96x256xf32>" not in text
-    text = lowered("cuda", dataclasses.replace(CUDA, kernels=KERNELS["xla"]))
+    text = lowered("cuda", dataclasses.replace(CUDA, own_kernels=False))
     assert "mosaic_gpu" not in text
     assert "f8E4M3FN>) -> tensor<96x256xf32>" in text
     assert "hopper_e4m3" in str(traced().jaxpr)
@@ -206,14 +205,14 @@ def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(monkeypatch, bias
     x_q, s_x, w_q, s_w, b = codes(48, 32, 64, bias=bias)
     shapes = []
 
-    def product(x_q, s_x, w_q, s_w, bias, **_):  # the interpreter knows no mesh
+    def product(x_q, s_x, w_q, s_w, bias=None, **_):  # the interpreter knows no mesh
         shapes.append((x_q.shape, w_q.shape))
         acc = jnp.einsum("mk,nk->mn", x_q.astype(jnp.float32), w_q.astype(jnp.float32))
         return (s_x * (s_w[None] * acc) + (0 if bias is None else bias[None])).astype(jnp.bfloat16)
 
     monkeypatch.setattr(product_hopper, "product", product)
     args = x_q, s_x, w_q, s_w[:, None], None if b is None else b[None]
-    want = jax.jit(fused.float8)(*args)
+    want = jax.jit(fused.eight_bit)(*args)
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     spec = jax.sharding.PartitionSpec
     batch, weight, of_bias = spec(("data", "fsdp"), None), spec("tensor", None), spec(None, "tensor")
@@ -222,7 +221,7 @@ def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(monkeypatch, bias
         for array, where in zip(args, (batch, batch, weight, weight, of_bias), strict=True)
     ]
     with jax.set_mesh(mesh):
-        compiled = jax.jit(fused.float8).lower(*placed).compile()
+        compiled = jax.jit(fused.eight_bit).lower(*placed).compile()
         got = compiled(*placed)
     assert shapes == [((48, 64), (32, 64)), ((12, 64), (16, 64))]
     assert_equal_bits(got, want)
@@ -236,8 +235,8 @@ def test_a_run_can_do_without_kernels_and_another_in_the_same_process_with_them(
     mesh = sharding.make_mesh(fsdp=-1)
     without, _ = build.load_model(config.load("configs/quickstart.yaml", path), mesh)
     auto, _ = build.load_model(config.load("configs/quickstart.yaml", path[:1]), mesh)
-    assert models.config_of(without).numerics.kernels == KERNELS["xla"]
-    assert models.config_of(auto).numerics.kernels == KERNELS["auto"]
+    assert not models.config_of(without).numerics.own_kernels
+    assert models.config_of(auto).numerics.own_kernels
     assert without != auto  # so that no program traced for one serves the other
 
 
@@ -277,7 +276,7 @@ def test_the_kernel_compiles_for_an_h200_and_adds_nothing_outside_the_tensor_cor
     for k, n in BIG + SMALL:
         args = placed(jnp.float8_e4m3fn, rows, k), placed(jnp.float32, rows, 1), placed(jnp.float8_e4m3fn, n, k)
         b = placed(jnp.float32, 1, n) if bias else None
-        traced = jax.jit(fused.float8).trace(*args, placed(jnp.float32, n, 1), b)
+        traced = jax.jit(fused.eight_bit).trace(*args, placed(jnp.float32, n, 1), b)
         compiled = traced.lower(lowering_platforms=("cuda",)).compile()
         tile = product_hopper.tile_for(rows, n)
         if rows % tile.m == 0:
@@ -296,7 +295,7 @@ def gaussian(m, n, k):
     rng = np.random.default_rng(m + n + k)
     x = jnp.asarray(rng.standard_normal((m, k)) * np.exp(rng.standard_normal((m, 1))), jnp.bfloat16)
     qt = quant.quantize(jnp.asarray(rng.standard_normal((n, k)) * 0.05, jnp.float32), fp8.Config())
-    x_q, s_x = jax.jit(fp8.quantize_rows, static_argnums=1)(x, CUDA)
+    x_q, s_x = jax.jit(functools.partial(fp8.activations, numerics=CUDA))(x)
     return x_q, s_x, qt.qvalue, qt.scale[:, 0]
 
 
@@ -357,6 +356,6 @@ def test_a_layer_is_the_kernels_product_on_a_hopper_gpu(monkeypatch, bias):
     b = jnp.asarray(rng.standard_normal(640), jnp.bfloat16) if bias else None
     qt = quant.quantize(w, fp8.Config())
     got = quant.dot.__wrapped__(x, w, qt, b, numerics=CUDA)
-    x_q, s_x = jax.jit(fp8.quantize_rows, static_argnums=1)(x.reshape(300, 384), CUDA)
+    x_q, s_x = jax.jit(functools.partial(fp8.activations, numerics=CUDA))(x.reshape(300, 384))
     operands = x_q, s_x, qt.qvalue, qt.scale[:, 0], None if b is None else b.astype(jnp.float32)
     assert_equal_bits(got.reshape(300, 640), jax.jit(product_hopper.product)(*operands))

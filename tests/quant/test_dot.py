@@ -12,7 +12,7 @@ import pytest
 from qarl_jax import quant
 from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.quant import PROFILES, resolve
-from qarl_jax.quant.dot import Dense
+from qarl_jax.quant.contractions import Dense
 from qarl_jax.quant.schemes import fp8, w4a8, w4a16, w8a8
 from tests.reference import quant_reference as ref
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules, fallbacks, and: a mesh changes no number."""
+"""AxisRules, fallbacks, and: a mesh changes no number."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from qarl_jax.models import (
 )
 from qarl_jax.runtime.mesh import (
     MESH_AXES,
-    Rules,
+    AxisRules,
     batch_sharding,
     constrain,
     make_mesh,
@@ -66,19 +66,19 @@ MESHES = {
 
 
 def test_logical_axes_map_to_mesh_axes():
-    assert Rules().spec(("layers", "heads", "embed")) == P(None, ("fsdp", "tensor"), None)
-    assert Rules().spec(("layers", "expert", "mlp", "embed")) == P(None, ("expert",), ("fsdp", "tensor"), None)
+    assert AxisRules().spec(("layers", "heads", "embed")) == P(None, ("fsdp", "tensor"), None)
+    assert AxisRules().spec(("layers", "expert", "mlp", "embed")) == P(None, ("expert",), ("fsdp", "tensor"), None)
 
 
 def test_a_collision_names_the_parameter_and_both_axes():
-    rules = Rules(expert=("tensor",))
+    rules = AxisRules(expert=("tensor",))
     with pytest.raises(UserError, match=r"moe\.gate.*'expert' and 'mlp'.*'tensor'"):
         rules.spec(("layers", "expert", "mlp", "embed"), "moe.gate.kernel")
 
 
 def test_an_unknown_logical_axis_names_the_parameter():
     with pytest.raises(UserError, match=r"attn\.q.*'width'"):
-        Rules().spec(("width",), "attn.q")
+        AxisRules().spec(("width",), "attn.q")
 
 
 def test_a_dimension_that_does_not_divide_stays_whole():

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from qarl_bridge.engine import marlin_experts, readback_experts
-from qarl_bridge.engine.readback import FUSED
 from qarl_bridge.protocol import fingerprint
+from qarl_bridge.protocol.formats import FUSED
 from qarl_bridge.server import staged_gpu
 
 # The parameters of vLLM's fused experts -> the projections they hold, as rows, of every expert.

@@ -35,15 +35,19 @@ _MOST_BLOCKS = 264  # two for each multiprocessor of an H100; of a product whose
 
 
 @triton.jit
-def _weights(w_ptr, s_ptr, block, outputs, N, K, GROUP: tl.constexpr, BN: tl.constexpr):
-    """bf16(q s) [BN, 128] of a block of 128 inputs, from `interleaved` words."""
+def _weights(w_ptr, s_ptr, block, outputs, N, K, GROUP: tl.constexpr, BN: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """bf16(q s) [BN, 128] of a block of 128 inputs, from the words of a checkpoint, or from `interleaved` ones."""
     there = (outputs < N)[:, None]
     words = tl.load(w_ptr + outputs[:, None] * (K // 8) + block * 16 + tl.arange(0, 16)[None, :], mask=there, other=0)
-    codes = (words[:, None, :] >> (4 * tl.arange(0, 8))[None, :, None]) & 15  # [BN, 8, 16]
+    run: tl.constexpr = 16 if INTERLEAVED else 8  # inputs of one index in the middle
+    if INTERLEAVED:  # [BN, nibble, word]
+        codes = (words[:, None, :] >> (4 * tl.arange(0, 8))[None, :, None]) & 15
+    else:  # [BN, word, nibble]
+        codes = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
     if GROUP >= _STEP:
         s = tl.load(s_ptr + (block * _STEP // GROUP) * N + outputs, mask=outputs < N, other=0.0)[:, None, None]
     else:
-        groups = block * (_STEP // GROUP) + tl.arange(0, 8) // (GROUP // 16)
+        groups = block * (_STEP // GROUP) + tl.arange(0, _STEP // run) // (GROUP // run)
         s = tl.load(s_ptr + groups[None, :] * N + outputs[:, None], mask=there, other=0.0)[:, :, None]
     return ((codes - 8).to(tl.float32) * s.to(tl.float32)).to(tl.bfloat16).reshape(BN, _STEP)
 
@@ -57,7 +61,7 @@ def _part(x, w, s_ptr, row, output, outputs, N, K, first, end, BITS: tl.constexp
         if BITS == 16:
             weights = w.load([output, k])
         else:
-            weights = _weights(w, s_ptr, k // _STEP, outputs, N, K, GROUP, BN)
+            weights = _weights(w, s_ptr, k // _STEP, outputs, N, K, GROUP, BN, True)
         acc = tl.dot(weights, x.load([row, k]).T, acc)
     return acc
 
@@ -182,14 +186,8 @@ def _tile(m: int, bits: int, parts: int) -> tuple[int, int, int, int, int]:
 def _dequantize(words_ptr, s_ptr, y_ptr, N, K, GROUP: tl.constexpr, BN: tl.constexpr):
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     block = tl.program_id(1)
-    there = (rows < N)[:, None]
-    words = tl.load(words_ptr + rows[:, None] * (K // 8) + block * 16 + tl.arange(0, 16)[None, :], mask=there, other=0)
-    codes = ((words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15).reshape(BN, 128) - 8
-    ks = block * 128 + tl.arange(0, 128)
-    s = tl.load(s_ptr + (ks // GROUP)[None, :] * N + rows[:, None], mask=there, other=0.0)
-    tl.store(
-        y_ptr + rows[:, None] * K + ks[None, :], (codes.to(tl.float32) * s.to(tl.float32)).to(tl.bfloat16), mask=there
-    )
+    weights = _weights(words_ptr, s_ptr, block, rows, N, K, GROUP, BN, False)
+    tl.store(y_ptr + rows[:, None] * K + block * 128 + tl.arange(0, 128)[None, :], weights, mask=(rows < N)[:, None])
 
 
 def dequantized(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

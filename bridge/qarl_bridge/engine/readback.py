@@ -30,13 +30,11 @@ import torch
 
 from qarl_bridge.engine import readback_experts
 from qarl_bridge.protocol.errors import BridgeError
+from qarl_bridge.protocol.formats import FUSED
 
 # One-hot rows per layer and publish in "sampled" mode, the same for all layers of a width; another 16 each time.
 SAMPLED_ROWS = 16
 _CHUNK = 256  # one-hot rows pushed at once in "full" mode
-
-# vLLM's fused modules, as Qwen2, Qwen3, Llama and their kin name them: fused name -> shards in row order.
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,8 +36,9 @@ from qarl_bridge.protocol.messages import BridgeError
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
-# What vLLM (and compressed-tensors) fuse into one module: all parts must have one scheme.
-FUSED: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# What vLLM (and compressed-tensors) fuse into one module, in row order, as Qwen2, Qwen3, Llama and their kin name it.
+# All parts must have one scheme.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.\d+\.(?P<proj>[a-z_]+)$")
 
 
@@ -371,7 +372,7 @@ def _check_fused(by_module: Mapping[str, str]) -> None:
         if expert:
             key = (expert["layer"], "all experts")
         else:
-            parts = next((parts for parts in FUSED if leaf in parts), None)
+            parts = next((parts for parts in FUSED.values() if leaf in parts), None)
             if parts is None:
                 continue
             key = (parent, "/".join(parts))

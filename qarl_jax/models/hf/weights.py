@@ -66,6 +66,44 @@ def _names(config: ModelConfig) -> dict[str, np.ndarray]:
     return out
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the tensors of one layer are in the parameters, or one outside of the layers.
+
+    Attributes:
+      path: of the parameter.
+      index: the layer's number in its stack; None: there is no stack.
+      names: of its tensors at Hugging Face: one, or one per expert.
+      experts: whether there is one per expert.
+    """
+
+    path: str
+    index: int | None
+    names: tuple[str, ...]
+    experts: bool = False
+
+
+def checkpoint_order(config: ModelConfig) -> Iterator[list[Place]]:
+    """All places in the order of files and of publishing: embedding, layers one by one, final norm, head (if not
+    tied)."""
+    names = hf_names(config)
+
+    def top(path: str) -> Iterator[list[Place]]:
+        if path in names:
+            yield [Place(path, None, (str(names[path]),))]
+
+    yield from top("embed.kernel")
+    for number, segment in enumerate(config.segments):
+        stacks = {path: own for path, own in names.items() if path.startswith(f"segments.{number}.")}
+        for layer in range(segment.length):
+            yield [
+                Place(path, layer, tuple(np.atleast_1d(own[layer]).tolist()), own.ndim > 1)
+                for path, own in stacks.items()
+            ]
+    yield from top("norm.weight")
+    yield from top("head.kernel")
+
+
 class Checkpoint:
     """The tensors of a folder: model.safetensors, or the shards that model.safetensors.index.json lists.
 
@@ -240,15 +278,6 @@ def _layer_of(stacks: dict[str, Any], layer: jax.Array, dtype: Any) -> dict[str,
     return {path: one(stack) for path, stack in stacks.items()}
 
 
-def _sent(stacks: dict[str, Any], layer: int, dtype: Any) -> dict[str, Any]:
-    """A layer, on its way to the host while somebody works on the one before it."""
-    tensors = _layer_of(stacks, jnp.int32(layer), dtype)
-    for leaf in jax.tree.leaves(tensors):
-        if leaf.is_fully_addressable:
-            leaf.copy_to_host_async()
-    return tensors
-
-
 @functools.partial(jax.jit, static_argnames=("count", "dtype"))
 def _rows_of(table: jax.Array, start: jax.Array, count: int, dtype: Any) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(table, start, count).astype(dtype)
@@ -282,34 +311,32 @@ def export_tensors(
       everything else a numpy array.
     """
     dtype = jnp.dtype(dtype)
-    names = hf_names(config)
     tensors: dict[str, Any] = by_path(params) | by_path(qweights)
 
-    def top(path: str) -> Iterator[tuple[str, np.ndarray]]:
-        if path in names:
-            yield str(names[path]), _on_host(tensors[path], dtype)
+    def sent(places: list[Place]) -> dict[str, Any] | None:
+        """A layer, on its way to the host while somebody works on the one before it."""
+        layer = places[0].index if places else None
+        if layer is None:
+            return None
+        found = _layer_of({place.path: tensors[place.path] for place in places}, jnp.int32(layer), dtype)
+        for leaf in jax.tree.leaves(found):
+            if leaf.is_fully_addressable:
+                leaf.copy_to_host_async()
+        return found
 
-    yield from top("embed.kernel")
-    for number, segment in enumerate(config.segments):
-        stacks = {path: tensors[path] for path in names if path.startswith(f"segments.{number}.")}
-        under_way = _sent(stacks, 0, dtype)
-        for layer in range(segment.length):
-            arriving = under_way
-            if layer + 1 < segment.length:
-                under_way = _sent(stacks, layer + 1, dtype)
-            host = jax.device_get(arriving)
-            for path in stacks:
-                own = names[path][layer]
-                if isinstance(own, str):
-                    yield own, host[path]
-                    continue
-                if stacked:
-                    yield own[0], host[path]
-                    continue
-                for expert, name in enumerate(own):
-                    yield name, jax.tree.map(lambda x, expert=expert: x[expert], host[path])
-    yield from top("norm.weight")
-    yield from top("head.kernel")
+    order = list(checkpoint_order(config))
+    under_way = None
+    for places, following in zip(order, [*order[1:], []], strict=True):
+        arriving, under_way = under_way, sent(following)
+        host = jax.device_get(arriving)
+        for place in places:
+            if host is None:
+                yield place.names[0], _on_host(tensors[place.path], dtype)
+            elif stacked or not place.experts:
+                yield place.names[0], host[place.path]
+            else:
+                for expert, name in enumerate(place.names):
+                    yield name, jax.tree.map(lambda x, expert=expert: x[expert], host[place.path])
 
 
 def hf_config_json(config: ModelConfig, dtype: Any = "bfloat16") -> dict[str, Any]:
@@ -373,7 +400,7 @@ def save_hf(
     }
     tensors = export_tensors(params, nnx.State({}), config, dtype)
     # Two passes over the same order: shapes first (a header needs them all), bytes second.
-    order = _export_order(config)
+    order = [name for places in checkpoint_order(config) for place in places for name in place.names]
     shards: list[dict[str, Any]] = [{}]
     filled = 0
     for name in order:
@@ -392,13 +419,3 @@ def save_hf(
         total = sum(int(np.prod(shape, dtype=np.int64)) for _, shape in shape_of.values()) * dtype.itemsize
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
     (folder / "config.json").write_text(json.dumps(hf_config_json(config, dtype), indent=2) + "\n")
-
-
-def _export_order(config: ModelConfig) -> list[str]:
-    """The names `export_tensors` yields, in its order."""
-    names = hf_names(config)
-    order = [str(names["embed.kernel"])]
-    for number, segment in enumerate(config.segments):
-        own = [names[path] for path in names if path.startswith(f"segments.{number}.")]
-        order += [str(name) for layer in range(segment.length) for part in own for name in np.reshape(part[layer], -1)]
-    return order + [str(names[path]) for path in ("norm.weight", "head.kernel") if path in names]

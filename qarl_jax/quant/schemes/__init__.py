@@ -2,17 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of schemes, and the operations that look a scheme up in it.
 
-A scheme is one module with `NAME`, `ACTIVATION_BITS` (of what meets the weights in a product; 16: not quantized),
-`Config`, `check`, `quantize`, `dequantize`, `forward` and `saved_activation`. To add one, write the file and add one
-line here; the batteries in tests/quant and tests/bridge pick it up from the registry.
+A scheme is one module: a `Scheme`. To add one, write the file and add one line here; the batteries in tests/quant and
+tests/bridge pick it up from the registry.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +18,55 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from qarl_jax.numerics.engine import Numerics
+from qarl_jax.quant.contractions import Product
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import fp8, w2a16, w3a16, w4a8, w4a8_fp8, w4a16, w8a8
 from qarl_jax.types import UserError
 
-SCHEMES: dict[type, ModuleType] = {
+
+class Scheme(Protocol):
+    """What a module of this folder defines, besides its frozen `Config`. NAME: as configs write it.
+
+    With these alone a layer is the product of unquantized activations with the weight `dequantize`d to bfloat16.
+    """
+
+    NAME: str
+
+    def check(self, shape: tuple[int, ...], config: Any) -> str | None:
+        """Why a weight [..., N, K] cannot be quantized, or None."""
+
+    def quantize(self, w: jax.Array, config: Any) -> QTensor:
+        """Codes and scales of a master [..., N, K]."""
+
+    def dequantize(self, qt: QTensor) -> jax.Array:
+        """The weight they stand for, float32 [..., N, K]."""
+
+
+@runtime_checkable
+class OfLowBitActivations(Scheme, Protocol):
+    """A scheme that quantizes activations, too."""
+
+    def activations(self, x: jax.Array, *, numerics: Numerics) -> Any:
+        """[M, K] as they meet the weight: codes, and float32 scales [M, 1] of rows."""
+
+    def multiply(
+        self, used: Any, qt: QTensor, bias: Any, *, numerics: Numerics, product: Product, dtype: Any
+    ) -> jax.Array:
+        """The engine's layer.
+
+        Args:
+          used: from `activations`.
+          bias: float32 [1, N], or None.
+          numerics: the engine mirrored.
+          product: contractions with one weight, or with those of experts.
+          dtype: the compute dtype.
+
+        Returns:
+          [M, N] in float32, not yet rounded to the compute dtype.
+        """
+
+
+SCHEMES: dict[type, Scheme | OfLowBitActivations] = {
     w8a8.Config: w8a8,
     fp8.Config: fp8,
     w4a16.Config: w4a16,
@@ -82,7 +124,8 @@ def on_engine(scheme: SchemeConfig | None, numerics: Numerics) -> SchemeConfig |
     return scheme
 
 
-def _module(scheme: SchemeConfig) -> ModuleType:
+def module_of(scheme: SchemeConfig) -> Scheme:
+    """The module that implements a scheme."""
     try:
         return SCHEMES[type(scheme)]
     except KeyError:
@@ -91,19 +134,14 @@ def _module(scheme: SchemeConfig) -> ModuleType:
         ) from None
 
 
-def module_of(scheme: SchemeConfig) -> ModuleType:
-    """The module that implements a scheme."""
-    return _module(scheme)
-
-
 def quantizes_activations(scheme: SchemeConfig | None) -> bool:
     """Whether activations are quantized before they meet a weight of this scheme. None (bf16): no."""
-    return scheme is not None and _module(scheme).ACTIVATION_BITS < 16
+    return scheme is not None and isinstance(module_of(scheme), OfLowBitActivations)
 
 
 def check_quantizable(shape: tuple[int, ...], scheme: SchemeConfig, name: str = "") -> None:
     """Raises UserError, naming the weight, if a weight [..., N, K] of this shape cannot be quantized under `scheme`."""
-    problem = _module(scheme).check(tuple(shape), scheme)
+    problem = module_of(scheme).check(tuple(shape), scheme)
     if problem:
         raise UserError(
             f"cannot quantize {name or 'a weight'} {tuple(shape)} under {scheme}: {problem}. "
@@ -132,7 +170,7 @@ def quantize(w: Float[Array | np.ndarray, "*L N K"], scheme: SchemeConfig, name:
 
 @functools.partial(jax.jit, static_argnames="scheme")
 def _quantize(w: jax.Array, scheme: SchemeConfig) -> QTensor:
-    return _module(scheme).quantize(w, scheme)
+    return module_of(scheme).quantize(w, scheme)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -142,4 +180,4 @@ def dequantize(qt: QTensor, dtype: Any = jnp.bfloat16) -> Float[Array, "*L N K"]
     The values are bf(code * scale) for the 4-bit schemes, the float32 product code * scale for the 8-bit ones, and the
     engine's own levels for `w4a8_fp8`.
     """
-    return _module(qt.scheme).dequantize(qt).astype(dtype)
+    return module_of(qt.scheme).dequantize(qt).astype(dtype)

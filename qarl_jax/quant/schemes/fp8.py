@@ -41,14 +41,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from qarl_jax.kernels import products
 from qarl_jax.numerics import rows
 from qarl_jax.numerics.engine import Numerics
-from qarl_jax.numerics.float32 import divide, round_bf16, round_to
+from qarl_jax.numerics.float32 import divide, round_bf16
+from qarl_jax.quant.contractions import Product
 from qarl_jax.quant.qtensor import QTensor
 
 NAME = "fp8"
-ACTIVATION_BITS = 8
 _MAX = 448.0
 _ZERO_SCALE = 2.0**-23
 _MIN_ACTIVATION_SCALE = 1.0 / (448.0 * 512.0)
@@ -95,8 +94,8 @@ def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
     return qt.qvalue.astype(jnp.float32) * qt.scale
 
 
-def quantize_rows(x: Float[Array, "M K"], numerics: Numerics) -> tuple[Float[Array, "M K"], Float[Array, "M 1"]]:
-    """Dynamic per-token codes float8_e4m3fn and scales float32."""
+def activations(x: Float[Array, "M K"], *, numerics: Numerics) -> tuple[Float[Array, "M K"], Float[Array, "M 1"]]:
+    """Dynamic per-token codes float8_e4m3fn and scales float32, of experts' rows too."""
     x = x.astype(jnp.float32)
     amax = rows.row_absmax(x)
     scale = jnp.maximum(divide(amax, jnp.full_like(amax, _MAX)), _MIN_ACTIVATION_SCALE)
@@ -104,25 +103,12 @@ def quantize_rows(x: Float[Array, "M K"], numerics: Numerics) -> tuple[Float[Arr
     return to_e4m3(scaled), scale
 
 
-def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
-    """The engine's layer; arguments and results as in `w8a8.forward`."""
-    x_q, s_x = quantize_rows(x, numerics)
+def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product, dtype):
+    """The engine's layer."""
+    del dtype
+    x_q, s_x = used
     if numerics.float64:
         y = product.rescaled(x_q, s_x, qt.qvalue, qt.scale)
-        return y if bias is None else y + bias, (x_q, s_x)
-    operands = x_q, s_x, qt.qvalue, qt.scale, bias
-
-    def plain(x_q, s_x, codes, scale, bias):
-        y = s_x * (product.per_output(scale[..., 0]) * product.float8(x_q, codes))
-        return y if bias is None else y + bias
-
-    if not (product.dense and products.serves(NAME, x, qt.qvalue.shape, numerics)):
-        return plain(*operands), (x_q, s_x)
-
-    def rounded(*operands):
-        return round_to(plain(*operands), x.dtype)
-
-    return lax.platform_dependent(*operands, cuda=products.float8, default=rounded), (x_q, s_x)
-
-
-saved_activation = rows.saved_activation
+    else:
+        y = s_x * (product.per_output(qt.scale[..., 0]) * product.float8(x_q, qt.qvalue))
+    return y if bias is None else y + bias

@@ -19,7 +19,6 @@ from typing import ClassVar
 from qarl_jax.quant.schemes import int4_grid, w4a16
 
 NAME = "w3a16"
-ACTIVATION_BITS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,4 +30,3 @@ class Config(w4a16.Config):
 
 
 check, quantize, dequantize = int4_grid.check, int4_grid.quantize, int4_grid.dequantize
-forward, saved_activation = w4a16.forward, w4a16.saved_activation

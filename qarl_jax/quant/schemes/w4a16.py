@@ -28,14 +28,9 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
-
-from qarl_jax.numerics.engine import Numerics
-from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import int4_grid
 
 NAME = "w4a16"
-ACTIVATION_BITS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +41,3 @@ class Config(int4_grid.Config):
 
 
 check, quantize, dequantize = int4_grid.check, int4_grid.quantize, int4_grid.dequantize
-
-
-def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
-    """The engine's layer; arguments and results as in `w8a8.forward`."""
-    w = dequantize(qt).astype(jnp.bfloat16)
-    return product.linear(x, w, bias, numerics), x
-
-
-def saved_activation(saved, dtype):
-    """The activations the forward really used: [M, K]."""
-    return saved.astype(dtype)

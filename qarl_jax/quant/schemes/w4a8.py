@@ -42,15 +42,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from qarl_jax.numerics import rows
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.float32 import fused_multiply_add, unpack_int4
 from qarl_jax.numerics.rows import quantize_rows
+from qarl_jax.quant.contractions import Product
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import int4_grid
 
 NAME = "w4a8"
-ACTIVATION_BITS = 8
 _AMAX_FLOOR = 1e-7
 
 
@@ -64,15 +63,21 @@ class Config(int4_grid.Config):
 check, quantize, dequantize = int4_grid.check, int4_grid.quantize, int4_grid.dequantize
 
 
-def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
-    """The engine's layer, as in `w8a8.forward`; fused additions are spelled out: one program would fuse and another
-    not."""
-    x_q, s_x = quantize_rows(x, amax_floor=_AMAX_FLOOR)
+def activations(x, *, numerics: Numerics):
+    """int8 codes and float32 scales of rows."""
+    del numerics
+    return quantize_rows(x, amax_floor=_AMAX_FLOOR)
+
+
+def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product, dtype):
+    """The engine's layer; fused additions are spelled out: one program would fuse and another not."""
+    del dtype
+    x_q, s_x = used
     w_q = unpack_int4(qt.qvalue)
     if numerics.float64:
         y = product.rescaled(x_q, s_x, w_q, qt.scale)
-        return y if bias is None else y + bias, (x_q, s_x)
-    groups, k = qt.scale.shape[-1], x.shape[-1]
+        return y if bias is None else y + bias
+    groups, k = qt.scale.shape[-1], x_q.shape[-1]
     size = k // groups
 
     def add_group(acc, g):
@@ -82,11 +87,7 @@ def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
         p = product.integer(x_g, w_g).astype(jnp.float32)
         return fused_multiply_add(p * s_x, product.per_output(s_g), acc, s_x), None
 
-    start = jnp.zeros((x.shape[0], qt.shape[-2]), jnp.float32)
+    start = jnp.zeros((x_q.shape[0], qt.shape[-2]), jnp.float32)
     if bias is not None:
         start = start + bias
-    y, _ = jax.lax.scan(add_group, start, jnp.arange(groups))
-    return y, (x_q, s_x)
-
-
-saved_activation = rows.saved_activation
+    return jax.lax.scan(add_group, start, jnp.arange(groups))[0]

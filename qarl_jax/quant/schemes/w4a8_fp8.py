@@ -70,15 +70,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from qarl_jax.numerics import rows
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.float32 import divide, pack_int4, round_bf16, round_to, unpack_int4
+from qarl_jax.quant.contractions import Product
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import fp8, int4_grid
 from qarl_jax.types import UserError
 
 NAME = "w4a8_fp8"
-ACTIVATION_BITS = 8
 _GROUP = 128  # of the kernel, and what K and N must be multiples of
 _MAX = 448.0
 _TOP = 56.0  # _MAX / 8: e4m3(-8 v) must not saturate
@@ -163,14 +162,14 @@ def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
     return channel * values.astype(jnp.float32)
 
 
-def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
-    """The engine's layer; arguments and results as in `w8a8.forward`."""
-    x_q, s_x = fp8.quantize_rows(x, numerics)
+activations = fp8.activations
+
+
+def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product, dtype):
+    """The engine's layer."""
+    x_q, s_x = used
     channel, values = _table(qt)
     y = product.per_output(channel[..., 0]) * (s_x * product.float8(x_q, values))
     if bias is not None:
-        y = (round_to(y, x.dtype).astype(jnp.float32) if numerics.bias_after_rounding else y) + bias
-    return y, (x_q, s_x)
-
-
-saved_activation = rows.saved_activation
+        y = (round_to(y, dtype).astype(jnp.float32) if numerics.bias_after_rounding else y) + bias
+    return y

@@ -7,7 +7,7 @@ float32 (compressed-tensors' rule: half of the range 255), q = RNE(w / s_n) clam
 IEEE. The largest weight of a row sits at 127.5 up to the rounding of s: 127 if positive, -127 or -128 if negative. A
 zero row gets the scale 2**-23. Scales stay float32 (vLLM keeps them so whatever the file says).
 
-**Activations.** Dynamic, per token, absmax / 127, see `int8.py`.
+**Activations.** Dynamic, per token, absmax / 127, see `numerics/rows.py`.
 
 **Product.** acc = sum_k x_q q in int32: exact, in any order, on any mesh. So the only freedom an engine has is the
 order of the two float32 multiplications and where the bias enters:
@@ -17,8 +17,8 @@ order of the two float32 multiplications and where the bias enters:
 
 The order moves float32 results by one ulp, so one bfloat16 output in a hundred thousand. The activation code matters
 far more: x * (1 / s_x) in place of x * (127 / am) flips codes and changes 4 % of bfloat16 outputs (K = 512, Gaussian).
-On a CPU the product itself is made in float64, where it is as exact as in int32 and many times as fast in XLA.
-On a Hopper GPU product, rescale, bias and rounding are one kernel, with the same bits: `fused.py`.
+On a CPU the product itself is made in float64, where it is as exact as in int32 and many times as fast in XLA. On a
+Hopper GPU one kernel makes product, rescale, bias and rounding, with the same bits (`kernels/products.py`).
 
 **Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x). The activation codes are what is kept for
 it: K + 4 bytes per token instead of 2K or 4K.
@@ -34,21 +34,17 @@ Sources: QaRL, arXiv 2604.07853; vLLM csrc/quantization/w8a8.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
-from qarl_jax.kernels import products
-from qarl_jax.numerics import rows
 from qarl_jax.numerics.engine import Numerics
-from qarl_jax.numerics.float32 import divide, fused_multiply_add, round_bf16, round_to
+from qarl_jax.numerics.float32 import divide, fused_multiply_add, round_bf16
 from qarl_jax.numerics.rows import quantize_rows
+from qarl_jax.quant.contractions import Product
 from qarl_jax.quant.qtensor import QTensor
 
 NAME = "w8a8"
-ACTIVATION_BITS = 8
 # What a row of zeros gets for a scale: float32's machine epsilon, as in compressed-tensors.
 _ZERO_SCALE = 2.0**-23
 
@@ -82,47 +78,23 @@ def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
     return qt.qvalue.astype(jnp.float32) * qt.scale
 
 
-def forward(x, qt: QTensor, bias, *, numerics: Numerics, product):
-    """The engine's layer. See `dot.py` for `product`.
-
-    Args:
-      x: [M, K] activations in compute dtype.
-      qt: the weight.
-      bias: [N] (dense) or None, float32.
-      numerics: the engine mirrored.
-      product: dense or per-expert contractions.
-
-    Returns:
-      [M, N] in float32, not yet rounded to the compute dtype, or rounded to it, and the activations as used, for the
-      backward.
-    """
-    plain = functools.partial(_forward, numerics=numerics, product=product)
-    if not (product.dense and products.serves(NAME, x, qt.qvalue.shape, numerics)):
-        return plain(x, qt.qvalue, qt.scale, bias)
-
-    def rounded(*operands):
-        y, used = plain(*operands)
-        return round_to(y, x.dtype), used
-
-    kernels = functools.partial(products.layer, numerics=numerics)
-    return lax.platform_dependent(x, qt.qvalue, qt.scale, bias, cuda=kernels, default=rounded)
+def activations(x, *, numerics: Numerics):
+    """What meets the weight: int8 codes [M, K] and float32 scales [M, 1] of rows."""
+    return quantize_rows(x, amax_floor=numerics.amax_floor)
 
 
-def _forward(x, codes, scale, bias, *, numerics: Numerics, product):
-    """`forward` in XLA's operations: y in float32."""
-    x_q, s_x = quantize_rows(x, amax_floor=numerics.amax_floor)
+def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product, dtype):
+    """The engine's layer."""
+    del dtype
+    x_q, s_x = used
     if numerics.float64:
-        y = product.rescaled(x_q, s_x, codes, scale)
-        return y if bias is None else y + bias, (x_q, s_x)
-    acc = product.integer(x_q, codes).astype(jnp.float32)
-    s_w = product.per_output(scale[..., 0])
-    return rescale(acc, s_x, s_w, bias), (x_q, s_x)
+        y = product.rescaled(x_q, s_x, qt.qvalue, qt.scale)
+        return y if bias is None else y + bias
+    acc = product.integer(x_q, qt.qvalue).astype(jnp.float32)
+    return rescale(acc, s_x, product.per_output(qt.scale[..., 0]), bias)
 
 
 def rescale(acc, s_x, s_w, bias):
     """float32 [M, N] accumulator times [M, 1] and [1 or M, N] scales, plus a bias or None: CUTLASS's order."""
     first = s_w * acc
     return s_x * first if bias is None else fused_multiply_add(first, s_x, bias, s_x)
-
-
-saved_activation = rows.saved_activation

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -101,7 +101,9 @@ def layout(weights: PolicyWeights) -> list[_Place]:
         places.append(_Place(name, messages.dtype_name(dtype), shape, offset, nbytes, source, index, constant))
         end = offset + nbytes
 
-    for path, own, index in _in_order(config, names):
+    for place in itertools.chain.from_iterable(models.checkpoint_order(config)):
+        path, index = place.path, place.index or 0
+        own = expert_stacks.name_of(place.names[0])
         tensor = tensors[path]
         lead = _lead(names[path])
         if not isinstance(tensor, QTensor):
@@ -115,24 +117,6 @@ def layout(weights: PolicyWeights) -> list[_Place]:
             shape = np.array(tensor.shape[-2:], "<i8")
             add(parts[2], np.int64, (*experts, 2), None, constant=shape.tobytes() * math.prod(experts))
     return places
-
-
-def _in_order(config: Any, names: dict[str, np.ndarray]) -> Iterator[tuple[str, str, int]]:
-    """(path, Hugging Face name, number in the stack of layers) as `models.export_tensors` goes through them."""
-
-    def top(path: str) -> Iterator[tuple[str, str, int]]:
-        if path in names:
-            yield path, str(names[path]), 0
-
-    yield from top("embed.kernel")
-    for number, segment in enumerate(config.segments):
-        paths = [path for path in names if path.startswith(f"segments.{number}.")]
-        for layer in range(segment.length):
-            for path in paths:
-                own = names[path][layer]
-                yield path, own if isinstance(own, str) else expert_stacks.name_of(own[0]), layer
-    yield from top("norm.weight")
-    yield from top("head.kernel")
 
 
 def _lead(names: np.ndarray) -> int:

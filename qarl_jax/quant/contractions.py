@@ -1,0 +1,297 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Products of activations [M, K] with one weight [N, K] (`Dense`) or with those of experts (`Ragged`).
+
+Schemes ask for a `Product` and know neither. Which program computes it is decided here by platform, dtype and shape.
+
+AQT (`aqtp`) performs the integer contractions, here and nowhere else. Its calibration, grids and dequantization are not
+used: they do not reproduce vLLM's outputs. What remains is its dot_general with int32 accumulation, which lowers to
+exactly one `dot_general(int8, int8) -> int32`, with no float conversions around it (there is a test on the lowered
+text).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from aqt.jax.v2 import aqt_dot_general, aqt_tensor
+from jax import lax
+from qarl_bridge.protocol import contract
+
+from qarl_jax.kernels import experts_triton
+from qarl_jax.numerics.float32 import from_float64, matmul_precision, round_to
+
+# Dimension numbers of [M, K] x [N, K] -> [M, N] and of the two backward products.
+_CONTRACT_LAST = (((1,), (1,)), ((), ()))
+_DY_W = (((1,), (0,)), ((), ()))  # [M, N] x [N, K] -> [M, K]
+_DY_X = (((0,), (0,)), ((), ()))  # [M, N] x [M, K] -> [N, K]
+
+
+class Product(Protocol):
+    """Contractions of activations [M, K] with one weight [N, K], or of each row with its expert's of [E, N, K].
+
+    Attributes:
+      experts: whether weights are those of experts.
+    """
+
+    experts: bool
+
+    def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """int8 codes of both -> int32 [M, N], exact."""
+
+    def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
+        """Compute dtype [M, K], any dtype [.., N, K] -> [M, N] in float32, or rounded once to another dtype.
+
+        parts: of K (`contract.cuts`), each summed by itself and then added in float32, in ascending order; experts'
+        inputs are not cut, for there are enough experts to fill a card.
+        """
+
+    def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """float8 codes of both -> float32 [M, N]."""
+
+    def rescaled(self, x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array) -> jax.Array:
+        """Codes of both, scales [M, 1] and [.., N, G] -> f32(s_x sum x (w s_w)) [M, N], computed in float64."""
+
+    def per_output(self, s: jax.Array) -> jax.Array:
+        """[.., N] values per output, to be broadcast against [M, N]."""
+
+    def grad_x(self, dy: jax.Array, w: jax.Array) -> jax.Array:
+        """[M, N], [.., N, K] -> [M, K] in dy's dtype."""
+
+    def grad_w(self, dy: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+        """[M, N], [M, K] -> [.., N, K] in the master's dtype."""
+
+
+def _integer_dot_general(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """int8 [M, K], int8 [N, K] -> int32 [M, N] through AQT: exact."""
+    config = aqt_dot_general.dot_general_raw_make(None, None)
+    config.dg_accumulator_dtype = jnp.int32
+
+    def codes(x: jax.Array) -> aqt_tensor.QTensor:
+        return aqt_tensor.QTensor(qvalue=x, scale=[], scale_t=None, bias=[], dequant_dtype=jnp.int32)
+
+    # AQT reads the result dtype off the first two; with the codes given it computes nothing from their values.
+    out, _ = config(lhs.astype(jnp.int32), rhs.astype(jnp.int32), codes(lhs), codes(rhs), _CONTRACT_LAST)
+    return out
+
+
+def _stored(y: jax.Array, dtype: Any) -> jax.Array:
+    """A product as it leaves its kernel, in `dtype`: float32, or rounded once.
+
+    Behind a barrier: a compiler that sees a consumer upcast the product again may keep it in float32 instead (the
+    residuals of a layer scan are then twice as large, and the rounding is lost), or fuse the consumer into the product
+    and give up the library's kernel.
+    """
+    return lax.optimization_barrier(round_to(y, dtype))
+
+
+def _float_dot_general(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, out_dtype: Any, gradient: bool = False
+) -> jax.Array:
+    """Two operands of the compute dtype -> `out_dtype`, accumulated in float32.
+
+    float32 operands are multiplied as `matmul_precision` says. bfloat16 operands go to the hardware's own units, whose
+    kernels round their float32 sums as they write them; on CPU XLA's bfloat16 product is slower than a float32 product
+    of the same values, rounded afterwards.
+    """
+    # Nothing is lost of bfloat16 operands, in whatever way they are multiplied.
+    precision = matmul_precision(jnp.float32, gradient=gradient)
+
+    def upcast(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        y = lax.dot_general(
+            lhs.astype(jnp.float32),
+            rhs.astype(jnp.float32),
+            dimension_numbers,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return round_to(y, out_dtype)
+
+    def native(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return _stored(lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=out_dtype), out_dtype)
+
+    if lhs.dtype == jnp.float32:
+        return upcast(lhs, rhs)
+    return lax.platform_dependent(lhs, rhs, cpu=upcast, default=native)
+
+
+def _float64_product(
+    x: jax.Array, w: jax.Array, s_x: jax.Array | None = None, s_w: jax.Array | None = None
+) -> jax.Array:
+    """f32(s_x * sum_k x_k w_k), computed in float64: x [M, K], w [N, K]; s_x [M, 1]; s_w [N, G], of groups of K/G
+    inputs each, which w is multiplied by first (exactly)."""
+
+    def formula(x: jax.Array, w: jax.Array, s_x: jax.Array | None, s_w: jax.Array | None) -> jax.Array:
+        if s_w is not None:
+            n, groups = s_w.shape
+            w = (w.reshape(n, groups, -1) * s_w[..., None]).reshape(n, -1)
+        y = lax.dot_general(x, w, _CONTRACT_LAST)
+        return y if s_x is None else s_x * y
+
+    return from_float64(formula, x, w, s_x, s_w)
+
+
+class Dense:
+    """`Product` with one weight [N, K]; `wide_sums`: see `Numerics.float64`."""
+
+    experts = False
+
+    def __init__(self, wide_sums: bool = False):
+        self.wide_sums = wide_sums
+
+    def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        return _integer_dot_general(x, w)
+
+    def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
+        w = w.astype(x.dtype)
+        if self.wide_sums:
+            return round_to(_float64_product(x, w), out_dtype)
+        if parts == 1:
+            return _float_dot_general(x, w, _CONTRACT_LAST, out_dtype)
+        sums = [
+            _float_dot_general(x[:, first:end], w[:, first:end], _CONTRACT_LAST, jnp.float32)
+            for first, end in contract.cuts(x.shape[1], parts)
+        ]
+        return round_to(functools.reduce(jnp.add, sums), out_dtype)
+
+    def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        return _float_dot_general(x, w, _CONTRACT_LAST, jnp.float32)
+
+    def rescaled(self, x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array) -> jax.Array:
+        return _float64_product(x, w, s_x, s_w)
+
+    def per_output(self, s: jax.Array) -> jax.Array:
+        return s[None, :]
+
+    def grad_x(self, dy: jax.Array, w: jax.Array) -> jax.Array:
+        return _float_dot_general(dy, w.astype(dy.dtype), _DY_W, dy.dtype, gradient=True)
+
+    def grad_w(self, dy: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+        return _float_dot_general(dy, x.astype(dy.dtype), _DY_X, dtype, gradient=True)
+
+
+class Ragged:
+    """`Product` with the weights of experts [E, N, K], rows sorted by expert; rows beyond their sum give zeros.
+
+    Args:
+      group_sizes: [E] int32, rows of each expert.
+      num_rows: M.
+      wide_sums: as in `Dense`.
+    """
+
+    experts = True
+
+    def __init__(self, group_sizes: jax.Array, num_rows: int, wide_sums: bool = False):
+        self.group_sizes = group_sizes
+        self.wide_sums = wide_sums
+        ends = jnp.cumsum(group_sizes)
+        # The expert of each row; rows past the last group take the last expert and are masked.
+        rows = jnp.arange(num_rows, dtype=ends.dtype)
+        self.expert = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), group_sizes.shape[0] - 1)
+
+    def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        def ragged(x: jax.Array, w: jax.Array) -> jax.Array:
+            return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, preferred_element_type=jnp.int32)
+
+        kernel = functools.partial(experts_triton.product, group_sizes=self.group_sizes, dtype=jnp.int32)
+        return self._choose(self._by_expert(_integer_dot_general, jnp.int32), ragged, kernel, x, w)
+
+    def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
+        del parts
+        w = w.astype(x.dtype)
+        if self.wide_sums:
+            return round_to(self._by_expert(_float64_product, jnp.float32)(x, w), out_dtype)
+        return self._float(x, w, out_dtype)
+
+    def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        # e4m3 codes are exact in bfloat16, which every backend's ragged product takes.
+        return self._float(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), jnp.float32)
+
+    def rescaled(self, x: jax.Array, s_x: jax.Array, w: jax.Array, s_w: jax.Array) -> jax.Array:
+        def multiply(x: jax.Array, w_s: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return _float64_product(x, w_s[0], s_x, w_s[1])
+
+        return self._by_expert(multiply, jnp.float32)(x, (w, s_w))
+
+    def per_output(self, s: jax.Array) -> jax.Array:
+        return s[self.expert]
+
+    def grad_x(self, dy: jax.Array, w: jax.Array) -> jax.Array:
+        return self._float(dy, jnp.swapaxes(w.astype(dy.dtype), 1, 2), dy.dtype, gradient=True)
+
+    def grad_w(self, dy: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+        def by_expert(dy: jax.Array, x: jax.Array) -> jax.Array:
+            def one(_: None, e: jax.Array) -> tuple[None, jax.Array]:
+                own = jnp.where(self._rows_of(e), dy, jnp.zeros((), dy.dtype))
+                return None, _float_dot_general(own, x, _DY_X, dtype, gradient=True)
+
+            return lax.scan(one, None, self._experts())[1]
+
+        numbers = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=_DY_X, lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+        )
+        ragged = functools.partial(
+            lax.ragged_dot_general, group_sizes=self.group_sizes, ragged_dot_dimension_numbers=numbers
+        )
+        kernel = functools.partial(experts_triton.weight_gradient, group_sizes=self.group_sizes, dtype=dtype)
+        return self._choose(by_expert, _rounded(ragged, dtype, True), kernel, dy, x.astype(dy.dtype))
+
+    def _float(self, x: jax.Array, w: jax.Array, out_dtype: Any, gradient: bool = False) -> jax.Array:
+        """[M, K], [E, N, K] -> [M, N], accumulated in float32, as in `_float_dot_general`."""
+
+        def multiply(x: jax.Array, w_NK: jax.Array) -> jax.Array:
+            return _float_dot_general(x, w_NK, _CONTRACT_LAST, out_dtype, gradient=gradient)
+
+        def ragged(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
+            return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), self.group_sizes, **options)
+
+        kernel = functools.partial(experts_triton.product, group_sizes=self.group_sizes, dtype=out_dtype)
+        by_expert = self._by_expert(multiply, out_dtype)
+        return self._choose(by_expert, _rounded(ragged, out_dtype, gradient), kernel, x, w)
+
+    def _experts(self) -> jax.Array:
+        return jnp.arange(self.group_sizes.shape[0], dtype=self.expert.dtype)
+
+    def _rows_of(self, e: jax.Array) -> jax.Array:
+        """[M, 1]: whether a row is one of expert `e`'s."""
+        inside = jnp.arange(self.expert.shape[0]) < jnp.sum(self.group_sizes)
+        return ((self.expert == e) & inside)[:, None]
+
+    def _by_expert(self, multiply: Callable[..., jax.Array], dtype: Any) -> Callable[..., jax.Array]:
+        """A function of [M, K] and [E, N, K] (or a tuple of such stacks): one expert after the other over all rows;
+        each row keeps its own's.
+
+        What XLA makes of a ragged product where it has no kernel has as many multiplications, and writes every row once
+        per expert; and its one contraction over [E, K] adds in another order where a device holds other experts.
+        """
+
+        def run(x: jax.Array, w: Any) -> jax.Array:
+            def add_expert(y: jax.Array, one: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
+                e, w_NK = one
+                return jnp.where(self._rows_of(e), multiply(x, w_NK), y), None
+
+            outputs = jax.tree.leaves(w)[0].shape[1]
+            return lax.scan(add_expert, jnp.zeros((x.shape[0], outputs), dtype), (self._experts(), w))[0]
+
+        return run
+
+    def _choose(self, by_expert: Any, ragged: Any, kernel: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        """`kernel` on an NVIDIA GPU that can have it, `ragged` on a TPU, `by_expert` elsewhere."""
+        platforms = {"cuda": kernel} if experts_triton.serves(lhs, rhs) else {}
+        return lax.platform_dependent(lhs, rhs, tpu=ragged, default=by_expert, **platforms)
+
+
+def _rounded(ragged: Callable[..., jax.Array], out_dtype: Any, gradient: bool) -> Callable[..., jax.Array]:
+    """A ragged product of floats, accumulated in float32, rounded once."""
+
+    def run(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        wide = lhs.dtype == jnp.float32
+        precision = matmul_precision(lhs.dtype, gradient=gradient)
+        y = ragged(lhs, rhs, precision=precision, preferred_element_type=jnp.float32 if wide else out_dtype)
+        return round_to(y, out_dtype) if wide else _stored(y, out_dtype)
+
+    return run
