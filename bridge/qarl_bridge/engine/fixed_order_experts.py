@@ -58,7 +58,7 @@ def _grouped(x_ptr, w_ptr, s_ptr, s_x_ptr, copies_ptr, experts_ptr, end_ptr, y_p
         x = tl.load(x_ptr + rows[:, None] * K + ks[None, :], mask=there[:, None] & (ks < K)[None, :], other=0.0)
         if INT4:
             codes = w_ptr + expert * N * (K // 8)
-            w = _weights(codes, s_ptr + expert * (K // GROUP) * N, k // _STEP, outputs, N, K, GROUP, BN)
+            w = _weights(codes, s_ptr + expert * (K // GROUP) * N, k // _STEP, outputs, N, K, GROUP, BN, True)
         else:
             at = (expert * N + outputs)[:, None] * K + ks[None, :]
             w = tl.load(w_ptr + at, mask=known[:, None] & (ks < K)[None, :], other=0.0)
@@ -141,7 +141,7 @@ def _choose(z_ptr, ids_ptr, weights_ptr, E, TOP: tl.constexpr, AMONG_CHOSEN: tl.
     ids = tl.zeros((SLOTS,), tl.int32)
     for i in tl.static_range(TOP):
         best = tl.max(left, axis=0)
-        first = tl.min(tl.where(left == best, at, BLOCK), axis=0)  # of equal ones
+        first = tl.min(tl.where(left == best, at, E - 1), axis=0)  # of equal ones; NaN is equal to none
         chosen = tl.where(slot == i, best, chosen)
         ids = tl.where(slot == i, first, ids)
         left = tl.where(at == first, float("-inf"), left)
