@@ -97,13 +97,14 @@ def product(
     """
     int4, scaled = weight.dtype == torch.int32, x_scale is not None
     n, k = weight.shape[1], x.shape[1]
+    group = k // scale.shape[1] if int4 and scale is not None else 1
     y = torch.empty((number, n), dtype=out_dtype, device=x.device)
     bn = 128 if int4 or height > 32 else 64
     # 8-bit floats are exact in the 16-bit type that they are multiplied in.
     compute = tl.int8 if weight.dtype == torch.int8 else tl.float16 if out_dtype == torch.float16 else tl.bfloat16
     _grouped[(len(experts) * triton.cdiv(n, bn),)](
         x, weight, scale, x_scale, copies, experts, end, y, number, n, k,
-        TOP=top, INT4=int4, SCALED=scaled, GROUP=k // scale.shape[1] if int4 else 1, AS=compute,
+        TOP=top, INT4=int4, SCALED=scaled, GROUP=group, AS=compute,
         SUM=tl.int32 if compute == tl.int8 else tl.float32, BM=height, BN=bn, BK=128 if int4 or height < 128 else 64,
         num_warps=8 if int4 or height >= 128 else 4, num_stages=3,
     )  # fmt: skip

@@ -75,10 +75,12 @@ class _Contract(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[M, D], weights and ids [M, k] -> [M, D] in x.dtype."""
-        held = [tuple(getattr(layer, f"{which}_{name}", None) for name in self.names) for which in ("w13", "w2")]
-        return fixed_order_experts.mixture(
-            x, topk_weights, topk_ids, *held, align=moe_align_block_size, activation=_silu_and_mul, rows=self.rows
+        first, second = (
+            (getattr(layer, f"{which}_{self.names[0]}"), getattr(layer, f"{which}_{self.names[1]}", None))
+            for which in ("w13", "w2")
         )
+        options: dict[str, Any] = {"align": moe_align_block_size, "activation": _silu_and_mul, "rows": self.rows}
+        return fixed_order_experts.mixture(x, topk_weights, topk_ids, first, second, **options)
 
 
 class ContractMoEMethod(_Contract, UnquantizedFusedMoEMethod):
