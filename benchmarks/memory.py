@@ -4,9 +4,9 @@
 
     python -m benchmarks.memory --out benchmarks/results/memory_h200.json
 
-XLA compiles the update of Qwen3 shapes ahead of time for an H200 and says what it will hold: arguments, results that
-share no buffer with them, and temporaries. `plan.update_parts` computes the same from shapes alone. One JSON line per
-case; `tests/run/test_memory_plan.py` holds the prediction to the recorded ones.
+XLA compiles the update of Qwen3 shapes ahead of time for an H200 (`--mixtures`: of Qwen3-30B-A3B for two) and says what
+it will hold: arguments, results that share no buffer with them, and temporaries. `plan.update_parts` computes the same
+from shapes alone. One JSON line per case; `tests/run/test_memory_plan.py` holds the prediction to the recorded ones.
 
 What is needed is jax's CUDA plugin (`pip install "jax[cuda12]"`) and, where there is no GPU,
 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu. Kernels are not autotuned: that takes the device itself, and moves
@@ -87,6 +87,19 @@ CASES = (
     dataclasses.replace(LONG_ROW, master="float32", offload=True),
     dataclasses.replace(LONG_ROW, seq=1024, moments="int8", offload=True),  # its update is the fullest moment
 )
+# The gradient of Qwen3-30B-A3B on two cards, of which `benchmarks.step_gpu --cards 2` makes two or more updates a step.
+_MIXTURE = Setting(model="30b-a3b", scheme="w4a16", rows=64, seq=1088, optimizer="muon", moments="int8", cards=2)
+MIXTURES = tuple(
+    dataclasses.replace(_MIXTURE, offload=True, scheme=scheme, rows=rows, remat=remat)
+    for scheme, rows, remat in (
+        ("w4a16", 64, "full"),
+        ("w4a16", 16, "full"),
+        ("bf16", 64, "full"),
+        ("w8a8", 64, "full"),
+        ("fp8", 32, "full"),
+        ("w4a16", 32, "mixer"),
+    )
+)
 
 
 def lower(case: Setting, mesh: Mesh) -> list[tuple[Any, int]]:
@@ -95,7 +108,8 @@ def lower(case: Setting, mesh: Mesh) -> list[tuple[Any, int]]:
     made, params, qweights = shapes.make_learner(dataclasses.replace(case, attention="cudnn"), mesh)
 
     def put(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=made.replicated), tree)
+        places = sharding.param_shardings(tree, mesh)
+        return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, places)
 
     ints, floats, flags = (
         jax.ShapeDtypeStruct((case.rows, case.seq), dtype, sharding=made.batch_sharding)
@@ -115,14 +129,13 @@ def lower(case: Setting, mesh: Mesh) -> list[tuple[Any, int]]:
         if not case.offload:
             traces = [(made._update.trace(state, *rest), 0)]
         else:
-            traces = [
-                (made._grads.trace(state.params, *rest), memory_plan.nbytes(params) + memory_plan.nbytes(qweights))
-            ]
-            traces += streamed(made, state, memory_plan.nbytes(qweights))
+            beside = memory_plan.nbytes(qweights, mesh)
+            traces = [(made._grads.trace(state.params, *rest), memory_plan.nbytes(params, mesh) + beside)]
+            traces += streamed(made, state, beside, mesh)
         return [(trace.lower(lowering_platforms=("cuda",)), held) for trace, held in traces]
 
 
-def streamed(made: Learner, state: TrainState, beside: int) -> list[tuple[Any, int]]:
+def streamed(made: Learner, state: TrainState, beside: int, mesh: Mesh) -> list[tuple[Any, int]]:
     """The programs of an update from the host, traced, and the bytes held while each runs."""
     layout = made._apply.layout(state)
     assert layout is not None
@@ -131,8 +144,10 @@ def streamed(made: Learner, state: TrainState, beside: int) -> list[tuple[Any, i
     grads = [x.update(dtype=made.grad_dtype) for x in params]
     counters = [moments[i] for i in layout.counters]
     norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=made.replicated)
-    held = memory_plan.nbytes(params) + memory_plan.nbytes(grads) + beside
-    visits = [memory_plan.nbytes([moments[i] for i in group.moments]) for group in layout.groups]
+    held = memory_plan.nbytes(state.params, mesh) + beside
+    held += sum(jax.tree.leaves(memory_plan.bytes_of_each(state.params, mesh, made.grad_dtype)))
+    sizes = [sum(jax.tree.leaves(x)) for x in layout.leaves(memory_plan.bytes_of_each(state.opt_state, mesh))]
+    visits = [sum(sizes[i] for i in group.moments) for group in layout.groups]
     traces = []
     for number, (group, program) in enumerate(zip(layout.groups, programs, strict=True)):
         own = [params[i] for i in group.params], [moments[i] for i in group.moments], counters
@@ -142,17 +157,17 @@ def streamed(made: Learner, state: TrainState, beside: int) -> list[tuple[Any, i
     return traces
 
 
-def absent_gpu() -> Mesh:
-    """A mesh of one H200 that need not be here."""
+def absent_gpus(count: int = 1) -> Mesh:
+    """A mesh of H200s (fsdp) that need not be here."""
     # The kernels' own checks ask the GPUs of this host.
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     fused.check_cudnn_version = lambda: 91000
     fused.check_compute_capability = lambda version: True
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=TARGET.read_text(), topology="1x1x1"
+        platform="cuda", topology_name="", target_config=TARGET.read_text(), topology=f"1x1x{count}"
     )
-    grid = np.array(topology.devices[:1]).reshape((1,) * len(sharding.MESH_AXES))
+    grid = np.array(topology.devices[:count]).reshape((1, count, 1, 1))
     return Mesh(grid, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * len(sharding.MESH_AXES))
 
 
@@ -226,7 +241,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", default="")
     parser.add_argument("--measure", action="store_true", help="run MEASURED on the GPU that is here")
     parser.add_argument("--only", type=int, nargs="*", help="measure these of MEASURED only; default: all")
-    parser.add_argument("--cases", type=int, nargs="*", help="compile these of CASES only; default: all")
+    parser.add_argument("--mixtures", action="store_true", help="compile MIXTURES, for two cards, instead of CASES")
+    parser.add_argument("--cases", type=int, nargs="*", help="compile these of them only; default: all")
     args, more = parser.parse_known_args(argv)
     if args.measure:
         measure(args.out, more, args.only)
@@ -236,9 +252,11 @@ def main(argv: list[str] | None = None) -> int:
     # Read when the first backend is made.
     flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
-    mesh, rows = absent_gpu(), []
-    for case in CASES if args.cases is None else [CASES[i] for i in args.cases]:
-        found = compiled_bytes(case, mesh)
+    cases = MIXTURES if args.mixtures else CASES
+    meshes = {count: absent_gpus(count) for count in {case.cards for case in cases}}
+    rows = []
+    for case in cases if args.cases is None else [cases[i] for i in args.cases]:
+        found = compiled_bytes(case, meshes[case.cards])
         compiled = found["arguments"] + found["results"] + found["temporaries"]
         rows.append(
             dataclasses.asdict(case)

@@ -106,13 +106,13 @@ def used_bytes(ordinal: int = 0) -> int:
 
 
 @contextlib.contextmanager
-def most_used() -> Iterator[list[int]]:
-    """The largest `used_bytes` meanwhile, looked at four times a second, as the only entry of a list."""
-    most, done = [used_bytes()], threading.Event()
+def most_used(ordinal: int = 0) -> Iterator[list[int]]:
+    """The largest `used_bytes` of a card meanwhile, looked at four times a second, as the only entry of a list."""
+    most, done = [used_bytes(ordinal)], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.25):
-            most[0] = max(most[0], used_bytes())
+            most[0] = max(most[0], used_bytes(ordinal))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

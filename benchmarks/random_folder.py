@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model folder of Qwen3 shapes with random weights, a tokenizer of words, prompts and a reward: all that a run needs.
 
-    python -m benchmarks.random_folder OUT --shapes 4b [--deviation 0.02] [--seed 0]
+    python -m benchmarks.random_folder OUT --shapes 4b [--layers 8] [--deviation 0.02] [--seed 0] [--no-weights]
 
-Every matrix is normal, every norm one, in bfloat16. The vocabulary's words are w3, w4, ...; a prompt is 32 of them. The
+Every matrix is normal, every norm one, in bfloat16. Without weights any model's folder takes seconds and 5 MB: a run
+with `model.init=random` draws them on its devices. The vocabulary's words are w3, w4, ...; a prompt is 32 of them. The
 reward is one bit of a checksum of the response: half of the responses get it, and nothing can be learned.
 """
 
@@ -42,10 +43,27 @@ def drawn(shape: tuple[int, ...], deviation: float, seed: int, number: int) -> n
     return bits.astype(np.uint16).view(ml_dtypes.bfloat16)
 
 
-def make(folder: pathlib.Path, name: str, deviation: float = 0.02, seed: int = 0) -> None:
-    """Writes the folder; config.json comes last."""
+def make(
+    folder: pathlib.Path, name: str, deviation: float = 0.02, seed: int = 0, *, layers: int = 0, weights: bool = True
+) -> None:
+    """Writes the folder; config.json comes last. layers: 0, the model's own."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = shapes.model_config(shapes.Setting(model=name, scheme="bf16"))
+    config = shapes.model_config(shapes.Setting(model=name, scheme="bf16", layers=layers))
+    if weights:
+        _weights(folder, config, deviation, seed)
+    words = ["<pad>", "<eos>", "<unk>"] + [f"w{number}" for number in range(3, config.vocab_size)]
+    _tokenizer(folder, words)
+    rng = np.random.default_rng(seed)
+    with (folder / "prompts.jsonl").open("w") as file:
+        for number in range(PROMPTS):
+            prompt = " ".join(words[i] for i in rng.integers(3, len(words), 32))
+            file.write(json.dumps({"prompt": prompt, "answer": str(number)}) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+    values = models.hf_config_json(config) | {"eos_token_id": 1, "bos_token_id": None, "initializer_range": deviation}
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def _weights(folder: pathlib.Path, config: models.ModelConfig, deviation: float, seed: int) -> None:
     params = models.by_path(models.split(models.abstract_model(config))[1])
     tensors: list[tuple[str, tuple[int, ...]]] = []
     for path, names in models.hf_names(config).items():
@@ -63,16 +81,6 @@ def make(folder: pathlib.Path, name: str, deviation: float = 0.02, seed: int = 0
             save_file(dict(zip([n for n, _ in part], made, strict=True)), folder / file, metadata={"format": "pt"})
             weight_map |= {n: file for n, _ in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    words = ["<pad>", "<eos>", "<unk>"] + [f"w{number}" for number in range(3, config.vocab_size)]
-    _tokenizer(folder, words)
-    rng = np.random.default_rng(seed)
-    with (folder / "prompts.jsonl").open("w") as file:
-        for number in range(PROMPTS):
-            prompt = " ".join(words[i] for i in rng.integers(3, len(words), 32))
-            file.write(json.dumps({"prompt": prompt, "answer": str(number)}) + "\n")
-    (folder / "reward.py").write_text(REWARD)
-    values = models.hf_config_json(config) | {"eos_token_id": 1, "bos_token_id": None}
-    (folder / "config.json").write_text(json.dumps(values))
 
 
 def _tokenizer(folder: pathlib.Path, words: list[str]) -> None:
@@ -92,8 +100,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", choices=shapes.SIZES, default="4b")
     parser.add_argument("--deviation", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=0, help="0: the model's own")
+    parser.add_argument("--no-weights", action="store_true", help="for model.init=random")
     args = parser.parse_args(argv)
-    make(args.out, args.shapes, args.deviation, args.seed)
+    make(args.out, args.shapes, args.deviation, args.seed, layers=args.layers, weights=not args.no_weights)
     return 0
 
 

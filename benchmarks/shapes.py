@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from qarl_jax import models
 from qarl_jax.learning.learner import Learner, Options
@@ -18,6 +18,7 @@ from qarl_jax.loss import get_loss
 from qarl_jax.optim import build as optimizer
 from qarl_jax.quant import resolve
 from qarl_jax.run import memory_plan
+from qarl_jax.runtime.mesh import MESH_AXES
 from qarl_jax.types import TrainBatch
 
 SIZES = {
@@ -29,6 +30,8 @@ SIZES = {
     "1.7b": {"hidden": 2048, "inter": 6144, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "tied": True},
     "4b": {"hidden": 2560, "inter": 9728, "layers": 36, "heads": 32, "kv": 8, "vocab": 151936, "tied": True},
     "8b": {"hidden": 4096, "inter": 12288, "layers": 36, "heads": 32, "kv": 8, "vocab": 151936, "tied": False},
+    "tiny-moe": {"hidden": 128, "inter": 256, "layers": 2, "heads": 4, "kv": 2, "head_dim": 32, "vocab": 512}
+    | {"tied": False, "experts": 4, "experts_per_token": 2, "expert_inter": 256},
     "30b-a3b": {"hidden": 2048, "inter": 6144, "layers": 48, "heads": 32, "kv": 4, "vocab": 151936, "tied": False}
     | {"experts": 128, "experts_per_token": 8, "expert_inter": 768},
 }
@@ -46,6 +49,7 @@ class Setting:
       master: dtype of parameters. grad: of gradients.
       remat, attention, chunk, optimizer: as in a run's config.
       moments: dtype of the optimizer's moments; "": the master's. offload: they rest on the host.
+      cards: devices that it is spread over, as `mesh.fsdp`.
       kernels: of the scheme's forward on a Hopper GPU: "xla", or "" for our own.
     """
 
@@ -65,6 +69,7 @@ class Setting:
     moments: str = ""
     offload: bool = False
     kernels: str = ""
+    cards: int = 1
 
 
 def model_config(setting: Setting) -> models.ModelConfig:
@@ -147,17 +152,19 @@ def planned(setting: Setting) -> dict[str, int]:
     """What the memory plan says of an update of `setting` on one device: bytes by part."""
     graphdef, params, qweights = models.split(models.abstract_model(model_config(setting)))
     opt_state = opt_state_of(setting, params)
+    mesh = AbstractMesh((1, setting.cards, 1, 1), MESH_AXES)
     return memory_plan.update_parts(
         models.config_of(graphdef),
         params,
         qweights,
         opt_state,
-        rows=setting.rows,
+        rows=setting.rows // setting.cards,
         row_len=setting.seq,
         chunk=setting.chunk,
         grad_dtype=setting.grad,
         max_segments=setting.segments,
         offload=setting.offload,
+        mesh=mesh,
     )
 
 

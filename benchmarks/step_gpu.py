@@ -1,20 +1,27 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whole steps, run by the trainer through the live engine on one card: sampling, rewards, updates, publishing.
+"""Whole steps, run by the trainer through live engines on its cards: sampling, rewards, updates, publishing.
 
     python -m benchmarks.step_gpu --shapes 4b --folder /tmp/4b --case w8a8 --batch 128 --out results.jsonl
+    python -m benchmarks.step_gpu --shapes 30b-a3b --cards 2 --folder /tmp/30b --case w4a16 --steps 5
+    python -m benchmarks.step_gpu --shapes 30b-a3b --layers 8 --folder /tmp/30b-8 --case w4a16
 
-Each call is one case and ends within ten minutes; a folder that does not exist is made first, with random weights.
+Each call is one case and ends within ten minutes; a folder that does not exist is made first, without weights: the run
+draws random ones on its devices. `--cards` spreads the learner over so many, with an engine on each. A mixture of
+experts, and any model on several cards, is trained as large ones are: bfloat16 masters, moments in int8 on the host, an
+update's responses in one micro-batch, one version staged at a time, and routing replayed.
 Cases:
 
     bf16            sampler and learner in bf16
     w8a8 fp8 w4a16  learner and sampler under that scheme (QaRL), the learner in the sampler's arithmetic
     w8a8-rollout    sampler under w8a8, learner in bf16 with plain arithmetic (quantized rollout); fp8 and w4a16, too
 
-`--batch` responses of `--response-len` tokens make two updates. The run's first step warms up; the line of JSON holds
+`--batch` responses of `--response-len` tokens make `--updates` updates. The first step warms up; the line of JSON holds
 means over the `--steps` after it: tokens per second of the sampler and of the step, seconds per phase (`time/*`), k3
 between sampler and learner, of all tokens of all steps how many have another log-prob in the learner, the share of
-sequences that TBPO drops (after the first update), and what the card's plan said. Every case samples with the same
+sequences that TBPO drops (after the first update), and what the card's plan said beside the most that JAX held on each
+card (`learner_gib`) and that all processes together did (`most_used_gib`). A run that is cut short after its second
+step still says what its steps did. Every case samples with the same
 execution mode (`--execution`, as in rollout.engine), which the line names. A random policy shows every difference: its
 k3 is no trained model's.
 """
@@ -22,6 +29,7 @@ k3 is no trained model's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pathlib
 import subprocess
@@ -53,6 +61,7 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
     longest = PROMPT_LEN + args.response_len
     values: dict[str, Any] = {
         "model.path": folder,
+        "model.init": "random",
         "model.remat": "auto",
         "run_dir": run_dir,
         "quant.forward": "bf16" if rollout else scheme,
@@ -72,12 +81,12 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
         "optimizer.offload": "auto",
         "train.steps": 1 + args.steps,
         "train.prompts_per_step": prompts,
-        "train.prompts_per_update": prompts // 2,
+        "train.prompts_per_update": prompts // args.updates,
         "train.micro_batch_rows": args.rows,
         "train.row_len": 4 * longest,
         "train.max_segments": 8,
         "checkpoint.every": 0,
-        "checkpoint.keep": 1,
+        "checkpoint.at_end": "false",
         "eval.every": 0,
         "eval.at_start": "false",
         "eval.at_end": "false",
@@ -87,6 +96,31 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
     }
     if rollout:
         values["quant.rollout"] = scheme
+    if "experts" in shapes.SIZES[args.shapes]:
+        values |= {"rollout.router_replay": str(not rollout).lower(), "model.remat": "full"}
+    if args.cards > 1 or "experts" in shapes.SIZES[args.shapes]:
+        values |= {
+            "model.param_dtype": "bfloat16",
+            "optimizer.name": args.optimizer,  # begins the section anew
+            "optimizer.lr": 1e-6,
+            "optimizer.moment_dtype": "int8",
+            "optimizer.second_moment_dtype": "int8",
+            "optimizer.offload": "true",
+            "quant.code_flips": "false",
+            "rollout.engine.staging_buffers": 1,
+            "train.packing": "unpacked",
+            "train.row_len": longest,
+            "train.micro_batch_rows": args.batch // args.updates,
+        }
+        values |= {"optimizer.matmul_precision": "default"} if args.optimizer == "muon" else {}
+    if args.cards > 1:
+        values |= {
+            "mesh.fsdp": args.cards,
+            "rollout.engine.replicas": args.cards,
+            "rollout.engine.visible_gpus": ";".join(map(str, range(args.cards))),
+            "rollout.engine.shares_gpus": "true",
+            "rollout.engine.max_num_seqs": -(-args.batch // args.cards),
+        }
     return [f"{key}={value}" for key, value in values.items()] + args.overrides
 
 
@@ -103,11 +137,28 @@ def fitting(words: list[str], size: int | None) -> list[str]:
     return [*words, *advised]
 
 
+def planned(words: list[str], size: int | None) -> dict[str, float]:
+    """GiB by part of a card's plan; nothing without a card."""
+    if size is None:
+        return {}
+    _, plan = card.settle(config.load(CONFIG, words), size)
+    assert plan is not None
+    parts = {f"learner: {name}": n for name, n in plan.learner.items()} | {"JAX takes": int(plan.fraction * size)}
+    parts |= {"staging": plan.staging} | {f"engine: {name}": n for name, n in plan.engine.items()}
+    return {name: round(n / card.GIB, 3) for name, n in parts.items()}
+
+
 def unequal_tokens(records: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     """(response tokens whose log-prob is another in the learner than in the sampler, response tokens) of some steps."""
     tokens = [round(record["train/tokens"]) for record in records]
     shares = [1.0 - record["mismatch/exact"] for record in records]
     return sum(round(n * share) for n, share in zip(tokens, shares, strict=True)), sum(tokens)
+
+
+def steps_done(run_dir: pathlib.Path) -> int:
+    """How many steps a run has recorded."""
+    file = run_dir / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 def summary(run_dir: pathlib.Path) -> dict[str, Any]:
@@ -126,6 +177,7 @@ def summary(run_dir: pathlib.Path) -> dict[str, Any]:
         "seconds": {key.removeprefix("time/").removesuffix("_s"): mean(key) for key in named},
         "first_step_s": first["time/step_s"],
         "start": {key.removeprefix("time/"): v for key, v in first.items() if key.startswith("time/start_")},
+        "learner_gib": [v for key, v in sorted(records[-1].items()) if key.startswith("perf/most_gib_")],
         "k3": mean("mismatch/k3"),
         "max_abs": max(record["mismatch/max_abs"] for record in steps),
         "unequal_tokens": list(unequal_tokens(records)),
@@ -141,6 +193,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", choices=shapes.SIZES, default="4b")
     parser.add_argument("--folder", required=True, help="a model folder; made where there is none")
+    parser.add_argument("--layers", type=int, default=0, help="of a new folder's model; 0: all")
+    parser.add_argument("--cards", type=int, default=1, help="that the learner is spread over, with an engine on each")
+    parser.add_argument("--updates", type=int, default=2, help="of a step")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="of a mixture or several cards")
     parser.add_argument("--case", choices=CASES, default="w8a8")
     parser.add_argument("--batch", type=int, default=128, help="responses of a step")
     parser.add_argument("--response-len", type=int, default=1024)
@@ -160,26 +216,29 @@ def main(argv: list[str] | None = None) -> int:
     began = time.perf_counter()
     folder = pathlib.Path(args.folder).absolute()
     if not (folder / "config.json").exists():
-        random_folder.make(folder, args.shapes, args.deviation)
+        random_folder.make(folder, args.shapes, args.deviation, layers=args.layers, weights=False)
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = pathlib.Path(scratch) / "run"
         words = fitting(overrides(args, str(folder), str(run_dir)), card.card_bytes())
         command = [sys.executable, "-m", "qarl_jax.train", "--config", CONFIG, *words]
         log = args.log or f"{scratch}/log"
-        with open(log, "wb") as output, most_used() as most:
+        plan = planned(words, card.card_bytes())
+        with open(log, "wb") as output, contextlib.ExitStack() as stack:
+            most = [stack.enter_context(most_used(ordinal)) for ordinal in range(args.cards)]
             limit = args.limit_s - (time.perf_counter() - began)
             try:
                 code = subprocess.run(command, stdout=output, stderr=output, timeout=limit, check=False).returncode
             except subprocess.TimeoutExpired:
                 code = None
         found: dict[str, Any] = {"case": args.case, "batch": args.batch, "shapes": args.shapes, "code": code}
-        found |= {"execution": args.execution, "most_used_gib": most[0] / card.GIB}
+        found |= {"cards": args.cards, "layers": args.layers, "execution": args.execution, "planned_gib": plan}
+        found["most_used_gib"] = [used[0] / card.GIB for used in most]
         text = pathlib.Path(log).read_text(errors="replace")
         found["said"] = [line for line in text.splitlines() if "execution" in line or line.startswith("card ")][-4:]
-        if code == 0:
+        if steps_done(run_dir) > 1:
             found |= summary(run_dir)
-        else:
-            found["tail"] = text.splitlines()[-6:]
+        if code != 0:
+            found["tail"] = text.splitlines()[-12:]
         found |= {"seconds_in_all": time.perf_counter() - began, "overrides": words}
     print(json.dumps(found), flush=True)
     if args.out:

@@ -125,12 +125,16 @@ def histograms(metrics: dict[str, Metric]) -> dict[str, list[int]]:
 def phases(record: Mapping[str, Any]) -> dict[str, Any]:
     """Of a step's record, the seconds of each phase by its name: `time/NAME_s`. They sum to `time/step_s`.
 
-    Names with a further slash are of what went on beside (`time/beside/`) or made up a phase (`time/publish/`).
+    Names with a further slash are of what went on beside (`time/beside/`) or made up a phase (`time/publish/`);
+    `ahead_` and `start_` are of other steps' sampling and of the run's start.
     """
     names = {key: key.removeprefix(TIME).removesuffix("_s") for key in record if key.startswith(TIME)}
     others = {"step", "start", "rollout_tok_per", "tok_per"}
     return {
         name: record[key]
         for key, name in names.items()
-        if key == f"{TIME}{name}_s" and "/" not in name and name not in others and not name.startswith("start_")
+        if key == f"{TIME}{name}_s"
+        and "/" not in name
+        and name not in others
+        and not name.startswith(("start_", "ahead_"))
     }

@@ -1,10 +1,96 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.parity --model DIR --scheme w8a8 --engine cpu [--json]`: a ladder of promises."""
+"""`python -m qarl_jax.parity --model DIR --scheme w8a8 --engine cpu [--json]`: climbs the ladder of promises
+(`verify/ladder.py`). Exit code 0: all are kept, 1: one is not, 2: it could not be tried."""
 
-from qarl_jax.verify.ladder import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from qarl_bridge.protocol.messages import BridgeError
+
+from qarl_jax import quant
+from qarl_jax.types import UserError, entry_point
+from qarl_jax.verify import ladder
+
+
+@entry_point
+def main(argv: Sequence[str] | None = None) -> int:
+    defaults = ladder.Options()
+    parser = argparse.ArgumentParser(prog="python -m qarl_jax.parity", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", required=True, help="Hugging Face folder")
+    parser.add_argument("--scheme", required=True, help="bf16, w8a8, fp8, w4a16[:g64] or w4a8[:g64]")
+    parser.add_argument("--engine", required=True, choices=("cpu", "cuda"), help="whose arithmetic vLLM runs here")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("--prompts", type=int, default=defaults.prompts, help="random prompts, a sample each")
+    parser.add_argument("--prompt-len", type=int, default=defaults.prompt_len)
+    parser.add_argument("--response-len", type=int, default=defaults.response_len)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--max-k3", type=float, default=defaults.max_k3, help="largest k3 that keeps the promise")
+    parser.add_argument("--threads", type=int, default=0, help="of the CPU engine; 0: all")
+    parser.add_argument(
+        "--attention",
+        choices=("engine", "auto", "xla", "cudnn", "flash3"),
+        default=defaults.attention,
+        help="the learner's; engine: what mirrors the engine's own",
+    )
+    parser.add_argument(
+        "--execution",
+        default=defaults.execution,
+        help="auto, eager, graphs or compiled; several, with commas: compare engines in these modes to the bit",
+    )
+    parser.add_argument("--int4-kernel", choices=("auto", "packed", "machete", "marlin"), default=defaults.int4_kernel)
+    parser.add_argument("--kv-cache-gb", type=float, default=defaults.kv_cache_gb, help="of the engine")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=defaults.gpu_memory_utilization,
+        help="share of the device's memory the engine may use",
+    )
+    args = parser.parse_args(argv)
+    options = ladder.Options(
+        **{
+            f.name: getattr(args, f.name)
+            for f in dataclasses.fields(ladder.Options)
+            if f.name not in ("unaligned", "bf16_pair")
+        }
+    )
+
+    def show(rung: ladder.Rung) -> None:
+        if not args.json:
+            verdict = {True: "ok", False: "BROKEN", None: "-"}[rung.ok]
+            print(f"{rung.name:18} {verdict:7} {rung.detail}", flush=True)
+
+    try:
+        if min(options.prompts, options.prompt_len, options.response_len) < 1:
+            raise UserError("--prompts, --prompt-len and --response-len must be at least 1")
+        quant.parse_scheme(args.scheme)
+        modes = args.execution.split(",")
+        if unknown := [mode for mode in modes if mode not in ladder.MODES]:
+            raise UserError(f"--execution {unknown[0]}: known are {', '.join(ladder.MODES)}")
+        if len(modes) > 1:
+            result = ladder.compare_modes(args.model, args.scheme, args.engine, options, modes, show)
+        else:
+            result = ladder.climb(args.model, args.scheme, args.engine, options, show)
+    except BridgeError as error:
+        raise UserError(str(error)) from None
+    if args.json:
+        print(json.dumps(result))
+    else:
+        for key, title in (
+            ("own_routing", "the same samples, experts chosen by the learner itself (above: by the engine)"),
+            ("unaligned", "the same samples, bf16 learner with plain arithmetic"),
+            ("bf16", "bf16 learner, bf16 engine"),
+        ):
+            if key in result:
+                print(f"\n{title}\n{'':26} {ladder.line(result[key])}")
+        broken = result["first_broken"]
+        print(f"\nfirst broken rung: {broken}" if broken else "\nall promises kept")
+    return 0 if result["first_broken"] is None else 1
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -41,7 +41,7 @@ STYLES: tuple[Any, ...] = ("-", "--", ":", "-.")
 """Metrics within a panel."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Panel:
     """One set of axes. `metrics` maps a metric's name to what the legend calls it.
 
@@ -67,32 +67,24 @@ class Panel:
 
 
 PANELS: tuple[Panel, ...] = (
-    Panel(title="Reward", metrics={"reward/mean": "mean"}, markers={"eval/reward/mean": "held-out"}),
-    Panel(title="Response length (tokens)", metrics={"response/length_mean": "mean"}),
-    Panel(title="Truncated responses", metrics={"response/truncated": "share"}, percent=True),
-    Panel(title="Entropy (nats per token)", metrics={"entropy/mean": "mean"}),
+    Panel("Reward", {"reward/mean": "mean"}, markers={"eval/reward/mean": "held-out"}),
+    Panel("Response length (tokens)", {"response/length_mean": "mean"}),
+    Panel("Truncated responses", {"response/truncated": "share"}, percent=True),
+    Panel("Entropy (nats per token)", {"entropy/mean": "mean"}),
+    Panel("Learner and sampler apart", {"mismatch/k3": "KL (k3)", "mismatch/max_abs": "max |Δ logp|"}, log=True),
     Panel(
-        title="Learner and sampler apart",
-        metrics={"mismatch/k3": "KL (k3)", "mismatch/max_abs": "max |Δ logp|"},
-        log=True,
-    ),
-    Panel(
-        title="Sequences dropped by the loss",
-        metrics={"clip/seq_dropped": "all updates", "later/clip/seq_dropped": "after the first"},
+        "Sequences dropped by the loss",
+        {"clip/seq_dropped": "all updates", "later/clip/seq_dropped": "after the first"},
         percent=True,
     ),
     Panel(
-        title="Sequences dropped, by band",
-        metrics={
-            "clip/seq_pos_high": "A > 0, above",
-            "clip/seq_neg_low": "A < 0, below",
-            "clip/seq_neg_high": "A < 0, above",
-        },
+        "Sequences dropped, by band",
+        {"clip/seq_pos_high": "A > 0, above", "clip/seq_neg_low": "A < 0, below", "clip/seq_neg_high": "A < 0, above"},
         percent=True,
     ),
     Panel(
-        title="Tokens clipped, by sign of advantage",
-        metrics={
+        "Tokens clipped, by sign of advantage",
+        {
             "clip/pos_high": "A > 0, above",
             "clip/neg_low": "A < 0, below",
             "clip/dual_neg_high": "A < 0, above (dual clip)",
@@ -100,13 +92,13 @@ PANELS: tuple[Panel, ...] = (
         percent=True,
     ),
     Panel(
-        title="Largest token ratio and weight",
-        metrics={"loss/ratio_max": "learner now / start", "mismatch/w_max": "weight in the loss"},
+        "Largest token ratio and weight",
+        {"loss/ratio_max": "learner now / start", "mismatch/w_max": "weight in the loss"},
         log=True,
     ),
     Panel(
-        title="Mismatch weights cut, by edge",
-        metrics={
+        "Mismatch weights cut, by edge",
+        {
             "mismatch/w_cap_high": "above",
             "mismatch/w_cap_low": "below",
             "mismatch/seq_rejected": "whole response rejected",
@@ -114,46 +106,42 @@ PANELS: tuple[Panel, ...] = (
         percent=True,
     ),
     Panel(
-        title="Error tokens (below p = 0.001)",
-        metrics={"error/tok_learner": "learner", "error/tok_sampler": "sampler", "error/tok_hidden": "learner alone"},
+        "Error tokens (below p = 0.001)",
+        {"error/tok_learner": "learner", "error/tok_sampler": "sampler", "error/tok_hidden": "learner alone"},
         log=True,
     ),
     Panel(
-        title="Error tokens of the learner, by sign of A",
-        metrics={"error/tok_learner_pos": "A > 0", "error/tok_learner_neg": "A < 0"},
+        "Error tokens of the learner, by sign of A",
+        {"error/tok_learner_pos": "A > 0", "error/tok_learner_neg": "A < 0"},
         percent=True,
     ),
     Panel(
-        title="Error tokens in clusters",
-        metrics={"error/cluster_tok_learner": "learner", "error/cluster_tok_sampler": "sampler"},
+        "Error tokens in clusters",
+        {"error/cluster_tok_learner": "learner", "error/cluster_tok_sampler": "sampler"},
         percent=True,
     ),
     Panel(
-        title="Responses with a cluster of error tokens",
-        metrics={"error/seq_learner_pos": "A > 0", "error/seq_learner_neg": "A < 0"},
+        "Responses with a cluster of error tokens",
+        {"error/seq_learner_pos": "A > 0", "error/seq_learner_neg": "A < 0"},
         percent=True,
     ),
     Panel(
-        title="Where the first cluster begins (share of the response)",
-        metrics={"error/onset_share": "mean"},
+        "Where the first cluster begins (share of the response)",
+        {"error/onset_share": "mean"},
         percent=True,
         needs="error/seq_learner",
     ),
+    Panel("Repetition", {"text/repeated": "repeated 4-grams", "text/loops": "responses that loop"}, percent=True),
+    Panel("Responses, compressed / plain bytes", {"text/zlib_ratio": "mean"}),
+    Panel("Critic: variance of the returns explained", {"critic/explained_variance": "share"}),
+    Panel("Gradient norm", {"optim/grad_norm": "before clipping"}, log=True),
     Panel(
-        title="Repetition",
-        metrics={"text/repeated": "repeated 4-grams", "text/loops": "responses that loop"},
-        percent=True,
-    ),
-    Panel(title="Responses, compressed / plain bytes", metrics={"text/zlib_ratio": "mean"}),
-    Panel(title="Critic: variance of the returns explained", metrics={"critic/explained_variance": "share"}),
-    Panel(title="Gradient norm", metrics={"optim/grad_norm": "before clipping"}, log=True),
-    Panel(
-        title="Weights: update and quantization error",
-        metrics={"quant/weight_change": "change per update, squared", "quant/error": "quantization error, squared"},
+        "Weights: update and quantization error",
+        {"quant/weight_change": "change per update, squared", "quant/error": "quantization error, squared"},
         log=True,
     ),
-    Panel(title="Codes changed per publish", metrics={"quant/code_flips": "share"}, log=True),
-    Panel(title="Seconds per step", metrics={"time/step_s": "all", "time/rollout_s": "rollout"}),
+    Panel("Codes changed per publish", {"quant/code_flips": "share"}, log=True),
+    Panel("Seconds per step", {"time/step_s": "all", "time/rollout_s": "rollout"}),
 )
 
 
@@ -239,8 +227,38 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 def _panels(runs: Sequence[Run], extra: Sequence[str]) -> list[Panel]:
     """Those in which not everything is zero, and those of the metrics that were asked for."""
-    asked = [Panel(title=metric, metrics={metric: ""}) for metric in extra]
+    asked = [Panel(metric, {metric: ""}) for metric in extra]
     return [panel for panel in PANELS if any(panel.values(runs))] + [panel for panel in asked if panel.values(runs)]
+
+
+def _blank(width: float, height: float) -> Any:
+    """A figure of so many inches.
+
+    Raises:
+      UserError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("Plots need matplotlib: pip install qarl-jax[plot].") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _dress(axes: Any, title: str, size: int) -> None:
+    axes.set_title(title, fontsize=size)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(which="both", labelsize=size - 2)
+
+
+def _with_legend(fig: Any, names: Sequence[str]) -> Any:
+    """The figure with a colour per run explained above it."""
+    from matplotlib.lines import Line2D
+
+    colors = zip(itertools.cycle(COLORS), names, strict=False)
+    handles = [Line2D([], [], color=color, linewidth=2.5, label=name) for color, name in colors]
+    fig.legend(handles=handles, loc="outside upper center", ncols=min(len(names), 4), frameon=False, fontsize=10)
+    return fig
 
 
 def figure(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> Any:
@@ -254,12 +272,6 @@ def figure(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -
     Raises:
       UserError: matplotlib is missing, or there is nothing to draw.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
-    except ImportError:
-        raise UserError("Plots need matplotlib: pip install qarl-jax[plot].") from None
-
     known = {key for run in runs for record in run.records for key in record}
     for metric in extra:
         if metric not in known:
@@ -271,18 +283,13 @@ def figure(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -
 
     columns = min(3, len(drawn))
     rows = -(-len(drawn) // columns)
-    fig = Figure(figsize=(4.4 * columns, 2.9 * rows + 0.5), layout="constrained")
+    fig = _blank(4.4 * columns, 2.9 * rows + 0.5)
     for index, panel in enumerate(drawn):
         axes = fig.add_subplot(rows, columns, index + 1)
         _draw(axes, panel, runs, window)
         if index + columns >= len(drawn):
             axes.set_xlabel("step", fontsize=9)
-    handles = [
-        Line2D([], [], color=color, linewidth=2.5, label=run.name)
-        for color, run in zip(itertools.cycle(COLORS), runs, strict=False)
-    ]
-    fig.legend(handles=handles, loc="outside upper center", ncols=min(len(runs), 4), frameon=False, fontsize=10)
-    return fig
+    return _with_legend(fig, [run.name for run in runs])
 
 
 HISTOGRAMS: tuple[tuple[str, str], ...] = (
@@ -315,15 +322,10 @@ def ratio_figure(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> Any:
     Raises:
       UserError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
-    except ImportError:
-        raise UserError("Plots need matplotlib: pip install qarl-jax[plot].") from None
     from qarl_jax.loss.common.diagnostics import EDGES
 
     edges = [EDGES[0] * 1.5, *EDGES, EDGES[-1] * 1.5]
-    fig = Figure(figsize=(9.5, 2.5 * len(HISTOGRAMS) + 0.5), layout="constrained")
+    fig = _blank(9.5, 2.5 * len(HISTOGRAMS) + 0.5)
     for row, (name, title) in enumerate(HISTOGRAMS):
         for column, (sign, words) in enumerate((("pos", "A > 0"), ("neg", "A < 0"))):
             axes = fig.add_subplot(len(HISTOGRAMS), 2, 2 * row + column + 1)
@@ -333,20 +335,12 @@ def ratio_figure(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> Any:
                     axes.stairs([n / sum(bins) for n in bins], edges, color=color, linewidth=1.3)
             axes.set_xscale("symlog", linthresh=1e-5)
             axes.set_xticks([-1, -1e-2, -1e-4, 0, 1e-4, 1e-2, 1])
-            axes.set_title(f"{title}, {words}", fontsize=9)
-            axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.tick_params(which="both", labelsize=7)
+            _dress(axes, f"{title}, {words}", 9)
             if column == 0:
                 axes.set_ylabel("share", fontsize=9)
             if row == len(HISTOGRAMS) - 1:
                 axes.set_xlabel("log-ratio", fontsize=9)
-    handles = [
-        Line2D([], [], color=color, linewidth=2.5, label=name)
-        for color, name in zip(itertools.cycle(COLORS), runs, strict=False)
-    ]
-    fig.legend(handles=handles, loc="outside upper center", ncols=min(len(runs), 4), frameon=False, fontsize=10)
-    return fig
+    return _with_legend(fig, list(runs))
 
 
 def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> list[html_report.Chart]:
@@ -400,11 +394,8 @@ def _draw(axes: Any, panel: Panel, runs: Sequence[Run], window: int) -> None:
     if panel.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.set_ylim(bottom=0)
-    axes.set_title(panel.title, fontsize=10)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(which="both", labelsize=8)
+    _dress(axes, panel.title, 10)
     if len(shown) > 1:
         axes.legend(handles=list(shown.values()), fontsize=8, framealpha=0.7, edgecolor="none")
 

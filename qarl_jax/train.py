@@ -20,6 +20,7 @@ one sentence.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -52,7 +53,7 @@ def run(cfg: RunConfig) -> None:
                 recompiles.take()  # a process's first step warms up
             with profiled(cfg, step):
                 # ---- sample and grade: nothing has changed yet, so an interrupt drops the step -----------------------
-                run.collector.on_graded = run.updates.ahead(run.state, step)  # scored while others are drawn
+                run.score_early(step)
                 collected = run.collector.collect(step)
                 if run.interrupt.agreed():
                     run.save(step)
@@ -85,14 +86,15 @@ def run(cfg: RunConfig) -> None:
             with timer("trace"):
                 traces = follow.records(groups, run.tokenizer)
             record |= {"perf/recompiles": float(recompiles.take()) if step > run.start else 0.0}
+            record |= step_metrics.most_memory(jax.local_devices())
             with processes.together():
                 speed = step_metrics.speed(record, timer.take(), run.mesh.devices.size, peak_flops)
                 observer.log(step, record | speed)
-                observer.samples(step, collected.groups, traces)
+                observer.samples(step, collected.groups, traces, run.tokenizer)
                 observer.histograms(step, histograms)
             run.remark(step, record)
             stopping = run.interrupt.agreed()
-            if checkpoints.should_save(done) or last or stopping:
+            if checkpoints.should_save(done) or (last and cfg.checkpoint.at_end) or stopping:
                 with recompiles.paused():
                     run.save(done)
             if stopping and not last:
@@ -114,9 +116,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file (see configs/)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plans, then stop")
     parser.add_argument("--card-gb", type=float, help="with --dry-run: plan for a card of that many GiB")
+    parser.add_argument("--cards", type=int, help="with --dry-run: plan for so many cards, where the mesh asks for all")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides)
+    if args.dry_run and args.cards is not None:
+        cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(args.cards))
     if not args.dry_run:
         processes.start(cfg.distributed)  # before anything asks JAX for its devices
     found = card.card_bytes() if args.card_gb is None else int(args.card_gb * 2**30)

@@ -46,6 +46,18 @@ class VersionSpan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Response tokens [start, end) were drawn by the policy, as one turn; what stands between turns is observed.
+
+    `reward`: what the environment gave for it; in a graded group the turn's share of the response's reward.
+    """
+
+    start: int
+    end: int
+    reward: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     """One sampled response.
 
@@ -55,12 +67,15 @@ class Completion:
 
     Attributes:
       prompt_tokens: token ids of the prompt.
-      tokens: token ids of the response, the end-of-sequence token included when it was drawn.
+      tokens: token ids of the response, the end-of-sequence token included when it was drawn. Between turns: what the
+        environment said.
       logprobs: [len(tokens)] float32, log-probability of each response token under the sampler's distribution, after
-        temperature, and at top_p = 1 / top_k = off exactly the distribution drawn from.
-      finish_reason: "stop" (an end token was drawn), "length" (the limit was hit) or "abort" (unfinished).
-      versions: policy versions the tokens were drawn under, in order, covering [0, len(tokens)).
+        temperature, and at top_p = 1 / top_k = off exactly the distribution drawn from. 0 for what was not drawn.
+      finish_reason: "stop" (an end token was drawn; of several turns: the environment was done), "length" (a limit was
+        hit) or "abort" (unfinished, or its environment failed: there is nothing to grade or to train on).
+      versions: policy versions the tokens were drawn under, in order, covering all that were drawn.
       routed_experts: optional [len(prompt)+len(tokens)-1, layers, top_k] expert ids (MoE engines that record them).
+      turns: where an environment answers (`rollout.environment`), what the policy drew; empty: all of it, in one turn.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -69,6 +84,15 @@ class Completion:
     finish_reason: str
     versions: tuple[VersionSpan, ...]
     routed_experts: np.ndarray | None = None
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """[len(tokens)] bool: the tokens that the policy drew, which alone are trained on."""
+        mask = np.full(len(self.tokens), not self.turns)
+        for turn in self.turns:
+            mask[turn.start : turn.end] = True
+        return mask
 
     @property
     def policy_version(self) -> int:
@@ -119,10 +143,10 @@ class TrainBatch:
       tokens: [B, T] int32.
       positions: [B, T] int32, position within the segment (RoPE).
       segment_ids: [B, T] int32, 1.. per row, 0 = padding.
-      loss_mask: [B, T] bool, response tokens (holes allowed).
+      loss_mask: [B, T] bool, response tokens that the policy drew (`Completion.drawn`), so there may be holes.
       rollout_logprobs: [B, T] float32, what the sampler reported; 0 elsewhere.
-      advantages: [B, T] float32, broadcast over each response; 0 elsewhere. With a critic: its reward, until the critic
-        has put an advantage per token there (`critic.Critic.judge`).
+      advantages: [B, T] float32, broadcast over each response, or each turn of it; 0 elsewhere. With a critic: its
+        reward, until the critic has put an advantage per token there (`critic.Critic.judge`).
       routed_experts: [B, T, L, k] int16, the experts the sampler sent each position to in each of the L layers; -1: not
         recorded, the model's own choice is taken. None where no choice is replayed.
     """

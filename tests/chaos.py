@@ -13,6 +13,7 @@ kind, number); the moment at which a signal strikes a process also depends on th
   * disk          the run that meets a full disk ends with exit code 2 and a sentence, and goes on to that same end
                   when there is room;
   * checkpoints   a restore returns a step that is whole, bit for bit, or says that none is;
+  * fleet         every group comes once, drawn under the current version, equal to the bits one engine draws;
   * inputs        the command ends with exit code 2 and one sentence, within a minute. `bad_inputs.yaml` is the corpus:
                   every defect that is found becomes a line in it. Random mutations of good files are tried as well.
 
@@ -50,7 +51,7 @@ from qarl_jax import data, models, train
 from qarl_jax.run import config
 from qarl_jax.run.checkpoint import Checkpoints, DamagedCheckpointError
 from qarl_jax.types import UserError
-from tests.reference import tiny
+from tests.reference import fleet_faults, tiny
 
 PATIENCE_S = 900  # for one process: on a busy machine vLLM takes its time to start
 CORPUS = pathlib.Path(__file__).parent / "fixtures" / "bad_inputs.yaml"
@@ -59,6 +60,7 @@ LIMITS = {"max_model_len": 64, "kv_cache_gb": 0.1, "threads": 1}
 WORLDS: dict[str, dict[str, Any]] = {
     "embedded": {},
     "toy": {"rollout": {"engine": {"name": "vllm", "engine": "fake", "max_model_len": 64}}},
+    "fleet": {"rollout": {"engine": {"name": "vllm", "engine": "fake", "max_model_len": 64, "replicas": 3}}},
     "vllm": {
         "model": {"dtype": "bfloat16"},
         "quant": {"forward": "w4a16:g32", "engine": "cpu"},
@@ -295,18 +297,19 @@ def trainer_kills(name: str) -> Callable[[Lane, random.Random], int]:
     return trial
 
 
-def child_kills(name: str, word: str) -> Callable[[Lane, random.Random], int]:
-    """Kills of what the trainer has started; `word` is in its command line."""
+def child_kills(name: str, word: str, like: str = "") -> Callable[[Lane, random.Random], int]:
+    """Kills of what the trainer has started; `word` is in its command line. It must end as the world `like` does."""
+    like = like or name
 
     def trial(lane: Lane, rng: random.Random) -> int:
-        _, seconds = lane.undisturbed(name)
+        _, seconds = lane.undisturbed(like)
         world = lane.world(name, f"child-{name}-{lane.number}")
         kills, pid = 0, lane.start(world)
         for _ in range(rng.randint(1, 4)):
             code = wait(pid, rng.uniform(0.0, seconds))
             if code is not None:
                 break
-            for child in children(pid, word)[:1]:
+            for child in rng.sample(found := children(pid, word), min(1, len(found))):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
                     kills += 1
@@ -314,7 +317,23 @@ def child_kills(name: str, word: str) -> Callable[[Lane, random.Random], int]:
             code = finish(pid)
         if code not in (0, 2):
             raise BrokenError(f"the trainer ended with {code}\n{lane.log(world).read_text()[-3000:]}", max(1, kills))
-        return lane.complete(world, name, kills)
+        return lane.complete(world, like, kills)
+
+    return trial
+
+
+def faults_of_fleet(count: int) -> Callable[[Lane, random.Random], int]:
+    """That many faults among four toy engines, in one process: see `fleet_faults`."""
+
+    def trial(lane: Lane, rng: random.Random) -> int:
+        def run() -> int:
+            try:
+                made = fleet_faults.run(count, rng, lane.folder)
+            except AssertionError as error:
+                raise BrokenError(f"a fleet under faults: {error}", count) from None
+            return sum(made[kind] for kind in fleet_faults.KINDS)
+
+        return int(computed(run, lane.folder))
 
     return trial
 
@@ -532,6 +551,10 @@ KINDS = {
     "trainer": Kind("trainer killed, embedded sampler", 110, trainer_kills("embedded")),
     "rewards": Kind("reward worker killed", 30, child_kills("embedded", "_worker.py")),
     "bridge": Kind("bridge killed, toy engine", 30, child_kills("toy", "qarl_bridge")),
+    "fleet": Kind(
+        "fault in a fleet of toy engines: killed, hung, slow, torn, garbled, cut, late", 1000, faults_of_fleet(50)
+    ),
+    "bridge-fleet": Kind("one bridge of three killed, toy engines", 30, child_kills("fleet", "qarl_bridge", "toy")),
     "trainer-bridge": Kind("trainer killed, toy engine behind a bridge", 20, trainer_kills("toy")),
     "bridge-vllm": Kind("bridge killed, vLLM", 8, child_kills("vllm", "qarl_bridge")),
     "trainer-vllm": Kind("trainer killed, vLLM", 8, trainer_kills("vllm")),

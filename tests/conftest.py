@@ -28,6 +28,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402  (the flags above must be set first)
 import pytest  # noqa: E402
 
+from tests.reference.promises import pytest_runtest_makereport  # noqa: E402, F401  (a hook)
+
 # A busy machine is no failure. `make test` asks for "repeatable" besides: the same examples every time, so that what
 # fails there was broken by a change, and not by luck; a plain pytest goes on looking for new ones.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -64,9 +66,18 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"vLLM's CPU builds run: {', '.join(ran) or 'none'}{missed_line}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def programs_are_kept(tmp_path_factory):
+    """What took long to compile is read back by the next module that needs it, as a run does."""
+    from tests.reference import tiny
+
+    with tiny.kept_programs(tmp_path_factory, {"jax_persistent_cache_min_compile_time_secs": 0.3}):
+        yield
+
+
 @pytest.fixture(scope="module")
 def compiled_programs(tmp_path_factory):
-    """Programs compiled by this test session are shared through a folder, whose path this is."""
+    """For tests whose claims do not hang on the compiler: fast compilation, and every program kept, in this folder."""
     from tests.reference import tiny  # which imports the learner: checks of shapes are put around it before
 
     with tiny.compiled_programs(tmp_path_factory) as folder:

@@ -37,7 +37,7 @@ def test_the_learner_is_measured_beside_its_peer(capsys, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text())["results"] == [bf16, w8a8]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_peak_is_measured_in_a_process_of_its_own_and_set_beside_the_plan(capfd, tmp_path, monkeypatch):
     case = shapes.Setting(model="tiny", optimizer="muon", moments="int8", offload=True)
     monkeypatch.setattr(memory, "MEASURED", (shapes.Setting(), case))
@@ -122,6 +122,17 @@ def test_a_case_is_a_config_that_loads(tmp_path, case):
     assert (cfg.train.updates_per_step, cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt) == (2, 128)
 
 
+@pytest.mark.parametrize("size", ["8b", "30b-a3b"])
+def test_a_case_on_several_cards_has_an_engine_on_each_and_one_micro_batch_an_update(tmp_path, size):
+    args = step_gpu.build_parser().parse_args(["--folder", "x", "--shapes", size, "--cards", "2", "--updates", "4"])
+    cfg = config.load(step_gpu.CONFIG, step_gpu.overrides(args, "x", str(tmp_path)))
+    engine = cfg.rollout.engine
+    assert (cfg.mesh.fsdp, engine.started, [engine.gpus_of(n) for n in range(2)]) == (2, 2, ["0", "1"])
+    assert (engine.has_own_gpu, engine.max_num_seqs) == (False, 64)
+    assert (cfg.train.updates_per_step, cfg.micro_batches_per_update) == (4, (1, 1))
+    assert cfg.rollout.router_replay == (size == "30b-a3b")
+
+
 def test_a_trace_is_summed_over_the_devices_kernels_alone(tmp_path, capsys):
     def row(pid, tid, name, us):
         return {"ph": "X", "pid": pid, "tid": tid, "name": name, "dur": us, "ts": 0}
@@ -166,7 +177,7 @@ def test_rows_of_a_benchmark_are_full_and_their_lengths_add_up():
     assert batch.segment_ids.max() == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_update_on_ragged_lengths_is_timed_padded_and_packed(capsys, tmp_path):
     ragged = [(5 + n, 3 + 4 * n) for n in range(6)] * 7
     samples = [{"step": step, "prompt_len": p, "response_len": r} for step in (1, 2) for p, r in ragged]

@@ -16,6 +16,7 @@ import sys
 import tomllib
 
 import pytest
+import yaml
 
 from qarl_jax import data, loss, metrics, quant, rewards, rollout, sft
 from qarl_jax.models import MODELS
@@ -29,19 +30,10 @@ README = (ROOT / "README.md").read_text()
 PAGES = ("README.md", *(f"docs/{name}.md" for name in ("operate", "install", "schemes", "promises", "adding")))
 GUIDE = "".join((ROOT / page).read_text() for page in PAGES)
 EXPERIMENT = ("experiments/alignment/README.md", "experiments/alignment/PLAN.md")
-WRITTEN = (
-    *EXPERIMENT,
-    *PAGES,
-    "bridge/README.md",
-    "docs/comparison.md",
-    "docs/glossary.md",
-    "docs/index.md",
-    "docs/tour.md",
-    "docs/log.md",
-    "docs/numerics.md",
-    "docs/scaling.md",
-)
-DOCUMENTS = sorted({*WRITTEN, "docs/algorithms.md", "docs/results.md"})
+GENERATED = ("docs/algorithms.md", "docs/results.md", "docs/appendix/results.md")
+SITE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+WRITTEN = sorted({*EXPERIMENT, *PAGES, "bridge/README.md", *SITE} - {*GENERATED})
+DOCUMENTS = sorted({*WRITTEN, *GENERATED})
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 VERBS = sorted({*re.findall(r"python -m qarl_jax\.(\w+)", "".join((ROOT / d).read_text() for d in DOCUMENTS))})
 FOLDERS = ("qarl_jax", "bridge", "configs", "tests", "docs", "examples", "benchmarks", "experiments")
@@ -202,7 +194,7 @@ def test_the_tree_names_every_package_and_verb_and_nothing_else():
 
 def test_tables_name_every_scheme_profile_and_registry():
     assert not [name for name in quant.scheme_names() if f"| `{name}` |" not in GUIDE]
-    numerics = text_of("docs/numerics.md")
+    numerics = "".join(text_of(page) for page in SITE if page.startswith("docs/concepts/"))
     assert not [name for name in (*quant.PROFILES, *quant.scheme_names()) if f"`{name}`" not in numerics]
     rows = {"LOSSES": loss.LOSSES, "SCHEMES": quant.SCHEMES, "MODELS": MODELS, "ENGINES": rollout.ENGINES}
     rows |= {"REWARDS": rewards.REWARDS}
@@ -270,5 +262,76 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     assert 0 < space["flips"] < 1
 
 
+# ---- the site --------------------------------------------------------------------------------------------------------
+
+
+def navigation(entries):
+    """The pages of mkdocs.yml's nav, in order."""
+    for entry in entries:
+        value = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        if isinstance(value, list):
+            yield from navigation(value)
+        else:
+            yield value
+
+
+def test_every_page_is_in_the_navigation_once():
+    pages = list(navigation(yaml.safe_load(text_of("mkdocs.yml"))["nav"]))
+    assert sorted(f"docs/{page}" for page in pages) == SITE
+
+
+def test_every_page_that_the_index_lists_is_there_and_none_is_left_out():
+    named = set(re.findall(r"\]\(([\w/-]+\.md)\)", text_of("docs/index.md")))
+    dated = {page for page in SITE if re.search(r"log/\d", page)}
+    assert {f"docs/{page}" for page in named} == {*SITE} - dated - {"docs/index.md"} - {
+        page for page in SITE if page.startswith("docs/appendix/")
+    }
+
+
+@pytest.mark.parametrize("document", SITE)
+def test_every_heading_that_a_link_names_is_there(document):
+    def slug(heading):
+        return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
+
+    for target, anchor in re.findall(r"\]\(([^)#\s]*\.md)?#([^)\s]+)\)", text_of(document)):
+        page = (ROOT / document).parent / target if target else ROOT / document
+        headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+        assert anchor in {slug(heading) for heading in headings}, (target, anchor)
+
+
+@pytest.mark.parametrize("day", [page for page in SITE if re.search(r"log/\d", page)])
+def test_a_page_of_the_log_is_a_day_that_the_index_names(day):
+    date = pathlib.Path(day).stem
+    assert text_of(day).startswith(f"# {date}\n")
+    assert f"[{date}]({date}.md)" in text_of("docs/log/index.md")
+
+
+# ---- length ----------------------------------------------------------------------------------------------------------
+
+
+def words(document):
+    return len(re.sub(r"```.*?```", "", text_of(document), flags=re.DOTALL).split())
+
+
 def test_the_readme_is_short():
-    assert len(re.sub(r"```.*?```", "", README, flags=re.DOTALL).split()) <= 1200
+    assert words("README.md") <= 1200
+
+
+@pytest.mark.parametrize("document", [p for p in SITE if p not in GENERATED and "/log/" not in p])
+def test_a_page_answers_one_question_in_one_sitting(document):
+    limit = {"docs/index.md": 600, "docs/tour.md": 600, "docs/concepts/engines.md": 3400}.get(document, 2400)
+    assert words(document) <= limit
+
+
+def test_from_readme_and_index_a_newcomer_knows_the_words():
+    """Each word is explained where it is first used in bold, by its verb or its formula."""
+    text = re.sub(r"\s+", " ", README + text_of("docs/index.md"))
+    for word, part in {
+        "k3": "exp(d) - 1 - d",
+        "aligned": "rounds where the engine rounds",
+        "proximal": "at the start of the step",
+        "band": "narrow interval",
+        "publish": "hands",
+    }.items():
+        assert re.search(rf"\*\*{word}\w*\*\*", text), word
+        assert part in text, word

@@ -18,6 +18,7 @@ from qarl_jax.rollout.embedded import engine as jax_sampler
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import memory_plan
 from qarl_jax.types import UserError
+from qarl_jax.verify import machine
 from tests.reference import tiny
 
 
@@ -160,8 +161,8 @@ def test_the_probed_layer_is_the_first_that_shows_the_scheme(world):
 
 
 def test_a_missing_package_names_the_requirement(monkeypatch):
-    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["no-such-package>=3", "numpy>=99"])
-    lines = {line.name: line for line in doctor.packages()}
+    monkeypatch.setattr(machine.importlib.metadata, "requires", lambda name: ["no-such-package>=3", "numpy>=99"])
+    lines = {line.name: line for line in machine.packages()}
     assert lines["no-such-package"].status == "fail"
     assert lines["no-such-package"].todo == "pip install 'no-such-package>=3'"
     assert lines["numpy"].status == "fail"
@@ -206,7 +207,7 @@ def test_an_interpreter_that_hangs_is_given_up(monkeypatch, tmp_path):
 def test_an_inexact_integer_product_fails(monkeypatch):
     exact = Dense.integer
     monkeypatch.setattr(Dense, "integer", lambda self, x, w: exact(self, x, w) + 1)
-    line = doctor.integer_products()
+    line = machine.integer_products()
     assert line.status == "fail"
     assert "int8 and int4" in line.found
 
@@ -218,14 +219,14 @@ def test_a_rounded_scale_fails(monkeypatch):
         qt = good(w, scheme)
         return quant.QTensor(qt.qvalue, np.nextafter(np.asarray(qt.scale), np.float32(9)), scheme)
 
-    assert doctor.weight_grid().status == "ok"
-    monkeypatch.setattr(doctor.quant, "quantize", off_by_an_ulp)
-    assert doctor.weight_grid().status == "fail"
+    assert machine.weight_grid().status == "ok"
+    monkeypatch.setattr(machine.quant, "quantize", off_by_an_ulp)
+    assert machine.weight_grid().status == "fail"
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(3 * 2**20, "3 MiB"), (2**30, "1.0 GiB"), (0, "0 MiB")])
 def test_amounts_read_well(nbytes, text):
-    assert doctor.amount(nbytes) == text
+    assert machine.amount(nbytes) == text
 
 
 def test_on_an_accelerator_the_plan_is_that_of_one_device(world, monkeypatch):
@@ -233,7 +234,7 @@ def test_on_an_accelerator_the_plan_is_that_of_one_device(world, monkeypatch):
     own = sum(memory_plan.parts(cfg, per_device=True).values())
     statuses = []
     for share in (2.0, 1.1, 0.9):
-        monkeypatch.setattr(doctor, "device_memory_bytes", lambda share=share: int(share * own))
+        monkeypatch.setattr(machine, "device_memory_bytes", lambda share=share: int(share * own))
         statuses.append(doctor.memory_plan(cfg).status)
     assert statuses == ["ok", "warn", "fail"]
     assert own < sum(memory_plan.parts(cfg).values())

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from qarl_bridge.protocol import expert_stacks, messages
+from qarl_bridge.protocol.manifest import expected_from_safetensors
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server.bridge import Bridge
 from qarl_bridge.server.engine_api import Engine
@@ -41,7 +42,7 @@ def read_folder(path: str) -> tuple[dict[str, Any], dict[str, messages.Expected]
     if names:
         expected: dict[str, messages.Expected] = {}
         for name in names:
-            expected |= messages.expected_from_safetensors(os.path.join(path, name))
+            expected |= expected_from_safetensors(os.path.join(path, name))
         return config, expert_stacks.expected(expected), True
     try:
         with open(os.path.join(path, "tensors.json"), "rb") as file:

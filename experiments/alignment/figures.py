@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every figure and table of the experiment, from its raw results alone.
 
-    python -m experiments.alignment.figures            # results.tar.xz -> docs/results.md and docs/results/*.png
+    python -m experiments.alignment.figures            # results.tar.xz -> docs/results.md, docs/appendix, docs/results
 
 Needs matplotlib (`pip install qarl-jax[plot]`).
 """
@@ -117,11 +117,14 @@ def _figure(figsize: tuple[float, float]) -> Any:
 
 
 def make(archive: pathlib.Path, out: pathlib.Path) -> list[pathlib.Path]:
-    """Writes <out>/results.md and <out>/results/<scale>_<figure>.png; returns what was written."""
+    """Writes the pages of `report` and <out>/results/<scale>_<figure>.png; returns what was written."""
     results = load(archive)
     (out / "results").mkdir(parents=True, exist_ok=True)
-    written = [out / "results.md"]
-    written[0].write_text(report.text(results))
+    written = []
+    for path, text in report.pages(results).items():
+        written.append(out / path)
+        written[-1].parent.mkdir(exist_ok=True)
+        written[-1].write_text(text)
     for name, result in results.items():
         if not any(run.has_ended for run in result.runs.values()):
             continue

@@ -1,6 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""docs/results.md, from the results alone: every number has the runs it comes from beside it; what is missing says so.
+"""docs/results.md (the answer) and docs/appendix/results.md (all else), from the results alone.
+
+Every number has the runs it comes from beside it; what is missing says so.
 
 A folder in backticks is a run (or, without its seed, the runs of all seeds) in results.tar.xz.
 """
@@ -40,23 +42,44 @@ WORDS = {
 HEAD = """# Does alignment pay?
 
 Generated from `experiments/alignment/results.tar.xz` by `python -m experiments.alignment.figures`; do not edit. The
-plan, written before the runs, is [PLAN.md](../experiments/alignment/PLAN.md): arms, seeds, ladder of formats, stop
-rule, how checkpoints are selected and how intervals are made. A name such as `w4a16_g128/4_qarl_tbpo/seed0` is a run in
-the archive, with its metrics of every step, its evaluations and its config. Intervals are 95 %; a difference is
-clear where it exceeds two standard errors.
+plan, written before the runs, is [PLAN.md](../experiments/alignment/PLAN.md). Every arm, table and figure is in
+[the appendix](appendix/results.md). Intervals are 95 %; a difference is clear where it exceeds two standard errors.
+"""
+
+APPENDIX_HEAD = """# All results of the alignment experiment
+
+Generated from `experiments/alignment/results.tar.xz` by `python -m experiments.alignment.figures`; do not edit.
+[Results](../results.md) has the answer. The plan, written before the runs, is
+[PLAN.md](../../experiments/alignment/PLAN.md): arms, seeds, ladder of formats, stop rule, how checkpoints are selected
+and how intervals are made. A name such as `w4a16_g128/4_qarl_tbpo/seed0` is a run in the archive, with its metrics of
+every step, its evaluations and its config. Intervals are 95 %; a difference is clear where it exceeds two standard
+errors.
 """
 
 
-def text(results: dict[str, Results]) -> str:
-    """The whole document."""
-    parts = [HEAD, verdict(results)]
+def pages(results: dict[str, Results]) -> dict[str, str]:
+    """The two documents, by their paths under docs/."""
+    parts = [APPENDIX_HEAD]
     for name, words in WORDS.items():
         parts += [words, "", section(results[name])]
-    return "\n".join(parts).rstrip("\n") + "\n"
+    answer = [HEAD, verdict(results), *_answer_figures(results)]
+    joined = {"results.md": answer, "appendix/results.md": parts}
+    return {path: "\n".join(lines).rstrip("\n") + "\n" for path, lines in joined.items()}
+
+
+def _answer_figures(results: dict[str, Results]) -> list[str]:
+    """Training curves of the formats that lose something, place by place."""
+    lines = []
+    for name, (place, _) in PLACES.items():
+        for rung in _rungs(results[name]):
+            row, figure = _answer(results[name], rung), _figure(results[name], arms.folder_of(rung), "results")
+            if row is not None and not row[3].startswith("none") and figure:
+                lines += [f"{place}, `{rung}`:", "", *figure]
+    return lines
 
 
 def verdict(results: dict[str, Results]) -> str:
-    """The answer as one table, as far as there is one, and the price; the sections below name the runs."""
+    """The answer as one table, as far as there is one, and the price; the appendix names the runs."""
     columns = [
         *("where, scheme", "QaRL's runs", "seeds", "gap of quantized rollouts, points", "QaRL recovers"),
         *("TBPO under a bf16 learner recovers", "alignment adds to TBPO, points"),
@@ -70,7 +93,7 @@ def verdict(results: dict[str, Results]) -> str:
             lines.append(f"- {there}: not run yet.")
     note = (
         "Final checkpoints on the test split, each arm in its sampler's precision; intervals of each arm are in the"
-        " sections below. Gap: BF16 GRPO less quantized rollout with a bf16 learner and GRPO. Recovered: what an arm is"
+        " appendix. Gap: BF16 GRPO less quantized rollout with a bf16 learner and GRPO. Recovered: what an arm is"
         " better than the latter, over the gap, where there is one. QaRL is the aligned TBPO; the paper: 63 to 108 %."
     )
     table = ["", note, "", _table(columns, rows)] if rows else []
@@ -415,7 +438,7 @@ def figures(result: Results) -> str:
         "ratios": "Ratios of learner to sampler and of update to start: main arms, main rung, first seed, last steps.",
         "seconds": "Seconds per step by phase.",
     }
-    lines = [f"![{words}](results/{result.scale.name}_{name}.png)" for name, words in names.items()]
+    lines = [f"![{words}](../results/{result.scale.name}_{name}.png)" for name, words in names.items()]
     return "\n".join(["### Figures", "", *lines, ""])
 
 
@@ -434,12 +457,12 @@ def training_figures(result: Results) -> dict[str, list[str]]:
     }
 
 
-def _figure(result: Results, name: str) -> list[str]:
-    """The link to a figure over training."""
+def _figure(result: Results, name: str, folder: str = "../results") -> list[str]:
+    """The link to a figure over training; `folder`: of the figures, seen from the page."""
     if name not in training_figures(result):
         return []
     words = "Validation accuracy, mismatch k3, error tokens, dropped responses over training"
-    return [f"![{words}: {name}.](results/{result.scale.name}_{name}.png)", ""]
+    return [f"![{words}: {name}.]({folder}/{result.scale.name}_{name}.png)", ""]
 
 
 def missing(result: Results) -> str:

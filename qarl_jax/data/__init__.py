@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from qarl_jax.data.sources import files, reasoning_gym
+from qarl_jax.data.curriculum import Stage
+from qarl_jax.data.curriculum import check as check_stages
+from qarl_jax.data.sources import files, mix, reasoning_gym
 from qarl_jax.data.sources.template import PromptSource, Split, Template
 from qarl_jax.data.stream import PromptStream
 from qarl_jax.data.tokenizer import Tokenizer, load_tokenizer, make_char_tokenizer, pad_token_id, stop_token_ids
@@ -25,11 +27,7 @@ SOURCES: dict[type, Any] = {
 }
 
 # The names used in config files.
-SOURCE_NAMES: dict[str, type] = {
-    "reasoning_gym": reasoning_gym.Config,
-    "jsonl": files.Jsonl,
-    "parquet": files.Parquet,
-}
+SOURCE_NAMES: dict[str, type] = {**mix.PARTS, "mix": mix.Config}
 
 SourceConfig = Annotated[Any, Variants(SOURCE_NAMES)]
 
@@ -39,7 +37,9 @@ class Config:
     """Where prompts come from and how they are written.
 
     Attributes:
-      source: reasoning_gym, jsonl or parquet, with their own settings.
+      source: reasoning_gym, jsonl or parquet, with their own settings, or a mix of these.
+      stages: which parts of a mix a step's prompts come from, and until when (`curriculum.py`); empty: each part by its
+        size, from the first step to the last.
       template: raw | chat | a Jinja template (see `Template`).
       system: system message (chat) or leading text (raw).
       chat_args: further arguments of the tokenizer's chat template, for example {enable_thinking: false}.
@@ -53,12 +53,23 @@ class Config:
     chat_args: dict[str, Any] = dataclasses.field(default_factory=dict)
     max_prompt_len: int = 1024
     holdout: float = 0.05
+    stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_prompt_len < 1:
             raise UserError(f"max_prompt_len must be at least 1 token, got {self.max_prompt_len}.")
         if not 0.0 <= self.holdout < 1.0:
             raise UserError(f"holdout is a share of the prompts, at least 0 and below 1; got {self.holdout}.")
+        if self.stages:
+            if not isinstance(self.source, mix.Config):
+                raise UserError(
+                    "stages weighs the parts of a mix: set source.name=mix, with the sources in its `parts`."
+                )
+            check_stages(self.stages, list(self.source.parts))
+
+
+def _opened(cfg: Any, template: Template, split: Split, holdout: float) -> PromptSource:
+    return SOURCES[type(cfg)](cfg, template, split, holdout)
 
 
 def make_source(cfg: Config, tokenizer: Tokenizer, split: Split = "train") -> PromptSource:
@@ -68,7 +79,12 @@ def make_source(cfg: Config, tokenizer: Tokenizer, split: Split = "train") -> Pr
       UserError: see the sources; also for an empty held-out split.
     """
     template = Template(tokenizer, cfg.template, cfg.system, cfg.chat_args, cfg.max_prompt_len)
-    source = SOURCES[type(cfg.source)](cfg.source, template, split, cfg.holdout)
+    source: PromptSource
+    if isinstance(cfg.source, mix.Config):
+        parts = {name: _opened(part, template, split, cfg.holdout) for name, part in cfg.source.parts.items()}
+        source = mix.Source(parts)
+    else:
+        source = _opened(cfg.source, template, split, cfg.holdout)
     if split == "heldout" and len(source) == 0:
         raise UserError(
             f"data.holdout={cfg.holdout} leaves no held-out prompt to evaluate on; raise it, or name other data in"

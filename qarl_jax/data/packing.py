@@ -19,12 +19,13 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Shaped
 
-from qarl_jax.types import RolloutGroup, TrainBatch, UserError
+from qarl_jax.types import Completion, RolloutGroup, TrainBatch, Turn, UserError
 
 # Keeps these shuffles apart from other draws of the same seed.
 _MINI_BATCH = 0xBA7C4
@@ -64,7 +65,7 @@ class Packed:
     Attributes:
       batch: TrainBatch of numpy arrays [R, T].
       segments: in the order of groups and samples; responses without tokens are absent.
-      num_tokens, num_sequences: response tokens and non-empty responses, the loss's denominators.
+      num_tokens, num_sequences: response tokens that were drawn and non-empty responses, the loss's denominators.
       padding_share: share of the positions [R, T] that hold nothing.
       max_segments: static upper bound on segment numbers, the same for every call with the same settings.
     """
@@ -102,7 +103,7 @@ def mini_batches(num_prompts: int, prompts_per_update: int, *, seed: int, step: 
 
 def pack(
     groups: Sequence[RolloutGroup],
-    advantages: Sequence[Sequence[float]] | np.ndarray,
+    advantages: Sequence[Sequence[Any]] | np.ndarray,
     *,
     row_len: int | Sequence[int],
     rows_multiple: int = 1,
@@ -114,7 +115,8 @@ def pack(
 
     Args:
       groups: P groups; their sizes may differ.
-      advantages: advantages[g][j] belongs to groups[g].completions[j].
+      advantages: advantages[g][j] belongs to groups[g].completions[j]: a number, or one for each of its turns (and any
+        number after them).
       row_len: row length T, or a few allowed ones, of which the one with the smallest batch is taken.
       rows_multiple: the number of rows is rounded up to a multiple of this (the micro-batch), with empty rows.
       max_segments: most responses in a row.
@@ -143,6 +145,16 @@ def pack(
             best = (count, length, rows)
     assert best is not None  # _check saw that the longest row is long enough
     return _fill(groups, advantages, items, best, limit, pad_id)
+
+
+def _per_token(completion: Completion, advantage: Any) -> Any:
+    """A number for all tokens of a response, or one per token where each turn has its own."""
+    if not np.ndim(advantage):
+        return advantage
+    out = np.zeros(len(completion.tokens), np.float32)
+    for turn, value in zip(completion.turns or (Turn(start=0, end=len(out)),), advantage, strict=False):
+        out[turn.start : turn.end] = value
+    return out
 
 
 _Item = tuple[int, int, int, int]  # group, sample, prompt_len, response_len
@@ -198,7 +210,7 @@ def _empty_routing(groups: Sequence[RolloutGroup], shape: tuple[int, int]) -> np
 
 def _fill(
     groups: Sequence[RolloutGroup],
-    advantages: Sequence[Sequence[float]] | np.ndarray,
+    advantages: Sequence[Sequence[Any]] | np.ndarray,
     items: Sequence[_Item],
     layout: tuple[int, int, list[list[int]]],
     limit: int,
@@ -234,9 +246,9 @@ def _fill(
             tokens[row, segment.response] = completion.tokens
             positions[row, at:end] = np.arange(prompt_len + response_len)
             segment_ids[row, at:end] = number
-            loss_mask[row, segment.response] = True
+            loss_mask[row, segment.response] = drawn = completion.drawn
             logprobs[row, segment.response] = completion.logprobs
-            advantage[row, segment.response] = advantages[g][j]
+            advantage[row, segment.response] = np.where(drawn, _per_token(completion, advantages[g][j]), 0.0)
             if routed is not None and completion.routed_experts is not None:
                 routed[row, at : at + len(completion.routed_experts)] = completion.routed_experts
             segments[item] = segment

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which prompts a step trains on: a pure function of (seed, step), so a resumed run needs only its step number.
 
+With stages (`curriculum.py`) it depends on the stage as well, which the rewards of earlier steps may have ended.
+
 Epoch e visits the source in the order permutation(seed, e); step s takes positions [s*P, (s+1)*P) of the endless
 sequence epoch 0, epoch 1, ... A step may straddle two epochs; nothing is dropped at the border, and there is no
 iterator to save.
@@ -9,12 +11,14 @@ iterator to save.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from qarl_jax.data.sources.template import PromptSource
+from qarl_jax.data.curriculum import Curriculum, Stage
+from qarl_jax.data.sources import mix
+from qarl_jax.data.sources.template import PromptSource, digest
 from qarl_jax.types import Prompt, UserError
 
 # Keeps the shuffles apart from other draws of the same seed.
@@ -28,9 +32,10 @@ class PromptStream:
       source: the prompts; it is not empty, and has at least `prompts_per_step` of them.
       seed: of the shuffles.
       prompts_per_step: P above.
+      stages: `data.stages`, of a mix.
     """
 
-    def __init__(self, source: PromptSource, seed: int, prompts_per_step: int):
+    def __init__(self, source: PromptSource, seed: int, prompts_per_step: int, stages: Sequence[Stage] = ()):
         """Raises `UserError` when a step needs more prompts than the source has."""
         if len(source) == 0:
             raise UserError("the data set has no prompts.")
@@ -43,6 +48,13 @@ class PromptStream:
         self.seed = seed
         self.prompts_per_step = prompts_per_step
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # a cache only: (epoch, its permutation)
+        self.curriculum: Curriculum | None = None
+        if stages:
+            if not isinstance(source, mix.Source):
+                raise UserError("data.stages weighs the parts of a mix: set data.source.name=mix.")
+            self._mix, self._stages = source, tuple(stages)
+            self.curriculum = Curriculum(stages, list(source.sizes), prompts_per_step)
+            self._part_order: dict[tuple[int, int], np.ndarray] = {}
 
     def indices(self, step: int) -> list[int]:
         """Source indices of a step, in order; ValueError for a negative step."""
@@ -52,8 +64,45 @@ class PromptStream:
 
     def positions(self, start: int, count: int) -> list[int]:
         """Source indices at positions [start, start + count) of the endless sequence."""
+        if self.curriculum is not None:
+            steps = range(start // self.prompts_per_step, -(-(start + count) // self.prompts_per_step))
+            chosen = [index for step in steps for index in self._of_stage(step)]
+            skip = start % self.prompts_per_step
+            return chosen[skip : skip + count]
         size = len(self.source)
         return [int(self._permutation(p // size)[p % size]) for p in range(start, start + count)]
+
+    def _of_stage(self, step: int) -> list[int]:
+        """The prompts of a step, each source's in its own order, shuffled together."""
+        assert self.curriculum is not None
+        before, counts = self.curriculum.counts(step)
+        chosen = [
+            self._mix.begin[name] + self._within(part, int(at), size)
+            for part, (name, size) in enumerate(self._mix.sizes.items())
+            for at in range(before[part], before[part] + counts[part])
+        ]
+        return [int(i) for i in np.random.default_rng([_SHUFFLE, self.seed, step, 1]).permutation(chosen)]
+
+    def _within(self, part: int, position: int, size: int) -> int:
+        """Index within a source at a position of its own endless sequence."""
+        epoch, at = divmod(position, size)
+        if (part, epoch) not in self._part_order:
+            self._part_order = {key: order for key, order in self._part_order.items() if key[0] != part}
+            order = np.random.default_rng([_SHUFFLE, self.seed, epoch, part, 2]).permutation(size)
+            self._part_order[part, epoch] = order
+        return int(self._part_order[part, epoch][at])
+
+    def eligible(self, step: int) -> np.ndarray:
+        """Source indices that further batches of a step may be drawn from: those of the sources with a weight."""
+        if self.curriculum is None:
+            return np.arange(len(self.source))
+        weights = self.curriculum.weights(step)
+        ranges = [
+            np.arange(self._mix.begin[name], self._mix.begin[name] + size)
+            for weight, (name, size) in zip(weights, self._mix.sizes.items(), strict=True)
+            if weight
+        ]
+        return np.concatenate(ranges)
 
     def batch(self, step: int) -> list[Prompt]:
         """The prompts of a step; the same ones however often and in whatever order it is called."""
@@ -70,7 +119,9 @@ class PromptStream:
             "seed": self.seed,
             "prompts_per_step": self.prompts_per_step,
             "size": len(self.source),
-            "fingerprint": self.source.fingerprint,
+            "fingerprint": self.source.fingerprint
+            if self.curriculum is None
+            else digest(self.source.fingerprint, self._stages),
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:

@@ -10,8 +10,8 @@ meanwhile. Pallas' Triton has nothing of this.
 
 int8 codes are summed in int32: exact. e4m3 codes are summed in float32 within the tensor cores, 32 inputs after the
 other through all of K, and never added up outside. That is what vLLM's CUTLASS kernel does, too, and it decides the
-bits: the cores keep some 14 bits of a sum (docs/numerics.md). A tile decides none, and neither do zeros after the last
-input, with which CUTLASS fills its own last tile.
+bits: the cores keep some 14 bits of a sum (docs/concepts/engines.md). A tile decides none, and neither do zeros after
+the last input, with which CUTLASS fills its own last tile.
 
 bfloat16 products have an accumulator for each part of K (`qarl_bridge.protocol.contract`). All of them are filled in
 one walk through the inputs and added at the end, in float32: the parts cost no pass over memory.

@@ -5,7 +5,8 @@
 **w8a8.** XLA writes the int32 product to memory and reads it back to multiply it by the scales. A kernel that rescales
 its accumulator in registers writes two bytes per output instead of writing and reading four as well. It changes speed
 alone: every form is equal to the bit. In a step of Qwen3-8B (16,384 tokens, one H200) the kernel's products take 153
-ms of 1.41 s, 1,490 TFLOP/s; with XLA's it was 1.53 s, when more of the rest was in the way (docs/scaling.md).
+ms of 1.41 s, 1,490 TFLOP/s; with XLA's it was 1.53 s, when more of the rest was in the way
+(docs/operations/performance.md).
 
 **bf16, and w4a16's bf16(q s).** By the contract alone: the kernel adds K up in its parts for any number of rows, where
 XLA's library cuts K by a rule of its own when rows are few, and passes over memory once a part.

@@ -23,6 +23,8 @@ What we hold to, and why:
     clipped loss (`loss/value.py`) holds it near: the same role as `old_logprobs` in the actor's clip.
   * A response is judged in the row it is trained in. GAE restarts at every segment; a response that ran into the
     length limit ends there, with its reward.
+  * With advantage.level=turn a step is a turn (ArCHer's utterance-level critic, https://arxiv.org/abs/2402.19446): it
+    is judged and fitted at the first token of each, from the turns' own rewards.
   * No sampler correction: w weighs the actor alone. No source reweighs the critic.
   * For the first `warmup_steps` the actor waits: a critic that knows nothing yet would only add noise to it.
 
@@ -48,7 +50,7 @@ from jaxtyping import Array, Float
 
 from qarl_jax import models, quant
 from qarl_jax.loss import Loss, normalized
-from qarl_jax.loss.advantages import Gae, gae, moments, token_rewards, whiten
+from qarl_jax.loss.advantages import Gae, gae, moments, over_turns, token_rewards, turn_starts, whiten
 from qarl_jax.loss.value import explained_variance
 from qarl_jax.metrics import Max, Mean, Metric, merge
 from qarl_jax.models.logprobs import preceding, scored_mask
@@ -106,10 +108,12 @@ class CriticState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Targets:
-    """What one micro-batch is fitted to: [B, T] float32, 0 off the mask."""
+    """What one micro-batch is fitted to: [B, T] float32, and where: [B, T] bool, its drawn tokens or the first of each
+    turn."""
 
     values: Any
     returns: Any
+    mask: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,14 +232,15 @@ class Critic:
             values = jnp.einsum("btd,d->bt", states, head["weight"], precision=jax.lax.Precision.HIGHEST)
             return jnp.where(scored_mask(batch.segment_ids), values + head["bias"], 0.0)
 
-    def _judge_fn(self, params: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _judge_fn(self, params: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         mask, segment_ids = batch.loss_mask, batch.segment_ids
-        values = jnp.where(mask, self._values(params, batch), 0.0)
-        rewards = token_rewards(batch.advantages, mask, segment_ids)
-        advantages, returns = gae(
-            rewards, values, mask, segment_ids, gamma=self.advantage.gamma, lam=self.advantage.lam
-        )
-        return values, advantages, returns
+        by_turn = self.advantage.level == "turn"
+        at = turn_starts(mask, segment_ids) if by_turn else mask
+        values = jnp.where(at, self._values(params, batch), 0.0)
+        # A turn's reward stands on all of its tokens; a step that is a turn has it where its value is.
+        rewards = batch.advantages if by_turn else token_rewards(batch.advantages, mask, segment_ids)
+        advantages, returns = gae(rewards, values, at, segment_ids, gamma=self.advantage.gamma, lam=self.advantage.lam)
+        return values, over_turns(advantages, at, mask) if by_turn else advantages, returns, at
 
     def judge(self, updates: Sequence[Sequence[TrainBatch]], per_pass: int) -> Judgement:
         """Values, returns and advantages of a step's samples under the critic as it is now.
@@ -254,7 +259,8 @@ class Critic:
         ]
         host = processes.fetch(first)
         values, advantages, returns = (
-            np.concatenate([part[i][part[0]] for part in host]).astype(np.float64) for i in (1, 2, 3)
+            np.concatenate([part[i][part[where]] for part in host]).astype(np.float64)
+            for i, where in ((1, 4), (2, 0), (3, 4))
         )
         mean, variance = (processes.put(np.float32(x), self.replicated) for x in moments(advantages))
 
@@ -268,7 +274,9 @@ class Critic:
         pairs = [list(zip(micros, found, strict=True)) for micros, found in zip(updates, judged, strict=True)]
         return Judgement(
             updates=[[trained_on(*pair) for pair in some] for some in pairs],
-            targets=[[Targets(values=found[0], returns=found[2]) for _, found in some] for some in pairs],
+            targets=[
+                [Targets(values=found[0], returns=found[2], mask=found[3]) for _, found in some] for some in pairs
+            ],
             metrics={
                 "critic/explained_variance": explained_variance(values, returns),
                 **{
@@ -298,7 +306,7 @@ class Critic:
                 old_logprobs=unread,
                 rollout_logprobs=unread,
                 advantages=unread,
-                loss_mask=batch.loss_mask,
+                loss_mask=batch.loss_mask & targets.mask,
                 segment_ids=batch.segment_ids,
                 num_tokens=num_tokens,
                 num_sequences=num_sequences,
@@ -332,6 +340,8 @@ class Critic:
           micros, targets: of that update, from `judge`.
           num_tokens, num_sequences: response tokens and non-empty responses in all of them.
         """
+        if self.advantage.level == "turn":  # the critic is fitted once a turn
+            num_tokens = float(sum(processes.fetch([target.mask.sum() for target in targets])))
         counts = [processes.put(np.float32(x), self.replicated) for x in (num_tokens, num_sequences)]
         with jax.set_mesh(self.mesh):
             total: dict[str, Metric] = {}

@@ -15,6 +15,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from qarl_jax.data import PromptStream
 from qarl_jax.data.tokenizer import Tokenizer
 from qarl_jax.loop.early_grades import EarlyGrades
@@ -63,9 +65,15 @@ class Collector:
         # Over several processes the first grades for all, which none may do by itself.
         self.on_graded: Callable[[int, RolloutGroup], None] | None = None
         self._grades_early = getattr(engine, "tells_groups", False) and processes.count() == 1
+        self._told = 0, 0.0
 
     def collect(self, step: int) -> Collected:
         """The step's groups. Until `keep`, nothing of the run has changed: a step may be dropped."""
+        collected = self._collected(step)
+        self._told = step, float(np.mean([group.rewards.mean() for group in collected.sampled]))
+        return collected
+
+    def _collected(self, step: int) -> Collected:
         rollout = self._cfg.rollout
         if not rollout.partial.is_on:
             return dynamic_sampling.collect(rollout.dynamic, self._stream, step, functools.partial(self._sample, step))
@@ -86,10 +94,14 @@ class Collector:
     def keep(self) -> None:
         """The step just collected is trained on: what it left unfinished is the run's from here on."""
         self._buffer = self._left
+        if self._stream.curriculum is not None:
+            self._stream.curriculum.tell(*self._told)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
-        return {"partial": self._buffer.state()} if self._cfg.rollout.partial.is_on else {}
+        curriculum = self._stream.curriculum
+        state = {} if curriculum is None else {"curriculum": curriculum.state()}
+        return state | ({"partial": self._buffer.state()} if self._cfg.rollout.partial.is_on else {})
 
     def _sample(self, step: int, prompts: list[Prompt], batch: int) -> tuple[list[RolloutGroup], Parts]:
         limit = self._cfg.rollout.max_response_len_at(step)
@@ -104,7 +116,7 @@ class Collector:
             with self._timer("rollout"):
                 completions = self._engine.generate(
                     prompts,
-                    num_samples=self._cfg.rollout.num_samples_per_prompt,
+                    num_samples=self._cfg.rollout.num_samples_at(step),
                     sampling=self._cfg.rollout.sampling(self._stop, step),
                     key=build.seed_of(self._cfg.seed, step, f"rollout/{batch}" if batch else "rollout"),
                     **told,

@@ -26,6 +26,7 @@ class Publisher:
         self.learner, self.engine = learner, engine
         self.graphdef = build.rollout_graphdef(cfg, learner.graphdef)
         self._quantize = None if self.graphdef == learner.graphdef else learner.quantizer(self.graphdef)
+        self._compares = cfg.quant.code_flips
         self._qweights: Any = None
         self._published: Any = None
 
@@ -49,7 +50,7 @@ class Publisher:
         if self._published is not None and jax.tree.leaves(qweights):
             # QuRL's "frozen actor" alarm: a policy whose codes do not change samples the same way for ever.
             report["quant/code_flips"] = float(jax.device_get(code_flips(self._published, qweights).value))
-        self._published = qweights
+        self._published = qweights if self._compares else None
         return report
 
 

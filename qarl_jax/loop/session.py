@@ -51,12 +51,14 @@ class Session:
             raise UserError(
                 "a session has neither critic nor reference policy: use `python -m qarl_jax.train` for these"
             )
+        if cfg.train.asynchronous.is_on:
+            raise UserError("a session goes step by step: set train.asynchronous.max_staleness=0 for it.")
         self.cfg, self.step, self._stack = cfg, 0, contextlib.ExitStack()
         mesh = build.make_mesh(cfg)
         self.tokenizer = data.load_tokenizer(cfg.model.path)
         stop = data.stop_token_ids(self.tokenizer, cfg.model.path)
         source = data.make_source(cfg.data, self.tokenizer, "train")
-        stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step)
+        stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
         graphdef, params = build.load_model(cfg, mesh)
         self.learner = build.make_learner(cfg, graphdef, mesh)
         self.state: TrainState = self.learner.init(params)

@@ -17,6 +17,7 @@ import jax
 from qarl_jax import data
 from qarl_jax.learning.learner import TrainState
 from qarl_jax.loop import first_step, resume, unequal
+from qarl_jax.loop.ahead import Ahead
 from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.interrupt import Interrupt
 from qarl_jax.loop.publisher import Publisher
@@ -61,7 +62,7 @@ class Run:
         self.tokenizer = data.load_tokenizer(cfg.model.path)
         self._stop = data.stop_token_ids(self.tokenizer, cfg.model.path)
         source = data.make_source(cfg.data, self.tokenizer, "train")
-        self.stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step)
+        self.stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
         if source.skipped.total:
             self.observer.say(f"prompts left out: {source.skipped}")
         evaluates = cfg.eval.every or cfg.eval.at_start or cfg.eval.at_end
@@ -74,7 +75,8 @@ class Run:
         graphdef = build.policy_graphdef(cfg, of_profile(profile) if profile else None)
         self.learner = build.make_learner(cfg, graphdef, self.mesh)
         # The engine's process starts, and the programs of a step are compiled, while the weights are read.
-        self.engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, self.observer.say)))
+        schedule = build.make_schedule(cfg)
+        self.engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, self.observer.say, schedule)))
         self.engine.prepare(build.rollout_graphdef(cfg, graphdef))
         if processes.count() == 1:
             stack.callback(self._starting.wait)
@@ -87,7 +89,7 @@ class Run:
         self.critic = build.make_critic(cfg, graphdef, params, self.mesh)
         self.state = self.learner.init(params)
         del params  # donated with the state from here on
-        self.start, unfinished = 0, None
+        self.start, unfinished, ready = 0, None, None
         restored = resume.restore(cfg, self.checkpoints, self.observer, self._entries())
         if restored is not None:
             self.stream.check_state(restored.extra["data"])
@@ -95,7 +97,9 @@ class Run:
             self.state, self.start = TrainState(**{name: restored.state[name] for name in names}), restored.step
             if self.critic is not None:
                 self.critic.restore(restored.state)
-            unfinished = restored.extra.get("partial")
+            if self.stream.curriculum is not None and "curriculum" in restored.extra:
+                self.stream.curriculum.restore(restored.extra["curriculum"])
+            unfinished, ready = restored.extra.get("partial"), restored.extra.get("ahead")
             self.observer.say(f"resuming {cfg.run_dir} after step {self.start}")
             if changed := processes.from_first(lambda: build.changed_settings(cfg)):
                 self.observer.say(f"with other settings than it was last started with: {'; '.join(changed)}")
@@ -112,9 +116,21 @@ class Run:
         self.timer = recorder.PhaseTimer()
         self.publisher = Publisher(cfg, self.learner, self.engine)
         self.updates = Updates(cfg, self.learner, self.publisher, self.timer, reference=reference, critic=self.critic)
-        self.collector = Collector(
-            cfg, self.engine, self.grader, self.tokenizer, self._stop, self.stream, buffer, self.timer
+        behind = self.timer if schedule is None else recorder.PhaseTimer()  # each thread has its own
+        self.collector: Collector | Ahead = Collector(
+            cfg, self.engine, self.grader, self.tokenizer, self._stop, self.stream, buffer, behind
         )
+        if schedule is not None:
+            self.collector = Ahead(
+                self.collector,
+                schedule,
+                self.stream,
+                timer=self.timer,
+                behind=behind,
+                first=self.start,
+                state=ready,
+            )
+            stack.enter_context(contextlib.closing(self.collector))
         with self._starting.span("publish"):
             published = self.publisher.publish(self.state, self.start)
         self.begun = self._starting.seconds() | {k: v for k, v in published.items() if k.startswith("time/start_")}
@@ -127,6 +143,11 @@ class Run:
         with self.timer("compile"):
             self._starting.join()
         self.begun = self._starting.seconds() | self.begun
+
+    def score_early(self, step: int) -> None:
+        """Before a step is collected: whole mini-batches of it are scored while others are drawn."""
+        if isinstance(self.collector, Collector):  # others sample under older versions, too
+            self.collector.on_graded = self.updates.ahead(self.state, step)
 
     def remark(self, step: int, record: Mapping[str, Any]) -> None:
         """Says so if sampler and learner differ more than they are known to, and where they do first."""

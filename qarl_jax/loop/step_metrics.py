@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from qarl_jax.metrics import Metric
 from qarl_jax.observe import error_tokens, recorder, terminal
 from qarl_jax.run import evaluation
 from qarl_jax.run.config import RunConfig
-from qarl_jax.types import RolloutGroup
+from qarl_jax.types import Completion, RolloutGroup
 
 # Reported once more over the updates after a step's first, where alone the ratio bands can act (the first has ratio 1).
 LATER = ("clip/", "loss/ratio", "loss/seq_ratio", "proximal/")
@@ -79,19 +81,48 @@ def rollout_metrics(
     """What was sampled and how it was graded. `advantages`: where they are relative to a group."""
     rewards = np.stack([group.rewards for group in groups]).astype(np.float64)
     completions = [completion for group in groups for completion in group.completions]
-    lengths = np.array([len(completion.tokens) for completion in completions])
+    lengths = np.array([int(completion.drawn.sum()) for completion in completions])
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/best": float(rewards.max(1).mean()),
-        **({} if advantages is None else {"reward/zero_advantage_groups": float((advantages == 0).all(1).mean())}),
+        **(
+            {}
+            if advantages is None
+            else {"reward/zero_advantage_groups": float((advantages == 0).reshape(len(advantages), -1).all(1).mean())}
+        ),
         **{f"reward/{name}": float(values.mean()) for name, values in parts.items() if len(parts) > 1},
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float(np.mean([c.finish_reason != "stop" for c in completions])),
         "rollout/version": float(min(c.policy_version for c in completions)),
         "response/tokens": float(lengths.sum()),
+        **_turn_metrics(completions),
+        **_source_metrics(groups),
         **error_tokens.text_metrics([c.tokens for c in completions], [t for group in groups for t in group.texts]),
+    }
+
+
+def _source_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
+    """Of a mix, by part: its share of the prompts, and their mean reward."""
+    names = [group.prompt.meta.get("mix_part") for group in groups]
+    out: dict[str, float] = {}
+    for name in dict.fromkeys(names):
+        mine = [group.rewards.mean() for group, source in zip(groups, names, strict=True) if source == name]
+        out |= {f"source/{name}/share": len(mine) / len(groups), f"source/{name}/reward": float(np.mean(mine))}
+    return out if None not in names else {}
+
+
+def _turn_metrics(completions: list[Completion]) -> dict[str, float]:
+    """Of responses of several turns; nothing of others."""
+    turns = np.array([len(completion.turns) for completion in completions if completion.finish_reason != "abort"])
+    if not turns.any():
+        return {}
+    return {
+        "turns/mean": float(turns.mean()),
+        "turns/max": float(turns.max()),
+        "turns/observed_tokens": float(np.mean([(~completion.drawn).sum() for completion in completions])),
+        "turns/failed": float(np.mean([completion.finish_reason == "abort" for completion in completions])),
     }
 
 
@@ -107,7 +138,8 @@ def speed(
     tokens = record["response/tokens"]
     drawn = record.get("rollout/partial_tokens", tokens)
     out = times | {
-        "time/rollout_tok_per_s": drawn / max(times.get("time/rollout_s", 0.0), 1e-9),
+        "time/rollout_tok_per_s": drawn
+        / max(record.get("time/ahead_rollout_s", times.get("time/rollout_s", 0.0)), 1e-9),
         "time/tok_per_s": tokens / max(times["time/step_s"], 1e-9),
     }
     if times.get("time/update_s", 0.0) > 0 and "train/flops" in record:
@@ -116,6 +148,16 @@ def speed(
         if peak_flops is not None:
             out["perf/mfu"] = achieved / peak_flops
     return out
+
+
+def most_memory(devices: Sequence[Any]) -> dict[str, float]:
+    """The most that JAX has held on each device so far, in GiB; nothing of devices that do not say (CPUs)."""
+    stats = {int(device.local_hardware_id): device.memory_stats() or {} for device in devices}
+    return {
+        f"perf/most_gib_{number}": found["peak_bytes_in_use"] / 2**30
+        for number, found in stats.items()
+        if "peak_bytes_in_use" in found
+    }
 
 
 def summary(cfg: RunConfig) -> str:

@@ -26,7 +26,7 @@ from qarl_jax.loop import step_metrics, unequal
 from qarl_jax.loop.early_scores import EarlyScores
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.step_metrics import UpdateMetrics
-from qarl_jax.loss.advantages import finite, group_advantages
+from qarl_jax.loss.advantages import finite, group_advantages, padded, turn_advantages
 from qarl_jax.metrics import Metric, Rows
 from qarl_jax.observe import flops
 from qarl_jax.observe.recorder import PhaseTimer
@@ -43,15 +43,22 @@ Learned = tuple[dict[str, float], dict[str, list[int]]]
 
 def advantages_of(
     cfg: RunConfig, groups: list[RolloutGroup], step: int
-) -> tuple[list[RolloutGroup], Float[np.ndarray, "g n"]]:
-    """The groups as they are trained on, and an advantage per response; with a critic the reward itself, of which the
-    critic makes an advantage per token."""
+) -> tuple[list[RolloutGroup], Float[np.ndarray, "g n *turns"]]:
+    """The groups as they are trained on, and an advantage per response, or per turn where the run has it so; with a
+    critic the reward itself, of which the critic makes an advantage per token."""
     advantages = finite(np.stack([group.rewards for group in groups]))
+    rewards = [[[turn.reward for turn in c.turns] for c in group.completions] for group in groups]
+    if cfg.critic is not None and cfg.advantage.level == "turn":
+        advantages = padded(rewards).astype(np.float32)
     if cfg.critic is None:
-        advantages = group_advantages(advantages, cfg.advantage.name)
+        valid = np.array([[c.finish_reason != "abort" for c in group.completions] for group in groups])
+        if cfg.advantage.level == "turn":
+            advantages = turn_advantages(rewards, cfg.advantage.name, valid=valid)
+        else:
+            advantages = group_advantages(advantages, cfg.advantage.name, valid=valid)
     if cfg.train.shuffle_advantages:
         rng = np.random.default_rng(build.seed_of(cfg.seed, step, "shuffle"))
-        advantages = rng.permutation(advantages.reshape(-1)).reshape(advantages.shape)
+        advantages = rng.permutation(advantages.reshape(-1, *advantages.shape[2:])).reshape(advantages.shape)
     if cfg.train.mask_truncated:
         groups = dynamic_sampling.without_truncated(groups)
     return groups, advantages
@@ -111,7 +118,7 @@ class Updates:
         self,
         state: TrainState,
         groups: list[RolloutGroup],
-        advantages: Float[np.ndarray, "g n"],
+        advantages: Float[np.ndarray, "g n *turns"],
         step: int,
         follow: Follower | None = None,
     ) -> tuple[TrainState, Callable[[], Learned]]:
@@ -157,7 +164,7 @@ class Updates:
     def prepare(
         self,
         groups: list[RolloutGroup],
-        advantages: Float[np.ndarray, "g n"],
+        advantages: Float[np.ndarray, "g n *turns"],
         step: int,
         follow: Follower | None = None,
     ) -> list[MiniBatch]:

@@ -10,6 +10,7 @@ update.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -21,6 +22,9 @@ from qarl_jax.loss.common.options import check, nearest, option
 from qarl_jax.metrics import Mean
 from qarl_jax.types import UserError
 
+LEVELS = ("response", "turn")
+_LEVEL = "whose reward is compared: a response's, or what is to come from each of its turns on"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grpo:
@@ -30,6 +34,11 @@ class Grpo:
     formula: ClassVar[str] = "(R - mean) / (std + 1e-6), std with ddof = 1; 0 for a group of equal rewards"
     source: ClassVar[str] = "GRPO, arXiv 2402.03300, sec. 4.1.2; verl"
 
+    level: str = option("response", _LEVEL, "GRPO", choices=LEVELS)
+
+    def __post_init__(self) -> None:
+        check(self, "advantage")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrGrpo:
@@ -38,6 +47,11 @@ class DrGrpo:
     name: ClassVar[str] = "drgrpo"
     formula: ClassVar[str] = "R - mean"
     source: ClassVar[str] = "Dr. GRPO, arXiv 2503.20783, sec. 3.2"
+
+    level: str = option("response", _LEVEL, "GRPO", choices=LEVELS)
+
+    def __post_init__(self) -> None:
+        check(self, "advantage")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +65,12 @@ class Gae:
     gamma: float = option(1.0, "discount per token", "verl", at_least=0.0, at_most=1.0)
     lam: float = option(1.0, "decay of the trace; 1: A = reward to go - V", "verl", at_least=0.0, at_most=1.0)
     whiten: bool = option(True, "advantages to mean 0, variance 1 over the rollout batch; returns stay", "verl")
+    level: str = option(
+        "token",
+        "what a step is: a token, or a turn (a value at its first token, one advantage for all of it)",
+        "PPO; turn: ArCHer, arXiv 2402.19446",
+        choices=("token", "turn"),
+    )
 
     def __post_init__(self) -> None:
         check(self, "advantage")
@@ -110,6 +130,35 @@ def group_advantages(rewards: Any, kind: str = "grpo", *, valid: Any = None) -> 
     return xp.where((spread < _SAME) | (count < 2), 0.0, centred).astype(jnp.float32 if on_device else np.float32)
 
 
+def turn_advantages(
+    rewards: Sequence[Sequence[Sequence[float]]], kind: str = "grpo", *, valid: Any = None
+) -> np.ndarray:
+    """Advantage of each turn of each response: its reward to go, relative to the same turn of the group's responses.
+
+    The reward to go of turn k is the sum of the rewards of turns k, k+1, ...; of the first turn it is the response's
+    reward, so that turn 0 has the advantage of `group_advantages`. A turn that few responses have is compared with few.
+
+    Args:
+      rewards: rewards[p][i][k] of turn k of response i to prompt p; numbers of turns may differ.
+      kind, valid: as in `group_advantages`.
+
+    Returns:
+      [P, n, turns] float32, 0 for turns that are not there.
+    """
+    to_go = np.flip(np.cumsum(np.flip(padded(rewards), 2), 2), 2)
+    most = to_go.shape[2]
+    there = np.array([[[k < len(turns) for k in range(most)] for turns in group] for group in rewards], bool)
+    if valid is not None:
+        there &= np.asarray(valid, bool)[:, :, None]
+    return np.stack([group_advantages(to_go[:, :, k], kind, valid=there[:, :, k]) for k in range(most)], axis=2)
+
+
+def padded(rewards: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:
+    """[P, n, turns] float64: the rewards of turns, 0 for turns that are not there; at least one turn."""
+    most = max([1, *(len(turns) for group in rewards for turns in group)])
+    return np.array([[[*turns, *[0.0] * (most - len(turns))] for turns in group] for group in rewards], np.float64)
+
+
 def finite(rewards: np.ndarray) -> np.ndarray:
     """The rewards as they are.
 
@@ -162,6 +211,20 @@ def token_rewards(
     if kl is not None and kl_coef:
         rewards = rewards - kl_coef * jnp.where(mask, kl.astype(jnp.float32), 0.0)
     return rewards
+
+
+def turn_starts(mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """The first token of each turn: of each run of masked tokens within a segment."""
+    mask = mask & (segment_ids > 0)
+    goes_on = mask[:, :-1] & (segment_ids[:, :-1] == segment_ids[:, 1:])
+    return mask & ~jnp.pad(goes_on, ((0, 0), (1, 0)))
+
+
+def over_turns(x: Float[Array, "B T"], starts: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """What stands at the first token of each turn, on all tokens of the turn; 0 elsewhere."""
+    time = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32)[None], mask.shape)
+    last = jax.lax.cummax(jnp.where(starts, time, 0), axis=1)
+    return jnp.where(mask, jnp.take_along_axis(x, last, axis=1), 0.0)
 
 
 def gae(

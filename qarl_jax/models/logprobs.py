@@ -179,6 +179,15 @@ def _tempered(logits: jax.Array, temperature: float, numerics: Any) -> jax.Array
     return from_float64(lambda z: z / float(np.float32(temperature)), logits)
 
 
+def _log1p(x: jax.Array) -> jax.Array:
+    """log(1 + x) to the last digits by nothing but IEEE operations and the logarithm, which the engine has too.
+
+    The barrier keeps XLA from seeing that (1 + x) - 1 is x but for the rounding that is wanted here.
+    """
+    total = jax.lax.optimization_barrier(1.0 + x)
+    return jnp.where(total == 1, x, jnp.log(total) * x / jnp.where(total == 1, 1.0, total - 1.0))
+
+
 def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradient):  # type: ignore[no-untyped-def]
     # Cast here and not in the caller: the master's gradient then keeps the float32 it is summed in.
     weight = head.astype(hidden.dtype)
@@ -186,8 +195,15 @@ def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradi
     def statistics(z, chosen):  # type: ignore[no-untyped-def]
         top = z.max(-1, keepdims=True)
         exps = jnp.exp(z - top)
-        total = exps.sum(-1)
-        log_total = jnp.log(total)
+        if _wide_softmax(numerics):
+            # The largest logit's own 1 stays out of the sum: the log-prob of a token that is all but certain is the
+            # logarithm of one plus what is left, and float32 keeps every digit of it, where the order of sums shows.
+            largest = z == top
+            rest = jnp.where(largest, 0.0, exps).sum(-1) + (largest.astype(z.dtype).sum(-1) - 1.0)
+            total, log_total = 1.0 + rest, _log1p(rest)
+        else:
+            total = exps.sum(-1)
+            log_total = jnp.log(total)
         # Relative to the maximum, the sums keep full precision however large the logits are.
         own = jnp.where(chosen, z - top, 0.0).sum(-1)
         entropy = log_total - (exps * (z - top)).sum(-1) / total

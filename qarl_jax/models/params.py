@@ -13,9 +13,10 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qarl_jax import quant
 from qarl_jax.models.config import ModelConfig
@@ -70,6 +71,39 @@ def random_model(config: ModelConfig, seed: int = 0, mesh: Mesh | None = None) -
         sharding = None if shardings is None else shardings[".".join(map(str, keys))]
         params[keys] = variable.replace(jax.device_put(value, sharding))
     return finish(graphdef, nnx.from_flat_state(params))
+
+
+def random_masters(config: ModelConfig, mesh: Mesh, seed: int = 0) -> nnx.State:
+    """Fresh masters like those of `random_model`, drawn on the devices, each its own part: no byte of them is ever on
+    the host, and no device holds more than a layer beside its part. A seed means the same weights on every mesh."""
+    abstract = split(abstract_model(config))[1]
+    places = by_path(param_shardings(abstract, mesh))
+    params = {}
+    for number, (keys, variable) in enumerate(nnx.to_flat_state(abstract)):
+        like, place = variable.get_value(), places[".".join(map(str, keys))]
+        deviation = config.initializer_range if keys[-1] == "kernel" else None
+        value = 1.0 if keys[-1] == "weight" else 0.0
+        draw = jax.jit(_drawn, static_argnames=("like", "place", "deviation", "value"), out_shardings=place)
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        with jax.set_mesh(mesh):
+            params[keys] = variable.replace(draw(key, like=like, place=place, deviation=deviation, value=value))
+    return nnx.from_flat_state(params)
+
+
+def _drawn(key: jax.Array, *, like: Any, place: NamedSharding, deviation: float | None, value: float) -> jax.Array:
+    """An array of normal numbers, or of one `value`; what is stacked is drawn layer by layer."""
+    if deviation is None:
+        return jnp.full(like.shape, value, like.dtype)
+    scale = deviation
+
+    def normal(key: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
+        drawn = (jax.random.normal(key, shape, jnp.float32) * jnp.float32(scale)).astype(like.dtype)
+        return jax.lax.with_sharding_constraint(drawn, NamedSharding(place.mesh, spec))
+
+    if like.ndim < 3:
+        return normal(key, like.shape, place.spec)
+    keys = jax.random.split(key, like.shape[0])
+    return jax.lax.map(lambda one: normal(one, like.shape[1:], PartitionSpec(*place.spec[1:])), keys)
 
 
 def finish(graphdef: nnx.GraphDef, params: nnx.State) -> Transformer:

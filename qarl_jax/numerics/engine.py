@@ -5,7 +5,7 @@
 The integer codes and scales of the weights are the same everywhere. What differs between engines is how activations are
 scaled, how sums are made, and where the layers in between round. A record of `Numerics` says all of it for one engine,
 and nothing else in the project asks what machine this is. A new engine is one record, which lists where the engine
-departs from `PLAIN`; `python -m qarl_jax.numerics` prints all of them as the table in docs/numerics.md.
+departs from `PLAIN`; `python -m qarl_jax.numerics` prints all of them as the table in docs/concepts/engines.md.
 
 `CPU` is a contract that both sides keep: vLLM's CPU engine computes with the bridge's own operations (`cpu_kernels.py`,
 `cpu_layers.py`, `cpu_experts.py` there), the same ones on every build. `CUDA` is one for bf16 and int4 products, norms

@@ -176,6 +176,15 @@ def _sample(record: Mapping[str, Any]) -> dict[str, Any]:
     advantage, cut = record.get("advantage"), record.get("cut") or {}
     if "gain" in columns and advantage is not None:
         columns["push"] = [None if gain is None else round(advantage * gain, 5) for gain in columns["gain"]]
+    turns = [
+        {
+            "text": visible(t["text"]),
+            "observation": visible(t["observation"]),
+            "reward": t["reward"],
+            "tokens": t["tokens"],
+        }
+        for t in record.get("turns") or ()
+    ]
     sign = "unknown" if advantage is None else "pos" if advantage > 0 else "neg" if advantage < 0 else "zero"
     return {
         "step": record["step"],
@@ -196,8 +205,25 @@ def _sample(record: Mapping[str, Any]) -> dict[str, Any]:
         "dropped": sum(cut.get(fate, 0) for fate in DROPPED),
         "tokens": [(visible(text) or "·", FATES[fate]) for text, fate in zip(texts, fates, strict=True)],
         "left_out": (at, count),
+        "turns": turns,
+        "observed": _observed(turns, at, count),
         "columns": columns,
     }
+
+
+def _observed(turns: Sequence[Mapping[str, Any]], at: int, left_out: int) -> dict[int, str]:
+    """Number of a token shown -> what was observed before it; of the tokens drawn, `left_out` from `at` are not shown.
+
+    Example: turns of 3 and 2 tokens, all of them shown: {3: "observed between", 5: "observed last"}.
+    """
+    out: dict[int, str] = {}
+    drawn = 0
+    for turn in turns:
+        drawn += turn["tokens"]
+        shown = drawn if drawn <= at else max(at, drawn - left_out)
+        if turn["observation"]:
+            out[shown] = out.get(shown, "") + turn["observation"]
+    return out
 
 
 def visible(text: str) -> str:

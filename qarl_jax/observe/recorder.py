@@ -42,9 +42,10 @@ from typing import Any, Literal, TextIO
 
 import jax
 
+from qarl_jax.data.tokenizer import Tokenizer, decode
 from qarl_jax.metrics import PERF, TIME, Max, Mean, phases
 from qarl_jax.observe.terminal import make_view
-from qarl_jax.types import RolloutGroup, UserError
+from qarl_jax.types import Completion, RolloutGroup, Turn, UserError
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Config:
 
 
 class PhaseTimer:
-    """Seconds per phase of a step, in the thread that made the timer, and of what goes on beside it in others.
+    """Seconds per phase of a step, in the thread that takes them (at first: that made it), and beside it in others.
 
     Every second of a step is in one phase: one inside another is taken out of it, and what no phase covers is `other`.
     So `phases` of what `take` returns sum to `time/step_s`. What other threads do in that time does not count there.
@@ -120,7 +121,7 @@ class PhaseTimer:
 
     def take(self) -> dict[str, float]:
         """Seconds of each phase and, as `time/step_s`, since the last call; then start anew."""
-        now = self._clock()
+        now, self._owner = self._clock(), threading.get_ident()
         with self._lock:
             seconds, self._seconds = self._seconds, {}
         out = {f"{TIME}{phase}_s": value for phase, value in seconds.items()}
@@ -211,9 +212,12 @@ def picks(groups: Sequence[RolloutGroup], limit: int) -> list[tuple[int, int]]:
 
 
 def sample_records(
-    groups: Sequence[RolloutGroup], limit: int, traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None
+    groups: Sequence[RolloutGroup],
+    limit: int,
+    traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> list[dict[str, Any]]:
-    """Some completions (`picks`) in full, with what is known of their tokens."""
+    """Some completions (`picks`) in full, with what is known of their tokens; `tokenizer`: tells turns apart."""
     out = []
     for index, pick in picks(groups, limit):
         group = groups[index]
@@ -229,10 +233,31 @@ def sample_records(
                 "prompt_len": len(completion.prompt_tokens),
                 "response_len": len(completion.tokens),
                 "policy_version": completion.policy_version,
+                **({"turns": turn_records(completion, tokenizer)} if completion.turns and tokenizer else {}),
                 **(traces or {}).get((index, pick), {}),
             }
         )
     return out
+
+
+def turn_records(completion: Completion, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Per turn of a response: its `text`, the `observation` after it, its `reward`, and how many `tokens` were drawn.
+
+    What is observed before the first turn follows one of no tokens.
+    """
+    turns = completion.turns
+    if turns[0].start:
+        turns = (Turn(start=0, end=0), *turns)
+    ends = [*(turn.start for turn in turns[1:]), len(completion.tokens)]
+    return [
+        {
+            "text": decode(tokenizer, completion.tokens[turn.start : turn.end]),
+            "observation": decode(tokenizer, completion.tokens[turn.end : end]),
+            "reward": turn.reward,
+            "tokens": turn.end - turn.start,
+        }
+        for turn, end in zip(turns, ends, strict=True)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------- manifest
@@ -407,9 +432,10 @@ class Observer:
         step: int,
         groups: Sequence[RolloutGroup],
         traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """Record a few completions of a step (`Config.samples_per_step`), with `trace.Follower.records` of them."""
-        records = sample_records(groups, self.config.samples_per_step, traces)
+        records = sample_records(groups, self.config.samples_per_step, traces, tokenizer)
         if records:
             self._append(self.samples_path, [{"step": step, **record} for record in records])
 
@@ -501,6 +527,7 @@ class Silent:
         step: int,
         groups: Sequence[RolloutGroup],
         traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None: ...
 
     def histograms(self, step: int, counts: Mapping[str, Sequence[int]]) -> None: ...

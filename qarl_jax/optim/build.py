@@ -57,12 +57,48 @@ class Schedule:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Muon:
-    """Muon on matrices, AdamW on everything else. Defaults: QaRL (arXiv 2604.07853): lr 1e-6, weight decay 0.01.
+class _Common:
+    """What both optimizers take.
 
     Attributes:
       lr: peak learning rate.
-      weight_decay: decoupled, multiplied by lr, on orthogonalised matrices.
+      weight_decay: decoupled, multiplied by lr.
+      moment_dtype: dtype of the stored momentum and first moments: "float32", "bfloat16", or "int8", a code per element
+        and a scale per block of 256 (`eight_bit`). Norms, biases and vectors are float32 then; they are few.
+      second_moment_dtype: of the stored second moments, likewise. "bfloat16" is rounded stochastically
+        (`moments.round_stochastically`): rounded to nearest, an average of 8 bits with b2 = 0.999 would absorb no new
+        square.
+      offload: keep the state in the host's memory; an update takes it to the device stack by stack (`by_stack`). The
+        same numbers as an update outside of the gradient's program gives, less device memory, and two transfers of the
+        state per update. auto: where the run would not fit its GPU otherwise (training runs alone; elsewhere false).
+      clip_norm: bound on the global gradient norm; None: no clipping.
+      schedule: the shape of lr over updates.
+    """
+
+    lr: float = 1e-6
+    weight_decay: float = 0.01
+    moment_dtype: MomentDtype = "float32"
+    second_moment_dtype: MomentDtype = "float32"
+    offload: bool | Literal["auto"] = False
+    clip_norm: float | None = 1.0
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)
+
+    def __post_init__(self) -> None:
+        for field in ("moment_dtype", "second_moment_dtype"):
+            _one_of(field, getattr(self, field), get_args(MomentDtype))
+        if not 0 <= self.lr < float("inf"):
+            raise UserError(f"lr must be 0 or more, and finite, got {self.lr}.")
+        if not self.weight_decay >= 0:
+            raise UserError(f"weight_decay must be 0 or more, got {self.weight_decay}.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UserError(f"clip_norm must be positive, or null for no clipping; got {self.clip_norm}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Muon(_Common):
+    """Muon on matrices, AdamW on everything else. Defaults: QaRL (arXiv 2604.07853): lr 1e-6, weight decay 0.01.
+
+    Attributes:
       momentum: decay of the gradient's running average.
       nesterov: look one gradient ahead.
       newton_schulz_steps: rounds of the iteration.
@@ -72,20 +108,8 @@ class Muon:
       eps: added to the Frobenius norm; a zero gradient gives a zero update.
       adamw_lr: peak learning rate of the other parameters; None: `lr`.
       adamw_b1, adamw_b2, adamw_eps, adamw_weight_decay: AdamW on the other parameters. Norms and biases never decay.
-      moment_dtype: dtype of the stored momentum and first moments: "float32", "bfloat16", or "int8", a code per element
-        and a scale per block of 256 (`blockwise`). Norms, biases and vectors are float32 then; they are few.
-      second_moment_dtype: of the stored second moments, likewise. "bfloat16" is rounded stochastically
-        (`moments.round_stochastically`): rounded to nearest, an average of 8 bits with b2 = 0.999 would absorb no new
-        square.
-      offload: keep the state in the host's memory; an update takes it to the device stack by stack (`stackwise`). The
-        same numbers as an update outside of the gradient's program gives, less device memory, and two transfers of the
-        state per update. auto: where the run would not fit its GPU otherwise (training runs alone; elsewhere false).
-      clip_norm: bound on the global gradient norm; None: no clipping.
-      schedule: the shape of lr over updates.
     """
 
-    lr: float = 1e-6
-    weight_decay: float = 0.01
     momentum: float = 0.95
     nesterov: bool = True
     newton_schulz_steps: int = 5
@@ -97,14 +121,9 @@ class Muon:
     adamw_b2: float = 0.95
     adamw_eps: float = 1e-8
     adamw_weight_decay: float = 0.0
-    moment_dtype: MomentDtype = "float32"
-    second_moment_dtype: MomentDtype = "float32"
-    offload: bool | Literal["auto"] = False
-    clip_norm: float | None = 1.0
-    schedule: Schedule = dataclasses.field(default_factory=Schedule)
 
     def __post_init__(self) -> None:
-        _check_common(self)
+        super().__post_init__()
         _in_unit_interval(self, "momentum", "adamw_b1", "adamw_b2")
         _one_of("scale", self.scale, tuple(muon.SCALES))
         _one_of("matmul_precision", self.matmul_precision, ("default", "high", "highest"))
@@ -115,29 +134,20 @@ class Muon:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """AdamW on everything (Loshchilov & Hutter, arXiv 1711.05101). Defaults: what RL recipes for LLMs use.
+class AdamW(_Common):
+    """AdamW on everything (Loshchilov & Hutter, arXiv 1711.05101); norms and biases never decay. Defaults: what RL
+    recipes for LLMs use.
 
     Attributes:
-      lr: peak learning rate.
-      weight_decay: decoupled, multiplied by lr; norms and biases never decay.
       b1, b2, eps: decay of the two moments, and the term added to the root of the second.
-      moment_dtype, second_moment_dtype, offload, clip_norm, schedule: as in `Muon`.
     """
 
-    lr: float = 1e-6
-    weight_decay: float = 0.01
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
-    moment_dtype: MomentDtype = "float32"
-    second_moment_dtype: MomentDtype = "float32"
-    offload: bool | Literal["auto"] = False
-    clip_norm: float | None = 1.0
-    schedule: Schedule = dataclasses.field(default_factory=Schedule)
 
     def __post_init__(self) -> None:
-        _check_common(self)
+        super().__post_init__()
         _in_unit_interval(self, "b1", "b2")
 
 
@@ -158,17 +168,6 @@ def _in_unit_interval(cfg: Any, *names: str) -> None:
     for name in names:
         if not 0.0 <= getattr(cfg, name) < 1.0:
             raise UserError(f"{name} must lie in [0, 1), got {getattr(cfg, name)}.")
-
-
-def _check_common(cfg: Any) -> None:
-    for field in ("moment_dtype", "second_moment_dtype"):
-        _one_of(field, getattr(cfg, field), get_args(MomentDtype))
-    if not 0 <= cfg.lr < float("inf"):
-        raise UserError(f"lr must be 0 or more, and finite, got {cfg.lr}.")
-    if not cfg.weight_decay >= 0:
-        raise UserError(f"weight_decay must be 0 or more, got {cfg.weight_decay}.")
-    if cfg.clip_norm is not None and not cfg.clip_norm > 0:
-        raise UserError(f"clip_norm must be positive, or null for no clipping; got {cfg.clip_norm}.")
 
 
 # --------------------------------------------------------------------------------------------------------------- labels

@@ -33,17 +33,20 @@ steps would change) and QK-clip (a pre-training remedy).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from qarl_jax.optim import eight_bit
 from qarl_jax.optim.eight_bit import Blocks
 from qarl_jax.optim.moments import MomentDtype, leaf_by_leaf
+from qarl_jax.runtime.mesh import AXIS_RULES
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Jordan's quintic: steepest slope at 0 that still keeps every singular value near 1."""
@@ -83,6 +86,22 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "match_rms": match_rms_scale,
     "original": original_scale,
 }
+
+
+def _each_its_experts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that walks matrices; on a mesh, of stacks of experts [L, E, N, K] that are spread by the expert, each
+    device walks its own: the partitioner would have every device walk them all."""
+
+    def call(*stacks: Any) -> Any:
+        shape, mesh = jax.tree.leaves(stacks)[0].shape, jax.sharding.get_abstract_mesh()
+        over = AXIS_RULES.for_experts(shape[1], mesh.shape).expert if len(shape) > 3 and not mesh.empty else ()
+        ways = math.prod(mesh.shape[axis] for axis in over)
+        if ways == 1 or shape[1] % ways:
+            return function(*stacks)
+        place = PartitionSpec(None, over)
+        return jax.shard_map(function, in_specs=place, out_specs=place, check_vma=False)(*stacks)
+
+    return call
 
 
 class MuonState(NamedTuple):
@@ -132,13 +151,15 @@ def scale_by_muon(
         del params
         if moment_dtype == "int8":
             with jax.named_scope("newton_schulz"):
-                directions, stored = leaf_by_leaf(lambda _, *pair: in_eight_bits(*pair), 2, grads, state.momentum)
+                directions, stored = leaf_by_leaf(
+                    lambda _, *pair: _each_its_experts(in_eight_bits)(*pair), 2, grads, state.momentum
+                )
             return directions, MuonState(momentum=stored)
         average = jax.tree.map(
             lambda m, g: momentum * m.astype(jnp.float32) + (1.0 - momentum) * g, state.momentum, grads
         )
         with jax.named_scope("newton_schulz"):
-            directions = jax.tree.map(direction, average, grads)
+            directions = jax.tree.map(_each_its_experts(direction), average, grads)
         return directions, MuonState(momentum=jax.tree.map(lambda m: m.astype(dtype), average))
 
     return optax.GradientTransformation(init, update)

@@ -34,6 +34,8 @@ class Config:
         or auto: with rollout.engine.name=vllm that of this host, with jax plain.
       kernels: of w8a8's and fp8's products on a Hopper GPU: auto, our own (`kernels/products.py`), or xla, XLA's.
         w8a8 has the same bits either way, fp8 vLLM's with auto alone.
+      code_flips: report the share of codes that a publish changes (`quant/code_flips`). The QTensors published before
+        are kept for it: a step of several updates holds them beside its own.
       rules: schemes by weight path, first match wins; then `forward` is only the fallback.
       uaq_scale: QuRL's invariant scaling, once, when the model is loaded (`models/invariant_scaling.py`); 1: off, 1.5
         in the paper.
@@ -44,6 +46,7 @@ class Config:
     group_size: int = 128
     engine: Literal["auto", "cpu", "cuda", "plain"] = "auto"
     kernels: Literal["auto", "xla"] = "auto"
+    code_flips: bool = True
     rules: tuple[Rule, ...] = ()
     uaq_scale: float = 1.0
 

@@ -12,13 +12,15 @@ so do unfinished ones unless `truncated: score` says otherwise.
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float
 
-from qarl_jax.rewards import code, exact, format, function, math_verify, overlong, reasoning_gym, total
+from qarl_jax.rewards import code, environment, exact, format, function, math_verify, overlong, reasoning_gym, total
 from qarl_jax.rewards.sample import Reward, Sample
 from qarl_jax.runtime import processes
 from qarl_jax.typed_config.load import Variants
@@ -33,9 +35,10 @@ REWARDS: dict[type, Any] = {
     format.Config: format.Reward,
     overlong.Config: overlong.Reward,
     function.Config: function.Reward,
+    environment.Config: environment.Reward,
 }
 
-RewardConfig = Annotated[Any, Variants({**total.TERMS, "sum": total.Config})]
+RewardConfig = Annotated[Any, Variants({**total.TERMS, "sum": total.Config, "by_source": total.BySource})]
 
 
 class Grader:
@@ -43,19 +46,35 @@ class Grader:
 
     def __init__(self, cfg: Any, *, max_response_len: int):
         """`cfg`: any of the reward Configs. Raises `UserError` for what a reward refuses (a missing function, ...)."""
-        terms = cfg.terms if isinstance(cfg, total.Config) else (total.Term(reward=cfg),)
+        # The source whose samples a term is for; None: all.
+        self.sources: tuple[str | None, ...] = tuple(cfg.rewards) if isinstance(cfg, total.BySource) else ()
+        if isinstance(cfg, total.BySource):
+            terms = tuple(total.Term(reward=reward) for reward in cfg.rewards.values())
+        else:
+            terms = cfg.terms if isinstance(cfg, total.Config) else (total.Term(reward=cfg),)
+            self.sources = (None,) * len(terms)
         names: list[str] = []
         for term in terms:
             name = next(name for name, cls in total.TERMS.items() if type(term.reward) is cls)
             count = sum(known.split("#")[0] == name for known in names)
             names.append(name if not count else f"{name}#{count + 1}")
+        self._lock = threading.Lock()  # a run may evaluate while it samples
         self.names = tuple(names)
         self.coefs = tuple(term.coef for term in terms)
         self.rewards: tuple[Reward, ...] = tuple(REWARDS[type(t.reward)](t.reward, max_response_len) for t in terms)
 
     def score(self, samples: Sequence[Sample]) -> tuple[Float[np.ndarray, " n"], dict[str, Float[np.ndarray, " n"]]]:
-        """Total reward of each sample, and each term before its weight, by name."""
-        parts = {name: reward.score(samples) for name, reward in zip(self.names, self.rewards, strict=True)}
+        """Total reward of each sample, and each term before its weight, by name. From any thread, one at a time."""
+        with self._lock:
+            return self._score(samples)
+
+    def _score(self, samples: Sequence[Sample]) -> tuple[Float[np.ndarray, " n"], dict[str, Float[np.ndarray, " n"]]]:
+        parts = {}
+        for name, reward, source in zip(self.names, self.rewards, self.sources, strict=True):
+            chosen = [i for i, s in enumerate(samples) if source is None or s.prompt.meta.get("mix_part") == source]
+            parts[name] = np.zeros(len(samples), np.float32)
+            if chosen:
+                parts[name][chosen] = reward.score([samples[i] for i in chosen])
         total_reward = np.zeros(len(samples), np.float32)
         for name, coef in zip(self.names, self.coefs, strict=True):
             total_reward += np.float32(coef) * parts[name]
@@ -85,27 +104,37 @@ class Grader:
         for prompt, group in pairs:
             for completion in group:
                 text = texts[len(samples)]
-                reason, length = completion.finish_reason, len(completion.tokens)
+                if completion.turns:  # what the environment said is not to be taken for the policy's answer
+                    last = completion.turns[-1]
+                    text = tokenizer.decode(completion.tokens[last.start : last.end], skip_special_tokens=True)
                 samples.append(
                     Sample(
                         prompt=prompt,
                         text=text,
-                        num_tokens=length,
-                        finish_reason=reason,
+                        num_tokens=len(completion.tokens),
+                        finish_reason=completion.finish_reason,
                         max_tokens=max_response_len,
+                        turn_rewards=tuple(turn.reward for turn in completion.turns),
                     )
                 )
         rewards, parts = self._shared_score(samples, pairs)
         groups, at = [], 0
         for prompt, group in pairs:
             end = at + len(group)
-            groups.append(
-                RolloutGroup(
-                    prompt=prompt, completions=tuple(group), rewards=rewards[at:end].copy(), texts=tuple(texts[at:end])
-                )
-            )
+            mine = rewards[at:end].copy()
+            shared = tuple(self._by_turn(each, float(reward)) for each, reward in zip(group, mine, strict=True))
+            groups.append(RolloutGroup(prompt=prompt, completions=shared, rewards=mine, texts=tuple(texts[at:end])))
             at = end
         return groups, parts
+
+    def _by_turn(self, completion: Completion, reward: float) -> Completion:
+        """The completion with its reward in its turns: what the environment gave, weighed, and the rest in the last."""
+        if not completion.turns:
+            return completion
+        weight = sum(c for name, c in zip(self.names, self.coefs, strict=True) if name.startswith("environment"))
+        before = [dataclasses.replace(turn, reward=weight * turn.reward) for turn in completion.turns[:-1]]
+        rest = reward - sum(turn.reward for turn in before)
+        return dataclasses.replace(completion, turns=(*before, dataclasses.replace(completion.turns[-1], reward=rest)))
 
     def _shared_score(
         self, samples: Sequence[Sample], pairs: Sequence[tuple[Prompt, Sequence[Completion]]]

@@ -30,7 +30,13 @@ def main() -> None:
     os.dup2(2, 1)
     tasks = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    graders = {"math": load_math, "gym": load_gym, "function": load_function, "code": load_code}
+    graders = {
+        "math": load_math,
+        "gym": load_gym,
+        "function": load_function,
+        "code": load_code,
+        "environment": load_environment,
+    }
     try:
         grade = graders[kind](timeout_s, setup)
     except BaseException as error:
@@ -43,7 +49,8 @@ def main() -> None:
         # Ends this process from a native thread, even if the trainer has died and the interpreter is stuck.
         faulthandler.dump_traceback_later(4 * timeout_s + 1, exit=True, file=sys.stderr)
         try:
-            answer: dict = {"score": float(grade(task))}
+            found = grade(task)
+            answer: dict = {"score": 0.0, "value": found} if kind == "environment" else {"score": float(found)}
         except MemoryError:
             os._exit(3)
         except BaseException as error:  # sys.exit() in a user's function among them
@@ -160,8 +167,14 @@ def load_function(timeout_s: float, setup: str):
     return lambda task: function(*pickle.loads(base64.b64decode(task["call"])), **options)
 
 
+def load_environment(timeout_s: float, setup: str):
+    """task {"calls": [...]} -> what the episodes answer, in order (rollout/environments/_host.py, by its path)."""
+    sys.path[:], host, path, options, step_s = pickle.loads(base64.b64decode(setup))
+    return load_file(host).Host(find_function(path), options, step_s).answer
+
+
 def find_function(path: str):
-    """Imports "module:function" or "file.py:function"."""
+    """Imports "module:function" or "file.py:function", which may be a class."""
     where, _, name = path.rpartition(":")
     try:
         if where.endswith(".py"):

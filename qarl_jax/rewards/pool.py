@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qarl_jax.types import UserError
@@ -68,11 +68,13 @@ class PoolConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A score, None where there is none; what went wrong, if something did; whether the worker ended by itself."""
+    """A score, None where there is none; what went wrong, if something did; whether the worker ended by itself; what
+    the task's kind answers beside a score."""
 
     score: float | None
     error: str = ""
     ended: bool = False
+    value: Any = None
 
 
 def _tell(text: str) -> None:
@@ -117,7 +119,12 @@ class WorkerPool:
         return [None if answer is None else answer.score for answer in self.answers(tasks)]
 
     def answers(
-        self, tasks: Sequence[Mapping[str, Any]], *, names: Sequence[str] = (), strict: bool = False
+        self,
+        tasks: Sequence[Mapping[str, Any]],
+        *,
+        names: Sequence[str] = (),
+        strict: bool = False,
+        slots: Sequence[int] = (),
     ) -> list[Answer | None]:
         """One answer per task.
 
@@ -125,6 +132,7 @@ class WorkerPool:
           tasks: as the kind takes them.
           names: of the tasks, for what is said of one that takes long.
           strict: begin no task after one that went wrong; those not begun have None.
+          slots: which worker each task is for, where workers remember; empty: whichever is free.
 
         Raises:
           UserError: a worker cannot start (a missing package).
@@ -132,12 +140,14 @@ class WorkerPool:
         if not tasks:
             return []
         out: list[Answer | None] = [None] * len(tasks)
-        queue = iter(range(len(tasks)))  # next() on it is atomic
-        slots = min(self.size, len(tasks))
+        shared = iter(range(len(tasks)))  # next() on it is atomic
+        queues: dict[int, Iterator[int]] = dict.fromkeys(range(min(self.size, len(tasks))), shared)
+        if slots:
+            queues = {slot: iter([i for i, mine in enumerate(slots) if mine == slot]) for slot in sorted(set(slots))}
         told: set[int] = set()
         self._interrupted = False
-        with concurrent.futures.ThreadPoolExecutor(slots) as threads:
-            waiting = {threads.submit(self._serve, slot, queue, tasks, out, strict) for slot in range(slots)}
+        with concurrent.futures.ThreadPoolExecutor(len(queues)) as threads:
+            waiting = {threads.submit(self._serve, slot, queue, tasks, out, strict) for slot, queue in queues.items()}
             try:
                 while waiting:
                     done, waiting = concurrent.futures.wait(waiting, timeout=_NOTICE_S)
@@ -146,7 +156,8 @@ class WorkerPool:
                     self._tell_of_long(names, told)
             except BaseException:  # an interrupt: nobody is to wait for a deadline
                 self._interrupted = True
-                _drain(queue)
+                for queue in queues.values():
+                    _drain(queue)
                 for worker in self._workers:
                     if worker is not None:
                         worker.kill()
@@ -210,7 +221,10 @@ class _Worker:
         self.served = 0
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         hidden = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
-        mine = pool.kind == "function"  # what a user's function prints is for the user, and its threads are its own
+        mine = pool.kind in (
+            "function",
+            "environment",
+        )  # what a user's function prints is for the user, and its threads are its own
         if not mine:
             hidden |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         timeout_s, memory_mb = str(pool.cfg.timeout_s), str(pool.cfg.memory_mb)
@@ -240,7 +254,7 @@ class _Worker:
         line = self._read_line(timeout_s)
         if line is not None:
             answer = json.loads(line)
-            return Answer(float(answer["score"]), answer.get("error", ""))
+            return Answer(float(answer["score"]), answer.get("error", ""), value=answer.get("value"))
         end = self._end()
         return Answer(None, end or f"it took longer than {timeout_s:g} s", ended=bool(end))
 

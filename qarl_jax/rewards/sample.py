@@ -20,10 +20,12 @@ class Sample:
 
     Attributes:
       prompt: the task; `prompt.answer` is the reference answer.
-      text: the decoded response, special tokens left out. It is model output: never trust it.
+      text: the decoded response (of several turns: the last), special tokens left out. It is model output: never trust
+        it.
       num_tokens: its length in tokens, the end token included.
       finish_reason: "stop", "length" or "abort" (see `Completion`).
       max_tokens: most tokens it could have; 0: the run's `rollout.max_response_len`.
+      turn_rewards: what the environment gave for each turn; empty without one.
     """
 
     prompt: Prompt
@@ -31,6 +33,7 @@ class Sample:
     num_tokens: int
     finish_reason: str = "stop"
     max_tokens: int = 0
+    turn_rewards: tuple[float, ...] = ()
 
     @property
     def finished(self) -> bool:

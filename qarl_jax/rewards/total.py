@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A weighted sum of rewards.
+"""A weighted sum of rewards; and a reward for each source of a mix.
 
 reward:
   name: sum
@@ -8,6 +8,12 @@ reward:
     - {coef: 1.0, reward: {name: math_verify}}
     - {coef: 0.1, reward: {name: format}}
     - {coef: 0.5, reward: {name: overlong, buffer_len: 512}}
+
+reward:
+  name: by_source                      # data.source: {name: mix, parts: {math: ..., code: ...}}
+  rewards:
+    math: {name: math_verify}
+    code: {name: code}
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import dataclasses
 import math
 from typing import Annotated, Any
 
-from qarl_jax.rewards import code, exact, format, function, math_verify, overlong, reasoning_gym
+from qarl_jax.rewards import code, environment, exact, format, function, math_verify, overlong, reasoning_gym
 from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import UserError
 
@@ -29,6 +35,7 @@ TERMS: dict[str, type] = {
     "format": format.Config,
     "overlong": overlong.Config,
     "python": function.Config,
+    "environment": environment.Config,
 }
 
 
@@ -58,3 +65,16 @@ class Config:
     def __post_init__(self) -> None:
         if not self.terms:
             raise UserError("a sum of rewards needs at least one entry in `terms`.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BySource:
+    """Attributes:
+    rewards: the reward of each part of a mix, by the part's name.
+    """
+
+    rewards: dict[str, Annotated[Any, Variants(TERMS)]]
+
+    def __post_init__(self) -> None:
+        if not self.rewards:
+            raise UserError("rewards by source need at least one entry in `rewards`.")

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from qarl_jax.data import PromptStream
-from qarl_jax.types import Prompt, RolloutGroup, UserError
+from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError
 
 # Keeps these draws apart from others of the same seed.
 _EXTRA = 0xDA90
@@ -87,7 +87,8 @@ def informative(groups: Sequence[RolloutGroup], parts: Parts, metric: str = "") 
     for i, group in enumerate(groups):
         size = len(group.completions)
         values = np.asarray(parts[metric][at : at + size] if metric else group.rewards, np.float64)
-        out[i] = size > 1 and values.max() - values.min() >= _SAME
+        values = values[[completion.finish_reason != "abort" for completion in group.completions]]
+        out[i] = len(values) > 1 and values.max() - values.min() >= _SAME
         at += size
     return out
 
@@ -97,7 +98,7 @@ def more_indices(stream: PromptStream, step: int, batch: int, taken: Sequence[in
 
     A pure function of (seed, step, batch, taken).
     """
-    rest = np.setdiff1d(np.arange(len(stream.source)), np.asarray(taken, np.int64))
+    rest = np.setdiff1d(stream.eligible(step), np.asarray(taken, np.int64))
     rng = np.random.default_rng([_EXTRA, stream.seed, step, batch])
     return [int(i) for i in rng.choice(rest, size=min(stream.prompts_per_step, len(rest)), replace=False)]
 
@@ -147,16 +148,18 @@ def collect(cfg: Config, stream: PromptStream, step: int, sample: Sampler) -> Co
     )
 
 
+def emptied(completion: Completion) -> Completion:
+    """The completion without its tokens: it keeps its place, and nothing of it is trained on."""
+    return dataclasses.replace(
+        completion, tokens=(), logprobs=np.zeros(0, np.float32), versions=(), routed_experts=None, turns=()
+    )
+
+
 def without_truncated(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     """The groups with unfinished responses emptied: rewards and places stay, no token of theirs is trained on."""
 
     def finished(group: RolloutGroup) -> RolloutGroup:
-        completions = tuple(
-            c
-            if c.finish_reason == "stop"
-            else dataclasses.replace(c, tokens=(), logprobs=np.zeros(0, np.float32), versions=(), routed_experts=None)
-            for c in group.completions
-        )
+        completions = tuple(c if c.finish_reason == "stop" else emptied(c) for c in group.completions)
         return dataclasses.replace(group, completions=completions)
 
     return [finished(group) for group in groups]

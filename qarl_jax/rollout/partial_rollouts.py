@@ -46,7 +46,7 @@ import numpy as np
 from qarl_jax.data import PromptStream
 from qarl_jax.rollout import Request, dynamic_sampling
 from qarl_jax.rollout.dynamic_sampling import Collected, Parts
-from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, VersionSpan
+from qarl_jax.types import Completion, Prompt, RolloutGroup, Turn, UserError, VersionSpan
 
 Extend = Callable[[list[Request]], list[Completion]]
 Grade = Callable[[list[Prompt], list[tuple[Completion, ...]]], tuple[list[RolloutGroup], Parts]]
@@ -143,15 +143,7 @@ class Buffer:
                     "index": group.index,
                     "step": group.step,
                     "first": group.first,
-                    "responses": [
-                        {
-                            "tokens": _text(np.asarray(response.tokens, "<i4")),
-                            "logprobs": _text(np.asarray(response.logprobs, "<f4")),
-                            "finish_reason": response.finish_reason,
-                            "versions": [[span.version, span.start, span.end] for span in response.versions],
-                        }
-                        for response in group.responses
-                    ],
+                    "responses": [response_state(response) for response in group.responses],
                 }
                 for group in self.groups
             ],
@@ -179,16 +171,7 @@ def restore(cfg: Config, state: Mapping[str, Any] | None, stream: PromptStream, 
                 f"cannot resume: the checkpoint holds unfinished groups of {len(entry['responses'])} responses, and"
                 f" rollout.num_samples_per_prompt is {num_samples}. Restore it, or start a new run_dir."
             )
-        responses = tuple(
-            Completion(
-                prompt_tokens=tuple(prompt.tokens),
-                tokens=tuple(_array(response["tokens"], "<i4").tolist()),
-                logprobs=_array(response["logprobs"], "<f4").astype(np.float32),
-                finish_reason=response["finish_reason"],
-                versions=tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in response["versions"]),
-            )
-            for response in entry["responses"]
-        )
+        responses = tuple(response_of(prompt, response) for response in entry["responses"])
         groups.append(
             Group(index=entry["index"], prompt=prompt, step=entry["step"], first=entry["first"], responses=responses)
         )
@@ -268,14 +251,8 @@ def collect(
             prompt = stream.source.prompt(index)
             first = num_samples * copies[prompt.uid]
             copies[prompt.uid] += 1
-            empty = Completion(
-                prompt_tokens=tuple(prompt.tokens),
-                tokens=(),
-                logprobs=np.zeros(0, np.float32),
-                finish_reason=_UNFINISHED,
-                versions=(),
-            )
-            pool.append(Group(index=index, prompt=prompt, step=step, first=first, responses=(empty,) * num_samples))
+            empty = (begin(prompt),) * num_samples
+            pool.append(Group(index=index, prompt=prompt, step=step, first=first, responses=empty))
             begun += 1
         # ---- draw ----------------------------------------------------------------------------------------------------
         places = [
@@ -319,7 +296,7 @@ def collect(
         "rollout/partial_tokens": float(drawn),
         "rollout/partial_continued": float(unfinished if rounds else 0),
         "rollout/partial_buffered": float(sum(r.finish_reason == _UNFINISHED for g in left for r in g.responses)),
-        **_lags(trained, step),
+        **lags([response for group in trained for response in group.responses], step),
     }
     if is_dynamic:
         metrics |= {
@@ -334,6 +311,52 @@ def collect(
         metrics=metrics,
     )
     return collected, Buffer(begun=begun, groups=left)
+
+
+def begin(prompt: Prompt) -> Completion:
+    """A response of which nothing has been drawn."""
+    return Completion(
+        prompt_tokens=tuple(prompt.tokens),
+        tokens=(),
+        logprobs=np.zeros(0, np.float32),
+        finish_reason=_UNFINISHED,
+        versions=(),
+    )
+
+
+def is_over(response: Completion) -> bool:
+    """Whether nothing is to be added to it."""
+    return response.finish_reason != _UNFINISHED
+
+
+def response_state(response: Completion) -> dict[str, Any]:
+    """A response as JSON, for a checkpoint; every number comes back to the bit."""
+    state: dict[str, Any] = {
+        "tokens": _text(np.asarray(response.tokens, "<i4")),
+        "logprobs": _text(np.asarray(response.logprobs, "<f4")),
+        "finish_reason": response.finish_reason,
+        "versions": [[span.version, span.start, span.end] for span in response.versions],
+    }
+    if response.turns:
+        state["turns"] = [[turn.start, turn.end, turn.reward] for turn in response.turns]
+    if response.routed_experts is not None:
+        state["routed"] = _text(response.routed_experts.astype("<i2"))
+        state["routed_shape"] = list(response.routed_experts.shape)
+    return state
+
+
+def response_of(prompt: Prompt, state: Mapping[str, Any]) -> Completion:
+    """What `response_state` wrote of a response to this prompt."""
+    routed = _array(state["routed"], "<i2").reshape(state["routed_shape"]) if "routed" in state else None
+    return Completion(
+        prompt_tokens=tuple(prompt.tokens),
+        tokens=tuple(_array(state["tokens"], "<i4").tolist()),
+        logprobs=_array(state["logprobs"], "<f4").astype(np.float32),
+        finish_reason=state["finish_reason"],
+        versions=tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in state["versions"]),
+        routed_experts=routed,
+        turns=tuple(Turn(start=s, end=e, reward=r) for s, e, r in state.get("turns", ())),
+    )
 
 
 def joined(before: Completion, added: Completion, max_response_len: int) -> Completion:
@@ -368,14 +391,14 @@ def _one(graded: tuple[RolloutGroup, Parts]) -> tuple[list[RolloutGroup], Parts]
     return [graded[0]], graded[1]
 
 
-def _lags(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """How many versions ago the tokens trained on were drawn."""
-    spans = [span for group in groups for response in group.responses for span in response.versions]
+def lags(completions: Sequence[Completion], step: int) -> dict[str, float]:
+    """How many versions ago the tokens trained on were drawn: `rollout/lag_mean`, `rollout/lag_max`."""
+    spans = [span for completion in completions for span in completion.versions]
     tokens = np.array([span.end - span.start for span in spans])
-    lags = np.array([step - span.version for span in spans])
+    ages = np.array([step - span.version for span in spans])
     return {
-        "rollout/lag_mean": float((tokens * lags).sum() / tokens.sum()),
-        "rollout/lag_max": float(lags.max()),
+        "rollout/lag_mean": float((tokens * ages).sum() / max(tokens.sum(), 1)),
+        "rollout/lag_max": float(ages.max(initial=0)),
     }
 
 

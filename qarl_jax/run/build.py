@@ -28,6 +28,8 @@ from qarl_jax.numerics.engine import of_profile
 from qarl_jax.optim import build
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
+from qarl_jax.rollout.asynchronous import Schedule, SharedEngine
+from qarl_jax.rollout.turns import TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import config
 from qarl_jax.run.config import RunConfig
@@ -157,7 +159,11 @@ def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> A
 
 def load_masters(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Any:
     """The policy's masters on the mesh."""
-    params = models.load_masters(cfg.model.path, models.config_of(graphdef), mesh)[1]
+    config = models.config_of(graphdef)
+    if cfg.model.init == "random":
+        params = models.random_masters(config, mesh, seed_of(cfg.seed, 0, "masters") % 2**32)
+    else:
+        params = models.load_masters(cfg.model.path, config, mesh)[1]
     return invariant_scaling.invariant_scaling(params, cfg.quant.uaq_scale)
 
 
@@ -268,8 +274,14 @@ def make_grader(cfg: RunConfig) -> Grader:
     return Grader(cfg.reward, max_response_len=cfg.rollout.max_response_len)
 
 
-def make_engine(cfg: RunConfig, log: Callable[[str], None] = print) -> RolloutEngine:
-    """The rollout engine; `log` gets a line when a bridge is started or replaced.
+def make_schedule(cfg: RunConfig) -> Schedule | None:
+    """When batches are begun and versions come in; None where the sampler waits for the learner."""
+    ahead = cfg.train.asynchronous
+    return Schedule(ahead.max_staleness, cfg.is_lockstep, cfg.train.steps) if ahead.is_on else None
+
+
+def make_engine(cfg: RunConfig, log: Callable[[str], None] = print, schedule: Schedule | None = None) -> RolloutEngine:
+    """The rollout engine; `log` gets a line when a bridge is started or replaced. `schedule`: two threads will use it.
 
     A bridge knows the run by its folder: a resumed trainer is the same run, a second one is refused.
     """
@@ -279,7 +291,17 @@ def make_engine(cfg: RunConfig, log: Callable[[str], None] = print) -> RolloutEn
         engine = dataclasses.replace(engine, record_routing=cfg.rollout.router_replay or engine.record_routing)
         folder = os.path.abspath(cfg.run_dir)
         options = {"run_id": hashlib.blake2b(folder.encode(), digest_size=8).hexdigest(), "log": log}
-    return rollout.make_engine(cfg.rollout.engine_name, engine, **options)
+    made = rollout.make_engine(cfg.rollout.engine_name, engine, **options)
+    if schedule is not None:
+        made = SharedEngine(made, schedule, cfg.train.asynchronous.chunk)
+    if cfg.rollout.environment is None:
+        return made
+    try:
+        tokenizer = data.load_tokenizer(cfg.model.path)
+        return TurnTaking(made, cfg.rollout.environment, tokenizer, chat=cfg.data.template == "chat", log=log)
+    except BaseException:
+        made.close()
+        raise
 
 
 def no_qweights() -> Any:

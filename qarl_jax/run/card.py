@@ -40,6 +40,7 @@ GIB = 2.0**30
 FRACTION, PREALLOCATE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
 # Bytes, estimates for a Hopper GPU: a process's CUDA context with its libraries' workspaces, JAX's and vLLM's.
 JAX_CONTEXT, ENGINE_CONTEXT = 1.2 * GIB, 1.5 * GIB
+COLLECTIVES = 1.0 * GIB  # NCCL's buffers, where the learner is spread over several cards
 GRAPHS = 1.5 * GIB  # of all captured batch sizes together; they share one pool
 STEP_TOKENS = 16384  # most tokens of an engine's step (vLLM's max_num_batched_tokens on a large card, or fewer)
 MOST = 0.92  # of a card, for a learner that has it to itself: NCCL's buffers and other programs lie beside it
@@ -62,7 +63,7 @@ def card_bytes(ordinal: int = 0) -> int | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CardPlan:
-    """Who holds how many bytes of the learner's card.
+    """Who holds how many bytes of the learner's card, or of each where it is spread over several.
 
     Attributes:
       card: all of it.
@@ -72,6 +73,8 @@ class CardPlan:
       reserved: what is left to the engine: its parts, or `gpu_memory_utilization` of the card, where that is more
         (vLLM refuses to start if less is free).
       apart: bytes and parts of an engine on a card of its own, against the same size of card; None: there is none.
+      cards: how many the learner is spread over. The plan is that of a card with an engine.
+      engines: how many of them have one.
     """
 
     card: int
@@ -80,6 +83,13 @@ class CardPlan:
     engine: dict[str, int]
     reserved: int
     apart: tuple[int, dict[str, int]] | None = None
+    cards: int = 1
+    engines: int = 1
+
+    @property
+    def context(self) -> int:
+        """Of JAX on a card, outside of its pool."""
+        return int(JAX_CONTEXT + (COLLECTIVES if self.cards > 1 else 0))
 
     @property
     def needed(self) -> int:
@@ -89,7 +99,7 @@ class CardPlan:
     @property
     def available(self) -> int:
         """Bytes that the learner can have."""
-        return int(min(self.card - self.reserved - self.staging - JAX_CONTEXT, MOST * self.card))
+        return int(min(self.card - self.reserved - self.staging - self.context, MOST * self.card))
 
     @property
     def missing(self) -> int:
@@ -124,12 +134,16 @@ class CardPlan:
     def lines(self) -> list[str]:
         """The plan for people."""
         rows = [(f"learner: {name}", size) for name, size in self.learner.items()]
-        rows += [("learner: left free", self.needed - sum(self.learner.values())), ("JAX's context", int(JAX_CONTEXT))]
-        rows += [("staging (two versions)", self.staging)]
+        rows += [("learner: left free", self.needed - sum(self.learner.values())), ("JAX's context", self.context)]
+        rows += [("staging (published versions)", self.staging)]
         rows += [(f"engine: {name}", size) for name, size in self.engine.items()]
         rows += [("engine: reserved beyond", self.reserved - sum(self.engine.values()))] if self.engine else []
         verdict = f"{self.missing / GIB:.1f} GiB too much" if self.missing else "fits"
         lines = [f"card         {self.card / GIB:.1f} GiB: {verdict}; JAX takes {self.fraction:.1%} of it at once"]
+        if self.cards > 1:
+            few = f"an engine on {self.engines}, whose plan this is"
+            has = "no engine on them" if not self.engine else few if self.engines < self.cards else "an engine on each"
+            lines[0] += f"\n             {self.cards} such cards, {has}"
         lines += [f"  {name:<32}{size / GIB:9.2f} GiB" for name, size in rows if size]
         if self.apart is not None:
             lines.append(f"  on the engine's card, of {self.apart[0] / GIB:.1f} GiB that it may use:")
@@ -141,17 +155,19 @@ def make(cfg: RunConfig, card: int) -> CardPlan:
     """The plan of a run on a card of that many bytes. Reads no weights, makes no array, asks JAX for no device."""
     cfg = _on_a_gpu(cfg)
     learner = dict(_parts(_relevant(cfg)))
+    cards = math.prod(memory_plan.planned_mesh(cfg).shape.values())
     engine = cfg.rollout.engine
     if not isinstance(engine, vllm.Config):
-        return CardPlan(card=card, learner=learner, staging=0, engine={}, reserved=0)
-    staging = 2 * _published(_relevant(cfg)) if engine.stages_on_gpu else 0
+        return CardPlan(card=card, learner=learner, staging=0, engine={}, reserved=0, cards=cards, engines=0)
+    staging = engine.staging_buffers * _published(_relevant(cfg)) if engine.stages_on_gpu else 0
     own = engine_parts(cfg)
     share = int(engine.gpu_memory_utilization * card)
+    plan = CardPlan(card=card, learner=learner, staging=staging, engine={}, reserved=0, cards=cards, engines=0)
     if engine.has_own_gpu:
-        there = own | ({"staging (two versions)": staging} if staging else {})
-        return CardPlan(card=card, learner=learner, staging=staging, engine={}, reserved=0, apart=(share, there))
+        there = own | ({"staging (published versions)": staging} if staging else {})
+        return dataclasses.replace(plan, apart=(share, there))
     reserved = max(sum(own.values()), share) if engine.kv_cache_gb else share
-    return CardPlan(card=card, learner=learner, staging=staging, engine=own, reserved=reserved)
+    return dataclasses.replace(plan, engine=own, reserved=reserved, engines=engine.started)
 
 
 def kv_bytes(cfg: RunConfig, sequences: int) -> int:
@@ -223,7 +239,18 @@ def settle(cfg: RunConfig, card: int | None) -> tuple[RunConfig, CardPlan | None
 
 def fits(cfg: RunConfig, card: int) -> bool:
     """Whether any choice of its "auto"s fits the card."""
-    return any(not make(choice, card).missing for choice in _choices(cfg, card))
+    return not _least_missing(cfg, card)
+
+
+def _least_missing(cfg: RunConfig, card: int) -> int:
+    """Bytes by which the smallest choice of its "auto"s does not fit; 0: one fits."""
+    least: int | None = None
+    for choice in _choices(cfg, card):
+        missing = make(choice, card).missing
+        least = missing if least is None else min(least, missing)
+        if not least:
+            break
+    return least or 0
 
 
 def advice(cfg: RunConfig, card: int) -> str:
@@ -240,9 +267,12 @@ def savings(cfg: RunConfig, card: int) -> list[str] | None:
     best = cfg
     for change in _savings(cfg):
         try:
-            best = _set(cfg, _merged([*taken, change]))
+            changed = _set(cfg, _merged([*taken, change]))
         except UserError:  # it does not go with the rest of the run
             continue
+        if _least_missing(changed, card) > _least_missing(best, card):  # several micro-batches add up their gradients
+            continue
+        best = changed
         taken.append(change)
         if fits(best, card):
             break

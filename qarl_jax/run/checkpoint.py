@@ -36,8 +36,7 @@ import os
 import re
 import shutil
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from qarl_jax.optim.build import path_name
+from qarl_jax.run import on_disk
+from qarl_jax.run.on_disk import DamagedCheckpointError as DamagedCheckpointError
 from qarl_jax.runtime import processes
 from qarl_jax.types import UserError
 
@@ -54,8 +55,6 @@ log = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step_(\d+)")
 _SAVING = ".saving-"
-_DELETING = ".deleting-"
-_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +63,7 @@ class Config:
 
     Attributes:
       every: save after every so many steps; 0: never on a schedule (only when asked, e.g. at the end or on Ctrl-C).
+      at_end: save after the last step.
       keep: how many of the newest whole steps stay; null: all. A damaged one does not count, and stays.
       keep_every: steps that are multiples of this stay for good, on top of `keep`; null: none.
       asynchronous: write in the background while training goes on; a failure is then told at the next step. On a CPU
@@ -73,6 +73,7 @@ class Config:
     """
 
     every: int = 50
+    at_end: bool = True
     keep: int | None = 3
     keep_every: int | None = None
     asynchronous: bool = True
@@ -94,10 +95,6 @@ class Restored:
     step: int
     state: dict[str, Any]
     extra: dict[str, Any]
-
-
-class DamagedCheckpointError(UserError):
-    """A step that is on disk but not whole; the message says which file and what is wrong with it."""
 
 
 class Checkpoints:
@@ -228,28 +225,28 @@ class Checkpoints:
         self._handler().wait_until_finished()  # on the first process: until all have written their part
         if not processes.is_first():
             return
-        _write(staging / "extra.json", extra)
+        on_disk.write(staging / "extra.json", extra)
         shapes = {
             name: {key: {"shape": list(x.shape), "dtype": str(x.dtype)} for key, x in flat.items()}
             for name, flat in items.items()
         }
-        files = {str(path.relative_to(staging)): _fingerprint(path) for path in _files(staging)}
-        manifest = {"format": _FORMAT, "step": step, "arrays": shapes, "files": files}
-        _write(staging / "manifest.json", json.dumps(manifest | {"crc": _crc(manifest)}))
+        files = {str(path.relative_to(staging)): on_disk.fingerprint(path) for path in on_disk.files(staging)}
+        manifest = {"format": on_disk.FORMAT, "step": step, "arrays": shapes, "files": files}
+        on_disk.write(staging / "manifest.json", json.dumps(manifest | {"crc": on_disk.checksum(manifest)}))
 
         final = self.path(step)
         if final.exists():
             # Kept under another name until its successor is in place; a damaged one stays for good.
-            sound = _is_sound(final)
-            aside = _unused(final.with_name(f"{final.name}.{'replaced' if sound else 'damaged'}"))
+            sound = on_disk.is_sound(final)
+            aside = on_disk.unused(final.with_name(f"{final.name}.{'replaced' if sound else 'damaged'}"))
             final.rename(aside)
             staging.rename(final)
             if sound:
-                _delete(aside)
+                on_disk.delete(aside)
         else:
             staging.rename(final)
         self._read_whole.add(step)
-        _sync(self.directory)
+        on_disk.sync(self.directory)
         self._retire()
 
     def _finish_later(self, step: int, staging: Path, items: Mapping[str, dict[str, Any]], extra: str) -> None:
@@ -278,7 +275,7 @@ class Checkpoints:
     def _sweep(self) -> None:
         """Remove what a killed save or deletion left behind."""
         for path in self.directory.iterdir():
-            if path.name.startswith((_SAVING, _DELETING)):
+            if path.name.startswith((_SAVING, on_disk.DELETING)):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _retire(self) -> None:
@@ -290,11 +287,11 @@ class Checkpoints:
             if newer >= self.config.keep and self.config.keep_every and step % self.config.keep_every == 0:
                 continue
             # Sizes are compared every time, contents once in a process: reading all that is kept at every save is dear.
-            if not _is_sound(self.path(step), contents=step not in self._read_whole):
+            if not on_disk.is_sound(self.path(step), contents=step not in self._read_whole):
                 continue
             self._read_whole.add(step)
             if newer >= self.config.keep:
-                _delete(self.path(step))
+                on_disk.delete(self.path(step))
             newer += 1
 
     # -------------------------------------------------------------------------------------------------------- restoring
@@ -329,7 +326,7 @@ class Checkpoints:
         step = self.latest_step() if step is None else step
         if step is None:
             raise UserError(self._nothing_here())
-        return _load_json(self.path(step), "extra.json")
+        return on_disk.load_json(self.path(step), "extra.json")
 
     def _nothing_here(self) -> str:
         if not self.directory.exists():
@@ -358,12 +355,12 @@ class Checkpoints:
         path = self.path(step)
         if not path.is_dir():
             raise UserError(f"{self.directory} has no step {step}; it has {self.steps() or 'none'}.")
-        manifest = _manifest(path)
+        manifest = on_disk.read_manifest(path)
         for name, arrays in wanted.items():
             _check_layout(path, name, manifest["arrays"], arrays)
         needed = ("extra.json", *(f"state/{name}/" for name in wanted))
-        _verify(path, {file: mark for file, mark in manifest["files"].items() if file.startswith(needed)})
-        return _load_json(path, "extra.json")
+        on_disk.verify(path, {file: mark for file, mark in manifest["files"].items() if file.startswith(needed)})
+        return on_disk.load_json(path, "extra.json")
 
     def _read(self, item: Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         if not target:
@@ -374,7 +371,9 @@ class Checkpoints:
         except jax.errors.JaxRuntimeError:
             raise  # out of device memory and the like: not the file's fault
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise DamagedCheckpointError(f"The checkpoint {item} cannot be read: {_first_line(error)}.") from error
+            raise DamagedCheckpointError(
+                f"The checkpoint {item} cannot be read: {on_disk.first_line(error)}."
+            ) from error
 
 
 @dataclasses.dataclass
@@ -480,110 +479,6 @@ def _check_layout(path: Path, item: str, saved: Mapping[str, Any], wanted: Mappi
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _files(root: Path) -> Iterator[Path]:
-    return (path for path in sorted(root.rglob("*")) if path.is_file())
-
-
-def _fingerprint(path: Path) -> list[int]:
-    """[size, CRC-32] of a file."""
-    size = crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return [size, crc]
-
-
-def _verify(step: Path, files: Mapping[str, Sequence[int]], contents: bool = True) -> None:
-    for name, (size, crc) in files.items():
-        path = step / name
-        if not path.is_file():
-            raise DamagedCheckpointError(f"The checkpoint {step} is damaged: {name} is missing.")
-        if path.stat().st_size != size:
-            raise DamagedCheckpointError(
-                f"The checkpoint {step} is damaged: {name} has {path.stat().st_size} bytes instead of {size}."
-            )
-        if contents and _fingerprint(path)[1] != crc:
-            raise DamagedCheckpointError(f"The checkpoint {step} is damaged: the contents of {name} have changed.")
-
-
-def _is_sound(step: Path, contents: bool = True) -> bool:
-    """Whether every file is there in full and, with `contents`, unaltered."""
-    try:
-        _verify(step, _manifest(step)["files"], contents)
-    except DamagedCheckpointError:
-        return False
-    return True
-
-
-def _crc(manifest: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(manifest).encode())
-
-
-def _manifest(step: Path) -> dict[str, Any]:
-    """The manifest, its own sum checked first: what an altered one says of model or format would mislead."""
-    manifest = _load_json(step, "manifest.json")
-    damaged = DamagedCheckpointError(f"The checkpoint {step} is damaged: the contents of manifest.json have changed.")
-    if not isinstance(manifest, dict):
-        raise damaged
-    crc = manifest.pop("crc", None)
-    if manifest.get("format") == 1 and crc is None:  # written before manifests had a sum
-        if not all(isinstance(manifest.get(key), dict) for key in ("arrays", "files")):
-            raise damaged
-        return manifest
-    if crc != _crc(manifest):
-        raise damaged
-    if manifest["format"] != _FORMAT:
-        raise UserError(f"{step} has checkpoint format {manifest['format']}; this version reads up to {_FORMAT}.")
-    return manifest
-
-
-def _load_json(step: Path, name: str) -> dict[str, Any]:
-    try:
-        return json.loads((step / name).read_text())
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"The checkpoint {step} is damaged: {name} is missing.") from None
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpointError(f"The checkpoint {step} is damaged: {name}: {_first_line(error)}.") from error
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    """Make renames survive a power cut."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _delete(path: Path) -> None:
-    """Rename first, so that a half-deleted step is never taken for a checkpoint."""
-    doomed = _unused(path.with_name(_DELETING + path.name))
-    try:
-        path.rename(doomed)
-    except OSError as error:
-        log.warning("Cannot delete the old checkpoint %s: %s.", path, _first_line(error))
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _unused(path: Path) -> Path:
-    for i in range(1_000_000):
-        candidate = path if i == 0 else path.with_name(f"{path.name}-{i}")
-        if not candidate.exists():
-            return candidate
-    raise AssertionError(path)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _reason(error: BaseException) -> str | None:

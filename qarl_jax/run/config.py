@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal
 
 from qarl_jax import quant
 from qarl_jax.data import Config as DataConfig
+from qarl_jax.data.sources import mix
 from qarl_jax.data.sources import reasoning_gym as gym_source
 from qarl_jax.learning.critic import Config as CriticConfig
 from qarl_jax.loss import LOSSES, ppo, tbpo
@@ -34,14 +35,16 @@ from qarl_jax.observe.recorder import Config as LogConfig
 from qarl_jax.optim import build as optimizer
 from qarl_jax.quant.config import Config as QuantConfig
 from qarl_jax.rewards import RewardConfig, exact
+from qarl_jax.rewards import environment as environment_reward
 from qarl_jax.rewards import overlong as overlong_reward
 from qarl_jax.rewards import reasoning_gym as gym_reward
 from qarl_jax.rewards import total as reward_sum
-from qarl_jax.rollout import SamplingConfig, dynamic_sampling
+from qarl_jax.rollout.asynchronous import Config as AsynchronousConfig
 from qarl_jax.rollout.embedded import engine as jax_sampler
-from qarl_jax.rollout.partial_rollouts import Config as PartialConfig
+from qarl_jax.rollout.environments import ENVIRONMENTS
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run.checkpoint import Config as CheckpointConfig
+from qarl_jax.run.rollout_config import RolloutConfig, at_least
 from qarl_jax.runtime.mesh import Config as MeshConfig
 from qarl_jax.runtime.processes import Config as DistributedConfig
 from qarl_jax.typed_config import load as schema
@@ -49,7 +52,6 @@ from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import UserError
 
 LOSS_NAMES: dict[str, type] = {loss.name: loss for loss in LOSSES}
-ENGINE_CONFIGS: dict[str, type] = {"jax": jax_sampler.Config, "vllm": vllm.Config}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,7 @@ class ModelOptions:
 
     Attributes:
       path: Hugging Face model folder (config.json, safetensors, tokenizer).
+      init: pretrained, the folder's weights; random, fresh ones drawn on the devices from `seed` (it has none then).
       dtype: compute dtype of the forward and backward.
       param_dtype: dtype of the master weights. At lr 1e-6 a bfloat16 master hardly ever moves; keep float32.
       remat: what the backward recomputes: full (every layer), attention (all but softmax attention), mixer (the MLPs
@@ -68,6 +71,7 @@ class ModelOptions:
     """
 
     path: str
+    init: Literal["pretrained", "random"] = "pretrained"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["auto", "full", "attention", "mixer", "dots", "none"] = "full"
@@ -77,100 +81,6 @@ class ModelOptions:
     def remat_or_full(self) -> str:
         """`remat` where no plan was made (`plan.with_remat` does, in a training run): full for auto."""
         return "full" if self.remat == "auto" else self.remat
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stage:
-    """One entry of `rollout.stages`: in steps before `until`, responses have at most `max_response_len` tokens."""
-
-    until: int
-    max_response_len: int
-
-    def __post_init__(self) -> None:
-        for name in ("until", "max_response_len"):
-            _at_least(name, getattr(self, name), 1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """Sampling.
-
-    Attributes:
-      engine: jax (in this process) or vllm (behind the bridge), with its own settings.
-      num_samples_per_prompt: responses per prompt, the group over which advantages are formed.
-      max_response_len: most tokens of a response.
-      stages: shorter limits to begin with (DeepScaleR: 8k, then 16k, then 24k), in order; after the last one's `until`
-        it is max_response_len, which evaluation, and a loss that divides by the limit, use throughout.
-      temperature: 1 samples the policy itself; the learner divides its logits by the same number.
-      top_p, top_k: must stay off (1 and 0) for training; see `RunConfig`.
-      dynamic: DAPO's dynamic sampling; off by default (see `strategies.py`).
-      partial: APRIL's partial rollouts; off by default (see `partial.py`).
-      router_replay: the learner sends each token to the experts the engine sent it to (R3, arXiv 2510.11370): a mixture
-        of experts, with vLLM.
-    """
-
-    engine: Annotated[Any, Variants(ENGINE_CONFIGS)] = dataclasses.field(default_factory=jax_sampler.Config)
-    num_samples_per_prompt: int = 8
-    max_response_len: int = 1024
-    stages: tuple[Stage, ...] = ()
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    dynamic: dynamic_sampling.Config = dataclasses.field(default_factory=dynamic_sampling.Config)
-    partial: PartialConfig = dataclasses.field(default_factory=PartialConfig)
-    router_replay: bool = False
-
-    def __post_init__(self) -> None:
-        if self.router_replay and self.engine_name != "vllm":
-            raise UserError(
-                "router_replay=true needs rollout.engine.name=vllm: the embedded sampler routes with the learner's own"
-                " arithmetic, and records nothing."
-            )
-        if self.router_replay and self.partial.is_on:
-            raise UserError(
-                "router_replay=true and partial rollouts do not go together: a response gone on with is routed anew."
-                " Switch one of them off."
-            )
-        _at_least("num_samples_per_prompt", self.num_samples_per_prompt, 1)
-        self.sampling()
-        last = 0
-        for number, stage in enumerate(self.stages):
-            if stage.until <= last:
-                raise UserError(
-                    f"stages.{number}: until={stage.until} does not come after the stage before it, which lasts until"
-                    f" step {last}; list the stages in order."
-                )
-            if stage.max_response_len > self.max_response_len:
-                raise UserError(
-                    f"stages.{number}: max_response_len={stage.max_response_len} exceeds rollout.max_response_len="
-                    f"{self.max_response_len}, for which rows and memory are planned; raise that, or lower the stage's."
-                )
-            last = stage.until
-        if self.partial.chunk >= self.max_response_len:
-            raise UserError(
-                f"partial.chunk={self.partial.chunk} is not below max_response_len={self.max_response_len}: every"
-                " response would be finished in its step. Lower it."
-            )
-
-    @property
-    def engine_name(self) -> str:
-        """The engine's key in `rollout.ENGINES`."""
-        return next(name for name, cls in ENGINE_CONFIGS.items() if type(self.engine) is cls)
-
-    def max_response_len_at(self, step: int) -> int:
-        """Most tokens of a response at a step: of that alone, so that a resumed run is at its place."""
-        limits = (stage.max_response_len for stage in self.stages if step < stage.until)
-        return next(limits, self.max_response_len)
-
-    def sampling(self, stop_token_ids: tuple[int, ...] = (), step: int | None = None) -> SamplingConfig:
-        """What the engines take at a step (None: after the last stage)."""
-        return SamplingConfig(
-            max_response_len=self.max_response_len if step is None else self.max_response_len_at(step),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop_token_ids=stop_token_ids,
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,6 +122,7 @@ class TrainConfig:
       error_prob: response tokens below this probability are counted as error tokens (`error/*`); 0: not counted.
       histograms: count ratios and mismatch weights per bin (histograms.jsonl, `ratio/*` quantiles).
       shuffle_advantages: a control, which must not learn: permutes the advantages of a step over its samples.
+      asynchronous: sampling goes on while the learner updates; off by default.
       profile_steps: steps during which a JAX profile is written.
       compile_cache: folder for compiled programs; auto: ~/.cache/qarl_jax/xla on an accelerator; off: none.
     """
@@ -231,6 +142,7 @@ class TrainConfig:
     error_prob: float = 1e-3
     histograms: bool = True
     shuffle_advantages: bool = False
+    asynchronous: AsynchronousConfig = dataclasses.field(default_factory=AsynchronousConfig)
     profile_steps: tuple[int, ...] = ()
     compile_cache: str = "auto"
 
@@ -238,9 +150,9 @@ class TrainConfig:
         if not self.compile_cache:
             raise UserError("compile_cache is empty: give auto, off, or a folder.")
         for name in ("steps", "prompts_per_step", "update_epochs", "micro_batch_rows", "max_segments", "logprob_chunk"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         for name in ("prompts_per_update", "row_len"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         if not 0 <= self.error_prob < 1:
             raise UserError(f"error_prob must be a probability below 1 (0: not counted), got {self.error_prob}.")
         if self.prompts_per_update > self.prompts_per_step:
@@ -300,8 +212,8 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         for name in ("every", "num_prompts", "top_k", "max_response_len"):
-            _at_least(name, getattr(self, name), 0)
-        _at_least("num_samples", self.num_samples, 1)
+            at_least(name, getattr(self, name), 0)
+        at_least("num_samples", self.num_samples, 1)
         for k in self.ks:
             if not 1 <= k <= self.num_samples:
                 raise UserError(f"ks: pass@{k} needs 1 <= k <= num_samples={self.num_samples}.")
@@ -392,6 +304,20 @@ class RunConfig:
                 f"rollout.engine.max_model_len={engine.max_model_len} is below data.max_prompt_len +"
                 f" rollout.max_response_len = {longest}; raise it (0: what the model allows)."
             )
+        if self.train.asynchronous.is_on:
+            self._check_asynchronous()
+        if self._is_by_turn and self.rollout.environment is None:
+            raise UserError(
+                "advantage.level=turn tells turns apart, and without rollout.environment a response has one: name an"
+                " environment, or leave advantage.level out."
+            )
+        if isinstance(self.reward, reward_sum.BySource):
+            parts = self.data.source.parts if isinstance(self.data.source, mix.Config) else {}
+            if set(parts) != set(self.reward.rewards):
+                raise UserError(
+                    f"reward.name=by_source has rewards for {', '.join(self.reward.rewards)}, and the parts of"
+                    f" data.source are {', '.join(parts) or 'none (it is no mix)'}: name the same."
+                )
         for term in self.reward_terms:
             self._check_reward(term)
 
@@ -404,6 +330,29 @@ class RunConfig:
         """
         embedded = isinstance(self.rollout.engine, jax_sampler.Config)
         return quant.resolve("plain" if embedded and self.quant.engine == "auto" else self.quant.engine)
+
+    def _check_asynchronous(self) -> None:
+        ahead = f"train.asynchronous.max_staleness={self.train.asynchronous.max_staleness}"
+        if self.rollout.partial.is_on:
+            raise UserError(
+                f"{ahead} and rollout.partial do not go together: both sample ahead of the step that trains. Switch one"
+                " of them off (train.asynchronous.chunk interrupts sequences for a new version)."
+            )
+        if self.distributed.is_on:
+            raise UserError(f"{ahead}: a run of several processes samples in step with its learner; set it to 0.")
+        if self.rollout.router_replay and self.train.asynchronous.chunk:
+            raise UserError(f"{ahead}: with rollout.router_replay=true a sequence is not interrupted; set chunk=0.")
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether versions are taken by count, so that the run does not depend on the clock."""
+        wanted = self.train.asynchronous.lockstep
+        embedded = isinstance(self.rollout.engine, jax_sampler.Config) and not self.train.asynchronous.chunk
+        return wanted == "on" or (wanted == "auto" and embedded)
+
+    @property
+    def _is_by_turn(self) -> bool:
+        return getattr(self.advantage, "level", "response") == "turn"
 
     def _check_critic(self) -> None:
         wanted, name = isinstance(self.advantage, Gae), self.loss.name
@@ -419,10 +368,13 @@ class RunConfig:
                 "loss.name=ppo is the actor of a critic: set advantage.name=gae and `critic: {}`, or take"
                 " loss.name=grpo, the same clip on advantages relative to a group."
             )
-        if isinstance(self.loss, tbpo.Config) and wanted:
+        if isinstance(self.loss, tbpo.Config) and (wanted or self._is_by_turn):
+            given = (
+                "advantage.name=gae gives one to every token" if wanted else "advantage.level=turn one to every turn"
+            )
             raise UserError(
-                f"loss.name={name} weighs a response by a single advantage, but advantage.name=gae gives one to every"
-                " token; use loss.name=ppo."
+                f"loss.name={name} weighs a response by a single advantage, but {given}; use"
+                f" loss.name={'ppo' if wanted else 'grpo'}."
             )
         if self.critic is not None and self.critic.warmup_steps >= self.train.steps:
             raise UserError(
@@ -431,13 +383,21 @@ class RunConfig:
             )
 
     def _check_reward(self, reward: Any) -> None:
-        if isinstance(reward, gym_reward.Config) and not isinstance(self.data.source, gym_source.Config):
+        source = self.data.source
+        if isinstance(source, mix.Config) and isinstance(self.reward, reward_sum.BySource):
+            source = next(source.parts[name] for name, one in self.reward.rewards.items() if one is reward)
+        if isinstance(reward, gym_reward.Config) and not isinstance(source, gym_source.Config):
             raise UserError(
                 "reward.name=reasoning_gym asks the task's own scorer, but data.source is not reasoning_gym; use"
                 " reward.name=exact or math_verify."
             )
+        if isinstance(reward, environment_reward.Config) and self.rollout.environment is None:
+            raise UserError(
+                "reward.name=environment adds up what an environment gives: name one in rollout.environment."
+            )
         if isinstance(reward, overlong_reward.Config):
-            shortest = min((stage.max_response_len for stage in self.rollout.stages), default=None)
+            limits = (stage.max_response_len for stage in self.rollout.stages if stage.max_response_len)
+            shortest = min(limits, default=None)
             limit = reward.max_len or shortest or self.rollout.max_response_len
             if reward.buffer_len > limit:
                 place = "max_len" if reward.max_len else "rollout.stages" if shortest else "rollout.max_response_len"
@@ -451,6 +411,8 @@ class RunConfig:
         """The rewards that are summed; one, unless reward.name=sum."""
         if isinstance(self.reward, reward_sum.Config):
             return tuple(term.reward for term in self.reward.terms)
+        if isinstance(self.reward, reward_sum.BySource):
+            return tuple(self.reward.rewards.values())
         return (self.reward,)
 
     @property
@@ -533,6 +495,8 @@ def describe(cfg: RunConfig) -> str:
         ("lengths", f"prompt <= {cfg.data.max_prompt_len}, response <= {cfg.rollout.max_response_len} tokens"),
         *[("" if number else "stages", text) for number, text in enumerate(_stages(cfg))],
         *[("" if number else "partial", text) for number, text in enumerate(_partial(cfg))],
+        *[("ahead", text) for text in _ahead(cfg)],
+        *[("environment", text) for text in _environment(cfg)],
         ("critic", "none" if cfg.critic is None else _critic_words(cfg.critic)),
         ("mesh", (mesh or "one device") + f"{', over the processes of all hosts' * cfg.distributed.is_on}"),
         ("evaluation", f"{evaluated}, {', '.join(when)}" if when else "none"),
@@ -574,7 +538,9 @@ def _stages(cfg: RunConfig) -> list[str]:
         end = min(end, cfg.train.steps)
         if begin < end:
             limit, row = cfg.rollout.max_response_len_at(begin), cfg.row_len_at(begin)
-            lines.append(f"steps {begin} to {end - 1}: response <= {limit} tokens, rows of {row}")
+            samples = cfg.rollout.num_samples_at(begin)
+            fewer = f", {samples} samples" if samples != cfg.rollout.num_samples_per_prompt else ""
+            lines.append(f"steps {begin} to {end - 1}: response <= {limit} tokens, rows of {row}{fewer}")
             begin = end
     rows = len({cfg.row_len_at(step) for step in range(cfg.train.steps)})
     return [*lines, f"the learner's programs are compiled {rows} time{'s' * (rows > 1)}, once for each length of a row"]
@@ -592,12 +558,24 @@ def _partial(cfg: RunConfig) -> list[str]:
     ]
 
 
+def _ahead(cfg: RunConfig) -> list[str]:
+    ahead = cfg.train.asynchronous
+    if not ahead.is_on:
+        return []
+    when = f"every {ahead.chunk} tokens" if ahead.chunk else "between batches"
+    order = "by count: the run is a function of its config" if cfg.is_lockstep else "by the clock"
+    return [f"sampling is at most {ahead.max_staleness} versions behind; new ones come in {when}, {order}"]
+
+
+def _environment(cfg: RunConfig) -> list[str]:
+    environment = cfg.rollout.environment
+    if environment is None:
+        return []
+    name = next(name for name, cls in ENVIRONMENTS.items() if type(environment) is cls)
+    return [f"{name}: at most {environment.max_turns} turns, in the tokens of a response"]
+
+
 def _critic_words(cfg: CriticConfig) -> str:
     name = next(name for name, cls in optimizer.OPTIMIZERS.items() if type(cfg.optimizer) is cls)
     waits = f"; the policy waits {cfg.warmup_steps} steps" if cfg.warmup_steps else ""
     return f"from {cfg.path or 'the policy itself'}, {name} at lr {cfg.optimizer.lr:g}{waits}"
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise UserError(f"{name} must be at least {least}, got {value}.")

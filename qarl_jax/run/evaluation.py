@@ -43,6 +43,7 @@ from qarl_jax.rewards import Grader, extract
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
 from qarl_jax.run import build, checkpoint, config, export
 from qarl_jax.run.config import RunConfig
+from qarl_jax.run.rollout_config import ENGINE_CONFIGS
 from qarl_jax.types import Parser, Prompt, RolloutGroup, UserError, entry_point
 
 # Rewards that say whether an answer is right; the others shape it.
@@ -383,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", help="a run folder, or one step_* of it; default: model.path itself")
     parser.add_argument("--model", help="Hugging Face folder, instead of model.path")
     parser.add_argument("--scheme", help="evaluate under this scheme, e.g. bf16 or w8a8; default: the config's")
-    parser.add_argument("--engine", choices=sorted(config.ENGINE_CONFIGS), help="sample with this engine")
+    parser.add_argument("--engine", choices=sorted(ENGINE_CONFIGS), help="sample with this engine")
     parser.add_argument(
         "--suite",
         default="",

@@ -99,7 +99,12 @@ def _kept(model: models.ModelConfig, max_segments: int) -> int:
     if model.remat == "none":  # every tensor that a backward reads, those in float32 too
         elements = 8 * hidden + 2 * heads + 3 * projected + 5 * inner
         return elements * width + 4 * (8 * hidden + 6 * inner) + statistics
-    elements = remat.saved_elements(model.remat, hidden=hidden, heads=heads, projected=projected, inner=inner)
+    down = hidden
+    if model.moe is not None:  # float32 where it is weighted first
+        down *= model.moe.num_experts_per_tok * (2 if model.numerics.weighted_experts else 1)
+    elements = remat.saved_elements(
+        model.remat, hidden=hidden, heads=heads, projected=projected, inner=inner, down=down
+    )
     return elements * width + statistics if elements else 0
 
 
@@ -114,11 +119,17 @@ def layer_activations(model: models.ModelConfig, positions: int, max_segments: i
     """Bytes alive at once while one layer is recomputed and differentiated, without what is saved of it anyway.
 
     The three numbers are fitted to what XLA allocates for an H200 at Qwen3-0.6B, 1.7B and 8B under full recomputation
-    (benchmarks/memory.py); everything else in the plan is counted.
+    (benchmarks/memory.py), those of experts at Qwen3-30B-A3B on two; everything else in the plan is counted.
     """
     hidden, _, projected, inner = _widths(model)
     whole = (14.0 * hidden + 2.5 * projected + 7.0 * inner) * model.compute_dtype.itemsize
-    return round(positions * max(whole - _kept(model, max_segments), whole / 4))
+    own = positions * max(whole - _kept(model, max_segments), whole / 4)
+    if model.moe is not None:
+        # Copies of tokens for their experts; a layer's experts, gathered, and dequantized.
+        copies = 2 * positions * model.moe.num_experts_per_tok * hidden
+        experts = 6 * model.moe.num_experts * model.moe.intermediate_size * hidden
+        own += (copies + experts) * model.compute_dtype.itemsize
+    return round(own)
 
 
 def update_scratch(
@@ -241,6 +252,10 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         "mesh": mesh,
     }
     out = update_parts(model, params, qweights, opt_state, **shape)
+    served = build.rollout_graphdef(cfg, graphdef)
+    if cfg.quant.code_flips and (cfg.train.updates_per_step > 1 or served != graphdef):
+        kept = nbytes(jax.eval_shape(lambda p: models.quantize_params(served, p), params), mesh)
+        out |= {"QTensors published before": kept} if kept else {}
     if cfg.kl.coef:
         out["reference policy"] = nbytes(params, mesh, model.compute_dtype) + nbytes(qweights, mesh)
     if cfg.critic is not None:
@@ -260,6 +275,8 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         sampled = build.rollout_graphdef(cfg, graphdef)
         prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial
         prompt_len, response_len = cfg.data.max_prompt_len, cfg.rollout.max_response_len
+        if cfg.rollout.environment is not None:  # what was said before a turn is its prompt
+            prompt_len = prompt_len + response_len - 1
         if partial.is_on:  # what goes on with a response takes it for a prompt, and adds a chunk
             prompts = partial.groups(prompts)
             prompt_len, response_len = prompt_len + response_len - 1, partial.tokens(response_len)
@@ -330,10 +347,11 @@ def learner_share() -> float:
 
 
 def staging_bytes(cfg: RunConfig) -> int:
-    """Of two versions in buffers on the learner's card, where they are published from its memory (with NCCL: as many
+    """Of the versions in buffers on the learner's card, where they are published from its memory (with NCCL: as many
     on the engine's)."""
-    assert isinstance(cfg.rollout.engine, vllm.Config)
-    return 2 * published_bytes(cfg) if cfg.rollout.engine.stages_on_gpu else 0
+    engine = cfg.rollout.engine
+    assert isinstance(engine, vllm.Config)
+    return engine.staging_buffers * published_bytes(cfg) if engine.stages_on_gpu else 0
 
 
 def published_bytes(cfg: RunConfig) -> int:
@@ -359,7 +377,8 @@ def int4_copies(cfg: RunConfig) -> dict[str, int]:
 
 def _apart(cfg: RunConfig, engine: vllm.Config) -> list[str]:
     """Lines on a vLLM with a GPU of its own."""
-    where = f"GPU {engine.visible_gpus}" if engine.visible_gpus else f"the GPU of the bridge at {engine.address}"
+    by_hand = ", ".join(engine.named) or engine.endpoints_file
+    where = f"GPU {engine.visible_gpus}" if engine.visible_gpus else f"the GPU of the bridge at {by_hand}"
     lines = [f"vLLM         on {where}: {engine.gpu_memory_utilization:.0%} of it at most (gpu_memory_utilization)"]
     if not engine.stages_on_gpu:
         return [*lines, "  weights go over host memory"]
@@ -373,7 +392,7 @@ def colocation(cfg: RunConfig) -> list[str]:
     if not isinstance(cfg.rollout.engine, vllm.Config):
         return []
     engine = cfg.rollout.engine
-    if engine.address.startswith("tcp://") and not engine.stages_on_gpu:
+    if engine.is_remote and not engine.stages_on_gpu:
         return ["vLLM         on another host: weights go over the socket"]
     if engine.has_own_gpu:
         return _apart(cfg, engine)

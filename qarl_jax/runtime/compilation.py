@@ -64,8 +64,8 @@ def backward_options() -> dict[str, bool] | None:
     """`compiler_options` for `jax.jit` of a program with a backward pass; None where there are none to give.
 
     What a scan over layers keeps for the backward lies in stacks that JAX fills with zeros first, though the scan
-    writes every layer of them: 1.7 % of a step of Qwen3-8B on an H200 (`docs/scaling.md`). XLA for GPUs leaves
-    that out if told to, in versions that know how.
+    writes every layer of them: 1.7 % of a step of Qwen3-8B on an H200 (`docs/operations/performance.md`). XLA for GPUs
+    leaves that out if told to, in versions that know how.
     """
     if jax.default_backend() != "gpu":
         return None

@@ -9,9 +9,10 @@ Four mesh axes, all `Auto` (the partitioner fills in what is not said here):
     tensor   output features of every matrix, attention heads
     expert   experts of a mixture-of-experts layer
 
-Weights are stored [N, K] = [out, in] and sharded on N alone. No contraction is ever split over devices in the forward
-pass, so a mesh changes neither the order of a sum nor a quantization group (groups lie along K): QTensors are bit-equal
-on every mesh. The price is an all-gather of activations instead of an all-reduce of partial sums, of the same size.
+Weights are stored [N, K] = [out, in] and sharded on N alone, experts by the expert. No contraction is ever split over
+devices in the forward pass, so a mesh changes neither the order of a sum nor a quantization group (groups lie along K):
+QTensors are bit-equal on every mesh. The price is an all-gather of activations instead of an all-reduce of partial
+sums, of the same size.
 
 A weight declares its logical axes beside its initializer (`nnx.Param(..., axes=("layers", "heads", "embed"))`);
 `AXIS_RULES` maps them to mesh axes, in one place. A dimension that its mesh axes do not divide stays whole.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +53,12 @@ class Config:
         if sum(size == -1 for size in sizes.values()) > 1:
             raise UserError("only one mesh axis may be -1 (all devices that are left).")
 
+    def over(self, devices: int) -> Config:
+        """The same with -1 replaced, where there are that many devices."""
+        sizes = dataclasses.asdict(self)
+        rest = max(1, devices // math.prod(size for size in sizes.values() if size != -1))
+        return Config(**{axis: rest if size == -1 else size for axis, size in sizes.items()})
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AxisRules:
@@ -62,7 +69,7 @@ class AxisRules:
       heads: output features of q; kv_heads: of k and v.
       mlp: output features of gate and up (experts included).
       embed_out: output features of o and down (the model width as N).
-      expert: the experts of a layer.
+      expert: the experts of a layer; over `fsdp`, too, where that divides them (`for_experts`).
       layers: the stacked layers of a segment. embed, norm: contraction dims (K) and norm weights, always whole.
     """
 
@@ -75,6 +82,16 @@ class AxisRules:
     layers: tuple[str, ...] = ()
     embed: tuple[str, ...] = ()
     norm: tuple[str, ...] = ()
+
+    def for_experts(self, count: int, sizes: Mapping[str, int]) -> AxisRules:
+        """The rules for arrays of `count` experts on a mesh of these sizes: spread over `fsdp` by the expert and not
+        within each, where that divides them. A layer's gather then joins whole experts: along a later dimension XLA
+        transposes whole stacks of weights and gradients for it, and has each twice."""
+        over = (*self.expert, *(axis for axis in self.mlp if axis == "fsdp"))
+        if count % math.prod(sizes.get(axis, 1) for axis in over):
+            return self
+        inside = {name: tuple(a for a in getattr(self, name) if a not in over) for name in ("mlp", "embed_out")}
+        return dataclasses.replace(self, expert=over, **inside)
 
     def spec(self, axes: Sequence[str | None], name: str = "array") -> PartitionSpec:
         """Logical axes of one array -> its PartitionSpec.
@@ -131,7 +148,7 @@ def make_mesh(
     if len(free) > 1:
         raise UserError(f"mesh: only one axis may be -1 (all remaining devices), not {' and '.join(free)}")
     if free:
-        sizes[free[0]] = max(1, len(devices) // math.prod(size for size in sizes.values() if size != -1))
+        sizes = dataclasses.asdict(Config(**sizes).over(len(devices)))
     for axis, size in sizes.items():
         if size < 1:
             raise UserError(f"mesh.{axis} is {size}; it must be at least 1 (or -1 for all remaining devices)")
@@ -164,6 +181,8 @@ def named_sharding(
     """The NamedSharding of one array of `shape` with logical `axes`. A dimension that does not divide stays whole."""
     if len(axes) != len(shape):
         raise UserError(f"{name}: {len(axes)} logical axes {tuple(axes)} for an array of shape {tuple(shape)}")
+    if "expert" in axes:
+        rules = rules.for_experts(shape[list(axes).index("expert")], dict(mesh.shape))
     return NamedSharding(mesh, _divisible(rules.spec(axes, name), shape, dict(mesh.shape)))
 
 

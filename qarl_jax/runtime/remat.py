@@ -46,14 +46,15 @@ def checkpointed(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
     return jax.checkpoint(body, policy=saved, prevent_cse=False)
 
 
-def saved_elements(policy: str, *, hidden: int, heads: int, projected: int, inner: int) -> int:
+def saved_elements(policy: str, *, hidden: int, heads: int, projected: int, inner: int, down: int) -> int:
     """Elements per token and layer, in the compute dtype, that a policy of `SAVED` keeps (statistics apart).
 
     Args:
       hidden: width of the residual. heads: of all query heads together. projected: of q, k and v. inner: of the MLP.
+      down: of what `down` makes: the residual's width, once for every expert of a token.
     """
     elements = {
-        LINEAR_OUTPUT: projected + 2 * hidden + 2 * inner,  # q, k, v; o, down; gate, up
+        LINEAR_OUTPUT: projected + hidden + down + 2 * inner,  # q, k, v; o; down; gate, up
         ATTENTION_INPUT: projected,
         ATTENTION_OUTPUT: heads,
         MIXER_OUTPUT: hidden,

@@ -14,13 +14,12 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
     sampled tokens     log-probs of whole sampled responses
 
 The first four are exact or broken. On a CPU all layers are, too: there both sides compute by one contract
-(docs/numerics.md). On a GPU a linear layer must equal the engine's to the last bit under w8a8 and w4a8 (on CUDA,
-w4a8 has fp8 activations, and there is no such share), and on 99.8 % of outputs under w4a16; its relative error, and
-that of a block, must stay below `live_layers.RELATIVE` under every scheme. The last three are judged by k3 (below)
+(docs/concepts/engines.md). On a GPU a linear layer must equal the engine's to the last bit under w8a8 and w4a8 (on
+CUDA, w4a8 has fp8 activations, and there is no such share), and on 99.8 % of outputs under w4a16; its relative error,
+and that of a block, must stay below `layers.RELATIVE` under every scheme. The last three are judged by k3 (below)
 against `--max-k3`, or where the engine's own noise is larger what `allowance` says; the last must also beat the
 unaligned pair.
-Run it on your own model before a long run. Exit code 0: all promises kept; 1: one is broken (the first broken rung is
-named); 2: user error.
+Run it on your own model before a long run.
 
 The same samples are then scored by an unaligned learner (bf16, plain arithmetic), which is what quantized rollouts
 usually meet; and, for scale, a bf16 learner scores a bf16 engine's samples of the same prompts and seeds. With
@@ -41,10 +40,8 @@ What is left out: single modules of a compiled engine (they are not called one b
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
@@ -53,7 +50,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from qarl_bridge.protocol import formats, messages
-from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models, quant
 from qarl_jax.kernels.attention_vendor import flash3_lacks
@@ -61,13 +57,13 @@ from qarl_jax.models.logprobs import token_logprobs
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
 from qarl_jax.rollout.vllm.engine import BrokenPromiseError, Config, VllmEngine, leave_memory_to_vllm
-from qarl_jax.types import Completion, Prompt, UserError, entry_point
+from qarl_jax.types import Completion, Prompt, UserError
 from qarl_jax.verify import layers as live_layers
 
 ENTROPY_FLOOR = 0.5  # nat
 _BATCH = 16  # rows scored at once
 Mode = Literal["auto", "eager", "graphs", "compiled"]
-_MODES: tuple[str, ...] = get_args(Mode)
+MODES: tuple[str, ...] = get_args(Mode)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -546,82 +542,3 @@ def line(stats: dict[str, float]) -> str:
         f"k1 {stats['k1']:+.1e}  k3 {stats['k3']:.1e}  mean {stats['mean_abs']:.1e}  max {stats['max_abs']:.1e}  "
         f"within 1e-4 {stats['within_1e-4']:.1%}  of {stats['tokens']} tokens"
     )
-
-
-@entry_point
-def main(argv: Sequence[str] | None = None) -> int:
-    defaults = Options()
-    parser = argparse.ArgumentParser(prog="python -m qarl_jax.parity", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument("--scheme", required=True, help="bf16, w8a8, fp8, w4a16[:g64] or w4a8[:g64]")
-    parser.add_argument("--engine", required=True, choices=("cpu", "cuda"), help="whose arithmetic vLLM runs here")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument("--prompts", type=int, default=defaults.prompts, help="random prompts, a sample each")
-    parser.add_argument("--prompt-len", type=int, default=defaults.prompt_len)
-    parser.add_argument("--response-len", type=int, default=defaults.response_len)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--max-k3", type=float, default=defaults.max_k3, help="largest k3 that keeps the promise")
-    parser.add_argument("--threads", type=int, default=0, help="of the CPU engine; 0: all")
-    parser.add_argument(
-        "--attention",
-        choices=("engine", "auto", "xla", "cudnn", "flash3"),
-        default=defaults.attention,
-        help="the learner's; engine: what mirrors the engine's own",
-    )
-    parser.add_argument(
-        "--execution",
-        default=defaults.execution,
-        help="auto, eager, graphs or compiled; several, with commas: compare engines in these modes to the bit",
-    )
-    parser.add_argument("--int4-kernel", choices=("auto", "packed", "machete", "marlin"), default=defaults.int4_kernel)
-    parser.add_argument("--kv-cache-gb", type=float, default=defaults.kv_cache_gb, help="of the engine")
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=defaults.gpu_memory_utilization,
-        help="share of the device's memory the engine may use",
-    )
-    args = parser.parse_args(argv)
-    options = Options(
-        **{
-            f.name: getattr(args, f.name)
-            for f in dataclasses.fields(Options)
-            if f.name not in ("unaligned", "bf16_pair")
-        }
-    )
-
-    def show(rung: Rung) -> None:
-        if not args.json:
-            verdict = {True: "ok", False: "BROKEN", None: "-"}[rung.ok]
-            print(f"{rung.name:18} {verdict:7} {rung.detail}", flush=True)
-
-    try:
-        if min(options.prompts, options.prompt_len, options.response_len) < 1:
-            raise UserError("--prompts, --prompt-len and --response-len must be at least 1")
-        quant.parse_scheme(args.scheme)
-        modes = args.execution.split(",")
-        if unknown := [mode for mode in modes if mode not in _MODES]:
-            raise UserError(f"--execution {unknown[0]}: known are {', '.join(_MODES)}")
-        if len(modes) > 1:
-            result = compare_modes(args.model, args.scheme, args.engine, options, modes, show)
-        else:
-            result = climb(args.model, args.scheme, args.engine, options, show)
-    except BridgeError as error:
-        raise UserError(str(error)) from None
-    if args.json:
-        print(json.dumps(result))
-    else:
-        for key, title in (
-            ("own_routing", "the same samples, experts chosen by the learner itself (above: by the engine)"),
-            ("unaligned", "the same samples, bf16 learner with plain arithmetic"),
-            ("bf16", "bf16 learner, bf16 engine"),
-        ):
-            if key in result:
-                print(f"\n{title}\n{'':26} {line(result[key])}")
-        broken = result["first_broken"]
-        print(f"\nfirst broken rung: {broken}" if broken else "\nall promises kept")
-    return 0 if result["first_broken"] is None else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -23,6 +23,7 @@ from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, engine_tensors
+from qarl_jax.runtime.mesh import make_mesh, param_shardings
 from qarl_jax.types import UserError
 from tests.reference import bridge_world, fake_gpu, tiny
 
@@ -194,27 +195,67 @@ def identity(step=0):
 )
 def test_a_version_staged_on_the_device_is_that_of_the_host(gpu, scheme, moe):
     """Names, order, dtypes, shapes, fingerprints and bytes; twice, into two buffers."""
-    stager = gpu_staging.DeviceStager(cuda_ipc.Buffers(gpu))
+    stager = gpu_staging.DeviceStager([cuda_ipc.Buffers(gpu)])
     for step in range(2):
         weights = policy(scheme, moe, seed=step)
         host = sender.stage(engine_tensors(weights, stacked=True), **identity(step))
         device = stager.stage(weights, **identity(step))
         assert device.manifest == host.manifest
         size = host.manifest.total_bytes
-        assert read(device.buffer.pointer, size) == os.pread(host.fd, size, 0)
+        assert read(device.buffers[0].pointer, size) == os.pread(host.fd, size, 0)
         device.close()
     stager.close()
 
 
+def spread(weights, **sizes):
+    """`weights` on a mesh, as a learner has them."""
+    mesh = make_mesh(**sizes)
+    placed = [jax.device_put(tree, param_shardings(tree, mesh)) for tree in (weights.params, weights.qweights)]
+    return PolicyWeights(graphdef=weights.graphdef, params=placed[0], qweights=placed[1])
+
+
 @pytest.mark.slow
-def test_only_a_learner_on_one_gpu_stages_there():
+@pytest.mark.parametrize(
+    ("scheme", "sizes", "numbers"),
+    [("bf16", {"fsdp": 2}, (1,)), ("w4a16:g32", {"fsdp": 2, "expert": 3}, (0, 5)), ("w8a8", {"fsdp": 3}, (0, 1, 2))],
+)
+def test_a_learner_on_a_mesh_stages_whole_versions_on_any_of_its_gpus(library_path, scheme, sizes, numbers):
+    weights = policy(scheme, moe=True)
+    host = sender.stage(engine_tensors(weights, stacked=True), **identity())
+    pools = []
+    for number in numbers:
+        gpu = cuda_ipc.Device(0, cuda_ipc.load(library_path))
+        gpu.ordinal, gpu.uuid = number, bytes([number]) * 16
+        pools.append(cuda_ipc.Buffers(gpu))
+    stager = gpu_staging.DeviceStager(pools)
+    device = stager.stage(spread(weights, **sizes), **identity())
+    assert device.manifest == host.manifest
+    expected = os.pread(host.fd, host.manifest.total_bytes, 0)
+    for number, buffer in zip(numbers, device.buffers, strict=True):
+        assert read(buffer.pointer, len(expected)) == expected
+        assert device.memory(bytes([number]) * 16) == messages.DeviceMemory(
+            device=bytes([number]) * 16, handle=buffer.handle
+        )
+    assert device.buffer(b"a GPU elsewhere.") is device.buffers[0]
+    device.close()
+    assert all(pool._free and not pool._taken for pool in pools)
+    stager.close()
+
+
+@pytest.mark.slow
+def test_versions_are_staged_on_the_engines_gpus_where_the_learner_is_on_them_too(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(BridgeError, match="the learner runs on cpu, not on a GPU"):
-        gpu_staging.gpu_of(policy("w8a8"))
-    assert gpu_staging.gpu_of(policy("w8a8"), platform="cpu") == 0
-    spread = policy("w8a8")
-    leaf = jax.device_put(jnp.zeros(2), jax.devices()[1])
-    with pytest.raises(BridgeError, match="spread over 2 devices"):
-        gpu_staging.gpu_of(PolicyWeights(graphdef=spread.graphdef, params=[spread.params, leaf], qweights=[]))
+        gpu_staging.gpus_of(policy("w8a8"), [""])
+    gpus_of = functools.partial(gpu_staging.gpus_of, platform="cpu")
+    for engines in ([""], ["0"], ["1"], ["1", "2"]):
+        assert gpus_of(policy("w8a8"), engines) == [0]
+    both = spread(policy("w8a8"), fsdp=2)
+    for engines, found in {("",): [0], ("1",): [1], ("1", "0"): [0, 1], ("2",): [0], ("2", "1"): [1]}.items():
+        assert gpus_of(both, engines) == found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-x")
+    for engines, found in {("",): [0], ("GPU-x",): [1], ("GPU-x", "5"): [0, 1], ("1",): [0]}.items():
+        assert gpus_of(both, engines) == found
 
 
 # ---- both -----------------------------------------------------------------------------------------------------------
@@ -228,7 +269,7 @@ def served(tmp_path, gpu, library_path, monkeypatch):
     with bridge_world.world(tmp_path) as w:
         w.engine.mapper = fake_gpu.opener(library_path)
         w.engine.facts = msgspec.structs.replace(w.engine.facts, device=gpu.uuid)
-        yield w, gpu_staging.DeviceStager(cuda_ipc.Buffers(gpu))
+        yield w, gpu_staging.DeviceStager([cuda_ipc.Buffers(gpu)])
 
 
 @pytest.mark.slow
@@ -260,7 +301,7 @@ def test_a_byte_that_changes_on_the_device_is_found_wherever_it_changes(served, 
     client.publish(stager.stage(policy("w8a8"), **identity(0)))
     bad = stager.stage(policy("w8a8", seed=1), **identity(1))
     entry = bad.manifest.tensors[5]
-    ctypes.memset(bad.buffer.pointer + entry.offset + 3, 0x55, 1)
+    ctypes.memset(bad.buffers[0].pointer + entry.offset + 3, 0x55, 1)
     with pytest.raises(BridgeError, match=f"{entry.name} is torn"):
         client.publish(bad)
     assert client.status().version.step == 0
@@ -292,7 +333,7 @@ def test_what_a_dead_trainer_staged_is_forgotten_with_its_lease(served):
 def test_a_bridge_without_a_gpu_or_over_tcp_refuses_device_memory(tmp_path, gpu, monkeypatch):
     named = dict(engine_tensors(policy("w8a8")))
     monkeypatch.setattr(bridge_world, "tensors", lambda seed: named)
-    stager = gpu_staging.DeviceStager(cuda_ipc.Buffers(gpu), "cuda_ipc")
+    stager = gpu_staging.DeviceStager([cuda_ipc.Buffers(gpu)], "cuda_ipc")
     for tcp in (False, True):
         with bridge_world.world(tmp_path, tcp=tcp) as w:
             staged = stager.stage(policy("w8a8"), **identity(0))

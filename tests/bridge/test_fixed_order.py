@@ -57,6 +57,19 @@ def test_log_probs_are_float64s_rounded_once():
         assert torch.equal(fixed_order.log_softmax(z), want)
         tokens = torch.tensor([[0, 4999], [1, 2], [3, 4]])
         assert torch.equal(fixed_order.token_logprobs(z, tokens), want.gather(1, tokens))
+
+        # Tokens that are all but certain: no order of the sum moves the last bit of log-probs of 1e-4 to 1e-14.
+        z = torch.randn(64, 5000)
+        z[:, 11] += torch.linspace(15, 40, 64)
+        z[5, 12] = z[5, 11]  # two largest
+        first = torch.full((64, 1), 11)
+        got = fixed_order.token_logprobs(z, first)
+        others = z.double() - z.double().amax(-1, keepdim=True)
+        rest = others.exp().masked_fill(torch.arange(5000) == 11, 0).sum(-1, keepdim=True)
+        assert torch.equal(got, -rest.log1p().float())
+        mixed = torch.randperm(5000)
+        assert torch.equal(fixed_order.token_logprobs(z[:, mixed], (mixed == 11).nonzero().expand(64, 1)), got)
+        assert torch.equal(fixed_order.log_softmax(z).gather(1, first), got)
     """)
 
 

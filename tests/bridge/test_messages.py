@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import fingerprint, messages
+from qarl_bridge.protocol.manifest import check_manifest, expected_from_safetensors
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.transport import shm
 
@@ -126,7 +127,7 @@ def test_unsealed_short_or_foreign_files_are_refused(tmp_path):
 
 def check(manifest, **changes):
     """check_manifest against the fake world, after `changes` to the manifest (its digest is made to fit)."""
-    messages.check_manifest(
+    check_manifest(
         msgspec.structs.replace(manifest, **changes).sealed(),
         model=messages.model_fingerprint(bridge_world.CONFIG),
         scheme=messages.scheme_hash(bridge_world.CONFIG["quantization_config"]),
@@ -154,7 +155,7 @@ def test_a_manifest_that_contradicts_itself_is_torn():
         with pytest.raises(BridgeError, match=words):
             check(manifest, tensors=tensors)
     with pytest.raises(BridgeError, match="its digest does not match"):
-        messages.check_manifest(
+        check_manifest(
             msgspec.structs.replace(manifest, total_bytes=manifest.total_bytes + 64),
             model=manifest.model,
             scheme=manifest.scheme,
@@ -174,14 +175,14 @@ def test_expected_tensors_are_read_from_a_safetensors_header(tmp_path):
 
     path = str(tmp_path / "m.safetensors")
     save_file({"a": np.zeros((2, 3), np.int8), "b": np.zeros(4, ml_dtypes.bfloat16)}, path)
-    assert messages.expected_from_safetensors(path) == {
+    assert expected_from_safetensors(path) == {
         "a": messages.Expected(name="a", dtype="int8", shape=[2, 3]),
         "b": messages.Expected(name="b", dtype="bfloat16", shape=[4]),
     }
     with open(path, "r+b") as file:
         file.truncate(20)
     with pytest.raises(BridgeError, match="safetensors header"):
-        messages.expected_from_safetensors(path)
+        expected_from_safetensors(path)
 
 
 def test_engine_options_cross_as_json_and_a_subclass_adds_nothing():

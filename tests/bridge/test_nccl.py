@@ -286,10 +286,10 @@ def test_ends_that_disagree_on_the_size_are_freed_by_the_time_limit(served):
     client.publish(trainer.stage(0))
     client.set_timeout(LIMIT_S)
     short = trainer.stage(1)
-    whole, short.buffer.size = short.buffer.size, short.buffer.size - 4096
+    whole, short.buffers[0].size = short.buffers[0].size, short.buffers[0].size - 4096
     with pytest.raises(BridgeError, match=r"a broadcast of \d+ bytes took over 3 s"):
         client.publish(short)
-    short.buffer.size = whole
+    short.buffers[0].size = whole
     serves(w, 0)
     client.publish(short)
     serves(w, 1)
@@ -401,7 +401,7 @@ def engine(folder, gpu, library, monkeypatch, tmp_path, **options):
     root = script.parents[2]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "bridge")]))
     monkeypatch.setattr(sender.nccl, "load", lambda: library)
-    monkeypatch.setattr(vllm_engine, "gpu_of", lambda weights: 0)
+    monkeypatch.setattr(vllm_engine, "gpus_of", lambda weights, engines: [0])
     monkeypatch.setattr(sender, "gpu_buffers", lambda ordinal: cuda_ipc.Buffers(gpu))
     lines = []
     config = Config(engine="fake", python=str(python), max_model_len=128, request_timeout_s=60, **options)
@@ -441,6 +441,22 @@ def test_an_engine_on_another_gpu_is_published_to_over_nccl(folder, gpu, library
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_staging_buffer_serves_every_version_and_survives_a_dead_engine(
+    folder, gpu, library, monkeypatch, tmp_path, count
+):
+    with engine(folder, gpu, library, monkeypatch, tmp_path, visible_gpus="s", staging_buffers=count) as (e, _):
+        for step in range(3):
+            e.publish(policy(step), step)
+        assert e.route == "cuda_ipc"
+        assert len(e._stager._pools[0]._free) + len(e._stager._pools[0]._taken) == count
+        mine = drawn(e)
+        os.kill(e._bridge.process.pid, signal.SIGKILL)
+        assert drawn(e) == mine
+        assert e.restarts == 1
+
+
+@pytest.mark.slow
 def test_an_engine_killed_while_it_receives_is_replaced_and_given_both_versions(
     folder, gpu, library, monkeypatch, tmp_path, stalls
 ):
@@ -449,11 +465,11 @@ def test_an_engine_killed_while_it_receives_is_replaced_and_given_both_versions(
         e.publish(policy(0), 0)
         receiving = stalls(1)
         # The bridge was started without the fault: it gets it with its next life.
-        os.kill(e._bridge.process.pid, signal.SIGKILL)
+        os.kill(e.fleet.replicas[0].bridge.process.pid, signal.SIGKILL)
 
         def kill():
             bridge_world.wait_for(receiving.exists)
-            os.kill(e._bridge.process.pid, signal.SIGKILL)
+            os.kill(e.fleet.replicas[0].bridge.process.pid, signal.SIGKILL)
 
         killer = threading.Thread(target=kill)
         killer.start()

@@ -27,8 +27,9 @@ from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models, quant
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, make_engine
-from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.rollout.vllm.engine import Config, VllmEngine, _batches, draw_seed, engine_config, engine_tensors
+from qarl_jax.rollout.vllm import replica
+from qarl_jax.rollout.vllm.engine import Config, VllmEngine, draw_seed, engine_config, engine_tensors
+from qarl_jax.rollout.vllm.fleet import batches
 from qarl_jax.types import Prompt, UserError
 from tests.reference import bridge_world
 from tests.reference.bridge_world import connected
@@ -93,7 +94,7 @@ def test_the_engine_publishes_samples_and_cleans_up():
         assert completion.policy_version == 0
         e.publish(weights(1), 1)
         assert generate(e)[0][0].policy_version == e.version == 1
-        process, folder = e._bridge.process, e._bridge.folder
+        process, folder = e.fleet.replicas[0].bridge.process, e.fleet.replicas[0].bridge.folder
     assert process.returncode == 0
     assert not os.path.exists(folder)
 
@@ -103,7 +104,7 @@ def test_a_bridge_started_ahead_of_the_weights_is_the_one_they_are_published_to(
     with engine(dataclasses.replace(FAKE, log_file=os.devnull)) as e:
         e.prepare(first.graphdef)
         e.prepare(first.graphdef)
-        pid = e._bridge.process.pid
+        pid = e.fleet.replicas[0].bridge.process.pid
         assert e.facts is None
         e.publish(first, 0)
         assert (e.facts.pid, e.restarts) == (pid, 0)
@@ -130,13 +131,13 @@ def test_a_killed_bridge_is_replaced_and_answers_as_the_dead_one_would_have():
     with engine(log=lines.append) as e:
         e.publish(weights(0), 3)
         before = generate(e)
-        e._bridge.process.kill()
+        e.fleet.replicas[0].bridge.process.kill()
         after = generate(e)
         assert tokens(after) == tokens(before)
         assert after[0][0].policy_version == 3
         assert e.restarts == 1
         assert any("died" in line and "exit code -9" in line for line in lines)
-        e._bridge.process.kill()
+        e.fleet.replicas[0].bridge.process.kill()
         e.publish(weights(1), 4)
         assert generate(e)[0][0].policy_version == 4
 
@@ -146,8 +147,8 @@ def test_a_bridge_killed_while_it_samples_is_replaced():
         e.publish(weights(0), 0)
         before = generate(e)
         # Stopped, so that the request is surely in flight when it dies.
-        os.kill(e._bridge.process.pid, signal.SIGSTOP)
-        killer = threading.Timer(0.3, e._bridge.process.kill)
+        os.kill(e.fleet.replicas[0].bridge.process.pid, signal.SIGSTOP)
+        killer = threading.Timer(0.3, e.fleet.replicas[0].bridge.process.kill)
         killer.start()
         assert tokens(generate(e)) == tokens(before)
         assert e.restarts == 1
@@ -157,7 +158,7 @@ def test_a_bridge_that_hangs_is_replaced():
     with engine(dataclasses.replace(FAKE, request_timeout_s=3.0)) as e:
         e.publish(weights(0), 0)
         before = generate(e)
-        os.kill(e._bridge.process.pid, signal.SIGSTOP)
+        os.kill(e.fleet.replicas[0].bridge.process.pid, signal.SIGSTOP)
         assert tokens(generate(e)) == tokens(before)
 
 
@@ -263,14 +264,14 @@ def test_requests_are_split_so_that_they_and_their_replies_fit_a_frame():
         return messages.Draw(prompt=[1] * prompt, seed=0, max_tokens=limit)
 
     draws = [draw(2, 1), draw(100, 1), draw(100, 1), draw(2, 400), draw(2, 400), draw(5000, 5000)]
-    split = list(_batches(draws, most=8000, most_back=8000))
+    split = list(batches(draws, most=8000, most_back=8000))
     assert [len(batch) for batch in split] == [4, 1, 1]  # 8 x 400 + 512 twice is too much, and one is sent whatever
     assert [one for batch in split for one in batch] == draws
-    routed = list(_batches(draws, most_back=8000, routed_bytes=100))  # 100 a position: 10,200 and more for the second
+    routed = list(batches(draws, most_back=8000, routed_bytes=100))  # 100 a position: 10,200 and more for the second
     assert [len(batch) for batch in routed] == [1, 1, 1, 1, 1, 1]
-    assert len(list(_batches(draws))) == 1
-    assert list(_batches([])) == []
-    assert len(list(_batches([draw(1000, 1000)] * 4096))) == 1  # 4,096 responses of 1,024 tokens, as messages.py says
+    assert len(list(batches(draws))) == 1
+    assert list(batches([])) == []
+    assert len(list(batches([draw(1000, 1000)] * 4096))) == 1  # 4,096 responses of 1,024 tokens, as messages.py says
 
 
 def test_the_engine_holds_no_reference_to_the_learners_arrays():
@@ -279,7 +280,7 @@ def test_the_engine_holds_no_reference_to_the_learners_arrays():
         copy = PolicyWeights(graphdef=w.graphdef, params=jax.tree.map(lambda x: x + 0, w.params), qweights=w.qweights)
         e.publish(copy, 0)
         jax.tree.map(lambda x: x.delete(), copy.params)  # as donation does
-        e._bridge.process.kill()
+        e.fleet.replicas[0].bridge.process.kill()
         generate(e)  # republished from the staged copy
         assert e.restarts == 1
 
@@ -495,7 +496,7 @@ time.sleep(600)
 
 
 def test_an_address_where_nobody_listens_is_spoken_of_with_the_time_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm, "_FIRST_WORD_S", 0.05)
+    monkeypatch.setattr(replica, "_FIRST_WORD_S", 0.05)
     said = []
     key = tmp_path / "key"
     messages.create_key(str(key))

@@ -152,9 +152,10 @@ def test_a_trainer_whose_memory_cannot_be_reached_sends_its_bytes(bridge, monkey
     client = bridge.trainer()
     for step, elsewhere in enumerate(
         (
-            lambda fd: msgspec.structs.replace(real(fd), inode=1),  # another PID namespace: other files at that number
-            lambda fd: msgspec.structs.replace(real(fd), fd=0),
-            lambda fd: msgspec.structs.replace(real(fd), pid=1 << 30),
+            # In another PID namespace there are other files at that number.
+            lambda fd, *host: msgspec.structs.replace(real(fd, *host), inode=1),
+            lambda fd, *host: msgspec.structs.replace(real(fd, *host), fd=0),
+            lambda fd, *host: msgspec.structs.replace(real(fd, *host), pid=1 << 30),
         )
     ):
         version = staged(step)

@@ -257,8 +257,13 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path):
 # ---- text and figures ----------------------------------------------------------------------------------------------
 
 
+def whole(loaded):
+    """Both pages, the answer first."""
+    return "\n".join(report.pages(loaded).values())
+
+
 def test_a_gap_and_the_share_that_is_recovered_are_stated_with_their_runs(tmp_path):
-    text = report.text(results.load(make_results(tmp_path, GAP)))
+    text = whole(results.load(make_results(tmp_path, GAP)))
     assert "the gap of quantized rollouts at `w4a16:g-1` is 30." in text or "is 29." in text
     recovered = next(line for line in text.splitlines() if line.startswith("- ") and "QaRL recovers" in line)
     share = float(recovered.partition("recovers ")[2].partition(" ")[0])
@@ -270,7 +275,7 @@ def test_a_gap_and_the_share_that_is_recovered_are_stated_with_their_runs(tmp_pa
 
 
 def test_without_a_gap_nothing_is_recovered(tmp_path):
-    text = report.text(results.load(make_results(tmp_path, NO_GAP)))
+    text = whole(results.load(make_results(tmp_path, NO_GAP)))
     assert "no gap at `w4a16:g-1`" in text
     assert "is not excluded" in text
     assert "recovers" not in text.replace("QaRL recovers |", "").replace("bf16 learner recovers |", "")  # two columns
@@ -280,10 +285,10 @@ def test_without_a_gap_nothing_is_recovered(tmp_path):
 
 
 def test_what_was_not_run_is_said(tmp_path):
-    nothing = report.text(results.load(tmp_path / "none.tar.xz"))
+    nothing = whole(results.load(tmp_path / "none.tar.xz"))
     assert "On the H200: not run yet." in nothing
     assert nothing.count("Not run yet.") == 2
-    text = report.text(results.load(make_results(tmp_path, {"1_bf16_grpo": 0.9, "2_rollout_grpo": 0.9})))
+    text = whole(results.load(make_results(tmp_path, {"1_bf16_grpo": 0.9, "2_rollout_grpo": 0.9})))
     assert "- `w4a16_g-1/4_qarl_tbpo/seed0`: not run yet" in text
     assert "- `w4a16_g-1/a_grpo/seed0`: not run yet" in text
     assert "QaRL recovers" not in text
@@ -295,7 +300,7 @@ def test_an_incomplete_run_is_left_out_and_named(tmp_path):
     work = tmp_path / "more"
     write_run(work, "w4a16_g-1/2_rollout_grpo/seed0", steps=3, done=False, tested=False)
     archive.pack(work, path, "cpu")
-    text = report.text(results.load(path))
+    text = whole(results.load(path))
     assert "- `w4a16_g-1/2_rollout_grpo/seed0`: stopped after 3 steps, not used" in text
     row = next(line for line in text.splitlines() if line.startswith("| quantized rollout, bf16 learner, GRPO"))
     assert "not run yet" in row
@@ -313,7 +318,7 @@ def test_a_diverged_run_counts_with_its_last_checkpoint_and_is_named(tmp_path):
     (first / "failed.json").write_text(json.dumps(failure | {"step": 0, "checkpoint": 0}))
     archive.pack(work, path, "cpu")
     loaded = results.load(path)
-    text = report.text(loaded)
+    text = whole(loaded)
     assert loaded["cpu"].accuracy("w4a16_g-1/2_rollout_grpo", "final", True, [1]).mean() == pytest.approx(0.1, abs=0.05)
     row = next(line for line in text.splitlines() if line.startswith("| quantized rollout, bf16 learner, GRPO"))
     assert "| 0, 1 (diverged), 2 |" in row
@@ -324,12 +329,12 @@ def test_a_diverged_run_counts_with_its_last_checkpoint_and_is_named(tmp_path):
 
 def test_vllm_s_runs_stand_beside_the_embedded_sampler_s(tmp_path):
     path = make_results(tmp_path, GAP)
-    assert "### vLLM as the sampler, `w4a16:g-1`, one seed\n\nNot run yet." in report.text(results.load(path))
+    assert "### vLLM as the sampler, `w4a16:g-1`, one seed\n\nNot run yet." in whole(results.load(path))
     work = tmp_path / "more"
     for name, right in GAP.items():
         write_run(work, Run(arm=ARMS[name], rung=CPU.main, seed=0, vllm=True).name, right=right - 0.2)
     archive.pack(work, path, "cpu")
-    text = report.text(results.load(path)).partition("### vLLM as the sampler")[2].partition("###")[0]
+    text = whole(results.load(path)).partition("### vLLM as the sampler")[2].partition("###")[0]
     row = next(line for line in text.splitlines() if line.startswith("| QaRL"))
     assert "`w4a16_g-1_vllm/4_qarl_tbpo/seed0`" in row
     assert "worse (`w4a16_g-1/4_qarl_tbpo/seed0`)" in row
@@ -344,12 +349,12 @@ def test_the_base_s_response_length_is_stated_or_unknown(tmp_path, length, words
     test = json.loads(archive.read(path)["cpu/base_test.json"]) | ({} if length is None else {"response_len": length})
     (work / "base_test.json").write_text(json.dumps(test))
     archive.pack(work, path, "cpu")
-    line = next(x for x in report.text(results.load(path)).splitlines() if x.startswith("Bands on a response"))
+    line = next(x for x in whole(results.load(path)).splitlines() if x.startswith("Bands on a response"))
     assert line.endswith(f"19.4 tokens; that of the policy before RL {words}")
 
 
 def test_every_row_of_numbers_names_its_runs(tmp_path):
-    text = report.text(results.load(make_results(tmp_path, GAP)))
+    text = whole(results.load(make_results(tmp_path, GAP)))
     lines = text.splitlines()
     heads = {before for before, after in itertools.pairwise(lines) if after.startswith("| ---")}
     rows = [x for x in lines if x.startswith("| ") and x not in heads and any(c.isdigit() for c in x)]
@@ -359,14 +364,14 @@ def test_every_row_of_numbers_names_its_runs(tmp_path):
 
 def test_seconds_are_compared_only_where_runs_had_the_machine_to_themselves(tmp_path):
     path = make_results(tmp_path, GAP)
-    text = report.text(results.load(path))
+    text = whole(results.load(path))
     assert "nothing follows about a speed-up" in text
     work = tmp_path / "timed"
     for name, seconds in (("bf16/1_bf16_grpo", 3.0), ("w4a16_g-1/4_qarl_tbpo", 2.0)):
         write_run(work, name, seconds=seconds, done=False, tested=False)
     (work / "runs").rename(work / "timing")
     archive.pack(work, path, "cpu")
-    text = report.text(results.load(path))
+    text = whole(results.load(path))
     row = next(line for line in text.splitlines() if line.startswith("| `timing/w4a16_g-1/4_qarl_tbpo`"))
     # rollout 1, log-probs 0.1, update 0.5, publish 0.05, the rest of 2 seconds 0.35; 3 / 2 as fast as bf16
     assert row == "| `timing/w4a16_g-1/4_qarl_tbpo` | 1.000 | 0.100 | 0.500 | 0.050 | 0.350 | 2.000 | 1.50 |"
@@ -379,17 +384,20 @@ def test_seconds_are_compared_only_where_runs_had_the_machine_to_themselves(tmp_
 def test_figures_and_text_are_written(tmp_path):
     path = make_results(tmp_path, GAP)
     written = figures.make(path, tmp_path / "docs")
-    assert [file.name for file in written] == ["results.md", "cpu_w4a16_g-1.png", "cpu_ratios.png", "cpu_seconds.png"]
-    text = written[0].read_text()
-    assert all(f"results/{file.name}" in text for file in written[1:])
-    assert all(file.stat().st_size > 5000 for file in written[1:])
+    pages, drawn = written[:2], written[2:]
+    assert [str(page.relative_to(tmp_path / "docs")) for page in pages] == ["results.md", "appendix/results.md"]
+    assert [file.name for file in drawn] == ["cpu_w4a16_g-1.png", "cpu_ratios.png", "cpu_seconds.png"]
+    assert all(f"../results/{file.name}" in pages[1].read_text() for file in drawn)
+    assert "(results/cpu_w4a16_g-1.png)" in pages[0].read_text()
+    assert all(file.stat().st_size > 5000 for file in drawn)
     before = [file.read_bytes() for file in written]
     assert [file.read_bytes() for file in figures.make(path, tmp_path / "docs")] == before
 
 
 def test_the_committed_text_is_that_of_the_committed_results():
     path = arms.HERE / "results.tar.xz"
-    assert (arms.ROOT / "docs" / "results.md").read_text() == report.text(results.load(path))
+    for page, text in report.pages(results.load(path)).items():
+        assert (arms.ROOT / "docs" / page).read_text() == text
 
 
 def test_curves_keep_seeds_apart(tmp_path):

@@ -32,7 +32,7 @@ import sys
 import msgspec
 from qarl_bridge.server import staged_gpu as device
 from qarl_bridge.protocol import messages as wire
-manifest, memory = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[wire.Manifest, wire.DeviceMemory])
+manifest, memory = msgspec.msgpack.decode(sys.stdin.buffers[0].read(), type=tuple[wire.Manifest, wire.DeviceMemory])
 copy = device.open_version(manifest, memory)
 copy.validate()
 print(len(dict(copy.at_the_door())), float(copy.tensors()["model.norm.weight"].float().sum()))
@@ -51,7 +51,7 @@ def test_another_process_reads_the_learners_version_in_place(scheme):
     pytest.importorskip("torch")
     weights = tiny_policies.policy(scheme)
     host = sender.stage(engine_tensors(weights, stacked=True), **identity(0))
-    stager = gpu_staging.DeviceStager(sender.gpu_buffers(gpu_staging.gpu_of(weights)))
+    stager = gpu_staging.DeviceStager([sender.gpu_buffers(*gpu_staging.gpus_of(weights, [""]))])
     try:
         staged = stager.stage(weights, **identity(0))
         assert staged.manifest == host.manifest, "fingerprints of the GPU are those of the host"

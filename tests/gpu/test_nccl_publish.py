@@ -45,7 +45,7 @@ import msgspec
 from qarl_bridge.server import staged_gpu as device
 from qarl_bridge.protocol import messages as wire
 manifest, memory, rounds = msgspec.msgpack.decode(
-    sys.stdin.buffer.read(), type=tuple[wire.Manifest, wire.NcclMemory, int]
+    sys.stdin.buffers[0].read(), type=tuple[wire.Manifest, wire.NcclMemory, int]
 )
 receiver = device.receiver()
 for _ in range(rounds):
@@ -64,7 +64,7 @@ import sys, time
 import msgspec, torch
 from qarl_bridge.server import staged_gpu as device
 from qarl_bridge.protocol import fingerprint, messages as wire
-memory, size, rounds = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[wire.NcclMemory, int, int])
+memory, size, rounds = msgspec.msgpack.decode(sys.stdin.buffers[0].read(), type=tuple[wire.NcclMemory, int, int])
 receiver = device.receiver()
 for _ in range(rounds):
     start = time.perf_counter()
@@ -138,15 +138,15 @@ def test_another_gpu_receives_the_learners_version_twice_over_one_communicator(s
     weights = tiny_policies.policy(scheme)
     host = sender.stage(engine_tensors(weights, stacked=True), **identity(0))
     expected = hashlib.sha256(os.pread(host.fd, host.manifest.total_bytes, 0)).hexdigest()
-    stager = gpu_staging.DeviceStager(sender.gpu_buffers(gpu_staging.gpu_of(weights)), "nccl")
+    stager = gpu_staging.DeviceStager([sender.gpu_buffers(*gpu_staging.gpus_of(weights, [""]))], "nccl")
     try:
         staged = stager.stage(weights, **identity(0))
         assert staged.manifest == host.manifest
         with child(VERSIONS, (staged.manifest, memory, 2), "0") as process:
-            communicator = joined(staged.buffer.device, memory, library, process)
+            communicator = joined(staged.buffers[0].device, memory, library, process)
             for _ in range(2):
                 communicator.broadcast(
-                    staged.buffer.pointer, staged.buffer.size, timeout_s=LIMIT_S, check=alive(process)
+                    staged.buffers[0].pointer, staged.buffers[0].size, timeout_s=LIMIT_S, check=alive(process)
                 )
                 count, digest = process.stdout.readline().split()
                 assert int(count) == len(staged.manifest.tensors)
@@ -161,14 +161,14 @@ def test_another_gpu_receives_the_learners_version_twice_over_one_communicator(s
 def test_a_killed_receiver_frees_the_learners_gpu_and_another_can_come():
     buffers = sender.gpu_buffers(0)
     weights = tiny_policies.policy("bf16")
-    stager = gpu_staging.DeviceStager(buffers, "nccl")
+    stager = gpu_staging.DeviceStager([buffers], "nccl")
     try:
         staged = stager.stage(weights, **identity(0))
-        at, size = staged.buffer.pointer, staged.buffer.size
+        at, size = staged.buffers[0].pointer, staged.buffers[0].size
         for life in range(2):
             library, memory = beginning()
             with child(VERSIONS, (staged.manifest, memory, 1), "600") as process:
-                communicator = joined(staged.buffer.device, memory, library, process)
+                communicator = joined(staged.buffers[0].device, memory, library, process)
                 communicator.broadcast(at, size, timeout_s=LIMIT_S, check=alive(process))
                 assert process.stdout.readline()
                 if life == 0:

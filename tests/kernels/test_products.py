@@ -170,9 +170,9 @@ def target():
     """A sharding on an H200 that need not be here, or a skip."""
     if not os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
         pytest.skip("needs jax's CUDA plugin, and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 where there is no GPU")
-    from benchmarks.memory import absent_gpu
+    from benchmarks.memory import absent_gpus
 
-    return jax.sharding.NamedSharding(absent_gpu(), jax.sharding.PartitionSpec())
+    return jax.sharding.NamedSharding(absent_gpus(), jax.sharding.PartitionSpec())
 
 
 @pytest.mark.slow

@@ -219,7 +219,7 @@ def test_unwhitened_advantages_are_those_of_gae():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["micro-batches", "a row each", "mesh"])
+@pytest.mark.parametrize("how", ["micro-batches", "a row each", pytest.param("mesh", marks=pytest.mark.nightly)])
 def test_rows_micro_batches_and_devices_change_no_judgement_and_no_update(how):
     rows, verdict = judged()
     fields = {"advantages": lambda m: m.advantages}, {"values": lambda t: t.values, "returns": lambda t: t.returns}

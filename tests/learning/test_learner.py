@@ -33,6 +33,7 @@ MESHES = {
     "fsdp2-tensor4": {"fsdp": 2, "tensor": 4},
     "data2-fsdp4": {"data": 2, "fsdp": 4},
 }
+pytestmark = pytest.mark.usefixtures("compiled_programs")
 nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
 ROWS = 8  # of a whole mini-batch, packed
 
@@ -234,7 +235,7 @@ def test_a_mesh_gives_the_gradient_of_one_device(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [*map(nightly, ("fsdp8", "tensor8", "data2-fsdp4")), "fsdp2-tensor4"])
+@pytest.mark.parametrize("mesh", [*map(nightly, ("fsdp8", "tensor8", "data2-fsdp4", "fsdp2-tensor4"))])
 def test_a_mesh_of_eight_equals_one_device_in_float32(mesh):
     check_mesh("bf16", mesh, 1e-5, 1e-3)
 
@@ -246,7 +247,7 @@ def test_int4_tensors_are_bit_equal_on_a_mesh_and_the_loss_agrees(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [nightly("fsdp8"), "data2-fsdp4"])
+@pytest.mark.parametrize("mesh", [nightly("fsdp8"), nightly("data2-fsdp4")])
 def test_int8_tensors_are_bit_equal_on_a_mesh_and_the_loss_agrees(mesh):
     # An activation code flips where float32 noise moves a value over a rounding edge, and the gradient with it.
     check_mesh("w8a8", mesh, 1e-3, 5e-2)

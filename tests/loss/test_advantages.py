@@ -15,7 +15,10 @@ from qarl_jax.loss.advantages import (
     group_advantages,
     group_metrics,
     moments,
+    over_turns,
     token_rewards,
+    turn_advantages,
+    turn_starts,
     whiten,
 )
 from qarl_jax.types import UserError
@@ -66,6 +69,17 @@ def test_absent_responses_enter_no_statistic():
     assert out[0, 3] == 0
 
 
+def test_a_turns_advantage_is_its_reward_to_go_against_the_same_turn_of_the_group():
+    rewards = [[[1.0, 2.0], [0.0, 4.0, 1.0], [5.0]]]  # to go: 3, 2; 5, 5, 1; 5
+    out = turn_advantages(rewards, "drgrpo")
+    third = np.float32(13 / 3)
+    np.testing.assert_allclose(out[0], [[3 - third, -1.5, 0], [5 - third, 1.5, 0], [5 - third, 0, 0]], rtol=1e-6)
+    whole = group_advantages(np.array([[3.0, 5.0, 5.0]]), "grpo")
+    np.testing.assert_allclose(turn_advantages(rewards, "grpo")[:, :, 0], whole, rtol=1e-6)
+    valid = turn_advantages(rewards, "drgrpo", valid=[[True, True, False]])  # the last one's environment failed
+    np.testing.assert_allclose(valid[0], [[-1, -1.5, 0], [1, 1.5, 0], [0, 0, 0]], rtol=1e-6)
+
+
 def test_bad_rewards_are_refused():
     with pytest.raises(UserError, match="did you mean 'drgrpo'"):
         group_advantages(REWARDS, "dr_grpo")
@@ -111,6 +125,22 @@ def test_gae_is_the_weighted_sum_of_temporal_differences(gamma, lam):
     got, returns = gae(f32(rewards), f32(values), jnp.asarray(batch.mask), jnp.asarray(batch.seg), gamma=gamma, lam=lam)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(returns, np.where(batch.mask, expected + np.nan_to_num(values), 0), rtol=1e-5, atol=1e-5)
+
+
+def test_with_turns_for_steps_gae_runs_over_turns_and_every_token_of_one_has_its_advantage():
+    seg = jnp.asarray([[1, 1, 1, 1, 1, 1, 2, 2, 2, 0]])
+    mask = jnp.asarray([[0, 1, 1, 0, 1, 1, 0, 1, 1, 0]], bool)
+    starts = turn_starts(mask, seg)
+    np.testing.assert_array_equal(starts, np.array([[0, 1, 0, 0, 1, 0, 0, 1, 0, 0]], bool))
+    reward = jnp.asarray([[9.0, 1, 1, 9, 3, 3, 9, 5, 5, 9]])  # broadcast over each turn
+    value = jnp.asarray([[9.0, 0.5, 9, 9, 2, 9, 9, 4, 9, 9]])
+    advantages, returns = gae(reward, value, starts, seg, gamma=0.5, lam=0.5)
+    # Turn 1 of the first: 3 - 2 = 1; turn 0: 1 + 0.5 * 2 - 0.5 + 0.25 * 1 = 1.75; the other response: 5 - 4 = 1.
+    expected = [[0, 1.75, 1.75, 0, 1, 1, 0, 1, 1, 0]]
+    np.testing.assert_allclose(over_turns(advantages, starts, mask), expected)
+    np.testing.assert_allclose(returns, [[0, 2.25, 0, 0, 3, 0, 0, 5, 0, 0]])
+    whole = turn_starts(jnp.ones((1, 4), bool), jnp.asarray([[1, 1, 2, 2]]))  # responses without a hole between them
+    np.testing.assert_array_equal(whole, [[True, False, True, False]])
 
 
 def test_nothing_of_one_response_reaches_another_in_its_row():

@@ -113,3 +113,28 @@ def test_log_probs_are_those_of_float64_sums_in_any_chunks(temperature):
         hidden
     )
     np.testing.assert_allclose(wide(mine), wide(plain), rtol=2**-6, atol=1e-3)
+
+
+def test_log_probs_of_all_but_certain_tokens_keep_every_digit():
+    """A sum of exponentials that holds a 1 forgets what the logarithm is of: the order of the sum would show."""
+    vocab = 3000
+    hidden = jnp.eye(64, dtype=jnp.float32)[None]
+    z = np.array(normal(9, 64, vocab))
+    z[:, 5] += np.linspace(15, 40, 64)
+    tokens = jnp.full((1, 65), 5).at[0, 0].set(1)
+    hidden = jnp.concatenate([hidden, hidden[:, :1]], axis=1)
+    segments = jnp.ones((1, 65), jnp.int32)
+
+    def of(order):
+        head = jnp.asarray(z.T[order])
+        place = int(np.flatnonzero(order == 5)[0])
+        run = jax.jit(functools.partial(token_logprobs, numerics=CPU))
+        return np.asarray(run(hidden, head, jnp.where(tokens == 5, place, 0), segments)[0])[0, 1:]
+
+    others = wide(z) - wide(z).max(-1, keepdims=True)
+    others[:, 5] = -np.inf
+    want = -np.log1p(np.exp(others).sum(-1)).astype(np.float32)
+    assert want.max() > -1e-12
+    assert want.min() < -1e-3
+    np.testing.assert_array_equal(of(np.arange(vocab)), want)
+    np.testing.assert_array_equal(of(np.random.default_rng(0).permutation(vocab)), want)

@@ -106,7 +106,7 @@ def test_nor_does_a_float32_output_but_for_its_last_bits(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["fsdp2-tensor2-expert2", "tensor3-expert2"])
+@pytest.mark.parametrize("mesh", ["fsdp2-tensor2-expert2", pytest.param("tensor3-expert2", marks=pytest.mark.nightly)])
 def test_nor_on_how_features_are_where_sums_are_exact(mesh):
     """int8. A CPU's float products may add in another order where a device has fewer outputs, as in dense layers."""
     state, (x, _, routed) = block("w8a8", "bfloat16"), data("bfloat16")
@@ -116,7 +116,13 @@ def test_nor_on_how_features_are_where_sums_are_exact(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "data2-expert4"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        *("data2-fsdp2-expert2", "fsdp2-tensor2-expert2"),
+        *(pytest.param(m, marks=pytest.mark.nightly) for m in ("fsdp3-expert2", "data2-expert3", "tensor3-expert2")),
+    ],
+)
 def test_gradients_on_a_mesh_equal_one_device(mesh):
     state, (x, dy, _) = block("bf16", "float32"), data("float32")
     want = jax.device_get(backward(*state, x, dy))

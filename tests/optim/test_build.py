@@ -364,7 +364,7 @@ def test_an_eight_bit_second_moment_forgets_beside_one_that_does_not():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config_type", [Muon, AdamW])
+@pytest.mark.parametrize("config_type", [pytest.param(Muon, marks=pytest.mark.nightly), AdamW])
 def test_eight_bit_states_lie_with_their_parameters_and_are_the_same_on_a_mesh(config_type):
     """Blocks of 256: on one device's columns, over several devices', and a short last one."""
     shapes = {"rows": (3, 16, 700), "columns": (8, 2048), "cut": (8, 800), "embed": (16, 300)}
@@ -437,7 +437,9 @@ def test_a_zero_gradient_changes_nothing_and_is_reported():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cfg", [Muon(lr=0.02), AdamW(lr=0.02)], ids=["muon", "adamw"])
+@pytest.mark.parametrize(
+    "cfg", [Muon(lr=0.02), pytest.param(AdamW(lr=0.02), marks=pytest.mark.nightly)], ids=["muon", "adamw"]
+)
 def test_weights_sharded_on_their_outputs_follow_the_single_device_run(cfg):
     params = {
         "layers": {"kernel": normal(0, 3, 32, 12), "norm": normal(2, 3, 12)},

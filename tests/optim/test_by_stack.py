@@ -95,7 +95,7 @@ CASES = [
     nightly(Muon, "bfloat16", "bfloat16", True),
     nightly(Muon, "int8", "bfloat16", False),
     (Muon, "int8", "float32", True),
-    (AdamW, "float32", "float32", True),
+    nightly(AdamW, "float32", "float32", True),
     (AdamW, "bfloat16", "float32", False),
     nightly(AdamW, "int8", "float32", True),
 ]
@@ -151,7 +151,8 @@ def test_groups_give_the_numbers_of_one_program(kind, moments, master, on_mesh, 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_mesh", [nightly(False), True])
 @pytest.mark.parametrize(
-    ("kind", "moments"), [(Muon, "bfloat16"), nightly(Muon, "int8"), (AdamW, "bfloat16"), nightly(AdamW, "int8")]
+    ("kind", "moments"),
+    [(Muon, "bfloat16"), *(nightly(*c) for c in ((Muon, "int8"), (AdamW, "bfloat16"), (AdamW, "int8")))],
 )
 def test_a_rounding_s_random_bits_are_those_of_the_place_in_the_whole(kind, moments, on_mesh, monkeypatch):
     """Other bits would move about half of what is rounded stochastically; the same ones, what lies on the edge."""

@@ -2,14 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claims about Muon's iteration and the directions it gives to stacks of matrices."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qarl_jax.optim import build, muon
 from qarl_jax.optim.build import Muon
+from qarl_jax.runtime.mesh import make_mesh
 from tests.reference.muon import muon_steps, newton_schulz
 from tests.reference.optimizing import normal, run
 
@@ -132,3 +136,19 @@ def test_newton_schulz_temporaries_are_one_copy_of_the_stack_and_a_few_matrices(
     matrix = 64 * 64 * 4
     # The loop returns one stack; a batched iteration would also hold the iterates, their Gram matrices and squares.
     assert temporaries(32) <= (32 + 8) * matrix
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_on_a_mesh_each_device_walks_its_own_experts_and_no_bit_changes(dtype):
+    grads = {"experts": jnp.asarray(normal(3, 2, 4, 24, 40))}
+    transformation = muon.scale_by_muon(moment_dtype=dtype)
+    state = transformation.init(grads)
+    want = jax.jit(transformation.update)(grads, state)
+    mesh = make_mesh(fsdp=2, expert=2)
+    place = NamedSharding(mesh, PartitionSpec(None, ("expert", "fsdp")))
+    spread = jax.tree.map(lambda x: jax.device_put(x, place), (grads, state))
+    with jax.set_mesh(mesh):
+        program = jax.jit(transformation.update).lower(*spread).compile()
+    for a, b in zip(jax.tree.leaves(program(*spread)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert not re.search("all-gather|all-reduce|all-to-all|collective", program.as_text())

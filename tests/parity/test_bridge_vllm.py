@@ -91,7 +91,7 @@ class Served:
 
     @property
     def client(self):
-        return self.engine._client
+        return self.engine.fleet.replicas[0].client
 
     def version(self, seed, step, replace=None):
         """A staged version, with tensors replaced (None: removed)."""

@@ -89,5 +89,5 @@ def test_the_plain_profile_rounds_nothing_the_engine_rounds():
 
 def test_the_document_has_the_records_as_they_are():
     """Regenerate the table with `python -m qarl_jax.numerics`."""
-    document = (pathlib.Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
+    document = (pathlib.Path(__file__).parents[2] / "docs" / "concepts" / "engines.md").read_text()
     assert engine.table() in document

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import json
+import os
 import pathlib
 import warnings
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ CACHE = {
     "jax_compilation_cache_dir": None,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
+    # It saves a third. Others test what hangs on the compiler, and `make test-slow` compiles as usual.
+    "jax_disable_most_optimizations": "QARL_OPTIMIZE" not in os.environ,
 }
 
 
@@ -84,11 +87,22 @@ def leaves() -> list[jax.Array]:
 
 @contextlib.contextmanager
 def compiled_programs(tmp_path_factory: Any) -> Iterator[str]:
-    """While open, programs compiled by this test session are shared through a folder, which is yielded."""
+    """While open, programs are compiled fast, and kept in a folder of this test process, which is yielded."""
+    with kept_programs(tmp_path_factory, CACHE) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def kept_programs(tmp_path_factory: Any, settings: dict[str, Any]) -> Iterator[str]:
+    """While open, JAX has these settings and keeps its programs in a folder of this test process, which is yielded.
+
+    Not in one folder for all processes: JAX writes an entry while another process may read it.
+    """
     folder = str(tmp_path_factory.getbasetemp() / "compiled")
-    before = {name: getattr(jax.config, name) for name in CACHE}
+    settings = settings | {"jax_compilation_cache_dir": folder}
+    before = {name: jax.config.values[name] for name in settings}
     try:
-        for name, value in (CACHE | {"jax_compilation_cache_dir": folder}).items():
+        for name, value in settings.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
         yield folder

@@ -162,7 +162,7 @@ nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "temperature"), [nightly("w4a16", 1.0), ("w4a16", 0.8), ("w8a8", 1.0), ("bf16", 0.8)]
+    ("scheme", "temperature"), [nightly("w4a16", 1.0), nightly("w4a16", 0.8), ("w8a8", 1.0), nightly("bf16", 0.8)]
 )
 def test_reported_logprobs_are_the_learners(scheme, temperature):
     weights = policy(scheme)
@@ -172,7 +172,7 @@ def test_reported_logprobs_are_the_learners(scheme, temperature):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("moe", "scheme"), [(False, "w8a8"), nightly(False, "w4a16"), nightly(True, "w8a8"), (True, "w4a16")]
+    ("moe", "scheme"), [*(nightly(*c) for c in ((False, "w8a8"), (False, "w4a16"), (True, "w8a8"))), (True, "w4a16")]
 )
 def test_biases_untied_heads_and_experts_agree_with_the_learner(scheme, moe):
     weights = policy(scheme, tied=False, moe=moe)

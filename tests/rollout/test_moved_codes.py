@@ -63,7 +63,7 @@ def programs(weights):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moe", [False, True])
+@pytest.mark.parametrize("moe", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_log_probs_agree_wherever_no_code_moved(recorded, moe):
     weights = policy("w8a8", tied=False, moe=moe)
     uncached, cached = programs(weights)

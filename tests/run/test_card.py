@@ -104,6 +104,33 @@ def test_an_engine_on_a_card_of_its_own_is_planned_there(run):
         card.settle(run("rollout.engine.visible_gpus=1", "rollout.engine.gpu_memory_utilization=0.1"), H200)
 
 
+def test_a_learner_on_two_cards_with_an_engine_on_each_has_half_of_its_weights_on_either(run):
+    alone = card.make(run(), H200)
+    both = card.make(
+        run("mesh.fsdp=2", "rollout.engine.replicas=2", "rollout.engine.visible_gpus=0;1",
+            "rollout.engine.shares_gpus=true", "rollout.engine.staging_buffers=1"),
+        H200,
+    )  # fmt: skip
+    for part in ("masters", "gradients", "QTensors"):
+        assert both.learner[part] == pytest.approx(alone.learner[part] / 2, rel=0.001)
+    assert (both.cards, both.engines) == (2, 2)
+    assert both.engine == alone.engine
+    assert 2 * both.staging == alone.staging
+    assert both.context == int(card.JAX_CONTEXT + card.COLLECTIVES)
+    assert "2 such cards, an engine on each" in both.lines()[0]
+
+
+def test_what_makes_it_worse_is_not_advised(run):
+    # Half of the rows would be two micro-batches, whose gradients are added up beside the new ones.
+    words = ("train.packing=unpacked", "train.row_len=576", "train.micro_batch_rows=128", "model.remat=full")
+    advised = card.savings(run(*words), int(75 * GIB))
+    assert advised is not None
+    assert card.fits(run(*words, *advised), int(75 * GIB))
+    for word in advised:
+        rest = [other for other in advised if other != word]
+        assert not card.fits(run(*words, *rest), int(75 * GIB))
+
+
 def test_without_a_gpu_nothing_is_planned_and_auto_does_not_offload(run, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert card.card_bytes() is None

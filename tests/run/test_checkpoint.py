@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from qarl_jax.optim import build, by_stack
-from qarl_jax.run import checkpoint
+from qarl_jax.run import checkpoint, on_disk
 from qarl_jax.run.checkpoint import Checkpoints, Config, DamagedCheckpointError
 from qarl_jax.types import UserError
 
@@ -79,8 +79,13 @@ def test_parameters_optimizer_state_and_extra_come_back_bit_for_bit(checkpoints)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+@pytest.mark.parametrize(
+    ("kind", "asynchronous"),
+    [
+        *(("device", False), ("pinned_host", True)),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("device", True), ("pinned_host", False))),
+    ],
+)
 def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind, asynchronous, monkeypatch):
     eight = {"moment_dtype": "int8", "second_moment_dtype": "int8"}
     rng = np.random.default_rng(0)
@@ -395,7 +400,7 @@ def test_a_failed_save_leaves_earlier_steps_intact_and_the_next_one_works(
             checkpoints.wait()
 
         with monkeypatch.context() as patched:
-            patched.setattr(checkpoint, "_write", fail)
+            patched.setattr(on_disk, "write", fail)
             with pytest.raises(UserError, match=says) as caught:
                 save()
         assert "Earlier checkpoints are intact (steps [1])" in str(caught.value)
@@ -433,7 +438,7 @@ def test_a_failed_background_save_is_told_without_waiting_for_the_next(tmp_path,
             tried.wait()
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(checkpoint, "_write", fail)
+        monkeypatch.setattr(on_disk, "write", fail)
         checkpoints.save(1, {"params": tree(1)})
         checkpoints.check()  # it still runs
         tried.set()
@@ -447,7 +452,7 @@ def test_an_unexpected_failure_is_not_disguised_as_the_user_s(checkpoints, monke
     def fail(path, text):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(checkpoint, "_write", fail)
+    monkeypatch.setattr(on_disk, "write", fail)
     with pytest.raises(ZeroDivisionError):
         checkpoints.save(1, {"x": jnp.zeros(())})
 
@@ -470,7 +475,7 @@ def test_impossible_settings_are_refused_with_the_field_s_name(options):
 CHILD = """
     import sys, time
     import numpy as np
-    from qarl_jax.run import checkpoint
+    from qarl_jax.run import on_disk
     from qarl_jax.run.checkpoint import Checkpoints, Config
 
     where, stage = sys.argv[1:]
@@ -486,11 +491,11 @@ CHILD = """
     if stage == "arrays":
         Checkpoints._finish = hang
     elif stage in ("background", "manifest"):
-        checkpoint._write = lambda path, text, write=checkpoint._write: (
+        on_disk.write = lambda path, text, write=on_disk.write: (
             hang() if path.name == "manifest.json" else write(path, text)
         )
     elif stage == "rename":
-        checkpoint._sync = hang
+        on_disk.sync = hang
     step = 2
     if stage == "anywhere":
         print("now", flush=True)

@@ -198,8 +198,37 @@ PPO = ("loss.name=ppo", "advantage.name=gae", "critic={}")
             "stages.0: max_response_len=65 exceeds rollout.max_response_len=64",
         ),
         (["rollout.stages=[{until: 0, max_response_len: 8}]"], "until must be at least 1, got 0"),
-        (["rollout.stages=[{until: 5, max_response_len: 0}]"], "max_response_len must be at least 1, got 0"),
-        (["rollout.stages=[{until: 5}]"], "rollout.stages.0.max_response_len is required"),
+        (["rollout.stages=[{until: 5, max_response_len: 0}]"], "this one sets neither"),
+        (["rollout.stages=[{until: 5, max_response_len: -1}]"], "max_response_len must be at least 0, got -1"),
+        (["rollout.stages=[{until: 5}]"], "rollout.stages.0: a stage sets max_response_len or num_samples_per_prompt"),
+        (["rollout.stages=[{until: 5, num_samples_per_prompt: 1}]"], "num_samples_per_prompt=1 must lie between 2 and"),
+        (["rollout.stages=[{until: 5, num_samples_per_prompt: 99}]"], "for which memory is planned"),
+        (
+            ["rollout.stages=[{until: 5, num_samples_per_prompt: 2}]", "rollout.partial.over_provision=1.5"],
+            "num_samples_per_prompt and partial rollouts do not go together",
+        ),
+        (
+            ["rollout.environment.name=calculator", "rollout.partial.over_provision=1.5"],
+            "environment and partial rollouts do not go together",
+        ),
+        (
+            ["rollout.environment={name: calculator, max_turn_len: 65}"],
+            "max_turn_len=65 exceeds max_response_len=64",
+        ),
+        (["reward.name=environment"], "reward.name=environment adds up what an environment gives"),
+        (["loss.name=grpo", "advantage.level=turn"], "without rollout.environment a response has one"),
+        (
+            ["loss.name=tbpo", "advantage.level=turn", "rollout.environment.name=calculator"],
+            "advantage.level=turn one to every turn; use loss.name=grpo",
+        ),
+        (["advantage.level=word"], "level = 'word'"),
+        (["data.stages=[{weights: {math: 1}}]"], "stages weighs the parts of a mix"),
+        (["reward={name: by_source, rewards: {math: {name: exact}}}"], "none (it is no mix)"),
+        (["train.asynchronous.chunk=8"], "chunk=8 decides nothing at max_staleness=0"),
+        (
+            ["train.asynchronous.max_staleness=1", "rollout.partial.over_provision=1.5"],
+            "both sample ahead of the step that trains",
+        ),
         (["rollout.stages={until: 5}"], "rollout.stages: expected a list"),
         (
             ["rollout.stages=[{until: 5, max_response_len: 8}]", "reward.name=overlong", "reward.buffer_len=9"],
@@ -276,6 +305,8 @@ def test_the_resolved_config_of_a_run_reads_back(load, write):
         "rollout.engine.name=vllm",
         STAGES,
         "rollout.partial={over_provision: 1.5, chunk: 4}",
+        "data.stages=[{weights: {a: 1, b: 2}, until: 3}, {weights: {b: 1}}]",
+        "data.source={name: mix, parts: {a: {name: jsonl, path: x}, b: {name: parquet, path: y}}}",
         "eval.data={source: {name: jsonl, path: x}, template: raw}",
     )
     assert config.load(write(config.to_yaml(cfg), "dump.yaml")) == cfg

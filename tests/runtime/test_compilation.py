@@ -14,7 +14,7 @@ from tests.reference.tiny import CACHE
 @pytest.fixture
 def cache_settings():
     """JAX's own settings, put back afterwards."""
-    before = {name: getattr(jax.config, name) for name in CACHE}
+    before = {name: jax.config.values[name] for name in CACHE}
     yield
     for name, value in before.items():
         jax.config.update(name, value)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from qarl_bridge.protocol import messages
 
-from qarl_jax import models
+from qarl_jax import models, parity
 from qarl_jax.types import Completion, VersionSpan
 from qarl_jax.verify import ladder
 from tests.reference.qwen3 import qwen3
@@ -98,19 +98,19 @@ def test_an_unquantized_scheme_leaves_the_first_rungs_out(folder):
     ],
 )
 def test_user_errors_exit_with_2_and_one_sentence(folder, arguments, capsys):
-    assert ladder.main(["--model", folder, "--engine", "cpu", *arguments]) == 2
+    assert parity.main(["--model", folder, "--engine", "cpu", *arguments]) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
 @pytest.mark.parametrize(("broken", "code"), [(None, 0), ("read-back", 1)])
 def test_the_exit_code_says_whether_a_promise_is_broken(folder, monkeypatch, capsys, broken, code):
     monkeypatch.setattr(ladder, "climb", lambda *args: {"rungs": [], "first_broken": broken})
-    assert ladder.main(["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--json"]) == code
+    assert parity.main(["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--json"]) == code
     assert json.loads(capsys.readouterr().out)["first_broken"] == broken
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_whole_ladder_holds_on_a_live_vllm(folder):
     pytest.importorskip("vllm")
     options = ladder.Options(prompts=8, prompt_len=4, response_len=12, threads=1, unaligned=False, bf16_pair=False)
@@ -145,7 +145,7 @@ def test_a_model_with_biases_climbs_the_ladder_too(tmp_path, scheme):
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_llama_with_stretched_frequencies_climbs_the_ladder_too(tmp_path):
     pytest.importorskip("vllm")
     stretch = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -196,7 +196,7 @@ def test_a_mixture_of_experts_climbs_the_ladder_too(tmp_path, scheme):
 def test_two_engines_of_one_mode_give_the_same_bits_and_the_command_says_so(folder, capsys):
     pytest.importorskip("vllm")
     command = ["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--execution", "eager,eager", "--json"]
-    assert ladder.main([*command, "--prompts", "4", "--prompt-len", "6", "--response-len", "8", "--threads", "1"]) == 0
+    assert parity.main([*command, "--prompts", "4", "--prompt-len", "6", "--response-len", "8", "--threads", "1"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["first_broken"] is None
     assert [rung["name"] for rung in result["rungs"]] == [
@@ -238,7 +238,7 @@ def test_one_bit_of_one_number_tells_two_modes_apart(other, broken):
 
 def test_a_mode_nobody_knows_is_refused(folder, capsys):
     command = ["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--execution", "eager,fast"]
-    assert ladder.main(command) == 2
+    assert parity.main(command) == 2
     assert "--execution fast" in capsys.readouterr().err
 
 

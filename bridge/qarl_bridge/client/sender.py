@@ -12,19 +12,29 @@ version stays with the sender, so that a bridge that died can be given it again 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from qarl_bridge.protocol import fingerprint, messages
+from qarl_bridge.protocol import delta, fingerprint, messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.transport import cuda_ipc, nccl, shm, zeromq
+
+
+@dataclasses.dataclass
+class _Elsewhere:
+    """Where a version lies on another host, once it has been sent there."""
+
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    memory: messages.HostMemory | None = None
 
 
 @dataclasses.dataclass
@@ -41,6 +51,32 @@ class StagedVersion:
     stage_s: float
 
     transport = "host"
+    base: StagedVersion | None = None  # the version before it, for who holds that
+    _changes: bytes | None = None
+    _changes_to: bytes = b""  # the base they were made for
+    _elsewhere: dict[bytes, _Elsewhere] = dataclasses.field(default_factory=dict)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)
+
+    def changes_to(self, digest: bytes) -> bytes | None:
+        """What turns the version with this manifest's digest into this one (delta.py); None: send it whole.
+
+        Made once, by whoever asks first, from any thread; `base` must not be closed meanwhile.
+        """
+        with self._lock:
+            base = self.base
+            fits = base is not None and base.fd >= 0 and base.manifest.total_bytes == self.manifest.total_bytes
+            if base is not None and fits and base.manifest.digest == digest != self._changes_to:
+                old, new = (shm.map_sealed(one.fd, one.manifest.total_bytes) for one in (base, self))
+                self._changes, self._changes_to = delta.difference(old, new), digest
+            return self._changes if digest and digest == self._changes_to else None
+
+    @contextlib.contextmanager
+    def turn_of(self, host: bytes) -> Iterator[_Elsewhere]:
+        """While it lasts, nobody else sends to a host; what is learned of where it lies there is kept."""
+        with self._lock:
+            elsewhere = self._elsewhere.setdefault(host, _Elsewhere())
+        with elsewhere.lock:
+            yield elsewhere
 
     def memory(self) -> messages.HostMemory:
         """Where the bridge finds it."""
@@ -62,21 +98,27 @@ class StagedVersion:
 
 @dataclasses.dataclass
 class DeviceVersion:
-    """A version in a buffer on the GPU. Close it to let the buffer be written again.
+    """A version in a buffer on the GPU, or in one on each of several. Close it to let them be written again.
 
     Attributes:
+      buffers: the same bytes in each.
       stage_s: seconds that staging took.
       transport: "cuda_ipc", "nccl", or "auto" (see `Client.route`).
     """
 
     manifest: messages.Manifest
-    buffer: cuda_ipc.Buffer
+    buffers: Sequence[cuda_ipc.Buffer]
     stage_s: float
     transport: str = "auto"
 
-    def memory(self) -> messages.DeviceMemory:
-        """Where the bridge finds it."""
-        return messages.DeviceMemory(device=self.buffer.device.uuid, handle=self.buffer.handle)
+    def buffer(self, device: bytes) -> cuda_ipc.Buffer:
+        """The one on the GPU of that UUID, else the first."""
+        return next((buffer for buffer in self.buffers if buffer.device.uuid == device), self.buffers[0])
+
+    def memory(self, device: bytes = b"") -> messages.DeviceMemory:
+        """Where a bridge whose engine is on that GPU finds it."""
+        buffer = self.buffer(device)
+        return messages.DeviceMemory(device=buffer.device.uuid, handle=buffer.handle)
 
     def chunk(self, offset: int, size: int) -> bytes:
         """Raises BridgeError("unshared"), always."""
@@ -84,7 +126,8 @@ class DeviceVersion:
 
     def close(self) -> None:
         """The bridge must not need it any more: it has been refused, or another version serves."""
-        self.buffer.release()
+        for buffer in self.buffers:
+            buffer.release()
 
 
 Version = StagedVersion | DeviceVersion
@@ -126,10 +169,10 @@ def stage(
 
     Args:
       tensors: whole fused modules together and layer by layer (the engine's loader holds one module at a time); arrays
-        of any dtype in `wire.DTYPES`.
+        of any dtype in `tensors.DTYPES`.
       version: what this is.
-      model: `wire.model_fingerprint` of the config.json.
-      scheme: `wire.scheme_hash` of its quantization_config.
+      model: `tensors.model_fingerprint` of the config.json.
+      scheme: `tensors.scheme_hash` of its quantization_config.
     """
     start = time.perf_counter()
     entries: list[messages.TensorEntry] = []
@@ -180,17 +223,21 @@ class Client:
       address: a path, unix:/path or tcp://host:port.
       key: the bridge's, 32 bytes (`keys.read_key`).
       timeout_s: longest silence tolerated, in seconds.
+      is_over: looked at while a reply is waited for; once true, the request ends with BridgeError("dead").
 
     Raises:
       BridgeError: nobody listens there ("dead") or answers in time ("timeout"), the key is another ("auth"), or the
         protocol is ("setup").
     """
 
-    def __init__(self, address: str, key: bytes, *, timeout_s: float = 60.0):
+    def __init__(
+        self, address: str, key: bytes, *, timeout_s: float = 60.0, is_over: Callable[[], bool] = lambda: False
+    ):
         self.address = address
         self._timeout_s = timeout_s
-        self._channel = zeromq.Channel(address, key, timeout_s)
+        self._channel = zeromq.Channel(address, key, timeout_s, is_over)
         self._communicator: nccl.Communicator | None = None
+        self.sent_bytes = 0  # of the last version, through the socket
         self.sent_over = ""  # "host", "cuda_ipc" or "nccl": how the last version went
         try:
             self.facts: messages.Facts = self.request(
@@ -281,6 +328,7 @@ class Client:
             "readback_s": report.readback_s,
             "total_s": staged.stage_s + time.perf_counter() - start,
             "bytes": float(report.bytes),
+            "sent_bytes": float(self.sent_bytes),
             "tensors": float(report.tensors),
             "weights_read_back": float(report.weights_read_back),
             "rows_read_back": float(report.rows_read_back),
@@ -297,7 +345,7 @@ class Client:
         """
         if isinstance(staged, StagedVersion):
             return "host"
-        same = staged.buffer.device.uuid == self.facts.device
+        same = staged.buffer(self.facts.device).device.uuid == self.facts.device
         if staged.transport == "nccl" and same:
             raise BridgeError(
                 "learner and engine share a GPU, and NCCL joins different ones: name another in "
@@ -316,11 +364,12 @@ class Client:
         """The bytes: from the GPU where they lie there, else as shared memory, else over the socket."""
         manifest = staged.manifest
         route = self.sent_over = self.route(staged)
+        self.sent_bytes = 0
         ready = self.request(messages.Announce(manifest=manifest), messages.Ready)
         if isinstance(staged, DeviceVersion):
             if route == "nccl":
-                return self._broadcast(staged.buffer)
-            return self.request(messages.Stage(memory=staged.memory()), messages.Staged)
+                return self._broadcast(staged.buffer(self.facts.device))
+            return self.request(messages.Stage(memory=staged.memory(self.facts.device)), messages.Staged)
         if ready.share_memory:
             try:
                 return self.request(messages.Stage(memory=staged.memory()), messages.Staged)
@@ -328,10 +377,39 @@ class Client:
                 if error.code != "unshared":
                     raise
             self.request(messages.Announce(manifest=manifest), messages.Ready)
+        with staged.turn_of(ready.host) as elsewhere:
+            if elsewhere.memory is not None:  # in another bridge of its host
+                try:
+                    return self.request(messages.Stage(memory=elsewhere.memory), messages.Staged)
+                except BridgeError as error:
+                    if error.code != "unshared":
+                        raise
+                self.request(messages.Announce(manifest=manifest), messages.Ready)
+            done = self._send(staged, ready.holds)
+            elsewhere.memory = done.memory
+            return done
+
+    def _send(self, staged: StagedVersion, holds: bytes) -> messages.Staged:
+        """Through the socket: what has changed since the version the bridge holds, or the whole."""
+        manifest = staged.manifest
+        changes = staged.changes_to(holds)
+        if changes is not None:
+            for offset in range(0, len(changes), messages.CHUNK_BYTES):
+                self._send_chunk(offset, changes[offset : offset + messages.CHUNK_BYTES])
+            try:
+                return self.request(messages.Stage(memory=messages.Changes(base=holds)), messages.Staged)
+            except BridgeError as error:
+                if error.code not in ("unshared", "torn"):
+                    raise
+            self.request(messages.Announce(manifest=manifest), messages.Ready)
         for offset in range(0, manifest.total_bytes, messages.CHUNK_BYTES):
             size = min(messages.CHUNK_BYTES, manifest.total_bytes - offset)
-            self.request(messages.Chunk(offset=offset), messages.Ok, data=staged.chunk(offset, size))
+            self._send_chunk(offset, staged.chunk(offset, size))
         return self.request(messages.Stage(memory=None), messages.Staged)
+
+    def _send_chunk(self, offset: int, data: bytes) -> None:
+        self.request(messages.Chunk(offset=offset), messages.Ok, data=data)
+        self.sent_bytes += len(data)
 
     def _broadcast(self, buffer: cuda_ipc.Buffer) -> messages.Staged:
         """Send a buffer while the bridge receives it, each looking at the other over the socket.

@@ -4,7 +4,8 @@
 
 vLLM's CPU wheel holds several builds, and each multiplies, rounds and adds in its own way: with AMX tiles, with oneDNN,
 with kernels that drop the low bits instead of rounding. None of that is mirrored. Every layer is replaced by what is
-written here, in torch's generic operations, and the learner computes the same (`docs/numerics.md`, profile `cpu`):
+written here, in torch's generic operations, and the learner computes the same (profile `cpu` of
+`docs/concepts/engines.md`):
 
     S(x, w) = f32(sum_k x_k w_k)                   the sum in float64, in any order, rounded to float32 once
     bf16, w4a16   y = bf(S(x, w) + b)              w as held, or bf(q s)

@@ -93,8 +93,12 @@ def attend(
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """[..., V] float32 -> [..., V] float32."""
-    return logits.double().log_softmax(dim=-1).float()
+    """[..., V] float32 -> [..., V] float32; the sum leaves out the 1 of the largest (`fixed_order._normalizer`)."""
+    z = logits.double()
+    z = z - z.amax(dim=-1, keepdim=True)
+    largest = z == 0
+    rest = z.exp().masked_fill_(largest, 0).sum(dim=-1, keepdim=True) + (largest.sum(dim=-1, keepdim=True) - 1)
+    return (z - rest.log1p()).float()
 
 
 class PortableRMSNorm(RMSNorm):

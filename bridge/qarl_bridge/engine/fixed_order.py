@@ -257,39 +257,47 @@ def rms_norm(
 
 
 @triton.jit
-def _offset(z_ptr, V, BLOCK: tl.constexpr):
-    """top + log(sum(exp(z - top))) of a row, float64."""
+def _normalizer(z_ptr, V, BLOCK: tl.constexpr):
+    """(top, log(sum(exp(z - top)))) of a row, float64.
+
+    The largest logit's own 1 stays out of the sum: the log-prob of a token that is all but certain is the logarithm of
+    one plus what is left, and float32 keeps every digit of it.
+    """
     at = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, V, BLOCK):
         top = tl.maximum(top, tl.load(z_ptr + start + at, mask=start + at < V, other=float("-inf")))
     highest = tl.max(top).to(tl.float64)
-    total = tl.zeros((BLOCK,), tl.float64)
+    below = tl.zeros((BLOCK,), tl.float64)
+    largest = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, V, BLOCK):
         z = tl.load(z_ptr + start + at, mask=start + at < V, other=float("-inf")).to(tl.float64)
-        total += tl.exp(z - highest)
-    return highest + tl.log(tl.sum(total))
+        below += tl.where(z == highest, 0.0, tl.exp(z - highest))
+        largest += (z == highest).to(tl.int32)
+    rest = tl.sum(below) + (tl.sum(largest) - 1).to(tl.float64)
+    total = 1.0 + rest
+    return highest, tl.where(total == 1.0, rest, tl.log(total) * rest / (total - 1.0))  # log1p(rest)
 
 
 @triton.jit
 def _of_all(z_ptr, y_ptr, V, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * stride
-    offset = _offset(z_ptr, V, BLOCK)
+    top, log_total = _normalizer(z_ptr, V, BLOCK)
     at = tl.arange(0, BLOCK)
     for start in range(0, V, BLOCK):
         z = tl.load(z_ptr + start + at, mask=start + at < V).to(tl.float64)
-        tl.store(y_ptr + row * V + start + at, (z - offset).to(tl.float32), mask=start + at < V)
+        tl.store(y_ptr + row * V + start + at, (z - top - log_total).to(tl.float32), mask=start + at < V)
 
 
 @triton.jit
 def _of_tokens(z_ptr, tokens_ptr, y_ptr, V, stride, columns, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * stride
-    offset = _offset(z_ptr, V, BLOCK)
+    top, log_total = _normalizer(z_ptr, V, BLOCK)
     for column in range(columns):
         z = tl.load(z_ptr + tl.load(tokens_ptr + row * columns + column)).to(tl.float64)
-        tl.store(y_ptr + row * columns + column, (z - offset).to(tl.float32))
+        tl.store(y_ptr + row * columns + column, (z - top - log_total).to(tl.float32))
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between trainer and bridge: messages, manifests, versions, keys and addresses.
+"""What travels between trainer and bridge: messages, manifests, versions, the options of an engine.
 
 Everything is msgpack, decoded by msgspec into the tagged structs below and nothing else: an unknown tag, an unknown or
 missing field, a wrong type or an oversized value is a `BridgeError`. Nothing that arrives is unpickled, evaluated, or
@@ -19,15 +19,10 @@ a later incarnation of the same run (a resumed trainer) may step back.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import json
 import math
-import struct
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-import ml_dtypes
 import msgspec
 import numpy as np
 
@@ -37,103 +32,22 @@ from qarl_bridge.protocol.keys import create_key as create_key
 from qarl_bridge.protocol.keys import parse_address as parse_address
 from qarl_bridge.protocol.keys import read_key as read_key
 from qarl_bridge.protocol.scratch import Scratch as Scratch
+from qarl_bridge.protocol.tensors import DIGEST_BYTES as DIGEST_BYTES
+from qarl_bridge.protocol.tensors import DTYPES as DTYPES
+from qarl_bridge.protocol.tensors import as_bytes as as_bytes
+from qarl_bridge.protocol.tensors import digest as digest
+from qarl_bridge.protocol.tensors import dtype_name as dtype_name
+from qarl_bridge.protocol.tensors import model_fingerprint as model_fingerprint
+from qarl_bridge.protocol.tensors import scheme_hash as scheme_hash
 
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
 MAX_FRAME = 64 << 20  # of a message: a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights travel in Chunks
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
 MAX_STAGE_BYTES = 1 << 41
-DIGEST_BYTES = fingerprint.DIGEST_BYTES
 NCCL_ID_BYTES = 128
 ALIGNMENT = fingerprint.ROW_BYTES  # of tensors in a staged version, so that no row holds two
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tensors and digests
-# ---------------------------------------------------------------------------------------------------------------------
-
-DTYPES: dict[str, np.dtype] = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
-    "int8": np.dtype(np.int8),
-    "uint8": np.dtype(np.uint8),
-    "int32": np.dtype(np.int32),
-    "int64": np.dtype(np.int64),
-}
-_SAFETENSORS_DTYPES = {
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F16": "float16",
-    "F8_E4M3": "float8_e4m3fn",
-    "I8": "int8",
-    "U8": "uint8",
-    "I32": "int32",
-    "I64": "int64",
-}
-
-
-@functools.cache  # asked for every tensor of every version
-def dtype_name(dtype: Any) -> str:
-    """Wire name of a numpy (or ml_dtypes) dtype."""
-    name = np.dtype(dtype).name
-    if name not in DTYPES:
-        raise BridgeError(f"dtype {name} cannot be published; known: {', '.join(DTYPES)}", "tensor")
-    return name
-
-
-def digest(*parts: bytes | memoryview) -> bytes:
-    """First 16 bytes of SHA-256 over the concatenation: for manifests and configs; tensors have a fingerprint."""
-    state = hashlib.sha256()
-    for part in parts:
-        state.update(part)
-    return state.digest()[:DIGEST_BYTES]
-
-
-def as_bytes(array: np.ndarray) -> memoryview:
-    """The bytes of a contiguous array of any wire dtype, without a copy."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
-# Keys of config.json that do not change what the model computes, or that the scheme hash covers.
-_VOLATILE_CONFIG_KEYS = frozenset(
-    {
-        "_name_or_path",
-        "architectures_version",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "quantization_config",
-        "use_cache",
-        "id2label",
-        "label2id",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "initializer_range",
-    }
-)
-
-
-def model_fingerprint(config: Mapping[str, Any]) -> bytes:
-    """Digest of a config.json: the same network gives the same 16 bytes, whoever wrote the file."""
-    kept = {k: v for k, v in config.items() if k not in _VOLATILE_CONFIG_KEYS and v is not None}
-    return digest(b"model", _canonical(kept))
-
-
-def scheme_hash(quantization_config: Mapping[str, Any] | None) -> bytes:
-    """Digest of a quantization_config (None: unquantized)."""
-    return digest(b"scheme", _canonical(dict(quantization_config) if quantization_config else None))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Messages
-# ---------------------------------------------------------------------------------------------------------------------
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=8192)]
@@ -179,6 +93,14 @@ class TensorEntry(_Struct):
     digest: Digest
 
 
+class Expected(_Struct):
+    """Name, dtype and shape of one tensor the engine's loader must be given."""
+
+    name: Name
+    dtype: Name
+    shape: Annotated[list[Count], msgspec.Meta(max_length=8)]
+
+
 class Manifest(_Struct):
     """Everything about a version except its bytes. `digest` covers all other fields."""
 
@@ -207,11 +129,13 @@ class Span(_Struct):
 
 
 class HostMemory(_Struct, tag_field="t", tag=True):
-    """Where a memory file is: descriptor `fd` of process `pid`; `inode` so that no other can be taken for it."""
+    """Where a memory file is: descriptor `fd` of process `pid`; `inode` so that no other can be taken for it; `host`
+    (shm.host) where another than the speaker says it."""
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     fd: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     inode: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    host: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
 
 
 class DeviceMemory(_Struct, tag_field="t", tag=True):
@@ -230,6 +154,12 @@ class NcclMemory(_Struct, tag_field="t", tag=True):
     world: Annotated[int, msgspec.Meta(ge=2, le=1 << 16)]
     version: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     timeout_s: Seconds
+
+
+class Changes(_Struct, tag_field="t", tag=True):
+    """The Chunks were not the version but what turns the one with this manifest's digest into it (delta.py)."""
+
+    base: Digest
 
 
 class Array(_Struct):
@@ -435,10 +365,10 @@ class Announce(_Message):
 
 class Stage(_Message):
     """The announced bytes are complete: in a sealed memory file of the trainer's, in a buffer of its on the engine's
-    GPU or on another, or (None) in the Chunks before this. Every fingerprint and every float is checked. Reply: Staged;
-    Error "unshared" if the memory cannot be reached."""
+    GPU or on another, or (None, Changes) in the Chunks before this. Every fingerprint and every float is checked.
+    Reply: Staged; Error "unshared" if the memory cannot be reached, or the changes are to another version."""
 
-    memory: HostMemory | DeviceMemory | NcclMemory | None
+    memory: HostMemory | DeviceMemory | NcclMemory | Changes | None
 
 
 class Cancel(_Message):
@@ -518,16 +448,22 @@ class StatusReply(_Message):
 
 
 class Ready(_Message):
-    """Announcement accepted; `share_memory` says whether Stage may name a memory file."""
+    """Announcement accepted; `share_memory` says whether Stage may name a memory file, `holds` which version (by its
+    manifest's digest) the bridge has in its memory, so that Changes to it may be sent (empty: none), and `host` whose
+    processes can share memory files with it."""
 
     share_memory: bool
+    holds: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
+    host: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
 
 
 class Staged(_Message):
-    """The whole version is within the engine's reach, its fingerprints right and its values finite."""
+    """The whole version is within the engine's reach, its fingerprints right and its values finite. What came in Chunks
+    lies in `memory`, for other bridges of that host."""
 
     open_s: Seconds
     validate_s: Seconds
+    memory: HostMemory | None = None
 
 
 class Report(_Struct):
@@ -613,88 +549,3 @@ def decode(payload: bytes | memoryview, decoder: msgspec.msgpack.Decoder = REQUE
         return decoder.decode(payload)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BridgeError(f"malformed message: {str(error)[:300]}") from None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks on a version that need no engine
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Expected(_Struct):
-    """Name, dtype and shape of one tensor the engine's loader must be given."""
-
-    name: Name
-    dtype: Name
-    shape: Annotated[list[Count], msgspec.Meta(max_length=8)]
-
-
-def check_manifest(
-    manifest: Manifest, *, model: bytes, scheme: bytes, expected: Mapping[str, Expected] | None = None
-) -> None:
-    """Refuse a manifest that is torn, foreign, or does not describe exactly the engine's tensors. Needs no bytes."""
-    if manifest.computed_digest() != manifest.digest:
-        raise BridgeError(f"manifest of {manifest.version} is torn: its digest does not match its content", "torn")
-    if manifest.model != model:
-        raise BridgeError(
-            f"{manifest.version} belongs to another model: fingerprint {manifest.model.hex()[:12]}, "
-            f"the engine serves {model.hex()[:12]}",
-            "foreign_model",
-        )
-    if manifest.scheme != scheme:
-        raise BridgeError(
-            f"{manifest.version} is quantized under another scheme: hash {manifest.scheme.hex()[:12]}, "
-            f"the engine was started for {scheme.hex()[:12]}",
-            "foreign_scheme",
-        )
-    if manifest.total_bytes > MAX_STAGE_BYTES:
-        raise BridgeError(f"{manifest.total_bytes} bytes exceed the staging limit", "limits")
-    seen: set[str] = set()
-    end = 0
-    for entry in manifest.tensors:
-        if entry.name in seen:
-            raise BridgeError(f"tensor {entry.name} is listed twice", "torn")
-        seen.add(entry.name)
-        if entry.dtype not in DTYPES:
-            raise BridgeError(f"tensor {entry.name} has unknown dtype {entry.dtype!r}", "tensor")
-        if math.prod(entry.shape) * DTYPES[entry.dtype].itemsize != entry.nbytes:
-            raise BridgeError(
-                f"tensor {entry.name}: {entry.nbytes} bytes do not hold {entry.dtype}{entry.shape}", "torn"
-            )
-        if entry.offset < end or entry.offset % ALIGNMENT or entry.offset + entry.nbytes > manifest.total_bytes:
-            raise BridgeError(f"tensor {entry.name} overlaps another or lies outside the staged bytes", "torn")
-        end = entry.offset + entry.nbytes
-    if expected is not None:
-        if missing := sorted(expected.keys() - seen):
-            raise BridgeError(
-                f"{manifest.version} lacks {len(missing)} tensor(s) the engine needs, first: {missing[0]} "
-                "(a fused module given in part would silently become NaN)",
-                "torn",
-            )
-        if foreign := sorted(seen - expected.keys()):
-            raise BridgeError(
-                f"{manifest.version} holds {len(foreign)} unknown tensor(s), first: {foreign[0]}", "tensor"
-            )
-        for entry in manifest.tensors:
-            want = expected[entry.name]
-            if entry.dtype != want.dtype or entry.shape != want.shape:
-                raise BridgeError(
-                    f"tensor {entry.name} is {entry.dtype}{entry.shape}, the engine expects {want.dtype}{want.shape}",
-                    "tensor",
-                )
-
-
-def expected_from_safetensors(path: str) -> dict[str, Expected]:
-    """Names, dtypes and shapes in a safetensors file, from its header alone."""
-    try:
-        with open(path, "rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > 256 << 20:
-                raise ValueError("header too large")
-            header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        return {
-            name: Expected(name=name, dtype=_SAFETENSORS_DTYPES[info["dtype"]], shape=info["shape"])
-            for name, info in header.items()
-        }
-    except (OSError, ValueError, KeyError, struct.error) as error:
-        raise BridgeError(f"cannot read the safetensors header of {path}: {error}", "setup") from None

@@ -42,6 +42,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.manifest import check_manifest
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server.engine_api import Engine
 from qarl_bridge.server.incoming import Pending
@@ -443,7 +444,7 @@ class Bridge:
         return self._lease
 
     def _announce(self, peer: Peer, manifest: messages.Manifest) -> messages.Ready:
-        messages.check_manifest(
+        check_manifest(
             manifest, model=self._engine.facts.model, scheme=self._engine.facts.scheme, expected=self._engine.expected
         )
         version = manifest.version
@@ -460,7 +461,8 @@ class Bridge:
                 raise BridgeError("another version is being loaded", "busy")
             self._discard_pending()
             self._pending = Pending(manifest, peer)
-        return messages.Ready(share_memory=peer.shares_memory)
+            holds = self._good.manifest.digest if isinstance(self._good, HostCopy) else b""
+        return messages.Ready(share_memory=peer.shares_memory, holds=holds, host=shm.host())
 
     def _require_pending(self, peer: Peer) -> Pending:
         with self._lock:
@@ -506,7 +508,12 @@ class Bridge:
             raise BridgeError(
                 "the version was replaced while it was being validated, or its trainer is gone", "bad_state"
             )
-        return messages.Staged(open_s=opened - started, validate_s=time.perf_counter() - opened)
+        fd = copy.fd if isinstance(copy, HostCopy) else -1
+        return messages.Staged(
+            open_s=opened - started,
+            validate_s=time.perf_counter() - opened,
+            memory=shm.locate(fd, shm.host()) if fd >= 0 else None,
+        )
 
     def _receive(self, manifest: messages.Manifest, peer: Peer, memory: messages.NcclMemory) -> Copy:
         """The announced version, from another GPU: in a thread of its own, while the trainer gets Progress."""
@@ -528,13 +535,18 @@ class Bridge:
                 raise
 
     def _copy_of(
-        self, pending: Pending, memory: messages.HostMemory | messages.DeviceMemory | messages.NcclMemory | None
+        self,
+        pending: Pending,
+        memory: messages.HostMemory | messages.DeviceMemory | messages.NcclMemory | messages.Changes | None,
     ) -> Copy:
         """The announced version, wherever its bytes are."""
         manifest, peer = pending.manifest, pending.owner
         if isinstance(memory, messages.NcclMemory):
             return self._receive(manifest, peer, memory)
-        if memory is not None and not peer.shares_memory:
+        if isinstance(memory, messages.Changes):
+            return pending.changed_copy(self._good, memory.base)
+        is_here = isinstance(memory, messages.HostMemory) and memory.host == shm.host()  # another bridge's
+        if memory is not None and not peer.shares_memory and not is_here:
             raise BridgeError("memory is shared on one host only: send Chunks", "unshared")
         if isinstance(memory, messages.DeviceMemory):
             return self._engine.open_device(manifest, memory)

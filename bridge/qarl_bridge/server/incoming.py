@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
-import numpy as np
-
-from qarl_bridge.protocol import messages
+from qarl_bridge.protocol import delta, messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server.staged import Copy, HostCopy
+from qarl_bridge.transport import shm
 from qarl_bridge.transport.zeromq import Peer
 
 
@@ -20,14 +20,14 @@ class Pending:
 
     Attributes:
       owner: who announced it.
-      received: the chunks so far; None: none came, or they became a copy.
+      received: memory file with the chunks so far; -1: none came, or they became a copy.
       high_water: bytes of all chunks that came.
       copy: the validated version; None until it is staged.
     """
 
     manifest: messages.Manifest
     owner: Peer
-    received: bytearray | None = None
+    received: int = -1
     high_water: int = 0
     copy: Copy | None = None
 
@@ -43,9 +43,9 @@ class Pending:
             raise BridgeError(f"chunk at {chunk.offset}, expected {self.high_water}: chunks come in order", "torn")
         if chunk.offset + len(data) > self.manifest.total_bytes:
             raise BridgeError("chunk lies beyond the announced bytes", "torn")
-        if self.received is None:
-            self.received = bytearray()
-        self.received += data  # grows with what really arrives, never with what was merely announced
+        if self.received < 0:
+            self.received = shm.create(0)
+        shm.write(self.received, memoryview(data), chunk.offset)  # grows with what arrives, not with what was announced
         self.high_water += len(data)
 
     def received_copy(self) -> HostCopy:
@@ -54,11 +54,44 @@ class Pending:
         Raises:
           BridgeError: some are missing ("torn").
         """
-        received, self.received = self.received or bytearray(), None
-        if len(received) != self.manifest.total_bytes:
+        if self.high_water != self.manifest.total_bytes:
             raise BridgeError(
-                f"{self.manifest.version} is torn: {len(received)} of {self.manifest.total_bytes} bytes arrived", "torn"
+                f"{self.manifest.version} is torn: {self.high_water} of {self.manifest.total_bytes} bytes arrived",
+                "torn",
             )
-        buffer = np.frombuffer(received, np.uint8)
-        buffer.flags.writeable = False
-        return HostCopy(self.manifest, buffer)
+        fd, self.received = self.received, -1
+        return self._held(fd if fd >= 0 else shm.create(0))
+
+    def changed_copy(self, base: Copy | None, digest: bytes) -> HostCopy:
+        """The chunks as changes to `base`, which stays as it is, and the version that makes.
+
+        Raises:
+          BridgeError: the base is another ("unshared"), or the changes are not to bytes laid out so ("torn").
+        """
+        if not isinstance(base, HostCopy) or base.manifest.digest != digest:
+            raise BridgeError("the changes are to a version that this bridge does not hold", "unshared")
+        if base.manifest.total_bytes != self.manifest.total_bytes:
+            raise BridgeError(f"{self.manifest.version} is torn: it is not laid out as its base", "torn")
+        changes = os.pread(self.received, self.high_water, 0) if self.received >= 0 else b""
+        fd = shm.create(0)
+        try:
+            buffer = shm.map_to_write(fd, self.manifest.total_bytes)
+            delta.fill(buffer, base.buffer)
+            delta.apply(changes, buffer)
+            del buffer
+        except BaseException:
+            os.close(fd)
+            raise
+        return self._held(fd)
+
+    def _held(self, fd: int) -> HostCopy:
+        try:
+            shm.seal(fd)
+            return HostCopy(self.manifest, shm.map_sealed(fd, self.manifest.total_bytes), fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def __del__(self) -> None:
+        if self.received >= 0:
+            os.close(self.received)

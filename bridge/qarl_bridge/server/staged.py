@@ -9,6 +9,7 @@ A version's bytes lie in host memory (`HostCopy`: a sealed memory file, or what 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -45,18 +46,20 @@ class HostCopy:
     """A version in memory that nobody can write to any more.
 
     Args:
-      manifest: checked already (`wire.check_manifest`).
+      manifest: checked already (`manifest.check_manifest`).
       buffer: [total_bytes] uint8, read only.
+      fd: of the memory file, where it is this process's own to show to others; -1: it is not.
     """
 
     borrowed = False  # the kernel keeps it while it is mapped
 
-    def __init__(self, manifest: messages.Manifest, buffer: np.ndarray):
+    def __init__(self, manifest: messages.Manifest, buffer: np.ndarray, fd: int = -1):
         self.manifest = manifest
-        self._buffer = buffer
+        self.buffer = buffer
+        self.fd = fd
 
     def _array(self, entry: messages.TensorEntry) -> np.ndarray:
-        raw = self._buffer[entry.offset : entry.offset + entry.nbytes]
+        raw = self.buffer[entry.offset : entry.offset + entry.nbytes]
         return raw.view(messages.DTYPES[entry.dtype]).reshape(entry.shape)
 
     def validate(self) -> None:
@@ -77,7 +80,12 @@ class HostCopy:
         pass  # sealed, or private to this process
 
     def close(self) -> None:
-        pass  # the mapping goes with the last view
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)  # the mapping goes with the last view
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def has_nonfinite(array: np.ndarray) -> bool:

@@ -49,7 +49,7 @@ class DeviceCopy:
     """Implements staged.Copy.
 
     Args:
-      manifest: checked already (`wire.check_manifest`).
+      manifest: checked already (`manifest.check_manifest`).
       buffer: uint8 tensor, total_bytes rounded up to whole rows.
       close: lets go of the memory; it is told whether the memory held what was announced.
       borrowed: it is the trainer's.

@@ -16,6 +16,8 @@ which are loaded: after sealing not even the trainer can change them.
 from __future__ import annotations
 
 import fcntl
+import functools
+import hashlib
 import mmap
 import os
 
@@ -25,6 +27,14 @@ from qarl_bridge.protocol.messages import BridgeError, HostMemory
 
 _NAME = "qarl-version"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+@functools.cache
+def host() -> bytes:
+    """The same 16 bytes in all processes that can open each other's memory files, but for their users."""
+    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        boot = file.read()
+    return hashlib.sha256(boot + os.readlink("/proc/self/ns/pid").encode()).digest()[:16]
 
 
 def create(size: int) -> int:
@@ -50,9 +60,9 @@ def seal(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
-def locate(fd: int) -> HostMemory:
+def locate(fd: int, host: bytes = b"") -> HostMemory:
     """Where another process of this host finds the memory file."""
-    return HostMemory(pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino)
+    return HostMemory(pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino, host=host)
 
 
 def open_located(memory: HostMemory) -> int:
@@ -73,6 +83,12 @@ def open_located(memory: HostMemory) -> int:
         os.close(fd)
         raise BridgeError(f"process {memory.pid} here is not the trainer's, or not of this user", "unshared")
     return fd
+
+
+def map_to_write(fd: int, size: int) -> np.ndarray:
+    """[size] uint8: a memory file of ours, made that long, before it is sealed; let go of the array first."""
+    os.ftruncate(fd, size)
+    return np.frombuffer(mmap.mmap(fd, size), np.uint8) if size else np.zeros(0, np.uint8)
 
 
 def map_sealed(fd: int, size: int) -> np.ndarray:

@@ -369,6 +369,9 @@ _EVENTS = (
 )
 
 
+_LOOK_AROUND_MS = 200
+
+
 def _left_ms(deadline: float) -> int:
     return max(1, int(1000 * (deadline - time.monotonic())))
 
@@ -392,12 +395,16 @@ def _is_crowded(address: str) -> bool:
 class Channel:
     """One authenticated connection to a bridge. One thread at a time; never reconnects.
 
+    Args:
+      is_over: looked at while waiting; once true, whatever is waited for ends as if the other side were gone.
+
     Raises:
       BridgeError: dead (nobody listens there), auth (another key), timeout (no answer to the handshake).
     """
 
-    def __init__(self, address: str, key: bytes, timeout_s: float):
+    def __init__(self, address: str, key: bytes, timeout_s: float, is_over: Callable[[], bool] = lambda: False):
         self._address = address
+        self.is_over = is_over
         self._pid = os.getpid()
         self._open = False
         endpoint = _endpoint(address)
@@ -447,9 +454,16 @@ class Channel:
         self._socket.connect(endpoint)
 
     def _next_event(self, deadline: float) -> int:
-        if not self._monitor.poll(_left_ms(deadline)):
-            raise BridgeError(f"the bridge at {self._address} does not answer the handshake", "timeout")
+        while not self._monitor.poll(self._patience_ms(deadline)):
+            if time.monotonic() >= deadline:
+                raise BridgeError(f"the bridge at {self._address} does not answer the handshake", "timeout")
         return int(recv_monitor_message(self._monitor)["event"])
+
+    def _patience_ms(self, deadline: float) -> int:
+        """How long to wait before looking around again. BridgeError: dead, it is over."""
+        if self.is_over():
+            raise BridgeError(f"the connection to {self._address} was given up", "dead")
+        return min(_left_ms(deadline), _LOOK_AROUND_MS)
 
     def send(self, message: messages.Request, data: bytes | memoryview | None = None) -> None:
         """Send one message, with a second frame of raw bytes where given."""
@@ -463,7 +477,7 @@ class Channel:
 
     def poll(self) -> bytes | None:
         """The next message's bytes, if it is there already. BridgeError: dead."""
-        if not self._open:
+        if not self._open or self.is_over():
             raise BridgeError("the connection was closed", "dead")
         if self._monitor in dict(self._poller.poll(0)):
             recv_monitor_message(self._monitor)
@@ -488,7 +502,7 @@ class Channel:
                 raise BridgeError("connection closed by the other side", "dead")
             if time.monotonic() >= deadline:
                 raise BridgeError("timed out while waiting for the other side", "timeout")
-            ready = dict(self._poller.poll(_left_ms(deadline)))
+            ready = dict(self._poller.poll(self._patience_ms(deadline)))
             if self._monitor in ready:  # after the handshake only an end can come; what came before it is read first
                 recv_monitor_message(self._monitor)
                 self._lost = True

@@ -16,7 +16,7 @@ Which of the two the engine runs depends on its execution mode; the wrong one ch
 **Product.** acc = sum_k x_q q in float32, y = bf(s_x * (s_w * acc) + b). On sm90 vLLM's CUTLASS kernel accumulates in
 the tensor cores' reduced precision and fuses the bias into the last multiplication; for 64 rows or fewer it swaps its
 operands, and with them the rescale order, which the bridge prevents. XLA's product adds few rows up otherwise; asking
-it for fast accumulation by name changed nothing (docs/numerics.md). A kernel of our own for Hopper accumulates as
+it for fast accumulation by name changed nothing (docs/concepts/engines.md). A kernel of ours for Hopper accumulates as
 CUTLASS' does (`product_hopper.py`), equal to it on every output: layers under `cuda` and `plain` take it on such a GPU.
 Experts' codes are multiplied as bfloat16 on both sides. On CPU the codes are multiplied as float32, exactly what
 torch's reference loop does up to summation order.

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging a version on the learner's GPU: from QTensors to the engine's tensors without leaving the device.
 
-    stager = DeviceStager(gpu_buffers(0), transport="auto")
+    stager = DeviceStager([gpu_buffers(0)], transport="auto")
     staged = stager.stage(weights, version=..., model=..., scheme=...)    # a sender.DeviceVersion
 
 The learner keeps its weights stacked over layers and in wire layout already, so a layer's tensor is a contiguous piece
@@ -11,8 +11,9 @@ maps (transport/cuda_ipc.py) and one on another is sent (transport/nccl.py). Mas
 norms, head, all of a bf16 policy) are cast to bfloat16 first, one stack at a time. The fingerprints are computed by a
 jitted program from the stacks themselves, not from the copy: what the bridge checks is what the learner computes with.
 
-Two buffers are held, one of which the serving version lies in. The learner is on one GPU; one that is spread over
-several publishes over host memory.
+Two buffers are held, one of which the serving version lies in; or one, which the next version overwrites
+(`staging_buffers`). A learner that is spread over several GPUs joins its parts stack by stack, over the
+wire between them, on each GPU where an engine is, for it holds whole matrices; no host has any.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
+import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import expert_stacks, fingerprint, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
@@ -60,9 +65,27 @@ def row_sums(x: jax.Array, lead: int) -> jax.Array:
     return jnp.stack([rows.sum(-1, dtype=jnp.uint32), (rows * multiplier).sum(-1, dtype=jnp.uint32)], axis=-1)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
-    return x.astype(dtype)
+@functools.partial(jax.jit, static_argnames=("dtype", "place"))
+def _cast(x: jax.Array, dtype: Any, place: Any = None) -> jax.Array:
+    x = x.astype(dtype)
+    return x if place is None else lax.with_sharding_constraint(x, place)
+
+
+# Two programs that send between the same GPUs must reach all of them in one order.
+_JOINING = threading.Lock()
+
+
+def _whole(x: jax.Array, dtype: Any) -> dict[int, jax.Array]:
+    """All of an array in `dtype`, by the number of the GPU: on each of those that it is spread over. Itself, where it
+    is on one and of that dtype."""
+    if len(x.devices()) == 1:
+        (device,) = x.devices()
+        return {int(device.local_hardware_id): x if x.dtype == dtype else _cast(x, dtype)}
+    assert isinstance(x.sharding, NamedSharding)
+    with _JOINING:
+        everywhere = _cast(x, dtype, NamedSharding(x.sharding.mesh, PartitionSpec()))
+        jax.block_until_ready(everywhere)
+    return {int(part.device.local_hardware_id): part.data for part in everywhere.addressable_shards}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,38 +147,49 @@ def _lead(names: np.ndarray) -> int:
     return min(1, names.ndim)
 
 
-def gpu_of(weights: PolicyWeights, platform: str = "gpu") -> int:
-    """The number of the one GPU all the weights are on.
+def gpus_of(weights: PolicyWeights, engines: Sequence[str], platform: str = "gpu") -> list[int]:
+    """The numbers of the GPUs that versions are staged on: those of the engines that weights are on, too; else the
+    weights' first.
+
+    Args:
+      engines: the CUDA_VISIBLE_DEVICES of each; empty: what this process sees.
 
     Raises:
-      BridgeError("unshared"): they are elsewhere, or on several devices.
+      BridgeError("unshared"): the weights are elsewhere, or on GPUs of other processes.
     """
     devices = {device for leaf in jax.tree.leaves((weights.params, weights.qweights)) for device in leaf.devices()}
-    if len(devices) != 1:
-        raise BridgeError(f"the learner is spread over {len(devices)} devices", "unshared")
-    (device,) = devices
-    if device.platform != platform:
-        raise BridgeError(f"the learner runs on {device.platform}, not on a GPU", "unshared")
-    return int(device.local_hardware_id)
+    others = {device.platform for device in devices} - {platform}
+    if others:
+        raise BridgeError(f"the learner runs on {', '.join(others)}, not on a GPU", "unshared")
+    if {device.process_index for device in devices} != {jax.process_index()}:
+        raise BridgeError("the learner is spread over several processes", "unshared")
+    numbers = sorted(int(device.local_hardware_id) for device in devices)
+    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+
+    def number(engine: str) -> int:
+        first = engine.split(",")[0]
+        return seen.index(first) if first in seen else int(first) if first.isdigit() and not seen else numbers[0]
+
+    return sorted({number(engine) for engine in engines} & set(numbers)) or numbers[:1]
 
 
 class DeviceStager:
-    """Writes versions into staging buffers on the GPU.
+    """Writes versions into staging buffers on GPUs.
 
     Args:
-      buffers: of the GPU the weights are on.
+      pools: the buffers of each GPU an engine is on; the weights are on all of these GPUs, whole or in parts.
       transport: how versions travel, see `sender.DeviceVersion`.
     """
 
-    def __init__(self, buffers: Any, transport: str = "auto"):
-        self._buffers = buffers
+    def __init__(self, pools: Sequence[Any], transport: str = "auto"):
+        self._pools = pools
         self._transport = transport
         self._layouts: dict[Any, list[_Place]] = {}
 
     def stage(
         self, weights: PolicyWeights, *, version: messages.Version, model: bytes, scheme: bytes
     ) -> sender.DeviceVersion:
-        """A version in a buffer of its own, complete when this returns. Arguments as in `sender.stage`.
+        """A version in buffers of its own, complete when this returns. Arguments as in `sender.stage`.
 
         Raises:
           BridgeError: "limits", the GPU has no room for the buffer.
@@ -165,11 +199,13 @@ class DeviceStager:
             self._layouts[weights.graphdef] = layout(weights)
         places = self._layouts[weights.graphdef]
         total = places[-1].offset + places[-1].nbytes
-        buffer = self._buffers.take(sender.align(total))
+        buffers: list[Any] = []
         try:
-            digests = self._fill(buffer, places, weights)
+            buffers += (pool.take(sender.align(total)) for pool in self._pools)
+            digests = self._fill(buffers, places, weights)
         except BaseException:
-            buffer.release()
+            for buffer in buffers:
+                buffer.release()
             raise
         entries = [
             messages.TensorEntry(
@@ -178,38 +214,42 @@ class DeviceStager:
             for p, digest in zip(places, digests, strict=True)
         ]
         manifest = sender.manifest_of(entries, version=version, model=model, scheme=scheme)
-        return sender.DeviceVersion(manifest, buffer, time.perf_counter() - start, self._transport)
+        return sender.DeviceVersion(manifest, buffers, time.perf_counter() - start, self._transport)
 
-    def _fill(self, buffer: Any, places: list[_Place], weights: PolicyWeights) -> list[bytes]:
+    def _fill(self, buffers: list[Any], places: list[_Place], weights: PolicyWeights) -> list[bytes]:
         tensors: dict[str, Any] = models.by_path(weights.params) | models.by_path(weights.qweights)
         names = models.hf_names(models.config_of(weights.graphdef))
         by_source: dict[Key, list[int]] = {}
         for number, place in enumerate(places):
             if place.source is not None:
                 by_source.setdefault(place.source, []).append(number)
-            elif buffer.fresh:  # the same in every version: written once
-                buffer.device.write(buffer.pointer + place.offset, place.constant)
+                continue
+            for buffer in buffers:
+                if buffer.fresh:  # the same in every version: written once
+                    buffer.device.write(buffer.pointer + place.offset, place.constant)
         sums: dict[Key, jax.Array] = {}
         for source, numbers in by_source.items():
             path, part = source
-            tensor = tensors[path]
-            stack = tensor if part == "master" else getattr(tensor, part)
-            if part == "master" and stack.dtype != jnp.bfloat16:
-                stack = _cast(stack, jnp.bfloat16)
-            sums[source] = row_sums(stack, _lead(names[path]))
-            stack = jax.block_until_ready(stack)
-            pointer = stack.unsafe_buffer_pointer()
-            buffer.device.copy_all(
-                [
-                    (buffer.pointer + p.offset, pointer + p.index * p.nbytes, p.nbytes)
-                    for p in (places[number] for number in numbers)
-                    if p.nbytes
-                ]
-            )
-            if part == "master":
-                buffer.device.synchronize()  # the cast copy is freed with this turn of the loop
-        buffer.device.synchronize()
-        buffer.fresh = False
+            own = tensors[path] if part == "master" else getattr(tensors[path], part)
+            whole = _whole(own, jnp.bfloat16 if part == "master" else own.dtype)
+            for buffer in buffers:
+                stack = whole[buffer.device.ordinal]
+                if source not in sums:
+                    sums[source] = row_sums(stack, _lead(names[path]))
+                pointer = jax.block_until_ready(stack).unsafe_buffer_pointer()
+                buffer.device.copy_all(
+                    [
+                        (buffer.pointer + p.offset, pointer + p.index * p.nbytes, p.nbytes)
+                        for p in (places[number] for number in numbers)
+                        if p.nbytes
+                    ]
+                )
+            if all(own is not stack for stack in whole.values()):
+                for buffer in buffers:
+                    buffer.device.synchronize()  # the copies are freed with this turn of the loop
+        for buffer in buffers:
+            buffer.device.synchronize()
+            buffer.fresh = False
         digests = [fingerprint.digest(p.constant) for p in places]
         for source, numbers in by_source.items():
             rows = np.asarray(sums[source])
@@ -220,7 +260,8 @@ class DeviceStager:
 
     def close(self) -> None:
         """Free the buffers; no version in them may be in use. Idempotent."""
-        self._buffers.close()
+        for pool in self._pools:
+            pool.close()
 
 
-__all__ = ["DeviceStager", "gpu_of", "layout", "row_sums"]
+__all__ = ["DeviceStager", "gpus_of", "layout", "row_sums"]

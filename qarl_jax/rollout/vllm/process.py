@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,9 +37,13 @@ class BridgeProcess:
       python: interpreter; empty: this one.
       visible_gpus: its CUDA_VISIBLE_DEVICES; empty: this process's.
       log_file: where its output goes; empty: into the folder.
+      host: address of this host that it listens on, at a free port; empty: a unix socket.
     """
 
-    def __init__(self, *, arguments: Sequence[str], python: str = "", visible_gpus: str = "", log_file: str = ""):
+    def __init__(
+        self, *, arguments: Sequence[str], python: str = "", visible_gpus: str = "", log_file: str = "", host: str = ""
+    ):
+        self._host = host
         self._arguments = list(arguments)
         self._python = python or sys.executable
         self._visible_gpus = visible_gpus
@@ -60,6 +65,9 @@ class BridgeProcess:
             self._scratch = messages.Scratch("qarl-bridge-")
         assert self.folder is not None
         model, address, key_file = (os.path.join(self.folder, name) for name in ("model", "socket", "key"))
+        if self._host:
+            with socket.create_server((self._host, 0)) as holder:
+                address = f"tcp://{self._host}:{holder.getsockname()[1]}"
         sender.write_folder(model, config, expected)
         if not os.path.exists(key_file):
             messages.create_key(key_file)
@@ -90,6 +98,11 @@ class BridgeProcess:
     def folder(self) -> str | None:
         """Where it lives, from the first start to the end."""
         return None if self._scratch is None else self._scratch.path
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a bridge was started and not stopped."""
+        return self.process is not None
 
     @property
     def has_ended(self) -> bool:

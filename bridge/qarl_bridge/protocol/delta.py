@@ -1,0 +1,134 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What has changed between two versions of the same layout, byte for byte: all that has to travel.
+
+    data = difference(old, new)          # bytes, or None: the whole version is cheaper
+    apply(data, buffer)                  # `buffer` held old, and holds new
+
+A version is cut into pieces of 1 MiB, and a piece that has changed is written in whichever way is shortest. With c of
+its n bytes changed:
+
+| kind   | what is written                                                            | bytes       |
+|--------|----------------------------------------------------------------------------|-------------|
+| sparse | each position (uint32), each new byte                                      | 5 c         |
+| dense  | how many changed in every 256 bytes (uint8), the place of each in its 256  | 2 c + n/256 |
+|        | (uint8), each new byte                                                     |             |
+| raw    | the piece                                                                  | n           |
+
+Where a code of four bits flips with probability p, c is nearly 2 p n. New bytes are as random as weights are, and so
+are positions: a compressor behind this finds little, and costs more time than the network does.
+
+Whether the result is right is not this file's business: a version has a fingerprint for every tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from qarl_bridge.protocol.errors import BridgeError
+
+PIECE = 1 << 20
+_BLOCK = 256
+_MOST_THREADS = 8
+_HEADER = struct.Struct("<QIIB")  # offset, bytes of the piece, changes, kind
+_SPARSE, _DENSE, _RAW = range(3)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """numpy lets go of the interpreter while it compares."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ThreadPoolExecutor(min(_MOST_THREADS, count), thread_name_prefix="delta")
+
+
+def difference(old: np.ndarray, new: np.ndarray, most: int | None = None) -> bytes | None:
+    """What turns `old` into `new`, both [n] uint8; None: it would be longer than `most` bytes (three quarters of n)."""
+    most = len(new) * 3 // 4 if most is None else most
+    parts: list[bytes] = []
+    total = 0
+    for piece in _threads().map(lambda at: _piece(old, new, at), range(0, len(new), PIECE)):
+        parts += piece
+        total += sum(map(len, piece))
+        if total > most:
+            return None
+    return b"".join(parts)
+
+
+def _piece(old: np.ndarray, new: np.ndarray, at: int) -> list[bytes]:
+    before, after = old[at : at + PIECE], new[at : at + PIECE]
+    whole = len(after) // 8 * 8
+    words = np.flatnonzero(before[:whole].view("<u8") != after[:whole].view("<u8"))
+    if len(words) * 8 < whole // 8:  # few: look into these alone
+        spots = (words[:, None] * 8 + np.arange(8)).reshape(-1)
+        spots = np.concatenate([spots, np.arange(whole, len(after))])
+        spots = spots[before[spots] != after[spots]]
+    else:
+        spots = np.flatnonzero(before != after)
+    count = len(spots)
+    if not count:
+        return []
+    sparse, dense = 5 * count, 2 * count + -(-len(after) // _BLOCK)
+    if min(sparse, dense) >= len(after):
+        return [_HEADER.pack(at, len(after), count, _RAW), after.tobytes()]
+    values = after[spots].tobytes()
+    if sparse <= dense:
+        return [_HEADER.pack(at, len(after), count, _SPARSE), spots.astype("<u4").tobytes(), values]
+    counts = np.bincount(spots // _BLOCK, minlength=-(-len(after) // _BLOCK))
+    if counts.max() == _BLOCK:  # a count that has no byte
+        return [_HEADER.pack(at, len(after), count, _RAW), after.tobytes()]
+    low = (spots % _BLOCK).astype(np.uint8)
+    return [
+        _HEADER.pack(at, len(after), count, _DENSE), counts.astype(np.uint8).tobytes(), low.tobytes(), values,
+    ]  # fmt: skip
+
+
+def fill(target: np.ndarray, source: np.ndarray) -> None:
+    """Copies bytes, with several threads."""
+    starts = range(0, len(source), 64 * PIECE)
+    list(_threads().map(lambda at: np.copyto(target[at : at + 64 * PIECE], source[at : at + 64 * PIECE]), starts))
+
+
+def apply(data: bytes | bytearray | memoryview, buffer: np.ndarray) -> None:
+    """Writes the changes into `buffer`, [n] uint8.
+
+    Raises:
+      BridgeError("torn"): they are not those of any version of this size. The buffer may have been written to.
+    """
+    raw = np.frombuffer(data, np.uint8)
+    at, pieces = 0, []
+    while at < len(raw):
+        if at + _HEADER.size > len(raw):
+            raise _torn()
+        offset, size, count, kind = _HEADER.unpack_from(raw.data, at)
+        at += _HEADER.size
+        length = {_SPARSE: 5 * count, _DENSE: 2 * count + -(-size // _BLOCK), _RAW: size}.get(kind)
+        if length is None or at + length > len(raw) or offset + size > len(buffer) or not 0 < count <= size <= PIECE:
+            raise _torn()
+        pieces.append((buffer[offset : offset + size], raw[at : at + length], count, kind))
+        at += length
+    list(_threads().map(lambda piece: _write(*piece), pieces))
+
+
+def _write(target: np.ndarray, data: np.ndarray, count: int, kind: int) -> None:
+    if kind == _RAW:
+        target[:] = data
+        return
+    if kind == _SPARSE:
+        spots = np.frombuffer(data[: 4 * count].tobytes(), "<u4")
+    else:
+        counts, low = data[: -2 * count], data[-2 * count : -count]
+        if int(counts.sum(dtype=np.int64)) != count:
+            raise _torn()
+        spots = np.repeat(np.arange(len(counts)) * _BLOCK, counts) + low
+    if spots.max() >= len(target):
+        raise _torn()
+    target[spots] = data[-count:]
+
+
+def _torn() -> BridgeError:
+    return BridgeError("the changes to a version are torn", "torn")

@@ -1,0 +1,86 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checks on a version that need no engine: what its manifest says against what the engine's loader must be given."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+
+from qarl_bridge.protocol.errors import BridgeError
+from qarl_bridge.protocol.messages import ALIGNMENT, MAX_STAGE_BYTES, Expected, Manifest
+from qarl_bridge.protocol.tensors import DTYPES, SAFETENSORS_DTYPES
+
+
+def check_manifest(
+    manifest: Manifest, *, model: bytes, scheme: bytes, expected: Mapping[str, Expected] | None = None
+) -> None:
+    """Refuse a manifest that is torn, foreign, or does not describe exactly the engine's tensors. Needs no bytes."""
+    if manifest.computed_digest() != manifest.digest:
+        raise BridgeError(f"manifest of {manifest.version} is torn: its digest does not match its content", "torn")
+    if manifest.model != model:
+        raise BridgeError(
+            f"{manifest.version} belongs to another model: fingerprint {manifest.model.hex()[:12]}, "
+            f"the engine serves {model.hex()[:12]}",
+            "foreign_model",
+        )
+    if manifest.scheme != scheme:
+        raise BridgeError(
+            f"{manifest.version} is quantized under another scheme: hash {manifest.scheme.hex()[:12]}, "
+            f"the engine was started for {scheme.hex()[:12]}",
+            "foreign_scheme",
+        )
+    if manifest.total_bytes > MAX_STAGE_BYTES:
+        raise BridgeError(f"{manifest.total_bytes} bytes exceed the staging limit", "limits")
+    seen: set[str] = set()
+    end = 0
+    for entry in manifest.tensors:
+        if entry.name in seen:
+            raise BridgeError(f"tensor {entry.name} is listed twice", "torn")
+        seen.add(entry.name)
+        if entry.dtype not in DTYPES:
+            raise BridgeError(f"tensor {entry.name} has unknown dtype {entry.dtype!r}", "tensor")
+        if math.prod(entry.shape) * DTYPES[entry.dtype].itemsize != entry.nbytes:
+            raise BridgeError(
+                f"tensor {entry.name}: {entry.nbytes} bytes do not hold {entry.dtype}{entry.shape}", "torn"
+            )
+        if entry.offset < end or entry.offset % ALIGNMENT or entry.offset + entry.nbytes > manifest.total_bytes:
+            raise BridgeError(f"tensor {entry.name} overlaps another or lies outside the staged bytes", "torn")
+        end = entry.offset + entry.nbytes
+    if expected is not None:
+        if missing := sorted(expected.keys() - seen):
+            raise BridgeError(
+                f"{manifest.version} lacks {len(missing)} tensor(s) the engine needs, first: {missing[0]} "
+                "(a fused module given in part would silently become NaN)",
+                "torn",
+            )
+        if foreign := sorted(seen - expected.keys()):
+            raise BridgeError(
+                f"{manifest.version} holds {len(foreign)} unknown tensor(s), first: {foreign[0]}", "tensor"
+            )
+        for entry in manifest.tensors:
+            want = expected[entry.name]
+            if entry.dtype != want.dtype or entry.shape != want.shape:
+                raise BridgeError(
+                    f"tensor {entry.name} is {entry.dtype}{entry.shape}, the engine expects {want.dtype}{want.shape}",
+                    "tensor",
+                )
+
+
+def expected_from_safetensors(path: str) -> dict[str, Expected]:
+    """Names, dtypes and shapes in a safetensors file, from its header alone."""
+    try:
+        with open(path, "rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > 256 << 20:
+                raise ValueError("header too large")
+            header = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        return {
+            name: Expected(name=name, dtype=SAFETENSORS_DTYPES[info["dtype"]], shape=info["shape"])
+            for name, info in header.items()
+        }
+    except (OSError, ValueError, KeyError, struct.error) as error:
+        raise BridgeError(f"cannot read the safetensors header of {path}: {error}", "setup") from None

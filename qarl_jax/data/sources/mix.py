@@ -1,0 +1,72 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Several sources as one, each under a name: for a curriculum (`data.stages`), and for rewards of their own.
+
+A prompt's `meta["mix_part"]` is the name of its part, and its uid begins with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from qarl_jax.data.sources import files, reasoning_gym
+from qarl_jax.data.sources.template import PromptSource, Skipped, digest
+from qarl_jax.typed_config.load import Variants
+from qarl_jax.types import Prompt, UserError
+
+PARTS: dict[str, type] = {
+    "reasoning_gym": reasoning_gym.Config,
+    "jsonl": files.Jsonl,
+    "parquet": files.Parquet,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Attributes:
+    parts: the sources by name, for example {math: {name: jsonl, path: ...}, code: {name: parquet, path: ...}}.
+    """
+
+    parts: dict[str, Annotated[Any, Variants(PARTS)]]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise UserError("a mix needs at least one source in `parts`.")
+
+
+class Source:
+    """The prompts of all parts, one part after the other (see `PromptSource`).
+
+    Args:
+      parts: name -> source.
+
+    Attributes:
+      begin: name -> index of its first prompt.
+      sizes: name -> how many it has.
+    """
+
+    def __init__(self, parts: dict[str, PromptSource]):
+        self._parts = parts
+        self.sizes = {name: len(part) for name, part in parts.items()}
+        self.begin, at = {}, 0
+        for name, size in self.sizes.items():
+            self.begin[name] = at
+            at += size
+        self._size = at
+        self.skipped = Skipped(
+            too_long=sum(part.skipped.too_long for part in parts.values()),
+            unknown_characters=sum(part.skipped.unknown_characters for part in parts.values()),
+        )
+        self.fingerprint = digest("mix", [(name, part.fingerprint) for name, part in parts.items()])
+
+    def __len__(self) -> int:
+        return self._size
+
+    def prompt(self, i: int) -> Prompt:
+        """The prompt at an index; a pure function of it."""
+        if not 0 <= i < self._size:
+            raise IndexError(f"prompt {i} of {self._size}")
+        name = next(name for name, first in self.begin.items() if first <= i < first + self.sizes[name])
+        prompt = self._parts[name].prompt(i - self.begin[name])
+        return dataclasses.replace(prompt, uid=f"{name}/{prompt.uid}", meta=prompt.meta | {"mix_part": name})

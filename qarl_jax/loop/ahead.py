@@ -1,0 +1,204 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A collector that samples ahead, in a thread of its own, while the learner updates (`train.asynchronous`).
+
+    ahead = Ahead(collector, schedule, stream, first=0, state=None)     # a Collector as any other
+    ahead.collect(5)         # waits for the batch of step 5, if it is not there yet
+
+The batch of a step is what the collector behind it makes of the step's number, so its prompts and its randomness are
+those of a run that waits. What differs is the version it is drawn under; see `rollout/asynchronous.py`. Batches that
+are ready are part of a checkpoint. One that was being sampled is sampled again by a run that resumes: in lockstep to
+the same bits, since it is of the very version that the checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from qarl_jax.data import PromptStream
+from qarl_jax.observe.recorder import PhaseTimer
+from qarl_jax.rollout import dynamic_sampling, partial_rollouts
+from qarl_jax.rollout.asynchronous import Schedule, StoppedError
+from qarl_jax.rollout.dynamic_sampling import Collected
+from qarl_jax.types import Prompt, RolloutGroup, UserError
+
+_PATIENCE_S = 60.0  # for the thread, at the end of a run
+
+
+class Collects(Protocol):
+    """What a step trains on, by its number."""
+
+    def collect(self, step: int) -> Collected: ...
+
+    def keep(self) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+
+class Ahead:
+    """Samples and grades ahead of the steps that train.
+
+    Args:
+      collector: makes the batches; called from the thread alone.
+      schedule: says when.
+      stream: the prompts.
+      timer: is told how long the learner waits.
+      behind: the collector's own timer; its seconds are reported as `time/ahead_*`.
+      first: the step the run begins or goes on with.
+      state: what a checkpoint held of the batches that were ready; None: nothing.
+    """
+
+    def __init__(
+        self,
+        collector: Collects,
+        schedule: Schedule,
+        stream: PromptStream,
+        *,
+        timer: PhaseTimer,
+        behind: PhaseTimer,
+        first: int = 0,
+        state: Mapping[str, Any] | None = None,
+    ):
+        self._collector, self._schedule, self._stream = collector, schedule, stream
+        self._timer, self._behind = timer, behind
+        self._ready: dict[int, tuple[Collected, dict[str, int]]] = {}  # and the index of each prompt by its uid
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._at = first
+        for step in range(first, schedule.steps):
+            if state is None or str(step) not in state:
+                break
+            batch, indices = restored(stream, step, state[str(step)])
+            if not _is_fresh(batch, step, schedule.max_staleness):
+                break  # max_staleness was lowered: it is sampled anew
+            self._ready[step] = batch, indices
+        self._next = first + len(self._ready)
+        if self._ready:
+            schedule.end(self._next - 1)
+
+    def collect(self, step: int) -> Collected:
+        """The step's groups. Until `keep` they stay in hand: a step may be dropped.
+
+        Raises:
+          whatever ended the sampling.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sampling ahead", daemon=True)
+            self._thread.start()
+        changed = self._schedule.changed
+        with self._timer("rollout"), changed:
+            changed.wait_for(lambda: step in self._ready or self._failure is not None)
+            if step not in self._ready:
+                assert self._failure is not None
+                raise self._failure
+            batch, waiting = self._ready[step][0], len(self._ready) - 1
+        if not _is_fresh(batch, step, self._schedule.max_staleness):
+            raise RuntimeError(f"the batch of step {step} holds tokens older than train.asynchronous.max_staleness")
+        self._at = step
+        responses = [completion for group in batch.groups for completion in group.completions]
+        more = partial_rollouts.lags(responses, step) | {"time/ahead_batches": float(waiting)}
+        return dataclasses.replace(batch, metrics=batch.metrics | more)
+
+    def keep(self) -> None:
+        """The step just collected is trained on."""
+        with self._schedule.changed:
+            del self._ready[self._at]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it: the batches that are ready."""
+        with self._schedule.changed:
+            ready, behind = dict(self._ready), self._collector.state()
+        return behind | {"ahead": {str(step): saved(*batch) for step, batch in ready.items()}}
+
+    def close(self) -> None:
+        """Ends the thread, with what it samples. Idempotent."""
+        self._schedule.stop()
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_S)
+
+    def _run(self) -> None:
+        try:
+            for step in range(self._next, self._schedule.steps):
+                self._schedule.begin(step)
+                self._behind.take()
+                batch = self._collector.collect(step)
+                seconds = {key.replace("time/", "time/ahead_"): value for key, value in self._behind.take().items()}
+                ready = dataclasses.replace(batch, metrics=batch.metrics | seconds), _indices(self._stream, step, batch)
+                with self._schedule.changed:  # what is ready, and what the collector made of it, are saved together
+                    self._collector.keep()
+                    self._ready[step] = ready
+                self._schedule.end(step)
+        except StoppedError:
+            return
+        except BaseException as failure:
+            with self._schedule.changed:
+                self._failure = failure
+                self._schedule.changed.notify_all()
+            self._schedule.stop()
+
+
+def _is_fresh(batch: Collected, step: int, max_staleness: int) -> bool:
+    versions = [c.policy_version for group in batch.groups for c in group.completions if c.versions]
+    return min(versions, default=step) >= step - max_staleness
+
+
+# ---- in a checkpoint ------------------------------------------------------------------------------------------------
+
+
+def saved(batch: Collected, indices: Mapping[str, int]) -> dict[str, Any]:
+    """A batch as JSON; every number comes back to the bit. Prompts go by their index in the source."""
+    return {
+        "sampled": [
+            {
+                "index": indices[group.prompt.uid],
+                "rewards": [float(reward) for reward in group.rewards],
+                "texts": list(group.texts),
+                "responses": [partial_rollouts.response_state(completion) for completion in group.completions],
+            }
+            for group in batch.sampled
+        ],
+        "groups": [next(i for i, one in enumerate(batch.sampled) if one is group) for group in batch.groups],
+        "parts": {name: [float(value) for value in values] for name, values in batch.parts.items()},
+        "metrics": batch.metrics,
+    }
+
+
+def restored(stream: PromptStream, step: int, state: Mapping[str, Any]) -> tuple[Collected, dict[str, int]]:
+    """What `saved` was given.
+
+    Raises:
+      UserError: its responses are to prompts that the source does not have.
+    """
+    sampled = []
+    for entry in state["sampled"]:
+        if entry["index"] >= len(stream.source):
+            raise UserError("cannot resume: the checkpoint holds responses to prompts that the data set has no longer.")
+        prompt: Prompt = stream.source.prompt(entry["index"])
+        sampled.append(
+            RolloutGroup(
+                prompt=prompt,
+                completions=tuple(partial_rollouts.response_of(prompt, one) for one in entry["responses"]),
+                rewards=np.array(entry["rewards"], np.float32),
+                texts=tuple(entry["texts"]),
+            )
+        )
+    batch = Collected(
+        groups=[sampled[i] for i in state["groups"]],
+        sampled=sampled,
+        parts={name: np.array(values, np.float32) for name, values in state["parts"].items()},
+        metrics=dict(state["metrics"]),
+    )
+    return batch, {group.prompt.uid: entry["index"] for group, entry in zip(sampled, state["sampled"], strict=True)}
+
+
+def _indices(stream: PromptStream, step: int, batch: Collected) -> dict[str, int]:
+    """Source index of each prompt that a step sampled, by its uid; further batches of dynamic sampling among them."""
+    taken = stream.indices(step)
+    for number in range(1, int(batch.metrics.get("rollout/batches", 1))):
+        taken = [*taken, *dynamic_sampling.more_indices(stream, step, number, taken)]
+    return {stream.source.prompt(i).uid: i for i in taken}

@@ -1,0 +1,207 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous training (`train.asynchronous`): an engine that samples in one thread and is published to from another.
+
+    schedule = Schedule(cfg, steps)                    who may begin what, and when
+    engine = SharedEngine(engine, schedule)            publishing and sampling take turns; publishing goes first
+
+The batch of step s is begun when version s - max_staleness is being served, so no token that a step trains on is older
+than that. Versions come in where the engine is free: between batches (`chunk: 0`: every sequence is of one version), or
+every `chunk` tokens, where the sequences in hand are interrupted, and go on under the new version behind what they
+have. Every token keeps the version and the log-probability it was drawn with; the sampler's correction in the loss
+(`mismatch`) reads the latter.
+
+In lockstep a publish waits until the batches that are due under the version before it have been sampled. Then the batch
+of step s is drawn wholly under version max(0, s - max_staleness), whatever the clock says: a run is a function of its
+config, and goes on to the same bits after a kill. It is the default with the embedded sampler, which shares the
+learner's device. Without lockstep a batch gets the newest version there is when it is begun, or during it.
+
+Sources: AReaL (arXiv 2505.24298), LlamaRL (arXiv 2505.24034).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig, partial_rollouts
+from qarl_jax.types import Completion, Prompt, UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sampling that goes on while the learner updates.
+
+    Attributes:
+      max_staleness: k: step s trains on tokens of versions s - k and newer; 0: off, the sampler waits for the learner.
+      chunk: tokens after which sequences are interrupted for a new version; 0: a version comes in between batches.
+      lockstep: versions by count ("on") or by the clock ("off"); "auto": on with the embedded sampler.
+    """
+
+    max_staleness: int = 0
+    chunk: int = 0
+    lockstep: Literal["auto", "on", "off"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("max_staleness", "chunk"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} must not be negative, got {getattr(self, name)}; 0 turns it off.")
+        if self.chunk and not self.max_staleness:
+            raise UserError(f"chunk={self.chunk} decides nothing at max_staleness=0 (asynchronous training off).")
+        if self.chunk and self.lockstep == "on":
+            raise UserError(f"chunk={self.chunk} decides nothing in lockstep, where a batch has one version; set 0.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is sampled ahead."""
+        return self.max_staleness > 0
+
+
+class StoppedError(Exception):
+    """The run is ending: nobody wants what was being sampled."""
+
+
+class Schedule:
+    """What the two threads wait for. All of it is under one condition.
+
+    Args:
+      max_staleness: k.
+      lockstep: whether a publish waits for the batches that are due before it.
+      steps: of the run; no batch is begun for later ones.
+    """
+
+    def __init__(self, max_staleness: int, lockstep: bool, steps: int):
+        self.max_staleness, self.lockstep, self.steps = max_staleness, lockstep, steps
+        self.changed = threading.Condition()
+        self.version = -1  # being served
+        self.sampled = -1  # the last step whose batch is complete
+        self.stopped = False
+
+    def begin(self, step: int) -> None:
+        """Returns when the batch of a step may be begun. Raises `StoppedError`."""
+        self._wait(lambda: self.version >= step - self.max_staleness)
+
+    def end(self, step: int) -> None:
+        """The batches up to this step are complete."""
+        with self.changed:
+            self.sampled = max(self.sampled, step)
+            self.changed.notify_all()
+
+    def before_publish(self, version: int) -> None:
+        """Returns when a version may take the place of the one that is served."""
+        if self.lockstep and self.version >= 0:
+            due = min(self.version + self.max_staleness, self.steps - 1)
+            with contextlib.suppress(StoppedError):
+                self._wait(lambda: self.sampled >= due)
+
+    def published(self, version: int) -> None:
+        """A version is being served."""
+        with self.changed:
+            self.version = version
+            self.changed.notify_all()
+
+    def stop(self) -> None:
+        """Nobody is to wait any longer."""
+        with self.changed:
+            self.stopped = True
+            self.changed.notify_all()
+
+    def _wait(self, ready: Any) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.stopped or ready())
+            if self.stopped:
+                raise StoppedError
+
+
+class SharedEngine:
+    """A RolloutEngine for two threads: one call at a time, and a publish before whatever else waits.
+
+    Args:
+      engine: what draws. It is closed with this one.
+      schedule: is asked before a publish, and told after it.
+      chunk: tokens of a sequence after which it lets others in; 0: a call is one piece.
+    """
+
+    def __init__(self, engine: RolloutEngine, schedule: Schedule, chunk: int = 0):
+        self.engine, self.schedule, self._chunk = engine, schedule, chunk
+        self.version = engine.version
+        self.tells_groups = not chunk and getattr(engine, "tells_groups", False)
+        self._free = threading.Condition()
+        self._taken, self._urgent = False, 0
+
+    @property
+    def facts(self) -> Any:
+        """The engine's, where it has any."""
+        return getattr(self.engine, "facts", None)
+
+    @contextlib.contextmanager
+    def _alone(self, *, urgent: bool = False) -> Iterator[None]:
+        with self._free:
+            self._urgent += urgent
+            self._free.wait_for(lambda: not self._taken and (urgent or not self._urgent))
+            self._urgent -= urgent
+            self._taken = True
+        try:
+            yield
+        finally:
+            with self._free:
+                self._taken = False
+                self._free.notify_all()
+
+    def prepare(self, graphdef: Any) -> None:
+        self.engine.prepare(graphdef)
+
+    def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
+        self.schedule.before_publish(version)
+        with self._alone(urgent=True):
+            report = self.engine.publish(weights, version)
+            self.version = self.engine.version
+        self.schedule.published(version)
+        return report
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int, **told: Any
+    ) -> list[list[Completion]]:
+        if not self._chunk:
+            with self._alone():
+                return self.engine.generate(prompts, num_samples=num_samples, sampling=sampling, key=key, **told)
+        seen: collections.Counter[str] = collections.Counter()
+        requests = []
+        for prompt in prompts:  # a prompt given twice goes on counting, so that its copies differ
+            requests += [
+                Request(prompt=prompt, number=seen[prompt.uid] + j, key=key, max_tokens=sampling.max_response_len)
+                for j in range(num_samples)
+            ]
+            seen[prompt.uid] += num_samples
+        drawn = self.extend(requests, sampling=sampling)
+        return [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
+
+    def extend(self, requests: Sequence[Request], *, sampling: SamplingConfig, **told: Any) -> list[Completion]:
+        if not self._chunk:
+            with self._alone():
+                return self.engine.extend(requests, sampling=sampling, **told)
+        limits = [min(request.max_tokens, sampling.max_response_len) for request in requests]
+        out = [partial_rollouts.begin(request.prompt) for request in requests]
+        while waiting := [i for i, one in enumerate(out) if not partial_rollouts.is_over(one)]:
+            if self.schedule.stopped and threading.current_thread() is not threading.main_thread():
+                raise StoppedError
+            pieces = [
+                dataclasses.replace(
+                    requests[i],
+                    tokens=requests[i].tokens + out[i].tokens,
+                    max_tokens=min(self._chunk, limits[i] - len(out[i].tokens)),
+                )
+                for i in waiting
+            ]
+            with self._alone():
+                added = self.engine.extend(pieces, sampling=dataclasses.replace(sampling, max_response_len=self._chunk))
+            for i, more in zip(waiting, added, strict=True):
+                out[i] = partial_rollouts.joined(out[i], more, limits[i])
+        return out
+
+    def close(self) -> None:
+        self.engine.close()

@@ -1,0 +1,223 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Environments: what answers a policy between its turns (`rollout.environment`).
+
+An environment is a class. One object of it is made for every response (an episode), called with the config's options:
+
+    class Environment:
+        async def reset(self, task: dict) -> str: ...            # observed before the first turn; usually ""
+        async def step(self, text: str) -> tuple[str, float, bool]: ...     # observation, reward, done
+        async def close(self) -> None: ...                       # optional: the episode was cut short
+
+`task` has the prompt's `uid`, `text`, `answer` and `meta`; `text` is a turn of the policy. An observation is text, or a
+list of chat messages. The methods may be plain functions.
+
+Environments live in processes of their own (`rewards/pool.py`), without an accelerator. Each process holds many
+episodes, whose calls are answered at the same time. A call that raises, or takes longer than `timeout_s`, ends its
+episode; one that does not give way at all ends its process, and the episodes in it. An episode that ended so has no
+tokens to train on and enters no group's statistics; where all of a batch end so, the run stops and says why.
+
+A new one of ours is a file, which the process reads by its path (it imports nothing of qarl_jax), with its Config here.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+import pickle
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from qarl_jax.rewards import pool
+from qarl_jax.rewards.pool import PoolConfig, WorkerPool
+from qarl_jax.types import UserError
+
+_HERE = os.path.dirname(__file__)
+_SANDBOX = os.path.join(os.path.dirname(pool.__file__), "_sandbox.py")
+_GRACE_S = 5.0  # for a process to say that its calls took too long
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What every environment has.
+
+    Attributes:
+      max_turns: turns of the policy at most; with the last one the response is over, done or not.
+      max_turn_len: most tokens of a turn; 0: what rollout.max_response_len leaves. A response has turns and
+        observations together in that limit, and ends with a turn that reaches its own.
+      max_observation_len: tokens of an observation; what is longer is cut off.
+      role: of an observation in the chat template.
+      before, after: texts around an observation, where data.template is not chat.
+      timeout_s: seconds that a call may take.
+      workers: processes that hold episodes.
+    """
+
+    max_turns: int = 4
+    max_turn_len: int = 0
+    max_observation_len: int = 512
+    role: str = "user"
+    before: str = "\n"
+    after: str = "\n"
+    timeout_s: float = 30.0
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_turns", 1), ("max_turn_len", 0), ("max_observation_len", 1), ("workers", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        if not 0 < self.timeout_s <= 500:
+            raise UserError(f"timeout_s must be above 0 and at most 500 seconds, got {self.timeout_s}.")
+
+    def source(self) -> tuple[str, dict[str, Any]]:
+        """Import path of the class, and the options it is called with."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calculator(Config):
+    """Arithmetic on request; a turn without a call is the answer.
+
+    Attributes:
+      opening, closing: what stands around an expression.
+    """
+
+    opening: str = "<calc>"
+    closing: str = "</calc>"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.opening or not self.closing:
+            raise UserError("opening and closing must not be empty: they tell a call from an answer.")
+
+    def source(self) -> tuple[str, dict[str, Any]]:
+        return f"{_HERE}/_calculator.py:Environment", {"opening": self.opening, "closing": self.closing}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Python(Config):
+    """Programs in fenced blocks are run in the sandbox of code evaluation; a turn without one is the answer.
+
+    Attributes:
+      program_s: seconds that a program may take. memory_mb: its address space. max_chars: of its output.
+    """
+
+    program_s: float = 5.0
+    memory_mb: int = 1024
+    max_chars: int = 4000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.program_s < self.timeout_s:
+            raise UserError(f"program_s must be above 0 and below timeout_s={self.timeout_s:g}, got {self.program_s}.")
+
+    def source(self) -> tuple[str, dict[str, Any]]:
+        options = {name: getattr(self, name) for name in ("program_s", "memory_mb", "max_chars")}
+        return f"{_HERE}/_python.py:Environment", {"sandbox": _SANDBOX, **options}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Custom(Config):
+    """A class of your own. Attributes: path: package.module:Class or file.py:Class. options: its keyword arguments."""
+
+    path: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        module, colon, name = self.path.rpartition(":")
+        if not (colon and module and name.isidentifier()):
+            raise UserError(f"path: expected package.module:Class or file.py:Class, got {self.path!r}.")
+
+    def source(self) -> tuple[str, dict[str, Any]]:
+        return self.path, self.options
+
+
+ENVIRONMENTS: dict[str, type] = {
+    "calculator": Calculator,
+    "python": Python,
+    "custom": Custom,
+}
+
+Call = Mapping[str, Any]
+Said = Mapping[str, Any]
+
+
+class Episodes:
+    """Episodes in worker processes. Calls that are made while others are answered are answered together after them.
+
+    Args:
+      cfg: of the environment. Raises `UserError` at once for a class that cannot be had.
+      say: is given a line when a call takes long.
+    """
+
+    def __init__(self, cfg: Config, say: Callable[[str], None] = pool._tell):
+        path, options = cfg.source()
+        search = [entry or os.getcwd() for entry in sys.path]
+        host = os.path.join(_HERE, "_host.py")
+        setup = base64.b64encode(pickle.dumps((search, host, path, options, cfg.timeout_s))).decode()
+        limits = PoolConfig(workers=cfg.workers, timeout_s=cfg.timeout_s + _GRACE_S, recycle_after=0, memory_mb=0)
+        self._pool = WorkerPool("environment", limits, setup=setup, name=f"environment {path}", say=say)
+        self._pool.start()
+        self._waiting: queue.SimpleQueue[tuple[Call, Future[Said]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="environment", daemon=True)
+        self._thread.start()
+
+    def ask(self, call: Call) -> Future[Said]:
+        """The answer to a call (`_host.Host.answer`), soon. From any thread."""
+        future: Future[Said] = Future()
+        self._waiting.put((call, future))
+        return future
+
+    def close(self) -> None:
+        """Ends the processes. Idempotent."""
+        if self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join(timeout=1.0)
+        self._pool.close()
+
+    def _serve(self) -> None:
+        while (first := self._waiting.get()) is not None:
+            batch, last = [first], False
+            while not self._waiting.empty():
+                if (more := self._waiting.get()) is None:
+                    last = True
+                    break
+                batch.append(more)
+            try:
+                answers = self._answered([call for call, _ in batch])
+            except BaseException as error:
+                for _, future in batch:
+                    future.set_exception(error)
+            else:
+                for (_, future), answer in zip(batch, answers, strict=True):
+                    future.set_result(answer)
+            if last:
+                return
+
+    def _answered(self, calls: Sequence[Call]) -> list[Said]:
+        mine: dict[int, list[int]] = {}
+        for i, call in enumerate(calls):
+            mine.setdefault(call["episode"] % self._pool.size, []).append(i)
+        tasks = [{"calls": [calls[i] for i in indices]} for indices in mine.values()]
+        out: list[Said] = [{}] * len(calls)
+        found = self._pool.answers(tasks, names=[f"{len(task['calls'])} calls" for task in tasks], slots=list(mine))
+        for indices, answer in zip(mine.values(), found, strict=True):
+            assert answer is not None  # only a strict pool leaves tasks out
+            said = answer.value or [{"error": answer.error or "no answer"}] * len(indices)
+            for i, one in zip(indices, said, strict=True):
+                out[i] = one
+        return out
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold of a prompt's meta; the rest as text."""
+    return json.loads(json.dumps(value, default=str))
+
+
+__all__ = ["ENVIRONMENTS", "Calculator", "Call", "Config", "Custom", "Episodes", "Python", "plain"]

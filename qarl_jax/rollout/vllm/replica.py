@@ -1,0 +1,263 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One engine of a fleet: its bridge, started here or elsewhere, and the connections to it.
+
+    replica = Replica("the vLLM bridge", config, run_id="run", incarnation=1, log=print)
+    replica.connect(model_json, expected)          # starts the process, where it is ours, and takes the lease
+    replica.publish(staged)
+    replica.draw(draws, sampling, ...)             # from any number of threads at once
+    replica.bury(error)                            # dead, silent or astray: what is left of it goes
+
+Weights go over one connection, which holds the lease; every request for completions in flight has a connection of its
+own. All of them belong to one life of the bridge, and end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.messages import BridgeError
+
+from qarl_jax.rollout.vllm.config import Config
+from qarl_jax.rollout.vllm.process import BridgeProcess
+from qarl_jax.rollout.vllm.ray_bridge import RayBridge
+from qarl_jax.types import UserError
+
+_FIRST_WORD_S, _NEXT_WORD_S = 5.0, 30.0  # after which a bridge that does not answer is spoken of
+_LEASE_PATIENCE_S = 60.0  # for a bridge to notice that our own last connection is gone: TCP's heartbeats take 25 s
+MOST_REQUESTS = 16  # at once, each with a connection (a bridge takes zeromq.MAX_PEERS)
+
+
+@dataclasses.dataclass(eq=False)
+class Life:
+    """From a start, or a first contact, to a death."""
+
+    is_over: bool = False
+
+
+class Replica:
+    """A bridge; see the module docstring.
+
+    Args:
+      name: in messages, e.g. "vLLM bridge 2".
+      config: of the engines. number: of the process, for its GPUs and log. address: of a bridge started by hand.
+      bridge: what starts it; None: a process of this host.
+      run_id, incarnation: whose versions these are.
+      log: called with a line.
+
+    Attributes (guarded by the fleet's lock):
+      holds: the version it serves; None: none that is known.
+      trouble: why it must be replaced before it is used again. error: why it was given up, until `retry_at`.
+      task: the thread that brings it to the current version, if any.
+      deaths: in a row. requests, draws: in flight. report: of the last publish.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        *,
+        run_id: str,
+        incarnation: int,
+        log: Callable[[str], None],
+        number: int = 0,
+        address: str = "",
+        bridge: RayBridge | None = None,
+    ):
+        self.name, self.address = name, address
+        self._config, self._run_id, self._incarnation, self._log = config, run_id, incarnation, log
+        log_file = f"{config.log_file}.{number}" if config.log_file and config.started > 1 else config.log_file
+        self.bridge: BridgeProcess | RayBridge = bridge or BridgeProcess(
+            arguments=["--options", config.to_json()],
+            python=config.python,
+            visible_gpus=config.gpus_of(number),
+            log_file=log_file,
+        )
+        self._started = time.monotonic()  # the bridge, last
+        self.start_s = 0.0  # until it answered
+        self._prepared: tuple[str, bytes] | None = None  # address and key of a process that is starting
+        self.life = Life()
+        self.client: sender.Client | None = None
+        self.facts: messages.Facts | None = None
+        self._idle: list[sender.Client] = []  # connections that draw, between requests
+        self._place: tuple[str, bytes] = ("", b"")
+        self._has_held_lease = False
+        self.holds: sender.Version | None = None
+        self.trouble: BridgeError | None = None
+        self.error: Exception | None = None
+        self.retry_at = 0.0
+        self.task: threading.Thread | None = None
+        self.is_leaving = False
+        self.deaths = self.restarts = self.requests = self.draws = 0
+        self.report: dict[str, float] = {}
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more draws would be begun soon: some may wait, so that none has to be waited for."""
+        return self.requests < MOST_REQUESTS and 4 * self.draws < 5 * self._config.max_num_seqs
+
+    def serves(self, version: sender.Version | None) -> bool:
+        """Whether requests may be sent."""
+        fit = self.trouble is None and self.error is None and not self.is_leaving
+        return fit and version is not None and self.holds is version
+
+    # ---- to life, with the lease -------------------------------------------------------------------------------------
+
+    def start(self, model_json: Mapping[str, Any], expected: Iterable[messages.Expected]) -> None:
+        """Starts the process, where it is ours and does not run; returns at once."""
+        if not self.address and self._prepared is None and self.client is None:
+            self._started = time.monotonic()
+            self._prepared = self.bridge.start(model_json, expected)
+
+    def connect(self, model_json: Mapping[str, Any], expected: Iterable[messages.Expected]) -> messages.Facts:
+        """A connection with the lease; what the engine says of itself.
+
+        Raises:
+          UserError: it did not start or answer in `start_timeout_s`. BridgeError: as `sender.Client`; "lease".
+        """
+        config = self._config
+        life = self.life = Life()
+        self.start(model_json, expected)
+        if self.address:
+            self._place = self.address, messages.read_key(config.key_file)
+        else:
+            assert self._prepared is not None
+            self._place, self._prepared = self._prepared, None
+        deadline = time.monotonic() + config.start_timeout_s
+        with self._speaking_up(deadline):
+            client = self._first_contact(deadline, lambda: life.is_over)
+        self.start_s = time.monotonic() - self._started
+        client.set_timeout(config.request_timeout_s)
+        try:
+            self._acquire(client, life)
+        except BaseException:
+            client.close()
+            raise
+        self._has_held_lease = True
+        self.client, self.facts = client, client.facts
+        return client.facts
+
+    def _first_contact(self, deadline: float, is_over: Callable[[], bool]) -> sender.Client:
+        """A client of a bridge that may have to start first."""
+        while True:
+            try:
+                left = max(1.0, deadline - time.monotonic())
+                return sender.Client(*self._place, timeout_s=left, is_over=is_over)
+            except BridgeError as error:
+                if error.code != "dead" or is_over():
+                    raise
+                if self.bridge.has_ended:
+                    raise UserError(f"{self.name} did not start: {self.bridge.last_words()}") from error
+                if time.monotonic() > deadline:
+                    raise UserError(f"vLLM bridge: {error} (waited {self._config.start_timeout_s:g} s)") from error
+                time.sleep(0.1)
+
+    def _acquire(self, client: sender.Client, life: Life) -> None:
+        deadline = time.monotonic() + _LEASE_PATIENCE_S
+        while True:
+            try:
+                return client.acquire(self._run_id, self._incarnation)
+            except BridgeError as error:
+                mine = self._has_held_lease and not life.is_over  # our last connection, which it still believes in
+                if error.code != "lease" or not mine or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
+
+    @contextlib.contextmanager
+    def _speaking_up(self, deadline: float) -> Iterator[None]:
+        """While it lasts, lines that say what is being waited for, with the time left."""
+        what = f"{self.name.replace('the vLLM', 'its vLLM')} to start"
+        if self.address:
+            what = f"the bridge at {self.address} (rollout.engine.{self._config.by_hand}) to answer"
+        over = threading.Event()
+
+        def speak() -> None:
+            pause = _FIRST_WORD_S
+            while not over.wait(pause):
+                pause = _NEXT_WORD_S
+                left = max(0.0, deadline - time.monotonic())
+                self._log(f"waiting for {what}: {left:.0f} s left (rollout.engine.start_timeout_s)")
+
+        threading.Thread(target=speak, daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    # ---- what it is for ----------------------------------------------------------------------------------------------
+
+    def publish(self, staged: sender.Version) -> dict[str, float]:
+        """Puts a version into the engine; seconds, bytes and counts (`sender.Client.publish`)."""
+        assert self.client is not None
+        return self.client.publish(staged, readback=self._config.readback, drain_timeout_s=self._config.drain_timeout_s)
+
+    def ask(self, call: Callable[[sender.Client], Any]) -> Any:
+        """What `call` makes of a connection that no other request is on."""
+        life = self.life
+
+        def is_over() -> bool:
+            return life.is_over
+
+        try:
+            client = self._idle.pop()
+        except IndexError:
+            client = sender.Client(*self._place, timeout_s=self._config.request_timeout_s, is_over=is_over)
+        try:
+            result = call(client)
+        except BridgeError as error:
+            if error.code == "limits":  # a request refused leaves the connection as it was
+                self._keep(client, life)
+            else:
+                client.close()
+            raise
+        except BaseException:
+            client.close()
+            raise
+        self._keep(client, life)
+        return result
+
+    def _keep(self, client: sender.Client, life: Life) -> None:
+        if life is self.life and not life.is_over:
+            self._idle.append(client)
+        else:
+            client.close()
+
+    # ---- its end -----------------------------------------------------------------------------------------------------
+
+    def bury(self, error: BridgeError) -> str:
+        """Ends what is left of it; says what it died of."""
+        self.hang_up()
+        # It broke its word or fell silent: nothing to wait for, but the exit code of one that is gone.
+        code = self.bridge.kill(patience_s=5.0 if error.code == "dead" else 0.0)
+        return str(error) if code is None else f"{error}; exit code {code}"
+
+    def hang_up(self) -> None:
+        """Ends all connections; a bridge notices that its lease is free."""
+        self.life.is_over = True
+        while self._idle:
+            with contextlib.suppress(IndexError):
+                self._idle.pop().close()
+        client, self.client = self.client, None
+        if client is not None:
+            client.close()
+
+    def close(self) -> None:
+        """Stops a bridge that was started here, and hangs up. Idempotent."""
+        grace_s = 0.0
+        if self.client is not None and self.bridge.is_started:
+            with contextlib.suppress(BridgeError):
+                self.client.shutdown()
+                grace_s = 10.0
+        self.hang_up()
+        self.bridge.stop(grace_s)
+        self.bridge.close()
+
+
+__all__ = ["MOST_REQUESTS", "Life", "Replica"]

@@ -1,0 +1,130 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint's folder as files: whether it is whole, by the manifest in it, and writing and deleting that a process
+killed at any moment leaves in order."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qarl_jax.types import UserError
+
+log = logging.getLogger(__name__)
+
+DELETING = ".deleting-"
+FORMAT = 2
+
+
+class DamagedCheckpointError(UserError):
+    """A step that is on disk but not whole; the message says which file and what is wrong with it."""
+
+
+def files(root: Path) -> Iterator[Path]:
+    return (path for path in sorted(root.rglob("*")) if path.is_file())
+
+
+def fingerprint(path: Path) -> list[int]:
+    """[size, CRC-32] of a file."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def verify(step: Path, files: Mapping[str, Sequence[int]], contents: bool = True) -> None:
+    for name, (size, crc) in files.items():
+        path = step / name
+        if not path.is_file():
+            raise DamagedCheckpointError(f"The checkpoint {step} is damaged: {name} is missing.")
+        if path.stat().st_size != size:
+            raise DamagedCheckpointError(
+                f"The checkpoint {step} is damaged: {name} has {path.stat().st_size} bytes instead of {size}."
+            )
+        if contents and fingerprint(path)[1] != crc:
+            raise DamagedCheckpointError(f"The checkpoint {step} is damaged: the contents of {name} have changed.")
+
+
+def is_sound(step: Path, contents: bool = True) -> bool:
+    """Whether every file is there in full and, with `contents`, unaltered."""
+    try:
+        verify(step, read_manifest(step)["files"], contents)
+    except DamagedCheckpointError:
+        return False
+    return True
+
+
+def checksum(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest).encode())
+
+
+def read_manifest(step: Path) -> dict[str, Any]:
+    """The manifest, its own sum checked first: what an altered one says of model or format would mislead."""
+    manifest = load_json(step, "manifest.json")
+    damaged = DamagedCheckpointError(f"The checkpoint {step} is damaged: the contents of manifest.json have changed.")
+    if not isinstance(manifest, dict):
+        raise damaged
+    crc = manifest.pop("crc", None)
+    if manifest.get("format") == 1 and crc is None:  # written before manifests had a sum
+        if not all(isinstance(manifest.get(key), dict) for key in ("arrays", "files")):
+            raise damaged
+        return manifest
+    if crc != checksum(manifest):
+        raise damaged
+    if manifest["format"] != FORMAT:
+        raise UserError(f"{step} has checkpoint format {manifest['format']}; this version reads up to {FORMAT}.")
+    return manifest
+
+
+def load_json(step: Path, name: str) -> dict[str, Any]:
+    try:
+        return json.loads((step / name).read_text())
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"The checkpoint {step} is damaged: {name} is missing.") from None
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpointError(f"The checkpoint {step} is damaged: {name}: {first_line(error)}.") from error
+
+
+def write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(directory: Path) -> None:
+    """Make renames survive a power cut."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def delete(path: Path) -> None:
+    """Rename first, so that a half-deleted step is never taken for a checkpoint."""
+    doomed = unused(path.with_name(DELETING + path.name))
+    try:
+        path.rename(doomed)
+    except OSError as error:
+        log.warning("Cannot delete the old checkpoint %s: %s.", path, first_line(error))
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def unused(path: Path) -> Path:
+    for i in range(1_000_000):
+        candidate = path if i == 0 else path.with_name(f"{path.name}-{i}")
+        if not candidate.exists():
+            return candidate
+    raise AssertionError(path)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

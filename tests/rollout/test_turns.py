@@ -1,0 +1,356 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Responses of several turns: what is drawn, what is observed, what is trained on, and when one ends."""
+
+import contextlib
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+from qarl_jax import data, train
+from qarl_jax.data import packing
+from qarl_jax.loop import updates
+from qarl_jax.loop.step_metrics import rollout_metrics
+from qarl_jax.observe import html_report, recorder
+from qarl_jax.rewards import Grader, environment, exact, total
+from qarl_jax.rollout import SamplingConfig, dynamic_sampling
+from qarl_jax.rollout.environments import Calculator, Custom
+from qarl_jax.rollout.turns import Observations, TurnTaking
+from qarl_jax.run import config
+from qarl_jax.types import Prompt, Turn, UserError
+from tests.reference import tiny
+from tests.reference.rollouts import completion
+
+EOS = 1
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# One point for every turn; fails at "9".
+POINTS = """
+class Points:
+    async def reset(self, task):
+        return task["meta"].get("first", "")
+    async def step(self, text):
+        if text == "9":
+            raise ValueError("nine")
+        return "+", 1.0, text == "0"
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return data.make_char_tokenizer("0123456789*=[]+abcdefghijklmnopqrstuvwxyz<>\n ", tmp_path_factory.mktemp("t"))
+
+
+class Engine:
+    """Says the texts of `script[uid]`, one a turn; a turn that ends in "..." has no stop token."""
+
+    tells_groups = False
+
+    def __init__(self, tokenizer, script, version=0):
+        self.tokenizer, self.script, self.version, self.asked = tokenizer, script, version, []
+
+    def extend(self, requests, *, sampling, on_ended=None):
+        self.asked.append(requests)
+        out = []
+        for request in requests:
+            turn = len(self.asked) - 1
+            text = self.script[request.prompt.uid][turn]
+            cut = text.endswith("...")
+            tokens = [*self.tokenizer.encode(text.removesuffix("...")), *([] if cut else [EOS])]
+            one = completion(
+                tokens[: request.max_tokens],
+                -0.5 - np.arange(len(tokens))[: request.max_tokens],
+                prompt=request.prompt.tokens,
+                finish_reason="length" if cut or len(tokens) > request.max_tokens else "stop",
+                version=self.version + turn,
+            )
+            out.append(one)
+            if on_ended is not None:
+                on_ended(len(out) - 1, one)
+                on_ended(len(out) - 1, one)
+        return out
+
+    def close(self):
+        self.closed = True
+
+
+class TellingEngine(Engine):
+    tells_groups = True
+
+
+@pytest.fixture(params=[Engine, TellingEngine])
+def play(request, tokenizer, tmp_path):
+    """play(script, cfg=..., limit=...) -> ({uid: completion}, engine); cfg None: POINTS."""
+    (tmp_path / "points.py").write_text(POINTS)
+    with contextlib.ExitStack() as stack:
+
+        def played(script, cfg=None, limit=40, samples=1, log=print, meta=None, **settings):
+            cfg = cfg or Custom(path=f"{tmp_path}/points.py:Points", before="", after="", **settings)
+            engine = request.param(tokenizer, script)
+            turns = stack.enter_context(contextlib.closing(TurnTaking(engine, cfg, tokenizer, chat=False, log=log)))
+            prompts = [
+                Prompt(uid=uid, tokens=tuple(tokenizer.encode("ab=")), text="ab=", answer="42", meta=meta or {})
+                for uid in script
+            ]
+            told = []
+            found = turns.generate(
+                prompts,
+                num_samples=samples,
+                sampling=SamplingConfig(max_response_len=limit, stop_token_ids=(EOS,)),
+                key=5,
+                on_group=lambda number, group: told.append((number, group)),
+            )
+            assert sorted(number for number, _ in told) == list(range(len(prompts)))
+            return dict(zip(script, (group[0] for group in found), strict=True)), engine
+
+        yield played
+
+
+def text(tokenizer, tokens):
+    return tokenizer.decode(list(tokens)).replace("<eos>", "$")
+
+
+def test_turns_are_drawn_behind_the_very_tokens_before_them(play, tokenizer):
+    found, engine = play({"a": ["[6*7]", "42"]}, Calculator(opening="[", closing="]", before="", after="="))
+    one = found["a"]
+    assert text(tokenizer, one.tokens) == "[6*7]$42=42$"
+    assert one.turns == (Turn(start=0, end=6), Turn(start=9, end=12))
+    np.testing.assert_array_equal(one.drawn, [1] * 6 + [0] * 3 + [1] * 3)
+    assert [(s.version, s.start, s.end) for s in one.versions] == [(0, 0, 6), (1, 9, 12)]
+    np.testing.assert_array_equal(one.logprobs, [-0.5, -1.5, -2.5, -3.5, -4.5, -5.5, 0, 0, 0, -0.5, -1.5, -2.5])
+    assert one.finish_reason == "stop"
+    (first,), (second,) = engine.asked
+    assert (first.number, first.key, first.tokens, first.max_tokens) == (0, 5, (), 40)
+    assert (second.tokens, second.max_tokens) == (one.tokens[:9], 31)
+
+
+def test_a_response_ends_when_the_environment_is_done_or_a_limit_is_hit(play, tokenizer):
+    script = {"done": ["1", "0"], "turns": ["1", "2", "3"], "cut": ["1..."]}
+    found, _ = play(script, max_turns=3)
+    assert {uid: one.finish_reason for uid, one in found.items()} == {
+        "done": "stop",
+        "turns": "length",
+        "cut": "length",
+    }
+    assert [turn.reward for turn in found["turns"].turns] == [1, 1, 1]
+    assert text(tokenizer, found["turns"].tokens) == "1$+2$+3$"  # nothing is observed behind the last turn
+    assert found["cut"].turns == (Turn(start=0, end=1),)  # of a turn that was cut off the environment hears nothing
+
+
+def test_turns_and_observations_share_the_limit_of_a_response(play, tokenizer):
+    found, engine = play({"a": ["12345", "6789"]}, limit=8)
+    assert text(tokenizer, found["a"].tokens) == "12345$+6"
+    assert found["a"].finish_reason == "length"
+    assert [request.max_tokens for (request,) in engine.asked] == [8, 1]
+    found, _ = play({"a": ["123456", "7"]}, limit=8)
+    assert text(tokenizer, found["a"].tokens) == "123456$"  # no room for a turn behind what is observed
+    found, engine = play({"a": ["12", "3"]}, limit=8, max_turn_len=2)
+    assert text(tokenizer, found["a"].tokens) == "12"  # without a stop token: a turn at its own limit is the last
+
+
+def test_what_an_environment_says_first_goes_before_the_first_turn(play, tokenizer):
+    found, engine = play({"a": ["0"]}, meta={"first": "xy"})
+    assert text(tokenizer, found["a"].tokens) == "xy0$"
+    assert found["a"].turns == (Turn(start=2, end=4, reward=1.0),)
+    assert engine.asked[0][0].tokens == found["a"].tokens[:2]
+
+
+def test_an_episode_whose_environment_fails_is_left_out(play):
+    said = []
+    found, _ = play({"good": ["0"], "bad": ["9"]}, log=said.append)
+    assert (found["bad"].finish_reason, found["bad"].tokens, found["bad"].turns) == ("abort", (), ())
+    assert found["good"].finish_reason == "stop"
+    assert said == ["the environment failed in 1 of 2 episodes; first bad: ValueError: nine"]
+    with pytest.raises(UserError, match=r"failed in all 1 episodes of a batch; first bad: ValueError: nine"):
+        play({"bad": ["9"]})
+
+
+def test_copies_of_a_prompt_go_on_counting_and_groups_keep_their_order(play):
+    _, engine = play({"a": ["0"], "b": ["0"]}, samples=2)
+    assert [(r.prompt.uid, r.number) for r in engine.asked[0]] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+
+
+# ---- chat templates -------------------------------------------------------------------------------------------------
+
+
+def chat(tokenizer, template, **settings):
+    tokenizer.chat_template = template
+    return Observations(Calculator(**settings), tokenizer, chat=True)
+
+
+def test_a_chat_template_writes_what_follows_the_stop_token(tokenizer):
+    found = chat(tokenizer, CHAT, role="tool").tokens("42")
+    assert tokenizer.decode(list(found)) == "\n<tool>42\n<assistant>"
+    messages = [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]
+    assert tokenizer.decode(list(chat(tokenizer, CHAT).tokens(messages))) == "\n<user>x\n<tool>y\n<assistant>"
+    assert chat(tokenizer, CHAT).tokens("", first=True) == ()
+    assert len(chat(tokenizer, CHAT, max_observation_len=5).tokens("1234567")) == 5
+
+
+def test_a_template_that_rewrites_what_was_said_is_refused(tokenizer):
+    with pytest.raises(UserError, match="cannot be gone on with"):
+        chat(tokenizer, "{{ messages|length }}" + CHAT).tokens("42")
+
+
+# ---- what is made of it ---------------------------------------------------------------------------------------------
+
+
+def graded(tokenizer, completions, reward):
+    prompt = Prompt(uid="a", tokens=(3, 4), text="6*7=", answer="42")
+    groups, parts = Grader(reward, max_response_len=40).grade(tokenizer, [prompt], [completions])
+    return groups[0], parts
+
+
+def response(tokenizer, *turns, rewards=()):
+    """Turns with the observation "42=" between them."""
+    tokens, places = [], []
+    for number, said in enumerate(turns):
+        tokens += tokenizer.encode("42=") if number else []
+        start = len(tokens)
+        tokens += [*tokenizer.encode(said), EOS]
+        reward = rewards[number] if rewards else 0.0
+        places.append(Turn(start=start, end=len(tokens), reward=reward))
+    return dataclasses.replace(completion(tokens, prompt=(3, 4)), turns=tuple(places))
+
+
+def test_the_last_turn_is_the_answer_and_not_what_was_observed(tokenizer):
+    right, observed = response(tokenizer, "[6*7]", "42"), response(tokenizer, "[6*7]", "dunno")
+    group, _ = graded(tokenizer, [right, observed], exact.Config(extract="last_number"))
+    assert group.rewards.tolist() == [1, 0]
+    assert [turn.reward for turn in group.completions[0].turns] == [0, 1]  # the last turn has it
+    assert "42" in group.texts[1]  # in full, for the record
+
+
+def test_rewards_of_the_environment_add_up_over_turns_and_stay_with_them(tokenizer):
+    terms = (
+        total.Term(reward=exact.Config(extract="last_number")),
+        total.Term(reward=environment.Config(), coef=0.5),
+    )
+    one = response(tokenizer, "[6*7]", "42", rewards=(1.0, -3.0))
+    group, parts = graded(tokenizer, [one], total.Config(terms=terms))
+    assert parts["environment"].tolist() == [-2.0]
+    assert group.rewards.tolist() == [0.0]
+    assert [turn.reward for turn in group.completions[0].turns] == [0.5, -0.5]
+
+
+def test_observed_tokens_are_masked_from_the_loss_and_count_nowhere(tokenizer):
+    group, _ = graded(tokenizer, [response(tokenizer, "[6*7]", "42"), response(tokenizer, "7")], environment.Config())
+    packed = packing.pack([group], np.array([[[2.0, 3.0], [5.0, 0.0]]]), row_len=20)
+    first = packed.segments[0]
+    row = packed.batch.loss_mask[first.row, first.response]
+    np.testing.assert_array_equal(row, [True] * 6 + [False] * 3 + [True] * 3)
+    np.testing.assert_array_equal(packed.batch.advantages[first.row, first.response], [2.0] * 6 + [0.0] * 3 + [3.0] * 3)
+    assert (packed.num_tokens, packed.num_sequences) == (9 + 2, 2)
+    assert packed.batch.advantages.sum() == 6 * 2 + 3 * 3 + 2 * 5
+    same = packing.pack([group], np.array([[2.0, 5.0]]), row_len=20)  # one number for all turns
+    np.testing.assert_array_equal(same.batch.advantages[first.row, first.response][row], np.full(9, 2.0))
+    numbers = rollout_metrics([group], {}, np.zeros((1, 2, 2)))
+    assert (numbers["response/length_mean"], numbers["turns/mean"], numbers["turns/observed_tokens"]) == (5.5, 1.5, 1.5)
+    assert numbers["reward/zero_advantage_groups"] == 1
+
+
+def test_an_episode_that_failed_enters_no_statistic_of_its_group(tokenizer):
+    right, wrong = response(tokenizer, "[6*7]", "42"), response(tokenizer, "7")
+    failed = dataclasses.replace(dynamic_sampling.emptied(wrong), finish_reason="abort")
+    group, parts = graded(tokenizer, [right, wrong, failed, wrong], exact.Config(extract="last_number"))
+    assert group.rewards.tolist() == [1, 0, 0, 0]
+    cfg = config.load(tiny.ROOT / "configs/quickstart.yaml", ["advantage.name=drgrpo"])
+    _, advantages = updates.advantages_of(cfg, [group], 0)
+    np.testing.assert_allclose(advantages, [[2 / 3, -1 / 3, 0, -1 / 3]], rtol=1e-6)
+    by_turn = ["advantage.level=turn", "loss.name=grpo", "rollout.environment.name=calculator"]
+    cfg = config.load(tiny.ROOT / "configs/quickstart.yaml", ["advantage.name=drgrpo", *by_turn])
+    _, advantages = updates.advantages_of(cfg, [group], 0)
+    np.testing.assert_allclose(advantages[0, :, 0], [2 / 3, -1 / 3, 0, -1 / 3], rtol=1e-6)
+    assert advantages[0, :, 1].tolist() == [0, 0, 0, 0]  # nobody else has a second turn
+    same, parts = graded(tokenizer, [right, failed], exact.Config(extract="last_number"))
+    assert dynamic_sampling.informative([same], parts).tolist() == [False]
+
+
+def test_samples_and_the_report_show_turns(tokenizer, tmp_path):
+    group, _ = graded(tokenizer, [response(tokenizer, "[6*7]", "42", rewards=(0.25, 1))], environment.Config())
+    (record,) = recorder.sample_records([group], 1, tokenizer=tokenizer)
+    assert record["turns"] == [
+        {"text": "[6*7]", "observation": "42=", "reward": 0.25, "tokens": 6},
+        {"text": "42", "observation": "", "reward": 1.0, "tokens": 3},
+    ]
+    names = ["rollout", "old", "now", "ratio", "mismatch", "weight", "gain"]
+    columns = {name: [0.5] * 9 for name in names} | {"text": [*"[6*7]$", *"42$"], "fate": [0] * 9}
+    trace = {"advantage": 1.0, "update": 1, "updates": 1, "seq_ratio": 1.0, "seq_mismatch": 1.0, "cut": {}}
+    for name, extra in (("whole", {"tokens": columns} | trace), ("bare", {})):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "samples.jsonl").write_text(json.dumps({"step": 0, **record, **extra}) + "\n")
+        page = html_report.render({"run": folder})
+        assert page.count('class="observed"') == 1
+        shown = re.sub(r"<[^>]*>|\s", "", page[page.index('class="text prompt"') :])
+        assert {"whole": "[6*7]$42=42$", "bare": "[6*7]42=42"}[name] in shown
+        assert "6 tokens (reward 0.25)" in page
+
+
+def test_an_observation_is_shown_where_it_was_made_also_where_tokens_are_left_out():
+    turns = [{"tokens": 3, "observation": "x"}, {"tokens": 6, "observation": "y"}, {"tokens": 1, "observation": ""}]
+    assert html_report._observed(turns, 10, 0) == {3: "x", 9: "y"}
+    assert html_report._observed(turns, 2, 6) == {2: "x", 3: "y"}  # of tokens 0 to 9, 2 to 7 are left out
+
+
+# ---- a run ----------------------------------------------------------------------------------------------------------
+
+ECHO = """
+class Echo:
+    async def reset(self, task):
+        return ""
+    async def step(self, text):
+        return "+" + text[:2], 0.5, "3" in text
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_programs")
+def test_a_run_of_several_turns_scores_what_was_drawn_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    (tmp_path / "echo.py").write_text(ECHO)
+    world = tiny.World(tmp_path).changed(
+        rollout={
+            "max_response_len": 16,
+            "environment": {
+                "name": "custom",
+                "path": f"{tmp_path}/echo.py:Echo",
+                "max_turns": 3,
+                "before": "",
+                "after": "",
+            },
+        },
+        reward={"name": "sum", "terms": [{"reward": {"name": "environment"}}, {"reward": {"name": "exact"}}]},
+        advantage={"name": "grpo", "level": "turn"},
+        loss={"name": "grpo"},
+        train={"steps": 3},
+    )
+    whole = world.changed(run_dir=str(tmp_path / "whole"))
+    assert train.main(whole.command()) == 0
+    records = whole.records()
+    for record in records:
+        assert record["turns/max"] > 1
+        assert record["turns/observed_tokens"] > 0
+        assert record["turns/failed"] == 0
+        assert record["mismatch/max_abs"] < 1e-3  # what was observed is context for both, in the same places
+        assert record["train/tokens"] == record["response/tokens"]
+    assert any(turn["observation"] for record in whole.records("samples") for turn in record["turns"])
+    real, calls = updates.Updates.run, []
+
+    def dying(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(updates.Updates, "run", dying)
+    victim = world.changed(run_dir=str(tmp_path / "killed"))
+    with pytest.raises(KeyboardInterrupt):
+        train.main(victim.command())
+    assert train.main(victim.command()) == 0
+    for name in ("metrics", "eval", "samples"):
+        assert victim.records(name) == whole.records(name)
