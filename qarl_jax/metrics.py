@@ -129,12 +129,10 @@ def phases(record: Mapping[str, Any]) -> dict[str, Any]:
     `ahead_` and `start_` are of other steps' sampling and of the run's start.
     """
     names = {key: key.removeprefix(TIME).removesuffix("_s") for key in record if key.startswith(TIME)}
-    others = {"step", "start", "rollout_tok_per", "tok_per"}
+    none = {"step", "start", "rollout_tok_per", "tok_per"}
+    apart = ("start_", "ahead_")
     return {
         name: record[key]
         for key, name in names.items()
-        if key == f"{TIME}{name}_s"
-        and "/" not in name
-        and name not in others
-        and not name.startswith(("start_", "ahead_"))
+        if key == f"{TIME}{name}_s" and "/" not in name and name not in none and not name.startswith(apart)
     }
