@@ -90,14 +90,15 @@ CASES = (
 # The gradient of Qwen3-30B-A3B on two cards, of which `benchmarks.step_gpu --cards 2` makes two or more updates a step.
 _MIXTURE = Setting(model="30b-a3b", scheme="w4a16", rows=64, seq=1088, optimizer="muon", moments="int8", cards=2)
 MIXTURES = tuple(
-    dataclasses.replace(_MIXTURE, offload=True, scheme=scheme, rows=rows, remat=remat)
-    for scheme, rows, remat in (
-        ("w4a16", 64, "full"),
-        ("w4a16", 16, "full"),
-        ("bf16", 64, "full"),
-        ("w8a8", 64, "full"),
-        ("fp8", 32, "full"),
-        ("w4a16", 32, "mixer"),
+    dataclasses.replace(_MIXTURE, offload=True, scheme=scheme, rows=rows, remat=remat, engine=engine)
+    for scheme, rows, remat, engine in (
+        ("w4a16", 64, "full", "plain"),
+        ("w4a16", 16, "full", "plain"),
+        ("w4a16", 32, "full", "cuda"),
+        ("bf16", 64, "full", "plain"),
+        ("w8a8", 64, "full", "plain"),
+        ("fp8", 32, "full", "plain"),
+        ("w4a16", 32, "mixer", "plain"),
     )
 )
 
@@ -228,8 +229,8 @@ def measure(out: str, arguments: list[str], only: list[int] | None = None) -> No
 def report(rows: list[dict[str, Any]]) -> str:
     """The result file: how it was made, then a line per case."""
     head = {
-        "command": "python -m benchmarks.memory --out benchmarks/results/memory_h200.json",
-        "how": "compiled ahead of time for one H200 (benchmarks/targets/h200.txtpb), cuDNN attention; no GPU present",
+        "command": " ".join(["python -m benchmarks.memory", *sys.argv[1:]]),
+        "how": "compiled ahead of time for H200s (benchmarks/targets/h200.txtpb), cuDNN attention; no GPU present",
         "jax": jax.__version__,
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]

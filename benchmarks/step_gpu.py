@@ -99,6 +99,7 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
     if "experts" in shapes.SIZES[args.shapes]:
         values |= {"rollout.router_replay": str(not rollout).lower(), "model.remat": "full"}
     if args.cards > 1 or "experts" in shapes.SIZES[args.shapes]:
+        del values["optimizer.offload"]  # to be said after the name
         values |= {
             "model.param_dtype": "bfloat16",
             "optimizer.name": args.optimizer,  # begins the section anew
@@ -234,7 +235,9 @@ def main(argv: list[str] | None = None) -> int:
         found |= {"cards": args.cards, "layers": args.layers, "execution": args.execution, "planned_gib": plan}
         found["most_used_gib"] = [used[0] / card.GIB for used in most]
         text = pathlib.Path(log).read_text(errors="replace")
-        found["said"] = [line for line in text.splitlines() if "execution" in line or line.startswith("card ")][-4:]
+        told = ("execution", "publishing over")
+        said = [one for one in text.splitlines() if one.startswith("card ") or any(word in one for word in told)]
+        found["said"] = said[-6:]
         if steps_done(run_dir) > 1:
             found |= summary(run_dir)
         if code != 0:

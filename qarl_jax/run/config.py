@@ -484,7 +484,8 @@ def describe(cfg: RunConfig) -> str:
     evaluated = f"{cfg.eval.num_prompts or 'all'} prompts x {cfg.eval.num_samples} samples"
     when = [f"every {cfg.eval.every} steps"] * bool(cfg.eval.every)
     when += ["before"] * cfg.eval.at_start + ["after"] * cfg.eval.at_end
-    saved = f"every {cfg.checkpoint.every} steps" if cfg.checkpoint.every else "at the end"
+    at_end = "at the end" if cfg.checkpoint.at_end else "when it is interrupted"
+    saved = f"every {cfg.checkpoint.every} steps" if cfg.checkpoint.every else at_end
     lines = [
         ("scheme", schemes),
         *[("" if number else "note", text) for number, text in enumerate(arm)],

@@ -125,8 +125,9 @@ def layer_activations(model: models.ModelConfig, positions: int, max_segments: i
     whole = (14.0 * hidden + 2.5 * projected + 7.0 * inner) * model.compute_dtype.itemsize
     own = positions * max(whole - _kept(model, max_segments), whole / 4)
     if model.moe is not None:
-        # Copies of tokens for their experts; a layer's experts, gathered, and dequantized.
-        copies = 2 * positions * model.moe.num_experts_per_tok * hidden
+        # Copies of tokens for their experts, in float32 where they are weighted first; a layer's experts, gathered, and
+        # dequantized.
+        copies = (8 if model.numerics.weighted_experts else 2) * positions * model.moe.num_experts_per_tok * hidden
         experts = 6 * model.moe.num_experts * model.moe.intermediate_size * hidden
         own += (copies + experts) * model.compute_dtype.itemsize
     return round(own)
