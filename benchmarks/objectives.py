@@ -4,10 +4,10 @@
 
     python benchmarks/objectives.py [--steps 20] [--only tbpo grpo ...] [section.field=value ...]
 
-Where configs/papers/quickstart has a run of that objective, it is that run; the others are the quickstart with the
-objective's defaults. A run has diverged if it stopped, if a number of it is not finite, or if reward/mean over its last
-five steps lies more than 0.05 below that over its first five. Writes benchmarks/results/objectives_cpu.json; exit code
-1 if any diverged.
+Where configs/papers/quickstart.yaml has an arm of that objective, it is that run; the others are the quickstart with
+the objective's defaults. A run has diverged if it stopped, if a number of it is not finite, or if reward/mean over its
+last five steps lies more than 0.05 below that over its first five. Writes benchmarks/results/objectives_cpu.json; exit
+code 1 if any diverged.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import sys
 import numpy as np
 
 from qarl_jax.loss import LOSSES
+from qarl_jax.run.config import RunConfig
+from qarl_jax.typed_config.load import arms_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-RUNS = ROOT / "configs" / "papers" / "quickstart"
+RUNS = ROOT / "configs" / "papers" / "quickstart.yaml"
 # What an objective comes with, where no run of the papers says it.
 EXTRA = {
     "drgrpo": ["loss={name: drgrpo, mismatch: tis}", "advantage.name=drgrpo"],
@@ -37,14 +39,15 @@ SLACK = 0.05
 def run(name: str, steps: int, overrides: list[str]) -> dict[str, float]:
     """One run in a process of its own; its rewards, and whether it diverged."""
     folder = ROOT / "runs" / "objectives" / name
-    config = RUNS / f"{name}.yaml" if (RUNS / f"{name}.yaml").exists() else ROOT / "configs" / "quickstart.yaml"
+    arm = [f"arm={name}"] if name in arms_of(RunConfig, RUNS) else []
     settings = [f"run_dir={folder}", f"train.steps={steps}", "log.view=off", "eval.at_start=false", "eval.at_end=false"]
     command = [
         sys.executable,
         "-m",
         "qarl_jax.train",
         "--config",
-        str(config),
+        str(RUNS),
+        *arm,
         *EXTRA.get(name, ()),
         *settings,
         *overrides,

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m qarl_jax.plot RUN [RUN ...] [--out DIR]`: curves of one or more runs from their metrics.jsonl.
 
-Writes <out>/curves.png, <out>/report.html, and where runs recorded histograms <out>/ratios.png.
+Writes <out>/curves.png, <out>/report.html, and where runs recorded histograms or tokens <out>/ratios.png and
+<out>/probabilities.png.
 
 Curves: one panel per question a run raises (does it learn, how long does it answer, does it still
 explore, how far are learner and sampler apart, how much does the loss clip, is training steady), one colour per run.
@@ -12,8 +13,11 @@ zeros, is left out. Held-out evaluations stand at the version that was evaluated
 Ratios: how far the updates moved the policy, and how far sampler and learner are apart, per token and per response, by
 the sign of A, summed over each run's last steps.
 
-The report (`report.py`) is for a browser: the curves once more, and samples whose tokens are shaded by ratio, weight
-and probability, with what the loss dropped marked.
+Probabilities: the tokens of samples.jsonl, as figures 4 and 5 of QaRL (arXiv 2604.07853) have them. How densely tokens
+lie by their probability before and after the updates of a step, and the ratio of the two by the probability before.
+
+The report (`html_report.py`) is for a browser: the curves once more, and samples whose tokens are shaded by ratio,
+weight and probability, with what the loss dropped marked.
 
 Needs matplotlib (`pip install qarl-jax[plot]`).
 """
@@ -343,6 +347,65 @@ def ratio_figure(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> Any:
     return _with_legend(fig, list(runs))
 
 
+def load_tokens(path: str | Path, last: int = 50) -> dict[str, list[float]]:
+    """Logged tokens of a run's last steps, those left out whose numbers are not finite.
+
+    Returns:
+      `old` and `now`, log-probs under the learner at the start of a step and in the response's last update, and
+      `advantage`, each [tokens]; empty where none were recorded.
+    """
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "samples.jsonl"
+    records = [record for record in (read_lines(file) if file.is_file() else []) if record.get("tokens")]
+    steps = sorted({record["step"] for record in records})[-last:]
+    out: dict[str, list[float]] = {"old": [], "now": [], "advantage": []}
+    for record in records:
+        if record["step"] not in steps:
+            continue
+        for old, now in zip(record["tokens"]["old"], record["tokens"]["now"], strict=True):
+            if old is not None and now is not None:
+                out["old"].append(old)
+                out["now"].append(now)
+                out["advantage"].append(record["advantage"])
+    return out if out["old"] else {}
+
+
+def probability_figure(runs: Mapping[str, Mapping[str, Sequence[float]]]) -> Any:
+    """Per run: the density of tokens over (probability before, after), and their ratio by the probability before.
+
+    Args:
+      runs: run name -> `load_tokens`; runs without tokens are left out.
+
+    Raises:
+      UserError: matplotlib is missing.
+    """
+    shown = {name: tokens for name, tokens in runs.items() if tokens}
+    fig = _blank(9.5, 3.6 * len(shown))
+    for row, (name, tokens) in enumerate(shown.items()):
+        old, now, ratio = ([math.exp(x) for x in values] for values in (
+            tokens["old"], tokens["now"], [b - a for a, b in zip(tokens["old"], tokens["now"], strict=True)]
+        ))  # fmt: skip
+        axes = fig.add_subplot(len(shown), 2, 2 * row + 1)
+        drawn = axes.hexbin(old, now, gridsize=50, xscale="log", yscale="log", bins="log", mincnt=1, cmap="viridis")
+        low = min(*old, *now)
+        axes.plot([low, 1], [low, 1], color="0.5", linewidth=0.8)
+        fig.colorbar(drawn, ax=axes, label="tokens")
+        _dress(axes, f"{name}: density of tokens", 9)
+        axes.set_ylabel("probability after", fontsize=9)
+        beside = fig.add_subplot(len(shown), 2, 2 * row + 2)
+        for color, words, sign in ((COLORS[0], "A > 0", 1), (COLORS[1], "A < 0", -1)):
+            of_sign = [i for i, advantage in enumerate(tokens["advantage"]) if advantage * sign > 0]
+            at = [old[i] for i in of_sign], [ratio[i] for i in of_sign]
+            beside.plot(*at, ".", color=color, markersize=2, alpha=0.5, label=words)
+        beside.set_xscale("log")
+        beside.set_yscale("log")
+        beside.legend(fontsize=8, framealpha=0.7, edgecolor="none", markerscale=4)
+        _dress(beside, f"{name}: ratio by probability", 9)
+        beside.set_ylabel("probability after / before", fontsize=9)
+        for each in (axes, beside):
+            each.set_xlabel("probability before", fontsize=9)
+    return fig
+
+
 def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> list[html_report.Chart]:
     """The panels of `figure`, as the report draws them."""
     out = []
@@ -426,6 +489,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = {run.name: load_histograms(path) for run, path in zip(runs, args.runs, strict=True)}
     if any(counts.values()):
         figures["ratios.png"] = ratio_figure(counts)
+    tokens = {run.name: load_tokens(path) for run, path in zip(runs, args.runs, strict=True)}
+    if any(tokens.values()):
+        figures["probabilities.png"] = probability_figure(tokens)
     for name, fig in figures.items():
         target = Path(args.out) / name
         try:

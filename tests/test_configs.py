@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every file in configs/ is a runnable document: it parses, plans without weights, and says what it is.
 
-The papers' comparison (configs/papers/<model>/<run>.yaml) must differ between runs only in what the papers vary.
+The papers' runs are arms of their models' files (configs/papers), and must differ only in what the papers vary.
 """
 
 import dataclasses
@@ -23,11 +23,14 @@ from tests.reference import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "models"
-FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 PAPERS = ROOT / "configs" / "papers"
-MODELS = sorted(path.name for path in PAPERS.iterdir() if path.is_dir())
-RUNS = sorted(path.stem for path in (PAPERS / "qwen3_8b_base").glob("*.yaml"))
-# What a run may change against its model's TBPO run, the folder aside.
+TABLES = sorted(PAPERS.glob("*arms.yaml"))
+FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*TABLES})
+MODELS = sorted(path.stem for path in PAPERS.glob("q*.yaml") if path not in TABLES and not path.stem.startswith("qurl"))
+QURL = sorted(path.stem for path in PAPERS.glob("qurl_*.yaml") if path not in TABLES)
+RUNS = sorted(schema.arms_of(config.RunConfig, PAPERS / "qwen3_8b_base.yaml"))
+QURL_RUNS = sorted(schema.arms_of(config.RunConfig, PAPERS / f"{QURL[0]}.yaml"))
+# What a run may change against its model's file, the folder aside.
 VARIED = {"quant.forward", "quant.rollout", "quant.uaq_scale", "train.prompts_per_update", "optimizer.lr"}
 # And one with a critic, which no other has.
 CRITICS = {"ppo"}
@@ -43,7 +46,7 @@ def is_supervised(path):
 
 @functools.cache
 def load(model, run):
-    return config.load(PAPERS / model / f"{run}.yaml")
+    return config.load(PAPERS / f"{model}.yaml", [f"arm={run}"])
 
 
 def flat(tree, prefix=""):
@@ -69,6 +72,12 @@ def folders(tmp_path_factory):
     """Model folders without weights: config.json of the published models, and of the quickstart's."""
     root = tmp_path_factory.mktemp("models")
     values = {path.stem: json.loads(path.read_text())["config"] for path in FIXTURES.glob("*.json")}
+    # Of the same shapes: a head of its own and more positions tell the second from its stand-in.
+    values["Qwen2.5-0.5B-Instruct"] = values["qwen25-coder-0.5b"]
+    values["DeepSeek-R1-Distill-Qwen-1.5B"] = values["Qwen2.5-Math-1.5B"] | {
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 131072,
+    }
     for path in FILES:  # what a supervised config will make, for the configs that start from it
         if is_supervised(path):
             made = yaml.safe_load(path.read_text())
@@ -80,12 +89,19 @@ def folders(tmp_path_factory):
     return root
 
 
+PLANNED = [
+    *((path, "") for path in FILES if not is_supervised(path)),
+    *((PAPERS / "qwen3_8b_base.yaml", run) for run in RUNS),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in FILES if not is_supervised(path)], ids=name)
-def test_a_dry_run_plans_it_without_weights(path, folders, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("path", "arm"), PLANNED, ids=[f"{name(path)}{'-' * bool(arm)}{arm}" for path, arm in PLANNED])
+def test_a_dry_run_plans_it_without_weights(path, arm, folders, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # a config may say nothing that depends on where it is run
     folder = folders / pathlib.Path(config.load(path).model.path).name
-    assert train.main(["--config", str(path), "--dry-run", f"model.path={folder}"]) == 0
+    chosen = [f"arm={arm}"] if arm else []
+    assert train.main(["--config", str(path), "--dry-run", f"model.path={folder}", *chosen]) == 0
     said = capsys.readouterr().out
     for part in ("scheme", "micro-batch", "masters", "optimizer", "GiB"):
         assert part in said
@@ -101,21 +117,59 @@ def world(compiled_programs, tmp_path_factory):
 # ---- the papers' comparison ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODELS + QURL)
 def test_every_model_has_every_run_in_a_folder_of_its_own(model):
-    assert sorted(path.stem for path in (PAPERS / model).glob("*.yaml")) == RUNS
-    assert {load(model, run).run_dir for run in RUNS} == {f"runs/papers/{model}/{run}" for run in RUNS}
+    runs = QURL_RUNS if model in QURL else RUNS
+    assert sorted(schema.arms_of(config.RunConfig, PAPERS / f"{model}.yaml")) == runs
+    assert {load(model, run).run_dir for run in runs} == {f"runs/papers/{model}/{run}" for run in runs}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
+def test_every_arm_says_what_it_is_and_whose_number_is_expected(table):
+    rows = yaml.safe_load(table.read_text())
+    known = {"about", "paper", "expected", "differs", "set"}
+    for arm, row in rows.items():
+        assert set(row) <= known, arm
+        assert "set" in row, arm
+        assert table.stem == "quickstart_arms" or row["about"].endswith("."), arm
+        assert table.stem == "quickstart_arms" or row["paper"], arm
+        assert set(row.get("expected", {})) <= {*MODELS, *QURL}, arm
+
+
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("model", MODELS)
 def test_a_run_differs_only_in_what_the_papers_vary(model, run):
-    if run != "tbpo":
-        assert yaml.safe_load((PAPERS / model / f"{run}.yaml").read_text())["base"] == "tbpo.yaml"
     base, this = (flat(config.to_dict(load(model, which))) for which in ("tbpo", run))
     changed = {key for key in base.keys() | this.keys() if base.get(key) != this.get(key)} - {"run_dir"}
     own = ("loss.", "critic", "advantage.") if run in CRITICS else ("loss.",)
     assert {key for key in changed if not key.startswith(own)} <= VARIED
+
+
+@pytest.mark.parametrize("model", QURL)
+def test_qurls_arms_differ_in_scheme_correction_scale_and_rate_alone(model):
+    base = flat(config.to_dict(load(model, "bf16")))
+    for run in QURL_RUNS:
+        this = flat(config.to_dict(load(model, run)))
+        changed = {key for key in base.keys() | this.keys() if base.get(key) != this.get(key)} - {"run_dir"}
+        assert changed <= {"quant.rollout", "quant.uaq_scale", "loss.mismatch", "optimizer.lr"}, run
+        assert (this["quant.forward"], this["optimizer.name"]) == ("bf16", "adamw")
+        assert this["quant.rollout"] == ("bf16" if run == "bf16" else "fp8" if run.endswith("fp8") else "w8a8")
+
+
+def test_qurls_settings_are_those_of_the_paper():
+    gsm8k, dapo, scaler = (
+        load(model, "acr_int8") for model in ("qurl_ppo_gsm8k", "qurl_dapo_7b", "qurl_deepscaler_1p5b")
+    )
+    assert (gsm8k.train.steps, gsm8k.train.prompts_per_step, gsm8k.optimizer.lr) == (435, 256, 1e-5)
+    assert gsm8k.rollout.max_response_len == 512
+    assert (dapo.train.steps, dapo.train.prompts_per_step, dapo.rollout.num_samples_per_prompt) == (200, 512, 16)
+    assert (dapo.loss.clip_low, dapo.loss.clip_high, dapo.kl.coef) == (0.2, 0.28, 0)
+    assert (scaler.train.prompts_per_step, scaler.kl.coef, scaler.rollout.temperature) == (256, 1e-3, 0.6)
+    stages = [(stage.until, stage.max_response_len, stage.num_samples_per_prompt) for stage in scaler.rollout.stages]
+    assert stages == [(800, 8192, 8), (1200, 16384, 0)]
+    assert (scaler.rollout.max_response_len, scaler.rollout.num_samples_per_prompt) == (24576, 16)
+    assert load("qurl_dapo_7b", "acr_uaq2_int8").quant.uaq_scale == 2
+    assert load("qurl_dapo_7b", "acr_lr2_int8").optimizer.lr == 2e-6
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -169,6 +223,10 @@ def test_the_main_run_has_the_settings_of_the_paper():
     [
         ("bf16_grpo", "bf16", "bf16", grpo.Config(mismatch="tis", mismatch_cap=2.0)),
         ("bf16_gspo", "bf16", "bf16", gspo.Config(mismatch="tis", mismatch_cap=2.0)),
+        ("bf16_tbpo", "bf16", "bf16", tbpo.Config()),
+        ("tbpo_fp8", "fp8", "fp8", tbpo.Config()),
+        ("tbpo_w8a8", "w8a8", "w8a8", tbpo.Config()),
+        ("tbpo_w4a8", "w4a8", "w4a8", tbpo.Config()),
         ("rollout_grpo", "bf16", "w4a16", grpo.Config(mismatch="tis", mismatch_cap=2.0)),
         ("rollout_gspo", "bf16", "w4a16", gspo.Config(mismatch="tis", mismatch_cap=2.0)),
         ("rollout_tbpo", "bf16", "w4a16", tbpo.Config()),
@@ -204,8 +262,10 @@ KINDS = {"bf16_grpo", "tbpo", "ppo", "qurl_acr_uaq"}
 def test_every_run_trains_two_steps_on_a_tiny_model(run, world):
     cfg = load("quickstart", run)
     sections = {"loss": schema.to_dict(cfg)["loss"], "run_dir": str(world.folder / run)}
-    schemes = {key: None if value is None else value.replace("w4a16", "w4a16:g32") for key, value in
-               {"forward": cfg.quant.forward, "rollout": cfg.quant.rollout}.items()}  # fmt: skip
+    schemes = {
+        key: f"{value}:g32" if value in ("w4a16", "w4a8") else value
+        for key, value in {"forward": cfg.quant.forward, "rollout": cfg.quant.rollout}.items()
+    }
     sections["quant"] = schemes | {"uaq_scale": cfg.quant.uaq_scale}
     sections |= {"advantage": schema.to_dict(cfg)["advantage"], "critic": {} if run in CRITICS else None}
     if cfg.train.updates_per_step == 1:

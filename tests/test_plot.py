@@ -210,3 +210,37 @@ def test_the_ratio_figure_draws_each_run_once_per_panel(tmp_path):
     assert sum(values) == 1
     fig.savefig(tmp_path / "ratios.png")
     assert (tmp_path / "ratios.png").stat().st_size > 10_000
+
+
+# ---- probabilities -------------------------------------------------------------------------------------------------
+
+
+def sample(step, old, now, advantage=1.0):
+    return json.dumps({"step": step, "advantage": advantage, "tokens": {"old": old, "now": now}})
+
+
+def test_tokens_are_those_of_the_last_steps_and_what_is_not_finite_is_left_out(tmp_path):
+    lines = [sample(0, [-9.0], [-9.0]), sample(1, [-1.0, None], [-2.0, -1.0], -0.5), sample(2, [-3.0], [-3.5])]
+    (tmp_path / "samples.jsonl").write_text("\n".join([*lines, json.dumps({"step": 2, "text": "x"})]) + "\n")
+    want = {"old": [-1.0, -3.0], "now": [-2.0, -3.5], "advantage": [-0.5, 1.0]}
+    assert plot.load_tokens(tmp_path, last=2) == want
+    (tmp_path / "none").mkdir()
+    assert plot.load_tokens(tmp_path / "none") == {}
+
+
+def test_a_run_with_tokens_gets_the_papers_two_figures(tmp_path, capsys):
+    run = write_run(tmp_path / "a")
+    rng = np.random.default_rng(0)
+    old = -rng.exponential(2, 200)
+    rows = [sample(20, list(old), list(old + 0.1 * sign), sign) for sign in (1.0, -1.0)]
+    (run / "samples.jsonl").write_text("\n".join(rows) + "\n")
+    fig = plot.probability_figure({"a": plot.load_tokens(run), "bare": {}})
+    density, ratio = (next(x for x in fig.axes if words in x.get_title()) for words in ("density", "ratio"))
+    assert density.collections[0].get_array().sum() == 400
+    up, down = ratio.lines
+    np.testing.assert_allclose(up.get_xdata(), np.exp(old))
+    np.testing.assert_allclose(up.get_ydata(), np.exp(0.1), rtol=1e-6)
+    np.testing.assert_allclose(down.get_ydata(), np.exp(-0.1), rtol=1e-6)
+    assert plot.main([str(run), "--out", str(tmp_path / "figures")]) == 0
+    assert str(tmp_path / "figures" / "probabilities.png") in capsys.readouterr().out
+    assert (tmp_path / "figures" / "probabilities.png").stat().st_size > 10_000

@@ -75,7 +75,7 @@ def cudnn_packs() -> bool:
 
 
 def flash3_lacks(dtype: Any, head_dim: int) -> str | None:
-    """What keeps FlashAttention-3's order (`flash3.py`) from being had here, in a few words; None: nothing."""
+    """What keeps FlashAttention-3's order (`attention_flash3.py`) from being had here, in words; None: nothing."""
     if jax.default_backend() != "gpu":
         return "a GPU"
     if not is_hopper():

@@ -9,7 +9,7 @@ One update, as `train.py` drives it:
 
 Where every mini-batch is a single micro-batch, gradient and optimizer are one compiled program and no accumulator
 exists; otherwise `update` is `zero_grads`, `accumulate_grads` per micro-batch, `apply_update`. Both give the same
-numbers. `apply_update` goes stack by stack where the model is not small (`stackwise`). An optimizer state that rests in
+numbers. `apply_update` goes stack by stack where the model is not small (`by_stack`). An optimizer state that rests in
 the host's memory (`Options.offload`) comes to the device for it, so that gradient and optimizer are separate programs.
 
 The forward reads only the QTensors (and the masters of what is not quantized: norms, embeddings, lm_head); the
@@ -87,7 +87,7 @@ class Options:
       kl: that term, from `loss.get_term`.
       error_prob: response tokens below this probability are counted as error tokens (0: none are).
       histograms: count log-ratios per bin, by the sign of the advantage.
-      token_logprobs: return the log-probs a gradient was taken at, as `trace.LOGPROBS` among the metrics.
+      token_logprobs: return the log-probs a gradient was taken at, as `token_trace.LOGPROBS` among the metrics.
     """
 
     temperature: float = 1.0
@@ -140,7 +140,7 @@ class Learner:
       graphdef: structure of the model (`models.split`); its config names the forward scheme.
       loss_fn: `LossInputs -> (Mean, metrics)`, from `qarl_jax.loss.get_loss`.
       optimizer: optax transformation over the `params` state.
-      mesh: device mesh (`sharding.make_mesh()`: one device).
+      mesh: device mesh (`mesh.make_mesh()`: one device).
       options: static settings of the step.
       schedule: learning rate as a function of the update count, for the metrics.
     """

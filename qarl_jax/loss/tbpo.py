@@ -74,7 +74,7 @@ class Config(Shared):
 
     @property
     def weight(self) -> str:
-        """Key of `importance.MISMATCH` in force."""
+        """Key of `sampler_correction.MISMATCH` in force."""
         return self.mismatch if self.w_mode == "clip" else W_MODES[self.w_mode]
 
 

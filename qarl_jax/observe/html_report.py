@@ -4,8 +4,8 @@
 
 One HTML file that needs nothing else, no network either: runs and their results, small curves, and sample completions
 whose tokens are shaded by importance ratio, mismatch weight, probability, or what the loss did with them (QaRL, arXiv
-2604.07853, table 6, on one's own data). The numbers come from samples.jsonl (`trace.py`); a run that recorded none
-still shows its curves and texts.
+2604.07853, table 6, on one's own data). The numbers come from samples.jsonl (`token_trace.py`); a run that recorded
+none still shows its curves and texts.
 
 What a policy writes is hostile until shown otherwise: the template escapes everything, control characters become
 pictures of themselves, and the page's own policy forbids it to load or send anything.

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves behind. What it shows meanwhile is `view.py`.
+"""What a run leaves behind. What it shows meanwhile is `terminal.py`.
 
     <run_dir>/run.json        the resolved config, and one entry per start: time, command, git, versions, devices,
                               JAX_ and XLA_ variables, facts
@@ -59,8 +59,8 @@ class Config:
         terminal, lines elsewhere.
       tensorboard: write event files.
       samples_per_step: completions per step in samples.jsonl; 0: none.
-      sample_tokens: tokens of each of them recorded with their log-probs, ratio, weight and fate (see `trace.py`); of a
-        longer response the first and the last half of as many; 0: none.
+      sample_tokens: tokens of each of them recorded with their log-probs, ratio, weight and fate (`token_trace.py`); of
+        a longer response the first and the last half of as many; 0: none.
     """
 
     view: Literal["auto", "table", "lines", "off"] = "auto"
@@ -434,7 +434,7 @@ class Observer:
         traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        """Record a few completions of a step (`Config.samples_per_step`), with `trace.Follower.records` of them."""
+        """Record a few completions of a step (`Config.samples_per_step`), with their `token_trace.Follower.records`."""
         records = sample_records(groups, self.config.samples_per_step, traces, tokenizer)
         if records:
             self._append(self.samples_path, [{"step": step, **record} for record in records])

@@ -355,7 +355,7 @@ class Update:
         return *optimizers.select(moved, after, list(part[:3])), sums
 
     def in_one_pass(self, layout: Layout, group: Group, part: Part, *, interpret: bool = False) -> Any:
-        """`_group_fn` of a leaf whose update is elementwise, by `one_pass.run`."""
+        """`_group_fn` of a leaf whose update is elementwise, by `adamw.run`."""
         advanced = functools.partial(self._advanced, layout, group)
 
         def step(scalars: Any, first: Array, stacks: list[Array], reads: list[Array]) -> Any:

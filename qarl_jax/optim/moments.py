@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Moments as an optimizer stores them: float32, bfloat16, or a byte each (`blockwise`); and how they are rounded."""
+"""Moments as an optimizer stores them: float32, bfloat16, or a byte each (`eight_bit`); and how they are rounded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def round_stochastically(x: Float[Array, "*S"], seed: Array) -> Float[Array, "*S
     """float32 -> bfloat16, up or down with probabilities that make its expectation x (Gupta et al., arXiv 1502.02551).
 
     16 random bits are added below the last bit kept, and what is then below it is dropped. The bits are a hash of seed
-    and position (`blockwise.random_bits`).
+    and position (`eight_bit.random_bits`).
 
     Args:
       x: float32; what is not finite is kept.

@@ -5,7 +5,7 @@
     engine.publish(PolicyWeights(graphdef, params, qweights), version=3)
     groups = engine.generate(prompts, num_samples=8, sampling=SamplingConfig(max_response_len=256), key=1234)
     groups[i][j]        # the j-th Completion of prompts[i]
-    more = engine.extend(requests, sampling=SamplingConfig(max_response_len=64))    # go on with some (`partial.py`)
+    more = engine.extend(requests, sampling=SamplingConfig(max_response_len=64))    # goes on with some
 
 Every engine computes with the QTensors it is given; none quantizes. Sampled tokens are a function of the published
 weights, the key, the prompt and the sample's number, and never of which slot or batch a sequence landed in.

@@ -15,7 +15,7 @@ Overlong filtering. A response cut off at the length limit has a reward that say
 in its group's advantages but not in the loss or its denominators. verl leaves this out, TRL's recipe has it: off here.
 
 Left out: sampling ahead of need (more prompts than a step holds, at once), which trades waste for fewer rounds; with
-partial rollouts (`partial.py`) nothing of it is wasted.
+partial rollouts (`partial_rollouts.py`) nothing of it is wasted.
 """
 
 from __future__ import annotations

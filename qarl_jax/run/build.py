@@ -54,7 +54,7 @@ def make_mesh(cfg: RunConfig) -> Mesh:
     """The device mesh of `cfg.mesh`.
 
     Raises:
-      UserError: as `sharding.make_mesh`; and where the run has several processes, a mesh that leaves devices out.
+      UserError: as `mesh.make_mesh`; and where the run has several processes, a mesh that leaves devices out.
     """
     leave_memory_to_vllm(cfg)
     mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))

@@ -5,7 +5,7 @@
     cfg, made = settle(cfg, card_bytes())     # "auto" settings chosen; UserError where nothing of it fits
     made.keep()                               # before JAX asks for its devices: its allocator takes its share at once
 
-A card holds, side by side: what the learner needs at the fullest moment of an update (`plan.parts`), two staged
+A card holds, side by side: what the learner needs at the fullest moment of an update (`memory_plan.parts`), two staged
 versions where weights are published from the card, and the engine: its weights, its KV cache, the activations of its
 largest step, its CUDA graphs. Each of the two processes also has a CUDA context, which lies in nobody's allocator.
 
@@ -44,7 +44,7 @@ COLLECTIVES = 1.0 * GIB  # NCCL's buffers, where the learner is spread over seve
 GRAPHS = 1.5 * GIB  # of all captured batch sizes together; they share one pool
 STEP_TOKENS = 16384  # most tokens of an engine's step (vLLM's max_num_batched_tokens on a large card, or fewer)
 MOST = 0.92  # of a card, for a learner that has it to itself: NCCL's buffers and other programs lie beside it
-FREE = 0.1  # of the learner's share: compiled programs and fragmentation, as `plan.with_remat` has it
+FREE = 0.1  # of the learner's share: compiled programs and fragmentation, as `memory_plan.with_remat` has it
 BLOCK = 16  # tokens of a block of the KV cache
 
 
@@ -67,7 +67,7 @@ class CardPlan:
 
     Attributes:
       card: all of it.
-      learner: parts of an update, `plan.parts`.
+      learner: parts of an update, `memory_plan.parts`.
       staging: two published versions, or none.
       engine: the parts of an engine on this card; empty: it is elsewhere, or embedded in the learner.
       reserved: what is left to the engine: its parts, or `gpu_memory_utilization` of the card, where that is more

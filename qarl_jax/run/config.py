@@ -6,7 +6,7 @@
     print(config.describe(cfg))
 
 Each part owns its Config beside its code; this file puts them together and checks what no part can check alone. The
-machinery (types, variants, layers, errors) is `schema.py`.
+machinery (types, variants, layers, errors) is `load.py`.
 
 Batches are counted in PROMPTS, everywhere:
 
@@ -79,7 +79,7 @@ class ModelOptions:
 
     @property
     def remat_or_full(self) -> str:
-        """`remat` where no plan was made (`plan.with_remat` does, in a training run): full for auto."""
+        """`remat` where no plan was made (`memory_plan.with_remat` does, in a training run): full for auto."""
         return "full" if self.remat == "auto" else self.remat
 
 
@@ -445,7 +445,7 @@ def load(file: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> 
 
     Args:
       file: YAML file; None: defaults and overrides alone.
-      overrides: "section.field=value" strings.
+      overrides: "section.field=value" strings; "arm=NAME" takes a run of the file's tables, in a folder of its own.
 
     Raises:
       UserError: one sentence that says where the mistake is and what would be right.
@@ -454,6 +454,8 @@ def load(file: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> 
     if not cfg.run_dir:
         stem = os.path.splitext(os.path.basename(os.fspath(file)))[0] if file is not None else "default"
         cfg = dataclasses.replace(cfg, run_dir=os.path.join("runs", stem))
+    if (arm := schema.arm_of(overrides)) and not any(o.startswith("run_dir=") for o in overrides):
+        cfg = dataclasses.replace(cfg, run_dir=os.path.join(cfg.run_dir, arm))
     return cfg
 
 

@@ -137,7 +137,7 @@ def update_scratch(
     params: Any, opt_state: Any, *, offload: bool = False, mesh: Mesh | AbstractMesh | None = None
 ) -> int:
     """Bytes that an update outside of the gradient's program works with beside masters, gradients and a state that
-    rests on the device (`stackwise.Update`).
+    rests on the device (`by_stack.Update`).
 
     As one program: a float32 number per parameter, one more for those of the largest stack, and a state from the host.
     In groups: of the fullest one six layers in float32, or 2.5 float32 numbers per parameter where it is not a stack,

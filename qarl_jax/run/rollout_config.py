@@ -55,8 +55,8 @@ class RolloutConfig:
         throughout, and num_samples_per_prompt.
       temperature: 1 samples the policy itself; the learner divides its logits by the same number.
       top_p, top_k: must stay off (1 and 0) for training; see `RunConfig`.
-      dynamic: DAPO's dynamic sampling; off by default (see `strategies.py`).
-      partial: APRIL's partial rollouts; off by default (see `partial.py`).
+      dynamic: DAPO's dynamic sampling; off by default (see `dynamic_sampling.py`).
+      partial: APRIL's partial rollouts; off by default (see `partial_rollouts.py`).
       environment: what answers between the policy's turns (tools, simulations); null: a response is one turn.
       router_replay: the learner sends each token to the experts the engine sent it to (R3, arXiv 2510.11370): a mixture
         of experts, with vLLM.

@@ -1,7 +1,7 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
 """What the annotations of a config's dataclasses say: which keys there are, which sections are chosen by a `name` key,
-and a type in words for messages. `schema.py` reads and writes configs by them."""
+and a type in words for messages. `load.py` reads and writes configs by them."""
 
 from __future__ import annotations
 

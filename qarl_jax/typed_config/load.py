@@ -10,15 +10,24 @@ bool, int, float, str, `Literal`, `X | None` and other unions, `tuple[X, ...]`, 
 
     loss: {name: grpo, clip_high: 0.28}
 
-Rules of layering, from weakest to strongest: defaults, the file named by `base:`, the file, the overrides. Mappings
-merge key by key; lists and scalars are replaced. Setting another `name` starts that section anew, because the fields of
-one variant mean something else (or nothing) in another: TBPO's clip_high is not GRPO's.
+Rules of layering, from weakest to strongest: defaults, the file named by `base:`, the file, an arm, the overrides.
+Mappings merge key by key; lists and scalars are replaced. Setting another `name` starts that section anew, because the
+fields of one variant mean something else (or nothing) in another: TBPO's clip_high is not GRPO's.
+
+**Arms.** Runs that differ from a file in a few settings are rows of a table that the file names, and are asked for like
+an override, `arm=NAME`:
+
+    arms: [arms.yaml]                                                   # in the file; relative to it
+
+    rollout_grpo: {about: what it is, set: {quant: {forward: bf16}}}    # in arms.yaml; only `set` is read here
+
+Where several tables have the arm, each is laid over the one before it.
 
 Every mistake is a `UserError` that says where the value came from (file:line or the override itself), what was expected
 and what is close to it. What we left out: environment variables, interpolation and several files on the command line,
 each of which makes a run depend on something that its dumped config does not show.
 
-What an annotation says is read in `fields.py`.
+What an annotation says is read in `annotations.py`.
 """
 
 from __future__ import annotations
@@ -89,7 +98,48 @@ def load(cls: type[T], file: str | os.PathLike[str] | None, overrides: Sequence[
       UserError: for anything wrong with the file, an override, a key, a type or a combination of values.
     """
     layer = read_yaml(cls, file) if file is not None else Layer({}, {(): "defaults"}, "defaults")
-    return build(cls, apply_overrides(cls, layer, overrides))
+    tables = layer.tree.pop("arms", [])
+    if (arm := arm_of(overrides)) is not None:
+        lay_arm(cls, layer, tables, arm)
+    return build(cls, apply_overrides(cls, layer, [o for o in overrides if not o.startswith(_ARM)]))
+
+
+_ARM = "arm="
+
+
+def arm_of(overrides: Sequence[str]) -> str | None:
+    """The arm that `arm=NAME` asks for; the last one, None where there is none."""
+    return next((o.removeprefix(_ARM) for o in reversed(overrides) if o.startswith(_ARM)), None)
+
+
+def arms_of(cls: type, file: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
+    """The arms that a file's tables have: name -> its rows, weakest first."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for table in read_yaml(cls, file).tree.get("arms", []):
+        for name, row in read_yaml(cls, table).tree.items():
+            rows.setdefault(name, []).append(row)
+    return rows
+
+
+def lay_arm(cls: type, layer: Layer, tables: Sequence[str], arm: str) -> None:
+    """Lays an arm of these tables over `layer`, in place."""
+    known: list[str] = []
+    for name in tables:
+        table = read_yaml(cls, name)
+        known += [other for other in table.tree if other not in known]
+        if arm not in table.tree:
+            continue
+        row = table.tree[arm]
+        settings = row.get("set") if isinstance(row, dict) else None
+        if not isinstance(settings, dict):
+            raise UserError(f"{table.where((arm,))}: {arm}: expected a mapping with `set`, the settings of this arm.")
+        origins = {path[2:]: origin for path, origin in table.origins.items() if path[:2] == (arm, "set")}
+        merge(cls, layer, Layer(settings, origins, name))
+    if arm not in known:
+        near = difflib.get_close_matches(arm, known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        others = f"Its arms: {listing(known)}." if known else "It names no table of `arms`."
+        raise UserError(f"override '{_ARM}{arm}': {layer.source} has no such arm.{hint} {others}")
 
 
 def read_yaml(cls: type, file: str | os.PathLike[str], _seen: tuple[str, ...] = ()) -> Layer:
@@ -116,6 +166,7 @@ def read_yaml(cls: type, file: str | os.PathLike[str], _seen: tuple[str, ...] = 
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{name}: expected `key: value` lines at the top, got {_describe_node(root)}.")
     layer.tree = _convert(root, (), layer, name, ())
+    _find_arms(layer)
     base = layer.tree.pop("base", None)
     if base is None:
         return layer
@@ -125,6 +176,15 @@ def read_yaml(cls: type, file: str | os.PathLike[str], _seen: tuple[str, ...] = 
     merge(cls, below, layer)
     below.source = name
     return below
+
+
+def _find_arms(layer: Layer) -> None:
+    """Makes the names of a file's tables of arms paths, seen from where the run is started."""
+    if "arms" in layer.tree:
+        names = layer.tree["arms"]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise UserError(f"{layer.where(('arms',))}: arms: expected a list of files, got {_show(names)}.")
+        layer.tree["arms"] = [os.path.join(os.path.dirname(layer.source), name) for name in names]
 
 
 def _read_text(name: str) -> str:

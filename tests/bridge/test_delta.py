@@ -191,11 +191,11 @@ def test_versions_that_came_over_a_socket_leave_no_descriptor_open(remote, how):
     before = staged(0)
     client.publish(before)
     open_files = []
-    for step in range(1, 8):
+    for step in range(1, 21):
         version = near(step, code=step)
         version.base = before if how == "changes" else None
         client.publish(version)
         before.close()
         before = version
         open_files.append(len(os.listdir("/proc/self/fd")))
-    assert open_files[-1] <= open_files[2]
+    assert open_files[-1] <= open_files[4] + 6, "one left open per version would be 15; the last few are let go of soon"

@@ -13,6 +13,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from qarl_bridge.client import sender
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax.rollout.vllm import fleet
@@ -217,6 +218,28 @@ def test_completions_of_another_version_are_not_taken(endpoints, one_engine):
     astray.bridge.version = type(astray.bridge.version)(run_id="another", incarnation=7, step=0)
     assert drawn(engine) == one_engine[0]
     assert any("drew under another/7/0" in line for line in world.lines)
+
+
+@pytest.mark.parametrize("calls", ["a request", "every call for a while"])
+def test_a_handshake_that_a_death_interrupts_is_no_wrong_key(endpoints, one_engine, monkeypatch, calls):
+    """It reads like one: the bridge hangs up without a word. Found by `make chaos`."""
+    world = endpoints(2)
+    world.up(0)
+    world.up(1)
+    engine = world.engine()
+    engine.publish(weights(0), 0)
+    real, left = sender.Client.__init__, [1 if calls == "a request" else 5]
+
+    def interrupted(client, address, *args, **options):
+        if address == world.addresses[1] and left[0]:
+            left[0] -= 1
+            raise BridgeError("refused the handshake: this trainer does not hold this bridge's key", "auth")
+        real(client, address, *args, **options)
+
+    monkeypatch.setattr(sender.Client, "__init__", interrupted)
+    assert drawn(engine) == one_engine[0]
+    wait_for(lambda: drawn(engine) == one_engine[0] and all_serve(engine))
+    assert not left[0] or calls != "a request"
 
 
 def test_a_file_names_bridges_that_come_and_go(endpoints, one_engine, tmp_path):

@@ -44,6 +44,50 @@ def test_a_run_gets_its_folder_from_the_name_of_its_file(write):
     assert config.load(write(MINIMAL, "abc.yaml"), ["run_dir=elsewhere"]).run_dir == "elsewhere"
 
 
+# ---- arms -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_arms(write):
+    """A file with two tables of arms, the second of which adds to the first."""
+    write(
+        "a: {about: x, set: {train: {steps: 5, prompts_per_step: 4}, loss: {name: grpo}}}\nb: {set: {seed: 7}}\n",
+        "1.yaml",
+    )
+    write("a: {set: {train: {steps: 6}, loss: {clip_high: 0.3}}}\nbroken: {about: nothing}\n", "2.yaml")
+    return write(MINIMAL | {"run_dir": "runs/x", "seed": 3, "arms": ["1.yaml", "2.yaml"]})
+
+
+def test_an_arm_is_laid_over_its_file_and_under_the_overrides_and_has_a_folder_of_its_own(with_arms):
+    plain, arm = config.load(with_arms), config.load(with_arms, ["arm=a"])
+    assert (plain.run_dir, plain.seed, plain.loss) == ("runs/x", 3, tbpo.Config())
+    assert (arm.run_dir, arm.seed) == (os.path.join("runs/x", "a"), 3)
+    assert (arm.train.steps, arm.train.prompts_per_step, arm.loss) == (6, 4, grpo.Config(clip_high=0.3))
+    over = config.load(with_arms, ["train.steps=9", "arm=a", "run_dir=here"])
+    assert (over.train.steps, over.train.prompts_per_step, over.run_dir) == (9, 4, "here")
+    assert config.load(with_arms, ["arm=a", "arm=b"]).seed == 7
+    assert set(schema.arms_of(config.RunConfig, with_arms)) == {"a", "b", "broken"}
+
+
+def test_an_arm_that_is_not_there_or_says_nothing_is_told(with_arms, write):
+    with pytest.raises(
+        UserError, match=r"'arm=bb': .*run.yaml has no such arm. Did you mean b\? Its arms: a, b, broken"
+    ):
+        config.load(with_arms, ["arm=bb"])
+    with pytest.raises(UserError, match=r"2.yaml:2: broken: expected a mapping with `set`"):
+        config.load(with_arms, ["arm=broken"])
+    with pytest.raises(UserError, match=r"It names no table of `arms`"):
+        config.load(write(MINIMAL, "other.yaml"), ["arm=a"])
+    with pytest.raises(UserError, match=r"arms: expected a list of files, got 'x'"):
+        config.load(write(MINIMAL | {"arms": "x"}, "wrong.yaml"))
+
+
+def test_a_mistake_in_an_arm_is_told_with_its_line(write):
+    write("a:\n  set:\n    train: {stepz: 5}\n", "1.yaml")
+    with pytest.raises(UserError, match=r"1.yaml:3: train.stepz: unknown key"):
+        config.load(write(MINIMAL | {"arms": ["1.yaml"]}), ["arm=a"])
+
+
 def test_model_and_data_are_the_only_things_one_must_say(load):
     cfg = load()
     assert isinstance(cfg.loss, tbpo.Config)

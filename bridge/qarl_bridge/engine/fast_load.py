@@ -113,7 +113,7 @@ class WholeModules:
       model: the live model. model_config: vLLM's.
 
     Attributes:
-      together: int4 experts of a layer are laid out together (marlin.py).
+      together: int4 experts of a layer are laid out together (marlin_experts.py).
     """
 
     def __init__(self, model: Any, model_config: Any):

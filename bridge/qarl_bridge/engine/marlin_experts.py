@@ -7,7 +7,7 @@ copy from the host: of the 12,000 matrices of a Qwen3-30B-A3B that is most of a 
 or on rows, and know nothing of experts: those of a layer, stacked along the inputs, are one larger matrix.
 
 Used while whole modules are loaded, never by vLLM's own loader, with which the first load is compared bit for bit
-(whole_modules.py).
+(fast_load.py).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ formula, where the staged tensors are (host or GPU):
     w4a8_fp8      as fp8, with e4m3(q*v) for q and C for s_w, into which vLLM factors the scales (`_factors`)
 
 Rows of embeddings, norms and biases are compared as stored. Experts are read back through the fused layer itself
-(experts.py). On a GPU every layer is pushed first and the verdicts are fetched together, so that nothing waits per
-layer.
+(readback_experts.py). On a GPU every layer is pushed first and the verdicts are fetched together, so that nothing waits
+per layer.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _e4m3(x: Any) -> Any:
 
 
 def _factors(scale: Any) -> tuple[Any, Any]:
-    """packing.factors in torch, on any device: C [N, 1] and v [N, groups] of bfloat16 group scales.
+    """formats.factors in torch, on any device: C [N, 1] and v [N, groups] of bfloat16 group scales.
 
     The divisors are tensors: by a number, torch on CUDA multiplies with its reciprocal.
     """

@@ -92,7 +92,7 @@ def check_groups(config: Mapping[str, Any], *, by_contract: bool = False) -> Non
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """The published experts of one layer: one torch tensor per matrix, as on the wire (stacks.py).
+    """The published experts of one layer: one torch tensor per matrix, as on the wire (expert_stacks.py).
 
     Attributes:
       weights: part -> codes: bf16, int8 or fp8 [E, N, K], int4 words [E, N, K/8].

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the state machine needs of an engine. `engine.VllmEngine` and `fake.FakeEngine` implement it."""
+"""What the state machine needs of an engine. `engine.VllmEngine` and `fake_engine.FakeEngine` implement it."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 """Versions on the bridge's side: their bytes, what is checked of them, and how they reach the engine's loader.
 
 A version's bytes lie in host memory (`HostCopy`: a sealed memory file, or what came in chunks) or on the engine's GPU
-(`device.DeviceCopy`: in a buffer of the trainer's, or of the engine's own where they came from another GPU). Both are a
-`Copy`; nothing else asks which.
+(`staged_gpu.DeviceCopy`: in a buffer of the trainer's, or of the engine's own where they came from another GPU). Both
+are a `Copy`; nothing else asks which.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ reasoning-gym gives a question and its final answer; a tracer writes the steps b
 holds the final answer alone, so `reward: {name: exact, extract: last_line}` grades it.
 
 Two manners: *short*, where a step is a whole operation (this file), and *longhand*, digit by digit (`longhand.py`). In
-both the teacher may slip (`slip.py`).
+both the teacher may slip (`mistakes.py`).
 
 Adding a task: a function of (question, answer, slip), and a line in `TRACES`.
 """

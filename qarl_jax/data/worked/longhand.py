@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worked answers written out in full, digit by digit and letter by letter: one to three hundred characters each.
 
-The short traces of `traces.py` make a step of a whole sum. Here a step is what a small model can look up (two digits
+The short traces of `answers.py` make a step of a whole sum. Here a step is what a small model can look up (two digits
 and a carry, a letter and a shift), so that a policy of ten million parameters can learn tasks with twenty steps, and
 responses get long enough for a sampler and a learner to drift apart. Reasoning-gym families, each with a worked part
 and the answer alone in the last line:

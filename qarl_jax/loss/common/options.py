@@ -151,5 +151,5 @@ class Shared:
 
     @property
     def weight(self) -> str:
-        """Key of `importance.MISMATCH` in force."""
+        """Key of `sampler_correction.MISMATCH` in force."""
         return self.mismatch

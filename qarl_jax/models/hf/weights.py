@@ -189,7 +189,7 @@ def load_hf(
       path: the folder.
       dtype: compute dtype, "float32" or "bfloat16".
       scheme: quantization of the linear layers: a name ("bf16", "w8a8", "w4a16:g64") or rules (`parse_rules`).
-      mesh: where the weights go (`sharding.make_mesh`); None: the default device.
+      mesh: where the weights go (`mesh.make_mesh`); None: the default device.
       param_dtype: dtype of the masters; None: dtype.
       group_size: group size of a scheme whose name does not say it.
       engine: whose arithmetic the forward mirrors: "plain", "cpu", "cuda" or "auto" (`quant.resolve`).

@@ -6,9 +6,7 @@
 A group's largest weight keeps two thirds of its size where it is positive, and gets four thirds of it where it is
 negative.
 
-**Product, backward, bytes.** Those of `w4a16`: the codes are int4 codes of which not all are used, so the embedded
-sampler, the export and the bridge take them as they are. Nothing is smaller or faster than with four bits; what the
-scheme is for is the question how much rounding training can bear.
+**Product, backward, bytes, and what it is for.** As `w3a16`.
 
 **Left out.** Dense packing of 2-bit codes, learned or clipped ranges, ternary grids (BitNet, arXiv 2402.17764).
 """
@@ -25,7 +23,7 @@ NAME = "w2a16"
 
 @dataclasses.dataclass(frozen=True)
 class Config(w4a16.Config):
-    """2-bit weights, activations in compute dtype. See `int4.Config`."""
+    """2-bit weights, activations in compute dtype. See `int4_grid.Config`."""
 
     name: ClassVar[str] = NAME
     bits: ClassVar[int] = 2

@@ -23,7 +23,7 @@ NAME = "w3a16"
 
 @dataclasses.dataclass(frozen=True)
 class Config(w4a16.Config):
-    """3-bit weights, activations in compute dtype. See `int4.Config`."""
+    """3-bit weights, activations in compute dtype. See `int4_grid.Config`."""
 
     name: ClassVar[str] = NAME
     bits: ClassVar[int] = 3

@@ -35,7 +35,7 @@ NAME = "w4a16"
 
 @dataclasses.dataclass(frozen=True)
 class Config(int4_grid.Config):
-    """int4 weights, activations in compute dtype. See `int4.Config`."""
+    """int4 weights, activations in compute dtype. See `int4_grid.Config`."""
 
     name: ClassVar[str] = NAME
 

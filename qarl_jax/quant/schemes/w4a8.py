@@ -55,7 +55,7 @@ _AMAX_FLOOR = 1e-7
 
 @dataclasses.dataclass(frozen=True)
 class Config(int4_grid.Config):
-    """int4 weights, dynamic int8 activations per token. See `int4.Config`."""
+    """int4 weights, dynamic int8 activations per token. See `int4_grid.Config`."""
 
     name: ClassVar[str] = NAME
 

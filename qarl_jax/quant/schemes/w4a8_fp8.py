@@ -87,7 +87,7 @@ _SMALLEST_CHANNEL = 1.0 / (448.0 * 512.0)
 
 @dataclasses.dataclass(frozen=True)
 class Config(int4_grid.Config):
-    """int4 weights in groups of 128, dynamic e4m3 activations per token. See `int4.Config`."""
+    """int4 weights in groups of 128, dynamic e4m3 activations per token. See `int4_grid.Config`."""
 
     name: ClassVar[str] = NAME
 

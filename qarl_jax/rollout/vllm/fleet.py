@@ -274,7 +274,7 @@ class Fleet:
                 with self._changed:
                     replica.holds, replica.report = staged, report
             except BridgeError as error:
-                if error.code in ("dead", "timeout"):
+                if _is_fault(error, replica):
                     with self._changed:
                         replica.trouble = error
                     continue
@@ -464,7 +464,7 @@ class Fleet:
             replica.draws -= len(flight.pending)
             if failed is None:
                 work.took.append(time.monotonic() - flight.began)
-            elif failed.code in USER_CODES:
+            elif failed.code == "limits":  # what else a user could mend, this bridge was beyond when it was connected
                 work.error = self._told(failed, replica)
             elif not flight.was_dropped:
                 left = [number for number in flight.numbers if work.drawn[number] is None]
@@ -514,9 +514,9 @@ class Fleet:
             try:
                 return replica.ask(call)
             except BridgeError as error:
-                if error.code in USER_CODES:
-                    raise self._told(error, replica) from error
-                if error.code not in ("dead", "timeout"):
+                if not _is_fault(error, replica):
+                    if error.code in USER_CODES:
+                        raise self._told(error, replica) from error
                     raise
                 with self._changed:
                     if life is replica.life and not life.is_over:
@@ -535,6 +535,12 @@ class Fleet:
             task.join(10.0)
         with ThreadPoolExecutor(max(1, len(self.replicas))) as pool:
             list(pool.map(Replica.close, self.replicas))
+
+
+def _is_fault(error: BridgeError, replica: Replica) -> bool:
+    """Whether a bridge is to be replaced: it is gone or silent, or refused a handshake after it had taken one, which
+    is what a death in the middle of one looks like."""
+    return error.code in ("dead", "timeout") or (error.code == "auth" and replica.has_held_lease)
 
 
 def batches(

@@ -56,6 +56,7 @@ class Replica:
       holds: the version it serves; None: none that is known.
       trouble: why it must be replaced before it is used again. error: why it was given up, until `retry_at`.
       task: the thread that brings it to the current version, if any.
+      has_held_lease: whether it was connected once.
       deaths: in a row. requests, draws: in flight. report: of the last publish.
     """
 
@@ -88,7 +89,7 @@ class Replica:
         self.facts: messages.Facts | None = None
         self._idle: list[sender.Client] = []  # connections that draw, between requests
         self._place: tuple[str, bytes] = ("", b"")
-        self._has_held_lease = False
+        self.has_held_lease = False
         self.holds: sender.Version | None = None
         self.trouble: BridgeError | None = None
         self.error: Exception | None = None
@@ -140,7 +141,7 @@ class Replica:
         except BaseException:
             client.close()
             raise
-        self._has_held_lease = True
+        self.has_held_lease = True
         self.client, self.facts = client, client.facts
         return client.facts
 
@@ -165,7 +166,7 @@ class Replica:
             try:
                 return client.acquire(self._run_id, self._incarnation)
             except BridgeError as error:
-                mine = self._has_held_lease and not life.is_over  # our last connection, which it still believes in
+                mine = self.has_held_lease and not life.is_over  # our last connection, which it still believes in
                 if error.code != "lease" or not mine or time.monotonic() > deadline:
                     raise
             time.sleep(0.5)
