@@ -37,7 +37,7 @@ from qarl_bridge.protocol.messages import BridgeError
 from benchmarks.publish import SHAPES
 
 CONFIG = {"model_type": "qwen3", "vocab_size": 512, "quantization_config": {"format": "pack-quantized"}}
-ZLIB_BYTES = 64 << 20
+ZLIB_BYTES = 16 << 20
 
 
 def layer_tensors(shape: str, layers: int, rng: np.random.Generator) -> dict[str, np.ndarray]:

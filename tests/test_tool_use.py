@@ -59,8 +59,8 @@ def test_a_policy_learns_to_ask_and_to_answer_what_one_turn_cannot(tmp_path):
     tool_policy.tasks(tmp_path / "tasks.jsonl")
     records, (before, after) = run(tmp_path, "asking", TOOL)
     _, (alone_before, alone_after) = run(tmp_path, "alone", None)
-    assert 0.15 < before < 0.45  # the teacher asks two times in five, and slips
-    assert after > 0.85
+    assert 0.2 < before < 0.6  # the teacher asks two times in five, and slips
+    assert after > 0.9
     assert records[-1]["turns/mean"] > 1.9
-    assert max(alone_before, alone_after) < 0.05
+    assert max(alone_before, alone_after) < 0.05  # no guess is right
     assert all(sample["turns"] for sample in recorder.read_lines(tmp_path / "asking" / "samples.jsonl"))

@@ -217,6 +217,28 @@ def test_a_mesh_of_devices_gives_the_same_first_step(world, run):
     assert line["optim/grad_norm"] == pytest.approx(one["optim/grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
+def test_fresh_masters_need_no_weights_in_the_folder_and_a_run_may_end_without_a_checkpoint(world):
+    changed = world.changed(
+        run_dir=str(world.folder / "fresh"),
+        model=world.tree["model"] | {"init": "random"},
+        quant=world.tree["quant"] | {"code_flips": False},
+        checkpoint={"every": 0, "at_end": False},
+        train={"steps": 1},
+    )
+    weights = world.model / "model.safetensors"
+    weights.rename(world.folder / "elsewhere")
+    try:
+        assert train.main(changed.command()) == 0
+    finally:
+        (world.folder / "elsewhere").rename(weights)
+    (line,) = changed.records()
+    assert line["mismatch/max_abs"] < 1e-5
+    assert line["optim/grad_norm"] > 0
+    assert "quant/code_flips" not in line
+    assert not list((changed.run_dir / "checkpoints").glob("step_*"))
+
+
 def test_a_dry_run_prints_config_and_plans_and_writes_nothing(world, capsys):
     changed = world.changed(run_dir=str(world.folder / "dry"))
     assert train.main([*changed.command(), "--dry-run"]) == 0

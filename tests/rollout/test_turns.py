@@ -10,15 +10,16 @@ import re
 import numpy as np
 import pytest
 
-from qarl_jax import data, train
+from qarl_jax import data, models, train
 from qarl_jax.data import packing
 from qarl_jax.loop import updates
 from qarl_jax.loop.step_metrics import rollout_metrics
 from qarl_jax.observe import html_report, recorder
 from qarl_jax.rewards import Grader, environment, exact, total
-from qarl_jax.rollout import SamplingConfig, dynamic_sampling
+from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, dynamic_sampling
 from qarl_jax.rollout.environments import Calculator, Custom
 from qarl_jax.rollout.turns import Observations, TurnTaking
+from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import config
 from qarl_jax.types import Prompt, Turn, UserError
 from tests.reference import tiny
@@ -296,6 +297,43 @@ def test_an_observation_is_shown_where_it_was_made_also_where_tokens_are_left_ou
     turns = [{"tokens": 3, "observation": "x"}, {"tokens": 6, "observation": "y"}, {"tokens": 1, "observation": ""}]
     assert html_report._observed(turns, 10, 0) == {3: "x", 9: "y"}
     assert html_report._observed(turns, 2, 6) == {2: "x", 3: "y"}  # of tokens 0 to 9, 2 to 7 are left out
+
+
+# ---- over a bridge --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_over_a_bridge_a_turn_is_a_request_with_all_that_came_before_it(tmp_path):
+    alphabet = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345+=<"
+    tokenizer = data.make_char_tokenizer(alphabet, tmp_path)
+    (tmp_path / "points.py").write_text(POINTS)
+    weights = models.random_model(tiny.model_config(vocab_size=len(tokenizer), hidden_size=64), 0)
+    graphdef, params, _ = models.split(weights)
+    published = PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
+    # The engine behind the bridge draws by a hash of context and seed; a third of the tokens ends a turn.
+    sampling = SamplingConfig(max_response_len=40, stop_token_ids=tuple(range(0, 64, 3)))
+    engine = vllm.VllmEngine(vllm.Config(engine="fake", max_model_len=128, start_timeout_s=120))
+    cfg = Custom(path=f"{tmp_path}/points.py:Points", before="", after="", max_turns=3)
+    prompts = [Prompt(uid=str(i), tokens=(5, 6, 7 + i), text="", answer="") for i in range(4)]
+    with contextlib.closing(TurnTaking(engine, cfg, tokenizer, chat=False)) as turns:
+        turns.publish(published, 0)
+        assert turns.version == 0
+        told = []
+        groups = turns.generate(
+            prompts, num_samples=4, sampling=sampling, key=3, on_group=lambda number, _: told.append(number)
+        )
+        again = turns.generate(prompts, num_samples=4, sampling=sampling, key=3)
+        for group, same in zip(groups, again, strict=True):
+            assert [one.tokens for one in group] == [one.tokens for one in same]
+        assert sorted(told) == [0, 1, 2, 3]
+        several = [(i, j, one) for i, g in enumerate(groups) for j, one in enumerate(g) if len(one.turns) == 3]
+        assert several
+        for i, j, one in several[:3]:
+            for turn in one.turns:
+                request = Request(prompt=prompts[i], number=j, key=3, tokens=one.tokens[: turn.start], max_tokens=40)
+                (drawn,) = engine.extend([request], sampling=sampling)
+                assert drawn.tokens == one.tokens[turn.start : turn.end]
+                np.testing.assert_array_equal(drawn.logprobs, one.logprobs[turn.start : turn.end])
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------

@@ -115,6 +115,10 @@ class DeviceVersion:
         """The one on the GPU of that UUID, else the first."""
         return next((buffer for buffer in self.buffers if buffer.device.uuid == device), self.buffers[0])
 
+    def lies_on(self, device: bytes) -> bool:
+        """Whether there is one on the GPU of that UUID."""
+        return any(buffer.device.uuid == device for buffer in self.buffers)
+
     def memory(self, device: bytes = b"") -> messages.DeviceMemory:
         """Where a bridge whose engine is on that GPU finds it."""
         buffer = self.buffer(device)
@@ -345,7 +349,7 @@ class Client:
         """
         if isinstance(staged, StagedVersion):
             return "host"
-        same = staged.buffer(self.facts.device).device.uuid == self.facts.device
+        same = staged.lies_on(self.facts.device)
         if staged.transport == "nccl" and same:
             raise BridgeError(
                 "learner and engine share a GPU, and NCCL joins different ones: name another in "

@@ -268,7 +268,9 @@ class Fleet:
                     self._check(replica.connect(self._model_json, expected))
                     self._introduce(replica)
                     continue  # meanwhile the version may be another
-                is_broadcast = replica.client.route(staged) == "nccl"  # mapped memory is read side by side
+                assert replica.facts is not None
+                # What lies on their own GPUs is read by all at once.
+                is_broadcast = isinstance(staged, sender.DeviceVersion) and not staged.lies_on(replica.facts.device)
                 with self._device_turn if is_broadcast else contextlib.nullcontext():
                     report = replica.publish(staged)
                 with self._changed:
