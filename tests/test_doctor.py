@@ -110,7 +110,7 @@ def vllm_config(world):
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_layer_of_the_live_engine_is_published_read_back_and_compared(tmp_path):
     wide = tiny.World(tmp_path, hidden=128).changed(
         rollout={"engine": {"name": "vllm", "threads": 1}}, quant={"engine": "auto"}, model={"dtype": "bfloat16"}

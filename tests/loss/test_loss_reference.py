@@ -10,6 +10,7 @@ import pytest
 
 from qarl_jax.loss import LOSSES, MISMATCH, get_loss
 from tests.reference import loss_reference as reference
+from tests.reference.cases import each_once
 from tests.reference.loss_batches import ROWS, T, inputs, make_batch, value_and_grad
 
 NAMES = [config.name for config in LOSSES]
@@ -51,8 +52,7 @@ def assert_agrees(name, options, batch, rtol):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mismatch", MISMATCH)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "mismatch"), each_once(NAMES, list(MISMATCH)))
 def test_objective_and_correction_agree_with_reference(name, mismatch):
     batch = make_batch()
     expected, metrics = assert_agrees(name, {"mismatch": mismatch}, batch, rtol=1e-5)

@@ -13,6 +13,7 @@ from qarl_jax.loss import LOSSES, get_loss
 from qarl_jax.loss.common import token_effects
 from qarl_jax.loss.common.token_effects import FATES
 from tests.reference import loss_reference
+from tests.reference.cases import each_once
 from tests.reference.loss_batches import inputs, make_batch, unpack
 
 NAMES = [config.name for config in LOSSES]
@@ -23,8 +24,7 @@ CORRECTIONS = {"none": {"mismatch": "none"}, "token": {"mismatch": "icepop"}, "r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "correction"), each_once(NAMES, list(CORRECTIONS)))
 def test_gain_weight_and_fate_are_those_of_the_formula(name, correction):
     options = CORRECTIONS[correction]
     batch = make_batch()

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from qarl_jax.models.logprobs import logits_of, preceding, scored_mask, token_logprobs
 from qarl_jax.quant import resolve
 from qarl_jax.types import UserError
+from tests.reference.cases import each_once
 
 # Two packed segments and padding; one segment that fills the row; a row of padding; a segment of one token.
 SEGMENTS = np.array(
@@ -66,8 +67,7 @@ def reference_grads(hidden, head, tokens, segments, d_logprobs, d_entropy, tempe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("chunk", [1, 12, 13, 1024])
+@pytest.mark.parametrize(("chunk", "temperature"), each_once([1, 12, 13, 1024], [1.0, 0.6]))
 def test_values_equal_float64_for_every_chunk_size(chunk, temperature):
     hidden, head, tokens = example()
     got = scores(hidden, head, tokens, SEGMENTS, chunk=chunk, temperature=temperature)
@@ -78,8 +78,7 @@ def test_values_equal_float64_for_every_chunk_size(chunk, temperature):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 7, 12, 1024])
-@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize(("chunk", "entropy_gradient"), each_once([1, 7, 12, 1024], [False, True]))
 def test_gradients_equal_float64(chunk, entropy_gradient):
     hidden, head, tokens = example(1)
     rng = np.random.default_rng(2)

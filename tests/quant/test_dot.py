@@ -15,6 +15,7 @@ from qarl_jax.quant import PROFILES, resolve
 from qarl_jax.quant.contractions import Dense
 from qarl_jax.quant.schemes import fp8, w4a8, w4a16, w8a8
 from tests.reference import quant_reference as ref
+from tests.reference.cases import each_once, named
 
 CONFIGS = [w8a8.Config(), fp8.Config(), w4a16.Config(32), w4a16.Config(-1), w4a8.Config(32)]
 M, N, K = 24, 48, 128
@@ -39,8 +40,7 @@ def ulps(a, b):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("profile", "with_bias"), each_once(PROFILES, [True, False]))
 def test_w8a8_equals_the_engine_formula_bit_for_bit(profile, with_bias):
     x, w, b = data()
     codes, scale = ref.int8_weight(w)
@@ -54,9 +54,7 @@ def test_w8a8_equals_the_engine_formula_bit_for_bit(profile, with_bias):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("profile", ["plain", "cpu"])
-@pytest.mark.parametrize("group", [32, 64, -1])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("group", "profile", "with_bias"), each_once([32, 64, -1], ["plain", "cpu"], [True, False]))
 def test_w4a8_equals_the_engine_formula_bit_for_bit(profile, group, with_bias):
     x, w, b = data(1)
     codes, scale = ref.int4_weight(w, group)
@@ -73,8 +71,7 @@ def test_w4a8_equals_the_engine_formula_bit_for_bit(profile, group, with_bias):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("group", [32, -1])
+@pytest.mark.parametrize(("profile", "group"), each_once(PROFILES, [32, -1]))
 def test_w4a16_multiplies_the_bf16_rounded_weight(profile, group):
     x, w, b = data(2)
     value = ref.int4_value(*ref.int4_weight(w, group)).astype(np.float64)
@@ -117,8 +114,7 @@ def test_int8_rows_equal_numpy_ieee_under_jit(profile):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(("config", "profile"), each_once(CONFIGS, PROFILES), ids=named)
 def test_zero_rows_give_the_bias_and_nothing_else(config, profile):
     x, w, b = data(6)
     x[3] = 0
@@ -149,8 +145,7 @@ def test_the_masters_value_is_never_read(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
-@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 1, 3)])
+@pytest.mark.parametrize(("config", "lead"), each_once([None, *CONFIGS], [(), (5,), (2, 3), (2, 1, 3)]), ids=named)
 def test_leading_dims_of_any_rank_are_rows(config, lead):
     x, w, _ = data(8)
     x = jnp.asarray(x[: int(np.prod(lead, dtype=int))])
@@ -162,8 +157,7 @@ def test_leading_dims_of_any_rank_are_rows(config, lead):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("config", "dtype"), each_once([None, *CONFIGS], [jnp.float32, jnp.bfloat16]), ids=named)
 def test_jit_equals_eager(config, dtype):
     x, w, b = data(9)
     x = jnp.asarray(x, dtype)
@@ -220,8 +214,7 @@ def fake_quant_dot(x, master, config, bias, profile):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("profile", ["plain", "cpu"])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(("config", "profile"), each_once(CONFIGS, ["plain", "cpu"]), ids=named)
 def test_gradients_equal_an_explicit_fake_quant_layer(config, profile):
     x, w, b = (jnp.asarray(v) for v in data(11))
     reference = fake_quant_dot(np.asarray(x), np.asarray(w), config, b, profile)
@@ -239,8 +232,9 @@ def test_gradients_equal_an_explicit_fake_quant_layer(config, profile):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
-@pytest.mark.parametrize("master_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("config", "master_dtype"), each_once([None, *CONFIGS], [jnp.float32, jnp.bfloat16]), ids=named
+)
 def test_gradients_have_the_dtype_of_what_they_belong_to(config, master_dtype):
     x, w, b = data(12)
     x, w = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, master_dtype)
@@ -336,8 +330,7 @@ def test_in_float64_neither_the_order_of_inputs_nor_the_number_of_rows_can_be_se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
-@pytest.mark.parametrize("profile", ["plain", "cpu"])
+@pytest.mark.parametrize(("config", "profile"), each_once([None, *CONFIGS], ["plain", "cpu"]), ids=named)
 def test_expert_dot_is_dot_per_expert_in_value_and_gradient(config, profile):
     numerics = resolve(profile)
     rng = np.random.default_rng(15)
