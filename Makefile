@@ -82,9 +82,10 @@ test-fast: install
 test-slow: install
 	QARL_OPTIMIZE=1 $(BIN)/python -m pytest $(STEADY) -m "nightly and not gpu"
 
-# On a GPU host: MODEL is a Hugging Face folder; eight minutes at 1.7B on one card.
+# On a GPU host: MODEL is a Hugging Face folder; eight minutes at 1.7B on one card. ARGS="--conditions all": what else
+# a rollout meets.
 gate:
-	$(or $(wildcard $(BIN)/python),python3) -m benchmarks.gate --model $(MODEL)
+	$(or $(wildcard $(BIN)/python),python3) -m benchmarks.gate --model $(MODEL) $(ARGS)
 
 # Two lanes of processes that are killed, disks that fill up, files that are damaged; see tests/chaos.py.
 chaos: install

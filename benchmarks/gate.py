@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a single sampled token have another log-prob in the learner than in the engine?
 
-    python -m benchmarks.gate --model DIR [--schemes w8a8 fp8 w4a16 bf16] [--updates 2] [--json FILE]
+    python -m benchmarks.gate --model DIR [--schemes w8a8 fp8 w4a16 bf16] [--updates 2] [--conditions all] [--json FILE]
 
 For every scheme: the learner's tensors are published into a live vLLM, which samples; the learner scores every token;
 the two float32 log-probs must be equal to the bit. Then the masters are moved a little, as an optimizer would, and it
@@ -10,8 +10,21 @@ starts again with the next version. Two negative controls must find differences:
 by a single step of its grid; and, with `--vllm-kernels`, the engine computes with vLLM's own kernels instead of the
 contract's. Exit code 0: every token equal and every control found; 1: not.
 
+What requests meet (`--conditions`); the engine counts what it did to them, and a condition that did not come about
+fails, too:
+
+    plain       prompts and responses of one length each
+    long        prompts of every length up to `--long-prompt`
+    samples     eight samples of each prompt, prompts that begin alike: hits in the prefix cache
+    stop        responses that end at a stop token, at temperature 1.4, so that the batch shrinks unevenly
+    cool        temperature 0.6
+    chunks      an engine that computes few tokens in a step: prompts are cut into chunks, and join those in decoding
+    preempted   an engine whose KV cache is too small: sequences lose their place in it and are computed again
+
 A sequence that differs is prefilled once more, block by block, and the first block whose outputs differ on the engine's
 own inputs is named, with the first token it happens at; where no block does, decoding differs from prefilling.
+
+On a CPU it runs, too, against vLLM's CPU build and by the CPU's contract (tests/parity/test_gate_vllm.py).
 """
 
 from __future__ import annotations
@@ -21,6 +34,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,15 +42,90 @@ import jax.numpy as jnp
 import numpy as np
 
 from qarl_jax import models
-from qarl_jax.quant import QTensor
+from qarl_jax.quant import QTensor, resolve
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, leave_memory_to_vllm
+from qarl_jax.types import Prompt
 from qarl_jax.verify import ladder, layers
 
+SAMPLES = 8  # of a prompt, in `samples`
+_BLOCK = 128  # tokens to a page of the KV cache, at most
 
-def unequal(weights: PolicyWeights, sampled: ladder.Sampled, temperature: float = 1.0) -> np.ndarray:
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Condition:
+    """What requests are to meet.
+
+    Attributes:
+      tight: in the engine with little room.
+      met: counters that must have grown: the engine's (`StatusReply.met`), or "stopped", responses with a stop token.
+    """
+
+    tight: bool = False
+    met: tuple[str, ...] = ()
+
+
+CONDITIONS = {
+    "plain": Condition(),
+    "long": Condition(),
+    "samples": Condition(met=("cached_tokens",)),
+    "stop": Condition(met=("stopped",)),
+    "cool": Condition(),
+    "chunks": Condition(tight=True, met=("chunks", "joined")),
+    "preempted": Condition(tight=True, met=("preempted", "joined")),
+}
+
+
+def prompts_of(name: str, vocab: int, args: argparse.Namespace, seed: int) -> list[Prompt]:
+    """The prompts of a condition."""
+    if name not in ("long", "samples", "chunks"):
+        return ladder.random_prompts(vocab, args.sequences, args.prompt_len, seed)
+    if name == "samples":  # three quarters of each prompt are those of the first
+        prompts = ladder.random_prompts(vocab, max(1, args.sequences // SAMPLES), args.long_prompt, seed)
+        shared = args.long_prompt * 3 // 4
+        first = prompts[0].tokens[:shared]
+        return [dataclasses.replace(prompt, tokens=first + prompt.tokens[shared:]) for prompt in prompts]
+    prompts = ladder.random_prompts(vocab, args.sequences, args.long_prompt, seed)
+    lengths = np.random.default_rng(seed).permutation(np.linspace(1, args.long_prompt, len(prompts)).astype(int))
+    return [dataclasses.replace(p, tokens=p.tokens[:n]) for p, n in zip(prompts, lengths, strict=True)]
+
+
+def sampling_of(name: str, vocab: int, args: argparse.Namespace) -> SamplingConfig:
+    """How a condition samples; every 32nd token of the vocabulary may be a stop token."""
+    stop = tuple(range(7, vocab, 32)) if name == "stop" else ()
+    temperature = {"stop": 1.4, "cool": 0.6}.get(name, args.temperature)
+    return SamplingConfig(max_response_len=args.response_len, temperature=temperature, stop_token_ids=stop)
+
+
+def engine_of(tight: bool, config: models.ModelConfig, kernels: str, args: argparse.Namespace) -> Config:
+    """The engine's options; tight: a quarter of the sequences at a time, a KV cache for two of five of these."""
+    length = max(args.prompt_len, args.long_prompt) + args.response_len
+    room: dict[str, Any] = {"kv_cache_gb": args.kv_cache_gb, "max_num_seqs": args.sequences}
+    if tight:
+        together = max(4, args.sequences // 4)
+        pages = -(-length // _BLOCK)
+        kv = 4 * _BLOCK * config.num_layers * config.num_kv_heads * config.head_dim  # bytes of a page: keys and values
+        room = {
+            "kv_cache_gb": kv * max(pages + 1, together * pages * 2 // 5) / 2**30,
+            "max_num_seqs": together,
+            "max_num_batched_tokens": max(together, args.long_prompt // 4),
+        }
+    return Config(
+        **room,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        max_model_len=length,
+        readback="off",
+        kernels=kernels,  # type: ignore[arg-type]
+        record_routing=args.replay,
+        log_file=args.engine_log,
+    )
+
+
+def unequal(
+    weights: PolicyWeights, sampled: ladder.Sampled, temperature: float = 1.0, *, replay: bool = False
+) -> np.ndarray:
     """[N, T] bool: response tokens whose log-prob is another in the learner."""
-    logprobs, _ = ladder.score(weights, sampled, temperature=temperature)
+    logprobs, _ = ladder.score(weights, sampled, temperature=temperature, replay=replay)
     return sampled.response & (logprobs != sampled.logprobs)
 
 
@@ -92,73 +181,89 @@ def first_block(engine: VllmEngine, weights: PolicyWeights, sequence: list[int])
     return "no block differs in a prefill: decoding differs from it"
 
 
-def run(path: str, scheme: str, args: argparse.Namespace, kernels: str) -> dict[str, Any]:
-    """One scheme. Returns its row of the table."""
+def observed(
+    engine: VllmEngine, weights: PolicyWeights, name: str, args: argparse.Namespace, seed: int
+) -> tuple[ladder.Sampled, float, dict[str, Any]]:
+    """Samples under one condition: what was drawn, at which temperature, and its row of the table."""
+    vocab = models.config_of(weights.graphdef).vocab_size
+    prompts, sampling = prompts_of(name, vocab, args, seed), sampling_of(name, vocab, args)
+    before, start = engine.status().met, time.time()
+    groups = engine.generate(prompts, num_samples=SAMPLES if name == "samples" else 1, sampling=sampling, key=seed)
+    row: dict[str, Any] = {"condition": name, "seed": seed, "sampling_s": time.time() - start}
+    completions = [one for group in groups for one in group]
+    row["met"] = {key: count - before.get(key, 0) for key, count in engine.status().met.items()}
+    row["met"]["stopped"] = sum(one.finish_reason == "stop" for one in completions)
+    sampled = ladder.Sampled.of(completions)
+    wrong = unequal(weights, sampled, sampling.temperature, replay=args.replay)
+    row |= {"tokens": int(sampled.response.sum()), "unequal": int(wrong.sum())}
+    row |= {"exact": 1 - row["unequal"] / row["tokens"], "tok_per_s": round(row["tokens"] / row["sampling_s"])}
+    if wrong.any():
+        number = int(np.argmax(wrong.any(axis=1)))
+        last = int(np.argmax(wrong[number]))
+        row["where"] = f"response {number}, position {last}: " + first_block(
+            engine, weights, [int(t) for t in sampled.tokens[number, : last + 1]]
+        )
+    return sampled, sampling.temperature, row
+
+
+def run(path: str, scheme: str, args: argparse.Namespace, kernels: str, tight: bool) -> Iterator[dict[str, Any]]:
+    """One engine under one scheme: the rows of its conditions, and one of the control."""
     begun = time.time()
-    weights = ladder.load(path, scheme, "cuda")
-    config = models.config_of(weights.graphdef)
-    engine_config = Config(
-        kv_cache_gb=args.kv_cache_gb,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        max_num_seqs=args.sequences,
-        max_model_len=args.prompt_len + args.response_len,
-        readback="off",
-        kernels=kernels,  # type: ignore[arg-type]
-    )
-    row: dict[str, Any] = {"scheme": scheme, "kernels": kernels, "tokens": 0, "unequal": 0, "sampling_s": 0.0}
-    engine = VllmEngine(engine_config, run_id="gate")
+    weights = ladder.load(path, scheme, resolve("auto").profile)
+    config = engine_of(tight, models.config_of(weights.graphdef), kernels, args)
+    names = [name for name in args.conditions if CONDITIONS[name].tight == tight]
+    same = {"scheme": scheme, "kernels": kernels, "engine": "tight" if tight else "roomy"}
+    engine = VllmEngine(config, run_id="gate")
     try:
         for version in range(args.updates + 1):
             if version:
                 weights = moved(weights, jax.random.key(version))
             engine.publish(weights, version)
-            prompts = ladder.random_prompts(config.vocab_size, args.sequences, args.prompt_len, args.seed + version)
-            sampling = SamplingConfig(max_response_len=args.response_len, temperature=args.temperature)
-            start = time.time()
-            groups = engine.generate(prompts, num_samples=1, sampling=sampling, key=args.seed + version)
-            row["sampling_s"] += time.time() - start
-            sampled = ladder.Sampled.of([one for group in groups for one in group])
-            wrong = unequal(weights, sampled, args.temperature)
-            row["tokens"] += int(sampled.response.sum())
-            row["unequal"] += int(wrong.sum())
-            if wrong.any() and "where" not in row and kernels == "contract":
-                number = int(np.argmax(wrong.any(axis=1)))
-                last = int(np.argmax(wrong[number]))
-                row["where"] = f"prompt {number} of seed {args.seed + version}, position {last}: " + first_block(
-                    engine, weights, [int(t) for t in sampled.tokens[number, : last + 1]]
-                )
-        row["control"] = int(unequal(one_weight_changed(weights), sampled, args.temperature).sum())
-        row["execution"] = engine.facts.execution if engine.facts else ""
+            for name in names if kernels == "contract" else ["plain"]:
+                sampled, temperature, row = observed(engine, weights, name, args, args.seed + version)
+                needed = [m for m in CONDITIONS[name].met if not (m == "cached_tokens" and args.replay)]
+                missing = [m for m in needed if not row["met"][m]]
+                row["ok"] = (row["unequal"] == 0) == (kernels == "contract") and not missing
+                yield same | row | ({"did_not_come_about": missing} if missing else {})
+        found = int(unequal(one_weight_changed(weights), sampled, temperature, replay=args.replay).sum())
+        execution = engine.facts.execution if engine.facts else ""
+        total = round(time.time() - begun, 1)
+        yield same | {"control": found, "ok": found > 0, "execution": execution, "total_s": total}
     finally:
         engine.close()
-    row["ok"] = (row["unequal"] == 0) == (kernels == "contract") and row["control"] > 0
-    return row | {"total_s": round(time.time() - begun, 1), "tok_per_s": round(row["tokens"] / row["sampling_s"])}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gate", description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--schemes", nargs="+", default=["w8a8", "fp8", "w4a16", "bf16"])
+    parser.add_argument("--conditions", nargs="+", default=["plain"], choices=[*CONDITIONS, "all"])
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--prompt-len", type=int, default=32)
+    parser.add_argument("--long-prompt", type=int, default=512, help="longest prompt of the conditions that have such")
     parser.add_argument("--response-len", type=int, default=512)
     parser.add_argument("--updates", type=int, default=1, help="versions published after the first")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--replay", action="store_true", help="the learner sends tokens to the experts of the engine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kv-cache-gb", type=float, default=14.0)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
     parser.add_argument("--vllm-kernels", action="store_true", help="the second negative control, one more engine")
+    parser.add_argument("--engine-log", default="", help="file for what the engine says")
     parser.add_argument("--json", help="write the rows there")
     args = parser.parse_args()
+    if "all" in args.conditions:
+        args.conditions = list(CONDITIONS)
     leave_memory_to_vllm()
     rows = []
-    runs = [(scheme, "contract") for scheme in args.schemes]
+    engines = sorted({CONDITIONS[name].tight for name in args.conditions})
+    runs = [(scheme, "contract", tight) for scheme in args.schemes for tight in engines]
     if args.vllm_kernels:
-        runs.append((args.schemes[-1], "vllm"))
-    for scheme, kernels in runs:
-        row = run(args.model, scheme, args, kernels)
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+        runs.append((args.schemes[-1], "vllm", False))
+    for scheme, kernels, tight in runs:
+        for row in run(args.model, scheme, args, kernels, tight):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(

@@ -43,6 +43,7 @@ import numpy as np
 
 from benchmarks import random_folder, shapes
 from benchmarks.memory_draws import most_used
+from qarl_jax.metrics import phases
 from qarl_jax.observe import recorder
 from qarl_jax.run import card, config
 from qarl_jax.types import UserError
@@ -170,11 +171,11 @@ def summary(run_dir: pathlib.Path) -> dict[str, Any]:
         found = [record[key] for record in steps if record.get(key) is not None]
         return float(np.mean(found)) if found else None
 
-    phases = sorted(key for key in steps[0] if key.startswith("time/") and key.endswith("_s"))
+    named = sorted(f"time/{name}_s" for name in phases(steps[0]))
     return {
         "tokens_per_s": mean("time/tok_per_s"),
         "rollout_tokens_per_s": mean("time/rollout_tok_per_s"),
-        "seconds": {key.removeprefix("time/").removesuffix("_s"): mean(key) for key in phases},
+        "seconds": {key.removeprefix("time/").removesuffix("_s"): mean(key) for key in named},
         "first_step_s": first["time/step_s"],
         "start": {key.removeprefix("time/"): v for key, v in first.items() if key.startswith("time/start_")},
         "learner_gib": [v for key, v in sorted(records[-1].items()) if key.startswith("perf/most_gib_")],

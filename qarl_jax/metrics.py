@@ -9,6 +9,7 @@ and equals computing the metric on the whole batch; the division happens once, i
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -119,3 +120,19 @@ def histograms(metrics: dict[str, Metric]) -> dict[str, list[int]]:
     """The histograms among the metrics, fetched to the host."""
     counts = jax.device_get({key: metric.value for key, metric in metrics.items() if isinstance(metric, Counts)})
     return {key: [int(n) for n in value] for key, value in counts.items()}
+
+
+def phases(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a step's record, the seconds of each phase by its name: `time/NAME_s`. They sum to `time/step_s`.
+
+    Names with a further slash are of what went on beside (`time/beside/`) or made up a phase (`time/publish/`);
+    `ahead_` and `start_` are of other steps' sampling and of the run's start.
+    """
+    names = {key: key.removeprefix(TIME).removesuffix("_s") for key in record if key.startswith(TIME)}
+    none = {"step", "start", "rollout_tok_per", "tok_per"}
+    apart = ("start_", "ahead_")
+    return {
+        name: record[key]
+        for key, name in names.items()
+        if key == f"{TIME}{name}_s" and "/" not in name and name not in none and not name.startswith(apart)
+    }

@@ -53,6 +53,7 @@ def run(cfg: RunConfig) -> None:
                 recompiles.take()  # a process's first step warms up
             with profiled(cfg, step):
                 # ---- sample and grade: nothing has changed yet, so an interrupt drops the step -----------------------
+                run.score_early(step)
                 collected = run.collector.collect(step)
                 if run.interrupt.agreed():
                     run.save(step)
@@ -69,9 +70,11 @@ def run(cfg: RunConfig) -> None:
                     most=cfg.log.sample_tokens,
                     rows=cfg.log.samples_per_step,
                 )
-                run.state, learned, histograms = run.updates.run(run.state, groups, advantages, step, follow)
+                run.state, learning = run.updates.run(run.state, groups, advantages, step, follow)
                 with timer("publish"):
                     published = run.publisher.publish(run.state, done)
+                with timer("metrics"):  # what is left to read of them
+                    learned, histograms = learning()
 
             # ---- record and save -------------------------------------------------------------------------------------
             relative = advantages if cfg.critic is None else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,9 @@ class Collector:
       buffer: responses an earlier step left unfinished, where `rollout.partial` is on: state of the run as much as the
         weights are.
       timer: is told how long sampling and grading take.
+
+    Attributes:
+      on_graded: is told of groups (number in the step, and group) that are graded while others are drawn.
     """
 
     def __init__(
@@ -60,9 +63,9 @@ class Collector:
         self._stop, self._stream, self._timer = stop, stream, timer
         self._buffer = self._left = buffer
         # Over several processes the first grades for all, which none may do by itself.
+        self.on_graded: Callable[[int, RolloutGroup], None] | None = None
         self._grades_early = getattr(engine, "tells_groups", False) and processes.count() == 1
         self._told = 0, 0.0
-        self._early_s = 0.0  # seconds of grading while others were drawn
 
     def collect(self, step: int) -> Collected:
         """The step's groups. Until `keep`, nothing of the run has changed: a step may be dropped."""
@@ -73,12 +76,7 @@ class Collector:
     def _collected(self, step: int) -> Collected:
         rollout = self._cfg.rollout
         if not rollout.partial.is_on:
-            self._early_s = 0.0
-            sample = functools.partial(self._sample, step)
-            found = dynamic_sampling.collect(rollout.dynamic, self._stream, step, sample)
-            if not self._grades_early:
-                return found
-            return dataclasses.replace(found, metrics=found.metrics | {"time/under_rollout_reward_s": self._early_s})
+            return dynamic_sampling.collect(rollout.dynamic, self._stream, step, functools.partial(self._sample, step))
         collected, self._left = partial_rollouts.collect(
             rollout.partial,
             rollout.dynamic,
@@ -107,7 +105,12 @@ class Collector:
 
     def _sample(self, step: int, prompts: list[Prompt], batch: int) -> tuple[list[RolloutGroup], Parts]:
         limit = self._cfg.rollout.max_response_len_at(step)
-        early = EarlyGrades(prompts, lambda some, drawn: self._grader.grade(self._tokenizer, some, drawn, limit))
+
+        def grade(some: Sequence[Prompt], drawn: Sequence[Sequence[Completion]]) -> tuple[list[RolloutGroup], Parts]:
+            with self._timer("reward"):
+                return self._grader.grade(self._tokenizer, some, drawn, limit)
+
+        early = EarlyGrades(prompts, grade, self.on_graded)
         told: dict[str, Any] = {"on_group": early.add} if self._grades_early else {}
         with contextlib.closing(early):
             with self._timer("rollout"):
@@ -120,7 +123,6 @@ class Collector:
                 )
             with self._timer("reward"):
                 graded = early.finish(completions)
-        self._early_s += early.seconds
         return graded
 
     def _extend(self, step: int, requests: list[Request]) -> list[Completion]:

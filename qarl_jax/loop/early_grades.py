@@ -11,7 +11,6 @@ What is graded does not depend on when: a reward looks at one sample at a time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -29,24 +28,25 @@ class EarlyGrades:
     Args:
       prompts: all of the batch.
       grade: grades some of them; called from one thread at a time.
+      told: is told of each group that was graded before `finish`, in that thread.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], grade: Grade):
-        self._prompts, self._grade = list(prompts), grade
+    def __init__(
+        self, prompts: Sequence[Prompt], grade: Grade, told: Callable[[int, RolloutGroup], None] | None = None
+    ):
+        self._prompts, self._grade, self._told = list(prompts), grade, told
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grade")
         self._early: dict[int, Future[tuple[list[RolloutGroup], Parts]]] = {}
-        self.seconds = 0.0  # spent in the thread
 
     def add(self, number: int, completions: Sequence[Completion]) -> None:
         """Prompt `number` has all its completions."""
         self._early[number] = self._thread.submit(self._one, number, completions)
 
     def _one(self, number: int, completions: Sequence[Completion]) -> tuple[list[RolloutGroup], Parts]:
-        start = time.perf_counter()
-        try:
-            return self._grade([self._prompts[number]], [completions])
-        finally:
-            self.seconds += time.perf_counter() - start
+        graded = self._grade([self._prompts[number]], [completions])
+        if self._told is not None:
+            self._told(number, graded[0][0])
+        return graded
 
     def finish(self, completions: Sequence[Sequence[Completion]]) -> tuple[list[RolloutGroup], Parts]:
         """The groups and reward terms of all prompts, as `grade` gives them for all at once.

@@ -55,5 +55,7 @@ class Publisher:
 
 
 def timed(published: dict[str, float]) -> dict[str, float]:
-    """An engine's timings under `time/`, where wall-clock numbers live (they differ between equal runs)."""
-    return {f"time/{key.removeprefix('time/')}": value for key, value in published.items()}
+    """An engine's timings under `time/`, where wall-clock numbers live (they differ between equal runs): those that
+    publishing was made of, and its start."""
+    names = {key: key.removeprefix("time/") for key in published}
+    return {f"time/{'' if n.startswith('start_') else 'publish/'}{n}": published[key] for key, n in names.items()}

@@ -116,10 +116,11 @@ class Session:
         collected = self._collector.collect(self.step)
         self._collector.keep()
         groups, advantages = advantages_of(self.cfg, collected.groups, self.step)
-        self.state, numbers, _ = self._updates.run(self.state, groups, advantages, self.step)
+        self.state, learning = self._updates.run(self.state, groups, advantages, self.step)
         self.step += 1
         reward = float(np.mean([group.rewards for group in collected.sampled]))
-        return numbers | self.publish() | {"reward/mean": reward}
+        published = self.publish()
+        return learning()[0] | published | {"reward/mean": reward}
 
     def close(self) -> None:
         """Ends the engine and the rewards' processes."""

@@ -144,6 +144,11 @@ class Run:
             self._starting.join()
         self.begun = self._starting.seconds() | self.begun
 
+    def score_early(self, step: int) -> None:
+        """Before a step is collected: whole mini-batches of it are scored while others are drawn."""
+        if isinstance(self.collector, Collector):  # others sample under older versions, too
+            self.collector.on_graded = self.updates.ahead(self.state, step)
+
     def remark(self, step: int, record: Mapping[str, Any]) -> None:
         """Says so if sampler and learner differ more than they are known to, and where they do first."""
         facts = getattr(self.engine, "facts", None)

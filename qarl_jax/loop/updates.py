@@ -10,7 +10,9 @@ one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from qarl_jax.data import packing
 from qarl_jax.learning.critic import Critic, Targets
 from qarl_jax.learning.learner import Learner, TrainState
 from qarl_jax.loop import step_metrics, unequal
+from qarl_jax.loop.early_scores import EarlyScores
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.step_metrics import UpdateMetrics
 from qarl_jax.loss.advantages import finite, group_advantages, padded, turn_advantages
@@ -31,7 +34,11 @@ from qarl_jax.observe.token_trace import LOGPROBS, Follower
 from qarl_jax.rollout import dynamic_sampling
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import processes
 from qarl_jax.types import DivergedError, RolloutGroup, TrainBatch
+
+# A step's reduced metrics, and its histograms.
+Learned = tuple[dict[str, float], dict[str, list[int]]]
 
 
 def advantages_of(
@@ -103,6 +110,8 @@ class Updates:
     ):
         self._cfg, self._learner, self._publisher, self._timer = cfg, learner, publisher, timer
         self._reference, self._critic = reference, critic
+        self._early: EarlyScores | None = None  # of the step that is being sampled
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self.unequal: unequal.Unequal | None = None  # of the last step
 
     def run(
@@ -112,8 +121,9 @@ class Updates:
         advantages: Float[np.ndarray, "g n *turns"],
         step: int,
         follow: Follower | None = None,
-    ) -> tuple[TrainState, dict[str, float], dict[str, list[int]]]:
-        """The new state, the step's reduced metrics and its histograms. `follow`: is told what happens to responses.
+    ) -> tuple[TrainState, Callable[[], Learned]]:
+        """The new state, and what waits for the step's reduced metrics and its histograms: they are read in a thread,
+        while the state is published. `follow`: is told what happens to responses.
 
         Raises:
           DivergedError: a gradient is not finite; names the step and the update, and leaves the last checkpoint
@@ -133,15 +143,23 @@ class Updates:
             if not warming:
                 state, inner = self.update_once(state, batch, number, place, follow)
                 gathered.add(number, inner)
-        numbers, histograms = gathered.reduced()
-        self.unequal = self._first_unequal(batches, step) if numbers.get("mismatch/exact", 1.0) < 1.0 else None
-        numbers |= {
-            "train/padding_share": float(np.mean([batch.packed.padding_share for batch in batches])),
-            "train/tokens": float(sum(batch.packed.num_tokens for batch in batches)),
-            "train/updates": 0.0 if warming else float(len(batches)),
-            "train/flops": 0.0 if warming else sum(self._flops(state, batch.packed) for batch in batches),
-        }
-        return state, numbers | judged | step_metrics.quantiles(histograms), histograms
+
+        def read() -> Learned:
+            with self._timer("metrics"):
+                numbers, histograms = gathered.reduced()
+                found = self._first_unequal(batches, step) if numbers.get("mismatch/exact", 1.0) < 1.0 else None
+                self.unequal = found
+                numbers |= {
+                    "train/padding_share": float(np.mean([batch.packed.padding_share for batch in batches])),
+                    "train/tokens": float(sum(batch.packed.num_tokens for batch in batches)),
+                    "train/updates": 0.0 if warming else float(len(batches)),
+                    "train/flops": 0.0 if warming else sum(self._flops(state, batch.packed) for batch in batches),
+                }
+                return numbers | judged | step_metrics.quantiles(histograms), histograms
+
+        if processes.count() > 1:  # all of them ask their devices for the same in the same order
+            return state, functools.partial(lambda learned: learned, read())
+        return state, self._reading.submit(read).result
 
     def prepare(
         self,
@@ -152,25 +170,69 @@ class Updates:
     ) -> list[MiniBatch]:
         """Packs the step's mini-batches, over all its epochs."""
         train, batches = self._cfg.train, []
+        early, self._early = self._early, None
         with self._timer("pack"):
             for epoch in range(train.update_epochs):
-                for chosen in packing.mini_batches(
-                    len(groups), train.mini_batch_prompts, seed=self._cfg.seed, step=step, epoch=epoch
-                ):
+                for chosen in self._mini_batches(len(groups), step, epoch):
                     own = [groups[i] for i in chosen]
-                    packed = packing.pack(
-                        own,
-                        advantages[chosen],
-                        row_len=self._cfg.row_len_at(step),
-                        rows_multiple=train.micro_batch_rows,
-                        max_segments=train.max_segments,
-                        unpacked=train.packing == "unpacked",
-                    )
-                    micros = [self._learner.put(micro) for micro in packed.micro_batches(train.micro_batch_rows)]
-                    batches.append(MiniBatch(packed, own, micros, [None] * len(micros)))
+                    made = None if early is None or epoch else early.take(own, advantages[chosen])
+                    batches.append(made or self._packed(own, advantages[chosen], step))
                     if follow is not None:
-                        follow.packed(chosen, packed)
+                        follow.packed(chosen, batches[-1].packed)
+        if early is not None:
+            early.close()
         return batches
+
+    def ahead(self, state: TrainState, step: int) -> Callable[[int, RolloutGroup], None] | None:
+        """What to tell of every graded group of a step that is being sampled, so that whole mini-batches are packed and
+        scored meanwhile; None: not in this run. The next `run` takes them.
+
+        Args:
+          state: the learner's, as `run` will be given it.
+        """
+        cfg = self._cfg
+        if self._early is not None:  # of a step that was dropped
+            self._early.close()
+            self._early = None
+        once = cfg.rollout.dynamic.max_batches == 1 and not cfg.rollout.partial.is_on
+        if processes.count() > 1 or self._critic is not None or not once:
+            return None
+        chosen = self._mini_batches(cfg.train.prompts_per_step, step, 0)
+        several = len(chosen) * cfg.train.update_epochs > 1
+
+        def make(groups: list[RolloutGroup]) -> tuple[np.ndarray, MiniBatch]:
+            _, advantages = advantages_of(cfg, groups, step)
+            with self._timer("pack"):
+                batch = self._packed(groups, advantages, step)
+            if several:
+                with self._timer("old_logprobs"):
+                    self._score_old(state, batch)
+                    jax.block_until_ready(batch.old)
+            return advantages, batch
+
+        self._early = EarlyScores(chosen, make)
+        return self._early.add
+
+    def _mini_batches(self, prompts: int, step: int, epoch: int) -> list[np.ndarray]:
+        size, seed = self._cfg.train.mini_batch_prompts, self._cfg.seed
+        return packing.mini_batches(prompts, size, seed=seed, step=step, epoch=epoch)
+
+    def _packed(self, groups: list[RolloutGroup], advantages: np.ndarray, step: int) -> MiniBatch:
+        train = self._cfg.train
+        packed = packing.pack(
+            groups,
+            advantages,
+            row_len=self._cfg.row_len_at(step),
+            rows_multiple=train.micro_batch_rows,
+            max_segments=train.max_segments,
+            unpacked=train.packing == "unpacked",
+        )
+        micros = [self._learner.put(micro) for micro in packed.micro_batches(train.micro_batch_rows)]
+        return MiniBatch(packed, groups, micros, [None] * len(micros))
+
+    def _score_old(self, state: TrainState, batch: MiniBatch) -> None:
+        qweights = self._publisher.qweights(state)
+        batch.old = [self._learner.score(state.params, qweights, micro)[0] for micro in batch.micros]
 
     def judge(self, batches: list[MiniBatch]) -> dict[str, float]:
         """The critic's values, and from them advantages per token and its own targets; its metrics."""
@@ -188,9 +250,9 @@ class Updates:
         """Log-probs of the proximal policy, if the step has several updates, and of the reference, if there is one."""
         if len(batches) > 1:
             with self._timer("old_logprobs"):
-                qweights = self._publisher.qweights(state)
                 for batch in batches:
-                    batch.old = [self._learner.score(state.params, qweights, micro)[0] for micro in batch.micros]
+                    if any(old is None for old in batch.old):
+                        self._score_old(state, batch)
                 jax.block_until_ready([batch.old for batch in batches])
         if self._reference is not None:
             with self._timer("ref_logprobs"):

@@ -88,17 +88,15 @@ class Linear(nnx.Module):
         rows: Float[Array, "M K"],
         held: tuple[jax.Array, Any],
         group_sizes: Int[Array, " E"],
-        wide: bool = False,
     ) -> Float[Array, "M N"]:
         """Rows sorted by expert, each times its expert's weight, in their dtype.
 
         Args:
           held: from `held`, or one device's part of it: some experts, some outputs.
           group_sizes: rows of each of these experts; rows behind them all give zeros.
-          wide: the result is left in float32.
         """
         master, weight = held
-        y = quant.expert_dot(rows, master, weight, group_sizes, numerics=self.numerics, wide=wide)
+        y = quant.expert_dot(rows, master, weight, group_sizes, numerics=self.numerics)
         return checkpoint_name(y, LINEAR_OUTPUT)
 
 

@@ -57,10 +57,8 @@ class Router(nnx.Module):
         choice is the largest mismatch a sampler and a learner can have.
         """
         weight = round_to(self.kernel.get_value(), self.dtype).astype(jnp.float32)
-        exactly = in_float64 if self.numerics.float64 else lambda formula: formula
+        exactly = in_float64 if self.numerics.float64_experts else lambda formula: formula
         logits = exactly(_product)(x.astype(jnp.float32), weight)
-        if self.numerics.round_router_logits:
-            logits = round_to(logits, self.dtype).astype(jnp.float32)
         chosen, experts = jax.lax.top_k(logits, self.moe.num_experts_per_tok)
         if replayed is not None:
             experts = jnp.where(replayed < 0, experts, replayed.astype(experts.dtype))
@@ -96,7 +94,6 @@ class MoE(nnx.Module):
         self.down = Linear(D, F, axis="embed_out", config=config, rngs=rngs, stack=experts)
         self.moe = config.moe
         self.numerics = config.numerics
-        self.weighted_first = config.numerics.weighted_experts
 
     def __call__(self, x: Float[Array, "B T D"], routed: Int[Array, "B T k"] | None = None) -> Float[Array, "B T D"]:
         """The experts' weighted sum; `routed`: experts to send each token to (see `Router`)."""
@@ -145,32 +142,16 @@ class MoE(nnx.Module):
             hidden = silu_and_mul(gate, up, self.numerics)
             if cut.inner[1]:  # a contraction is never split
                 hidden = jax.lax.all_gather(hidden, "tensor", axis=1, tiled=True)
-            out = self.down.of_experts(hidden, down_held, group_sizes, wide=self.weighted_first)
-            if self.weighted_first:
-                out = round_to(out * weights_Mk.reshape(M * k)[order][:, None], x.dtype)
+            out = self.down.of_experts(hidden, down_held, group_sizes)
             out_MkD = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(M, k, -1)
             # Of each copy one device has an output and all others zeros, so that these sums are exact.
             if cut.scattered:
                 out_MkD = jax.lax.psum_scatter(out_MkD, "expert", scatter_dimension=2, tiled=True)
             elif cut.inner[0]:
                 out_MkD = jax.lax.psum(out_MkD, "expert")
-            if self.weighted_first:
-                y = _sum_as_vllm(out_MkD)
-            else:  # weighted and summed in float32 or float64, rounded once
-                weigh = in_float64(_weighted_sum) if self.numerics.float64 else _weighted_sum
-                y = weigh(out_MkD.astype(jnp.float32), weights_Mk)
+            weigh = in_float64(_weighted_sum) if self.numerics.float64_experts else _weighted_sum
+            y = weigh(out_MkD.astype(jnp.float32), weights_Mk)
         return round_to(y, x.dtype).reshape(B, T, -1)
-
-
-def _sum_as_vllm(out_MkD: Float[Array, "M k D"]) -> Float[Array, "M D"]:
-    """vLLM's moe_sum: two to four outputs are added one after the other, each sum rounded to their dtype; others in
-    float32, rounded once."""
-    dtype, k = out_MkD.dtype, out_MkD.shape[1]
-    y = out_MkD[:, 0].astype(jnp.float32)
-    for i in range(1, k):
-        y = y + out_MkD[:, i].astype(jnp.float32)
-        y = round_to(y, dtype).astype(jnp.float32) if k in (2, 3, 4) else y
-    return y
 
 
 @dataclasses.dataclass(frozen=True)

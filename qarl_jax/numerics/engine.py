@@ -39,9 +39,6 @@ class Numerics:
         f32(s_x * (s_w * acc)); otherwise it is two float32 products, in that order.
       amax_floor: lower bound put under a row's absmax before its int8 scale is taken; 0: none.
       bias_after_rounding: w4a8_fp8 adds the bias to the already rounded output (two roundings).
-      int8_experts_keep_activations: w8a8's experts multiply unquantized activations with their int8 codes: vLLM 0.25
-        on CUDA takes dynamic activation scales, which a checkpoint does not hold, for none
-        (`make_int8_moe_quant_config`).
       contract_parts: sums of bfloat16 products are made in the contract's parts of K (`of_layer`).
       fp8_divides: fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x).
       fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, where there are such.
@@ -55,9 +52,8 @@ class Numerics:
       divided_silu: SiLU is x / (1 + exp(-x)), an IEEE division; otherwise as the compiler divides.
       round_rope_table: cos and sin are rounded to the compute dtype; the rotation itself is float32, rounded once.
       rope_on_device: the engine makes that table on the device, by its power function.
-      round_router_logits: router logits are rounded to the compute dtype.
-      weighted_experts: each expert's output is multiplied by the token's weight for it before it is rounded, and the
-        rounded ones are summed (vLLM's Triton experts); otherwise rounded outputs are weighted and summed in float32.
+      float64_experts: a router's logits, the weights of the chosen experts, and the weighted sum of their rounded
+        outputs are computed in float64 and rounded to float32 once (part of `float64`); otherwise in float32.
       float64_log_softmax: log-probs are computed in float64 from the float32 logits, and rounded once (part of
         `float64`).
       parts: of K, in which a layer's sum of bfloat16 products is made. A layer's own.
@@ -69,7 +65,6 @@ class Numerics:
     float64: bool = False
     amax_floor: float = 0.0
     bias_after_rounding: bool = False
-    int8_experts_keep_activations: bool = False
     contract_parts: bool = False
     fp8_divides: bool = False
     fp8_on_tensor_cores: bool = True
@@ -81,8 +76,7 @@ class Numerics:
     divided_silu: bool = False
     round_rope_table: bool = False
     rope_on_device: bool = False
-    round_router_logits: bool = False
-    weighted_experts: bool = False
+    float64_experts: bool = False
     float64_log_softmax: bool = False
     parts: int = 1
     own_kernels: bool = True
@@ -104,13 +98,13 @@ CPU = Numerics(
     amax_floor=1e-7,
     fp8_on_tensor_cores=False,
     norm_order="float64",
+    float64_experts=True,
     float64_log_softmax=True,
 )
 # vLLM CUDA: CUTLASS for 8-bit codes, FlashAttention-3, and the bridge's kernels for the rest (`contract`).
 CUDA = Numerics(
     profile="cuda",
     bias_after_rounding=True,
-    int8_experts_keep_activations=True,
     contract_parts=True,
     fp8_divides=True,
     w4a8_is_fp8=True,
@@ -121,8 +115,7 @@ CUDA = Numerics(
     divided_silu=True,
     round_rope_table=True,
     rope_on_device=True,
-    round_router_logits=True,
-    weighted_experts=True,
+    float64_experts=True,
     float64_log_softmax=True,
 )
 RECORDS = {record.profile: record for record in (PLAIN, CPU, CUDA)}

@@ -34,6 +34,7 @@ import platform
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ from typing import Any, Literal, TextIO
 import jax
 
 from qarl_jax.data.tokenizer import Tokenizer, decode
-from qarl_jax.metrics import PERF, TIME, Max, Mean
+from qarl_jax.metrics import PERF, TIME, Max, Mean, phases
 from qarl_jax.observe.terminal import make_view
 from qarl_jax.types import Completion, RolloutGroup, Turn, UserError
 
@@ -80,35 +81,54 @@ class Config:
 
 
 class PhaseTimer:
-    """Seconds per phase of a step.
+    """Seconds per phase of a step, in the thread that takes them (at first: that made it), and beside it in others.
+
+    Every second of a step is in one phase: one inside another is taken out of it, and what no phase covers is `other`.
+    So `phases` of what `take` returns sum to `time/step_s`. What other threads do in that time does not count there.
 
     Example:
       timer = PhaseTimer()
       with timer("rollout"):
-          ...
-      timer.take()   # {"time/rollout_s": 1.21, "time/step_s": 1.30}, and the next step starts at zero
+          ...                     # meanwhile another thread: with timer("reward"): ...
+      timer.take()   # {"time/rollout_s": 1.21, "time/beside/reward_s": 0.4, "time/other_s": 0.09, "time/step_s": 1.30}
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
+        self._clock, self._owner, self._lock = clock, threading.get_ident(), threading.Lock()
         self._seconds: dict[str, float] = {}
+        self._inside: list[float] = []  # per open phase, the seconds of phases within it
         self._start = clock()
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Time a block; a phase entered several times adds up. The time counts even if the block raises."""
+        beside = threading.get_ident() != self._owner
         start = self._clock()
+        if not beside:
+            self._inside.append(0.0)
         try:
             yield
         finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - start
+            took = self._clock() - start
+            own = took
+            if not beside:
+                own -= self._inside.pop()
+                if self._inside:
+                    self._inside[-1] += took
+            name = f"beside/{phase}" if beside else phase
+            with self._lock:
+                self._seconds[name] = self._seconds.get(name, 0.0) + own
 
     def take(self) -> dict[str, float]:
         """Seconds of each phase and, as `time/step_s`, since the last call; then start anew."""
-        now = self._clock()
-        out = {f"{TIME}{phase}_s": seconds for phase, seconds in self._seconds.items()}
-        out[f"{TIME}step_s"] = now - self._start
-        self._seconds, self._start = {}, now
+        now, self._owner = self._clock(), threading.get_ident()
+        with self._lock:
+            seconds, self._seconds = self._seconds, {}
+        out = {f"{TIME}{phase}_s": value for phase, value in seconds.items()}
+        whole = now - self._start
+        out[f"{TIME}other_s"] = whole - sum(phases(out).values())
+        out[f"{TIME}step_s"] = whole
+        self._start = now
         return out
 
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qarl_jax.metrics import PERF, TIME
+from qarl_jax.metrics import PERF, TIME, phases
 
 log = logging.getLogger(__name__)
 
@@ -98,12 +98,7 @@ def _speed(record: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("recompiles", f"{PERF}recompiles", ".0f"),
         ),
     )
-    phases = {
-        key[len(TIME) : -2]: value
-        for key, value in record.items()
-        if key.startswith(TIME) and key.endswith("_s") and not key.endswith("_per_s") and key != f"{TIME}step_s"
-    }
-    slowest = sorted(((v, k) for k, v in phases.items() if isinstance(v, (int, float))), reverse=True)
+    slowest = sorted(((v, k) for k, v in phases(record).items() if isinstance(v, (int, float))), reverse=True)
     return cells + [(name, f"{seconds:.2f}s") for seconds, name in slowest]
 
 

@@ -46,8 +46,8 @@ class Product(Protocol):
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
         """Compute dtype [M, K], any dtype [.., N, K] -> [M, N] in float32, or rounded once to another dtype.
 
-        parts: of K (`contract.cuts`), each summed by itself and then added in float32, in ascending order; the engine
-        keeps its own order for experts.
+        parts: of K (`contract.cuts`), each summed by itself and then added in float32, in ascending order; experts'
+        inputs are not cut, for there are enough experts to fill a card.
         """
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -181,15 +181,13 @@ class Ragged:
       group_sizes: [E] int32, rows of each expert.
       num_rows: M.
       wide_sums: as in `Dense`.
-      wide: products of floats are left in float32, whatever is asked for.
     """
 
     experts = True
 
-    def __init__(self, group_sizes: jax.Array, num_rows: int, wide_sums: bool = False, wide: bool = False):
+    def __init__(self, group_sizes: jax.Array, num_rows: int, wide_sums: bool = False):
         self.group_sizes = group_sizes
         self.wide_sums = wide_sums
-        self.wide = wide
         ends = jnp.cumsum(group_sizes)
         # The expert of each row; rows past the last group take the last expert and are masked.
         rows = jnp.arange(num_rows, dtype=ends.dtype)
@@ -205,7 +203,6 @@ class Ragged:
     def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
         del parts
         w = w.astype(x.dtype)
-        out_dtype = jnp.float32 if self.wide else out_dtype
         if self.wide_sums:
             return round_to(self._by_expert(_float64_product, jnp.float32)(x, w), out_dtype)
         return self._float(x, w, out_dtype)

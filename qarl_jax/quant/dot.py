@@ -40,14 +40,12 @@ class _Static:
     Attributes:
       numerics: the engine mirrored.
       x, master, bias: dtypes; bias: None where there is none.
-      wide: whether the result stays float32.
     """
 
     numerics: Numerics
     x: Any
     master: Any
     bias: Any = None
-    wide: bool = False
 
 
 def _linear(product: Product, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
@@ -72,7 +70,7 @@ def _forward(
     if not isinstance(scheme, OfLowBitActivations):
         w = scheme.dequantize(qtensor).astype(jnp.bfloat16)
         return _linear(product, x, w, bias, numerics), x, qtensor
-    used = scheme.activations(x, numerics=numerics, experts=product.experts)
+    used = scheme.activations(x, numerics=numerics)
     multiply = functools.partial(scheme.multiply, numerics=numerics, product=product, dtype=x.dtype)
     if product.experts or not kernels.serves(scheme.NAME, x, qtensor.qvalue.shape, numerics):
         return multiply(used, qtensor, bias), used, qtensor
@@ -95,11 +93,9 @@ def _multiply(static: _Static, x: Any, master: Any, qtensor: Any, bias: Any, gro
 
 def _multiply_fwd(static: _Static, x: Any, master: Any, qtensor: Any, bias: Any, group_sizes: Any) -> tuple[Any, Any]:
     wide_sums = static.numerics.float64
-    product: Product = (
-        Dense(wide_sums) if group_sizes is None else Ragged(group_sizes, x.shape[0], wide_sums, static.wide)
-    )
+    product: Product = Dense(wide_sums) if group_sizes is None else Ragged(group_sizes, x.shape[0], wide_sums)
     y, used, weight = _forward(product, static, x, master, qtensor, bias)
-    return round_to(y, jnp.float32 if static.wide else x.dtype), (used, weight, group_sizes)
+    return round_to(y, x.dtype), (used, weight, group_sizes)
 
 
 def _multiply_bwd(static: _Static, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
@@ -155,7 +151,7 @@ def dot(
     return y.reshape(*x.shape[:-1], n)
 
 
-@functools.partial(jax.jit, static_argnames=("numerics", "wide"))
+@functools.partial(jax.jit, static_argnames="numerics")
 def expert_dot(
     x: Float[Array | np.ndarray, "M K"],
     master: Float[Array | np.ndarray, "E N K"],
@@ -163,7 +159,6 @@ def expert_dot(
     group_sizes: Int[Array | np.ndarray, " E"],
     *,
     numerics: Numerics = PLAIN,
-    wide: bool = False,
 ) -> Float[Array, "M N"]:
     """`dot` for mixture-of-experts: row m is multiplied with the weight of the expert whose group it falls into.
 
@@ -173,15 +168,14 @@ def expert_dot(
       qtensor: the experts, as in `dot`.
       group_sizes: [E] int32, rows per expert; rows beyond their sum give zeros.
       numerics: the engine mirrored.
-      wide: whether the result stays float32, not rounded.
 
     Returns:
-      [M, N] in x.dtype, or float32.
+      [M, N] in x.dtype, rounded once.
 
     Raises:
       ValueError: `qtensor` has another shape than the masters.
     """
     if qtensor is not None and qtensor.shape != master.shape:
         raise ValueError(f"qtensor of shape {qtensor.shape} does not belong to masters of shape {master.shape}")
-    static = _Static(numerics, jnp.dtype(x.dtype), jnp.dtype(master.dtype), wide=wide)
+    static = _Static(numerics, jnp.dtype(x.dtype), jnp.dtype(master.dtype))
     return _multiply(static, x, master, qtensor, None, group_sizes)

@@ -197,8 +197,10 @@ def engine_parts(cfg: RunConfig) -> dict[str, int]:
     if model.moe is not None:
         inner = max(inner, model.moe.intermediate_size * model.moe.num_experts_per_tok)
     logits = engine.max_num_seqs * model.vocab_size * 4
+    contract = engine.kernels == "contract" and engine.execution != "compiled"
     return {
         "weights": _published(_relevant(cfg)),
+        "int4 layers as multiplied": _int4_copies(_relevant(cfg)).get(engine.int4_kernel, 0) if contract else 0,
         "KV cache": int(engine.kv_cache_gb * GIB) if engine.kv_cache_gb else kv_bytes(cfg, 1),
         # Of a step: gate, up and their product, six residuals; and five float32 copies of all sequences' logits.
         "activations (estimate)": STEP_TOKENS * (4 * inner + 6 * model.hidden_size) * 2 + 5 * logits,
@@ -213,8 +215,9 @@ def engine_parts(cfg: RunConfig) -> dict[str, int]:
 def settle(cfg: RunConfig, card: int | None) -> tuple[RunConfig, CardPlan | None]:
     """The run with every "auto" of its memory replaced, and the plan it fits.
 
-    `model.remat`, `optimizer.offload` and `rollout.engine.memory` may be auto: the first choice that fits, from the
-    fastest. Without a card (the learner runs on a CPU or a TPU) nothing is planned, and offload is false.
+    `model.remat`, `optimizer.offload`, `rollout.engine.memory` and `rollout.engine.int4_kernel` may be auto: the first
+    choice that fits, from the fastest. Without a card (the learner runs on a CPU or a TPU) nothing is planned, and
+    offload is false.
 
     Args:
       card: `card_bytes()`.
@@ -288,11 +291,15 @@ def _choices(cfg: RunConfig, card: int) -> Iterator[RunConfig]:
     offloads = (False, True) if cfg.optimizer.offload == "auto" else (cfg.optimizer.offload,)
     engine = cfg.rollout.engine
     shares: tuple[float, ...] = (0.0,)
-    if isinstance(engine, vllm.Config) and engine.memory == "auto":
-        shares = (1.0, 0.5, 0.25)
-    for offload, share, remat in itertools.product(offloads, shares, remats):
+    kernels: tuple[str, ...] = ("",)
+    if isinstance(engine, vllm.Config):
+        shares = (1.0, 0.5, 0.25) if engine.memory == "auto" else shares
+        if engine.int4_kernel == "auto" and _int4_copies(_relevant(_on_a_gpu(cfg)))["auto"]:
+            kernels = ("auto", "packed")
+    for offload, kernel, share, remat in itertools.product(offloads, kernels, shares, remats):
         changes: dict[str, Any] = {"model.remat": remat, "optimizer.offload": offload}
-        yield _set(cfg, changes | (_engine_settings(cfg, card, share) if share else {}))
+        choice = _set(cfg, changes | ({"rollout.engine.int4_kernel": kernel} if kernel else {}))
+        yield _set(choice, _engine_settings(choice, card, share)) if share else choice
 
 
 def _engine_settings(cfg: RunConfig, card: int, share: float) -> dict[str, Any]:
@@ -378,6 +385,11 @@ def _relevant(cfg: RunConfig) -> RunConfig:
 @_cached
 def _parts(cfg: RunConfig) -> dict[str, int]:
     return memory_plan.parts(cfg, per_device=True)
+
+
+@_cached
+def _int4_copies(cfg: RunConfig) -> dict[str, int]:
+    return memory_plan.int4_copies(_set(cfg, {"model.remat": "full"}))
 
 
 @_cached

@@ -100,8 +100,8 @@ def _kept(model: models.ModelConfig, max_segments: int) -> int:
         elements = 8 * hidden + 2 * heads + 3 * projected + 5 * inner
         return elements * width + 4 * (8 * hidden + 6 * inner) + statistics
     down = hidden
-    if model.moe is not None:  # float32 where it is weighted first
-        down *= model.moe.num_experts_per_tok * (2 if model.numerics.weighted_experts else 1)
+    if model.moe is not None:
+        down *= model.moe.num_experts_per_tok
     elements = remat.saved_elements(
         model.remat, hidden=hidden, heads=heads, projected=projected, inner=inner, down=down
     )
@@ -125,9 +125,9 @@ def layer_activations(model: models.ModelConfig, positions: int, max_segments: i
     whole = (14.0 * hidden + 2.5 * projected + 7.0 * inner) * model.compute_dtype.itemsize
     own = positions * max(whole - _kept(model, max_segments), whole / 4)
     if model.moe is not None:
-        # Copies of tokens for their experts, in float32 where they are weighted first; a layer's experts, gathered, and
+        # Copies of tokens for their experts, wider where they are summed in float64; a layer's experts, gathered, and
         # dequantized.
-        copies = (8 if model.numerics.weighted_experts else 2) * positions * model.moe.num_experts_per_tok * hidden
+        copies = (8 if model.numerics.float64_experts else 2) * positions * model.moe.num_experts_per_tok * hidden
         experts = 6 * model.moe.num_experts * model.moe.intermediate_size * hidden
         own += (copies + experts) * model.compute_dtype.itemsize
     return round(own)
@@ -363,6 +363,17 @@ def published_bytes(cfg: RunConfig) -> int:
     covered = models.by_path(qweights)
     rest = {path: leaf for path, leaf in models.by_path(params).items() if path not in covered}
     return nbytes(qweights) + nbytes(rest, dtype=jnp.bfloat16)
+
+
+def int4_copies(cfg: RunConfig) -> dict[str, int]:
+    """Bytes that a vLLM on CUDA holds beside the published tensors of its int4 layers, by `int4_kernel`: what the
+    bridge's kernel multiplies is made at each load from codes and scales that stay. Experts are made in their place."""
+    graphdef, params = abstract_policy(cfg)
+    graphdef = build.rollout_graphdef(cfg, graphdef)
+    qweights = models.by_path(jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params))
+    layers = [q for path, q in qweights.items() if ".moe." not in path and str(q.scheme).startswith("w4a16")]
+    words = nbytes([q.qvalue for q in layers])
+    return {"auto": 4 * words, "packed": words + nbytes([q.scale for q in layers])}  # bf16(q s): four half bytes
 
 
 def _apart(cfg: RunConfig, engine: vllm.Config) -> list[str]:

@@ -116,6 +116,22 @@ def load(path: str, scheme: str, engine: str, attention: str = "engine") -> Poli
     return PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
 
 
+@functools.lru_cache(maxsize=8)
+def _scorer(graphdef: Any, temperature: float) -> Any:
+    """The compiled program of `score`."""
+    numerics = models.config_of(graphdef).numerics
+
+    def run(
+        params: Any, qweights: Any, tokens: jax.Array, segment_ids: jax.Array, routed: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        model = models.merge(graphdef, params, qweights)
+        hidden = model.hidden_states(tokens, None, segment_ids, routed_experts=routed)
+        head = model.head_weight()
+        return token_logprobs(hidden, head, tokens, segment_ids, numerics=numerics, temperature=temperature)
+
+    return jax.jit(run)
+
+
 def score(
     weights: PolicyWeights, sampled: Sampled, *, replay: bool = False, temperature: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -123,18 +139,7 @@ def score(
 
     `replay`: tokens go to the experts the engine sent them to, where it recorded them. `temperature`: the sampler's.
     """
-    numerics = models.config_of(weights.graphdef).numerics
-
-    @jax.jit
-    def run(
-        params: Any, qweights: Any, tokens: jax.Array, segment_ids: jax.Array, routed: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        model = models.merge(weights.graphdef, params, qweights)
-        hidden = model.hidden_states(tokens, None, segment_ids, routed_experts=routed)
-        return token_logprobs(
-            hidden, model.head_weight(), tokens, segment_ids, temperature=temperature, numerics=numerics
-        )
-
+    run = _scorer(weights.graphdef, temperature)
     parts = []
     rows = len(sampled.tokens)
     for start in range(0, rows, _BATCH):

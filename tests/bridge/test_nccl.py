@@ -451,7 +451,7 @@ def test_one_staging_buffer_serves_every_version_and_survives_a_dead_engine(
         assert e.route == "cuda_ipc"
         assert len(e._stager._pools[0]._free) + len(e._stager._pools[0]._taken) == count
         mine = drawn(e)
-        os.kill(e._bridge.process.pid, signal.SIGKILL)
+        os.kill(e.fleet.replicas[0].bridge.process.pid, signal.SIGKILL)
         assert drawn(e) == mine
         assert e.restarts == 1
 

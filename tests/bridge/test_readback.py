@@ -280,6 +280,7 @@ def test_int4_experts_whose_scales_vllm_scrambles_are_refused(width, scheme, ref
             experts.check_groups(config)
     else:
         experts.check_groups(config)
+    experts.check_groups(config, by_contract=True)
     experts.check_groups(config | {"num_experts": 0})
     experts.check_groups(config | {"hidden_size": 128, "quantization_config": section})
     experts.check_groups(config | {"quantization_config": None})

@@ -321,8 +321,9 @@ def test_weights_are_quantized_once_per_update_and_the_published_tensors_are_rea
     publisher.publish(state, 0)
     advantages = np.stack([group.rewards for group in groups()])
     updates = Updates(cfg, world_learner, publisher, PhaseTimer())
-    state, metrics, *_ = updates.run(state, groups(), advantages, 0)
+    state, learning = updates.run(state, groups(), advantages, 0)
     report = publisher.publish(state, 1)
+    metrics, _ = learning()
     assert metrics["train/updates"] == 2
     assert len(quantized) == 3  # at the start, and after each of two updates
     first, second, third = quantized

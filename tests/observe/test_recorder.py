@@ -7,13 +7,14 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from qarl_jax.metrics import Max, Mean
+from qarl_jax.metrics import Max, Mean, phases
 from qarl_jax.observe import recorder
 from qarl_jax.observe.recorder import Config, Observer, PhaseTimer, read_lines, without_time
 from qarl_jax.types import Prompt, RolloutGroup, UserError
@@ -275,9 +276,30 @@ def test_phases_add_up_within_a_step_and_start_anew_with_the_next():
     spend("update", 1.0)
     spend("rollout", 0.5)
     now[0] += 0.25
-    assert timer.take() == {"time/rollout_s": 2.5, "time/update_s": 1.0, "time/step_s": 3.75}
+    assert timer.take() == {"time/rollout_s": 2.5, "time/update_s": 1.0, "time/other_s": 0.25, "time/step_s": 3.75}
     spend("update", 1.0)
-    assert timer.take() == {"time/update_s": 1.0, "time/step_s": 1.0}
+    assert timer.take() == {"time/update_s": 1.0, "time/other_s": 0.0, "time/step_s": 1.0}
+
+
+def test_a_phase_inside_another_is_taken_out_of_it_and_another_threads_is_beside_the_step():
+    now = [0.0]
+    timer = PhaseTimer(clock=lambda: now[0])
+
+    def grade():
+        with timer("reward"):
+            now[0] += 1.0
+
+    with timer("rollout"):
+        now[0] += 2.0
+        with timer("compile"):
+            now[0] += 4.0
+        thread = threading.Thread(target=grade)
+        thread.start()
+        thread.join()
+    found = timer.take()
+    assert found.pop("time/beside/reward_s") == 1.0
+    assert phases(found) == {"rollout": 3.0, "compile": 4.0, "other": 0.0}
+    assert sum(phases(found).values()) == found["time/step_s"]
 
 
 def test_a_phase_that_raises_is_still_counted():

@@ -175,5 +175,25 @@ raise SystemExit(xla_bridge.backends_are_initialized())
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_int4_layers_are_counted_as_multiplied_and_packed_is_chosen_where_only_that_fits(run):
+    w4a16 = ("quant.forward=w4a16", "rollout.engine.memory=auto", "model.remat=full")
+    settled, roomy = card.settle(run(*w4a16), H200)
+    assert settled.rollout.engine.int4_kernel == "auto"
+    # q, k, v, o; gate, up, down: two bytes each as bf16(q s), half a byte and a bfloat16 scale of 128 as words.
+    numbers = 36 * 2560 * (2 * 32 * 128 + 2 * 8 * 128 + 3 * 9728)
+    held = roomy.engine["int4 layers as multiplied"]
+    assert held == 2 * numbers
+    packed = card.make(run(*w4a16, "rollout.engine.int4_kernel=packed"), H200).engine["int4 layers as multiplied"]
+    assert packed == numbers // 2 + numbers // 128 * 2
+    theirs = card.make(run(*w4a16, "rollout.engine.int4_kernel=machete"), H200).engine["int4 layers as multiplied"]
+    assert theirs == 0
+    least = next(gib for gib in range(20, 140) if card.fits(run(*w4a16), gib * GIB))
+    tight, made = card.settle(run(*w4a16), least * GIB)
+    assert (tight.rollout.engine.int4_kernel, made.missing) == ("packed", 0)
+    assert tight.optimizer.offload is False
+    dense = card.make(run("rollout.engine.memory=auto"), H200).engine["int4 layers as multiplied"]
+    assert dense == 0  # w8a8
+
+
 def test_the_default_engine_is_not_chosen_for():
     assert vllm.Config().memory == "given"

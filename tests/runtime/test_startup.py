@@ -7,11 +7,15 @@ import threading
 import pytest
 
 from qarl_jax import train
+from qarl_jax.metrics import phases
 from qarl_jax.observe.recorder import read_lines
 from qarl_jax.runtime import startup
 from tests.reference import tiny
 
-PHASES = {f"time/{name}_s" for name in ("rollout", "reward", "compile", "pack", "old_logprobs", "update", "publish")}
+PHASES = {
+    f"time/{name}_s"
+    for name in ("rollout", "reward", "compile", "pack", "old_logprobs", "update", "publish", "metrics", "other")
+}
 
 
 def test_spans_overlap_and_the_whole_is_shorter_than_their_sum():
@@ -58,8 +62,9 @@ def test_a_runs_weights_engine_and_programs_are_made_side_by_side(tmp_path):
     assert not any(name in second for name in named)
     # Until the engine had its first version: reading weights and starting the engine went on under the compilation.
     assert first["time/start_s"] < sum(first[name] for name in named)
-    phases = {key for key in first if key.startswith("time/") and key.endswith("_s") and "start" not in key}
-    assert "time/compile_s" in phases
-    assert first["time/under_rollout_reward_s"] >= 0
-    phases -= {"time/step_s", "time/under_rollout_reward_s"} | {key for key in phases if key not in PHASES}
-    assert sum(first[key] for key in phases) <= first["time/step_s"]
+    assert {f"time/{name}_s" for name in phases(first)} >= PHASES
+    # The metrics of the updates are read while the state is published.
+    assert first["time/beside/metrics_s"] > 0
+    for record in (first, second):
+        assert sum(phases(record).values()) == pytest.approx(record["time/step_s"], abs=1e-9)
+        assert all(seconds >= 0 for seconds in phases(record).values()), record

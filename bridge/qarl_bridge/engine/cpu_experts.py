@@ -19,26 +19,21 @@ What we left out: speed (a loop over experts) and small memory (8 bytes per weig
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from vllm import envs
-from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-    compressed_tensors_moe as chooser,
-)
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_int8 import (  # noqa: E501
     CompressedTensorsW8A8Int8MoEMethod,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (  # noqa: E501
     CompressedTensorsWNA16MoEMethod,
 )
-from vllm.platforms import current_platform
 
+from qarl_bridge.engine import expert_methods
 from qarl_bridge.engine.cpu_kernels import Rows, channel_weight, int4_weight, int8_rows, product
 from qarl_bridge.engine.cpu_layers import silu_and_mul
 
@@ -130,33 +125,13 @@ class PortableWNA16MoEMethod(_Portable, CompressedTensorsWNA16MoEMethod):
 
 def register() -> None:
     """Let these serve every mixture of experts on a CPU (idempotent)."""
-    if "UnquantizedFusedMoEMethod" not in op_registry_oot:
-        CustomOp.register_oot(PortableMoEMethod, name="UnquantizedFusedMoEMethod")
-    original = chooser.CompressedTensorsMoEMethod.get_moe_method
-    if getattr(original, "is_portable", False):
-        return
+    expert_methods.serve(PortableMoEMethod, _class_of)
 
-    def portable_class(quant_config: Any, layer: Any, layer_name: str) -> tuple[Any, tuple[Any, Any]] | None:
-        if not current_platform.is_cpu():
-            return None
-        quant_config._add_fused_moe_to_target_scheme_map()  # "Linear" means experts, too; vLLM's chooser begins so
-        scheme = quant_config.get_scheme_dict(layer, f"{layer_name}.0.{layer.ckpt_gate_proj_name}")
-        if not scheme:
-            return None
-        weights, inputs = scheme["weights"], scheme["input_activations"]
-        if weights.num_bits == 8 and inputs is not None:
-            return PortableInt8MoEMethod, (weights, inputs)
-        if weights.num_bits == 4 and weights.symmetric and str(weights.type).endswith("int"):
-            return PortableWNA16MoEMethod, (weights, inputs)
-        return None
 
-    @functools.wraps(original)
-    def get_moe_method(quant_config: Any, layer: Any, layer_name: str) -> FusedMoEMethodBase:
-        found = portable_class(quant_config, layer, layer_name)
-        if found is None:
-            return original(quant_config, layer, layer_name)
-        kind, quant = found
-        return kind(*quant, layer.moe_config)
-
-    get_moe_method.is_portable = True  # type: ignore[attr-defined]
-    chooser.CompressedTensorsMoEMethod.get_moe_method = staticmethod(get_moe_method)
+def _class_of(weights: Any, inputs: Any, layer: Any) -> type | None:
+    del layer
+    if weights.num_bits == 8 and inputs is not None:
+        return PortableInt8MoEMethod
+    if weights.num_bits == 4 and weights.symmetric and str(weights.type).endswith("int"):
+        return PortableWNA16MoEMethod
+    return None

@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_input_batch import InputBatch
 
 _QUERIES = 256  # of a prompt handled at once, which bounds the memory of the scores
 
@@ -235,6 +237,45 @@ def _softmax_topk(router_logits: torch.Tensor, top_k: int, renormalize: bool) ->
     return weights.float(), experts.to(torch.int32)
 
 
+class Rewound(torch.Generator):
+    """A CPU generator whose last draw can be taken back.
+
+    In a step that ends within a request's prompt vLLM draws a token all the same, and then takes it back by the
+    generator's offset, which CPU generators do not have: vLLM 0.32 dies of it. Taking it back keeps a request's draws
+    the same whether or not its prompt was cut into chunks.
+    """
+
+    @classmethod
+    def of(cls, generator: torch.Generator) -> Rewound:
+        """One that goes on as `generator` would."""
+        own = cls()
+        own.set_state(generator.get_state())
+        return own
+
+    def mark(self) -> None:
+        """A draw follows."""
+        self._before = self.get_state()
+
+    def get_offset(self) -> int:
+        """Of the state after the last draw; that before it is four less, by vLLM's count."""
+        return 4
+
+    def set_offset(self, offset: int) -> None:
+        """Back to the state before the last draw."""
+        assert offset == 0, offset
+        self.set_state(self._before)
+
+
+def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_request(self: Any, request: Any) -> Any:
+        if type(request.generator) is torch.Generator:
+            request.generator = Rewound.of(request.generator)
+        return original(self, request)
+
+    return add_request
+
+
 def register() -> None:
     """Before an engine starts: its layers are these (idempotent)."""
     for name, op in (
@@ -255,10 +296,14 @@ def register() -> None:
     draw = TopKTopPSampler.forward_cpu
     if getattr(draw, "is_portable", False):
         return
+    InputBatch.add_request = _add_request(InputBatch.add_request)
 
     @functools.wraps(draw)
     def forward_cpu(self: Any, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> Any:
         logits = apply_top_k_top_p(logits, k, p)
+        for generator in generators.values():
+            if isinstance(generator, Rewound):  # others are vLLM's, when it warms up
+                generator.mark()
         mode, self.logprobs_mode = self.logprobs_mode, "raw_logprobs"  # none are computed by vLLM
         try:
             tokens, _ = draw(self, logits, generators, None, None)

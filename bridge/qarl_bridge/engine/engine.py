@@ -157,7 +157,8 @@ class VllmEngine:
             cpu_experts.register()
             notes.append(_PORTABLE_NOTE)
         else:
-            readback_experts.check_groups(config)
+            own = options.kernels == "contract" and options.int4_kernel in ("auto", "packed")
+            readback_experts.check_groups(config, by_contract=own)
         arguments = versions.engine_arguments(options, path=path, has_weights=has_weights, on_gpu=on_gpu)
         execution = versions.execution_of(options, on_gpu)
         mirrored = execution in versions.MIRRORED
@@ -183,6 +184,7 @@ class VllmEngine:
         self._modules = dict(self._model.named_modules())
         self._tied = self._tied_heads()
         self._routing: Recorder | None = self._worker.recorder
+        self.met = self._worker.met
         from qarl_bridge.engine.readback import ReadBack
         from qarl_bridge.server import staged_gpu
 

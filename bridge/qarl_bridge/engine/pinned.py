@@ -8,9 +8,10 @@
     head                                   cuBLAS, logits rounded to bf16        fixed_order.product, float32 logits
     RMSNorm                                threads by the number of rows         fixed_order.rms_norm
     log-probs                              float32 sums in torch's order         fixed_order.log_softmax
+    routers, experts                       cuBLAS; Triton, CUTLASS or Marlin     pinned_experts.py
 
 `install` replaces methods of vLLM's classes before an engine is built; each replacement hands over to vLLM's own
-wherever it is not on a GPU that has wgmma, or not bfloat16. Experts and routers stay vLLM's.
+wherever it is not on a GPU that has wgmma, or not bfloat16.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 from qarl_bridge.engine import fixed_order
 
-# vLLM's dense layers; others that are not quantized (routers) are no part of the contract.
+# vLLM's dense layers; of others that are not quantized, routers have a rule of their own (`pinned_experts.py`).
 _DENSE = ("QKVParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear", "ColumnParallelLinear")
 # vLLM's second model runner has a sampler of its own.
 _OF_THE_SECOND_RUNNER = (
@@ -67,6 +68,10 @@ def install(int4_kernel: str) -> str:
             continue  # a version without it
         if hasattr(found, name):
             setattr(found, name, own)
+    if torch.cuda.is_available():
+        from qarl_bridge.engine import pinned_experts
+
+        pinned_experts.install(_replace, int4)
     if int4:
         from qarl_bridge.engine import pinned_int4
 
@@ -75,10 +80,12 @@ def install(int4_kernel: str) -> str:
 
 
 def _line(int4: bool) -> str:
-    if torch.cuda.is_available() and not _has_wgmma():
-        return "by the contract: norms, log-probs; products are vLLM's own: the contract's need a Hopper GPU (sm90)"
+    experts = ", routers, experts" if torch.cuda.is_available() else ""
+    if experts and not _has_wgmma():
+        own = f"norms, log-probs{experts}"
+        return f"by the contract: {own}; other products are vLLM's: the contract's need a Hopper GPU (sm90)"
     kinds = "bf16 and int4" if int4 else "bf16"
-    return f"by the contract: {kinds} products, float32 logits, norms, log-probs"
+    return f"by the contract: {kinds} products, float32 logits, norms, log-probs{experts}"
 
 
 def _replace(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -108,6 +108,8 @@ def engine_arguments(options: messages.EngineOptions, *, path: str, has_weights:
         arguments["compilation_config"] = dict(_GRAPHS)
     if options.max_model_len:
         arguments["max_model_len"] = options.max_model_len
+    if options.max_num_batched_tokens:
+        arguments["max_num_batched_tokens"] = options.max_num_batched_tokens
     if options.kv_cache_gb:
         arguments["kv_cache_memory_bytes"] = int(options.kv_cache_gb * 2**30)
     if options.record_routing:
@@ -215,6 +217,7 @@ class Worker:
         self.model = self._worker.get_model()
         self.runner = self._worker.model_runner
         self.recorder = getattr(self._worker, "recorder", None)  # worker.RecordingWorker's
+        self.met = _count_what_requests_meet(engine.engine_core.engine_core.scheduler)
         # It warns of every module that a reload was not meant for; what they hold is the read-back's business.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
@@ -239,6 +242,32 @@ class Worker:
         for cache in self.runner.kv_caches:
             for tensor in _tensors(cache):
                 tensor.zero_()
+
+
+def _count_what_requests_meet(scheduler: Any) -> dict[str, int]:
+    """Counters that grow with every step of `scheduler`.
+
+    chunks: steps that ended within a request's prompt. joined: steps in which some requests were decoded and others
+    prefilled. preempted: requests that lost their place in the KV cache, to be computed again. cached_tokens: tokens of
+    prompts that were found in the cache.
+    """
+    met = dict.fromkeys(("chunks", "joined", "preempted", "cached_tokens"), 0)
+    schedule = scheduler.schedule
+
+    @functools.wraps(schedule)
+    def counting(*args: Any, **named: Any) -> Any:
+        output = schedule(*args, **named)
+        met["preempted"] += len(output.preempted_req_ids or ())
+        met["cached_tokens"] += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
+        scheduled = output.num_scheduled_tokens
+        if output.total_num_scheduled_tokens != len(scheduled):  # not decoding alone
+            requests = [scheduler.requests[name] for name in scheduled]
+            met["chunks"] += sum(r.num_computed_tokens < r.num_prompt_tokens for r in requests)
+            met["joined"] += 1 in scheduled.values()
+        return output
+
+    scheduler.schedule = counting
+    return met
 
 
 def _in_loading_order(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -265,6 +265,7 @@ class EngineOptions:
       engine: "vllm", or "fake", an engine that computes nothing, to try a set-up.
       max_model_len: longest prompt + response in tokens; 0: what the model allows.
       max_num_seqs: most sequences decoded together.
+      max_num_batched_tokens: most tokens computed in one step; longer prompts are cut into chunks. 0: vLLM decides.
       kv_cache_gb: size of the KV cache in GiB; 0: vLLM decides from `gpu_memory_utilization`.
       gpu_memory_utilization: share of the device's memory vLLM may use (on a CPU: of the host's).
       threads: CPU threads of the engine; 0: all that the process may use.
@@ -289,6 +290,7 @@ class EngineOptions:
     engine: Literal["vllm", "fake"] = "vllm"
     max_model_len: int = 0
     max_num_seqs: int = 256
+    max_num_batched_tokens: int = 0
     kv_cache_gb: float = 0.0
     gpu_memory_utilization: float = 0.5
     threads: int = 0
@@ -305,7 +307,7 @@ class EngineOptions:
         """Raises ValueError where a value cannot be meant; the message begins with the option's name."""
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        for name in ("max_model_len", "kv_cache_gb", "threads"):
+        for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_gb", "threads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.max_num_seqs <= 0:
@@ -433,7 +435,7 @@ class Error(_Message):
 
 
 class StatusReply(_Message):
-    """State of the machine in server.py."""
+    """State of the machine in server.py; `met`: what the engine's scheduler did to requests so far, counted."""
 
     state: Name
     version: Version | None
@@ -442,6 +444,7 @@ class StatusReply(_Message):
     waiting: Count
     published: Count
     facts: Facts
+    met: dict[Name, Count] = {}
 
 
 class Ready(_Message):

@@ -415,6 +415,7 @@ class Bridge:
                 waiting=len(self.draws.waiting),
                 published=self.published,
                 facts=self._engine.facts,
+                met=dict(self._engine.met),
             )
 
     def _acquire(self, peer: Peer, request: messages.Acquire) -> messages.Ok:

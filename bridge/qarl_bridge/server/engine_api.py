@@ -32,6 +32,7 @@ class Engine(Protocol):
 
     facts: messages.Facts
     expected: Mapping[str, messages.Expected]  # exactly the tensors a version must hold
+    met: dict[str, int]  # how often the scheduler did what to requests
     has_weights: bool  # False: started without weights, nothing may be drawn before the first version
 
     def submit(self, request_id: str, draw: messages.Draw, sampling: messages.Sampling) -> None:

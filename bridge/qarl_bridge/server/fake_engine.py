@@ -49,6 +49,7 @@ class FakeEngine:
             threads=1,
             pid=os.getpid(),
         )
+        self.met: dict[str, int] = {}
         self.held: dict[str, np.ndarray] = {}
         self._state = b"initial"
         self._requests: dict[str, tuple[messages.Draw, messages.Sampling, list[int], list[float]]] = {}

@@ -46,8 +46,8 @@ class Scheme(Protocol):
 class OfLowBitActivations(Scheme, Protocol):
     """A scheme that quantizes activations, too."""
 
-    def activations(self, x: jax.Array, *, numerics: Numerics, experts: bool) -> Any:
-        """[M, K] as they meet the weight: (codes, float32 scales [M, 1] of rows), or x itself."""
+    def activations(self, x: jax.Array, *, numerics: Numerics) -> Any:
+        """[M, K] as they meet the weight: codes, and float32 scales [M, 1] of rows."""
 
     def multiply(
         self, used: Any, qt: QTensor, bias: Any, *, numerics: Numerics, product: Product, dtype: Any

@@ -17,9 +17,9 @@ Which of the two the engine runs depends on its execution mode; the wrong one ch
 the tensor cores' reduced precision and fuses the bias into the last multiplication; for 64 rows or fewer it swaps its
 operands, and with them the rescale order, which the bridge prevents. XLA's product adds few rows up otherwise; asking
 it for fast accumulation by name changed nothing (docs/concepts/engines.md). A kernel of ours for Hopper accumulates as
-CUTLASS' does (`product_hopper.py`), equal to it on every output: layers under `cuda` and `plain` take it on such a GPU,
-experts do not. On CPU the codes are multiplied as float32, exactly what torch's reference loop does up to summation
-order.
+CUTLASS' does (`product_hopper.py`), equal to it on every output: layers under `cuda` and `plain` take it on such a GPU.
+Experts' codes are multiplied as bfloat16 on both sides. On CPU the codes are multiplied as float32, exactly what
+torch's reference loop does up to summation order.
 
 **Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x).
 
@@ -94,11 +94,8 @@ def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
     return qt.qvalue.astype(jnp.float32) * qt.scale
 
 
-def activations(
-    x: Float[Array, "M K"], *, numerics: Numerics, experts: bool = False
-) -> tuple[Float[Array, "M K"], Float[Array, "M 1"]]:
+def activations(x: Float[Array, "M K"], *, numerics: Numerics) -> tuple[Float[Array, "M K"], Float[Array, "M 1"]]:
     """Dynamic per-token codes float8_e4m3fn and scales float32, of experts' rows too."""
-    del experts
     x = x.astype(jnp.float32)
     amax = rows.row_absmax(x)
     scale = jnp.maximum(divide(amax, jnp.full_like(amax, _MAX)), _MIN_ACTIVATION_SCALE)

@@ -63,9 +63,9 @@ class Config(int4_grid.Config):
 check, quantize, dequantize = int4_grid.check, int4_grid.quantize, int4_grid.dequantize
 
 
-def activations(x, *, numerics: Numerics, experts: bool):
+def activations(x, *, numerics: Numerics):
     """int8 codes and float32 scales of rows."""
-    del numerics, experts
+    del numerics
     return quantize_rows(x, amax_floor=_AMAX_FLOOR)
 
 

@@ -18,8 +18,7 @@ order of the two float32 multiplications and where the bias enters:
 The order moves float32 results by one ulp, so one bfloat16 output in a hundred thousand. The activation code matters
 far more: x * (1 / s_x) in place of x * (127 / am) flips codes and changes 4 % of bfloat16 outputs (K = 512, Gaussian).
 On a CPU the product itself is made in float64, where it is as exact as in int32 and many times as fast in XLA. On a
-Hopper GPU one kernel makes product, rescale, bias and rounding, with the same bits (`kernels/products.py`). Experts
-under `cuda` multiply unquantized activations, as vLLM 0.25's do: y = (sum_k x q) s_w, in float32.
+Hopper GPU one kernel makes product, rescale, bias and rounding, with the same bits (`kernels/products.py`).
 
 **Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x). The activation codes are what is kept for
 it: K + 4 bytes per token instead of 2K or 4K.
@@ -79,18 +78,14 @@ def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
     return qt.qvalue.astype(jnp.float32) * qt.scale
 
 
-def activations(x, *, numerics: Numerics, experts: bool):
-    """What meets the weight: int8 codes [M, K] and float32 scales [M, 1] of rows, or x itself."""
-    if experts and numerics.int8_experts_keep_activations:
-        return x
+def activations(x, *, numerics: Numerics):
+    """What meets the weight: int8 codes [M, K] and float32 scales [M, 1] of rows."""
     return quantize_rows(x, amax_floor=numerics.amax_floor)
 
 
 def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product, dtype):
     """The engine's layer."""
     del dtype
-    if not isinstance(used, tuple):
-        return product.floating(used, qt.qvalue) * product.per_output(qt.scale[..., 0])
     x_q, s_x = used
     if numerics.float64:
         y = product.rescaled(x_q, s_x, qt.qvalue, qt.scale)

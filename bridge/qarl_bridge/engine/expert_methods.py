@@ -1,0 +1,47 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How the bridge's own mixtures of experts take the place of vLLM's: on a CPU cpu_experts.py, on CUDA
+pinned_experts.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe as chooser,
+)
+
+# (weights' and inputs' quantization, layer) -> the class that computes with them, or None: vLLM's.
+Choose = Callable[[Any, Any, Any], type | None]
+
+
+def serve(unquantized: type, choose: Choose) -> None:
+    """Let these compute every mixture of experts from now on (the first call decides).
+
+    Args:
+      unquantized: takes vLLM's FusedMoEConfig.
+      choose: of quantized ones, whose classes take (weights, inputs, FusedMoEConfig).
+    """
+    if "UnquantizedFusedMoEMethod" not in op_registry_oot:
+        CustomOp.register_oot(unquantized, name="UnquantizedFusedMoEMethod")
+    original = chooser.CompressedTensorsMoEMethod.get_moe_method
+    if getattr(original, "is_own", False):
+        return
+
+    @functools.wraps(original)
+    def get_moe_method(quant_config: Any, layer: Any, layer_name: str) -> FusedMoEMethodBase:
+        quant_config._add_fused_moe_to_target_scheme_map()  # "Linear" means experts, too; vLLM's chooser begins so
+        scheme = quant_config.get_scheme_dict(layer, f"{layer_name}.0.{layer.ckpt_gate_proj_name}")
+        if scheme:
+            quant = scheme["weights"], scheme["input_activations"]
+            kind = choose(*quant, layer)
+            if kind is not None:
+                return kind(*quant, layer.moe_config)
+        return original(quant_config, layer, layer_name)
+
+    get_moe_method.is_own = True  # type: ignore[attr-defined]
+    chooser.CompressedTensorsMoEMethod.get_moe_method = staticmethod(get_moe_method)

@@ -1,0 +1,191 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Routers and experts of a vLLM engine on CUDA by the contract (operations: fixed_order_experts.py).
+
+bf16 experts, int8 ones (w8a8), e4m3 ones (fp8) and int4 ones with bf16 activations (w4a16, widths a multiple of 128);
+others stay vLLM's. int4 words are multiplied as they are, interleaved: an expert sees few rows in a decoding step,
+where reading bf16(q s) would take four times as long, and a whole mixture of them would fill a card.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (  # noqa: E501
+    CompressedTensorsW8A8Fp8MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_int8 import (  # noqa: E501
+    CompressedTensorsW8A8Int8MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (  # noqa: E501
+    CompressedTensorsWNA16MoEMethod,
+)
+
+from qarl_bridge.engine import expert_methods, fixed_order, fixed_order_experts, readback_experts
+
+
+def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """vLLM's own, as in dense layers: a function of each element."""
+    y = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
+    torch.ops._C.silu_and_mul(y, x)
+    return y
+
+
+def _int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scale, _ = ops.scaled_int8_quant(x)
+    return codes, scale
+
+
+def _fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+
+
+class _Contract(FusedMoEMethodBase):
+    """The part that does not depend on the format. rows: what makes codes of activations."""
+
+    rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    names = "weight", "weight_scale"  # of what is multiplied, behind "w13_" and "w2_"
+
+    is_monolithic = False  # type: ignore[assignment]  # the router chooses, and may be listened to
+    supports_internal_mk = True  # type: ignore[assignment]  # no kernel of vLLM's is to be made
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """No kernel of vLLM's reads one."""
+        return None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Weights are multiplied as they are loaded."""
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[M, D], weights and ids [M, k] -> [M, D] in x.dtype."""
+        first, second = (
+            (getattr(layer, f"{which}_{self.names[0]}"), getattr(layer, f"{which}_{self.names[1]}", None))
+            for which in ("w13", "w2")
+        )
+        options: dict[str, Any] = {"align": moe_align_block_size, "activation": _silu_and_mul, "rows": self.rows}
+        return fixed_order_experts.mixture(x, topk_weights, topk_ids, first, second, **options)
+
+
+class ContractMoEMethod(_Contract, UnquantizedFusedMoEMethod):
+    """bf16 experts."""
+
+    def __init__(self, moe: Any):
+        UnquantizedFusedMoEMethod.__init__(self, moe)
+        if _lacks(moe):
+            raise NotImplementedError("experts by the contract: no biases, no expert parallelism, SwiGLU only")
+
+
+class _Quantized(_Contract):
+    def __init__(self, weight_quant: Any, input_quant: Any, moe: Any):
+        FusedMoEMethodBase.__init__(self, moe)
+        self.weight_quant, self.input_quant = weight_quant, input_quant
+        self.static_input_scales, self.block_quant, self.weight_block_size = False, False, None
+
+
+class ContractInt8MoEMethod(_Quantized, CompressedTensorsW8A8Int8MoEMethod):
+    """w8a8 experts; their activations are quantized, as everywhere else, which vLLM 0.25's are not."""
+
+    rows = staticmethod(_int8_rows)
+
+
+class ContractFp8MoEMethod(_Quantized, CompressedTensorsW8A8Fp8MoEMethod):
+    """fp8 experts."""
+
+    rows = staticmethod(_fp8_rows)
+
+
+class ContractWNA16MoEMethod(_Quantized, CompressedTensorsWNA16MoEMethod):
+    """w4a16 experts."""
+
+    names = "weight_packed", "weight_scale"
+
+    def __init__(self, weight_quant: Any, input_quant: Any, moe: Any):
+        super().__init__(weight_quant, input_quant, moe)
+        self.num_bits, self.symmetric, self.strategy = weight_quant.num_bits, True, weight_quant.strategy
+        self.packed_factor = 32 // weight_quant.num_bits
+        self.group_size = -1 if weight_quant.group_size is None else weight_quant.group_size
+
+    def create_weights(self, layer: Any, *args: Any, **named: Any) -> None:
+        """vLLM's, and a note of how it lays them out for loading."""
+        super().create_weights(layer, *args, **named)
+        self.transposed = bool(getattr(layer.w13_weight_packed, "is_transposed", False))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Words [E, N, K/8] interleaved, and scales [E, K/G, N], in the place of what was loaded."""
+        for which in ("w13", "w2"):
+            words, scales = (getattr(layer, f"{which}_{name}").data for name in self.names)
+            words, scales = (words.transpose(1, 2), scales) if self.transposed else (words, scales.transpose(1, 2))
+            e, n, k = words.shape
+            words = fixed_order.interleaved(words.reshape(e * n, k)).view(e, n, k)
+            for name, value in zip(self.names, (words, scales.contiguous()), strict=True):
+                setattr(layer, f"{which}_{name}", torch.nn.Parameter(value, requires_grad=False))
+
+
+def _lacks(moe: Any) -> bool:
+    return moe.has_bias or moe.moe_parallel_config.use_ep or moe.activation != MoEActivation.SILU
+
+
+def _class_of(weights: Any, inputs: Any, layer: Any, int4: bool) -> type | None:
+    moe = layer.moe_config
+    if _lacks(moe) or not weights.symmetric or getattr(weights, "actorder", None):
+        return None
+    kind = str(getattr(weights.type, "value", weights.type))
+    per_token = inputs is not None and weights.strategy == "channel" and inputs.strategy == "token" and inputs.dynamic
+    if weights.num_bits == 8 and per_token:
+        return ContractFp8MoEMethod if kind == "float" else ContractInt8MoEMethod
+    served = int4 and readback_experts.in_whole_blocks(moe.hidden_dim, moe.intermediate_size_per_partition)
+    if (weights.num_bits, kind, inputs) == (4, "int", None) and served and weights.group_size in (32, 64, 128):
+        return ContractWNA16MoEMethod
+    return None
+
+
+def _router(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply` of an unquantized layer: routers leave float32, summed in float64."""
+
+    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        is_router = type(layer).__name__ == "ReplicatedLinear" and layer.prefix.endswith(".mlp.gate")
+        if not is_router or bias is not None or not x.is_cuda:
+            return original(self, layer, x, bias)
+        return fixed_order_experts.router_logits(x, layer.weight)
+
+    return apply
+
+
+def _routing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute(self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **named: Any) -> Any:
+        if self.scoring_func != "softmax" or not router_logits.is_cuda or router_logits.dtype != torch.float32:
+            return original(self, hidden_states, router_logits, *args, **named)
+        return fixed_order_experts.choose(router_logits, self.top_k, self.renormalize)
+
+    return compute
+
+
+def install(replace: Callable[[type, str, Callable[..., Any]], None], int4: bool) -> None:
+    """Before an engine is built, once a process.
+
+    Args:
+      replace: puts a wrapper in the place of a class's method.
+      int4: whether int4 experts are the contract's.
+    """
+    linear = importlib.import_module("vllm.model_executor.layers.linear").UnquantizedLinearMethod
+    router = importlib.import_module("vllm.model_executor.layers.fused_moe.router.fused_topk_router").FusedTopKRouter
+    replace(linear, "apply", _router)
+    replace(router, "_compute_routing", _routing)
+    expert_methods.serve(ContractMoEMethod, functools.partial(_class_of, int4=int4))

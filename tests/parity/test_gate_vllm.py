@@ -1,0 +1,44 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One arithmetic, whatever a rollout meets: long prompts, chunks, hits in the prefix cache, preemption, requests that
+join others, stop tokens, temperatures. Against a live vLLM on a CPU, by the gate that a GPU runs at real width."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+SIZES = [
+    "--sequences",
+    "16",
+    "--prompt-len",
+    "12",
+    "--long-prompt",
+    "300",
+    "--response-len",
+    "64",
+    "--updates",
+    "0",
+    "--kv-cache-gb",
+    "0.2",
+]
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", *[pytest.param(s, marks=pytest.mark.nightly) for s in ("bf16", "w4a16")]])
+def test_no_token_differs_whatever_a_rollout_meets(scheme, tmp_path):
+    pytest.importorskip("vllm")
+    found = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.gate", "--model", "assets/tiny-qwen3", "--schemes", scheme]
+    done = subprocess.run(
+        [*command, "--conditions", "all", *SIZES, "--json", str(found)], capture_output=True, text=True, timeout=850
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr[-3000:])
+    rows = json.loads(found.read_text())["rows"]
+    compared = [row for row in rows if "condition" in row]
+    assert len(compared) == 7
+    for row in compared:
+        assert (row["unequal"], row["exact"]) == (0, 1.0), row
+        assert row["tokens"] > 100, row
+    assert all(row["control"] > 0 for row in rows if "control" in row)
