@@ -78,8 +78,9 @@ CONDITIONS = {
 
 def prompts_of(name: str, vocab: int, args: argparse.Namespace, seed: int) -> list[Prompt]:
     """The prompts of a condition."""
-    if name not in ("long", "samples", "chunks"):
-        return ladder.random_prompts(vocab, args.sequences, args.prompt_len, seed)
+    if name not in ("long", "samples", "chunks"):  # a sequence that loses its place must have grown by a page
+        length = args.long_prompt * 3 // 4 if name == "preempted" else args.prompt_len
+        return ladder.random_prompts(vocab, args.sequences, length, seed)
     if name == "samples":  # three quarters of each prompt are those of the first
         prompts = ladder.random_prompts(vocab, max(1, args.sequences // SAMPLES), args.long_prompt, seed)
         shared = args.long_prompt * 3 // 4
@@ -98,7 +99,7 @@ def sampling_of(name: str, vocab: int, args: argparse.Namespace) -> SamplingConf
 
 
 def engine_of(tight: bool, config: models.ModelConfig, kernels: str, args: argparse.Namespace) -> Config:
-    """The engine's options; tight: a quarter of the sequences at a time, a KV cache for two of five of these."""
+    """The engine's options; tight: a quarter of the sequences at a time, a KV cache for three of five of these."""
     length = max(args.prompt_len, args.long_prompt) + args.response_len
     room: dict[str, Any] = {"kv_cache_gb": args.kv_cache_gb, "max_num_seqs": args.sequences}
     if tight:
@@ -106,7 +107,7 @@ def engine_of(tight: bool, config: models.ModelConfig, kernels: str, args: argpa
         pages = -(-length // _BLOCK)
         kv = 4 * _BLOCK * config.num_layers * config.num_kv_heads * config.head_dim  # bytes of a page: keys and values
         room = {
-            "kv_cache_gb": kv * max(pages + 1, together * pages * 2 // 5) / 2**30,
+            "kv_cache_gb": kv * (together * pages * 3 // 5 + 1) / 2**30,
             "max_num_seqs": together,
             "max_num_batched_tokens": max(together, args.long_prompt // 4),
         }
