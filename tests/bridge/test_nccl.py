@@ -173,7 +173,7 @@ class Trainer:
         buffer = self.buffers.take(sender.align(size))
         buffer.device.write(buffer.pointer, host.chunk(0, size))
         host.close()
-        return sender.DeviceVersion(host.manifest, buffer, 0.0, transport)
+        return sender.DeviceVersion(host.manifest, (buffer,), 0.0, transport)
 
 
 @pytest.fixture

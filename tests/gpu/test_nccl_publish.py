@@ -45,7 +45,7 @@ import msgspec
 from qarl_bridge.server import staged_gpu as device
 from qarl_bridge.protocol import messages as wire
 manifest, memory, rounds = msgspec.msgpack.decode(
-    sys.stdin.buffers[0].read(), type=tuple[wire.Manifest, wire.NcclMemory, int]
+    sys.stdin.buffer.read(), type=tuple[wire.Manifest, wire.NcclMemory, int]
 )
 receiver = device.receiver()
 for _ in range(rounds):
@@ -64,7 +64,7 @@ import sys, time
 import msgspec, torch
 from qarl_bridge.server import staged_gpu as device
 from qarl_bridge.protocol import fingerprint, messages as wire
-memory, size, rounds = msgspec.msgpack.decode(sys.stdin.buffers[0].read(), type=tuple[wire.NcclMemory, int, int])
+memory, size, rounds = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[wire.NcclMemory, int, int])
 receiver = device.receiver()
 for _ in range(rounds):
     start = time.perf_counter()
