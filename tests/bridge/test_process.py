@@ -4,8 +4,6 @@
 
 import contextlib
 import dataclasses
-import functools
-import json
 import os
 import pickle
 import signal
@@ -20,12 +18,10 @@ import jax
 import msgspec
 import numpy as np
 import pytest
-from flax import nnx
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 
-from qarl_jax import models, quant
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, make_engine
 from qarl_jax.rollout.vllm import replica
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, draw_seed, engine_config, engine_tensors
@@ -33,31 +29,12 @@ from qarl_jax.rollout.vllm.fleet import batches
 from qarl_jax.types import Prompt, UserError
 from tests.reference import bridge_world
 from tests.reference.bridge_world import connected
-from tests.reference.qwen3 import qwen3
+from tests.reference.fleet_world import MODEL, SAMPLING, weights
 
 pytestmark = pytest.mark.slow
 
-MODEL = qwen3(vocab=64, hidden=32, intermediate=64, layers=2, heads=2, kv_heads=1, head_dim=16)
 FAKE = Config(engine="fake", max_model_len=128, start_timeout_s=120, request_timeout_s=60)
-SAMPLING = SamplingConfig(max_response_len=6)
 PROMPTS = [Prompt(uid=f"p{i}", tokens=(1, 2, i), text="", answer="") for i in range(3)]
-
-
-@functools.cache
-def weights(seed=0, scheme="w4a16:g32", profile="plain"):
-    with tempfile.TemporaryDirectory() as folder:
-        with open(os.path.join(folder, "config.json"), "w") as file:
-            json.dump(MODEL, file)
-        config = models.read_config(
-            folder,
-            compute_dtype="float32",
-            param_dtype="float32",
-            quant=models.parse_rules(scheme),
-            numerics=quant.resolve(profile),
-        )
-    graphdef, params, qweights = models.split(models.Transformer(config, nnx.Rngs(seed)))
-    qweights = models.quantize_params(graphdef, params)
-    return PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
 
 
 @contextlib.contextmanager
