@@ -66,6 +66,25 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"vLLM's CPU builds run: {', '.join(ran) or 'none'}{missed_line}")
 
 
+# What these claim may hang on the compiler: bits, memory, the text of a program. They are compiled as a run compiles.
+COMPILED_AS_A_RUN = (
+    "bridge",
+    "gpu",
+    "kernels",
+    "learning/test_lowering.py",
+    "learning/test_one_function.py",
+    "models",
+    "numerics",
+    "optim/test_muon.py",
+    "parity",
+    "quant",
+    "run/test_memory_plan.py",
+    "runtime/test_collectives.py",
+    "runtime/test_compilation.py",
+    "verify",
+)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def programs_are_kept(tmp_path_factory):
     """What took long to compile is read back by the next module that needs it, as a run does."""
@@ -82,3 +101,11 @@ def compiled_programs(tmp_path_factory):
 
     with tiny.compiled_programs(tmp_path_factory) as folder:
         yield folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_compiled_fast(request, programs_are_kept):
+    """Everywhere but in COMPILED_AS_A_RUN, where a module may ask for `compiled_programs` itself."""
+    place = request.path.relative_to(pathlib.Path(__file__).parent)
+    if not any(place.is_relative_to(kept) for kept in COMPILED_AS_A_RUN):
+        request.getfixturevalue("compiled_programs")

@@ -57,7 +57,6 @@ LAYER = {
     "mlp.down_proj": (64, 96),
 }
 WEIGHTS = "model.safetensors"
-pytestmark = pytest.mark.usefixtures("compiled_programs")
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from qarl_jax.observe import recorder
 from qarl_jax.run import config
 from tests.reference import tiny
 
-pytestmark = pytest.mark.usefixtures("compiled_programs")
-
 # What is promised -> the keys that keep the promise.
 PROMISED = {
     "reward": ("reward/mean", "reward/std"),

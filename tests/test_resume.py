@@ -9,7 +9,6 @@ the same command. What is compared is metrics.jsonl, eval.jsonl, samples.jsonl a
 
 import contextlib
 import dataclasses
-import os
 import random
 import shutil
 import signal
@@ -77,8 +76,7 @@ BACKGROUND_KILLS = [
 @pytest.fixture(scope="module")
 def environment(compiled_programs):
     """That of the processes: programs are compiled once for all of them."""
-    names = {name.upper(): str(value) for name, value in tiny.CACHE.items()}
-    return os.environ | names | {"JAX_COMPILATION_CACHE_DIR": compiled_programs}
+    return tiny.environment(compiled_programs)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,6 @@ from qarl_jax import data, models, sft
 from qarl_jax.types import LossInputs, UserError
 from tests.reference import tiny
 
-pytestmark = pytest.mark.usefixtures("compiled_programs")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

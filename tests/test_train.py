@@ -16,8 +16,6 @@ from qarl_jax.observe import recorder
 from qarl_jax.run import build, config
 from tests.reference import rewards, tiny
 
-pytestmark = pytest.mark.usefixtures("compiled_programs")
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):

@@ -25,7 +25,7 @@ from qarl_jax.types import Prompt, RolloutGroup
 from tests.reference import tiny
 from tests.reference.bridge_world import alive, connected
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("compiled_programs")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 GREEDY = SamplingConfig(max_response_len=16, temperature=0.0)
 PROMPTS = [Prompt(uid=str(i), tokens=(3 + i, 13, 5, 14), text="", answer="") for i in range(6)]

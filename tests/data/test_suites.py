@@ -208,7 +208,6 @@ def test_a_row_that_only_looks_like_a_layout_names_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_programs")
 def test_suites_run_from_the_command_line_on_one_engine(tmp_path, capsys, monkeypatch):
     world = tiny.World(tmp_path)
     rows = [{"id": str(i), "prompt": f"{i}+1=", "expected": str(i + 1)} for i in range(3)]

@@ -32,9 +32,6 @@ from tests.reference import loss_reference as reference
 from tests.reference import tiny
 from tests.reference.rollouts import completion
 
-pytestmark = pytest.mark.usefixtures("compiled_programs")
-
-
 ROWS = 8
 MESHES = {"": {}, "mesh": {"fsdp": 2, "tensor": 4}}
 

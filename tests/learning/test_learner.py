@@ -33,7 +33,6 @@ MESHES = {
     "fsdp2-tensor4": {"fsdp": 2, "tensor": 4},
     "data2-fsdp4": {"data": 2, "fsdp": 4},
 }
-pytestmark = pytest.mark.usefixtures("compiled_programs")
 nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
 ROWS = 8  # of a whole mini-batch, packed
 

@@ -283,7 +283,6 @@ def world(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_programs")
 def test_a_killed_run_that_sampled_ahead_equals_one_that_was_not(world, monkeypatch):
     whole = world.changed(run_dir=str(world.folder / "whole"))
     assert train.main(whole.command()) == 0
@@ -308,7 +307,6 @@ def test_a_killed_run_that_sampled_ahead_equals_one_that_was_not(world, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_programs")
 def test_without_staleness_the_loop_is_that_of_a_run_that_waits(world, monkeypatch):
     kinds = []
     real = setup.Run.programs_are_ready

@@ -74,7 +74,6 @@ class Telling:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_programs")
 def test_a_run_is_the_same_to_the_bit_whether_or_not_it_scores_early(tmp_path, monkeypatch):
     world = tiny.World(tmp_path)
     plain = world.changed(run_dir=str(tmp_path / "plain"))

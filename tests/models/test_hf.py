@@ -34,6 +34,8 @@ from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import UserError
 from tests.reference import hf_models
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")
+
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

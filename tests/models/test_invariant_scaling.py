@@ -14,6 +14,8 @@ from qarl_jax import models, quant
 from qarl_jax.models import invariant_scaling
 from qarl_jax.types import UserError
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")
+
 FAMILIES = {
     "qwen2": {"architecture": "Qwen2ForCausalLM", "qkv_bias": True},
     "qwen3": {"architecture": "Qwen3ForCausalLM", "qk_norm": True},

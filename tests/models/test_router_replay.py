@@ -19,6 +19,8 @@ from tests.reference.hf_models import SHAPES
 from tests.reference.quant_reference import bf
 from tests.reference.rollouts import completion
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")
+
 B, T = 2, 6
 
 

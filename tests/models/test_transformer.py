@@ -26,6 +26,8 @@ from qarl_jax.models.attention import attention
 from qarl_jax.quant import resolve
 from tests.reference.hf_models import relative
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")
+
 DENSE = ModelConfig(
     architecture="Qwen3ForCausalLM",
     vocab_size=67,

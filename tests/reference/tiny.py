@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import pytest
 import yaml
+from jax._src import compiler
 from jax.experimental.compilation_cache import compilation_cache
 
 from qarl_jax import data, models
@@ -26,13 +28,17 @@ from tests.reference import rewards
 ALPHABET = "0123456789+=abcdefghijklmno"  # 30 tokens with padding, end and unknown
 ROW_LEN = 24
 ROOT = pathlib.Path(__file__).parents[2]
-CACHE = {
+CACHE: dict[str, Any] = {
     "jax_compilation_cache_dir": None,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
-    # It saves a third. Others test what hangs on the compiler, and `make test-slow` compiles as usual.
-    "jax_disable_most_optimizations": "QARL_OPTIMIZE" not in os.environ,
 }
+# Programs compile in a tenth of the time without LLVM's optimizations and XLA's emitters of fused loops. The level of
+# optimization, which XLA ignores on CPUs, is part of JAX's key in memory: no program made so is taken for a run's own.
+FAST = {"jax_disable_most_optimizations": True, "jax_optimization_level": "O1"}
+FAST_FLAG = ("xla_cpu_use_fusion_emitters", "false")
+if "QARL_OPTIMIZE" not in os.environ:
+    CACHE |= FAST
 
 
 def model_config(hidden: int = 64, **fields: Any) -> ModelConfig:
@@ -87,9 +93,29 @@ def leaves() -> list[jax.Array]:
 
 @contextlib.contextmanager
 def compiled_programs(tmp_path_factory: Any) -> Iterator[str]:
-    """While open, programs are compiled fast, and kept in a folder of this test process, which is yielded."""
-    with kept_programs(tmp_path_factory, CACHE) as folder:
+    """While open, programs are compiled fast, and kept in a folder of this test process, which is yielded.
+
+    With QARL_OPTIMIZE in the environment they are compiled as a run does.
+    """
+    own = compiler.get_compile_options  # `jax.jit` takes XLA's flags, but here every program is meant
+
+    def fast(*args: Any, **options: Any) -> Any:
+        made = own(*args, **options)
+        made.env_option_overrides += [FAST_FLAG]
+        return made
+
+    with kept_programs(tmp_path_factory, CACHE) as folder, pytest.MonkeyPatch.context() as patch:
+        if "jax_optimization_level" in CACHE:
+            patch.setattr(compiler, "get_compile_options", fast)
         yield folder
+
+
+def environment(folder: str) -> dict[str, str]:
+    """The environment in which a process compiles as `compiled_programs` does, and shares its folder."""
+    names = {name.upper(): str(value) for name, value in CACHE.items()}
+    if "jax_optimization_level" in CACHE:
+        names["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{FAST_FLAG[0]}={FAST_FLAG[1]}".strip()
+    return os.environ | names | {"JAX_COMPILATION_CACHE_DIR": folder}
 
 
 @contextlib.contextmanager

@@ -22,8 +22,6 @@ from tests.reference.numbered import Source
 from tests.reference.rollouts import completion
 from tests.reference.tiny_policies import VOCAB, policy, prompts
 
-pytestmark = pytest.mark.usefixtures("compiled_programs")
-
 OFF = dynamic_sampling.Config()
 LIMIT = 10
 

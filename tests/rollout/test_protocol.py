@@ -13,8 +13,6 @@ from qarl_jax.rollout.embedded.engine import Config
 from qarl_jax.types import UserError
 from tests.reference.tiny_policies import VOCAB, policy, prompts
 
-pytestmark = pytest.mark.usefixtures("compiled_programs")
-
 ENGINE_FACTORIES = {
     "jax": lambda: rollout.make_engine("jax", Config(batch_size=8, min_slots=4, prompt_bucket=8, response_bucket=16)),
 }

@@ -17,8 +17,6 @@ from qarl_jax.run import build, evaluation, export
 from qarl_jax.run.checkpoint import Checkpoints
 from tests.reference import hf_models, tiny
 
-pytestmark = pytest.mark.usefixtures("compiled_programs")
-
 STEPS = 2
 
 
