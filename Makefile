@@ -69,17 +69,20 @@ data: data/packages/.unpacked models/qwen25-coder-0.5b models/smollm2-135m
 # RERUN in the summary and is to be mended. A plain `pytest` repeats nothing, so that a flake shows at once.
 STEADY := --reruns 2 --reruns-delay 1 -r aR --hypothesis-profile repeatable
 
+# A file's tests share what they compile and start; the files come in the order of tests/conftest.py.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
+
 # What takes over two seconds belongs to the slow ones: the summary names those that seem to, so that it can be marked.
 HONEST := --durations=10 --durations-min=4
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(STEADY) -m "not nightly and not gpu"
+	$(BIN)/python -m pytest $(TWO) $(STEADY) -m "not nightly and not gpu"
 
 # Everything is compiled fast; `make test` compiles as a run does what claims bits (docs/tests.md).
 FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_cpu_use_fusion_emitters=false
 
 test-fast: install
-	$(FAST) $(BIN)/python -m pytest -n 2 --dist loadfile $(STEADY) $(HONEST) -m "not slow and not nightly and not vllm and not gpu"
+	$(FAST) $(BIN)/python -m pytest $(TWO) $(STEADY) $(HONEST) -m "not slow and not nightly and not vllm and not gpu"
 
 test-slow: install
 	QARL_OPTIMIZE=1 $(BIN)/python -m pytest $(STEADY) -m "nightly and not gpu"

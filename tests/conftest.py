@@ -7,6 +7,7 @@ until all eight are there, and XLA ends the process when one is 40 s late; a poo
 leaves none for whatever else has to run before the last can arrive. So: more threads, and longer limits.
 """
 
+import collections
 import ctypes
 import gc
 import os
@@ -52,6 +53,15 @@ def programs_are_forgotten():
         jax.clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """What takes longest is begun first, so that no process is left alone with it: live engines, then slow files."""
+    weights = collections.Counter()
+    for item in items:
+        weights[item.path] += bool(item.get_closest_marker("slow")) * (10 if item.get_closest_marker("vllm") else 1)
+    items.sort(key=lambda item: -weights[item.path])
 
 
 def pytest_terminal_summary(terminalreporter):

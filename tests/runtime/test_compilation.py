@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs are counted when they are built, and kept where the user says."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from qarl_jax.runtime import compilation
-from tests.reference.tiny import CACHE
+from tests.reference.tiny import CACHE, compiled_programs
 
 
 @pytest.fixture
@@ -38,6 +40,18 @@ def test_two_counters_do_not_disturb_each_other():
     one, two = compilation.Recompiles(), compilation.Recompiles()
     jax.jit(lambda x: x - 3)(jnp.zeros((7,)))
     assert one.take() == two.take() >= 1
+
+
+@pytest.mark.skipif("QARL_OPTIMIZE" in os.environ, reason="QARL_OPTIMIZE: nothing is compiled fast")
+def test_a_program_compiled_fast_for_tests_is_never_taken_for_a_runs(tmp_path_factory):
+    program, x = jax.jit(lambda x: jnp.sin(x) * x.sum() + 5), jnp.ones((11, 3))
+    with compiled_programs(tmp_path_factory):
+        program(x)
+        counter = compilation.Recompiles()
+        program(x)
+        assert counter.take() == 0
+    program(x)
+    assert counter.take() == 1
 
 
 def test_a_folder_keeps_programs(cache_settings, tmp_path):
