@@ -111,12 +111,12 @@ def compiled_programs(tmp_path_factory: Any) -> Iterator[str]:
         yield folder
 
 
-def environment(folder: str) -> dict[str, str]:
-    """The environment in which a process compiles as `compiled_programs` does, and shares its folder."""
-    names = {name.upper(): str(value) for name, value in CACHE.items()}
+def environment(folder: str | None = None) -> dict[str, str]:
+    """The environment of a process that compiles as `compiled_programs` does, and keeps its programs in `folder`."""
+    names = {name.upper(): str(value) for name, value in (CACHE | {"jax_compilation_cache_dir": folder or ""}).items()}
     if FAST.items() <= CACHE.items():
         names["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{FAST_FLAG[0]}=false".strip()
-    return os.environ | names | {"JAX_COMPILATION_CACHE_DIR": folder}
+    return os.environ | names
 
 
 @contextlib.contextmanager

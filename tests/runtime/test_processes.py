@@ -8,7 +8,6 @@ to rounding, and what is asked for to the bit is that a run of several processes
 """
 
 import json
-import os
 import re
 import signal
 import socket
@@ -41,8 +40,9 @@ def launch(arguments, *, count=2, devices=1, port=None, slurm=False):
     port = port or free_port()
     started = []
     for number in range(count):
-        flags = re.sub(r"device_count=\d+", f"device_count={devices}", os.environ["XLA_FLAGS"])
-        environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(tiny.ROOT), "PORT": str(port)}
+        environment = tiny.environment()
+        flags = re.sub(r"device_count=\d+", f"device_count={devices}", environment["XLA_FLAGS"])
+        environment |= {"XLA_FLAGS": flags, "PYTHONPATH": str(tiny.ROOT), "PORT": str(port)}
         if slurm:  # what srun sets for each task
             environment |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "JAX_COORDINATOR_PORT": str(port)}
             environment |= {"SLURM_NTASKS": str(count), "SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
