@@ -150,7 +150,8 @@ def table() -> str:
     def cell(value: object) -> str:
         return {True: "yes", False: ""}[value] if isinstance(value, bool) else str(value)
 
-    names = [f.name for f in dataclasses.fields(Numerics) if f.name not in ("profile", "parts", "shards", "own_kernels")]
+    own = ("profile", "parts", "shards", "own_kernels")  # a layer's or a run's, not an engine's
+    names = [f.name for f in dataclasses.fields(Numerics) if f.name not in own]
     rows = [[f"`{name}`", *(cell(getattr(record, name)) for record in RECORDS.values())] for name in names]
     lines = [["", *(f"`{profile}`" for profile in PROFILES)], ["---"] * (1 + len(PROFILES)), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
