@@ -54,7 +54,6 @@ class Tile:
       k: inputs it multiplies at a time; 128 bytes are the widest swizzle.
       split: which of the two the warpgroups share out.
       steps: tiles of inputs in shared memory, where K has so many.
-      delay: tiles whose products may still run when the next one's are started.
       out_n: outputs that are written at a time; slots: such writes in flight, per warpgroup.
       width: rows of tiles walked together, so that the weights they share are still in the L2 cache.
     """
@@ -64,7 +63,6 @@ class Tile:
     k: int = 128
     split: Literal["m", "n"] = "m"
     steps: int = 4
-    delay: int = 0
     out_n: int = 64
     slots: int = 2
     width: int = 8
@@ -80,7 +78,7 @@ CHOSEN = Tile()
 NARROW = Tile(n=128)
 LOW = Tile(m=64, n=128, split="n")
 # Of bfloat16: 64 inputs are 128 bytes. Two parts have two accumulators.
-FLOAT = Tile(k=64, steps=3, delay=1)
+FLOAT = Tile(k=64)
 FLOAT_PARTS = Tile(n=128, k=64, steps=3)
 
 
@@ -129,7 +127,7 @@ def _kernel(
     def block(*shape: int, part: int, k: int = 1) -> mgpu.BlockSpec:
         """Tiles one after the other along dimension k, of a part of it."""
         index = (lambda i: (0, part * steps + i)) if k else (lambda i: (part * steps + i, 0))
-        return mgpu.BlockSpec(shape, index, transforms=swizzled, memory_space=mgpu.SMEM, delay_release=tile.delay)
+        return mgpu.BlockSpec(shape, index, transforms=swizzled, memory_space=mgpu.SMEM)
 
     def w_block(part: int) -> mgpu.BlockSpec:
         return block(tile.k, tile.n, part=part, k=0) if interpret else block(tile.n, tile.k, part=part)
@@ -201,7 +199,9 @@ def _kernel(
                     else:
                         w = (w_tile.at[half] if tile.split == "n" else w_tile).transpose((1, 0))
                     mgpu.wgmma(acc, x, w)
-                mgpu.wgmma_wait(tile.delay)
+                # All of them: a pipeline's end does not wait for products that still run, and the next tile's inputs
+                # would be copied over theirs.
+                mgpu.wgmma_wait(0)
                 return accs
 
             x, w = x_ref.at[pl.ds(rows, tile.m)], w_ref.at[pl.ds(columns, tile.n)]

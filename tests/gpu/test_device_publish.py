@@ -32,7 +32,7 @@ import sys
 import msgspec
 from qarl_bridge.server import staged_gpu as device
 from qarl_bridge.protocol import messages as wire
-manifest, memory = msgspec.msgpack.decode(sys.stdin.buffers[0].read(), type=tuple[wire.Manifest, wire.DeviceMemory])
+manifest, memory = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[wire.Manifest, wire.DeviceMemory])
 copy = device.open_version(manifest, memory)
 copy.validate()
 print(len(dict(copy.at_the_door())), float(copy.tensors()["model.norm.weight"].float().sum()))

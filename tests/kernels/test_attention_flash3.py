@@ -255,8 +255,10 @@ def recorded(name):
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("name", ["flash_prompt", "flash_128_300", "flash_64_300", "flash_64_512"])
-def test_every_recorded_output_of_flash_attention_3_is_equal_to_the_last_bit(name):
+def test_every_recorded_output_of_flash_attention_3_is_equal_to_the_last_bit(name, monkeypatch):
     """All of a prompt's 49,152 outputs, and of the decoded tokens'."""
+    # Recorded before the bridge kept heads of up to 64 at blocks of 128: the kernel took 192 for a single query.
+    monkeypatch.setattr(attention_module, "flash_block", {128: 128, 64: 192}.__getitem__)
     q, k, v, theirs = recorded(name)
     run = jax.jit(lambda q, k, v: attention(q[None], k[None], v[None], implementation="flash3")[0])
     assert share_equal(np.asarray(run(q, k, v))[-len(theirs) :], theirs) == 1

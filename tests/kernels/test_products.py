@@ -80,7 +80,7 @@ def lowered(platform, experts=False, numerics=CUDA):
     [
         ((384, 512, 512), CHOSEN),
         ((128, 512, 256), Tile(split="n", out_n=32, steps=2)),
-        ((256, 256, 384), Tile(n=128, width=1, slots=1, steps=3, delay=1)),
+        ((256, 256, 384), Tile(n=128, width=1, slots=1, steps=3)),
     ],
     ids=str,
 )

@@ -138,6 +138,10 @@ class ContractWNA16MoEMethod(_Quantized, CompressedTensorsWNA16MoEMethod):
                 setattr(layer, f"{which}_{name}", torch.nn.Parameter(value, requires_grad=False))
 
 
+# vLLM's loader turns int4 experts over where the method's class has one of a few names.
+ContractWNA16MoEMethod.__name__ = CompressedTensorsWNA16MoEMethod.__name__
+
+
 def _lacks(moe: Any) -> bool:
     return moe.has_bias or moe.moe_parallel_config.use_ep or moe.activation != MoEActivation.SILU
 

@@ -231,7 +231,8 @@ class Bridge:
         """Fence, bring the last good version back, and say so. Always raises BridgeError."""
         differs = self.state == "reading_back" and isinstance(error, BridgeError)  # a comparison, not a breakdown
         self.state = "fenced"
-        reason = str(error) or type(error).__name__
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason = str(error) or f"{type(error).__name__} at {frame.filename}:{frame.lineno}, {frame.line}"
         try:
             if self._good is not None:
                 self._engine.load(self._good.at_the_door())
