@@ -169,7 +169,7 @@ def _of_shards(x: Any, master: Any, qtensor: Any, bias: Any, numerics: Numerics)
         size = of.shape[-1] // shards
         return of[..., shard * size : (shard + 1) * size]
 
-    total = None
+    total: Any = None
     for shard in range(shards):
         codes = qtensor
         if isinstance(qtensor, QTensor):

@@ -122,11 +122,8 @@ class ShardedEngine:
         except BaseException:
             self._child.kill()
             raise
-        self.expected, self.has_weights, self.met = self._own.expected, has_weights, self._own.met
-
-    @property
-    def facts(self) -> messages.Facts:
-        return self._own.facts
+        self.facts, self.met = self._own.facts, self._own.met
+        self.expected, self.has_weights = self._own.expected, has_weights
 
     def submit(self, request_id: str, draw: messages.Draw, sampling: messages.Sampling) -> None:
         """Queue one completion."""

@@ -9,6 +9,7 @@ import os
 
 from qarl_bridge.protocol import delta, messages
 from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server.changed import Changes
 from qarl_bridge.server.staged import Copy, HostCopy
 from qarl_bridge.transport import shm
 from qarl_bridge.transport.zeromq import Peer
@@ -73,21 +74,24 @@ class Pending:
         if base.manifest.total_bytes != self.manifest.total_bytes:
             raise BridgeError(f"{self.manifest.version} is torn: it is not laid out as its base", "torn")
         changes = os.pread(self.received, self.high_water, 0) if self.received >= 0 else b""
+        watch = None
+        if base.sums is not None and Changes.fit(base.manifest, self.manifest):
+            watch = Changes(base.manifest, base.sums, self.manifest)
         fd = shm.create(0)
         try:
             buffer = shm.map_to_write(fd, self.manifest.total_bytes)
             delta.fill(buffer, base.buffer)
-            delta.apply(changes, buffer)
+            delta.apply(changes, buffer, watch)
             del buffer
         except BaseException:
             os.close(fd)
             raise
-        return self._held(fd)
+        return self._held(fd, watch)
 
-    def _held(self, fd: int) -> HostCopy:
+    def _held(self, fd: int, changes: Changes | None = None) -> HostCopy:
         try:
             shm.seal(fd)
-            return HostCopy(self.manifest, shm.map_sealed(fd, self.manifest.total_bytes), fd)
+            return HostCopy(self.manifest, shm.map_sealed(fd, self.manifest.total_bytes), fd, changes)
         except BaseException:
             os.close(fd)
             raise
