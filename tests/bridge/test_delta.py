@@ -274,3 +274,21 @@ def test_changes_that_make_another_version_than_announced_are_refused(case):
     said = {"nan": "NaN", "scale": ">= 0"}.get(case, "a.weight is torn")
     with pytest.raises(BridgeError, match=said):
         copy_of(second, copy_of(first), delta.difference(a, b, most=10**6))
+
+
+def test_a_copy_for_the_next_changes_is_made_while_a_version_serves(remote):
+    """From the second version on that comes as changes; what comes whole gives it up."""
+    client, versions = remote.trainer(), [staged(0), near(1), near(2, code=8), near(3, code=9)]
+    spare = remote.bridge._spare
+    for step, version in enumerate(versions):
+        version.base = versions[step - 1] if step else None
+        assert (spare._made is not None) == (step > 1)
+        made = spare._made.result()[0] if step > 1 else -1  # the file that this version is written into
+        client.publish(version, readback="full")
+        assert step < 2 or remote.bridge._good.fd == made
+        still_serves(remote, client, step)
+    made = spare._made.result()[0]
+    client.publish(staged(4), readback="full")
+    assert spare._made is None
+    with pytest.raises(OSError):
+        os.fstat(made)

@@ -119,10 +119,11 @@ def apply(data: bytes | bytearray | memoryview, buffer: np.ndarray, watch: Watch
             raise _torn()
         pieces.append((offset, buffer[offset : offset + size], raw[at : at + length], count, kind))
         at += length
-    list(_threads().map(lambda piece: _write(*piece, watch=watch), pieces))
+    list(_threads().map(functools.partial(_write, watch), pieces))
 
 
-def _write(at: int, target: np.ndarray, data: np.ndarray, count: int, kind: int, watch: Watch | None) -> None:
+def _write(watch: Watch | None, piece: tuple[int, np.ndarray, np.ndarray, int, int]) -> None:
+    at, target, data, count, kind = piece
     if kind == _RAW:
         if watch is not None and len(spots := np.flatnonzero(target != data)):
             watch(at, spots, target[spots], data[spots])

@@ -51,6 +51,9 @@ class HostCopy:
       buffer: [total_bytes] uint8, read only.
       fd: of the memory file, where it is this process's own to show to others; -1: it is not.
       changes: what made it of another version that was valid; None: it came whole.
+
+    Attributes:
+      of_changes: whether it was made of another. sums: of the rows of its tensors, once it is valid.
     """
 
     borrowed = False  # the kernel keeps it while it is mapped
@@ -59,8 +62,9 @@ class HostCopy:
         self.manifest = manifest
         self.buffer = buffer
         self.fd = fd
+        self.of_changes = changes is not None
         self._changes = changes
-        self.sums: Sums | None = None  # once it is valid
+        self.sums: Sums | None = None
 
     def _array(self, entry: messages.TensorEntry) -> np.ndarray:
         raw = self.buffer[entry.offset : entry.offset + entry.nbytes]
