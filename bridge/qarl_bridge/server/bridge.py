@@ -44,7 +44,7 @@ from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.manifest import check_manifest
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server.engine_api import Engine
-from qarl_bridge.server.incoming import Pending
+from qarl_bridge.server.incoming import Pending, Spare
 from qarl_bridge.server.lease import Lease
 from qarl_bridge.server.profiling import profiled
 from qarl_bridge.server.requests import Batch, Draws
@@ -70,6 +70,7 @@ class Bridge:
         self._lease = Lease()
         self._pending: Pending | None = None
         self._good: Copy | None = None
+        self._spare = Spare()
         self._good_owner: Peer | None = None  # whose memory it lies in, if not this process's own
         self._listener: Listener | None = None
         self._peers: dict[Peer, threading.Thread] = {}
@@ -115,6 +116,7 @@ class Bridge:
             self._listener.close()
         with self._lock:
             self._discard_pending()
+            self._spare.drop()
             if self._good is not None:
                 self._close_soon(self._good)
         self._finish_jobs()
@@ -206,6 +208,9 @@ class Bridge:
             self.version, self.state = version, "serving"
         if before_this is not None and before_this is not copy:
             self._close_soon(before_this)
+        self._spare.drop()
+        if isinstance(copy, HostCopy) and copy.of_changes:  # the next one will be, too
+            self._spare.prepare(copy)
         self.published += 1
         report = messages.Report(
             bytes=copy.manifest.total_bytes,
@@ -515,7 +520,7 @@ class Bridge:
         if isinstance(memory, messages.NcclMemory):
             return self._receive(manifest, peer, memory)
         if isinstance(memory, messages.Changes):
-            return pending.changed_copy(self._good, memory.base)
+            return pending.changed_copy(self._good, memory.base, self._spare)
         is_here = isinstance(memory, messages.HostMemory) and memory.host == shm.host()  # another bridge's
         if memory is not None and not peer.shares_memory and not is_here:
             raise BridgeError("memory is shared on one host only: send Chunks", "unshared")
