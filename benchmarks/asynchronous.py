@@ -226,11 +226,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--learners", nargs="+", choices=["aligned", "bf16"], default=["aligned", "bf16"])
     parser.add_argument("--lanes", type=int, default=1, help="runs at a time")
     parser.add_argument("--cores-per-lane", type=int, default=2, help="learner, engines; 0: none is pinned")
-    parser.add_argument("--first-core", type=int, default=0)
+    parser.add_argument("--first-core", type=int, default=0, help="of those that this process may use")
     parser.add_argument("--budget-s", type=float, default=float("inf"))
     parser.add_argument("--cache", default="", help="folder for compiled programs; default: beside --out")
     parser.add_argument("--set", nargs="*", default=[], metavar="section.field=value", help="in every run")
     args = parser.parse_args(argv)
+    usable = sorted(os.sched_getaffinity(0))[args.first_core :]
+    if args.lanes * args.cores_per_lane > len(usable) and not args.table:
+        parser.error(f"{args.lanes} lanes of {args.cores_per_lane} cores, and {len(usable)} cores may be used")
     out = pathlib.Path(args.out)
     lines = read_lines(out) if out.exists() else []
     if args.table:
@@ -247,14 +250,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     writing, failed = threading.Lock(), []
 
     def lane(number: int) -> None:
-        first = args.first_core + number * args.cores_per_lane
+        cores = usable[number * args.cores_per_lane :][: args.cores_per_lane]
         while time.monotonic() < deadline:
             try:
                 run = waiting.get_nowait()
             except queue.Empty:
                 return
             try:
-                line = measure(run, range(first, first + args.cores_per_lane), cache, args.set, deadline)
+                line = measure(run, cores, cache, args.set, deadline)
             except RuntimeError as error:
                 failed.append(run.name)
                 print(f"{run.name}: {error}", file=sys.stderr, flush=True)

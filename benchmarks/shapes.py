@@ -120,7 +120,7 @@ def optimizer_config(setting: Setting) -> optimizer.Config:
     dtypes: Any = {"moment_dtype": dtype, "second_moment_dtype": dtype, "offload": setting.offload}
     if setting.optimizer == "adamw":
         return optimizer.AdamW(lr=1e-5, **dtypes)
-    return optimizer.Muon(lr=1e-5, matmul_precision="default", **dtypes)
+    return optimizer.Muon(lr=1e-5, **dtypes)
 
 
 def make_learner(setting: Setting, mesh: Mesh) -> tuple[Learner, Any, Any]:

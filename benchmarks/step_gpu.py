@@ -113,7 +113,6 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
             "train.row_len": longest,
             "train.micro_batch_rows": args.batch // args.updates,
         }
-        values |= {"optimizer.matmul_precision": "default"} if args.optimizer == "muon" else {}
     if args.cards > 1:
         values |= {
             "mesh.fsdp": args.cards,

@@ -62,7 +62,7 @@ class Attention(nnx.Module):
         self.q = Linear(N * H, D, axis="heads", **fused)
         self.k = Linear(K * H, D, axis="kv_heads", **fused)
         self.v = Linear(K * H, D, axis="kv_heads", **fused)
-        self.o = Linear(D, N * H, axis="embed_out", use_bias=config.o_bias, **args)
+        self.o = Linear(D, N * H, axis="embed_out", use_bias=config.o_bias, spread_inputs=True, **args)
         self.q_norm = RMSNorm(H, config=config, stack=stack) if config.qk_norm else None
         self.k_norm = RMSNorm(H, config=config, stack=stack) if config.qk_norm else None
         self.head_dim = H
@@ -99,7 +99,7 @@ class MLP(nnx.Module):
         args: dict[str, Any] = {"config": config, "rngs": rngs, "stack": stack}
         self.gate = Linear(F, D, axis="mlp", fused_features=2 * F, **args)
         self.up = Linear(F, D, axis="mlp", fused_features=2 * F, **args)
-        self.down = Linear(D, F, axis="embed_out", **args)
+        self.down = Linear(D, F, axis="embed_out", spread_inputs=True, **args)
         self.numerics = config.numerics
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -146,7 +146,9 @@ def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> A
         compute_dtype=cfg.model.dtype,
         param_dtype=cfg.model.param_dtype,
         quant=models.parse_rules(schemes(cfg, cfg.quant.forward), cfg.quant.group_size),
-        numerics=dataclasses.replace(numerics or cfg.numerics, own_kernels=cfg.quant.kernels == "auto"),
+        numerics=dataclasses.replace(
+            numerics or cfg.numerics, own_kernels=cfg.quant.kernels == "auto", shards=cfg.numerics.shards
+        ),
         attention=cfg.model.attention,
         remat=cfg.model.remat_or_full,
     )

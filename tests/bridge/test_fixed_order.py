@@ -73,6 +73,37 @@ def test_log_probs_are_float64s_rounded_once():
     """)
 
 
+def test_a_draw_is_a_function_of_its_seed_and_number_and_follows_the_distribution():
+    run("""
+        import os
+        os.environ["TRITON_INTERPRET"] = "1"
+        import torch
+        from qarl_bridge.engine import fixed_order
+
+        torch.manual_seed(0)
+        z = torch.randn(3, 9000)  # of two blocks
+        z[:, 7:8200] = -torch.inf  # as top-k leaves it
+        logprobs = z.log_softmax(-1)
+        seeds, draws = torch.tensor([5, -6, 5]), torch.tensor([0, 3, 9], dtype=torch.int32)
+        together = fixed_order.draw(logprobs, seeds, draws)
+        for row in (2, 0, 1):
+            one = slice(row, row + 1)
+            assert torch.equal(fixed_order.draw(logprobs[one], seeds[one], draws[one]), together[one])
+
+        few = torch.tensor([0.5, 0.3, 0.0, 0.199, 0.001]).log()
+        for over_seeds in (True, False):
+            n = torch.arange(400)
+            seeds, draws = (n * 2**33 if over_seeds else n * 0), (n * 0 if over_seeds else n)
+            drawn = fixed_order.draw(few.expand(400, 5).contiguous(), seeds, draws.int())
+            counts = torch.bincount(drawn, minlength=5).double()
+            expected = 400 * few.double().exp()
+            assert counts[2] == 0
+            kept = expected > 0
+            chi = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
+            assert chi < 16.3, (counts, chi)  # one in a thousand, of three degrees of freedom
+    """)
+
+
 def test_words_are_interleaved_and_keep_their_codes():
     run("""
         import torch

@@ -311,6 +311,42 @@ def _divide_rows(z_ptr, V, stride, states_ptr, temperatures_ptr, BLOCK: tl.const
     tl.store(z_ptr + row * stride + at, tl.math.div_rn(z, temperature), mask=at < V)
 
 
+@triton.jit
+def _race(p_ptr, seeds_ptr, draws_ptr, best_ptr, ids_ptr, V, BLOCK: tl.constexpr):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    none = at * 0
+    bits, _, _, _ = tl.philox(tl.load(seeds_ptr + row), at, none + tl.load(draws_ptr + row), none, none)
+    # Uniform in (0, 1), with all of float32's digits near 0: those decide who is first.
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    rest = 1.0 - u
+    time = tl.where(rest == 1.0, u, -tl.log(rest) * u / (1.0 - rest))  # -log1p(-u): exponential
+    p = tl.load(p_ptr + row * V + at, mask=at < V, other=float("-inf"))
+    best, first = tl.max(p - tl.log(time), axis=0, return_indices=True)
+    place = row * tl.num_programs(1) + block
+    tl.store(best_ptr + place, best)
+    tl.store(ids_ptr + place, (block * BLOCK + first).to(tl.int64))
+
+
+def draw(logprobs: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """One token of each row, drawn from its distribution: int64 [M].
+
+    Tokens race: each has an exponential time, a function of (seed, draw, token) by Philox 4x32-10, divided by its
+    probability, and the first is drawn. So no row's draw depends on another row, and all of a batch are one launch.
+
+    Args:
+      logprobs: float32 [M, V], contiguous.
+      seeds: int64 [M], each request's. draws: int32 [M], how many it has made before.
+    """
+    m, v = logprobs.shape
+    blocks = triton.cdiv(v, 8192)
+    best = torch.empty(m, blocks, dtype=torch.float32, device=logprobs.device)
+    ids = torch.empty(m, blocks, dtype=torch.int64, device=logprobs.device)
+    if m:
+        _race[(m, blocks)](logprobs, seeds, draws, best, ids, v, BLOCK=8192, num_warps=8)
+    return ids.gather(1, best.argmax(1, keepdim=True))[:, 0]
+
+
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """float32 [M, V] -> log-probabilities of all, float32, computed in float64."""
     y = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)

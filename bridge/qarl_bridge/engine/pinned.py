@@ -8,6 +8,7 @@
     head                                   cuBLAS, logits rounded to bf16        fixed_order.product, float32 logits
     RMSNorm                                threads by the number of rows         fixed_order.rms_norm
     log-probs                              float32 sums in torch's order         fixed_order.log_softmax
+    drawing                                a kernel for each request             fixed_order.draw
     routers, experts                       cuBLAS; Triton, CUTLASS or Marlin     pinned_experts.py
 
 `install` replaces methods of vLLM's classes before an engine is built; each replacement hands over to vLLM's own
@@ -16,9 +17,10 @@ wherever it is not on a GPU that has wgmma, or not bfloat16.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ _OF_THE_SECOND_RUNNER = (
     ("vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs", fixed_order.token_logprobs),
     ("vllm.v1.worker.gpu.sample.states", "apply_temperature", fixed_order.apply_temperature),
 )
+_OFFSET = 4  # of a generator, for each draw
 UNKNOWN = "products and norms are vLLM's own: this version's classes are not the ones known here"
 
 
@@ -128,13 +131,15 @@ def _norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _top(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Log-probs of what is left after top-k and top-p, by the contract; drawing is vLLM's."""
+    """Log-probs of what is left after top-k and top-p, by the contract, and what is drawn from them."""
 
     def forward_native(self: Any, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> Any:
         if self.logprobs_mode != "processed_logprobs" or not logits.is_cuda:
             return original(self, logits, generators, k, p)
         kept = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler").apply_top_k_top_p(logits, k, p)
         logprobs = fixed_order.log_softmax(kept)
+        if len(generators) == logits.shape[0]:
+            return _drawn(logprobs, generators), logprobs
         mode, self.logprobs_mode = self.logprobs_mode, "raw_logprobs"  # vLLM's own would be computed for nothing
         try:
             return original(self, kept, generators, None, None)[0], logprobs
@@ -142,3 +147,22 @@ def _top(original: Callable[..., Any]) -> Callable[..., Any]:
             self.logprobs_mode = mode
 
     return forward_native
+
+
+def _drawn(logprobs: torch.Tensor, generators: Mapping[int, torch.Generator]) -> torch.Tensor:
+    """A token of each row, which has a generator of its own: its seed, and an offset that tells its draws apart.
+
+    vLLM calls every generator by itself, with noise for the whole vocabulary. Its steps of the offset are kept: vLLM
+    takes one back where a row was drawn from for nothing.
+    """
+    rows = [generators[row] for row in range(len(generators))]
+    offsets = [generator.get_offset() for generator in rows]
+    for generator, offset in zip(rows, offsets, strict=True):
+        generator.set_offset(offset + _OFFSET)
+    # From pinned memory, so that the host does not wait for the device.
+    signed = [ctypes.c_int64(generator.initial_seed()).value for generator in rows]
+    seeds, draws = (
+        torch.tensor(values, dtype=dtype, pin_memory=True).to(logprobs.device, non_blocking=True)
+        for values, dtype in ((signed, torch.int64), ([offset // _OFFSET for offset in offsets], torch.int32))
+    )
+    return fixed_order.draw(logprobs, seeds, draws)

@@ -182,6 +182,7 @@ def load_hf(
     attention: str = "auto",
     remat: str = "none",
     splits: tuple[int, ...] = (),
+    shards: int = 1,
 ) -> Transformer:
     """Loads a Hugging Face folder (config.json and safetensors, bf16, f16 or f32) straight into its sharding.
 
@@ -194,6 +195,7 @@ def load_hf(
       group_size: group size of a scheme whose name does not say it.
       engine: whose arithmetic the forward mirrors: "plain", "cpu", "cuda" or "auto" (`quant.resolve`).
       attention: one of `config.ATTENTION`. remat: one of `config.REMAT`. splits: extra segment boundaries.
+      shards: of the engine that is mirrored (`Numerics.shards`).
 
     Raises:
       UserError: anything wrong with the folder; one sentence names the file, key or tensor.
@@ -203,7 +205,7 @@ def load_hf(
         compute_dtype=dtype,
         param_dtype=dtype if param_dtype is None else param_dtype,
         quant=parse_rules(scheme, group_size),
-        numerics=resolve(engine),
+        numerics=dataclasses.replace(resolve(engine), shards=shards),
         attention=attention,
         remat=remat,
         splits=splits,
