@@ -5,8 +5,8 @@
     python experiments/qwen25_coder/beside_lm_eval.py RUN/suite.gsm8k.jsonl
 
 The file is what `python -m qarl_jax.evaluate --suite gsm8k --out FILE` writes. The rules are lm-eval's own code with
-the settings of its gsm8k.yaml: the strict filter takes the first "####", the flexible one the last number, and a text that
-ends a response (`until`) cuts it. Needs lm_eval (0.4.13 was used) in an environment of its own.
+the settings of its gsm8k.yaml. The strict filter takes the first "####", the flexible one the last number, and some
+texts end a response (`until`). Needs lm_eval (0.4.13 was used) in an environment of its own.
 """
 
 from __future__ import annotations
