@@ -14,12 +14,12 @@
 # comes of it, without weights, is packed into WORK/results.tar.xz after every run: metrics, evaluations, answers.
 #
 # MODEL: the model folder (models/qwen25-coder-0.5b). FORMAT: the scheme in place of w4a16. SUITES: which suites
-# (gsm8k,gsm8k:sampled,humaneval), from where `make data` puts them. EVAL_S: seconds kept for evaluation (100).
+# (gsm8k,gsm8k:sampled,humaneval), from where `make data` puts them. EVAL_S: seconds kept for evaluation (150).
 # FRACTION: of the card's memory for a learner, where JOBS do not share it equally. PYTHON: the interpreter.
 set -uo pipefail
 work=${1:?a folder to work in} seconds=${2:?seconds that all of it may take}
 shift 2
-python=${PYTHON:-python3} jobs=${JOBS:-1} model=${MODEL:-models/qwen25-coder-0.5b} eval_s=${EVAL_S:-100}
+python=${PYTHON:-python3} jobs=${JOBS:-1} model=${MODEL:-models/qwen25-coder-0.5b} eval_s=${EVAL_S:-150}
 end=$((SECONDS + seconds - 10))
 cd "$(dirname "$0")/../.."
 suites=${SUITES:-gsm8k,gsm8k:sampled,humaneval} configs=configs/qwen25_coder_0p5b
@@ -59,11 +59,11 @@ one() { # ARM:SEED
     return
   fi
   [ -n "${FORMAT:-}" ] && case $arm in
-    rollout_*) format=("quant.rollout=$FORMAT") ;;
     bf16_*) ;;
+    rollout_*) format=("quant.rollout=$FORMAT") ;;
     *) format=("quant.forward=$FORMAT") ;;
   esac
-  dir=$work/runs/${arm}${FORMAT:+_$FORMAT}_seed$seed
+  dir=$work/runs/$arm${format:+_${FORMAT//:/_}}_seed$seed
   [ -e "$dir/judged" ] && return
   timeout -s INT -k 60 "$limit" "$python" -m qarl_jax.train --config "$configs/$arm.yaml" \
     "run_dir=$dir" "seed=$seed" "log.view=lines" "${format[@]}" "${overrides[@]}" \
