@@ -97,6 +97,7 @@ class Environment:
 
     async def close(self):
         self.rollout.cancel()
+        await asyncio.wait({self.rollout})
 
     async def observation(self):
         """The messages that the next call has more than the conversation so far; None: the loop has ended."""
