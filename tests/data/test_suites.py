@@ -217,8 +217,15 @@ def test_suites_run_from_the_command_line_on_one_engine(tmp_path, capsys, monkey
     where = tmp_path / suites.SUITES["gsm8k"].file
     where.parent.mkdir(parents=True)
     questions(tmp_path, rows).rename(where)
-    arguments = [*world.command(), "--suite", "gsm8k,gsm8k_clean", "--json", "--out", str(tmp_path / "said.jsonl")]
-    assert evaluation.main([*arguments, "eval.data.template={{ question }}", "eval.max_response_len=8"]) == 0
+    asked = ["--suite", "gsm8k,own,gsm8k_clean:sampled", "--json", "--out", str(tmp_path / "said.jsonl")]
+    short = ["eval.data.template={{ question }}", "eval.max_response_len=8"]
+    assert evaluation.main([*world.command(), *asked, *short]) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(line["suite"], line["eval/prompts"]) for line in said] == [("gsm8k", 3), ("gsm8k_clean", 2)]
-    assert len((tmp_path / "said.gsm8k_clean.jsonl").read_text().splitlines()) == 2
+    held_out = len((tmp_path / "said.own.jsonl").read_text().splitlines())
+    assert [(line.get("suite"), line["eval/prompts"]) for line in said] == [
+        ("gsm8k", 3),
+        (None, held_out),
+        ("gsm8k_clean:sampled", 2),
+    ]
+    responses = (tmp_path / "said.gsm8k_clean_sampled.jsonl").read_text().splitlines()
+    assert [len(json.loads(line)["responses"]) for line in responses] == [4, 4]

@@ -5,9 +5,7 @@
 import contextlib
 import dataclasses
 import json
-import os
 import random
-import signal
 import time
 
 import numpy as np
@@ -321,34 +319,3 @@ def test_without_staleness_the_loop_is_that_of_a_run_that_waits(world, monkeypat
     assert kinds == [Collector, Collector]
     assert zero.records() == plain.records()
     assert zero.records("samples") == plain.records("samples")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("compiled_programs")
-def test_a_fleet_that_samples_ahead_loses_a_bridge_and_nothing_else(world, monkeypatch):
-    """In lockstep, three toy engines of which one is killed give the run that one engine gives."""
-    options = {"name": "vllm", "engine": "fake", "max_model_len": 64, "start_timeout_s": 120}
-    kept = {"steps": 4, "asynchronous": {"max_staleness": 2, "lockstep": "on"}}
-
-    def changed(name, **more):
-        engine = {"engine": options | more}
-        return world.changed(run_dir=str(world.folder / name), rollout=engine, train=kept)
-
-    one, three = changed("one"), changed("three", replicas=3)
-    assert train.main(one.command()) == 0
-    killed = []
-    real = updates.Updates.run
-
-    def dying(self, *args, **kwargs):  # while the learner updates, and the fleet samples ahead
-        replicas = self._publisher.engine.engine.fleet.replicas
-        if len(killed) < 2:
-            killed.append(replicas[len(killed)].bridge.process.pid)
-            os.kill(killed[-1], signal.SIGKILL)
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(updates.Updates, "run", dying)
-    assert train.main(three.command()) == 0
-    assert len(killed) == 2
-    assert [record["rollout/lag_max"] for record in three.records()] == [0, 1, 2, 2]
-    assert three.records() == one.records()
-    assert three.records("samples") == one.records("samples")
