@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Episodes of an environment of the package `verifiers` (0.1.14); read by path, imports nothing of qarl_jax.
 
-    python -m qarl_jax.rollout.environments._verifiers ID [--arguments JSON] > rows.jsonl       # its prompts
+    python qarl_jax/rollout/environments/_verifiers.py ID [--arguments JSON] > rows.jsonl       # its prompts
 
 The environment runs its own loop, and calls a model. The model it is given is the policy: a call waits until the policy
 has taken its turn, and what the next call has behind that turn is the observation. When the loop ends, the
