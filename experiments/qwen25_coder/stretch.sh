@@ -29,10 +29,10 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do arms+=("$1") && shift; done
 [ $# -gt 0 ] && shift # what is left are overrides
 overrides=("model.path=$model" "$@")
 
-if [ "$jobs" -gt 1 ]; then # of its part of the card a run leaves 17 GiB to its engine, staging and contexts
+if [ "$jobs" -gt 1 ]; then # of its part of the card a run leaves 19 GiB to its engine, staging and contexts
   share=0.2
   if mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null); then
-    share=$(awk -v mib="${mib%%$'\n'*}" -v jobs="$jobs" 'BEGIN { printf "%.3f", 1 / jobs - 17 * 1024 / mib }')
+    share=$(awk -v mib="${mib%%$'\n'*}" -v jobs="$jobs" 'BEGIN { printf "%.3f", 1 / jobs - 19 * 1024 / mib }')
   fi
   export XLA_PYTHON_CLIENT_MEM_FRACTION=${FRACTION:-$share} XLA_PYTHON_CLIENT_PREALLOCATE=true
   overrides=(rollout.engine.gpu_memory_utilization=0.1 "${overrides[@]}")

@@ -130,8 +130,9 @@ class Evaluation:
 
     Attributes:
       metrics: name -> number (see `measure`).
-      prompts: one record per prompt, JSON-ready: uid, prompt, answer, num_correct, majority (the most frequent answer),
-        majority_correct, and responses: text, answer (as extracted), reward, correct, finish_reason, length.
+      prompts: one record per prompt, JSON-ready: uid, id (the data set's own, if any), prompt, answer, num_correct,
+        majority (the most frequent answer), majority_correct, and responses: text, answer (as extracted), reward,
+        correct, finish_reason, length.
     """
 
     metrics: dict[str, float]
@@ -230,6 +231,7 @@ def _record(
     chosen = majority(votes)
     return {
         "uid": group.prompt.uid,
+        "id": group.prompt.meta.get("id"),
         "prompt": group.prompt.text,
         "answer": group.prompt.answer,
         "num_correct": sum(correct),

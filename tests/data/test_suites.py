@@ -7,6 +7,7 @@ import pathlib
 
 import pytest
 
+from qarl_jax import data
 from qarl_jax.data import suites
 from qarl_jax.data.sources import layouts
 from qarl_jax.rewards import Sample
@@ -182,6 +183,23 @@ def test_a_suite_reads_its_public_layout_and_tells_right_from_wrong(name, tmp_pa
     if name == "livecodebench":
         right, wrong = "```python\nprint(sum(map(int, input().split())))\n```", "```python\nprint(4)\n```"
     assert (graded(cfg, asked, right), graded(cfg, asked, wrong)) == (1.0, 0.0)
+
+
+def test_the_code_task_learns_from_programs_that_pass_and_keeps_a_quarter_of_the_problems_apart(tmp_path):
+    rows = []
+    for i in range(40):
+        test = f"def check(candidate):\n    assert candidate() == {i}\n"
+        rows.append({"task_id": f"H/{i}", "prompt": f"def f{i}():\n", "entry_point": f"f{i}", "test": test})
+    path = questions(tmp_path, rows)
+    cfg = config.load(CONFIG.with_name("code_qarl_w4a16.yaml"), [f"data.source.path={path}"])
+    held_out = {prompt.answer for prompt in build.eval_prompts(cfg, EchoTokenizer())}
+    source = data.make_source(cfg.data, EchoTokenizer(), "train")
+    learned = [source.prompt(i) for i in range(len(source))]
+    assert 4 <= len(held_out) <= 16
+    assert {prompt.answer for prompt in learned} == {f"f{i}" for i in range(40)} - held_out
+    number = learned[0].answer.removeprefix("f")
+    program = f"```python\ndef f{number}():\n    return {number}\n```"
+    assert (graded(cfg, learned[0], program), graded(cfg, learned[1], program)) == (1.0, 0.0)
 
 
 def test_choices_whose_row_marks_the_right_one_by_its_place_are_put_in_an_order_that_stays():
