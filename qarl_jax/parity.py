@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="auto, eager, graphs or compiled; several, with commas: compare engines in these modes to the bit",
     )
     parser.add_argument("--int4-kernel", choices=("auto", "packed", "machete", "marlin"), default=defaults.int4_kernel)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="shards of the engine (1 or 2)")
     parser.add_argument("--kv-cache-gb", type=float, default=defaults.kv_cache_gb, help="of the engine")
     parser.add_argument(
         "--gpu-memory-utilization",

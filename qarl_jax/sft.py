@@ -78,10 +78,11 @@ class Config:
 
     Attributes:
       out: folder for the result.
-      worked_share: share of the examples whose answer is a solution with its steps (`data.traces`); the others have the
-        task's final answer alone. Between 0 and 1 the model learns both manners, and RL can tell which one pays.
-      manner: of worked answers: short, a step for each operation, or longhand, one for each digit (`data.longhand`).
-      slip_rate: probability that a step of a worked answer is wrong, and what follows builds on it (`data.slip`).
+      worked_share: share of the examples whose answer is a solution with its steps (`data/worked/answers.py`); the
+        others have the task's final answer alone. Between 0 and 1 the model learns both manners, and RL can tell which
+        one pays.
+      manner: of worked answers: short, a step for each operation, or longhand, one for each digit (`longhand.py`).
+      slip_rate: probability that a step of a worked answer is wrong, and what follows builds on it (`mistakes.py`).
       quant: forward scheme while training; "bf16": none.
     """
 
@@ -127,8 +128,8 @@ class NegativeLogLikelihood:
         return mean, {"loss/nll": mean}
 
 
-def rows_of(examples: Sequence[tuple[Sequence[int], Sequence[int]]], row_len: int) -> TrainBatch:
-    """(prompt tokens, answer tokens) pairs -> one row each, [len(examples), row_len] numpy arrays.
+def rows_of(examples: Sequence[tuple[Sequence[int], Sequence[bool]]], row_len: int) -> TrainBatch:
+    """(tokens, which of them are learned) pairs -> one row each, [len(examples), row_len] numpy arrays.
 
     Raises:
       UserError: an example is longer than a row.
@@ -136,14 +137,12 @@ def rows_of(examples: Sequence[tuple[Sequence[int], Sequence[int]]], row_len: in
     shape = (len(examples), row_len)
     tokens, positions, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     mask = np.zeros(shape, bool)
-    for row, (prompt, answer) in enumerate(examples):
-        length = len(prompt) + len(answer)
+    for row, (ids, learned) in enumerate(examples):
+        length = len(ids)
         if length > row_len:
             raise UserError(f"an example has {length} tokens, but train.row_len is {row_len}: raise it.")
-        tokens[row, :length] = [*prompt, *answer]
-        positions[row, :length] = np.arange(length)
-        segments[row, :length] = 1
-        mask[row, len(prompt) : length] = True
+        tokens[row, :length], mask[row, :length] = ids, learned
+        positions[row, :length], segments[row, :length] = np.arange(length), 1
     zeros = np.zeros(shape, np.float32)
     return TrainBatch(
         tokens=tokens,
@@ -231,8 +230,10 @@ def run(cfg: Config) -> None:
         rng = np.random.default_rng([cfg.seed, update])
         worked = rng.random(cfg.train.rows) < cfg.worked_share
         for prompt, in_steps in zip(stream.batch(update), worked, strict=True):
-            answer = worked_answer(prompt, cfg.slip_rate, rng, cfg.manner) if in_steps else prompt.answer
-            examples.append((prompt.tokens, [*tokenizer.encode(answer, add_special_tokens=False), stop]))
+            text = worked_answer(prompt, cfg.slip_rate, rng, cfg.manner) if in_steps else prompt.answer
+            answer = [*tokenizer.encode(text, add_special_tokens=False), stop]
+            learned = [False] * len(prompt.tokens) + [True] * len(answer)
+            examples.append(([*prompt.tokens, *answer], learned))
         batch = rows_of(examples, cfg.train.row_len)
         qweights = learner.quantize(state.params)
         counts = batch.loss_mask.sum(), len(examples)

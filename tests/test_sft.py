@@ -118,13 +118,13 @@ def test_a_folder_is_trained_further_through_low_bit_weights(folder, capsys):
 
 
 def test_rows_hold_prompt_and_answer_and_only_the_answer_counts():
-    batch = sft.rows_of([((5, 6), (7, 1)), ((8,), (9, 9, 1))], 6)
+    batch = sft.rows_of([((5, 6, 7, 1), (False, False, True, True)), ((8, 9, 9, 1), (False, True, True, True))], 6)
     np.testing.assert_array_equal(batch.tokens, [[5, 6, 7, 1, 0, 0], [8, 9, 9, 1, 0, 0]])
     np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 0, 0]] * 2)
     np.testing.assert_array_equal(batch.segment_ids, [[1, 1, 1, 1, 0, 0]] * 2)
     np.testing.assert_array_equal(batch.loss_mask, [[0, 0, 1, 1, 0, 0], [0, 1, 1, 1, 0, 0]])
     with pytest.raises(UserError, match=r"5 tokens, but train.row_len is 4"):
-        sft.rows_of([((1, 2), (3, 4, 5))], 4)
+        sft.rows_of([(range(5), [True] * 5)], 4)
 
 
 def test_the_loss_is_the_mean_negative_logprob_of_the_answers():

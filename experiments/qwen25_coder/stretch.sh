@@ -4,49 +4,82 @@
 # Runs of this experiment on one GPU, for a limited time; see PLAN.md.
 #
 #   bash experiments/qwen25_coder/stretch.sh WORK SECONDS ARM:SEED... [-- override...]
-#   bash experiments/qwen25_coder/stretch.sh /tmp/work 480 bf16_grpo:0 qarl_w4a16:0 -- train.steps=20
+#   JOBS=2 bash experiments/qwen25_coder/stretch.sh /tmp/work 480 bf16_grpo:0 qarl_w4a16:0 -- train.steps=20
+#   JOBS=3 bash experiments/qwen25_coder/stretch.sh /tmp/work 300 base:bf16 base:w8a8 base:w4a16:g-1
 #
-# Each ARM is a file of configs/qwen25_coder_0p5b. JOBS runs share the card at a time (1). When time is nearly up a run is
-# interrupted, saves its checkpoint and is evaluated like one that is complete. What comes of it, without weights, is
-# packed into WORK/results.tar.xz: metrics, evaluations, samples, and answers to the suites. MODEL: the model folder
-# (models/qwen25-coder-0.5b). FORMAT: the scheme in place of w4a16. SUITES, GSM8K: which suites, and their file when
-# `make data` has not been run. EVAL_S: seconds kept for evaluation (100). PYTHON: the interpreter.
+# Each ARM is a file of configs/qwen25_coder_0p5b; `base:SCHEME` judges the untrained model under a scheme, on the
+# held-out questions and the suites. JOBS runs share the card at a time (1), each with its part of the memory. When
+# time is nearly up a run is interrupted, saves its checkpoint and is evaluated like one that is complete. A run that
+# was begun in WORK goes on; one that was judged is not run again, and its checkpoint is gone unless KEEP is set. What
+# comes of it, without weights, is packed into WORK/results.tar.xz after every run: metrics, evaluations, answers.
+#
+# MODEL: the model folder (models/qwen25-coder-0.5b). FORMAT: the scheme in place of w4a16. SUITES: which suites
+# (gsm8k,gsm8k:sampled,humaneval), from where `make data` puts them. EVAL_S: seconds kept for evaluation (150).
+# FRACTION: of the card's memory for a learner, where JOBS do not share it equally. PYTHON: the interpreter.
 set -uo pipefail
 work=${1:?a folder to work in} seconds=${2:?seconds that all of it may take}
 shift 2
-python=${PYTHON:-python3} jobs=${JOBS:-1} model=${MODEL:-models/qwen25-coder-0.5b} eval_s=${EVAL_S:-100}
+python=${PYTHON:-python3} jobs=${JOBS:-1} model=${MODEL:-models/qwen25-coder-0.5b} eval_s=${EVAL_S:-150}
 end=$((SECONDS + seconds - 10))
 cd "$(dirname "$0")/../.."
-mkdir -p "$work/log"
+suites=${SUITES:-gsm8k,gsm8k:sampled,humaneval} configs=configs/qwen25_coder_0p5b
+mkdir -p "$work/log" "$work/runs"
 arms=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do arms+=("$1") && shift; done
 [ $# -gt 0 ] && shift # what is left are overrides
+overrides=("model.path=$model" "$@")
 
-one() { # ARM:SEED
-  local arm=${1%%:*} seed=${1##*:} dir limit format=()
-  [ -n "${FORMAT:-}" ] && case $arm in
-    qarl_*) format=("quant.forward=$FORMAT") ;;
-    rollout_*) format=("quant.rollout=$FORMAT") ;;
-  esac
-  dir=$work/runs/${arm}${FORMAT:+_$FORMAT}_seed$seed
-  limit=$((end - SECONDS - eval_s))
-  [ "$limit" -gt 30 ] || { echo "$1: no time left" && return; }
-  timeout -s INT -k 60 "$limit" "$python" -m qarl_jax.train --config "configs/qwen25_coder_0p5b/$arm.yaml" \
-    "model.path=$model" "run_dir=$dir" "seed=$seed" "log.view=lines" "${format[@]}" "${overrides[@]}" \
-    >"$work/log/$(basename "$dir").train" 2>&1
-  echo "$(basename "$dir"): training ended with $? after $SECONDS s"
-  limit=$((end - SECONDS))
-  [ "$limit" -gt 20 ] && timeout -k 10 "$limit" "$python" -m qarl_jax.evaluate --checkpoint "$dir" \
-    --suite "${SUITES:-gsm8k}" ${GSM8K:+--suite-data "$GSM8K"} --json --out "$dir/suite.jsonl" "model.path=$model" \
-    >"$dir/suites.json" 2>"$work/log/$(basename "$dir").evaluate"
-  echo "$(basename "$dir"): $(tail -c 300 "$dir/suites.json" 2>/dev/null)"
+if [ "$jobs" -gt 1 ]; then # of its part of the card a run leaves 19 GiB to its engine, staging and contexts
+  share=0.2
+  if mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null); then
+    share=$(awk -v mib="${mib%%$'\n'*}" -v jobs="$jobs" 'BEGIN { printf "%.3f", 1 / jobs - 19 * 1024 / mib }')
+  fi
+  export XLA_PYTHON_CLIENT_MEM_FRACTION=${FRACTION:-$share} XLA_PYTHON_CLIENT_PREALLOCATE=true
+  overrides=(rollout.engine.gpu_memory_utilization=0.1 "${overrides[@]}")
+fi
+
+judge() { # FOLDER SECONDS ARGUMENT...: answers to the suites
+  local dir=$1 limit=$2 code
+  shift 2
+  timeout -k 10 "$limit" "$python" -m qarl_jax.evaluate --suite "$suites" --json --out "$dir/suite.jsonl" "$@" \
+    "${overrides[@]}" rollout.engine.max_model_len=4096 >"$dir/suites.json" 2>>"$work/log/$(basename "$dir").evaluate"
+  code=$?
+  echo "evaluation ended with $code after $SECONDS s: $(basename "$dir")"
+  cut -c 1-160 "$dir/suites.json"
+  return $code
 }
 
-overrides=("$@")
-pack() { (cd "$work" && tar --exclude=checkpoints --exclude=tensorboard -cJf results.tar.xz runs log) || true; }
+one() { # ARM:SEED
+  local arm=${1%%:*} seed=${1#*:} dir limit format=()
+  limit=$((end - SECONDS - eval_s))
+  [ "$limit" -gt 30 ] || { echo "$1: no time left" && return; }
+  if [ "$arm" = base ]; then
+    dir=$work/runs/base_${seed//:/_} && mkdir -p "$dir"
+    suites=own,$suites judge "$dir" "$((end - SECONDS))" --config $configs/bf16_grpo.yaml --scheme "$seed"
+    return
+  fi
+  [ -n "${FORMAT:-}" ] && case $arm in
+    bf16_*) ;;
+    rollout_*) format=("quant.rollout=$FORMAT") ;;
+    *) format=("quant.forward=$FORMAT") ;;
+  esac
+  dir=$work/runs/$arm${format:+_${FORMAT//:/_}}_seed$seed
+  [ -e "$dir/judged" ] && return
+  timeout -s INT -k 60 "$limit" "$python" -m qarl_jax.train --config "$configs/$arm.yaml" \
+    "run_dir=$dir" "seed=$seed" "log.view=lines" "${format[@]}" "${overrides[@]}" \
+    >>"$work/log/$(basename "$dir").train" 2>&1
+  echo "training ended with $? after $SECONDS s: $(basename "$dir")"
+  limit=$((end - SECONDS))
+  [ "$limit" -gt 20 ] && judge "$dir" "$limit" --checkpoint "$dir" && touch "$dir/judged"
+  [ -e "$dir/judged" ] && [ -z "${KEEP:-}" ] && rm -rf "$dir/checkpoints"
+}
+
+pack() {
+  (cd "$work" && flock results.lock tar --exclude=checkpoints --exclude=tensorboard -cJf results.tar.xz runs log) || true
+}
 trap pack EXIT
 for each in "${arms[@]}"; do
   while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait -n; done
-  one "$each" &
+  { one "$each"; pack; } &
 done
 wait

@@ -4,6 +4,7 @@
 
     python -m qarl_jax.evaluate --config configs/qwen25_coder_0p5b/bf16_grpo.yaml --suite gsm8k
     python -m qarl_jax.evaluate --config ... --suite aime25 --suite-data aime25.jsonl --preset qurl
+    python -m qarl_jax.evaluate --checkpoint RUN --suite own,gsm8k,gsm8k:sampled,humaneval
 
 A suite is a set of overrides of a run's config: where the questions are (`eval.data`), what stands around them (a
 system message), how an answer is found and judged (`reward`), and how many responses are drawn at which temperature
@@ -23,6 +24,7 @@ Rules, with whose they are:
 Presets, as the papers evaluate (QaRL arXiv 2604.07853, QeRL arXiv 2510.11696, QuRL):
 
     greedy   one response at temperature 0
+    sampled  4 responses at T = 1, the policy's own distribution (experiments/qwen25_coder/PLAN.md)
     qarl     T = 0.6; pass@1, and pass@4 for LiveCodeBench
     qurl     32 responses at T = 1 with top_p = 0.7 (avg@32); GSM8K greedy
     qerl     T = 0.6, top_p = 0.95
@@ -43,7 +45,7 @@ QUESTIONS = "data/packages"
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
 LETTER = "Think step by step, then put the letter of the right choice within \\boxed{}."
 PROGRAM = "Write the whole Python program in one ```python block."
-PRESETS = ("greedy", "qarl", "qurl", "qerl")
+PRESETS = ("greedy", "sampled", "qarl", "qurl", "qerl")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,7 @@ class Suite:
         """Fields of `eval` under a preset."""
         usual: dict[str, dict[str, Any]] = {
             "greedy": {"temperature": 0.0, "top_p": 1.0, "num_samples": 1},
+            "sampled": {"temperature": 1.0, "top_p": 1.0, "num_samples": 4},
             "qarl": {"temperature": 0.6, "top_p": 1.0, "num_samples": 1},
             "qurl": {"temperature": 1.0, "top_p": 0.7, "num_samples": 32},
             "qerl": {"temperature": 0.6, "top_p": 0.95, "num_samples": 1},

@@ -8,6 +8,10 @@ parameter where all is bfloat16; reading gradient, parameter and two moments and
 
 The kernel has no arithmetic of its own. It traces the optimizer's for a block of elements, so that there is one AdamW
 here; only the last bit of a division or a root may be another than XLA's.
+
+Left out: AdamW written out in the kernel. That would save `_split`, and would be a second copy of clipping, decay, the
+guard, the norms and the rounding of moments in each dtype, to be held to the first one by tests. XLA alone takes 51 ms
+where this takes 37, for 8B parameters on an H200 (docs/operations/performance.md).
 """
 
 from __future__ import annotations

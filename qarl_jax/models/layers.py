@@ -56,15 +56,16 @@ class Linear(nnx.Module):
         stack: dict[str, int],
         use_bias: bool = False,
         fused_features: int | None = None,
+        spread_inputs: bool = False,
     ):
         """Args: axis: logical axis of N. stack: logical axis -> size of the leading dims. fused_features: N of the
-        weight the engine fuses this one into; None: it stays by itself."""
+        weight the engine fuses this one into; None: it stays by itself. spread_inputs: see `Numerics.of_layer`."""
         lead, axes = tuple(stack.values()), tuple(stack)
         self.kernel = nnx.Param(normal(rngs, (*lead, out_features, in_features), config), axes=(*axes, axis, "embed"))
         bias = jnp.zeros((*lead, out_features), config.param_dtype) if use_bias else None
         self.bias = None if bias is None else nnx.Param(bias, axes=(*axes, axis))
         self.quantized: Quantized | None = nnx.data(None)
-        self.numerics = config.numerics.of_layer(fused_features or out_features, in_features)
+        self.numerics = config.numerics.of_layer(fused_features or out_features, in_features, spread_inputs)
 
     def __call__(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         """y in x.dtype."""

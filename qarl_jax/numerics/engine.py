@@ -57,6 +57,9 @@ class Numerics:
       float64_log_softmax: log-probs are computed in float64 from the float32 logits, and rounded once (part of
         `float64`).
       parts: of K, in which a layer's sum of bfloat16 products is made. A layer's own.
+      shards: of a tensor-parallel engine. Each has its part of every weight: rows, or columns of the layers whose
+        inputs are spread (o and down). There each takes its own scale of its inputs, where these are quantized, and
+        rounds its own sum; what the layer returns is their sum, rounded once. 1 for layers whose rows are spread.
       own_kernels: whether a Hopper GPU computes layers by `kernels/products.py`, which is a run's choice
         (`quant.kernels`); otherwise by XLA's operations, which have other last bits for fp8 and for `contract_parts`.
     """
@@ -79,13 +82,18 @@ class Numerics:
     float64_experts: bool = False
     float64_log_softmax: bool = False
     parts: int = 1
+    shards: int = 1
     own_kernels: bool = True
 
-    def of_layer(self, outputs: int, inputs: int) -> Numerics:
-        """The arithmetic of one layer, [outputs, inputs] as the engine fuses it (q, k and v; gate and up)."""
+    def of_layer(self, outputs: int, inputs: int, spread_inputs: bool = False) -> Numerics:
+        """The arithmetic of one layer, [outputs, inputs] as the engine fuses it (q, k and v; gate and up).
+
+        spread_inputs: a tensor-parallel engine gives each shard some inputs of it; otherwise some outputs.
+        """
+        own = self if spread_inputs or self.shards == 1 else dataclasses.replace(self, shards=1)
         if not self.contract_parts:
-            return self
-        return dataclasses.replace(self, parts=contract.parts_of(outputs, inputs))
+            return own
+        return dataclasses.replace(own, parts=contract.parts_of(outputs, inputs))
 
 
 # No engine: the embedded sampler calls the learner's own functions. float32 inside, one rounding at the end.
@@ -142,7 +150,8 @@ def table() -> str:
     def cell(value: object) -> str:
         return {True: "yes", False: ""}[value] if isinstance(value, bool) else str(value)
 
-    names = [f.name for f in dataclasses.fields(Numerics) if f.name not in ("profile", "parts", "own_kernels")]
+    own = ("profile", "parts", "shards", "own_kernels")  # a layer's or a run's, not an engine's
+    names = [f.name for f in dataclasses.fields(Numerics) if f.name not in own]
     rows = [[f"`{name}`", *(cell(getattr(record, name)) for record in RECORDS.values())] for name in names]
     lines = [["", *(f"`{profile}`" for profile in PROFILES)], ["---"] * (1 + len(PROFILES)), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

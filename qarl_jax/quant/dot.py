@@ -31,6 +31,7 @@ from qarl_jax.numerics.float32 import round_to
 from qarl_jax.quant.contractions import Dense, Product, Ragged
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import OfLowBitActivations, dequantize, module_of
+from qarl_jax.types import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +143,8 @@ def dot(
       ValueError: `qtensor` has another shape than the master.
     """
     n, k = master.shape
+    if numerics.shards > 1:
+        return _of_shards(x, master, qtensor, bias, numerics)
     if qtensor is not None and qtensor.shape != (n, k):
         raise ValueError(f"qtensor of shape {qtensor.shape} does not belong to a master of shape {(n, k)}")
     static = _Static(
@@ -149,6 +152,40 @@ def dot(
     )
     y = _multiply(static, x.reshape(-1, k), master, qtensor, bias, None)
     return y.reshape(*x.shape[:-1], n)
+
+
+def _of_shards(x: Any, master: Any, qtensor: Any, bias: Any, numerics: Numerics) -> jax.Array:
+    """`dot` of a layer whose inputs a tensor-parallel engine spreads over shards: each rounds the sum of its own."""
+    inputs, shards = master.shape[1], numerics.shards
+    if inputs % shards or (isinstance(qtensor, QTensor) and not _can_be_cut(qtensor, shards)):
+        raise UserError(
+            f"a layer with {inputs} inputs cannot be spread over {shards} engine shards without cutting a group of its"
+            " weight: set rollout.engine.tensor_parallel_size=1, or a smaller quant.group_size."
+        )
+    alone = dataclasses.replace(numerics, shards=1)
+
+    def part(of: Any, shard: int) -> Any:
+        """[.., K] -> the shard's share of the last dim."""
+        size = of.shape[-1] // shards
+        return of[..., shard * size : (shard + 1) * size]
+
+    total: Any = None
+    for shard in range(shards):
+        codes = qtensor
+        if isinstance(qtensor, QTensor):
+            scale = qtensor.scale if qtensor.scale.shape[-1] == 1 else part(qtensor.scale, shard)
+            codes = QTensor(part(qtensor.qvalue, shard), scale, qtensor.scheme)
+        elif qtensor is not None:
+            codes = part(qtensor, shard)
+        own = dot(part(x, shard), part(master, shard), codes, None if shard else bias, numerics=alone)
+        wide = own.astype(jnp.float32)
+        total = wide if total is None else total + wide
+    return round_to(total, x.dtype)
+
+
+def _can_be_cut(qtensor: QTensor, shards: int) -> bool:
+    groups = qtensor.scale.shape[-1]
+    return qtensor.qvalue.shape[-1] % shards == 0 and (groups == 1 or groups % shards == 0)
 
 
 @functools.partial(jax.jit, static_argnames="numerics")

@@ -45,7 +45,7 @@ def seed_of(seed: int, step: int, purpose: str) -> int:
 
 
 def leave_memory_to_vllm(cfg: RunConfig) -> None:
-    """Call before JAX first asks for its devices (`make_mesh` does); see `rollout.vllm.leave_memory_to_vllm`."""
+    """Call before JAX first asks for its devices (`make_mesh` does); see `rollout.vllm.engine.leave_memory_to_vllm`."""
     if cfg.rollout.engine_name == "vllm":
         vllm.leave_memory_to_vllm()
 
@@ -146,7 +146,9 @@ def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> A
         compute_dtype=cfg.model.dtype,
         param_dtype=cfg.model.param_dtype,
         quant=models.parse_rules(schemes(cfg, cfg.quant.forward), cfg.quant.group_size),
-        numerics=dataclasses.replace(numerics or cfg.numerics, own_kernels=cfg.quant.kernels == "auto"),
+        numerics=dataclasses.replace(
+            numerics or cfg.numerics, own_kernels=cfg.quant.kernels == "auto", shards=cfg.numerics.shards
+        ),
         attention=cfg.model.attention,
         remat=cfg.model.remat_or_full,
     )

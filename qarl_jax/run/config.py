@@ -329,7 +329,9 @@ class RunConfig:
         mirroring buys nothing there.
         """
         embedded = isinstance(self.rollout.engine, jax_sampler.Config)
-        return quant.resolve("plain" if embedded and self.quant.engine == "auto" else self.quant.engine)
+        found = quant.resolve("plain" if embedded and self.quant.engine == "auto" else self.quant.engine)
+        size = getattr(self.rollout.engine, "tensor_parallel_size", 1)
+        return found if found.profile == "plain" else dataclasses.replace(found, shards=size)
 
     def _check_asynchronous(self) -> None:
         ahead = f"train.asynchronous.max_staleness={self.train.asynchronous.max_staleness}"

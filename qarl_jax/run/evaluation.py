@@ -30,7 +30,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from qarl_jax.run.rollout_config import ENGINE_CONFIGS
 from qarl_jax.types import Parser, Prompt, RolloutGroup, UserError, entry_point
 
 # Rewards that say whether an answer is right; the others shape it.
+OWN = "own"  # among the names of --suite: the data of the config
 VERIFIERS = ("exact", "math_verify", "reasoning_gym", "code", "python")
 
 
@@ -129,8 +130,9 @@ class Evaluation:
 
     Attributes:
       metrics: name -> number (see `measure`).
-      prompts: one record per prompt, JSON-ready: uid, prompt, answer, num_correct, majority (the most frequent answer),
-        majority_correct, and responses: text, answer (as extracted), reward, correct, finish_reason, length.
+      prompts: one record per prompt, JSON-ready: uid, id (the data set's own, if any), prompt, answer, num_correct,
+        majority (the most frequent answer), majority_correct, and responses: text, answer (as extracted), reward,
+        correct, finish_reason, length.
     """
 
     metrics: dict[str, float]
@@ -229,6 +231,7 @@ def _record(
     chosen = majority(votes)
     return {
         "uid": group.prompt.uid,
+        "id": group.prompt.meta.get("id"),
         "prompt": group.prompt.text,
         "answer": group.prompt.answer,
         "num_correct": sum(correct),
@@ -286,7 +289,7 @@ def record(run_dir: str | os.PathLike[str], version: int, result: dict[str, floa
 
 def run(
     cfg: RunConfig, *more: RunConfig, source: str | None = None, scheme: str | None = None
-) -> tuple[list[Evaluation], int]:
+) -> Iterator[tuple[Evaluation, int]]:
     """Evaluates one policy, once for each config; model and engine are those of the first and start once.
 
     Args:
@@ -294,8 +297,8 @@ def run(
       source: run folder or step folder to take the weights from; None: `model.path`.
       scheme: what the sampler computes in, every weight alike; None: the config's (quant.rollout, quant.rules).
 
-    Returns:
-      The evaluations, in order, and the policy version evaluated (0: `model.path`).
+    Yields:
+      Each evaluation once it is made, and the policy version evaluated (0: `model.path`).
     """
     with contextlib.ExitStack() as stack:
         found = None if source is None else checkpoint.find(source)
@@ -317,8 +320,8 @@ def run(
         weights = PolicyWeights(graphdef=learner.graphdef, params=params, qweights=learner.quantize(params))
         engine.publish(weights, version)
         stop = data.stop_token_ids(tokenizer, cfg.model.path)
-        results = [
-            evaluate(
+        for each, prompts, grader in zip((cfg, *more), asked, graders, strict=True):
+            result = evaluate(
                 engine,
                 prompts,
                 grader,
@@ -328,9 +331,7 @@ def run(
                 key=build.seed_of(each.seed, 0, "eval"),
                 ks=each.eval.ks,
             )
-            for each, prompts, grader in zip((cfg, *more), asked, graders, strict=True)
-        ]
-        return results, version
+            yield result, version
 
 
 def table(metrics: dict[str, float]) -> str:
@@ -361,7 +362,9 @@ def _config(args: argparse.Namespace, suite: str | None) -> RunConfig:
     """The config of --config, else that of the run of --checkpoint, with every override."""
     overrides = [f"model.path={args.model}"] if args.model else []
     overrides += [f"rollout.engine.name={args.engine}"] if args.engine else []
-    overrides += suites.overrides(suite, args.suite_data, args.preset) if suite else []
+    if suite:
+        name, _, preset = suite.partition(":")
+        overrides += suites.overrides(name, args.suite_data, preset or args.preset)
     overrides += args.overrides
     if args.config:
         return config.load(args.config, overrides)
@@ -370,11 +373,11 @@ def _config(args: argparse.Namespace, suite: str | None) -> RunConfig:
     raise UserError("give --config FILE, --checkpoint RUN or both: nothing says what to evaluate on.")
 
 
-def _out(path: Path | None, suite: str | None, several: bool) -> Path | None:
+def _out(path: Path | None, suite: str, several: bool) -> Path | None:
     """Where responses go: --out, with the suite's name before its ending where there are several."""
     if path is None or not several:
         return path
-    return path.with_name(f"{path.stem}.{suite}{path.suffix}")
+    return path.with_name(f"{path.stem}.{suite.replace(':', '_')}{path.suffix}")
 
 
 @entry_point
@@ -387,19 +390,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", choices=sorted(ENGINE_CONFIGS), help="sample with this engine")
     parser.add_argument(
         "--suite",
-        default="",
-        metavar="NAME[,NAME]",
-        help=f"public benchmarks, instead of the config's data: {', '.join(suites.SUITES)}",
+        default=OWN,
+        metavar="NAME[:PRESET][,...]",
+        help=f"public benchmarks ({', '.join(suites.SUITES)}), or `{OWN}`: the config's own data, the default",
     )
     parser.add_argument("--suite-data", metavar="FILE", help="the questions of one suite, where `make data` has none")
-    parser.add_argument("--preset", default="greedy", choices=suites.PRESETS, help="how a suite samples")
+    parser.add_argument("--preset", default="greedy", choices=suites.PRESETS, help="how suites sample that do not say")
     parser.add_argument("--json", action="store_true", help="print a JSON object (one line for each suite), no table")
     parser.add_argument(
         "--out", metavar="FILE.jsonl", help="write one line per prompt, with its responses; FILE.SUITE.jsonl if several"
     )
     parser.add_argument("overrides", nargs="*", help="section.field=value, e.g. eval.num_samples=16")
     args = parser.parse_args(argv)
-    names: list[str | None] = [*args.suite.split(",")] if args.suite else [None]
+    names = [None if name == OWN else name for name in args.suite.split(",")]
     if args.suite_data and len(names) > 1:
         raise UserError(
             f"--suite-data {args.suite_data} holds the questions of one suite, and {len(names)} are asked for."
@@ -408,16 +411,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = None if args.out is None else Path(args.out).absolute()
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"--out {out}: not a file in a folder that exists.")
-    results, version = run(*cfgs, source=args.checkpoint, scheme=args.scheme)
-    for name, cfg, result in zip(names, cfgs, results, strict=True):
-        file = _out(out, name, len(names) > 1)
+    results = run(*cfgs, source=args.checkpoint, scheme=args.scheme)
+    for name, cfg, (result, version) in zip(names, cfgs, results, strict=True):
+        file = _out(out, name or OWN, len(names) > 1)
         if file is not None:
             try:
                 file.write_text("".join(json.dumps(record) + "\n" for record in result.prompts))
             except OSError as error:
                 raise UserError(f"--out {file}: cannot be written ({error.strerror or error}).") from None
         if args.json:
-            print(json.dumps(({"suite": name} if name else {}) | result.metrics))
+            print(json.dumps(({"suite": name} if name else {}) | result.metrics), flush=True)
             continue
         e = cfg.eval
         policy = f"{args.checkpoint} version {version}" if args.checkpoint else cfg.model.path

@@ -104,13 +104,16 @@ class Sampled:
         return Sampled(tokens, segment_ids, response, logprobs, routed)
 
 
-def load(path: str, scheme: str, engine: str, attention: str = "engine") -> PolicyWeights:
-    """A model folder as a bf16-computing learner under `scheme`, in the arithmetic of `engine`, ready to publish."""
+def load(path: str, scheme: str, engine: str, attention: str = "engine", shards: int = 1) -> PolicyWeights:
+    """A model folder as a bf16-computing learner under `scheme`, in the arithmetic of `engine`, ready to publish.
+
+    shards: of the engine (`Numerics.shards`).
+    """
     if attention == "engine":
         head_dim = models.read_config(path).head_dim
         attention = "flash3" if engine == "cuda" and flash3_lacks(jnp.dtype("bfloat16"), head_dim) is None else "xla"
     model = models.load_hf(
-        path, dtype="bfloat16", param_dtype="float32", scheme=scheme, engine=engine, attention=attention
+        path, dtype="bfloat16", param_dtype="float32", scheme=scheme, engine=engine, attention=attention, shards=shards
     )
     graphdef, params, _ = models.split(model)
     return PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
@@ -359,7 +362,7 @@ def compare_modes(
     """
     if engine_name == "cuda":
         leave_memory_to_vllm()
-    weights = load(path, scheme, engine_name, options.attention)
+    weights = load(path, scheme, engine_name, options.attention, options.tensor_parallel_size)
     rungs: list[Rung] = []
     seen: list[Observed] = []
     for mode in modes:
@@ -397,6 +400,7 @@ class Options:
     int4_kernel: Literal["auto", "packed", "machete", "marlin"] = "auto"
     kv_cache_gb: float = 0.25
     gpu_memory_utilization: float = 0.5
+    tensor_parallel_size: int = 1
     unaligned: bool = True
     bf16_pair: bool = True
 
@@ -411,6 +415,7 @@ class Options:
             threads=self.threads,
             execution=execution,
             int4_kernel=self.int4_kernel,
+            tensor_parallel_size=self.tensor_parallel_size,
             record_routing=model.moe is not None and execution != "compiled",
             max_model_len=self.prompt_len + self.response_len,
         )
@@ -424,7 +429,7 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
     """
     if engine_name == "cuda":
         leave_memory_to_vllm()
-    weights = load(path, scheme, engine_name, options.attention)
+    weights = load(path, scheme, engine_name, options.attention, options.tensor_parallel_size)
     config = models.config_of(weights.graphdef)
     scheme = str(quant.on_engine(quant.parse_scheme(scheme), config.numerics) or "bf16")  # as that engine has it
     rungs: list[Rung] = []
@@ -525,7 +530,7 @@ def _bf16_pair(
     path: str, engine_name: str, prompts: list[Prompt], sampling: SamplingConfig, config: Config, options: Options
 ) -> dict[str, float]:
     """A bf16 learner on a bf16 engine's samples: the noise that quantization has nothing to do with."""
-    weights = load(path, "bf16", engine_name, options.attention)
+    weights = load(path, "bf16", engine_name, options.attention, options.tensor_parallel_size)
     engine = VllmEngine(dataclasses.replace(config, readback="off"), run_id="parity-bf16")
     try:
         engine.publish(weights, 0)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import delta, messages
 from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server.changed import Changes
+from qarl_bridge.server.staged import HostCopy
 
 from tests.reference.bridge_world import K_WEIGHT, SAMPLING, draws, staged, still_serves, tensors, world
 
@@ -200,3 +202,93 @@ def test_versions_that_came_over_a_socket_leave_no_descriptor_open(remote, how):
         before = version
         open_files.append(len(os.listdir("/proc/self/fd")))
     assert open_files[-1] <= open_files[4] + 6, "one left open per version would be 15; the last few are let go of soon"
+
+
+# ---- fingerprints of what was changed --------------------------------------------------------------------------------
+
+
+def moved(old, share, rng):
+    """A manifest's tensors with about that share of all bytes changed; floats stay finite, scales above zero."""
+    out = {}
+    for name, array in old.items():
+        raw = np.array(array).reshape(-1).view(np.uint8)
+        if array.dtype.kind in "iu" and array.size:
+            raw = flipped(raw, share, rng)
+        elif array.size:
+            spots = np.flatnonzero(rng.random(array.size) < share) * array.itemsize
+            raw[spots] ^= np.uint8(1)  # the last bit of some floats
+        out[name] = raw.view(array.dtype).reshape(array.shape)
+    return out
+
+
+def staged_tensors(named, step):
+    version = messages.Version(run_id="run", incarnation=1, step=step)
+    return sender.stage(named.items(), version=version, model=b"m" * 32, scheme=b"s" * 32)
+
+
+def copy_of(version, base=None, data=None):
+    """The bridge's copy of a staged version, validated: whole, or out of changes to another."""
+    buffer = np.frombuffer(version.chunk(0, version.manifest.total_bytes), np.uint8)
+    if base is None:
+        copy = HostCopy(version.manifest, buffer)
+    else:
+        changes, own = Changes(base.manifest, base.sums, version.manifest), base.buffer.copy()
+        delta.apply(data, own, changes)
+        copy = HostCopy(version.manifest, own, changes=changes)
+    copy.validate()
+    return copy
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-4, 0.02, 0.4, 1.0])
+def test_the_sums_of_a_changed_version_are_those_of_reading_it_all(share):
+    rng = np.random.default_rng(int(100 * share))
+    sizes = ((3, 1000), (5, 70_001), (1, 7), (300, 4096))  # rows that two pieces share, and ends of odd length
+    old = {f"t{i}.weight": rng.integers(-128, 128, size).astype(np.int8) for i, size in enumerate(sizes)}
+    old["s.weight_scale"] = rng.uniform(0.1, 1, (40, 1)).astype(np.float32)
+    old["e.weight"] = np.zeros((0, 4), np.int8)
+    first = staged_tensors(old, 0)
+    second = staged_tensors(moved(old, share, rng), 1)
+    a, b = (np.frombuffer(one.chunk(0, one.manifest.total_bytes), np.uint8) for one in (first, second))
+    base = copy_of(first)
+    found = copy_of(second, base, delta.difference(a, b, most=10 * len(a) + 100))
+    np.testing.assert_array_equal(found.sums.rows, copy_of(second).sums.rows)
+    np.testing.assert_array_equal(found.buffer, b)
+
+
+@pytest.mark.parametrize("case", ["byte", "lost", "nan", "scale"])
+def test_changes_that_make_another_version_than_announced_are_refused(case):
+    rng = np.random.default_rng(0)
+    old = {
+        "a.weight": rng.integers(-9, 9, (64, 64)).astype(np.int8),
+        "a.weight_scale": np.full((64, 1), 0.5, np.float32),
+    }
+    new = {name: array.copy() for name, array in old.items()}
+    new["a.weight"][3, 4] += 1
+    new["a.weight_scale"][7] = {"nan": np.nan, "scale": -0.5}.get(case, 0.25)
+    first, second = staged_tensors(old, 0), staged_tensors(new, 1)
+    a, b = (np.frombuffer(one.chunk(0, one.manifest.total_bytes), np.uint8) for one in (first, second))
+    if case in ("byte", "lost"):
+        b = b.copy()
+        place = second.manifest.tensors[0].offset + 3 * 64 + 4
+        b[place] = a[place] if case == "lost" else b[place] ^ 0x10
+    said = {"nan": "NaN", "scale": ">= 0"}.get(case, "a.weight is torn")
+    with pytest.raises(BridgeError, match=said):
+        copy_of(second, copy_of(first), delta.difference(a, b, most=10**6))
+
+
+def test_a_copy_for_the_next_changes_is_made_while_a_version_serves(remote):
+    """From the second version on that comes as changes; what comes whole gives it up."""
+    client, versions = remote.trainer(), [staged(0), near(1), near(2, code=8), near(3, code=9)]
+    spare = remote.bridge._spare
+    for step, version in enumerate(versions):
+        version.base = versions[step - 1] if step else None
+        assert (spare._made is not None) == (step > 1)
+        made = spare._made.result()[0] if step > 1 else -1  # the file that this version is written into
+        client.publish(version, readback="full")
+        assert step < 2 or remote.bridge._good.fd == made
+        still_serves(remote, client, step)
+    made = spare._made.result()[0]
+    client.publish(staged(4), readback="full")
+    assert spare._made is None
+    with pytest.raises(OSError):
+        os.fstat(made)

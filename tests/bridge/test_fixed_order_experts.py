@@ -147,3 +147,44 @@ def test_every_kind_of_product_is_one_chain_of_tensor_core_instructions_on_a_hop
         [sys.executable, "-c", textwrap.dedent(run_compiled)], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_int4_experts_are_laid_out_as_they_are_multiplied_however_vllm_holds_them_for_loading():
+    run("""
+        import types
+        from qarl_bridge.engine import pinned_experts
+
+        theirs = pinned_experts.CompressedTensorsWNA16MoEMethod.create_weights
+        loader = lambda *_: None
+
+        def transposed(self, layer, *args, **named):
+            theirs(self, layer, *args, **named)
+            for name in ("w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale"):
+                held = getattr(layer, name)
+                turned = torch.nn.Parameter(held.data.transpose(1, 2).contiguous(), requires_grad=False)
+                turned.__dict__.update(vars(held), is_transposed=True)
+                setattr(layer, name, turned)
+
+        shapes = {"w13": (2 * F, D), "w2": (D, F)}
+        words = {w: torch.randint(-(2**31), 2**31 - 1, (E, n, k // 8)).int() for w, (n, k) in shapes.items()}
+        scales = {w: torch.rand(E, n, k // 32).bfloat16() for w, (n, k) in shapes.items()}
+        for create in (theirs, transposed):
+            pinned_experts.CompressedTensorsWNA16MoEMethod.create_weights = create
+            method = pinned_experts.ContractWNA16MoEMethod.__new__(pinned_experts.ContractWNA16MoEMethod)
+            method.moe = types.SimpleNamespace(is_act_and_mul=True, has_bias=False)
+            method.strategy, method.num_bits, method.packed_factor, method.group_size = "group", 4, 8, 32
+            method.symmetric = True
+            layer = torch.nn.Module()
+            method.create_weights(layer, E, D, F, torch.bfloat16, weight_loader=loader)
+            for which in shapes:
+                for part, values in (("weight_packed", words), ("weight_scale", scales)):
+                    param = getattr(layer, f"{which}_{part}")
+                    assert not param.is_transposed and param.weight_loader is loader
+                    param.data.copy_(values[which])
+            method.process_weights_after_loading(layer)
+            for which, (n, k) in shapes.items():
+                packed, scale = (getattr(layer, f"{which}_{part}") for part in ("weight_packed", "weight_scale"))
+                whole = fixed_order.interleaved(words[which].view(E * n, k // 8))
+                assert torch.equal(packed, whole.view(E, n, k // 8))
+                assert torch.equal(scale, scales[which].transpose(1, 2))
+    """)

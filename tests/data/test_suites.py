@@ -7,6 +7,7 @@ import pathlib
 
 import pytest
 
+from qarl_jax import data
 from qarl_jax.data import suites
 from qarl_jax.data.sources import layouts
 from qarl_jax.rewards import Sample
@@ -184,6 +185,23 @@ def test_a_suite_reads_its_public_layout_and_tells_right_from_wrong(name, tmp_pa
     assert (graded(cfg, asked, right), graded(cfg, asked, wrong)) == (1.0, 0.0)
 
 
+def test_the_code_task_learns_from_programs_that_pass_and_keeps_a_quarter_of_the_problems_apart(tmp_path):
+    rows = []
+    for i in range(40):
+        test = f"def check(candidate):\n    assert candidate() == {i}\n"
+        rows.append({"task_id": f"H/{i}", "prompt": f"def f{i}():\n", "entry_point": f"f{i}", "test": test})
+    path = questions(tmp_path, rows)
+    cfg = config.load(CONFIG.with_name("code_qarl_w4a16.yaml"), [f"data.source.path={path}"])
+    held_out = {prompt.answer for prompt in build.eval_prompts(cfg, EchoTokenizer())}
+    source = data.make_source(cfg.data, EchoTokenizer(), "train")
+    learned = [source.prompt(i) for i in range(len(source))]
+    assert 4 <= len(held_out) <= 16
+    assert {prompt.answer for prompt in learned} == {f"f{i}" for i in range(40)} - held_out
+    number = learned[0].answer.removeprefix("f")
+    program = f"```python\ndef f{number}():\n    return {number}\n```"
+    assert (graded(cfg, learned[0], program), graded(cfg, learned[1], program)) == (1.0, 0.0)
+
+
 def test_choices_whose_row_marks_the_right_one_by_its_place_are_put_in_an_order_that_stays():
     asked = [layouts.shuffled(f"Question {i}?", ["a", "b", "c", "d"], 0) for i in range(200)]
     assert asked == [layouts.shuffled(f"Question {i}?", ["a", "b", "c", "d"], 0) for i in range(200)]
@@ -216,8 +234,17 @@ def test_suites_run_from_the_command_line_on_one_engine(tmp_path, capsys, monkey
     where = tmp_path / suites.SUITES["gsm8k"].file
     where.parent.mkdir(parents=True)
     questions(tmp_path, rows).rename(where)
-    arguments = [*world.command(), "--suite", "gsm8k,gsm8k_clean", "--json", "--out", str(tmp_path / "said.jsonl")]
-    assert evaluation.main([*arguments, "eval.data.template={{ question }}", "eval.max_response_len=8"]) == 0
+    asked = ["--suite", "gsm8k,own,gsm8k_clean:sampled", "--json", "--out", str(tmp_path / "said.jsonl")]
+    settings = world.model / "tokenizer_config.json"
+    chat = {"chat_template": "{{ messages[-1]['content'] }}"}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | chat))
+    assert evaluation.main([*world.command(), *asked, "eval.max_response_len=8"]) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(line["suite"], line["eval/prompts"]) for line in said] == [("gsm8k", 3), ("gsm8k_clean", 2)]
-    assert len((tmp_path / "said.gsm8k_clean.jsonl").read_text().splitlines()) == 2
+    held_out = len((tmp_path / "said.own.jsonl").read_text().splitlines())
+    assert [(line.get("suite"), line["eval/prompts"]) for line in said] == [
+        ("gsm8k", 3),
+        (None, held_out),
+        ("gsm8k_clean:sampled", 2),
+    ]
+    responses = (tmp_path / "said.gsm8k_clean_sampled.jsonl").read_text().splitlines()
+    assert [len(json.loads(line)["responses"]) for line in responses] == [4, 4]

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam: engine arithmetic forward, straight-through gradients backward, one path for dense and expert weights."""
 
+import dataclasses
 import re
 
 import jax
@@ -14,6 +15,7 @@ from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.quant import PROFILES, resolve
 from qarl_jax.quant.contractions import Dense
 from qarl_jax.quant.schemes import fp8, w4a8, w4a16, w8a8
+from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
 from tests.reference.cases import each_once, named
 
@@ -458,3 +460,55 @@ def test_gradients_lower_for_every_accelerator_from_a_cpu_host(platform, config)
     x = jax.ShapeDtypeStruct((M, K), jnp.bfloat16)
     text = jax.jit(jax.grad(loss, (0, 1))).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
     assert "dot_general" in text
+
+
+# ---- tensor-parallel engines -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=named)
+def test_two_shards_scale_and_round_their_own_halves_of_a_layers_inputs(config):
+    x, w, b = data()
+    half, alone = K // 2, resolve("cpu")
+    shards = dataclasses.replace(alone, shards=2)
+    qt = quant.quantize(w, config)
+    x = jnp.asarray(x, jnp.bfloat16)
+
+    def part(array, shard):
+        size = array.shape[-1] // 2
+        return array if array.shape[-1] == 1 else array[..., shard * size : (shard + 1) * size]
+
+    halves = [
+        quant.dot(
+            x[:, shard * half : (shard + 1) * half],
+            w[:, shard * half : (shard + 1) * half],
+            quant.QTensor(part(qt.qvalue, shard), part(qt.scale, shard), qt.scheme),
+            None if shard else b,
+            numerics=alone,
+        )
+        for shard in range(2)
+    ]
+    wanted = ref.bf(np.asarray(halves[0], np.float32) + np.asarray(halves[1], np.float32))
+    found = quant.dot(x, w, qt, b, numerics=shards)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), wanted)
+    assert (np.asarray(found) != np.asarray(quant.dot(x, w, qt, b, numerics=alone))).any()
+
+    def loss(x, w):
+        return (quant.dot(x, w, qt, b, numerics=shards).astype(jnp.float32) ** 2).sum()
+
+    dx, dw = jax.grad(loss, argnums=(0, 1))(x, jnp.asarray(w))
+    assert dx.shape == x.shape
+    assert dw.shape == w.shape
+    assert np.abs(np.asarray(dw)).min() > 0  # straight through, in both halves
+
+
+def test_a_group_that_a_shard_would_cut_is_refused():
+    x, w, b = data(k=96)
+    qt = quant.quantize(w, w4a16.Config(32))
+    with pytest.raises(UserError, match=r"96 inputs cannot be spread over 2 engine shards .* quant.group_size"):
+        quant.dot(jnp.asarray(x, jnp.bfloat16), w, qt, b, numerics=dataclasses.replace(resolve("cpu"), shards=2))
+
+
+def test_only_layers_whose_inputs_are_spread_have_shards():
+    numerics = dataclasses.replace(resolve("cpu"), shards=2)
+    assert numerics.of_layer(64, 64).shards == 1
+    assert numerics.of_layer(64, 64, spread_inputs=True).shards == 2

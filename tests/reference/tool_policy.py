@@ -20,8 +20,7 @@ from qarl_jax import data, models
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.optim import build as optimizer
 from qarl_jax.runtime import mesh
-from qarl_jax.sft import NegativeLogLikelihood
-from qarl_jax.types import TrainBatch
+from qarl_jax.sft import NegativeLogLikelihood, rows_of
 from tests.reference import tiny
 
 ALPHABET = "0123456789*=[]"
@@ -50,28 +49,14 @@ def dialogue(rng: np.random.Generator) -> tuple[str, list[tuple[str, bool]]]:
     return f"{a}*{b}=", [(asked, True), (f"{product}=", False), (slipped(product, rng), True)]
 
 
-def rows(tokenizer: data.Tokenizer, rng: np.random.Generator, count: int) -> TrainBatch:
-    """`count` dialogues, one to a row."""
-    shape = (count, ROW_LEN)
-    tokens, positions, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    mask = np.zeros(shape, bool)
-    for row in range(count):
-        prompt, parts = dialogue(rng)
-        ids, said = list(tokenizer.encode(prompt)), [False] * len(prompt)
-        for text, mine in parts:
-            part = [*tokenizer.encode(text), *([tokenizer.eos_token_id] if mine else [])]
-            ids, said = [*ids, *part], [*said, *[mine] * len(part)]
-        tokens[row, : len(ids)], mask[row, : len(ids)] = ids, said
-        positions[row, : len(ids)], segments[row, : len(ids)] = np.arange(len(ids)), 1
-    zeros = np.zeros(shape, np.float32)
-    return TrainBatch(
-        tokens=tokens,
-        positions=positions,
-        segment_ids=segments,
-        loss_mask=mask,
-        rollout_logprobs=zeros,
-        advantages=zeros,
-    )
+def spoken(tokenizer: data.Tokenizer, rng: np.random.Generator) -> tuple[list[int], list[bool]]:
+    """A dialogue's tokens, and which of them the policy says."""
+    prompt, parts = dialogue(rng)
+    ids, said = list(tokenizer.encode(prompt)), [False] * len(prompt)
+    for text, mine in parts:
+        part = [*tokenizer.encode(text), *([tokenizer.eos_token_id] if mine else [])]
+        ids, said = [*ids, *part], [*said, *[mine] * len(part)]
+    return ids, said
 
 
 def make(folder: pathlib.Path, updates: int = 300) -> pathlib.Path:
@@ -91,7 +76,7 @@ def make(folder: pathlib.Path, updates: int = 300) -> pathlib.Path:
     )
     state, rng = learner.init(params), np.random.default_rng(0)
     for update in range(updates):
-        batch = rows(tokenizer, rng, 96)
+        batch = rows_of([spoken(tokenizer, rng) for _ in range(96)], ROW_LEN)
         counts = batch.loss_mask.sum(), len(batch.tokens)
         state, said = learner.update(state, learner.quantize(state.params), [learner.put(batch)], [None], *counts)
         if update % 100 == 0:

@@ -65,6 +65,14 @@ class Endpoints:
         self.made = VllmEngine(config, run_id="run", incarnation=1, log=self.lines.append)
         return self.made
 
+    def serving(self):
+        """An engine that has published version 0, every bridge being up."""
+        for number in range(len(self.addresses)):
+            self.up(number)
+        engine = self.engine()
+        engine.publish(weights(0), 0)
+        return engine
+
     def close(self):
         self.made.close()
         for number in list(self.bridges):
@@ -196,10 +204,7 @@ def test_an_engine_that_does_not_hold_what_was_published_is_left_out_and_tried_a
 
 def test_a_version_that_is_the_learners_fault_is_told(endpoints):
     world = endpoints(2)
-    world.up(0)
-    world.up(1)
-    engine = world.engine()
-    engine.publish(weights(0), 0)
+    engine = world.serving()
     bad = weights(1)
     bad = dataclasses.replace(bad, params=jax.tree.map(lambda x: x * jnp.nan, bad.params))
     with pytest.raises(BrokenPromiseError, match="finite"):
@@ -211,10 +216,8 @@ def test_a_version_that_is_the_learners_fault_is_told(endpoints):
 def test_completions_of_another_version_are_not_taken(endpoints, one_engine):
     """A bridge that serves something else under our feet: its answers are drawn again by another."""
     world = endpoints(2)
-    world.up(0)
-    astray = world.up(1)
-    engine = world.engine()
-    engine.publish(weights(0), 0)
+    engine = world.serving()
+    astray = world.bridges[1]
     astray.bridge.version = type(astray.bridge.version)(run_id="another", incarnation=7, step=0)
     assert drawn(engine) == one_engine[0]
     assert any("drew under another/7/0" in line for line in world.lines)
@@ -224,10 +227,7 @@ def test_completions_of_another_version_are_not_taken(endpoints, one_engine):
 def test_a_handshake_that_a_death_interrupts_is_no_wrong_key(endpoints, one_engine, monkeypatch, calls):
     """It reads like one: the bridge hangs up without a word. Found by `make chaos`."""
     world = endpoints(2)
-    world.up(0)
-    world.up(1)
-    engine = world.engine()
-    engine.publish(weights(0), 0)
+    engine = world.serving()
     real, left = sender.Client.__init__, [1 if calls == "a request" else 5]
 
     def interrupted(client, address, *args, **options):
@@ -280,10 +280,7 @@ def test_when_none_is_left_the_first_one_says_why():
 
 def test_a_request_that_no_engine_can_serve_is_the_users_to_mend(endpoints):
     world = endpoints(2)
-    world.up(0)
-    world.up(1)
-    engine = world.engine()
-    engine.publish(weights(0), 0)
+    engine = world.serving()
     with pytest.raises(UserError, match="max_model_len 128"):
         engine.generate(PROMPTS, num_samples=1, sampling=dataclasses.replace(SAMPLING, max_response_len=126), key=0)
     assert engine.restarts == 0

@@ -146,6 +146,26 @@ def test_a_model_with_biases_climbs_the_ladder_too(tmp_path, scheme):
 
 @pytest.mark.vllm
 @pytest.mark.nightly
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8", "fp8", "w4a16:g64", "bf16"])
+def test_an_engine_of_two_shards_is_mirrored_to_the_last_bit(tmp_path, scheme):
+    """Each shard scales its own inputs of o and down, and rounds its own sum."""
+    pytest.importorskip("vllm")
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_attention_heads": 4, "num_key_value_heads": 2}))
+    config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
+    models.save_hf(models.random_model(config, 0), tmp_path)
+    options = ladder.Options(
+        prompts=8, prompt_len=4, response_len=12, threads=1, unaligned=False, bf16_pair=False, tensor_parallel_size=2
+    )
+    result = ladder.climb(str(tmp_path), scheme, "cpu", options)
+    assert result["first_broken"] is None, result["rungs"]
+    ok = {rung["name"]: rung["ok"] for rung in result["rungs"]}
+    assert all(ok[name] for name in ("hash at the door", "read-back", "prefill", "sampled tokens"))
+    assert result["aligned"]["k3"] == result["aligned"]["max_abs"] == 0
+    assert result["decode_prefill"]["equal"] == 1
+
+
+@pytest.mark.vllm
+@pytest.mark.nightly
 def test_a_llama_with_stretched_frequencies_climbs_the_ladder_too(tmp_path):
     pytest.importorskip("vllm")
     stretch = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}

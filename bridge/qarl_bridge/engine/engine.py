@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from qarl_bridge.engine import cpu_build, readback_experts, versions
+from qarl_bridge.engine import cpu_build, readback_experts, shards, versions
 from qarl_bridge.engine.routing_recorder import Recorder
 from qarl_bridge.protocol import expert_stacks, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
@@ -125,6 +125,9 @@ class VllmEngine:
             _check_fp8_device(torch)
 
         on_gpu = torch.cuda.is_available()
+        self._shards = options.tensor_parallel_size
+        if self._shards > 1:
+            shards.check(config, options, on_gpu=on_gpu)
         if not on_gpu:
             threads = options.threads or len(os.sched_getaffinity(0))
             torch.set_num_threads(threads)  # before vLLM, which forbids changing it later
@@ -160,6 +163,7 @@ class VllmEngine:
             own = options.kernels == "contract" and options.int4_kernel in ("auto", "packed")
             readback_experts.check_groups(config, by_contract=own)
         arguments = versions.engine_arguments(options, path=path, has_weights=has_weights, on_gpu=on_gpu)
+        arguments |= shards.arguments(self._shards)
         execution = versions.execution_of(options, on_gpu)
         mirrored = execution in versions.MIRRORED
         if on_gpu and mirrored and not options.split_attention:
@@ -197,7 +201,9 @@ class VllmEngine:
         )
         from qarl_bridge.engine.fast_load import WholeModules
 
-        self._whole = WholeModules(self._model, self._engine.model_config) if options.loader == "auto" else None
+        # Of whole modules a shard has parts, which vLLM's own loader cuts.
+        fast = options.loader == "auto" and self._shards == 1
+        self._whole = WholeModules(self._model, self._engine.model_config) if fast else None
         self._whole_is_proved = False
         self._after_load()
         kernels = self._kernels()
@@ -218,6 +224,7 @@ class VllmEngine:
             records_routing=options.record_routing,
             device=staged_gpu.uuid_of_current() if on_gpu else b"",
         )
+        self.facts = shards.with_size(self.facts, self._shards)
         self._receiver = staged_gpu.receiver() if self.facts.device else None
 
     def _kernels(self) -> dict[str, str]:
@@ -304,7 +311,7 @@ class VllmEngine:
         self._worker.forget()
 
     def _prove_whole(self, named: Mapping[str, Any]) -> None:
-        """The first load: may it, and the next ones, go module by module? See whole_modules.py."""
+        """The first load: may it, and the next ones, go module by module? See fast_load.py."""
         assert self._whole is not None
         sample = self._whole.sample(named)
         reason = self._compare_whole(named, sample)
@@ -329,7 +336,7 @@ class VllmEngine:
             return fast_load.prove(self._whole, named, sample)
 
     def open_device(self, manifest: messages.Manifest, memory: messages.DeviceMemory) -> Copy:
-        """A version in a buffer of the trainer's on this engine's GPU; see device.py."""
+        """A version in a buffer of the trainer's on this engine's GPU; see staged_gpu.py."""
         if not self.facts.device:
             raise BridgeError("this engine runs on a CPU", "unshared")
         if memory.device != self.facts.device:
@@ -340,14 +347,14 @@ class VllmEngine:
         return staged_gpu.open_version(manifest, memory)
 
     def forget_trainer(self) -> None:
-        """Unmap buffers of the trainer's on this engine's GPU that no version lies in; see device.py."""
+        """Unmap buffers of the trainer's on this engine's GPU that no version lies in; see staged_gpu.py."""
         if self.facts.device:
             from qarl_bridge.server import staged_gpu
 
             staged_gpu.forget_trainer()
 
     def receive(self, manifest: messages.Manifest, memory: messages.NcclMemory, check: Callable[[], None]) -> Copy:
-        """A version from another GPU, into memory of this engine's; see device.py."""
+        """A version from another GPU, into memory of this engine's; see staged_gpu.py."""
         if self._receiver is None:
             raise BridgeError("this engine runs on a CPU", "unshared")
 
@@ -394,6 +401,8 @@ class VllmEngine:
 
     def read_back(self, tensors: Mapping[str, Any], mode: str, seed: int) -> tuple[int, int]:
         """Compare every live layer with the staged tensors: (layers, one-hot rows); see readback.py."""
+        if self._shards > 1:
+            tensors = shards.part_of(tensors, int(os.environ["RANK"]), self._shards)
         named = {name: self._tensor(array) for name, array in tensors.items()}
         return self._readback.compare(named, mode, seed)
 

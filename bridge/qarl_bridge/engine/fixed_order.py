@@ -198,16 +198,23 @@ def dequantized(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return y
 
 
+@triton.jit
+def _interleave(words_ptr, y_ptr, words, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first, shift = at // 16 * 16 + at % 16 // 8, (at % 8 * 4).to(tl.int32)
+    y = tl.zeros((BLOCK,), tl.int32)
+    for i in tl.static_range(8):
+        y |= ((tl.load(words_ptr + first + 2 * i, mask=at < words) >> shift) & 15) << (4 * i)
+    tl.store(y_ptr + at, y, mask=at < words)
+
+
 def interleaved(packed: torch.Tensor) -> torch.Tensor:
-    """int32 [N, K/8] as a checkpoint has it (nibble i of word j: element 8 j + i) -> the same codes, so that within 128
-    inputs nibble i of word j is element 16 i + j: a thread then finds all of its inputs in words of its own."""
-    n, words = packed.shape
-    source = packed.view(n, words // 16, 8, 2, 1)  # element 16 i + 8 h + l: word 2 i + h, nibble l
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
-    out = torch.zeros((n, words // 16, 2, 8), dtype=torch.int32, device=packed.device)
-    for i in range(8):
-        out |= ((source[:, :, i] >> shifts) & 15) << (4 * i)
-    return out.view(n, words)
+    """int32 [..., K/8] as a checkpoint has it (nibble i of word j: element 8 j + i) -> the same codes, so that within
+    128 inputs nibble i of word j is element 16 i + j: a thread then finds all of its inputs in words of its own."""
+    packed = packed.contiguous()
+    out = torch.empty_like(packed)
+    _interleave[(triton.cdiv(packed.numel(), 1024),)](packed, out, packed.numel(), BLOCK=1024, num_warps=4)
+    return out
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------

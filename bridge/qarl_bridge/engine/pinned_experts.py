@@ -123,23 +123,22 @@ class ContractWNA16MoEMethod(_Quantized, CompressedTensorsWNA16MoEMethod):
         self.group_size = -1 if weight_quant.group_size is None else weight_quant.group_size
 
     def create_weights(self, layer: Any, *args: Any, **named: Any) -> None:
-        """vLLM's, and a note of how it lays them out for loading."""
+        """vLLM's, but every expert is [N, K/8] and [N, K/G] as in a checkpoint; some versions hold it transposed."""
         super().create_weights(layer, *args, **named)
-        self.transposed = bool(getattr(layer.w13_weight_packed, "is_transposed", False))
+        for name in (f"{which}_{part}" for which in ("w13", "w2") for part in self.names):
+            held = getattr(layer, name)
+            if getattr(held, "is_transposed", False):
+                as_stored = torch.nn.Parameter(held.data.transpose(1, 2).contiguous(), requires_grad=False)
+                as_stored.__dict__.update(vars(held), is_transposed=False)
+                setattr(layer, name, as_stored)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Words [E, N, K/8] interleaved, and scales [E, K/G, N], in the place of what was loaded."""
         for which in ("w13", "w2"):
             words, scales = (getattr(layer, f"{which}_{name}").data for name in self.names)
-            words, scales = (words.transpose(1, 2), scales) if self.transposed else (words, scales.transpose(1, 2))
-            e, n, k = words.shape
-            words = fixed_order.interleaved(words.reshape(e * n, k)).view(e, n, k)
-            for name, value in zip(self.names, (words, scales.contiguous()), strict=True):
+            held = fixed_order.interleaved(words), scales.transpose(1, 2).contiguous()
+            for name, value in zip(self.names, held, strict=True):
                 setattr(layer, f"{which}_{name}", torch.nn.Parameter(value, requires_grad=False))
-
-
-# vLLM's loader turns int4 experts over where the method's class has one of a few names.
-ContractWNA16MoEMethod.__name__ = CompressedTensorsWNA16MoEMethod.__name__
 
 
 def _lacks(moe: Any) -> bool:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import os
 import struct
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -93,14 +94,21 @@ def fill(target: np.ndarray, source: np.ndarray) -> None:
     list(_threads().map(lambda at: np.copyto(target[at : at + 64 * PIECE], source[at : at + 64 * PIECE]), starts))
 
 
-def apply(data: bytes | bytearray | memoryview, buffer: np.ndarray) -> None:
+Watch = Callable[[int, np.ndarray, np.ndarray, np.ndarray], None]
+
+
+def apply(data: bytes | bytearray | memoryview, buffer: np.ndarray, watch: Watch | None = None) -> None:
     """Writes the changes into `buffer`, [n] uint8.
+
+    watch: told of them, a piece at a time and from several threads: where the piece begins, the places in it, in
+      ascending order, and the bytes there before and after.
 
     Raises:
       BridgeError("torn"): they are not those of any version of this size. The buffer may have been written to.
     """
     raw = np.frombuffer(data, np.uint8)
-    at, pieces = 0, []
+    at = 0
+    pieces: list[tuple[int, np.ndarray, np.ndarray, int, int]] = []
     while at < len(raw):
         if at + _HEADER.size > len(raw):
             raise _torn()
@@ -109,24 +117,29 @@ def apply(data: bytes | bytearray | memoryview, buffer: np.ndarray) -> None:
         length = {_SPARSE: 5 * count, _DENSE: 2 * count + -(-size // _BLOCK), _RAW: size}.get(kind)
         if length is None or at + length > len(raw) or offset + size > len(buffer) or not 0 < count <= size <= PIECE:
             raise _torn()
-        pieces.append((buffer[offset : offset + size], raw[at : at + length], count, kind))
+        pieces.append((offset, buffer[offset : offset + size], raw[at : at + length], count, kind))
         at += length
-    list(_threads().map(lambda piece: _write(*piece), pieces))
+    list(_threads().map(functools.partial(_write, watch), pieces))
 
 
-def _write(target: np.ndarray, data: np.ndarray, count: int, kind: int) -> None:
+def _write(watch: Watch | None, piece: tuple[int, np.ndarray, np.ndarray, int, int]) -> None:
+    at, target, data, count, kind = piece
     if kind == _RAW:
+        if watch is not None and len(spots := np.flatnonzero(target != data)):
+            watch(at, spots, target[spots], data[spots])
         target[:] = data
         return
     if kind == _SPARSE:
-        spots = np.frombuffer(data[: 4 * count].tobytes(), "<u4")
+        spots = np.frombuffer(data[: 4 * count].tobytes(), "<u4").astype(np.int64)
     else:
         counts, low = data[: -2 * count], data[-2 * count : -count]
         if int(counts.sum(dtype=np.int64)) != count:
             raise _torn()
         spots = np.repeat(np.arange(len(counts)) * _BLOCK, counts) + low
-    if spots.max() >= len(target):
+    if spots[-1] >= len(target) or not (spots[1:] > spots[:-1]).all():  # a byte changes once
         raise _torn()
+    if watch is not None:
+        watch(at, spots, target[spots], data[-count:])
     target[spots] = data[-count:]
 
 

@@ -40,7 +40,7 @@ from qarl_bridge.protocol.tensors import dtype_name as dtype_name
 from qarl_bridge.protocol.tensors import model_fingerprint as model_fingerprint
 from qarl_bridge.protocol.tensors import scheme_hash as scheme_hash
 
-PROTOCOL = 9
+PROTOCOL = 10
 MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
 MAX_FRAME = 64 << 20  # of a message: a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights travel in Chunks
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
@@ -253,6 +253,7 @@ class Facts(_Struct):
     execution: Annotated[str, msgspec.Meta(pattern="^(none|eager|graphs|compiled)$")] = "none"
     device: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # UUID of the engine's GPU; empty: it runs on a CPU
     records_routing: bool = False  # completions carry the experts of their tokens
+    tensor_parallel_size: Count = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -281,6 +282,7 @@ class EngineOptions:
         long sequences are decoded, but a completion then depends on its company, and the learner cannot mirror it.
       loader: "auto" loads whole modules where the bridge has proved on the engine that this gives what vLLM's loader
         gives; "vllm" is always vLLM's own.
+      tensor_parallel_size: shards of the engine, 1 or 2, each a process with its part of every weight (CPU engines).
       record_routing: return the experts each token was sent to (a mixture of experts, not compiled); a trainer sets it
         for `rollout.router_replay`. Prompts are then computed for every sample: no prefix cache.
       profile: folder for a profile of every load and read-back in the engine; empty: none.
@@ -299,6 +301,7 @@ class EngineOptions:
     int4_kernel: Literal["auto", "packed", "machete", "marlin"] = "auto"
     split_attention: bool = False
     loader: Literal["auto", "vllm"] = "auto"
+    tensor_parallel_size: int = 1
     record_routing: bool = False
     profile: str = ""
     seed: int = 0
@@ -312,6 +315,11 @@ class EngineOptions:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.max_num_seqs <= 0:
             raise ValueError(f"max_num_seqs must be positive, got {self.max_num_seqs}")
+        if self.tensor_parallel_size not in (1, 2):
+            raise ValueError(
+                f"tensor_parallel_size must be 1 or 2, got {self.tensor_parallel_size}: a sum over more shards depends "
+                "on its order, which no learner mirrors"
+            )
         if self.record_routing and self.execution == "compiled":
             raise ValueError(
                 "execution=compiled cannot record routed experts: set it to auto, or rollout.router_replay to false"
@@ -435,7 +443,7 @@ class Error(_Message):
 
 
 class StatusReply(_Message):
-    """State of the machine in server.py; `met`: what the engine's scheduler did to requests so far, counted."""
+    """State of the machine in server/bridge.py; `met`: what the engine's scheduler did to requests so far, counted."""
 
     state: Name
     version: Version | None

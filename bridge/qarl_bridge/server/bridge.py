@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import os
 import queue
 import threading
@@ -45,7 +44,8 @@ from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.manifest import check_manifest
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server.engine_api import Engine
-from qarl_bridge.server.incoming import Pending
+from qarl_bridge.server.incoming import Pending, Spare
+from qarl_bridge.server.lease import Lease
 from qarl_bridge.server.profiling import profiled
 from qarl_bridge.server.requests import Batch, Draws
 from qarl_bridge.server.staged import Copy, HostCopy
@@ -54,13 +54,6 @@ from qarl_bridge.transport.zeromq import Listener, Peer
 
 PROGRESS_S = 2.0
 LAST_WORDS_S = 3.0  # how long a bridge that stops waits for its peers' threads, all together
-
-
-@dataclasses.dataclass(frozen=True)
-class _Lease:
-    run_id: str
-    incarnation: int
-    owner: Peer
 
 
 class Bridge:
@@ -74,10 +67,10 @@ class Bridge:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False  # a plain flag: a lock could not be taken again by a signal handler
         self._lock = threading.Lock()  # lease, pending, peers
-        self._lease: _Lease | None = None
-        self._last_lease: _Lease | None = None
+        self._lease = Lease()
         self._pending: Pending | None = None
         self._good: Copy | None = None
+        self._spare = Spare()
         self._good_owner: Peer | None = None  # whose memory it lies in, if not this process's own
         self._listener: Listener | None = None
         self._peers: dict[Peer, threading.Thread] = {}
@@ -123,6 +116,7 @@ class Bridge:
             self._listener.close()
         with self._lock:
             self._discard_pending()
+            self._spare.drop()
             if self._good is not None:
                 self._close_soon(self._good)
         self._finish_jobs()
@@ -214,6 +208,9 @@ class Bridge:
             self.version, self.state = version, "serving"
         if before_this is not None and before_this is not copy:
             self._close_soon(before_this)
+        self._spare.drop()
+        if isinstance(copy, HostCopy) and copy.of_changes:  # the next one will be, too
+            self._spare.prepare(copy)
         self.published += 1
         report = messages.Report(
             bytes=copy.manifest.total_bytes,
@@ -294,9 +291,9 @@ class Bridge:
     def _release(self, peer: Peer) -> None:
         """What a peer that is gone held."""
         with self._lock:
-            if self._lease is not None and self._lease.owner is peer:
+            if self._lease.owner is peer:
                 self._log(f"lease of {self._lease.run_id} ended with its connection")
-                self._lease = None
+                self._lease.end()
             if self._committing:
                 return  # the engine thread looks at `gone` when it is done
             if self._pending is not None and self._pending.owner is peer:
@@ -380,7 +377,7 @@ class Bridge:
             case messages.Shutdown():
                 self._look_for_the_dead(peer)
                 with self._lock:
-                    if self._lease is not None and self._lease.owner is not peer:
+                    if self._lease.keeps_out(peer):
                         raise BridgeError(f"run {self._lease.run_id} holds the lease", "lease")
                 self.stop()  # what was posted, and this thread's answer, leave first
                 return messages.Ok()
@@ -401,8 +398,7 @@ class Bridge:
 
     def _look_for_the_dead(self, peer: Peer) -> None:
         """Before somebody else's lease counts against `peer`."""
-        lease = self._lease
-        if lease is not None and lease.owner is not peer and self._listener is not None:
+        if self._lease.keeps_out(peer) and self._listener is not None:
             self._listener.sweep()
 
     def _status(self, peer: Peer) -> messages.StatusReply:
@@ -411,7 +407,7 @@ class Bridge:
             return messages.StatusReply(
                 state=self.state,
                 version=self.version,
-                holder=self._lease.run_id if self._lease else None,
+                holder=self._lease.run_id,
                 running=len(self.draws.running),
                 waiting=len(self.draws.waiting),
                 published=self.published,
@@ -422,27 +418,8 @@ class Bridge:
     def _acquire(self, peer: Peer, request: messages.Acquire) -> messages.Ok:
         self._look_for_the_dead(peer)
         with self._lock:
-            lease = self._lease
-            if lease is not None and lease.owner is not peer:
-                raise BridgeError(
-                    f"another trainer (run {lease.run_id}, incarnation {lease.incarnation}) publishes to this bridge: "
-                    "stop it, or start a bridge of your own",
-                    "lease",
-                )
-            last = self._last_lease
-            if last is not None and last.run_id == request.run_id and request.incarnation < last.incarnation:
-                raise BridgeError(
-                    f"run {request.run_id} was resumed since: incarnation {request.incarnation} < {last.incarnation}",
-                    "stale",
-                )
-            self._lease = self._last_lease = _Lease(request.run_id, request.incarnation, peer)
+            self._lease.acquire(request.run_id, request.incarnation, peer)
         return messages.Ok()
-
-    def _require_lease(self, peer: Peer) -> _Lease:
-        """Caller holds the lock."""
-        if self._lease is None or self._lease.owner is not peer:
-            raise BridgeError("publishing needs the lease: send Acquire first", "lease")
-        return self._lease
 
     def _announce(self, peer: Peer, manifest: messages.Manifest) -> messages.Ready:
         check_manifest(
@@ -450,9 +427,7 @@ class Bridge:
         )
         version = manifest.version
         with self._lock:
-            lease = self._require_lease(peer)
-            if (version.run_id, version.incarnation) != (lease.run_id, lease.incarnation):
-                raise BridgeError(f"{version} is not of the leased {lease.run_id}/{lease.incarnation}", "lease")
+            self._lease.require(peer, version)
             current = self.version
             if current is not None and (current.run_id, current.incarnation) == (version.run_id, version.incarnation):
                 again = self._good is not None and self._good.manifest.digest == manifest.digest
@@ -467,7 +442,7 @@ class Bridge:
 
     def _require_pending(self, peer: Peer) -> Pending:
         with self._lock:
-            self._require_lease(peer)
+            self._lease.require(peer)
             if self._pending is None or self._pending.owner is not peer:
                 raise BridgeError("no version announced: send Announce first", "bad_state")
             return self._pending
@@ -545,7 +520,7 @@ class Bridge:
         if isinstance(memory, messages.NcclMemory):
             return self._receive(manifest, peer, memory)
         if isinstance(memory, messages.Changes):
-            return pending.changed_copy(self._good, memory.base)
+            return pending.changed_copy(self._good, memory.base, self._spare)
         is_here = isinstance(memory, messages.HostMemory) and memory.host == shm.host()  # another bridge's
         if memory is not None and not peer.shares_memory and not is_here:
             raise BridgeError("memory is shared on one host only: send Chunks", "unshared")

@@ -6,12 +6,67 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
+from concurrent.futures import Future
+
+import numpy as np
 
 from qarl_bridge.protocol import delta, messages
 from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server.changed import Changes
 from qarl_bridge.server.staged import Copy, HostCopy
 from qarl_bridge.transport import shm
 from qarl_bridge.transport.zeromq import Peer
+
+
+class Spare:
+    """A copy of the version that serves, for the next changes to be written into.
+
+    Copying takes longer than the changes do: fresh memory is slow. So it is done when nobody waits, once a version has
+    come as changes; it is memory that the next version would take anyway.
+    """
+
+    def __init__(self) -> None:
+        self._of: HostCopy | None = None
+        self._made: Future[tuple[int, np.ndarray]] | None = None
+
+    def prepare(self, base: HostCopy) -> None:
+        """Begins a copy; returns at once."""
+        made: Future[tuple[int, np.ndarray]] = Future()
+
+        def copy() -> None:
+            try:
+                made.set_result(_copied(base))
+            except Exception as error:
+                made.set_exception(error)
+
+        self.drop()
+        self._of, self._made = base, made
+        threading.Thread(target=copy, daemon=True, name="spare").start()
+
+    def take(self, base: HostCopy) -> tuple[int, np.ndarray]:
+        """(memory file, all of it to write into): a copy of a version, made by now or made now. The caller's."""
+        if self._of is not base or self._made is None:
+            return _copied(base)
+        made, self._of, self._made = self._made, None, None
+        return made.result()
+
+    def drop(self) -> None:
+        """Lets go of what nobody took. Idempotent."""
+        made, self._of, self._made = self._made, None, None
+        if made is not None:
+            made.add_done_callback(lambda done: None if done.exception() else os.close(done.result()[0]))
+
+
+def _copied(base: HostCopy) -> tuple[int, np.ndarray]:
+    fd = shm.create(0)
+    try:
+        buffer = shm.map_to_write(fd, base.manifest.total_bytes)
+        delta.fill(buffer, base.buffer)
+        return fd, buffer
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 @dataclasses.dataclass
@@ -62,8 +117,8 @@ class Pending:
         fd, self.received = self.received, -1
         return self._held(fd if fd >= 0 else shm.create(0))
 
-    def changed_copy(self, base: Copy | None, digest: bytes) -> HostCopy:
-        """The chunks as changes to `base`, which stays as it is, and the version that makes.
+    def changed_copy(self, base: Copy | None, digest: bytes, spare: Spare) -> HostCopy:
+        """The chunks as changes to `base`, which stays as it is, and the version that makes. `spare`: has copies of it.
 
         Raises:
           BridgeError: the base is another ("unshared"), or the changes are not to bytes laid out so ("torn").
@@ -73,21 +128,22 @@ class Pending:
         if base.manifest.total_bytes != self.manifest.total_bytes:
             raise BridgeError(f"{self.manifest.version} is torn: it is not laid out as its base", "torn")
         changes = os.pread(self.received, self.high_water, 0) if self.received >= 0 else b""
-        fd = shm.create(0)
+        watch = None
+        if base.sums is not None and Changes.fit(base.manifest, self.manifest):
+            watch = Changes(base.manifest, base.sums, self.manifest)
+        fd, buffer = spare.take(base)
         try:
-            buffer = shm.map_to_write(fd, self.manifest.total_bytes)
-            delta.fill(buffer, base.buffer)
-            delta.apply(changes, buffer)
+            delta.apply(changes, buffer, watch)
             del buffer
         except BaseException:
             os.close(fd)
             raise
-        return self._held(fd)
+        return self._held(fd, watch)
 
-    def _held(self, fd: int) -> HostCopy:
+    def _held(self, fd: int, changes: Changes | None = None) -> HostCopy:
         try:
             shm.seal(fd)
-            return HostCopy(self.manifest, shm.map_sealed(fd, self.manifest.total_bytes), fd)
+            return HostCopy(self.manifest, shm.map_sealed(fd, self.manifest.total_bytes), fd, changes)
         except BaseException:
             os.close(fd)
             raise

@@ -17,6 +17,7 @@ import numpy as np
 
 from qarl_bridge.protocol import fingerprint, messages
 from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server.changed import Changes, Sums
 
 
 class Copy(Protocol):
@@ -49,22 +50,37 @@ class HostCopy:
       manifest: checked already (`manifest.check_manifest`).
       buffer: [total_bytes] uint8, read only.
       fd: of the memory file, where it is this process's own to show to others; -1: it is not.
+      changes: what made it of another version that was valid; None: it came whole.
+
+    Attributes:
+      of_changes: whether it was made of another. sums: of the rows of its tensors, once it is valid.
     """
 
     borrowed = False  # the kernel keeps it while it is mapped
 
-    def __init__(self, manifest: messages.Manifest, buffer: np.ndarray, fd: int = -1):
+    def __init__(self, manifest: messages.Manifest, buffer: np.ndarray, fd: int = -1, changes: Changes | None = None):
         self.manifest = manifest
         self.buffer = buffer
         self.fd = fd
+        self.of_changes = changes is not None
+        self._changes = changes
+        self.sums: Sums | None = None
 
     def _array(self, entry: messages.TensorEntry) -> np.ndarray:
         raw = self.buffer[entry.offset : entry.offset + entry.nbytes]
         return raw.view(messages.DTYPES[entry.dtype]).reshape(entry.shape)
 
     def validate(self) -> None:
-        for entry in self.manifest.tensors:
-            validate_tensor(entry, self._array(entry))
+        arrays = [self._array(entry) for entry in self.manifest.tensors]
+        if self._changes is not None:
+            for number, (entry, array) in enumerate(zip(self.manifest.tensors, arrays, strict=True)):
+                validate_changes(entry, array, number, self._changes)
+            self.sums, self._changes = self._changes.sums, None
+            return
+        sums = Sums(self.manifest)
+        for number, (entry, array) in enumerate(zip(self.manifest.tensors, arrays, strict=True)):
+            sums.of(number)[:] = validate_tensor(entry, array)
+        self.sums = sums
 
     def tensors(self) -> dict[str, np.ndarray]:
         return {entry.name: self._array(entry) for entry in self.manifest.tensors}
@@ -100,17 +116,37 @@ def has_nonfinite(array: np.ndarray) -> bool:
     return False
 
 
-def validate_tensor(entry: messages.TensorEntry, array: np.ndarray) -> None:
+def validate_tensor(entry: messages.TensorEntry, array: np.ndarray) -> np.ndarray:
     """Refuse bytes that differ from the manifest, non-finite values, and scales that are negative or all zero.
 
     One NaN in a scale would poison the engine's KV cache beyond the next good version, so none may come near it.
+
+    Returns:
+      The tensor's row sums.
     """
-    if fingerprint.digest(array) != entry.digest:
+    sums = fingerprint.row_sums(array)
+    if fingerprint.digest_of_sums(sums) != entry.digest:
         raise torn(entry)
     if has_nonfinite(array):
         raise not_finite(entry)
     if is_scale(entry) and array.size:
         check_scale_range(entry, float(array.min()), float(array.max()))
+    return sums
+
+
+def validate_changes(entry: messages.TensorEntry, array: np.ndarray, number: int, changes: Changes) -> None:
+    """As `validate_tensor`, of what has changed in a tensor that was valid."""
+    if changes.digest(number) != entry.digest:
+        raise torn(entry)
+    flat = array.reshape(-1)
+    spots = changes.elements(number, array.itemsize) if array.dtype.kind not in "iu" else ()
+    if not len(spots):
+        return
+    if has_nonfinite(flat[spots]):
+        raise not_finite(entry)
+    if is_scale(entry):
+        most = float(flat[spots].max())
+        check_scale_range(entry, float(flat[spots].min()), most if most > 0 else float(flat.max()))
 
 
 def is_scale(entry: messages.TensorEntry) -> bool:

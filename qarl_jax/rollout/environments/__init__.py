@@ -138,9 +138,26 @@ class Custom(Config):
         return self.path, self.options
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verifiers(Config):
+    """An environment of the package verifiers (0.1.14); see _verifiers.py. Its rubric scores the last turn.
+
+    Attributes:
+      id: what `verifiers.load_environment` knows it by; it must be installed.
+      arguments: its keyword arguments.
+    """
+
+    id: str
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def source(self) -> tuple[str, dict[str, Any]]:
+        return f"{_HERE}/_verifiers.py:Environment", {"id": self.id, "arguments": self.arguments}
+
+
 ENVIRONMENTS: dict[str, type] = {
     "calculator": Calculator,
     "python": Python,
+    "verifiers": Verifiers,
     "custom": Custom,
 }
 
@@ -220,4 +237,4 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-__all__ = ["ENVIRONMENTS", "Calculator", "Call", "Config", "Custom", "Episodes", "Python", "plain"]
+__all__ = ["ENVIRONMENTS", "Calculator", "Call", "Config", "Custom", "Episodes", "Python", "Verifiers", "plain"]

@@ -187,7 +187,7 @@ class VllmEngine:
         self.route = ""  # "host", "cuda_ipc" or "nccl": how the last version went
         self._model_json: dict[str, Any] | None = None
         self._model: tuple[bytes, bytes] | None = None  # fingerprint, scheme hash
-        self._numerics = "plain"
+        self._numerics, self._shards = "plain", 1
         self._schemes: list[str] = []
         self.version = -1
 
@@ -227,7 +227,8 @@ class VllmEngine:
             )
         self._model, self._model_json = identity, model_json
         config = models.config_of(weights.graphdef)
-        self._numerics, self._schemes = config.numerics.profile, _schemes(config)
+        self._numerics, self._shards = config.numerics.profile, config.numerics.shards
+        self._schemes = _schemes(config)
         try:
             return self._publish(weights, version, self._transport)
         except BridgeError as error:
@@ -437,7 +438,11 @@ class VllmEngine:
                 f"the learner mirrors the arithmetic of {self._numerics}, the engine computes as {facts.profile}: "
                 f"set quant.engine={facts.profile} (or plain)"
             )
-
+        if facts.engine != "fake" and self._numerics != "plain" and facts.tensor_parallel_size != self._shards:
+            raise UserError(
+                f"the engine has {facts.tensor_parallel_size} shard(s), the learner mirrors {self._shards}: set "
+                f"rollout.engine.tensor_parallel_size={facts.tensor_parallel_size}"
+            )
         if facts.engine != "fake" and facts.records_routing != self._config.record_routing:
             needed = "true" if self._config.record_routing else "false"
             raise UserError(
