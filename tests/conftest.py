@@ -85,6 +85,7 @@ COMPILED_AS_A_RUN = (
     "learning/test_one_function.py",
     "models",
     "numerics",
+    "optim/test_by_stack.py",
     "optim/test_muon.py",
     "parity",
     "quant",
