@@ -236,8 +236,10 @@ def test_suites_run_from_the_command_line_on_one_engine(tmp_path, capsys, monkey
     where.parent.mkdir(parents=True)
     questions(tmp_path, rows).rename(where)
     asked = ["--suite", "gsm8k,own,gsm8k_clean:sampled", "--json", "--out", str(tmp_path / "said.jsonl")]
-    short = ["eval.data.template={{ question }}", "eval.max_response_len=8"]
-    assert evaluation.main([*world.command(), *asked, *short]) == 0
+    settings = world.model / "tokenizer_config.json"
+    chat = {"chat_template": "{{ messages[-1]['content'] }}"}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | chat))
+    assert evaluation.main([*world.command(), *asked, "eval.max_response_len=8"]) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     held_out = len((tmp_path / "said.own.jsonl").read_text().splitlines())
     assert [(line.get("suite"), line["eval/prompts"]) for line in said] == [
