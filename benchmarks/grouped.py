@@ -6,7 +6,7 @@
 
 Each token has 8 of 128 experts, which get unequal shares (Dirichlet, 3). Kinds: `rows`, the forward in bfloat16 and
 int8 and, its weight transposed beforehand, the gradient of the activations; `weights`, that of the weights. Printed and
-written per tile (`quant.grouped.Tile`): TFLOP/s.
+written per tile (`kernels.experts_triton.Tile`): TFLOP/s.
 """
 
 from __future__ import annotations

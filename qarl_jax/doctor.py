@@ -237,7 +237,7 @@ def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
         rules = models.parse_rules(build.schemes(cfg, scheme), cfg.quant.group_size)
         quantized = models.read_config(cfg.model.path, quant=rules, numerics=cfg.numerics)
         # The layers stacked as under these rules, but without QTensors: a weight that does not fit has none.
-        starts = tuple(segment.start for segment in quantized.segments)
+        starts = tuple(stack.start for stack in quantized.stacks)
         model = models.abstract_model(dataclasses.replace(quantized, quant=quant.Rules(), splits=starts))
         counts: collections.Counter[str] = collections.Counter()
         problems = []

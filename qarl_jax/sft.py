@@ -78,10 +78,11 @@ class Config:
 
     Attributes:
       out: folder for the result.
-      worked_share: share of the examples whose answer is a solution with its steps (`data.traces`); the others have the
-        task's final answer alone. Between 0 and 1 the model learns both manners, and RL can tell which one pays.
-      manner: of worked answers: short, a step for each operation, or longhand, one for each digit (`data.longhand`).
-      slip_rate: probability that a step of a worked answer is wrong, and what follows builds on it (`data.slip`).
+      worked_share: share of the examples whose answer is a solution with its steps (`data/worked/answers.py`); the
+        others have the task's final answer alone. Between 0 and 1 the model learns both manners, and RL can tell which
+        one pays.
+      manner: of worked answers: short, a step for each operation, or longhand, one for each digit (`longhand.py`).
+      slip_rate: probability that a step of a worked answer is wrong, and what follows builds on it (`mistakes.py`).
       quant: forward scheme while training; "bf16": none.
     """
 

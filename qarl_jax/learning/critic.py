@@ -140,7 +140,7 @@ def body_config(config: models.ModelConfig, dtype: Any = None) -> models.ModelCo
         tie_embeddings=True,  # no head of its own: nothing is predicted over the vocabulary
         compute_dtype=config.compute_dtype if dtype is None else dtype,
         param_dtype="float32",
-        splits=tuple(segment.start for segment in config.segments),
+        splits=tuple(stack.start for stack in config.stacks),
     )
 
 

@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Segment:
+class Stack:
     """A run of consecutive layers of one signature, stacked and scanned. Layers [start, start + length)."""
 
     start: int
@@ -49,9 +49,9 @@ class ModelConfig:
       hf_config: config.json as read (JSON text), the source of everything not named here when a model is written back.
       compute_dtype: dtype of activations. param_dtype: dtype of the masters.
       quant: which weight has which scheme, by Hugging Face module name ("model.layers.3.mlp.up_proj"). No rule: bf16.
-      splits: layers at which a new segment begins even if the signature does not change, so that the same parameters
+      splits: layers at which a new stack begins even if the signature does not change, so that the same parameters
         also fit a scheme that tells these layers apart.
-      numerics: whose roundings the forward mirrors (`quant.numerics.Numerics`).
+      numerics: whose roundings the forward mirrors (`numerics.engine.Numerics`).
       attention: "xla" (anywhere), "cudnn" (bf16 on a GPU), "splash" (TPU), "flash3" (bf16 on Hopper, in vLLM's order),
         or "auto": the fused kernel where it can.
       remat: what the backward finds of each layer: "full" its inputs alone, everything is recomputed; "attention" the
@@ -107,8 +107,8 @@ class ModelConfig:
             raise UserError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
 
     def scheme_of(self, path: str, rules: Rules | None = None) -> SchemeConfig | None:
-        """The scheme of the stacked kernel at `path` ("segments.0.attn.q.kernel"), None for bf16."""
-        layer = self.segments[int(path.split(".")[1])].start
+        """The scheme of the stacked kernel at `path` ("stacks.0.attn.q.kernel"), None for bf16."""
+        layer = self.stacks[int(path.split(".")[1])].start
         return self._scheme(path.split(".", 2)[2], layer, rules)
 
     def _scheme(self, own: str, layer: int, rules: Rules | None) -> SchemeConfig | None:
@@ -117,8 +117,8 @@ class ModelConfig:
 
     def describe(self, path: str) -> str:
         """The stacked kernel at `path` in Hugging Face words: "model.layers.{0..27}.self_attn.q_proj.weight"."""
-        segment = self.segments[int(path.split(".")[1])]
-        layers = f"{{{segment.start}..{segment.start + segment.length - 1}}}"
+        stack = self.stacks[int(path.split(".")[1])]
+        layers = f"{{{stack.start}..{stack.start + stack.length - 1}}}"
         return hf_template(path.split(".", 2)[2], self.architecture).format(layer=layers, expert="*")
 
     def _module_name(self, own: str, layer: int) -> str:
@@ -145,14 +145,14 @@ class ModelConfig:
         return "torch" if order == "any" and quantized else order
 
     @functools.cached_property
-    def segments(self) -> tuple[Segment, ...]:
+    def stacks(self) -> tuple[Stack, ...]:
         """The layers as runs of equal signature, in order."""
-        out: list[Segment] = []
+        out: list[Stack] = []
         for layer in range(self.num_layers):
             if out and layer not in self.splits and self.signature(layer) == self.signature(layer - 1):
                 out[-1] = dataclasses.replace(out[-1], length=out[-1].length + 1)
             else:
-                out.append(Segment(start=layer, length=1, is_moe=layer in self.moe_layers))
+                out.append(Stack(start=layer, length=1, is_moe=layer in self.moe_layers))
         return tuple(out)
 
 

@@ -39,13 +39,13 @@ from qarl_jax.optim.build import path_name, squares
 from qarl_jax.quant import QTensor
 from qarl_jax.types import UserError
 
-_KERNEL = re.compile(r"^segments\..*\.kernel$")
+_KERNEL = re.compile(r"^stacks\..*\.kernel$")
 _NORM = re.compile(r"(^|\.)(attn_norm|mlp_norm)\.weight$")
 _FED = re.compile(r"(^|\.)(attn\.(q|k|v)|(mlp|moe)\.(gate|up)|moe\.router)\.kernel$")
 
 
 def factor(path: str, scale: float) -> float:
-    """What invariant scaling multiplies the parameter at `path` ("segments.0.attn.q.kernel") with; 1: untouched."""
+    """What invariant scaling multiplies the parameter at `path` ("stacks.0.attn.q.kernel") with; 1: untouched."""
     if _NORM.search(path):
         return scale
     return 1.0 / scale if _FED.search(path) else 1.0
@@ -127,7 +127,7 @@ def relative_norm(updates: Any, params: Any) -> Float[Array, ""]:
     """||dW||^2 / ||W||^2 over the layers' kernels (QuRL, eq. 13). Traceable.
 
     Args:
-      updates, params: trees like the parameters, of each one's sum of squares (`optimizer.squares`): of what an
+      updates, params: trees like the parameters, of each one's sum of squares (`optim.build.squares`): of what an
         optimizer adds to it, and of itself.
     """
     pairs = zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True)

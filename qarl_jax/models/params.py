@@ -133,12 +133,12 @@ def with_scheme(model: nnx.GraphDef | Transformer, scheme: Any, group_size: int 
     """The graphdef of the same model, hence of the same params, under another scheme (see `parse_rules`).
 
     Raises:
-      UserError: the scheme tells layers apart that are stacked in one segment of this model.
+      UserError: the scheme tells layers apart that are stacked together in this model.
     """
     config, rules = config_of(model), parse_rules(scheme, group_size)
-    starts = tuple(segment.start for segment in config.segments)
+    starts = tuple(stack.start for stack in config.stacks)
     other = dataclasses.replace(config, quant=rules, splits=starts)
-    extra = [segment.start for segment in other.segments if segment.start not in starts]
+    extra = [stack.start for stack in other.stacks if stack.start not in starts]
     if extra:
         raise UserError(
             f"this scheme treats layers {extra} unlike the layers before them, but the model stacks them together:"
@@ -174,7 +174,7 @@ def quantize_params(model: nnx.GraphDef | Transformer, params: nnx.State) -> nnx
 
 
 def path_keys(path: str) -> tuple[str | int, ...]:
-    """ "segments.0.attn.q.kernel" -> ("segments", 0, "attn", "q", "kernel")."""
+    """ "stacks.0.attn.q.kernel" -> ("stacks", 0, "attn", "q", "kernel")."""
     return tuple(int(key) if key.isdigit() else key for key in path.split("."))
 
 

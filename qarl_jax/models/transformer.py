@@ -3,7 +3,7 @@
 """The decoder of the Qwen families: embedding, pre-norm layers of attention and (expert) MLP, final norm, head.
 
 Layers of one signature are stacked ([L, N, K] kernels) and run by `lax.scan`; a model that mixes dense and expert
-layers has one stack per run of equal layers (`ModelConfig.segments`). Between layers flow two tensors in the compute
+layers has one stack per run of equal layers (`ModelConfig.stacks`). Between layers flow two tensors in the compute
 dtype, as in vLLM: the residual and the last block's output `delta`, not yet added, because the norm that follows reads
 their sum before it is rounded.
 
@@ -154,10 +154,10 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
         self.embed = Embedding(config=config, rngs=rngs)
-        self.segments = nnx.List(
+        self.stacks = nnx.List(
             [
-                Layer(config=config, rngs=rngs, stack={"layers": segment.length}, is_moe=segment.is_moe)
-                for segment in config.segments
+                Layer(config=config, rngs=rngs, stack={"layers": stack.length}, is_moe=stack.is_moe)
+                for stack in config.stacks
             ]
         )
         self.norm = RMSNorm(config.hidden_size, config=config, stack={})
@@ -226,11 +226,11 @@ class Transformer(nnx.Module):
 
         delta = self._embed(tokens)
         residual = jnp.zeros_like(delta)
-        for segment, layers in zip(config.segments, self.segments, strict=True):
+        for stack, layers in zip(config.stacks, self.stacks, strict=True):
             structure, state = nnx.split(layers)
             routed = None
-            if routed_experts is not None and segment.is_moe:
-                routed = jnp.moveaxis(routed_experts[:, :, segment.start : segment.start + segment.length], 2, 0)
+            if routed_experts is not None and stack.is_moe:
+                routed = jnp.moveaxis(routed_experts[:, :, stack.start : stack.start + stack.length], 2, 0)
 
             def body(stream: tuple[jax.Array, jax.Array], layer: Any, structure: Any = structure) -> tuple[Any, None]:
                 state, routed = layer
@@ -280,7 +280,7 @@ class Transformer(nnx.Module):
         residual = jnp.zeros_like(delta)
         keys, values = cache.k, cache.v
         in_one_kernel = T == 1 and can_decode(config.attention, config.head_dim, config.numerics)
-        for segment, layers in zip(config.segments, self.segments, strict=True):
+        for stack, layers in zip(config.stacks, self.stacks, strict=True):
             structure, state = nnx.split(layers)
 
             # The cache is carried whole and written in place; scanned in and out it would be copied every step.
@@ -307,7 +307,7 @@ class Transformer(nnx.Module):
                 delta, residual, (keys, values) = nnx.merge(structure, state)(delta, residual, rope, attend)
                 return (delta, residual, keys, values), None
 
-            indices = jnp.arange(segment.start, segment.start + segment.length, dtype=jnp.int32)
+            indices = jnp.arange(stack.start, stack.start + stack.length, dtype=jnp.int32)
             (delta, residual, keys, values), _ = jax.lax.scan(body, (delta, residual, keys, values), (indices, state))
         length = cache.length + present.sum(axis=1, dtype=jnp.int32)
         return self.norm.add(delta, residual)[0], KVCache(k=keys, v=values, length=length)
@@ -319,7 +319,7 @@ class Transformer(nnx.Module):
 
 
 def quantizable(model: Transformer) -> dict[str, Linear]:
-    """The linear maps a scheme may cover, by the path of their kernel ("segments.0.attn.q.kernel"), in model order.
+    """The linear maps a scheme may cover, by the path of their kernel ("stacks.0.attn.q.kernel"), in model order.
 
     Embedding, head, norms and router are not among them.
     """

@@ -341,6 +341,10 @@ class Observer:
     ):
         """`total_steps` is for the view ("step 3 of 100"); `stream` is where it writes (None: standard output)."""
         self.run_dir = Path(run_dir).absolute()
+        self._step_files = tuple(
+            self.run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "histograms", "unequal")
+        )
+        self.metrics_path, self.samples_path, self._histograms_path, self._unequal_path = self._step_files
         self.config = config or Config()
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -356,26 +360,6 @@ class Observer:
         self._view = make_view(self.config.view, self.run_dir.name, total_steps, stream or sys.stdout)
 
     # ------------------------------------------------------------------------------------------------------------ files
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.run_dir / "metrics.jsonl"
-
-    @property
-    def samples_path(self) -> Path:
-        return self.run_dir / "samples.jsonl"
-
-    @property
-    def histograms_path(self) -> Path:
-        return self.run_dir / "histograms.jsonl"
-
-    @property
-    def unequal_path(self) -> Path:
-        return self.run_dir / "unequal.jsonl"
-
-    @property
-    def _step_files(self) -> tuple[Path, ...]:
-        return self.metrics_path, self.samples_path, self.histograms_path, self.unequal_path
 
     def start(self, *, config: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
         """Write run.json. A resumed run replaces `config` and adds one more entry to `starts`."""
@@ -442,11 +426,11 @@ class Observer:
     def histograms(self, step: int, counts: Mapping[str, Sequence[int]]) -> None:
         """Record a step's histograms: name -> counts per bin."""
         if counts:
-            self._append(self.histograms_path, [{"step": step, **counts}])
+            self._append(self._histograms_path, [{"step": step, **counts}])
 
     def unequal(self, step: int, found: Mapping[str, Any]) -> None:
         """Record the first token of a step that sampler and learner score otherwise (`loop.unequal.Unequal`)."""
-        self._append(self.unequal_path, [{"step": step, **found}])
+        self._append(self._unequal_path, [{"step": step, **found}])
 
     def say(self, text: str) -> None:
         """A line for the reader, above the table or among the lines."""
@@ -509,34 +493,11 @@ class Observer:
 class Silent:
     """Stands for the Observer on every process of a run but the first: writes nothing, shows nothing."""
 
-    def start(self, *, config: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
-        return
+    def _nothing(self, *_: Any, **__: Any) -> Any:
+        return None
 
-    def write(self, name: str, text: str) -> None: ...
-
-    def truncate_to(self, step: int) -> None: ...
-
-    def set_aside(self) -> None: ...
-
-    def latest(self) -> int | None: ...
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def samples(
-        self,
-        step: int,
-        groups: Sequence[RolloutGroup],
-        traces: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
-        tokenizer: Tokenizer | None = None,
-    ) -> None: ...
-
-    def histograms(self, step: int, counts: Mapping[str, Sequence[int]]) -> None: ...
-
-    def unequal(self, step: int, found: Mapping[str, Any]) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def end(self, text: str) -> None: ...
+    start = write = truncate_to = set_aside = latest = log = _nothing
+    samples = histograms = unequal = say = end = _nothing
 
     def __enter__(self) -> Silent:
         return self

@@ -216,7 +216,7 @@ class _Table:
 
 
 def make_view(kind: str, name: str, total_steps: int | None, stream: Any) -> _Silent | _Lines | _Table:
-    """The view `kind` ("auto", "table", "lines" or "off", see `observe.Config`) of run `name`, written to `stream`."""
+    """The view `kind` ("auto", "table", "lines" or "off", see `recorder.Config`) of run `name`, written to `stream`."""
     if kind == "auto":
         kind = "table" if stream.isatty() and os.environ.get("TERM") != "dumb" else "lines"
     if kind == "off":

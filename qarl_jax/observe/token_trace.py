@@ -97,7 +97,7 @@ class Follower:
 
         `advantage`, `update` (of `updates`), `seq_ratio`, `seq_mismatch` (geometric means), `cut` (tokens without
         gradient, of all) and `tokens`: columns `text`, `rollout`, `old`, `now` (log-probs), `ratio`, `mismatch`,
-        `weight`, `gain`, `fate` (index into `loss.tokens.FATES`), and `left_out: [at, count]` where the middle of a
+        `weight`, `gain`, `fate` (index into `token_effects.FATES`), and `left_out: [at, count]` where the middle of a
         long response is missing.
         """
         picks = [pick for pick in self._picks if pick in self._seen]

@@ -227,7 +227,7 @@ class Part(NamedTuple):
     Attributes:
       params, moments, grads: leaves of the group, or a cut of its only one.
       counters: of the whole state.
-      norms: of all gradients, `optimizer.global_norm` and `optimizer.clipping_norm`.
+      norms: of all gradients, `build.global_norm` and `build.clipping_norm`.
     """
 
     params: list[Any]
@@ -241,14 +241,14 @@ class Part(NamedTuple):
 
 
 class Update:
-    """`optimizer.advance` outside of any program: `update(state, grads)` -> (the state after it, metrics).
+    """`build.advance` outside of any program: `update(state, grads)` -> (the state after it, metrics).
 
     `state` is a frozen dataclass with `params`, `opt_state` and `updates`; params and opt_state are donated.
 
     Args:
-      optimizer: one of `optimizer.make_optimizer`. Any other knows of no parts and is updated by one program, for which
+      optimizer: one of `build.make_optimizer`. Any other knows of no parts and is updated by one program, for which
         all of a state on the host comes to the device.
-      describe: (stats of `optimizer.update`, count of the updates before it) -> metrics; traceable.
+      describe: (stats of `build.update`, count of the updates before it) -> metrics; traceable.
       offload: leave the state on the host.
     """
 
@@ -347,7 +347,7 @@ class Update:
         return found
 
     def _advanced(self, layout: Layout, group: Group, part: Part, **where: Any) -> Any:
-        """`_group_fn` of all elements given, at once; `where` they are, as `optimizer.Optimizer` has it."""
+        """`_group_fn` of all elements given, at once; `where` they are, as `build.Optimizer` has it."""
         updates, *new = self._step(layout, group, part, **where)
         sums = optimizers.squares(updates), optimizers.squares(part.params)
         after = [optimizers.apply_updates(part.params, updates), *new]

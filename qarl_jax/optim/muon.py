@@ -123,7 +123,7 @@ def scale_by_muon(
     """Float32 gradients [..., N, K] -> scaled orthogonal directions, float32; every leading dimension is a loop.
 
     Args:
-      momentum, nesterov, steps, precision, eps: as `optimizer.Muon` has them.
+      momentum, nesterov, steps, precision, eps: as `build.Muon` has them.
       scale: one of `SCALES`.
       moment_dtype: of the stored momentum.
     """

@@ -45,7 +45,7 @@ def seed_of(seed: int, step: int, purpose: str) -> int:
 
 
 def leave_memory_to_vllm(cfg: RunConfig) -> None:
-    """Call before JAX first asks for its devices (`make_mesh` does); see `rollout.vllm.leave_memory_to_vllm`."""
+    """Call before JAX first asks for its devices (`make_mesh` does); see `rollout.vllm.engine.leave_memory_to_vllm`."""
     if cfg.rollout.engine_name == "vllm":
         vllm.leave_memory_to_vllm()
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import logging
 import os
@@ -338,29 +339,31 @@ class Checkpoints:
     def _restore(self, step: int, abstract: Mapping[str, Any], shardings: Any) -> Restored:
         path = self.path(step)
         wanted = {name: _named(name, tree) for name, tree in abstract.items()}
-        extra = processes.from_first(lambda: self._checked(step, wanted))
+        extra, number = processes.from_first(lambda: self._checked(step, wanted))
+        stored = functools.partial(on_disk.stored_name, number=number)
         placed = None if shardings is None else {name: _named(name, shardings[name]) for name in abstract}
         state = {}
         for name, flat in wanted.items():
-            target = {key: _target(leaf, placed[name][key] if placed else None) for key, leaf in flat.items()}
+            target = {stored(key): _target(leaf, placed[name][key] if placed else None) for key, leaf in flat.items()}
             arrays = {key: jnp.zeros(t.shape, t.dtype, device=t.sharding) for key, t in target.items() if not t.size}
             with processes.together():
                 arrays |= self._read(path / "state" / name, {key: t for key, t in target.items() if t.size})
             structure = jax.tree.structure(abstract[name])
-            state[name] = jax.tree.unflatten(structure, [arrays[key] for key in flat])
+            state[name] = jax.tree.unflatten(structure, [arrays[stored(key)] for key in flat])
         return Restored(step=step, state=state, extra=extra)
 
-    def _checked(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """The JSON of a step that is whole and holds what is wanted. Raises as `restore` does."""
+    def _checked(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], int]:
+        """(the JSON, the format) of a step that is whole and holds what is wanted. Raises as `restore` does."""
         path = self.path(step)
         if not path.is_dir():
             raise UserError(f"{self.directory} has no step {step}; it has {self.steps() or 'none'}.")
         manifest = on_disk.read_manifest(path)
         for name, arrays in wanted.items():
-            _check_layout(path, name, manifest["arrays"], arrays)
+            stored = {on_disk.stored_name(key, manifest["format"]): x for key, x in arrays.items()}
+            _check_layout(path, name, manifest["arrays"], stored)
         needed = ("extra.json", *(f"state/{name}/" for name in wanted))
         on_disk.verify(path, {file: mark for file, mark in manifest["files"].items() if file.startswith(needed)})
-        return on_disk.load_json(path, "extra.json")
+        return on_disk.load_json(path, "extra.json"), manifest["format"]
 
     def _read(self, item: Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         if not target:

@@ -19,7 +19,8 @@ from qarl_jax.types import UserError
 log = logging.getLogger(__name__)
 
 DELETING = ".deleting-"
-FORMAT = 2
+FORMAT = 3
+"""2: a stack of layers was called a segment. 1: and a manifest had no sum of its own."""
 
 
 class DamagedCheckpointError(UserError):
@@ -27,6 +28,7 @@ class DamagedCheckpointError(UserError):
 
 
 def files(root: Path) -> Iterator[Path]:
+    """All files below a folder, sorted."""
     return (path for path in sorted(root.rglob("*")) if path.is_file())
 
 
@@ -40,6 +42,11 @@ def fingerprint(path: Path) -> list[int]:
 
 
 def verify(step: Path, files: Mapping[str, Sequence[int]], contents: bool = True) -> None:
+    """Compares a step's files with their `fingerprint`s, or, without `contents`, with their sizes alone.
+
+    Raises:
+      DamagedCheckpointError: one is missing or another.
+    """
     for name, (size, crc) in files.items():
         path = step / name
         if not path.is_file():
@@ -62,11 +69,16 @@ def is_sound(step: Path, contents: bool = True) -> bool:
 
 
 def checksum(manifest: Mapping[str, Any]) -> int:
+    """The manifest's own sum: CRC-32 of its JSON."""
     return zlib.crc32(json.dumps(manifest).encode())
 
 
 def read_manifest(step: Path) -> dict[str, Any]:
-    """The manifest, its own sum checked first: what an altered one says of model or format would mislead."""
+    """The manifest, its own sum checked first: what an altered one says of model or format would mislead.
+
+    Raises:
+      DamagedCheckpointError: it is missing or altered. UserError: a later version of this program wrote it.
+    """
     manifest = load_json(step, "manifest.json")
     damaged = DamagedCheckpointError(f"The checkpoint {step} is damaged: the contents of manifest.json have changed.")
     if not isinstance(manifest, dict):
@@ -78,12 +90,18 @@ def read_manifest(step: Path) -> dict[str, Any]:
         return manifest
     if crc != checksum(manifest):
         raise damaged
-    if manifest["format"] != FORMAT:
+    if manifest["format"] > FORMAT:
         raise UserError(f"{step} has checkpoint format {manifest['format']}; this version reads up to {FORMAT}.")
     return manifest
 
 
+def stored_name(name: str, number: int) -> str:
+    """What an array is called in a checkpoint of that format."""
+    return name if number >= 3 else name.replace("stacks.", "segments.")
+
+
 def load_json(step: Path, name: str) -> dict[str, Any]:
+    """A JSON file of a step; DamagedCheckpointError if it is missing or no JSON."""
     try:
         return json.loads((step / name).read_text())
     except FileNotFoundError:
@@ -93,6 +111,7 @@ def load_json(step: Path, name: str) -> dict[str, Any]:
 
 
 def write(path: Path, text: str) -> None:
+    """Writes a file that is on the disk when this returns."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
@@ -119,6 +138,7 @@ def delete(path: Path) -> None:
 
 
 def unused(path: Path) -> Path:
+    """The path, or, where something is there, the path with a number behind it."""
     for i in range(1_000_000):
         candidate = path if i == 0 else path.with_name(f"{path.name}-{i}")
         if not candidate.exists():
@@ -127,4 +147,5 @@ def unused(path: Path) -> Path:
 
 
 def first_line(error: BaseException) -> str:
+    """What an error says, for the middle of a sentence."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

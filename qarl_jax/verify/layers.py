@@ -115,10 +115,10 @@ def _split_layer(model: models.Transformer, number: int) -> tuple[Any, Any]:
     Raises:
       IndexError: there is no such block.
     """
-    for segment, stack in zip(model.config.segments, model.segments, strict=True):
-        if segment.start <= number < segment.start + segment.length:
-            structure, state = nnx.split(stack)
-            index = number - segment.start
+    for stack, layers in zip(model.config.stacks, model.stacks, strict=True):
+        if stack.start <= number < stack.start + stack.length:
+            structure, state = nnx.split(layers)
+            index = number - stack.start
             return structure, jax.tree.map(lambda x, index=index: x[index], state)
     raise IndexError(f"no layer {number}")
 
@@ -151,7 +151,7 @@ def block_names(config: models.ModelConfig) -> list[str]:
 
 
 def _is_moe(config: models.ModelConfig, layer: int) -> bool:
-    return any(s.is_moe and s.start <= layer < s.start + s.length for s in config.segments)
+    return any(s.is_moe and s.start <= layer < s.start + s.length for s in config.stacks)
 
 
 @functools.partial(jax.jit, static_argnames=("structure", "paths"))

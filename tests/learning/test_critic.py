@@ -246,7 +246,7 @@ def test_rows_micro_batches_and_devices_change_no_judgement_and_no_update(how):
         compared += b.size
     assert compared > 2 * sum(leaf.size for leaf in jax.tree.leaves(initial()[1]))
     if how == "mesh":
-        kernel = models.by_path(other.state.params["body"])["segments.0.mlp.up.kernel"]
+        kernel = models.by_path(other.state.params["body"])["stacks.0.mlp.up.kernel"]
         assert not kernel.sharding.is_fully_replicated
 
 

@@ -100,7 +100,7 @@ def test_file_dtypes_are_cast_exactly(tmp_path, dtype):
 def test_weights_load_straight_into_their_sharding(tmp_path):
     tensors = tiny_tensors()
     model = load_hf(write(tmp_path / "m", tensors=tensors), mesh=make_mesh(fsdp=4, tensor=2), scheme="w8a8")
-    kernel = model.segments[0].attn.q.kernel.get_value()
+    kernel = model.stacks[0].attn.q.kernel.get_value()
     assert kernel.sharding.spec == P(None, ("fsdp", "tensor"), None)
     assert kernel.addressable_shards[0].data.shape == (2, 2, 16)
     check_loaded(model, tensors)
@@ -151,7 +151,7 @@ def test_export_yields_qtensor_slices_in_layer_order(tmp_path):
     assert quantized == {name for name in names if "_proj.weight" in name}
     found = dict(items)["model.layers.1.mlp.experts.3.down_proj.weight"]
     assert found.shape == (64, 64)
-    np.testing.assert_array_equal(found.qvalue, by_path(qweights)["segments.1.moe.down.kernel"].qvalue[0, 3])
+    np.testing.assert_array_equal(found.qvalue, by_path(qweights)["stacks.1.moe.down.kernel"].qvalue[0, 3])
     assert dict(items)["model.norm.weight"].dtype == ml_dtypes.bfloat16
 
 
@@ -297,8 +297,8 @@ def test_a_group_that_does_not_divide_names_the_weight(tmp_path):
 def test_rules_choose_by_hugging_face_name_and_split_the_stack(tmp_path):
     rules = [{"match": r"layers\.0\.", "scheme": "bf16"}, {"match": "mlp", "scheme": "w4a16:g16"}]
     model = load_hf(write(tmp_path / "m"), scheme=rules)
-    assert [segment.length for segment in model.config.segments] == [1, 1]
-    assert set(by_path(split(model)[2])) == {f"segments.1.mlp.{name}.kernel" for name in ("gate", "up", "down")}
+    assert [stack.length for stack in model.config.stacks] == [1, 1]
+    assert set(by_path(split(model)[2])) == {f"stacks.1.mlp.{name}.kernel" for name in ("gate", "up", "down")}
     # The same masters under one scheme for all: the stack boundaries stay.
     graphdef, params, _ = split(model)
     other = with_scheme(graphdef, "w8a8")

@@ -26,9 +26,9 @@ def test_a_seed_means_the_same_masters_on_every_mesh_and_no_device_holds_more_th
     spread = models.by_path(models.random_masters(CONFIG, make_mesh(fsdp=2, expert=2), 3))
     for path, x in alone.items():
         np.testing.assert_array_equal(np.asarray(spread[path]), np.asarray(x), err_msg=path)
-    gate = spread["segments.1.moe.gate.kernel"]
+    gate = spread["stacks.1.moe.gate.kernel"]
     assert {shard.data.shape for shard in gate.addressable_shards} == {(1, 1, *gate.shape[2:])}
-    assert not np.array_equal(alone["segments.1.moe.gate.kernel"], alone["segments.1.moe.up.kernel"])
+    assert not np.array_equal(alone["stacks.1.moe.gate.kernel"], alone["stacks.1.moe.up.kernel"])
 
 
 def test_kernels_are_normal_norms_one_biases_zero_in_the_masters_dtype():

@@ -32,7 +32,7 @@ FREE = {"clip_norm": None, "weight_decay": 0.0}
     [
         ("layers.attn.q_proj.kernel", 3, "muon"),
         ("layers.mlp.gate_proj.kernel", 3, "muon"),
-        ("segments.0.moe.experts.down_proj", 4, "muon"),
+        ("stacks.0.moe.experts.down_proj", 4, "muon"),
         ("layers.attn.q_proj.bias", 2, "adamw"),  # stacked over layers, still a bias
         ("layers.attn.q_norm.scale", 2, "adamw"),  # stacked over layers, still a norm
         ("layers.input_layernorm.weight", 2, "adamw"),

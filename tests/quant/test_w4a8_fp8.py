@@ -261,7 +261,7 @@ def test_a_models_w4a8_layers_and_its_config_json_are_those_of_its_engine():
     for profile, kind in (("plain", "int"), ("cpu", "int"), ("cuda", "float")):
         config = tiny.model_config(hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=4, head_dim=32)
         config = dataclasses.replace(config, quant=Rules.uniform(w4a8.Config(128)), numerics=resolve(profile))
-        schemes = {config.scheme_of(f"segments.0.{own}.kernel") for own in ("attn.q", "mlp.down")}
+        schemes = {config.scheme_of(f"stacks.0.{own}.kernel") for own in ("attn.q", "mlp.down")}
         assert schemes == {CONFIG if kind == "float" else w4a8.Config(128)}
         section = vllm.engine_config(models.split(models.abstract_model(config))[0])["quantization_config"]
         (group,) = section["config_groups"].values()

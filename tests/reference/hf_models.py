@@ -184,10 +184,10 @@ def relative(found, wanted) -> float:
 
 def layer(model, index: int):
     """Layer `index` of a qarl_jax model, taken out of its stack."""
-    for segment, stack in zip(model.config.segments, model.segments, strict=True):
-        if segment.start <= index < segment.start + segment.length:
-            structure, state = nnx.split(stack)
-            own = index - segment.start
+    for stack, layers in zip(model.config.stacks, model.stacks, strict=True):
+        if stack.start <= index < stack.start + stack.length:
+            structure, state = nnx.split(layers)
+            own = index - stack.start
             return nnx.merge(structure, jax.tree.map(lambda x, own=own: x[own], state))
     raise IndexError(index)
 

@@ -202,8 +202,8 @@ def test_masters_of_quantized_weights_are_never_read(scheme):
     weights = policy(scheme)
     poisoned = jax.tree.map(lambda x: x, weights.params)
     for linear in ("q", "k", "v", "o"):
-        kernel = poisoned["segments"][0]["attn"][linear]["kernel"]
-        poisoned["segments"][0]["attn"][linear]["kernel"] = kernel.replace(jnp.full_like(kernel.get_value(), jnp.nan))
+        kernel = poisoned["stacks"][0]["attn"][linear]["kernel"]
+        poisoned["stacks"][0]["attn"][linear]["kernel"] = kernel.replace(jnp.full_like(kernel.get_value(), jnp.nan))
     groups, _ = sampled(weights, prompts(2))
     again, _ = sampled(dataclasses.replace(weights, params=poisoned), prompts(2))
     assert [c.tokens for (c,) in groups] == [c.tokens for (c,) in again]

@@ -296,6 +296,15 @@ def test_a_checkpoint_written_before_manifests_had_a_sum_is_read(checkpoints):
         checkpoints.restore({"x": jnp.float32(0)})
 
 
+def test_a_checkpoint_in_which_a_stack_of_layers_is_a_segment_is_read(checkpoints, monkeypatch):
+    arrays = {"stacks": [{"kernel": jnp.arange(3.0)}]}
+    monkeypatch.setattr(on_disk, "FORMAT", 2)
+    checkpoints.save(1, {"params": {"segments": arrays["stacks"]}})
+    monkeypatch.undo()
+    back = checkpoints.restore({"params": jax.tree.map(jnp.zeros_like, arrays)})
+    np.testing.assert_array_equal(back.state["params"]["stacks"][0]["kernel"], [0.0, 1.0, 2.0])
+
+
 def test_a_run_that_fell_back_saves_over_the_damaged_step_and_keeps_the_evidence(checkpoints):
     for step in (1, 2):
         checkpoints.save(step, {"x": jnp.arange(100.0)})

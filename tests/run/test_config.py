@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The config of a run: what it resolves to, and which settings are refused. How configs are read: test_schema.py."""
+"""The config of a run: what it resolves to, and which settings are refused. Reading: typed_config/test_load.py."""
 
 import glob
 import os

@@ -103,9 +103,9 @@ def test_every_kernel_is_sharded_on_its_outputs_alone_and_qtensors_lie_like_mast
     config = dataclasses.replace(DENSE, quant=parse_rules("w4a16:g32"))
     model = abstract_model(config)
     specs = {path: sharding.spec for path, sharding in by_path(param_shardings(split(model)[1], mesh)).items()}
-    assert specs["segments.0.attn.q.kernel"] == P(None, ("fsdp", "tensor"), None)
-    assert specs["segments.0.mlp.down.kernel"] == P(None, ("fsdp", "tensor"), None)
-    assert specs["segments.0.attn_norm.weight"] == P(None, None)
+    assert specs["stacks.0.attn.q.kernel"] == P(None, ("fsdp", "tensor"), None)
+    assert specs["stacks.0.mlp.down.kernel"] == P(None, ("fsdp", "tensor"), None)
+    assert specs["stacks.0.attn_norm.weight"] == P(None, None)
     assert specs["embed.kernel"] == P(None, None)  # 67 rows
     for path, qtensor in by_path(param_shardings(split(model)[2], mesh)).items():
         assert qtensor.qvalue.spec == specs[path], path

@@ -311,7 +311,7 @@ class VllmEngine:
         self._worker.forget()
 
     def _prove_whole(self, named: Mapping[str, Any]) -> None:
-        """The first load: may it, and the next ones, go module by module? See whole_modules.py."""
+        """The first load: may it, and the next ones, go module by module? See fast_load.py."""
         assert self._whole is not None
         sample = self._whole.sample(named)
         reason = self._compare_whole(named, sample)
@@ -336,7 +336,7 @@ class VllmEngine:
             return fast_load.prove(self._whole, named, sample)
 
     def open_device(self, manifest: messages.Manifest, memory: messages.DeviceMemory) -> Copy:
-        """A version in a buffer of the trainer's on this engine's GPU; see device.py."""
+        """A version in a buffer of the trainer's on this engine's GPU; see staged_gpu.py."""
         if not self.facts.device:
             raise BridgeError("this engine runs on a CPU", "unshared")
         if memory.device != self.facts.device:
@@ -347,14 +347,14 @@ class VllmEngine:
         return staged_gpu.open_version(manifest, memory)
 
     def forget_trainer(self) -> None:
-        """Unmap buffers of the trainer's on this engine's GPU that no version lies in; see device.py."""
+        """Unmap buffers of the trainer's on this engine's GPU that no version lies in; see staged_gpu.py."""
         if self.facts.device:
             from qarl_bridge.server import staged_gpu
 
             staged_gpu.forget_trainer()
 
     def receive(self, manifest: messages.Manifest, memory: messages.NcclMemory, check: Callable[[], None]) -> Copy:
-        """A version from another GPU, into memory of this engine's; see device.py."""
+        """A version from another GPU, into memory of this engine's; see staged_gpu.py."""
         if self._receiver is None:
             raise BridgeError("this engine runs on a CPU", "unshared")
 

@@ -443,7 +443,7 @@ class Error(_Message):
 
 
 class StatusReply(_Message):
-    """State of the machine in server.py; `met`: what the engine's scheduler did to requests so far, counted."""
+    """State of the machine in server/bridge.py; `met`: what the engine's scheduler did to requests so far, counted."""
 
     state: Name
     version: Version | None

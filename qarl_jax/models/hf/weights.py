@@ -50,12 +50,12 @@ def hf_names(config: ModelConfig) -> dict[str, np.ndarray]:
 def _names(config: ModelConfig) -> dict[str, np.ndarray]:
     out = {}
     for path in by_path(split(abstract_model(config))[1]):
-        if not path.startswith("segments."):
+        if not path.startswith("stacks."):
             out[path] = np.array(hf_template(path, config.architecture), dtype=object)
             continue
         _, number, own = path.split(".", 2)
-        template, segment = hf_template(own, config.architecture), config.segments[int(number)]
-        layers = range(segment.start, segment.start + segment.length)
+        template, stack = hf_template(own, config.architecture), config.stacks[int(number)]
+        layers = range(stack.start, stack.start + stack.length)
         if "{expert}" in template:
             assert config.moe is not None
             experts = range(config.moe.num_experts)
@@ -93,12 +93,12 @@ def checkpoint_order(config: ModelConfig) -> Iterator[list[Place]]:
             yield [Place(path, None, (str(names[path]),))]
 
     yield from top("embed.kernel")
-    for number, segment in enumerate(config.segments):
-        stacks = {path: own for path, own in names.items() if path.startswith(f"segments.{number}.")}
-        for layer in range(segment.length):
+    for number, stack in enumerate(config.stacks):
+        members = {path: own for path, own in names.items() if path.startswith(f"stacks.{number}.")}
+        for layer in range(stack.length):
             yield [
                 Place(path, layer, tuple(np.atleast_1d(own[layer]).tolist()), own.ndim > 1)
-                for path, own in stacks.items()
+                for path, own in members.items()
             ]
     yield from top("norm.weight")
     yield from top("head.kernel")
@@ -194,7 +194,7 @@ def load_hf(
       param_dtype: dtype of the masters; None: dtype.
       group_size: group size of a scheme whose name does not say it.
       engine: whose arithmetic the forward mirrors: "plain", "cpu", "cuda" or "auto" (`quant.resolve`).
-      attention: one of `config.ATTENTION`. remat: one of `config.REMAT`. splits: extra segment boundaries.
+      attention: one of `config.ATTENTION`. remat: one of `config.REMAT`. splits: extra stack boundaries.
       shards: of the engine that is mirrored (`Numerics.shards`).
 
     Raises:
