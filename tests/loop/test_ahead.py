@@ -20,8 +20,10 @@ from qarl_jax.observe.recorder import PhaseTimer
 from qarl_jax.rollout import SamplingConfig, dynamic_sampling
 from qarl_jax.rollout.asynchronous import Config, Schedule, SharedEngine
 from qarl_jax.rollout.dynamic_sampling import Collected
+from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.types import RolloutGroup, Turn, UserError
-from tests.reference import tiny
+from tests.reference import fleet_world, tiny
+from tests.reference.fleet_world import Bridge, weights
 from tests.reference.numbered import Source
 from tests.reference.rollouts import completion
 
@@ -183,6 +185,54 @@ def test_a_run_that_ends_early_leaves_no_thread():
     with pipeline(2, sampling_s=lambda: 0.01) as (engine, ahead):
         train_on(engine, ahead, range(2))
     assert not ahead._thread.is_alive()
+
+
+# ---- over a fleet ----------------------------------------------------------------------------------------------------
+
+
+def trained_over(folder, count, k, lockstep, kills=()):
+    """The batches of a run over `count` toy engines. Before a step's publish, `kills` bridges end as by a signal."""
+    folder.mkdir()
+    bridges = [Bridge(fleet_world.short_path(folder, f"s{number}")) for number in range(count)]
+    config = vllm.Config(
+        endpoints=tuple(bridge.address for bridge in bridges), key_file=fleet_world.key_file(folder), max_model_len=128,
+        max_num_seqs=8, start_timeout_s=60, request_timeout_s=30,
+    )  # fmt: skip
+    schedule = Schedule(k, lockstep, STEPS)
+    engine = SharedEngine(vllm.VllmEngine(config, run_id="run", incarnation=1), schedule)
+    stream = PromptStream(Source(20), seed=1, prompts_per_step=6)
+    ahead = Ahead(Batches(engine, stream), schedule, stream, timer=PhaseTimer(), behind=PhaseTimer())
+    out = []
+    try:
+        with contextlib.closing(ahead):
+            engine.publish(weights(0), 0)
+            for step in range(STEPS):
+                out.append(ahead.collect(step))
+                ahead.keep()
+                if step in kills:  # while others sample ahead
+                    bridges.pop().stop()
+                engine.publish(weights((step + 1) % 3), step + 1)
+    finally:
+        engine.close()
+        for bridge in bridges:
+            bridge.stop()
+    return out
+
+
+@pytest.mark.slow
+def test_a_fleet_that_samples_ahead_loses_two_engines_and_not_a_bit(tmp_path):
+    one = trained_over(tmp_path / "a", 1, 2, True)
+    three = trained_over(tmp_path / "b", 3, 2, True, kills=(2, 6))
+    for step, (batch, other) in enumerate(zip(one, three, strict=True)):
+        assert set(versions(batch)) == {max(0, step - 2)}
+        assert described(batch) == described(other)
+
+
+@pytest.mark.slow
+def test_a_fleet_that_samples_by_the_clock_keeps_the_bound(tmp_path):
+    for step, batch in enumerate(trained_over(tmp_path / "a", 3, 1, False, kills=(3,))):
+        assert len(batch.groups) == 6
+        assert step - 1 <= min(versions(batch)) <= max(versions(batch)) <= step
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
