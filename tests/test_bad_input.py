@@ -288,6 +288,7 @@ MODEL_CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MODEL_CASES)
 def test_a_broken_model_folder_is_told_by_file(world, refused, case):
     spoil, expected = MODEL_CASES[case]
@@ -483,6 +484,7 @@ def test_a_taken_port_is_told_by_the_bridge(world, tmp_path):
 # ---- the real command ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_itself_exits_with_2_and_prints_one_line(world):
     command = [sys.executable, "-m", "qarl_jax.train", *world.command("train.stps=3")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

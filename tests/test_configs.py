@@ -117,6 +117,7 @@ def world(compiled_programs, tmp_path_factory):
 # ---- the papers' comparison ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS + QURL)
 def test_every_model_has_every_run_in_a_folder_of_its_own(model):
     runs = QURL_RUNS if model in QURL else RUNS

@@ -123,6 +123,7 @@ def test_one_layer_of_the_live_engine_is_published_read_back_and_compared(tmp_pa
     assert layers.found.startswith("4 modules")
 
 
+@pytest.mark.slow
 def test_a_promise_that_breaks_on_the_live_engine_fails_with_the_layer(vllm_config, monkeypatch):
     def publish(self, weights, version):
         assert models.config_of(weights.graphdef).num_layers == 1

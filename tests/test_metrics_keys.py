@@ -78,6 +78,7 @@ def test_a_token_level_objective_reports_it_too(world):
     check(recorder.read_lines(changed.run_dir / "metrics.jsonl"), "grpo")
 
 
+@pytest.mark.slow
 def test_rollouts_of_other_lengths_compile_nothing_after_the_first_step(tbpo):
     lines = recorder.read_lines(tbpo.run_dir / "metrics.jsonl")
     assert lines[0]["response/tokens"] != lines[1]["response/tokens"]
@@ -89,6 +90,7 @@ def test_the_resolved_config_lies_beside_the_metrics_and_starts_the_same_run(tbp
     assert config.load(tbpo.run_dir / "config.yaml") == tbpo.config
 
 
+@pytest.mark.slow
 def test_a_start_prints_every_derived_number(tbpo, capsys):
     capsys.readouterr()
     assert train.main(tbpo.command()) == 0  # nothing left to do

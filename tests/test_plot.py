@@ -35,6 +35,7 @@ def titles(fig):
     return [axes.get_title() for axes in fig.axes]
 
 
+@pytest.mark.slow
 def test_two_runs_make_one_png_with_a_panel_for_each_metric_they_have(tmp_path, capsys):
     runs = [str(write_run(tmp_path / name, seed=i)) for i, name in enumerate(("tbpo", "grpo"))]
     assert plot.main([*runs, "--out", str(tmp_path / "figures")]) == 0
@@ -201,6 +202,7 @@ def test_histograms_of_the_last_steps_are_summed(tmp_path):
     assert plot.load_histograms(tmp_path / "none") == {}
 
 
+@pytest.mark.slow
 def test_the_ratio_figure_draws_each_run_once_per_panel(tmp_path):
     counts = {"a": {"ratio_pos": [0] * 40 + [5, 5] + [0] * 40, "ratio_neg": [0] * 82}, "b": {}}
     fig = plot.ratio_figure(counts)
@@ -228,6 +230,7 @@ def test_tokens_are_those_of_the_last_steps_and_what_is_not_finite_is_left_out(t
     assert plot.load_tokens(tmp_path / "none") == {}
 
 
+@pytest.mark.slow
 def test_a_run_with_tokens_gets_the_papers_two_figures(tmp_path, capsys):
     run = write_run(tmp_path / "a")
     rng = np.random.default_rng(0)

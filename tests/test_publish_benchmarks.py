@@ -38,6 +38,7 @@ def test_gpu_linears_compares_enough_cases_and_refuses_a_cpu(capsys):
     assert "GPU" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_learners_half_of_gpu_linears_runs_here():
     gpu = load("gpu_linears")
     for scheme in gpu.PROMISED:

@@ -79,6 +79,7 @@ def test_the_likelihood_of_the_answers_rises(trained):
     assert losses[-1] < 0.6 * losses[0]
 
 
+@pytest.mark.slow
 def test_the_result_is_a_model_folder_with_tokenizer_and_receipt(trained):
     out, _ = trained
     model = models.load_hf(out, dtype="float32")

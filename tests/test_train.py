@@ -60,6 +60,7 @@ def test_every_step_has_one_line_with_the_promised_keys(run):
     assert [line["rollout/version"] for line in lines] == [0, 1]  # step n samples from version n
 
 
+@pytest.mark.slow
 def test_sampler_and_learner_are_the_same_policy(run):
     for line in run.records():
         assert line["mismatch/max_abs"] < 1e-5
@@ -115,6 +116,7 @@ def test_run_json_holds_the_resolved_config_and_the_facts(run):
     assert start["versions"]["jax"]
 
 
+@pytest.mark.slow
 def test_a_finished_run_started_again_does_nothing(run):
     before = (run.run_dir / "metrics.jsonl").read_bytes()
     assert train.main(run.command()) == 0

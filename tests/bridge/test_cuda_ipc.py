@@ -153,6 +153,7 @@ def test_two_buffers_are_mapped_once_and_let_go_with_their_trainer():
 # ---- the learner's side ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3,), (5, 7), (2, 3, 4096), (2, 1, 0), (2, 6000)])
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "int32", "float32", "float8_e4m3fn"])
 def test_jax_computes_the_hosts_fingerprints(shape, dtype):

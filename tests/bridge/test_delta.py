@@ -33,6 +33,7 @@ def applied(data, old):
     return out
 
 
+@pytest.mark.slow
 @given(st.integers(0, 3000), st.sampled_from([0.0, 1e-3, 0.01, 0.1, 0.5, 1.0]), st.integers(0, 2**32 - 1))
 def test_changes_applied_to_the_old_bytes_are_the_new_bytes(size, share, seed):
     rng = np.random.default_rng(seed)

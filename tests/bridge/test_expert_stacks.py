@@ -25,6 +25,7 @@ def test_published_stacks_are_the_checkpoints_tensors(scheme):
     assert {expert_stacks.name_of(name) for name in checkpoint} == published.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16:g32"])
 def test_a_folder_with_a_checkpoint_expects_what_is_published(scheme):
     weights = policy(scheme, moe=True)

@@ -49,6 +49,7 @@ class TestEveryScheme:
         assert same_bytes(back[0], qvalue)
         assert same_bytes(back[1], scale)
 
+    @pytest.mark.slow
     def test_packing_copies_nothing(self, config):
         qvalue, scale, _ = arrays(config)
         tensors = list(formats.pack(NAME, qvalue, scale, str(config)).values())

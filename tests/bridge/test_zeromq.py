@@ -265,6 +265,7 @@ def test_over_tcp_tensors_cross_the_network_encrypted(tmp_path):
         assert b"q_proj" not in seen
 
 
+@pytest.mark.slow
 def test_over_tcp_a_host_that_vanishes_is_noticed_by_both_ends(monkeypatch):
     monkeypatch.setattr(zeromq, "_HEARTBEAT_MS", 200)
     monkeypatch.setattr(zeromq, "_HEARTBEAT_TIMEOUT_MS", 2500)  # a busy machine's silence is no death either

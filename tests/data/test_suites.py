@@ -169,6 +169,7 @@ def test_every_suite_is_tried_below():
     assert set(ROWS) | {"gsm8k", "gsm8k_clean"} == set(suites.SUITES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_a_suite_reads_its_public_layout_and_tells_right_from_wrong(name, tmp_path):
     row, holds, answer = ROWS[name]
@@ -211,6 +212,7 @@ def test_choices_whose_row_marks_the_right_one_by_its_place_are_put_in_an_order_
         assert f"{letter}. a" in text
 
 
+@pytest.mark.slow
 def test_math_grading_takes_the_last_box(tmp_path):
     cfg = load("math500", questions(tmp_path, [{"problem": "x?", "answer": "42"}]))
     (asked,) = build.eval_prompts(cfg, EchoTokenizer())

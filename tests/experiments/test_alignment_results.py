@@ -394,6 +394,7 @@ def test_figures_and_text_are_written(tmp_path):
     assert [file.read_bytes() for file in figures.make(path, tmp_path / "docs")] == before
 
 
+@pytest.mark.slow
 def test_the_committed_text_is_that_of_the_committed_results():
     path = arms.HERE / "results.tar.xz"
     for page, text in report.pages(results.load(path)).items():

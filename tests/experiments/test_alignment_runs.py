@@ -315,11 +315,13 @@ def test_everything_goes_on_where_it_stopped_stage_by_stage(toy):
     assert "tested" in run.listing(toy).splitlines()[0]
 
 
+@pytest.mark.slow
 def test_an_unfinished_stage_is_not_followed_by_the_next(toy):
     assert not run.everything(toy, 4, Budget(None))
     assert not list((toy.work / "runs").glob("*/*/seed1"))
 
 
+@pytest.mark.slow
 def test_some_runs_are_named_by_patterns_and_run_in_their_order(toy):
     chosen = dataclasses.replace(toy, patterns=("w2a16_*/4_*/seed0", "*/2_*/seed1", "*/seed1"))
     (stage,) = chosen.stages
@@ -341,6 +343,7 @@ DIVERGENCE = (
 )
 
 
+@pytest.mark.slow
 def test_a_diverged_arm_has_ended_is_tested_and_blocks_nothing(toy):
     stage = arms.stages(toy.scale)[0]
     run.train(toy, stage, 4, Budget(None))

@@ -130,6 +130,7 @@ def test_a_kernel_gives_the_numbers_of_xla(interpreted, monkeypatch, kind, momen
             assert all(a.tobytes() == b.tobytes() for a, b in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", ["int8", "bfloat16"])
 def test_what_is_not_elementwise_or_not_on_hopper_is_left_to_xla(interpreted, monkeypatch, moments):
     cfg = AdamW(lr=0.02, moment_dtype=moments, second_moment_dtype=moments)

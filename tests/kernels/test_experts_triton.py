@@ -81,6 +81,7 @@ def test_each_row_is_multiplied_with_its_groups_weight(case, dtype):
     check_product(*case, dtype, tile=SMALL, interpret=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_weights_gradient_sums_over_a_groups_rows_alone(case):
     check_gradient(*case, tile=SMALL, interpret=True)

@@ -109,6 +109,7 @@ def test_the_largest_sums_do_not_overflow():
     assert np.all(np.asarray(y, np.float32) == 2.0**14 * k)
 
 
+@pytest.mark.slow
 def test_only_a_dense_layer_for_cuda_takes_the_kernels(monkeypatch):
     monkeypatch.setattr(products, "serves", lambda *_: True)
     text = lowered("cuda")

@@ -137,6 +137,7 @@ def hopper(monkeypatch, devices=1):
     monkeypatch.setattr(jax, "device_count", lambda: devices)
 
 
+@pytest.mark.slow
 def test_a_dense_layer_on_a_hopper_gpu_takes_the_kernel_where_it_is_chosen(monkeypatch):
     assert "mosaic_gpu" not in lowered("cuda")  # this process has none
     hopper(monkeypatch)

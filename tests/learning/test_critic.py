@@ -322,6 +322,7 @@ def test_the_gradient_is_that_of_the_plain_loss_of_each_response():
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(), err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 def test_the_clip_holds_values_near_the_old_ones():
     """Values that have moved further than the clip from where the step began pull no more."""
     rows, critic = packed(), make(head=True)
@@ -460,6 +461,7 @@ def test_a_critic_that_diverges_stops_the_run_and_names_the_step(world, capsys):
     assert "step 0, update 2 of 2: the critic's gradient is not finite" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_critic_may_start_from_a_folder_of_its_own_but_not_of_another_vocabulary(world, tmp_path):
     other = tiny.model_folder(tmp_path / "other", hidden=32, seed=1)
     cfg = world.changed(critic={"path": str(other)}).config

@@ -167,6 +167,7 @@ def test_packing_changes_no_gradient():
     assert_close(found, whole("tbpo")[0], 1e-5)
 
 
+@pytest.mark.slow
 def test_the_order_of_rows_changes_no_gradient():
     rows = packed()
     order = np.random.default_rng(1).permutation(ROWS)
@@ -376,6 +377,7 @@ def again(host, shardings):
     return jax.tree.map(lambda x, where: jax.device_put(jnp.array(x, copy=True), where), host, shardings)
 
 
+@pytest.mark.slow
 def test_a_zero_gradient_leaves_the_whole_state_as_it_is(moved):
     made, host, where = moved
     state, metrics = made.apply_update(again(host, where), made.zero_grads(again(host, where)))

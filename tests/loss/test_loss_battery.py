@@ -35,6 +35,7 @@ def assert_same_gradient(found, wanted, rtol=1e-5):
     np.testing.assert_array_equal(found == 0, wanted == 0)  # who is kept and who is dropped does not depend on it
 
 
+@pytest.mark.slow
 def test_defaults_give_a_float32_mean_and_typed_metrics(name):
     value, grad, mean, metrics = value_and_grad(get_loss(name), inputs(make_batch()))
     assert isinstance(mean, Mean)

@@ -62,6 +62,7 @@ def test_objective_and_correction_agree_with_reference(name, mismatch):
     assert float(metrics["mismatch/tok_rejected"].total) == (weight == 0).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=lambda v: str(v))
 def test_options_agree_with_reference(name, options):
     assert_agrees(name, options, make_batch(seed=1), rtol=1e-5)

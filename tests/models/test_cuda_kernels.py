@@ -107,6 +107,7 @@ def test_silu_is_rounded_before_it_is_multiplied(recorded):
     assert share(quant.resolve("plain")) < 0.8
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_divided_silu_is_that_of_silu():
     x = jnp.linspace(-9, 9, 99)
     mine = jax.grad(lambda x: layers.silu_and_mul(x, jnp.cos(x), CUDA).sum())(x)
@@ -176,6 +177,7 @@ def prompt(recorded):
     return q, recorded["flash_128_300_k"], recorded["flash_128_300_v"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "keys"), [(128, 300), (64, 300), (64, 512)])
 def test_a_decoded_token_attends_as_flash_attention_3(recorded, head_dim, keys, monkeypatch):
     # Recorded before the bridge kept heads of up to 64 at blocks of 128: the kernel took 192 for a single query.

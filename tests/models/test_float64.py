@@ -41,6 +41,7 @@ def softmax_attention(q, k, v):
     return np.einsum("nts,snh->tnh", p / p.sum(-1, keepdims=True), v)
 
 
+@pytest.mark.slow
 def test_attention_is_softmax_attention_rounded_once_in_any_packing():
     q, k, v = normal(2, 1, 90, 4, 64), normal(3, 1, 90, 2, 64), normal(4, 1, 90, 2, 64)
     run = jax.jit(functools.partial(attention, numerics=CPU))
@@ -94,6 +95,7 @@ def test_float64_changes_no_gradient():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_are_those_of_float64_sums_in_any_chunks(temperature):
     hidden, head = normal(6, 2, 33, 64), normal(7, 500, 64)
@@ -115,6 +117,7 @@ def test_log_probs_are_those_of_float64_sums_in_any_chunks(temperature):
     np.testing.assert_allclose(wide(mine), wide(plain), rtol=2**-6, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_log_probs_of_all_but_certain_tokens_keep_every_digit():
     """A sum of exponentials that holds a 1 forgets what the logarithm is of: the order of the sum would show."""
     vocab = 3000

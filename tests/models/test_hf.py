@@ -99,6 +99,7 @@ def test_file_dtypes_are_cast_exactly(tmp_path, dtype):
     check_loaded(model, {name: x.astype(np.float32) for name, x in tensors.items()})
 
 
+@pytest.mark.slow
 def test_weights_load_straight_into_their_sharding(tmp_path):
     tensors = tiny_tensors()
     model = load_hf(write(tmp_path / "m", tensors=tensors), mesh=make_mesh(fsdp=4, tensor=2), scheme="w8a8")

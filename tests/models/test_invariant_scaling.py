@@ -85,6 +85,7 @@ def test_every_map_behind_a_norm_is_scaled_and_nothing_else(family):
         assert value.dtype == before[path].dtype
 
 
+@pytest.mark.slow
 def test_a_router_left_unscaled_would_be_noticed():
     graphdef, params = random_model("qwen3_moe")
     scaled = invariant_scaling.invariant_scaling(params, 1.5)
@@ -129,6 +130,7 @@ def test_a_fixed_step_moves_scaled_weights_further():
     assert float(further / plain) == pytest.approx(1.5**2, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16:g32"])
 def test_quantization_error_is_that_of_all_codes_together(scheme):
     graphdef, params = random_model("qwen3")

@@ -88,6 +88,7 @@ def test_attention_block_equals_transformers(pair, x):
     assert relative(found, wanted) < TOL
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_every_mlp_equals_transformers(pair, x):
     reference, model = pair

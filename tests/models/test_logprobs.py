@@ -113,6 +113,7 @@ def test_logprob_at_t_scores_token_t_from_the_state_before_it():
     np.testing.assert_allclose(entropy[0, :2], [0.0, np.log(V)], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_first_token_of_each_segment_and_padding_score_zero():
     want = np.zeros((B, T), bool)
     for b, t in np.ndindex(B, T):
@@ -278,6 +279,7 @@ def test_what_precedes_a_token_is_found_one_position_before_it_in_its_own_segmen
     assert float(gradient) == 1 + 2 + 4
 
 
+@pytest.mark.slow
 def test_log_probs_by_the_contract_are_float64s_rounded_once_and_the_same_in_every_order():
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.standard_normal((2, 40, 16)), jnp.bfloat16)

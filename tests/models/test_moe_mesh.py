@@ -97,6 +97,7 @@ def test_no_bit_depends_on_how_tokens_and_experts_are_spread(scheme, mesh):
     np.testing.assert_array_equal(on_mesh(forward, MESHES[mesh], *state, x, None), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", SPREAD[:1])
 def test_nor_does_a_float32_output_but_for_its_last_bits(mesh):
     """Which a CPU's vectors decide: without AVX the end of a row of numbers is computed otherwise than its middle."""

@@ -31,6 +31,7 @@ def test_a_seed_means_the_same_masters_on_every_mesh_and_no_device_holds_more_th
     assert not np.array_equal(alone["stacks.1.moe.gate.kernel"], alone["stacks.1.moe.up.kernel"])
 
 
+@pytest.mark.slow
 def test_kernels_are_normal_norms_one_biases_zero_in_the_masters_dtype():
     config = dataclasses.replace(CONFIG, param_dtype=jnp.dtype("bfloat16"), qkv_bias=True)
     for path, x in models.by_path(models.random_masters(config, make_mesh(), 0)).items():

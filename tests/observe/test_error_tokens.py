@@ -59,6 +59,7 @@ def test_planted_tokens_are_counted_by_who_was_surprised_and_by_sign():
     assert got["error/tok_hidden_pos"] == 0
 
 
+@pytest.mark.slow
 def test_only_three_low_tokens_within_eight_positions_make_a_cluster():
     got = values(error_tokens.token_metrics(planted()))
     assert got["error/cluster_tok_learner"] == pytest.approx(3 / 30)
@@ -103,6 +104,7 @@ def by_hand(low, ids, window, least):
     return out
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), window=st.sampled_from([1, 2, 3, 8]), least=st.integers(1, 4))
 def test_clusters_are_those_of_every_window_written_out(data, window, least):
@@ -113,6 +115,7 @@ def test_clusters_are_those_of_every_window_written_out(data, window, least):
     np.testing.assert_array_equal(got, by_hand(low, ids, window, least))
 
 
+@pytest.mark.slow
 def test_a_cluster_does_not_reach_into_the_neighbouring_response():
     ids = np.array([[1, 1, 1, 2, 2, 2]], np.int32)
     low = np.array([[False, True, True, True, False, False]])

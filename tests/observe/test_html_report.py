@@ -298,6 +298,7 @@ def choose(field, value):
     )
 
 
+@pytest.mark.slow
 @browser
 def test_the_page_opens_renders_every_token_and_logs_nothing(run, tmp_path):
     dom, console = browse(page_of(run), tmp_path, "--dump-dom")
@@ -314,6 +315,7 @@ def test_the_page_opens_renders_every_token_and_logs_nothing(run, tmp_path):
     assert "planted" in browse(page_of(run), tmp_path, "--dump-dom", script="throw Error('planted')")[1][0]
 
 
+@pytest.mark.slow
 @browser
 def test_the_shading_switch_filters_and_the_panel_work(run, tmp_path):
     page = page_of(run)
@@ -345,6 +347,7 @@ def test_the_shading_switch_filters_and_the_panel_work(run, tmp_path):
     assert len({str(value) for value in seen.values()}) == 3
 
 
+@pytest.mark.slow
 @browser
 @pytest.mark.parametrize(("scheme", "background"), [(0, (22, 23, 26)), (1, (255, 255, 255))], ids=["dark", "light"])
 def test_a_screenshot_has_the_colours_of_the_legend_in_light_and_dark(run, tmp_path, scheme, background):

@@ -39,6 +39,7 @@ def smallest_level(grid):
     return 2.0**-grid.octaves
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 700])
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
 def test_a_byte_per_element_and_a_float32_scale_per_block_the_last_one_short(grid, size):
@@ -73,6 +74,7 @@ def test_a_logarithmic_code_is_off_by_a_share_of_its_element_at_most(grid, seed)
     assert (np.sign(found) == np.sign(x))[inside].all()
 
 
+@pytest.mark.slow
 def test_the_first_moments_grid_has_a_zero_and_the_second_moments_has_none():
     x = np.full((1, BLOCK), 1e-12, np.float32)
     x[0, 0] = 1.0
@@ -96,6 +98,7 @@ def test_every_level_is_its_own_code(grid):
     np.testing.assert_array_equal(again.scale, blocks.scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", LOGARITHMIC.values(), ids=LOGARITHMIC)
 def test_stochastic_rounding_to_levels_is_right_on_average(grid):
     x = of(grid, 3, 2, BLOCK)

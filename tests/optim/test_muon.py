@@ -138,6 +138,7 @@ def test_newton_schulz_temporaries_are_one_copy_of_the_stack_and_a_few_matrices(
     assert temporaries(32) <= (32 + 8) * matrix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_on_a_mesh_each_device_walks_its_own_experts_and_no_bit_changes(dtype):
     grads = {"experts": jnp.asarray(normal(3, 2, 4, 24, 40))}

@@ -366,6 +366,7 @@ def test_expert_dot_is_dot_per_expert_in_value_and_gradient(config, profile):
     assert not np.asarray(got_dw)[1].any()  # an expert nobody chose
 
 
+@pytest.mark.slow
 def test_int8_experts_on_cuda_are_dense_layers():
     x, w, _ = data(18)
     x, w = jnp.asarray(x, jnp.bfloat16), jnp.stack([jnp.asarray(w), -2 * jnp.asarray(w)])
@@ -378,6 +379,7 @@ def test_int8_experts_on_cuda_are_dense_layers():
         np.testing.assert_array_equal(np.asarray(got[rows], np.float32), np.asarray(want, np.float32))
 
 
+@pytest.mark.slow
 def test_rows_beyond_the_last_group_give_zeros_and_no_gradient():
     x, w, _ = data(16)
     w = jnp.stack([jnp.asarray(w)] * 2)
@@ -446,6 +448,7 @@ def test_bf16_products_on_cpu_are_full_float32_products():
     assert "HIGHEST" in dot
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
 def test_gradients_lower_for_every_accelerator_from_a_cpu_host(platform, config):
@@ -465,6 +468,7 @@ def test_gradients_lower_for_every_accelerator_from_a_cpu_host(platform, config)
 # ---- tensor-parallel engines -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=named)
 def test_two_shards_scale_and_round_their_own_halves_of_a_layers_inputs(config):
     x, w, b = data()

@@ -75,6 +75,7 @@ def aqt_rows(x):
     return qt.qvalue, qt.scale[0]
 
 
+@pytest.mark.slow
 def test_activation_grid_is_aqts_absmax_127_grid_up_to_its_division():
     """AQT multiplies by 1 / scale with XLA's division: the scales may be an ulp apart, and a code on a tie may flip."""
     x = jnp.asarray(np.random.default_rng(1).normal(size=(500, 256)), jnp.float32)

@@ -52,6 +52,7 @@ def test_a_bad_rule_is_named_by_its_number(rule, says):
     assert says in str(error.value)
 
 
+@pytest.mark.slow
 def test_quantize_tree_quantizes_what_the_rules_say_under_jit():
     params = {
         path: jnp.asarray(np.random.default_rng(i).normal(size=(16, 64)), jnp.float32)

@@ -115,6 +115,7 @@ class TestContract:
         for i in np.ndindex(2, 3):
             assert_same_bytes(jax.tree.map(lambda x: x[i], stacked), quant.quantize(w[i], config))  # noqa: B023
 
+    @pytest.mark.slow
     def test_rows_are_independent_of_each_other(self, config):
         w = weight(128, 256)
         other = w.copy()

@@ -51,6 +51,7 @@ KINDS = ["gaussian", "heavy", "sparse", "tiny"]
 # ---- the grid ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_and_scales_equal_the_numpy_formula_and_the_weight_is_what_the_kernel_multiplies_with(kind):
     w = weight(kind)
@@ -63,6 +64,7 @@ def test_codes_and_scales_equal_the_numpy_formula_and_the_weight_is_what_the_ker
     np.testing.assert_array_equal(formats.dequantize(np.asarray(qt.qvalue), scale, str(CONFIG)), channel * table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["divide", "reciprocal", "one ulp up", "one ulp down"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_engines_factoring_gives_back_the_factors_the_scales_were_made_of(kind, way):
@@ -94,6 +96,7 @@ def test_above_the_engines_floor_scales_are_the_product_of_their_factors_and_wei
     np.testing.assert_array_equal(value, ref.bf(value))
 
 
+@pytest.mark.slow
 def test_every_largest_scale_there_can_be_is_divided_exactly():
     """448 c for every c of 4 significant bits, over bfloat16's range above the floor."""
     c = (np.arange(8, 16)[:, None] * 2.0 ** np.arange(-20, 90)[None, :]).astype(np.float32).reshape(-1)
@@ -115,6 +118,7 @@ def test_each_code_is_the_nearest_of_the_levels():
     np.testing.assert_allclose(got, best, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_grid_costs_one_percent_more_error_than_w4a16_and_less_than_letting_the_engine_regrid_its_scales():
     w = (0.02 * np.random.default_rng(0).standard_normal((128, 4096))).astype(np.float32)
 
@@ -226,6 +230,7 @@ def test_on_a_gpu_the_product_is_one_of_two_float8_operands():
     assert "-> tensor<32x256xf32>" in product
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_dequantized_operands():
     x, w = jnp.asarray(activations()), jnp.asarray(weight())
     qt = quant.quantize(w, CONFIG)
@@ -257,6 +262,7 @@ def test_w4a8_means_fp8_activations_on_cuda_alone():
     assert Rules.parse([{"match": "x", "scheme": "w4a8_fp8"}]).scheme_for("x") == CONFIG
 
 
+@pytest.mark.slow
 def test_a_models_w4a8_layers_and_its_config_json_are_those_of_its_engine():
     for profile, kind in (("plain", "int"), ("cpu", "int"), ("cuda", "float")):
         config = tiny.model_config(hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=4, head_dim=32)

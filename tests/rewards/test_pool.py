@@ -69,6 +69,7 @@ def test_scores_come_back_in_order(make_pool):
     assert pool.map([]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["hang", "spin", "die", "half"])
 def test_a_bad_task_gets_none_and_harms_no_other(make_pool, trouble):
     pool = make_pool(timeout_s=2.0)

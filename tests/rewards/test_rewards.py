@@ -195,6 +195,7 @@ def gym_entry():
     return gym.create_dataset("chain_sum", seed=ORIGIN["seed"], size=ORIGIN["size"], **config)[ORIGIN["index"]]
 
 
+@pytest.mark.slow
 def test_the_gym_scorer_sees_its_own_task_and_only_a_full_score_counts(gym_entry):
     answer = gym_entry["answer"]
     texts = [answer, f"I think\n{answer}", f"<answer>{answer}</answer>", f"{answer} or so", str(int(answer) + 1)]
@@ -257,6 +258,7 @@ def bad_reward():
         yield reward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

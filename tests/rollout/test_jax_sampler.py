@@ -78,6 +78,7 @@ def sampled(weights, requests, *, config=SMALL, num_samples=1, key=0, **sampling
 # ---- the distribution -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_draw_inverts_the_distribution_function():
     rng = np.random.default_rng(0)
     logits = (3 * rng.normal(size=VOCAB)).astype(np.float32)
@@ -96,6 +97,7 @@ def test_draw_inverts_the_distribution_function():
     np.testing.assert_allclose(logprobs, logp[tokens], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_draw_frequencies_follow_the_temperature():
     logits = jnp.asarray([[0.0, 1.0, 2.0, -jnp.inf, 0.5]])
     n = 20000
@@ -122,6 +124,7 @@ def test_masked_entries_are_never_drawn(uniform):
     assert float(logprobs[1]) == 0.0
 
 
+@pytest.mark.slow
 def test_top_k_then_top_p_mask_and_renormalize():
     p = np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32)
     logits = jnp.asarray(np.log(p))[None, [3, 0, 4, 2, 1]]  # any order
@@ -286,6 +289,7 @@ def test_programs_are_few_and_nothing_recompiles_once_the_shapes_are_known():
     assert engine.compiled_programs <= 10
 
 
+@pytest.mark.slow
 def test_repeated_prompts_get_different_completions():
     request = prompts(1)[0]
     groups, _ = sampled(policy("w4a16"), [request, request], num_samples=2)

@@ -107,6 +107,7 @@ def test_a_longer_limit_only_appends(served):
         assert b.tokens[:4] == a.tokens
 
 
+@pytest.mark.slow
 def test_completions_carry_the_version_they_were_drawn_under(served):
     for version in (1, 2, 7):
         metrics = served.publish(policy("w8a8", seed=version), version)

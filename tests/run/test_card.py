@@ -175,6 +175,7 @@ raise SystemExit(xla_bridge.backends_are_initialized())
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_int4_layers_are_counted_as_multiplied_and_packed_is_chosen_where_only_that_fits(run):
     w4a16 = ("quant.forward=w4a16", "rollout.engine.memory=auto", "model.remat=full")
     settled, roomy = card.settle(run(*w4a16), H200)

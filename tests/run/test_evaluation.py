@@ -236,6 +236,7 @@ def test_the_bridge_can_be_the_engine(run, capsys):
     assert found["eval/prompts"] == 4
 
 
+@pytest.mark.slow
 def test_a_reader_gets_a_table(run, capsys):
     capsys.readouterr()
     assert evaluation.main(["--checkpoint", str(run.run_dir)]) == 0
@@ -245,6 +246,7 @@ def test_a_reader_gets_a_table(run, capsys):
     assert "maj@4" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

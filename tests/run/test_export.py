@@ -58,6 +58,7 @@ def low_bit_folder(run, tmp_path_factory):
 # ---- hf ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_was_noted_of_the_base_models_weights_is_not_exported(hf_folder, low_bit_folder):
     for folder in (hf_folder, low_bit_folder):
         assert (folder / "tokenizer.json").is_file()
@@ -101,6 +102,7 @@ def test_transformers_computes_the_same_logits_from_an_hf_export(hf_folder):
     assert data.load_tokenizer(hf_folder)("3+4=")["input_ids"] == [6, 13, 7, 14]
 
 
+@pytest.mark.slow
 def test_quantizing_an_hf_export_gives_the_qtensors_of_the_run(trained, hf_folder):
     learner, params = trained
     again = models.split(models.load_hf(hf_folder, dtype="float32", scheme="w4a16:g32"))[2]
@@ -198,6 +200,7 @@ def test_what_cannot_be_exported_is_told_in_one_sentence_and_leaves_nothing(run,
 # ---- evaluate ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_evaluating_a_checkpoint_repeats_the_runs_own_evaluation(run, capsys):
     first, last = run.records("eval")
     assert first["eval/reward/mean"] != last["eval/reward/mean"]

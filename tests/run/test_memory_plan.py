@@ -181,6 +181,7 @@ RECORDED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: "-".join(str(case[key]) for key in NAMES))
 def test_the_plan_is_within_a_tenth_of_what_the_compiler_allocates(case):
     """For one or two H200, compiled ahead of time by `python -m benchmarks.memory`; the plan is made here and now."""
@@ -206,6 +207,7 @@ def test_the_plan_makes_no_array_and_reads_no_weights(world, monkeypatch):
         assert part in text
 
 
+@pytest.mark.slow
 def test_one_device_of_a_mesh_holds_its_shards(world):
     mesh = sharding.make_mesh(fsdp=2, tensor=4)
     cfg = world.changed(mesh={"fsdp": 2, "tensor": 4}, train={"micro_batch_rows": 4}).config

@@ -37,6 +37,7 @@ def test_one_changed_weight_or_one_changed_token_is_found(scheme):
     assert np.argwhere(gate.unequal(weights, sampled)).tolist() == [[1, 20]]
 
 
+@pytest.mark.slow
 def test_the_control_changes_one_code_and_a_move_changes_many():
     weights = ladder.load(TINY, "w8a8", "plain")
 
