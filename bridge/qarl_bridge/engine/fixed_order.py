@@ -264,6 +264,13 @@ def rms_norm(
 
 
 @triton.jit
+def _log1p(x):
+    """log(1 + x) to the last digits, by IEEE operations and the logarithm."""
+    total = 1.0 + x
+    return tl.where(total == 1.0, x, tl.log(total) * x / (total - 1.0))
+
+
+@triton.jit
 def _normalizer(z_ptr, V, BLOCK: tl.constexpr):
     """(top, log(sum(exp(z - top)))) of a row, float64.
 
@@ -282,8 +289,7 @@ def _normalizer(z_ptr, V, BLOCK: tl.constexpr):
         below += tl.where(z == highest, 0.0, tl.exp(z - highest))
         largest += (z == highest).to(tl.int32)
     rest = tl.sum(below) + (tl.sum(largest) - 1).to(tl.float64)
-    total = 1.0 + rest
-    return highest, tl.where(total == 1.0, rest, tl.log(total) * rest / (total - 1.0))  # log1p(rest)
+    return highest, _log1p(rest)
 
 
 @triton.jit
@@ -326,8 +332,7 @@ def _race(p_ptr, seeds_ptr, draws_ptr, best_ptr, ids_ptr, V, BLOCK: tl.constexpr
     bits, _, _, _ = tl.philox(tl.load(seeds_ptr + row), at, none + tl.load(draws_ptr + row), none, none)
     # Uniform in (0, 1), with all of float32's digits near 0: those decide who is first.
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
-    rest = 1.0 - u
-    time = tl.where(rest == 1.0, u, -tl.log(rest) * u / (1.0 - rest))  # -log1p(-u): exponential
+    time = -_log1p(-u)  # exponential
     p = tl.load(p_ptr + row * V + at, mask=at < V, other=float("-inf"))
     best, first = tl.max(p - tl.log(time), axis=0, return_indices=True)
     place = row * tl.num_programs(1) + block
