@@ -14,7 +14,7 @@ from tests import chaos
 from tests.reference import tiny
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_minute_of_chaos_holds(tmp_path):
     kinds = ["trainer", "checkpoints", "mutations", "inputs"]
     short = ["--minutes", "5", "--scale", "0.004", "--lanes", "1", "--steps", "3"]
