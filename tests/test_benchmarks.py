@@ -10,7 +10,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks import attention, gemm, learner, memory, packing, random_folder, shapes, step_gpu, trace_summary
+from benchmarks import (
+    attention,
+    engine_price,
+    gemm,
+    learner,
+    memory,
+    packing,
+    random_folder,
+    shapes,
+    step_gpu,
+    trace_summary,
+)
 from qarl_jax import models
 from qarl_jax.data import load_tokenizer
 from qarl_jax.run import config
@@ -95,6 +106,16 @@ def test_whole_steps_are_run_through_the_live_engine(capsys, tmp_path):
     assert line["unequal_tokens"][0] == 0 < line["unequal_tokens"][1]
     assert (line["updates"], line["first_unequal"]) == (4, [])
     assert any("execution eager" in said for said in line["said"])
+
+
+@pytest.mark.nightly
+def test_the_contracts_price_is_the_ratio_of_two_live_engines(capsys):
+    sizes = ["--shapes", "tiny", "--schemes", "w8a8", "--sequences", "2", "4", "--response-len", "8"]
+    assert engine_price.main([*sizes, "--execution", "eager"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [line["sequences"] for line in lines] == [2, 4]
+    for line in lines:
+        assert line["ratio"] == pytest.approx(line["contract_tok_per_s"] / line["vllm_tok_per_s"], rel=0.1)
 
 
 def test_a_random_folder_is_a_model_whose_matrices_are_as_wide_as_asked(tmp_path):

@@ -1,0 +1,143 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the contract costs the engine: tokens per second with the bridge's kernels, and with vLLM's own.
+
+    python -m benchmarks.engine_price --shapes 4b --schemes w8a8 fp8 w4a16 bf16 --sequences 64 128 256 --out FILE
+
+Random weights of a Qwen3's shapes, drawn on the card, are published into two live engines that share it, one with
+`kernels=contract` and one with `kernels=vllm`, both in the same execution mode. They sample in turn, never at once:
+`--response-len` tokens for every sequence, `--repeats` times. A line of JSON per scheme and number of sequences has the
+most tokens per second of either, and their ratio: 1 is a contract that costs nothing. `--apart` starts one engine after
+the other, where a card has no room for two.
+
+On a CPU both are vLLM's CPU build: `--shapes tiny --schemes w8a8 --sequences 4 --response-len 8 --execution eager`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from benchmarks import shapes
+from qarl_jax import models
+from qarl_jax.rollout import PolicyWeights, SamplingConfig
+from qarl_jax.rollout.vllm.engine import Config, VllmEngine, leave_memory_to_vllm
+from qarl_jax.runtime import mesh as sharding
+from qarl_jax.verify import ladder
+
+KERNELS = ("contract", "vllm")
+PROMPT_LEN = 64
+
+
+def policy(name: str, layers: int, scheme: str) -> PolicyWeights:
+    """Random weights of a model's shapes under `scheme`, on the devices."""
+    mesh = sharding.make_mesh(fsdp=-1)
+    config = shapes.model_config(shapes.Setting(model=name, layers=layers, scheme=scheme, engine="auto"))
+    graphdef = models.split(models.abstract_model(config))[0]
+    params = models.random_masters(config, mesh)
+    quantized = jax.jit(lambda masters: models.quantize_params(graphdef, masters))(params)
+    return PolicyWeights(graphdef=graphdef, params=params, qweights=quantized)
+
+
+def engine_config(kernels: str, config: models.ModelConfig, args: argparse.Namespace) -> Config:
+    """An engine that holds all sequences at once."""
+    longest = PROMPT_LEN + args.response_len
+    token = 4 * config.num_layers * config.num_kv_heads * config.head_dim  # bytes: a key and a value, two bytes each
+    return Config(
+        kernels=kernels,  # type: ignore[arg-type]
+        execution=args.execution,
+        max_model_len=longest,
+        max_num_seqs=max(args.sequences),
+        kv_cache_gb=1.1 * token * (longest + 128) * max(args.sequences) / 2**30,
+        gpu_memory_utilization=0.1,
+        staging_buffers=1,
+        readback="off",
+        log_file=f"{args.engine_log}.{kernels}" if args.engine_log else "",
+    )
+
+
+@contextlib.contextmanager
+def engines_of(
+    weights: PolicyWeights, names: Sequence[str], args: argparse.Namespace
+) -> Iterator[dict[str, VllmEngine]]:
+    """Live engines that hold the weights, started side by side."""
+    config = models.config_of(weights.graphdef)
+    engines = {name: VllmEngine(engine_config(name, config, args), run_id=f"price-{name}") for name in names}
+    try:
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda engine: engine.publish(weights, 0), engines.values()))
+        yield engines
+    finally:
+        for engine in engines.values():
+            engine.close()
+
+
+def tokens_per_s(engine: VllmEngine, vocab: int, sequences: int, response_len: int, seed: int) -> float:
+    """Of one batch of random prompts, from the call to the last response."""
+    prompts = ladder.random_prompts(vocab, sequences, PROMPT_LEN, seed)
+    start = time.perf_counter()
+    groups = engine.generate(
+        prompts, num_samples=1, sampling=SamplingConfig(max_response_len=response_len, stop_token_ids=()), key=seed
+    )
+    return sum(len(one.tokens) for group in groups for one in group) / (time.perf_counter() - start)
+
+
+def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A line for each number of sequences."""
+    weights = policy(args.shapes, args.layers, scheme)
+    vocab = models.config_of(weights.graphdef).vocab_size
+    best: dict[int, dict[str, float]] = {n: dict.fromkeys(KERNELS, 0.0) for n in args.sequences}
+    execution = ""
+    for names in [[name] for name in KERNELS] if args.apart else [list(KERNELS)]:
+        with engines_of(weights, names, args) as engines:
+            for repeat in range(args.repeats + 1):  # the first warms up
+                for n in args.sequences:
+                    for name, engine in engines.items():
+                        found = tokens_per_s(
+                            engine, vocab, n, args.response_len if repeat else min(16, args.response_len), repeat
+                        )
+                        best[n][name] = max(best[n][name], found) if repeat else 0.0
+            execution = next(engine.facts.execution for engine in engines.values() if engine.facts)
+    for n in args.sequences:
+        ratio = round(best[n]["contract"] / best[n]["vllm"], 3)
+        yield {"shapes": args.shapes, "scheme": scheme, "sequences": n, "execution": execution} | {
+            "contract_tok_per_s": round(best[n]["contract"]),
+            "vllm_tok_per_s": round(best[n]["vllm"]),
+            "ratio": ratio,
+        }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_price", description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", choices=shapes.SIZES, default="4b")
+    parser.add_argument("--layers", type=int, default=0, help="0: the model's own")
+    parser.add_argument("--schemes", nargs="+", default=["w8a8", "fp8", "w4a16", "bf16"])
+    parser.add_argument("--sequences", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--response-len", type=int, default=384)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--execution", default="auto", choices=("auto", "eager", "graphs", "compiled"))
+    parser.add_argument("--apart", action="store_true", help="one engine after the other")
+    parser.add_argument("--engine-log", default="", help="file for what the engines say, with their kernels' name")
+    parser.add_argument("--out", help="a file that the lines are appended to")
+    args = parser.parse_args(argv)
+    leave_memory_to_vllm()
+    same = {"device": jax.devices()[0].device_kind, "command": " ".join(sys.argv[1:])}
+    for scheme in args.schemes:
+        for line in measure(scheme, args):
+            print(json.dumps(line), flush=True)
+            if args.out:
+                with open(args.out, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(same | line) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
