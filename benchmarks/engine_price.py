@@ -50,13 +50,14 @@ def policy(name: str, layers: int, scheme: str) -> PolicyWeights:
 def engine_config(kernels: str, config: models.ModelConfig, args: argparse.Namespace) -> Config:
     """An engine that holds all sequences at once."""
     longest = PROMPT_LEN + args.response_len
+    pages = -(-longest // 128)  # of at most 128 tokens
     token = 4 * config.num_layers * config.num_kv_heads * config.head_dim  # bytes: a key and a value, two bytes each
     return Config(
         kernels=kernels,  # type: ignore[arg-type]
         execution=args.execution,
         max_model_len=longest,
         max_num_seqs=max(args.sequences),
-        kv_cache_gb=1.1 * token * (longest + 128) * max(args.sequences) / 2**30,
+        kv_cache_gb=1.1 * token * 128 * pages * max(args.sequences) / 2**30,
         gpu_memory_utilization=0.1,
         staging_buffers=1,
         readback="off",

@@ -108,8 +108,10 @@ def test_whole_steps_are_run_through_the_live_engine(capsys, tmp_path):
     assert any("execution eager" in said for said in line["said"])
 
 
+@pytest.mark.vllm
 @pytest.mark.nightly
 def test_the_contracts_price_is_the_ratio_of_two_live_engines(capsys):
+    pytest.importorskip("vllm")
     sizes = ["--shapes", "tiny", "--schemes", "w8a8", "--sequences", "2", "4", "--response-len", "8"]
     assert engine_price.main([*sizes, "--execution", "eager"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
