@@ -3,30 +3,28 @@
 """One arithmetic: the engine's own operations on CUDA, under Triton's interpreter on a CPU, where a product adds in
 numpy's order; and that they leave an engine alone which they do not serve. What tensor cores do is tests/gpu's."""
 
-import subprocess
-import sys
-import textwrap
-
 import pytest
+
+from tests.reference.forks import forks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-def run(program):
-    """`program` in a process of its own: the interpreter and vLLM's patched classes stay there."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_parts_side_by_side_are_parts_one_after_the_other():
-    run("""
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs a program in a process of its own."""
+    imports = """
         import os
         os.environ["TRITON_INTERPRET"] = "1"
         import torch
         from qarl_bridge.engine import fixed_order
+    """
+    with forks(imports, tmp_path_factory.mktemp("programs")) as forked:
+        yield forked
+
+
+def test_parts_side_by_side_are_parts_one_after_the_other(run):
+    run("""
         from qarl_bridge.protocol import contract
 
         torch.manual_seed(0)
@@ -43,13 +41,8 @@ def test_parts_side_by_side_are_parts_one_after_the_other():
     """)
 
 
-def test_log_probs_are_float64s_rounded_once():
+def test_log_probs_are_float64s_rounded_once(run):
     run("""
-        import os
-        os.environ["TRITON_INTERPRET"] = "1"
-        import torch
-        from qarl_bridge.engine import fixed_order
-
         torch.manual_seed(0)
         z = torch.randn(3, 5000) * 5
         z[:, 7] = -torch.inf  # as top-k leaves it
@@ -73,13 +66,8 @@ def test_log_probs_are_float64s_rounded_once():
     """)
 
 
-def test_a_draw_is_a_function_of_its_seed_and_number_and_follows_the_distribution():
+def test_a_draw_is_a_function_of_its_seed_and_number_and_follows_the_distribution(run):
     run("""
-        import os
-        os.environ["TRITON_INTERPRET"] = "1"
-        import torch
-        from qarl_bridge.engine import fixed_order
-
         torch.manual_seed(0)
         z = torch.randn(3, 9000)  # of two blocks
         z[:, 7:8200] = -torch.inf  # as top-k leaves it
@@ -104,42 +92,11 @@ def test_a_draw_is_a_function_of_its_seed_and_number_and_follows_the_distributio
     """)
 
 
-def test_words_are_interleaved_and_keep_their_codes():
+def test_words_are_interleaved_and_keep_their_codes(run):
     run("""
-        import os
-        os.environ["TRITON_INTERPRET"] = "1"
-        import torch
-        from qarl_bridge.engine import fixed_order
-
         codes = torch.randint(-8, 8, (4, 256))
         words = ((codes + 8).view(4, 32, 8) << (4 * torch.arange(8))).sum(-1)
         words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
         mixed = fixed_order.interleaved(words).view(4, 2, 1, 16)
         assert torch.equal(((mixed >> (4 * torch.arange(8)).view(1, 1, 8, 1)) & 15).reshape(4, 256).long() - 8, codes)
     """)
-
-
-def test_a_tensor_that_is_not_on_a_gpu_is_vllms_own_business():
-    out = run("""
-        import torch
-        from qarl_bridge.engine import pinned
-        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-        from vllm.model_executor.layers.layernorm import RMSNorm
-
-        called = []
-        UnquantizedEmbeddingMethod.apply = lambda self, layer, x, bias=None: called.append("head")
-        RMSNorm.forward_cuda = lambda self, x, residual=None: called.append("norm")
-        print(pinned.install("auto"))
-        print(pinned.install("auto"))  # a second engine of the process
-
-        class Layer:
-            weight = torch.zeros(16, 8, dtype=torch.bfloat16)
-            pass_weight, variance_size_override = True, None
-
-        x = torch.zeros(2, 8, dtype=torch.bfloat16)
-        UnquantizedEmbeddingMethod().apply(Layer(), x)
-        RMSNorm.forward_cuda(Layer(), x)
-        assert called == ["head", "norm"], called
-    """)
-    first, second = out.strip().splitlines()[-2:]
-    assert first == second == "by the contract: bf16 and int4 products, float32 logits, norms, log-probs"

@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 
+from tests.reference.forks import forks
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 COMMON = """
@@ -41,14 +43,14 @@ COMMON = """
 """
 
 
-def run(program):
-    """`program` in a process of its own, where the interpreter stays."""
-    code = textwrap.dedent(COMMON) + textwrap.dedent(program)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs a program after `COMMON` in a process of its own, where the interpreter stays."""
+    with forks(COMMON, tmp_path_factory.mktemp("programs")) as forked:
+        yield forked
 
 
-def test_a_mixture_is_its_experts_products_weighted_in_float64():
+def test_a_mixture_is_its_experts_products_weighted_in_float64(run):
     run("""
         x = torch.randn(M, D).half()
         w13, w2 = (torch.randn(E, 2 * F, D) * 0.1).half(), (torch.randn(E, D, F) * 0.1).half()
@@ -67,7 +69,7 @@ def test_a_mixture_is_its_experts_products_weighted_in_float64():
     """)
 
 
-def test_words_are_multiplied_as_what_they_stand_for():
+def test_words_are_multiplied_as_what_they_stand_for(run):
     run("""
         x = torch.randn(M, D).half()
         codes = torch.randint(-8, 8, (E, F, D))
@@ -85,7 +87,7 @@ def test_words_are_multiplied_as_what_they_stand_for():
     """)
 
 
-def test_int8_codes_are_summed_exactly_and_rescaled_weight_first():
+def test_int8_codes_are_summed_exactly_and_rescaled_weight_first(run):
     run("""
         x, w = torch.randint(-127, 128, (M, D)).to(torch.int8), torch.randint(-128, 128, (E, F, D)).to(torch.int8)
         s_x, s_w = torch.rand(M, 1) * 0.01, torch.rand(E, F, 1) * 0.01
@@ -99,7 +101,7 @@ def test_int8_codes_are_summed_exactly_and_rescaled_weight_first():
     """)
 
 
-def test_the_router_chooses_the_first_of_equal_logits_and_weighs_in_float64():
+def test_the_router_chooses_the_first_of_equal_logits_and_weighs_in_float64(run):
     run("""
         z = torch.randn(50, 100)
         z[:, 60], z[:, 7] = z[:, 3], z.amax(1)
@@ -147,44 +149,3 @@ def test_every_kind_of_product_is_one_chain_of_tensor_core_instructions_on_a_hop
         [sys.executable, "-c", textwrap.dedent(run_compiled)], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_int4_experts_are_laid_out_as_they_are_multiplied_however_vllm_holds_them_for_loading():
-    run("""
-        import types
-        from qarl_bridge.engine import pinned_experts
-
-        theirs = pinned_experts.CompressedTensorsWNA16MoEMethod.create_weights
-        loader = lambda *_: None
-
-        def transposed(self, layer, *args, **named):
-            theirs(self, layer, *args, **named)
-            for name in ("w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale"):
-                held = getattr(layer, name)
-                turned = torch.nn.Parameter(held.data.transpose(1, 2).contiguous(), requires_grad=False)
-                turned.__dict__.update(vars(held), is_transposed=True)
-                setattr(layer, name, turned)
-
-        shapes = {"w13": (2 * F, D), "w2": (D, F)}
-        words = {w: torch.randint(-(2**31), 2**31 - 1, (E, n, k // 8)).int() for w, (n, k) in shapes.items()}
-        scales = {w: torch.rand(E, n, k // 32).bfloat16() for w, (n, k) in shapes.items()}
-        for create in (theirs, transposed):
-            pinned_experts.CompressedTensorsWNA16MoEMethod.create_weights = create
-            method = pinned_experts.ContractWNA16MoEMethod.__new__(pinned_experts.ContractWNA16MoEMethod)
-            method.moe = types.SimpleNamespace(is_act_and_mul=True, has_bias=False)
-            method.strategy, method.num_bits, method.packed_factor, method.group_size = "group", 4, 8, 32
-            method.symmetric = True
-            layer = torch.nn.Module()
-            method.create_weights(layer, E, D, F, torch.bfloat16, weight_loader=loader)
-            for which in shapes:
-                for part, values in (("weight_packed", words), ("weight_scale", scales)):
-                    param = getattr(layer, f"{which}_{part}")
-                    assert not param.is_transposed and param.weight_loader is loader
-                    param.data.copy_(values[which])
-            method.process_weights_after_loading(layer)
-            for which, (n, k) in shapes.items():
-                packed, scale = (getattr(layer, f"{which}_{part}") for part in ("weight_packed", "weight_scale"))
-                whole = fixed_order.interleaved(words[which].view(E * n, k // 8))
-                assert torch.equal(packed, whole.view(E, n, k // 8))
-                assert torch.equal(scale, scales[which].transpose(1, 2))
-    """)

@@ -1,0 +1,89 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One arithmetic: what of vLLM's own classes the bridge puts its operations into on CUDA, and what it leaves alone."""
+
+import pytest
+
+from tests.reference.forks import forks
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs a program in a process of its own, where vLLM's classes are patched; vLLM is imported once."""
+    imports = """
+        import os
+        os.environ["TRITON_INTERPRET"] = "1"
+        import torch
+        from qarl_bridge.engine import fixed_order, pinned_experts
+    """
+    with forks(imports, tmp_path_factory.mktemp("programs")) as forked:
+        yield forked
+
+
+def test_a_tensor_that_is_not_on_a_gpu_is_vllms_own_business(run):
+    out = run("""
+        from qarl_bridge.engine import pinned
+        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+        from vllm.model_executor.layers.layernorm import RMSNorm
+
+        called = []
+        UnquantizedEmbeddingMethod.apply = lambda self, layer, x, bias=None: called.append("head")
+        RMSNorm.forward_cuda = lambda self, x, residual=None: called.append("norm")
+        print(pinned.install("auto"))
+        print(pinned.install("auto"))  # a second engine of the process
+
+        class Layer:
+            weight = torch.zeros(16, 8, dtype=torch.bfloat16)
+            pass_weight, variance_size_override = True, None
+
+        x = torch.zeros(2, 8, dtype=torch.bfloat16)
+        UnquantizedEmbeddingMethod().apply(Layer(), x)
+        RMSNorm.forward_cuda(Layer(), x)
+        assert called == ["head", "norm"], called
+    """)
+    first, second = out.strip().splitlines()[-2:]
+    assert first == second == "by the contract: bf16 and int4 products, float32 logits, norms, log-probs"
+
+
+def test_int4_experts_are_laid_out_as_they_are_multiplied_however_vllm_holds_them_for_loading(run):
+    run("""
+        import types
+
+        torch.manual_seed(0)
+        D, F, E = 256, 128, 6
+        theirs = pinned_experts.CompressedTensorsWNA16MoEMethod.create_weights
+        loader = lambda *_: None
+
+        def transposed(self, layer, *args, **named):
+            theirs(self, layer, *args, **named)
+            for name in ("w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale"):
+                held = getattr(layer, name)
+                turned = torch.nn.Parameter(held.data.transpose(1, 2).contiguous(), requires_grad=False)
+                turned.__dict__.update(vars(held), is_transposed=True)
+                setattr(layer, name, turned)
+
+        shapes = {"w13": (2 * F, D), "w2": (D, F)}
+        words = {w: torch.randint(-(2**31), 2**31 - 1, (E, n, k // 8)).int() for w, (n, k) in shapes.items()}
+        scales = {w: torch.rand(E, n, k // 32).bfloat16() for w, (n, k) in shapes.items()}
+        for create in (theirs, transposed):
+            pinned_experts.CompressedTensorsWNA16MoEMethod.create_weights = create
+            method = pinned_experts.ContractWNA16MoEMethod.__new__(pinned_experts.ContractWNA16MoEMethod)
+            method.moe = types.SimpleNamespace(is_act_and_mul=True, has_bias=False)
+            method.strategy, method.num_bits, method.packed_factor, method.group_size = "group", 4, 8, 32
+            method.symmetric = True
+            layer = torch.nn.Module()
+            method.create_weights(layer, E, D, F, torch.bfloat16, weight_loader=loader)
+            for which in shapes:
+                for part, values in (("weight_packed", words), ("weight_scale", scales)):
+                    param = getattr(layer, f"{which}_{part}")
+                    assert not param.is_transposed and param.weight_loader is loader
+                    param.data.copy_(values[which])
+            method.process_weights_after_loading(layer)
+            for which, (n, k) in shapes.items():
+                packed, scale = (getattr(layer, f"{which}_{part}") for part in ("weight_packed", "weight_scale"))
+                whole = fixed_order.interleaved(words[which].view(E * n, k // 8))
+                assert torch.equal(packed, whole.view(E, n, k // 8))
+                assert torch.equal(scale, scales[which].transpose(1, 2))
+    """)

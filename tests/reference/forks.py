@@ -1,0 +1,53 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that each need a process of their own, forked from one that has imported what takes long to import."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+
+# Reads the names of files with programs, and answers each with its exit code.
+_PARENT = """
+import os, sys, traceback
+for path in map(str.strip, sys.stdin):
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            out = os.open(path + ".out", os.O_WRONLY | os.O_CREAT, 0o600)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            exec(compile(open(path).read(), path, "exec"), globals())
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def forks(preamble: str, folder: pathlib.Path) -> Iterator[Callable[[str], str]]:
+    """A function that runs a program after `preamble`, in a fork of one process, and returns what it printed."""
+    command = [sys.executable, "-c", textwrap.dedent(preamble) + _PARENT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+
+        def run(program: str) -> str:
+            path = folder / f"{len(list(folder.iterdir()))}.py"
+            path.write_text(textwrap.dedent(program))
+            assert parent.stdin is not None
+            assert parent.stdout is not None
+            print(path, file=parent.stdin, flush=True)
+            code = parent.stdout.readline().strip()
+            said = path.with_suffix(".py.out").read_text() if code else ""
+            assert code == "0", f"exit code {code or parent.wait()}: {said[-3000:]}"
+            return said
+
+        yield run
+        assert parent.stdin is not None
+        parent.stdin.close()
