@@ -43,7 +43,7 @@ class Run:
             eval={"at_start": False, "at_end": False},
         )
         self.kill_at_step, self.killed, self.restarts = kill_at_step, None, None
-        self.served, self.kernels, self.pids = None, None, []
+        self.served, self.facts, self.pids = None, None, []
 
     def train(self, monkeypatch):
         make = build.make_engine
@@ -61,7 +61,7 @@ class Run:
             def closing():
                 if self.served is None and engine.version == 2:
                     self.served = [group[0] for group in generate(PROMPTS, num_samples=1, sampling=GREEDY, key=0)]
-                    self.kernels, self.restarts = engine.facts.kernels, engine.restarts
+                    self.facts, self.restarts = engine.facts, engine.restarts
                 self.pids.append(engine.facts.pid if engine.facts else None)
                 close()
 
@@ -83,7 +83,7 @@ def run(request, tmp_path_factory):
 
 
 def ask_fresh(folder, tmp_path):
-    """(greedy completions, kernels) of a vLLM that loads `folder` itself."""
+    """(greedy completions, facts) of a vLLM that loads `folder` itself, and that ends when asked to."""
     socket, key, log = str(tmp_path / "s"), str(tmp_path / "key"), tmp_path / "log"
     limits = ["--options", messages.EngineOptions(**LIMITS).to_json()]
     command = [sys.executable, "-m", "qarl_bridge", "--socket", socket, "--model", str(folder), "--key-file", key]
@@ -96,9 +96,11 @@ def ask_fresh(folder, tmp_path):
             pytest.fail(f"{error}\n{log.read_text()[-2000:]}")
         draws = [messages.Draw(prompt=list(prompt.tokens), seed=0) for prompt in PROMPTS]
         drawn = client.generate(draws, messages.Sampling(max_tokens=GREEDY.max_response_len, temperature=0.0))
-        kernels = client.facts.kernels
         client.close()
-        return drawn, kernels
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
+        assert not os.path.exists(socket)
+        return drawn, client.facts
     finally:
         process.kill()
         process.wait()
@@ -108,8 +110,9 @@ def test_what_vllm_serves_after_the_run_is_what_a_fresh_vllm_serves_from_the_exp
     out = tmp_path / "out"
     command = ["--checkpoint", str(run.world.run_dir), "--format", "compressed-tensors", "--out", str(out)]
     assert export.main(command) == 0
-    fresh, kernels = ask_fresh(out, tmp_path)
-    assert kernels == run.kernels
+    fresh, facts = ask_fresh(out, tmp_path)
+    assert facts.kernels == run.facts.kernels
+    assert (facts.model, facts.scheme) == (run.facts.model, run.facts.scheme)
     assert len(fresh) == len(run.served) == len(PROMPTS)
     for theirs, ours in zip(fresh, run.served, strict=True):
         assert ours.policy_version == 2

@@ -192,7 +192,12 @@ def identity(step=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "moe"), [("bf16", False), ("w4a16:g32", False), ("w8a8", True), ("w4a16:g32", True)]
+    ("scheme", "moe"),
+    [
+        ("bf16", False),
+        ("w4a16:g32", True),
+        *[pytest.param(*case, marks=pytest.mark.nightly) for case in [("w4a16:g32", False), ("w8a8", True)]],
+    ],
 )
 def test_a_version_staged_on_the_device_is_that_of_the_host(gpu, scheme, moe):
     """Names, order, dtypes, shapes, fingerprints and bytes; twice, into two buffers."""
@@ -218,7 +223,11 @@ def spread(weights, **sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "sizes", "numbers"),
-    [("bf16", {"fsdp": 2}, (1,)), ("w4a16:g32", {"fsdp": 2, "expert": 3}, (0, 5)), ("w8a8", {"fsdp": 3}, (0, 1, 2))],
+    [
+        pytest.param("bf16", {"fsdp": 2}, (1,), marks=pytest.mark.nightly),
+        pytest.param("w4a16:g32", {"fsdp": 2, "expert": 3}, (0, 5), marks=pytest.mark.nightly),
+        ("w8a8", {"fsdp": 3}, (0, 1, 2)),
+    ],
 )
 def test_a_learner_on_a_mesh_stages_whole_versions_on_any_of_its_gpus(library_path, scheme, sizes, numbers):
     weights = policy(scheme, moe=True)

@@ -131,6 +131,28 @@ def test_a_bridge_killed_while_it_samples_is_replaced():
         assert e.restarts == 1
 
 
+def test_a_bridge_killed_in_the_middle_of_a_publish_is_replaced(monkeypatch):
+    publish, killed = sender.Client.publish, []
+
+    def dying(client, staged, **options):
+        if not killed:
+            killed.append(client.facts.pid)
+            client.request(messages.Announce(manifest=staged.manifest), messages.Ready)
+            os.kill(client.facts.pid, signal.SIGKILL)
+        return publish(client, staged, **options)
+
+    with engine() as e:
+        e.publish(weights(0), 0)
+        before = generate(e)
+        monkeypatch.setattr(sender.Client, "publish", dying)
+        e.publish(weights(1), 1)
+        assert e.restarts == 1
+        assert e.facts.pid != killed[0]
+        after = generate(e)
+        assert tokens(after) != tokens(before)
+        assert after[0][0].policy_version == 1
+
+
 def test_a_bridge_that_hangs_is_replaced():
     with engine(dataclasses.replace(FAKE, request_timeout_s=3.0)) as e:
         e.publish(weights(0), 0)

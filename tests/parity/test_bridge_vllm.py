@@ -138,6 +138,7 @@ def served(request, tmp_path_factory):
         engine.close()
 
 
+@pytest.mark.nightly  # one engine more; tests/test_vllm_run.py asks the same of an export
 def test_a_published_engine_serves_what_a_fresh_engine_loads_from_the_folder(served, tmp_path):
     w = weights(served.scheme, 1)
     folder = tmp_path / "export"
@@ -283,6 +284,7 @@ def test_publishing_again_and_again_takes_no_more_memory(served):
     served.still_serves_version_one()
 
 
+@pytest.mark.nightly  # one engine more; with a toy engine in tests/bridge/test_process.py
 def test_a_bridge_killed_in_the_middle_of_a_publish_is_replaced(served, monkeypatch):
     engine = served.engine
     publish, killed = sender.Client.publish, []
