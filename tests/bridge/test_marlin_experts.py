@@ -7,14 +7,26 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-ops = pytest.importorskip("vllm._custom_ops")
 
 from qarl_bridge.engine import fast_load, marlin_experts  # noqa: E402
-from vllm.model_executor.layers.fused_moe.oracle import int_wna16  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return pytest.importorskip("vllm._custom_ops")
+
+
+@pytest.fixture(scope="module")
+def int_wna16(ops):
+    from vllm.model_executor.layers.fused_moe.oracle import int_wna16
+
+    return int_wna16
 
 
 @pytest.mark.parametrize(("inputs", "group"), [(256, 64), (64, 64), (128, -1)])
-def test_scales_together_are_those_one_by_one(inputs, group):
+def test_scales_together_are_those_one_by_one(int_wna16, inputs, group):
     groups = 1 if group == -1 else inputs // group
     s = torch.arange(5 * groups * 128, dtype=torch.float32).reshape(5, groups, 128)
     want = int_wna16.marlin_moe_permute_scales(s, inputs, 128, group)
@@ -37,7 +49,7 @@ def tiles(b_q_weight, perm, size_k, size_n, num_bits, is_a_8bit=False):
     return words.reshape(size_k // 16, 2 * size_n)
 
 
-def test_codes_together_are_those_one_by_one_and_reordered_ones_stay_apart(monkeypatch):
+def test_codes_together_are_those_one_by_one_and_reordered_ones_stay_apart(ops, monkeypatch):
     monkeypatch.setattr(ops, "gptq_marlin_repack", tiles)
     monkeypatch.setattr(
         ops,
@@ -55,7 +67,7 @@ def test_codes_together_are_those_one_by_one_and_reordered_ones_stay_apart(monke
         assert torch.equal(got, want)
 
 
-def test_a_vllm_without_these_functions_is_left_alone(monkeypatch):
+def test_a_vllm_without_these_functions_is_left_alone(int_wna16, monkeypatch):
     before = int_wna16.marlin_moe_permute_scales
     with marlin_experts.experts_together(False):
         assert int_wna16.marlin_moe_permute_scales is before
@@ -65,7 +77,7 @@ def test_a_vllm_without_these_functions_is_left_alone(monkeypatch):
     assert called == []
 
 
-def test_a_load_that_fails_after_experts_were_laid_out_together_says_that_they_were(monkeypatch):
+def test_a_load_that_fails_after_experts_were_laid_out_together_says_that_they_were(int_wna16, monkeypatch):
     """The bridge then tries them one by one."""
     from vllm.model_executor.model_loader.reload import layerwise
 

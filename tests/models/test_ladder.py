@@ -14,6 +14,7 @@ from qarl_jax.models.layers import apply_rope, rope_table
 from tests.reference import hf_models
 from tests.reference.hf_models import SHAPES, jnp_of, relative
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")
 TOL = 1e-5  # float32, relative to the largest value: a few hundred ulps over at most 4 layers
 B, T = 2, 11
 
