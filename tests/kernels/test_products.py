@@ -79,8 +79,8 @@ def lowered(platform, experts=False, numerics=CUDA):
     ("shape", "tile"),
     [
         ((384, 512, 512), CHOSEN),
-        ((128, 512, 256), Tile(split="n", out_n=32, steps=2)),
-        ((256, 256, 384), Tile(n=128, width=1, slots=1, steps=3)),
+        pytest.param((128, 512, 256), Tile(split="n", out_n=32, steps=2), marks=pytest.mark.nightly),
+        pytest.param((256, 256, 384), Tile(n=128, width=1, slots=1, steps=3), marks=pytest.mark.nightly),
     ],
     ids=str,
 )

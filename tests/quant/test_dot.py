@@ -21,6 +21,7 @@ from tests.reference.cases import each_once, named
 
 CONFIGS = [w8a8.Config(), fp8.Config(), w4a16.Config(32), w4a16.Config(-1), w4a8.Config(32)]
 M, N, K = 24, 48, 128
+as_a_run = pytest.mark.usefixtures("compiled_as_a_run")  # bits hang on the compiler
 
 
 def data(seed=0, m=M, n=N, k=K):
@@ -43,6 +44,7 @@ def ulps(a, b):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("profile", "with_bias"), each_once(PROFILES, [True, False]))
+@as_a_run
 def test_w8a8_equals_the_engine_formula_bit_for_bit(profile, with_bias):
     x, w, b = data()
     codes, scale = ref.int8_weight(w)
@@ -57,6 +59,7 @@ def test_w8a8_equals_the_engine_formula_bit_for_bit(profile, with_bias):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "profile", "with_bias"), each_once([32, 64, -1], ["plain", "cpu"], [True, False]))
+@as_a_run
 def test_w4a8_equals_the_engine_formula_bit_for_bit(profile, group, with_bias):
     x, w, b = data(1)
     codes, scale = ref.int4_weight(w, group)
@@ -102,6 +105,7 @@ def test_fp8_equals_its_formula(profile):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", PROFILES)
+@as_a_run
 def test_int8_rows_equal_numpy_ieee_under_jit(profile):
     rng = np.random.default_rng(5)
     x = (rng.normal(size=(4000, 64)) * np.exp(3 * rng.normal(size=(4000, 1)))).astype(np.float32)
@@ -160,6 +164,7 @@ def test_leading_dims_of_any_rank_are_rows(config, lead):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "dtype"), each_once([None, *CONFIGS], [jnp.float32, jnp.bfloat16]), ids=named)
+@as_a_run
 def test_jit_equals_eager(config, dtype):
     x, w, b = data(9)
     x = jnp.asarray(x, dtype)
@@ -311,6 +316,7 @@ def _take(tree, i):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
+@as_a_run
 def test_in_float64_neither_the_order_of_inputs_nor_the_number_of_rows_can_be_seen(config):
     rng = np.random.default_rng(16)
     k = 4864  # the widest contraction of Qwen2.5-0.5B
@@ -470,6 +476,7 @@ def test_gradients_lower_for_every_accelerator_from_a_cpu_host(platform, config)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=named)
+@as_a_run
 def test_two_shards_scale_and_round_their_own_halves_of_a_layers_inputs(config):
     x, w, b = data()
     half, alone = K // 2, resolve("cpu")

@@ -26,6 +26,7 @@ CONFIGS = [
     w2a16.Config(-1),
 ]
 INT4 = (w4a16.Config, w4a8.Config, w4a8_fp8.Config)  # w3a16 and w2a16 are a kind of w4a16
+as_a_run = pytest.mark.usefixtures("compiled_as_a_run")  # bits hang on the compiler
 
 
 def weight(*shape, seed=0, scale=0.05):
@@ -96,6 +97,7 @@ class TestContract:
                 assert qt.scale.shape == (*lead, 128, 1)
 
     @pytest.mark.slow
+    @as_a_run
     def test_codes_and_scales_equal_the_numpy_formula_bit_for_bit(self, config):
         for seed in range(3):
             w = weight(128, 256, seed=seed, scale=10.0 ** (seed * 3 - 4))
@@ -105,6 +107,7 @@ class TestContract:
             np.testing.assert_array_equal(as_bits(qt.scale), as_bits(scale))
 
     @pytest.mark.slow
+    @as_a_run
     def test_jitted_equals_eager(self, config):
         w = jnp.asarray(weight(128, 256))
         assert_same_bytes(jax.jit(lambda w: quant.quantize(w, config))(w), quant.quantize(w, config))
@@ -132,6 +135,7 @@ class TestContract:
         np.testing.assert_array_equal(as_bits(a.scale)[keep], as_bits(b.scale)[keep])
 
     @pytest.mark.slow
+    @as_a_run
     def test_dequantize_is_the_served_weight_bit_for_bit(self, config):
         w = weight(128, 256)
         want = served(*reference(w, config), config)
@@ -149,6 +153,7 @@ class TestContract:
         assert not np.asarray(quant.dequantize(qt, jnp.float32))[2].any()
 
     @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e6, 1e30])
+    @as_a_run
     def test_extreme_magnitudes_stay_finite_and_on_the_grid(self, config, magnitude):
         w = (weight(128, 256) * magnitude).astype(np.float32)
         codes, scale = reference(w, config)
@@ -266,12 +271,14 @@ def test_each_bit_less_costs_about_twice_the_error():
     assert 1.5 < two / three < 7 / 3  # at two bits most weights round to 0 and err by their own size
 
 
+@as_a_run
 def test_every_finite_float8_value_is_its_own_code():
     values = np.arange(256, dtype=np.uint8).view(ref.F8)
     values = values[np.isfinite(values.astype(np.float32))]
     np.testing.assert_array_equal(as_bits(jax.jit(fp8.to_e4m3)(values.astype(np.float32))), as_bits(values))
 
 
+@as_a_run
 def test_to_e4m3_rounds_as_ml_dtypes_does_everywhere():
     rng = np.random.default_rng(0)
     x = np.concatenate([rng.normal(size=200_000) * s for s in (1e-4, 1e-2, 1, 100)]).astype(np.float32)

@@ -40,6 +40,8 @@ FAST = {"jax_disable_most_optimizations": True, "jax_ragged_dot_use_gpu_pallas_t
 FAST_FLAG = ("xla_cpu_use_fusion_emitters", False)
 if "QARL_OPTIMIZE" not in os.environ:
     CACHE |= FAST
+AS_A_RUN = {name: jax.config.values[name] for name in FAST}
+_OPTIONS_OF_A_RUN = compiler.get_compile_options
 
 
 def model_config(hidden: int = 64, **fields: Any) -> ModelConfig:
@@ -98,10 +100,9 @@ def compiled_programs(tmp_path_factory: Any) -> Iterator[str]:
 
     With QARL_OPTIMIZE in the environment they are compiled as a run does.
     """
-    own = compiler.get_compile_options  # `jax.jit` takes XLA's flags, but here every program is meant
 
-    def fast(*args: Any, **options: Any) -> Any:
-        made = own(*args, **options)
+    def fast(*args: Any, **options: Any) -> Any:  # `jax.jit` takes XLA's flags, but here every program is meant
+        made = _OPTIONS_OF_A_RUN(*args, **options)
         made.env_option_overrides += [FAST_FLAG]
         return made
 
@@ -109,6 +110,15 @@ def compiled_programs(tmp_path_factory: Any) -> Iterator[str]:
         if FAST.items() <= CACHE.items():
             patch.setattr(compiler, "get_compile_options", fast)
         yield folder
+
+
+@contextlib.contextmanager
+def compiled_as_a_run(tmp_path_factory: Any) -> Iterator[None]:
+    """While open, programs are compiled as a run compiles them, whatever is open around it."""
+    settings = AS_A_RUN | {"jax_persistent_cache_min_compile_time_secs": 0.3}
+    with kept_programs(tmp_path_factory, settings), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", _OPTIONS_OF_A_RUN)
+        yield
 
 
 def environment(folder: str | None = None) -> dict[str, str]:
