@@ -208,7 +208,7 @@ def test_a_diverged_run_stops_names_the_step_and_keeps_its_checkpoint(world, run
     assert [path.name for path in (changed.run_dir / "checkpoints").iterdir()] == ["step_00000001"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # the same question as of a learner, in tests/learning and tests/models
 def test_a_mesh_of_devices_gives_the_same_first_step(world, run):
     (line,) = other(world, "mesh", train={"steps": 1, "micro_batch_rows": 4}, mesh={"fsdp": 2, "tensor": 2})
     one = run.records()[0]

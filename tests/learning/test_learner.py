@@ -553,7 +553,7 @@ def test_an_entropy_bonus_pulls_and_raises_entropy():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("one_program", "offload", "scored"), [(True, False, False), (False, False, True), (True, True, True)]
+    ("one_program", "offload", "scored"), [nightly(True, False, False), (False, False, True), (True, True, True)]
 )
 def test_a_step_finds_compiled_what_was_compiled_ahead_of_its_weights(one_program, offload, scored, caplog):
     graphdef, params, _ = models.split(tiny.random_model())

@@ -16,6 +16,8 @@ from qarl_jax.quant import resolve
 from qarl_jax.types import UserError
 from tests.reference.cases import each_once
 
+pytestmark = pytest.mark.usefixtures("compiled_programs")
+
 # Two packed segments and padding; one segment that fills the row; a row of padding; a segment of one token.
 SEGMENTS = np.array(
     [[1, 1, 1, 2, 2, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1], [0] * 9, [1, 2, 2, 3, 3, 3, 4, 5, 5]], np.int32
@@ -208,6 +210,7 @@ def test_sharded_batch_and_vocabulary_give_the_same_numbers(axes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("differentiate", [False, True])
+@pytest.mark.usefixtures("compiled_as_a_run")
 def test_peak_memory_holds_one_chunk_of_logits(differentiate):
     rows, length, width, vocab, chunk = 8, 128, 16, 2048, 64
     shapes = [
@@ -280,6 +283,7 @@ def test_what_precedes_a_token_is_found_one_position_before_it_in_its_own_segmen
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_as_a_run")
 def test_log_probs_by_the_contract_are_float64s_rounded_once_and_the_same_in_every_order():
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.standard_normal((2, 40, 16)), jnp.bfloat16)

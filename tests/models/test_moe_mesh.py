@@ -89,7 +89,8 @@ SPREAD = ["data2-fsdp2-expert2", "data2-expert4", "fsdp3-expert2", "data2-expert
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "mesh"), [*(("bf16", mesh) for mesh in SPREAD), ("w4a16:g32", "data2-fsdp2-expert2")]
+    ("scheme", "mesh"),
+    [*(pytest.param("bf16", mesh, marks=pytest.mark.nightly) for mesh in SPREAD), ("w4a16:g32", "data2-fsdp2-expert2")],
 )
 def test_no_bit_depends_on_how_tokens_and_experts_are_spread(scheme, mesh):
     state, (x, _, _) = block(scheme, "bfloat16"), data("bfloat16")
@@ -120,8 +121,11 @@ def test_nor_on_how_features_are_where_sums_are_exact(mesh):
 @pytest.mark.parametrize(
     "mesh",
     [
-        *("data2-fsdp2-expert2", "fsdp2-tensor2-expert2"),
-        *(pytest.param(m, marks=pytest.mark.nightly) for m in ("fsdp3-expert2", "data2-expert3", "tensor3-expert2")),
+        "fsdp2-tensor2-expert2",
+        *(
+            pytest.param(mesh, marks=pytest.mark.nightly)
+            for mesh in ("data2-fsdp2-expert2", "fsdp3-expert2", "data2-expert3", "tensor3-expert2")
+        ),
     ],
 )
 def test_gradients_on_a_mesh_equal_one_device(mesh):
@@ -151,7 +155,7 @@ def program(scheme, sizes, gradient):
         return lowered.compile().as_text(), models.by_path(qweights)
 
 
-@pytest.mark.parametrize(("scheme", "passes"), [pytest.param("w8a8", 2, marks=pytest.mark.slow), ("w4a16:g32", 1)])
+@pytest.mark.parametrize(("scheme", "passes"), [pytest.param("w8a8", 2, marks=pytest.mark.nightly), ("w4a16:g32", 1)])
 def test_a_device_has_its_own_tokens_copies_and_gathers_its_own_experts_codes(scheme, passes):
     """passes: the forward, and the backward, which recomputes."""
     text, qweights = program(scheme, MESHES["data2-fsdp2-expert2"], gradient=passes == 2)

@@ -54,15 +54,10 @@ CONFIGS = {"dense": DENSE, "moe": MOE, "qwen2": QWEN2}
 COMBINATIONS = [
     ("dense", "bf16"),
     ("qwen2", "w8a8"),
-    ("moe", "bf16"),
+    ("moe", "w4a16:g32"),
     *(
-        pytest.param(name, scheme, marks=mark)
-        for name, scheme, mark in [
-            ("moe", "w4a16:g32", pytest.mark.slow),
-            ("moe", "w8a8", pytest.mark.nightly),
-            ("qwen2", "w4a16:g32", pytest.mark.nightly),
-            ("dense", "w8a8", pytest.mark.slow),
-        ]
+        pytest.param(*case, marks=pytest.mark.nightly)
+        for case in [("moe", "bf16"), ("moe", "w8a8"), ("qwen2", "w4a16:g32"), ("dense", "w8a8")]
     ),
 ]
 
@@ -164,18 +159,26 @@ def loss(graphdef, params, qweights, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dense", pytest.param("moe", marks=pytest.mark.nightly)])
-def test_rematerialization_changes_no_gradient(name):
+@pytest.mark.parametrize(
+    ("name", "policies"),
+    [
+        ("dense", ["full", "dots"]),
+        *(pytest.param(name, REMAT[:-1], marks=pytest.mark.nightly) for name in ("dense", "moe")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)}",
+)
+def test_rematerialization_changes_no_gradient(name, policies):
     tokens = tokens_of(2, 8)
-    model = model_of(name, "w8a8")
-    _, params, qweights = split(model)
-    grads = {}
-    for remat in REMAT:
+    _, params, qweights = split(model_of(name, "w8a8"))
+
+    def gradient(remat):
         graphdef = split(model_of(name, "w8a8", remat=remat))[0]
-        grads[remat] = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(graphdef, params, qweights, tokens)
-    for remat in REMAT[:-1]:
-        for found, wanted in zip(jax.tree.leaves(grads[remat]), jax.tree.leaves(grads["none"]), strict=True):
-            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+        return jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(graphdef, params, qweights, tokens)
+
+    wanted = gradient("none")
+    for remat in policies:
+        for found, want in zip(jax.tree.leaves(gradient(remat)), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -203,7 +206,7 @@ def test_gradient_equals_finite_differences(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scheme"),
-    [("dense", "w8a8"), pytest.param("moe", "w8a8", marks=pytest.mark.nightly), ("moe", "w4a16:g32")],
+    [*(pytest.param(name, "w8a8", marks=pytest.mark.nightly) for name in ("dense", "moe")), ("moe", "w4a16:g32")],
 )
 def test_every_master_gets_a_gradient_through_the_quantized_forward(name, scheme):
     graphdef, params, qweights = split(model_of(name, scheme))

@@ -133,7 +133,7 @@ def test_a_build_this_cpu_cannot_run_and_one_that_does_not_exist_are_refused(mon
 
 @pytest.fixture(scope="module")
 def real_width(tmp_path_factory):
-    """A Qwen2 of Qwen2.5-0.5B's width (896, 4,864; 14 heads, 2 of keys; biases), two layers, random weights."""
+    """A Qwen2 of Qwen2.5-0.5B's width (896, 4,864; 14 heads, 2 of keys; biases), one layer, random weights."""
     folder = tmp_path_factory.mktemp("real-width")
     (folder / "config.json").write_text(
         json.dumps(
@@ -143,7 +143,7 @@ def real_width(tmp_path_factory):
                 "vocab_size": 512,
                 "hidden_size": 896,
                 "intermediate_size": 4864,
-                "num_hidden_layers": 2,
+                "num_hidden_layers": 1,
                 "num_attention_heads": 14,
                 "num_key_value_heads": 2,
                 "max_position_embeddings": 512,

@@ -74,7 +74,7 @@ def test_scores_are_those_of_the_models_logits(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["w8a8", "w4a16:g64"])
+@pytest.mark.parametrize("scheme", [pytest.param("w8a8", marks=pytest.mark.nightly), "w4a16:g64"])
 def test_the_exact_rungs_hold_and_break_with_one_code(folder, scheme):
     weights = ladder.load(folder, scheme, "plain")
     assert [rung.ok for rung in ladder.exact_rungs(weights)] == [True, True]
