@@ -22,7 +22,8 @@ from aqt.jax.v2 import aqt_dot_general, aqt_tensor
 from jax import lax
 from qarl_bridge.protocol import contract
 
-from qarl_jax.kernels import experts_triton
+from qarl_jax.kernels import experts_triton, products
+from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.float32 import from_float64, matmul_precision, round_to
 
 # Dimension numbers of [M, K] x [N, K] -> [M, N] and of the two backward products.
@@ -32,22 +33,16 @@ _DY_X = (((0,), (0,)), ((), ()))  # [M, N] x [M, K] -> [N, K]
 
 
 class Product(Protocol):
-    """Contractions of activations [M, K] with one weight [N, K], or of each row with its expert's of [E, N, K].
-
-    Attributes:
-      experts: whether weights are those of experts.
-    """
-
-    experts: bool
+    """Contractions of activations [M, K] with one weight [N, K], or of each row with its expert's of [E, N, K]."""
 
     def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """int8 codes of both -> int32 [M, N], exact."""
 
-    def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
-        """Compute dtype [M, K], any dtype [.., N, K] -> [M, N] in float32, or rounded once to another dtype.
+    def floating(self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
+        """Compute dtype [M, K], any dtype [.., N, K], float32 [1, N] -> [M, N] in x.dtype, or float32, not yet rounded.
 
-        parts: of K (`contract.cuts`), each summed by itself and then added in float32, in ascending order; experts'
-        inputs are not cut, for there are enough experts to fill a card.
+        K is cut into `numerics.parts` (`contract.cuts`), each summed by itself and then added in float32, in ascending
+        order; experts' inputs are not cut, for there are enough experts to fill a card, and they have no bias.
         """
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -136,27 +131,27 @@ def _float64_product(
 
 
 class Dense:
-    """`Product` with one weight [N, K]; `wide_sums`: see `Numerics.float64`."""
-
-    experts = False
-
-    def __init__(self, wide_sums: bool = False):
-        self.wide_sums = wide_sums
+    """`Product` with one weight [N, K]."""
 
     def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
         return _integer_dot_general(x, w)
 
-    def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
+    def floating(self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
         w = w.astype(x.dtype)
-        if self.wide_sums:
-            return round_to(_float64_product(x, w), out_dtype)
-        if parts == 1:
-            return _float_dot_general(x, w, _CONTRACT_LAST, out_dtype)
-        sums = [
-            _float_dot_general(x[:, first:end], w[:, first:end], _CONTRACT_LAST, jnp.float32)
-            for first, end in contract.cuts(x.shape[1], parts)
-        ]
-        return round_to(functools.reduce(jnp.add, sums), out_dtype)
+        if products.serves("bf16", x, w.shape, numerics):
+            return products.floating(x, w, bias, parts=numerics.parts)
+        dtype = x.dtype if bias is None else jnp.float32
+        if numerics.float64:
+            y = round_to(_float64_product(x, w), dtype)
+        elif numerics.parts == 1:
+            y = _float_dot_general(x, w, _CONTRACT_LAST, dtype)
+        else:
+            sums = [
+                _float_dot_general(x[:, first:end], w[:, first:end], _CONTRACT_LAST, jnp.float32)
+                for first, end in contract.cuts(x.shape[1], numerics.parts)
+            ]
+            y = round_to(functools.reduce(jnp.add, sums), dtype)
+        return y if bias is None else y + bias
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         return _float_dot_general(x, w, _CONTRACT_LAST, jnp.float32)
@@ -180,14 +175,10 @@ class Ragged:
     Args:
       group_sizes: [E] int32, rows of each expert.
       num_rows: M.
-      wide_sums: as in `Dense`.
     """
 
-    experts = True
-
-    def __init__(self, group_sizes: jax.Array, num_rows: int, wide_sums: bool = False):
+    def __init__(self, group_sizes: jax.Array, num_rows: int):
         self.group_sizes = group_sizes
-        self.wide_sums = wide_sums
         ends = jnp.cumsum(group_sizes)
         # The expert of each row; rows past the last group take the last expert and are masked.
         rows = jnp.arange(num_rows, dtype=ends.dtype)
@@ -200,12 +191,12 @@ class Ragged:
         kernel = functools.partial(experts_triton.product, group_sizes=self.group_sizes, dtype=jnp.int32)
         return self._choose(self._by_expert(_integer_dot_general, jnp.int32), ragged, kernel, x, w)
 
-    def floating(self, x: jax.Array, w: jax.Array, out_dtype: Any = jnp.float32, *, parts: int = 1) -> jax.Array:
-        del parts
+    def floating(self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
+        del bias
         w = w.astype(x.dtype)
-        if self.wide_sums:
-            return round_to(self._by_expert(_float64_product, jnp.float32)(x, w), out_dtype)
-        return self._float(x, w, out_dtype)
+        if numerics.float64:
+            return self._by_expert(_float64_product, jnp.float32)(x, w)
+        return self._float(x, w, x.dtype)
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         # e4m3 codes are exact in bfloat16, which every backend's ragged product takes.

@@ -10,7 +10,7 @@
 This is the straight-through estimator (arXiv 1308.3432) with the quantized operands on both sides, as in QaRL (arXiv
 2604.07853). The master enters as the differentiated carrier only, so its cotangent has its shape and dtype.
 
-A scheme says what is multiplied, `contractions.py` how; whether a kernel of ours takes a layer is asked here alone.
+A scheme says what is multiplied, `contractions.py` how.
 """
 
 from __future__ import annotations
@@ -29,88 +29,55 @@ from qarl_jax.kernels import products as kernels
 from qarl_jax.numerics.engine import PLAIN, Numerics
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.quant.contractions import Dense, Product, Ragged
-from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.quant.qtensor import QTensor, inputs_of
 from qarl_jax.quant.schemes import OfLowBitActivations, dequantize, module_of
-from qarl_jax.types import UserError
 
 
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """What a product must know and cannot read off arrays, the backward's included.
-
-    Attributes:
-      numerics: the engine mirrored.
-      x, master, bias: dtypes; bias: None where there is none.
-    """
-
-    numerics: Numerics
-    x: Any
-    master: Any
-    bias: Any = None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor: Any, bias: Any, sizes: Any) -> jax.Array:
+    """y [M, N] of x [M, K]. dtypes: of master and bias; sizes: rows of each expert, None for one weight."""
+    return _multiply_fwd(numerics, dtypes, x, master, qtensor, bias, sizes)[0]
 
 
-def _linear(product: Product, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
-    """x w^T + b of unquantized activations, summed in the parts of `numerics`; rounded, or yet to be."""
-    if not product.experts and kernels.serves("bf16", x, w.shape, numerics):
-        return kernels.floating(x, w.astype(x.dtype), bias, parts=numerics.parts)
-    if bias is None:
-        return product.floating(x, w, x.dtype, parts=numerics.parts)
-    return product.floating(x, w, parts=numerics.parts) + bias
-
-
-def _forward(
-    product: Product, static: _Static, x: jax.Array, master: jax.Array, qtensor: Any, bias: jax.Array | None
-) -> tuple[jax.Array, Any, Any]:
-    """-> y, rounded or yet to be; the activations and the weight as used, which the backward needs."""
-    numerics = static.numerics
+def _multiply_fwd(numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor: Any, bias: Any, sizes: Any) -> Any:
+    """-> y; the activations and the weight as used, which the backward needs."""
+    product: Product = Dense() if sizes is None else Ragged(sizes, x.shape[0])
     bias = None if bias is None else bias.astype(jnp.float32)[None, :]
-    if not isinstance(qtensor, QTensor):
-        w = master.astype(x.dtype) if qtensor is None else qtensor
-        return _linear(product, x, w, bias, numerics), x, w
-    scheme = module_of(qtensor.scheme)
-    if not isinstance(scheme, OfLowBitActivations):
-        w = scheme.dequantize(qtensor).astype(jnp.bfloat16)
-        return _linear(product, x, w, bias, numerics), x, qtensor
-    used = scheme.activations(x, numerics=numerics)
-    multiply = functools.partial(scheme.multiply, numerics=numerics, product=product, dtype=x.dtype)
-    if product.experts or not kernels.serves(scheme.NAME, x, qtensor.qvalue.shape, numerics):
-        return multiply(used, qtensor, bias), used, qtensor
+    scheme = module_of(qtensor.scheme) if isinstance(qtensor, QTensor) else None
+    if isinstance(scheme, OfLowBitActivations):
+        used, weight = scheme.activations(x, numerics=numerics), qtensor
 
-    def kernel(used: Any, qt: QTensor, bias: jax.Array | None, **options: Any) -> jax.Array:
-        codes, scale = used
-        return kernels.eight_bit(codes, scale, qt.qvalue, qt.scale, bias, **options)
+        def engine(used: Any, qt: QTensor, bias: Any) -> jax.Array:
+            y = scheme.multiply(used, qt, bias, numerics=numerics, product=product, dtype=x.dtype)
+            return round_to(y, x.dtype)
 
-    def default(*operands: Any) -> jax.Array:
-        return round_to(multiply(*operands), x.dtype)
+        def kernel(used: Any, qt: QTensor, bias: Any, **options: Any) -> jax.Array:
+            codes, scale = used
+            return kernels.eight_bit(codes, scale, qt.qvalue, qt.scale, bias, **options)
 
-    return lax.platform_dependent(used, qtensor, bias, cuda=kernel, default=default), used, qtensor
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(static: _Static, x: Any, master: Any, qtensor: Any, bias: Any, group_sizes: Any) -> jax.Array:
-    """y [M, N] of x [M, K]; group_sizes: None for one weight."""
-    return _multiply_fwd(static, x, master, qtensor, bias, group_sizes)[0]
+        if sizes is None and kernels.serves(scheme.NAME, x, qtensor.qvalue.shape, numerics):
+            y = lax.platform_dependent(used, qtensor, bias, cuda=kernel, default=engine)
+        else:
+            y = engine(used, qtensor, bias)
+    else:
+        used, weight = x, master.astype(x.dtype) if qtensor is None else qtensor
+        plain = weight if scheme is None else scheme.dequantize(weight).astype(jnp.bfloat16)
+        y = round_to(product.floating(x, plain, bias, numerics), x.dtype)
+    return y, (used, weight, sizes)
 
 
-def _multiply_fwd(static: _Static, x: Any, master: Any, qtensor: Any, bias: Any, group_sizes: Any) -> tuple[Any, Any]:
-    wide_sums = static.numerics.float64
-    product: Product = Dense(wide_sums) if group_sizes is None else Ragged(group_sizes, x.shape[0], wide_sums)
-    y, used, weight = _forward(product, static, x, master, qtensor, bias)
-    return round_to(y, x.dtype), (used, weight, group_sizes)
-
-
-def _multiply_bwd(static: _Static, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
+def _multiply_bwd(numerics: Numerics, dtypes: Any, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     """dx in dy's dtype and dw in the master's, each rounded once."""
-    used, weight, group_sizes = saved
-    product: Product = Dense() if group_sizes is None else Ragged(group_sizes, dy.shape[0])
-    dy = round_to(dy, static.x)
+    used, weight, sizes = saved
+    master, bias = dtypes
+    product: Product = Dense() if sizes is None else Ragged(sizes, dy.shape[0])
     if isinstance(used, tuple):  # codes and scales of rows
         codes, scale = used
         used = codes.astype(jnp.float32) * scale
     if isinstance(weight, QTensor):
         used, weight = used.astype(dy.dtype), dequantize(weight, dy.dtype)
-    dx, dw = product.grad_x(dy, weight), product.grad_w(dy, used, static.master)
-    db = None if static.bias is None else jnp.sum(dy.astype(jnp.float32), axis=0).astype(static.bias)
+    dx, dw = product.grad_x(dy, weight), product.grad_w(dy, used, master)
+    db = None if bias is None else jnp.sum(dy.astype(jnp.float32), axis=0).astype(bias)
     return dx, dw, None, db, None
 
 
@@ -142,50 +109,17 @@ def dot(
     Raises:
       ValueError: `qtensor` has another shape than the master.
     """
-    n, k = master.shape
-    if numerics.shards > 1:
-        return _of_shards(x, master, qtensor, bias, numerics)
-    if qtensor is not None and qtensor.shape != (n, k):
-        raise ValueError(f"qtensor of shape {qtensor.shape} does not belong to a master of shape {(n, k)}")
-    static = _Static(
-        numerics, jnp.dtype(x.dtype), jnp.dtype(master.dtype), None if bias is None else jnp.dtype(bias.dtype)
-    )
-    y = _multiply(static, x.reshape(-1, k), master, qtensor, bias, None)
-    return y.reshape(*x.shape[:-1], n)
-
-
-def _of_shards(x: Any, master: Any, qtensor: Any, bias: Any, numerics: Numerics) -> jax.Array:
-    """`dot` of a layer whose inputs a tensor-parallel engine spreads over shards: each rounds the sum of its own."""
-    inputs, shards = master.shape[1], numerics.shards
-    if inputs % shards or (isinstance(qtensor, QTensor) and not _can_be_cut(qtensor, shards)):
-        raise UserError(
-            f"a layer with {inputs} inputs cannot be spread over {shards} engine shards without cutting a group of its"
-            " weight: set rollout.engine.tensor_parallel_size=1, or a smaller quant.group_size."
-        )
-    alone = dataclasses.replace(numerics, shards=1)
-
-    def part(of: Any, shard: int) -> Any:
-        """[.., K] -> the shard's share of the last dim."""
-        size = of.shape[-1] // shards
-        return of[..., shard * size : (shard + 1) * size]
-
-    total: Any = None
-    for shard in range(shards):
-        codes = qtensor
-        if isinstance(qtensor, QTensor):
-            scale = qtensor.scale if qtensor.scale.shape[-1] == 1 else part(qtensor.scale, shard)
-            codes = QTensor(part(qtensor.qvalue, shard), scale, qtensor.scheme)
-        elif qtensor is not None:
-            codes = part(qtensor, shard)
-        own = dot(part(x, shard), part(master, shard), codes, None if shard else bias, numerics=alone)
-        wide = own.astype(jnp.float32)
-        total = wide if total is None else total + wide
-    return round_to(total, x.dtype)
-
-
-def _can_be_cut(qtensor: QTensor, shards: int) -> bool:
-    groups = qtensor.scale.shape[-1]
-    return qtensor.qvalue.shape[-1] % shards == 0 and (groups == 1 or groups % shards == 0)
+    _check(master, qtensor)
+    if (shards := numerics.shards) > 1:  # of a tensor-parallel engine: each rounds the sum of its own inputs
+        alone = dataclasses.replace(numerics, shards=1)
+        sums = [
+            dot(*(inputs_of(a, i, shards) for a in (x, master, qtensor)), None if i else bias, numerics=alone)
+            for i in range(shards)
+        ]
+        return round_to(functools.reduce(jnp.add, (y.astype(jnp.float32) for y in sums)), x.dtype)
+    dtypes = jnp.dtype(master.dtype), None if bias is None else jnp.dtype(bias.dtype)
+    y = _multiply(numerics, dtypes, x.reshape(-1, x.shape[-1]), master, qtensor, bias, None)
+    return y.reshape(*x.shape[:-1], master.shape[0])
 
 
 @functools.partial(jax.jit, static_argnames="numerics")
@@ -200,9 +134,7 @@ def expert_dot(
     """`dot` for mixture-of-experts: row m is multiplied with the weight of the expert whose group it falls into.
 
     Args:
-      x: [M, K] activations, rows sorted by expert.
-      master: [E, N, K] high-precision weights, the carriers of the gradient.
-      qtensor: the experts, as in `dot`.
+      x, master, qtensor: as in `dot`, the rows sorted by expert.
       group_sizes: [E] int32, rows per expert; rows beyond their sum give zeros.
       numerics: the engine mirrored.
 
@@ -212,7 +144,10 @@ def expert_dot(
     Raises:
       ValueError: `qtensor` has another shape than the masters.
     """
+    _check(master, qtensor)
+    return _multiply(numerics, (jnp.dtype(master.dtype), None), x, master, qtensor, None, group_sizes)
+
+
+def _check(master: Any, qtensor: Any) -> None:
     if qtensor is not None and qtensor.shape != master.shape:
-        raise ValueError(f"qtensor of shape {qtensor.shape} does not belong to masters of shape {master.shape}")
-    static = _Static(numerics, jnp.dtype(x.dtype), jnp.dtype(master.dtype))
-    return _multiply(static, x, master, qtensor, None, group_sizes)
+        raise ValueError(f"qtensor of shape {qtensor.shape} does not belong to a master of shape {master.shape}")

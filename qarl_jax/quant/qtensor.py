@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from qarl_jax.types import UserError
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -54,3 +56,25 @@ class QTensor:
     @property
     def nbytes(self) -> int:
         return self.qvalue.size * self.qvalue.dtype.itemsize + self.scale.size * self.scale.dtype.itemsize
+
+
+def inputs_of(whole: Any, shard: int, shards: int) -> Any:
+    """A shard's inputs of an array or a weight [.., K] (None: of none); the scale of a whole channel stays with each.
+
+    Raises:
+      UserError: a group would be cut.
+    """
+
+    def own(a: Any) -> Any:
+        size, rest = divmod(a.shape[-1], shards)
+        if rest:
+            raise UserError(
+                f"a layer with {whole.shape[-1]} inputs cannot be spread over {shards} engine shards without cutting a"
+                " group of its weight: set rollout.engine.tensor_parallel_size=1, or a smaller quant.group_size."
+            )
+        return a[..., shard * size : (shard + 1) * size]
+
+    if not isinstance(whole, QTensor):
+        return None if whole is None else own(whole)
+    scale = whole.scale if whole.scale.shape[-1] == 1 else own(whole.scale)
+    return QTensor(own(whole.qvalue), scale, whole.scheme)

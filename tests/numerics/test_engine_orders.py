@@ -49,7 +49,9 @@ def test_only_narrow_layers_with_many_inputs_are_cut():
 def test_parts_are_summed_by_themselves_and_added_in_float32():
     x, w = np.ones((1, 256), np.float32), np.zeros((16, 256), np.float32)
     w[:, :2], w[:, 128:131] = 2.0**23, 1.0
-    y = Dense().floating(jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16), parts=2)
+    nothing = jnp.zeros((1, 16))  # with a bias the sum stays float32
+    numerics = dataclasses.replace(resolve("plain"), parts=2)
+    y = Dense().floating(jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16), nothing, numerics)
     # 2^24 + 3 is between two float32 numbers; one after the other three ones would be lost.
     np.testing.assert_array_equal(y, np.full((1, 16), 2.0**24 + 4))
 
