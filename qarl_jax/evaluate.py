@@ -4,7 +4,5 @@
 
 from qarl_jax.run.evaluation import main
 
-__all__ = ["main"]
-
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
+import pathlib
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -29,6 +29,7 @@ from qarl_jax.data.worked.answers import Manner, worked_answer
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.metrics import Mean, Metric, masked_mean
 from qarl_jax.optim import build as optimizer
+from qarl_jax.run import on_disk
 from qarl_jax.run.export import RECEIPT
 from qarl_jax.runtime import mesh
 from qarl_jax.typed_config import load
@@ -168,31 +169,26 @@ def is_done(cfg: Config) -> bool:
         return False
 
 
-def _staging(out: str) -> str:
-    """The empty folder that becomes `out`, which it replaces.
-
-    Raises:
-      UserError: it cannot be made, or `out` is something that this command did not make.
-    """
+def _check_ours(out: str) -> None:
+    """Raises UserError where `out` is something that this command did not make and would replace."""
     ours = os.path.isdir(out) and (not os.listdir(out) or os.path.isfile(os.path.join(out, RECEIPT)))
     if os.path.exists(out) and not ours:
         raise UserError(
             f"out={out} exists and was not made by this command (no {RECEIPT} in it): it would be replaced. Name"
             " another folder, or remove it yourself."
         )
-    staging = out.rstrip("/") + ".partial"
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-        os.makedirs(staging)
-    except OSError as error:
-        raise UserError(f"out={out} cannot be written: {error.strerror or error}. Name a folder of yours.") from None
-    return staging
 
 
 def run(cfg: Config) -> None:
     """Trains and writes the folder."""
+    _check_ours(cfg.out)
+    with on_disk.whole_folder(cfg.out, "out=", replaces=True) as staging:
+        _run(cfg, staging)
+    print(f"wrote {cfg.out}")
+
+
+def _run(cfg: Config, staging: pathlib.Path) -> None:
     # ---- tokenizer and model ----------------------------------------------------------------------------------------
-    staging = _staging(cfg.out)
     if cfg.model.init is not None:
         tokenizer = data.make_char_tokenizer(cfg.tokenizer.alphabet, staging)
         stop = int(tokenizer.eos_token_id)
@@ -244,13 +240,9 @@ def run(cfg: Config) -> None:
                 raise DivergedError(f"update {update}: the loss is {now['loss/nll']}; lower optimizer.lr.")
             print(f"sft {update:5d}  nll {now['loss/nll']:.4f}  {time.monotonic() - started:.1f} s", flush=True)
 
-    # ---- write: the folder appears whole or not at all --------------------------------------------------------------
     models.save_hf(learner.model(state.params), staging)
-    with open(os.path.join(staging, RECEIPT), "w", encoding="utf-8") as handle:
-        json.dump({"fingerprint": fingerprint(cfg), "config": load.to_dict(cfg)}, handle, indent=2, default=str)
-    shutil.rmtree(cfg.out, ignore_errors=True)
-    os.replace(staging, cfg.out)
-    print(f"wrote {cfg.out}")
+    receipt = {"fingerprint": fingerprint(cfg), "config": load.to_dict(cfg)}
+    (staging / RECEIPT).write_text(json.dumps(receipt, indent=2, default=str), encoding="utf-8")
 
 
 @entry_point

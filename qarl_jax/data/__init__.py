@@ -91,19 +91,3 @@ def make_source(cfg: Config, tokenizer: Tokenizer, split: Split = "train") -> Pr
             " eval.data."
         )
     return source
-
-
-__all__ = [
-    "SOURCES",
-    "SOURCE_NAMES",
-    "Config",
-    "PromptSource",
-    "PromptStream",
-    "SourceConfig",
-    "Template",
-    "load_tokenizer",
-    "make_char_tokenizer",
-    "make_source",
-    "pad_token_id",
-    "stop_token_ids",
-]

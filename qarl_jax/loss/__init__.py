@@ -53,19 +53,6 @@ TERMS: dict[Any, Callable[..., tuple[Mean, dict[str, Metric]]]] = {
     value.Config: value.loss,
 }
 
-__all__ = [
-    "LOSSES",
-    "MISMATCH",
-    "TERMS",
-    "Loss",
-    "Objective",
-    "get_loss",
-    "get_term",
-    "loss_from_config",
-    "make_config",
-    "normalized",
-]
-
 
 @runtime_checkable
 class Objective(Protocol):

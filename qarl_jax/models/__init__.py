@@ -36,31 +36,3 @@ from qarl_jax.models.params import (
     with_scheme,
 )
 from qarl_jax.models.transformer import KVCache, Transformer
-
-__all__ = [
-    "MODELS",
-    "REMAT",
-    "KVCache",
-    "MoEConfig",
-    "ModelConfig",
-    "Quantized",
-    "Transformer",
-    "abstract_model",
-    "by_path",
-    "checkpoint_order",
-    "config_of",
-    "export_tensors",
-    "hf_config_json",
-    "hf_names",
-    "load_hf",
-    "load_masters",
-    "merge",
-    "parse_rules",
-    "quantize_params",
-    "random_masters",
-    "random_model",
-    "read_config",
-    "save_hf",
-    "split",
-    "with_scheme",
-]

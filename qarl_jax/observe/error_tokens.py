@@ -193,14 +193,3 @@ def text_metrics(responses: Sequence[Sequence[int]], texts: Sequence[str]) -> di
         "text/loops": float((shares > 0.5).mean()) if shares.size else 0.0,
         "text/zlib_ratio": float(np.mean(ratios)) if ratios else 0.0,
     }
-
-
-__all__ = [
-    "PROBABILITY",
-    "clustered",
-    "repeated",
-    "repeated_share",
-    "text_metrics",
-    "token_metrics",
-    "zlib_ratio",
-]

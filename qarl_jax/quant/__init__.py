@@ -24,28 +24,3 @@ from qarl_jax.quant.schemes import (
     quantizes_activations,
     scheme_names,
 )
-
-__all__ = [
-    "PLAIN",
-    "PROFILES",
-    "SCHEMES",
-    "Numerics",
-    "QTensor",
-    "Rules",
-    "SchemeConfig",
-    "check_quantizable",
-    "dequantize",
-    "divide",
-    "dot",
-    "expert_dot",
-    "on_engine",
-    "pack_int4",
-    "parse_scheme",
-    "quantize",
-    "quantize_tree",
-    "quantizes_activations",
-    "resolve",
-    "round_to",
-    "scheme_names",
-    "unpack_int4",
-]

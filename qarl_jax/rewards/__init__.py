@@ -157,6 +157,3 @@ class Grader:
         """Ends worker processes."""
         for reward in self.rewards:
             reward.close()
-
-
-__all__ = ["REWARDS", "Grader", "Reward", "RewardConfig", "Sample"]

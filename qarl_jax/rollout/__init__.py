@@ -16,6 +16,7 @@ battery in tests/rollout/test_protocol.py greets it.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -100,6 +101,18 @@ class Request:
         return (*self.prompt.tokens, *self.tokens)
 
 
+def requests_for(prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int) -> list[Request]:
+    """What `RolloutEngine.generate` asks for, prompt by prompt. A prompt given twice goes on counting, so that its
+    copies differ."""
+    seen: collections.Counter[str] = collections.Counter()
+    requests = []
+    for prompt in prompts:
+        for number in range(seen[prompt.uid], seen[prompt.uid] + num_samples):
+            requests.append(Request(prompt=prompt, number=number, key=key, max_tokens=sampling.max_response_len))
+        seen[prompt.uid] += num_samples
+    return requests
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Samples completions under the last published version.
@@ -156,15 +169,3 @@ def make_engine(name: str, config: Any = None, **options: Any) -> RolloutEngine:
     if name not in ENGINES:
         raise UserError(f"rollout.engine: no engine {name!r}; there are {', '.join(ENGINES)}")
     return ENGINES[name](config, **options)
-
-
-__all__ = [
-    "ENGINES",
-    "Completion",
-    "PolicyWeights",
-    "Prompt",
-    "Request",
-    "RolloutEngine",
-    "SamplingConfig",
-    "make_engine",
-]

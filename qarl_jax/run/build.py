@@ -27,7 +27,7 @@ from qarl_jax.models import invariant_scaling
 from qarl_jax.numerics.engine import of_profile
 from qarl_jax.optim import build
 from qarl_jax.rewards import Grader
-from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
+from qarl_jax.rollout import RolloutEngine, SamplingConfig
 from qarl_jax.rollout.asynchronous import Schedule, SharedEngine
 from qarl_jax.rollout.turns import TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
@@ -331,29 +331,3 @@ def eval_sampling(cfg: RunConfig, stop: tuple[int, ...]) -> SamplingConfig:
         top_k=cfg.eval.top_k,
         stop_token_ids=stop,
     )
-
-
-__all__ = [
-    "PolicyWeights",
-    "changed_settings",
-    "compile_ahead",
-    "critic_body",
-    "eval_prompts",
-    "eval_sampling",
-    "leave_memory_to_vllm",
-    "load_masters",
-    "load_model",
-    "make_critic",
-    "make_engine",
-    "make_grader",
-    "make_learner",
-    "make_mesh",
-    "max_segments",
-    "numerics_of_run",
-    "policy_graphdef",
-    "recorded_numerics",
-    "rollout_graphdef",
-    "run_record",
-    "schemes",
-    "seed_of",
-]

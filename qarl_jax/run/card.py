@@ -399,6 +399,3 @@ def _published(cfg: RunConfig) -> int:
 
 def _model(cfg: RunConfig) -> models.ModelConfig:
     return models.read_config(cfg.model.path)
-
-
-__all__ = ["CardPlan", "advice", "card_bytes", "fits", "make", "savings", "settle"]

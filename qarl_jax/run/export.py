@@ -16,20 +16,18 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from qarl_jax import models
 from qarl_jax.models.hf import safetensors
+from qarl_jax.models.hf.safetensors import MAX_SHARD_BYTES
 from qarl_jax.rollout import PolicyWeights
-from qarl_jax.run import build, checkpoint, config
+from qarl_jax.run import build, checkpoint, config, on_disk
 from qarl_jax.run.config import RunConfig
 from qarl_jax.types import UserError, entry_point
 
 FORMATS = ("hf", "compressed-tensors")
-MAX_SHARD_BYTES = 5 * 10**9
 # Of a model folder, what the weights do not replace: tokenizer, chat template, generation settings.
 RECEIPT = "sft.json"  # what `sft` notes of the weights it made
 _OTHERS = ("config.json", RECEIPT)
@@ -67,9 +65,12 @@ def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: st
     """
     if kind not in FORMATS:
         raise UserError(f"--format {kind}: choose one of {', '.join(FORMATS)}")
-    target = pathlib.Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"--out {target} exists and is not an empty folder; name another one.")
+    with on_disk.whole_folder(out) as staging:
+        _export(source, staging, kind)
+
+
+def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str) -> None:
+    """`export` into an existing folder."""
     checkpoints, step = checkpoint.find(source)
     cfg = run_config(source)
     mesh = build.make_mesh(cfg)
@@ -79,28 +80,13 @@ def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: st
     state = build.make_learner(cfg, graphdef, mesh).init(params)
     # The whole state is named, so that a checkpoint of another model is refused rather than half read.
     params = checkpoints.restore(state.entries(), step=step).state["params"]
-    staging = target.with_name(target.name + ".partial")
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(
-            f"--out {target} cannot be written: {error.strerror or error}. Name a folder of yours."
-        ) from None
-    try:
-        for file in sorted(pathlib.Path(cfg.model.path).iterdir()):
-            if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _OTHERS:
-                shutil.copy2(file, staging / file.name)
-        if kind == "hf":
-            models.save_hf(models.merge(models.with_scheme(graphdef, "bf16"), params, build.no_qweights()), staging)
-        else:
-            write_quantized(build.rollout_graphdef(cfg, graphdef), params, staging)
-        if target.exists():
-            target.rmdir()
-        os.replace(staging, target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+    for file in sorted(pathlib.Path(cfg.model.path).iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _OTHERS:
+            shutil.copy2(file, out / file.name)
+    if kind == "hf":
+        models.save_hf(models.merge(models.with_scheme(graphdef, "bf16"), params, build.no_qweights()), out)
+    else:
+        write_quantized(build.rollout_graphdef(cfg, graphdef), params, out)
 
 
 def write_quantized(graphdef: Any, params: Any, folder: pathlib.Path) -> None:
@@ -116,38 +102,9 @@ def write_quantized(graphdef: Any, params: Any, folder: pathlib.Path) -> None:
         raise UserError("this run's rollout scheme is bf16, so there is nothing quantized to write: use --format hf.")
     qweights = models.quantize_params(graphdef, params)
     weights = PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
-    shards = list(_shards(engine_tensors(weights), folder))
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, (temporary, sizes) in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        os.replace(temporary, folder / name)
-        weight_map |= dict.fromkeys(sizes, name)
-        total += sum(sizes.values())
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    shapes = {name: (x.dtype, x.shape) for name, x in engine_tensors(weights)}
+    safetensors.write_sharded(folder, shapes, engine_tensors(weights), MAX_SHARD_BYTES)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-
-
-def _shards(
-    tensors: Iterator[tuple[str, np.ndarray]], folder: pathlib.Path
-) -> Iterator[tuple[pathlib.Path, dict[str, int]]]:
-    """Writes tensors in order, a file at a time; yields each file with the bytes of its tensors."""
-    held: dict[str, np.ndarray] = {}
-    number = 0
-
-    def write() -> tuple[pathlib.Path, dict[str, int]]:
-        file = folder / f"part-{number}.safetensors"
-        safetensors.write(file, {name: (x.dtype, x.shape) for name, x in held.items()}, held.items())
-        return file, {name: x.nbytes for name, x in held.items()}
-
-    for name, array in tensors:
-        if held and sum(x.nbytes for x in held.values()) + array.nbytes > MAX_SHARD_BYTES:
-            yield write()
-            held, number = {}, number + 1
-        held[name] = np.asarray(array)
-    yield write()
 
 
 @entry_point

@@ -1,10 +1,11 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's folder as files: whether it is whole, by the manifest in it, and writing and deleting that a process
-killed at any moment leaves in order."""
+"""Folders that are whole or not there at all: those that a command writes (`whole_folder`), and a checkpoint's, by the
+manifest in it, with writing and deleting that a process killed at any moment leaves in order."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -21,6 +22,39 @@ log = logging.getLogger(__name__)
 DELETING = ".deleting-"
 FORMAT = 3
 """2: a stack of layers was called a segment. 1: and a manifest had no sum of its own."""
+
+
+@contextlib.contextmanager
+def whole_folder(out: str | os.PathLike[str], option: str = "--out ", *, replaces: bool = False) -> Iterator[Path]:
+    """A folder to be filled, which becomes `out` where the block ends without an error, and vanishes otherwise.
+
+    Args:
+      option: names `out` in an error.
+      replaces: whether `out` may hold something; it goes when the new one is whole.
+
+    Raises:
+      UserError: `out` is in use, or cannot be written.
+    """
+    target = Path(out)
+    if not replaces and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{option}{target} exists and is not an empty folder; name another one.")
+    staging = target.with_name(target.name + ".partial")
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(
+            f"{option}{target} cannot be written: {error.strerror or error}. Name a folder of yours."
+        ) from None
+    try:
+        yield staging
+        if replaces:
+            shutil.rmtree(target, ignore_errors=True)
+        elif target.exists():
+            target.rmdir()
+        os.replace(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 class DamagedCheckpointError(UserError):

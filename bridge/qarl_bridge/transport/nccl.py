@@ -326,6 +326,3 @@ class Receiver:
         with self._lock:
             self._leave()
             self._buffers.close()
-
-
-__all__ = ["Communicator", "Receiver", "candidates", "load", "new_id", "readable", "version"]

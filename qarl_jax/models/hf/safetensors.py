@@ -8,6 +8,7 @@ Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape,
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -33,6 +34,11 @@ DTYPES: dict[str, np.dtype] = {
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_HEADER = 100 * 2**20
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+Shapes = dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape by name, in order
 
 
 class SafetensorsFile:
@@ -74,7 +80,7 @@ class SafetensorsFile:
         if entry["dtype"] not in DTYPES:
             raise UserError(f"{self.path}: tensor {name!r} has dtype {entry['dtype']}; known: {', '.join(DTYPES)}")
         dtype = DTYPES[entry["dtype"]]
-        if end - begin != int(np.prod(shape, dtype=np.int64)) * dtype.itemsize or begin < 0:
+        if end - begin != _nbytes(dtype, shape) or begin < 0:
             raise UserError(
                 f"{self.path}: tensor {name!r} of shape {shape} and {entry['dtype']} spans {end - begin} bytes"
             )
@@ -93,9 +99,7 @@ class SafetensorsFile:
         return np.memmap(self.path, dtype=dtype, mode="r", offset=offset, shape=shape)
 
 
-def write(
-    path: pathlib.Path, shapes: dict[str, tuple[np.dtype, tuple[int, ...]]], tensors: Iterable[tuple[str, np.ndarray]]
-) -> None:
+def write(path: pathlib.Path, shapes: Shapes, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
     """Writes one file, atomically (a temporary file, then a rename).
 
     Args:
@@ -106,7 +110,7 @@ def write(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape) in shapes.items():
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        nbytes = _nbytes(dtype, shape)
         header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
         offset += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -121,3 +125,38 @@ def write(
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def write_sharded(
+    folder: pathlib.Path,
+    shapes: Shapes,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    max_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """`write`s a checkpoint: one file, or several and the index that lists their tensors.
+
+    Args:
+      folder: an existing one.
+      shapes, tensors: as in `write`.
+      max_bytes: a new file begins when one would grow beyond this.
+    """
+    files: list[Shapes] = [{}]
+    filled = total = 0
+    for name, (dtype, shape) in shapes.items():
+        nbytes = _nbytes(dtype, shape)
+        if files[-1] and filled + nbytes > max_bytes:
+            files.append({})
+            filled = 0
+        files[-1][name] = dtype, shape
+        filled, total = filled + nbytes, total + nbytes
+    tensors, weight_map = iter(tensors), dict[str, str]()
+    for number, own in enumerate(files, start=1):
+        file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        write(folder / file, own, itertools.islice(tensors, len(own)))
+        weight_map |= dict.fromkeys(own, file)
+    if len(files) > 1:
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+
+
+def _nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from qarl_jax.models.config import ModelConfig, read_config
 from qarl_jax.models.families import MODELS, hf_template
 from qarl_jax.models.hf import safetensors
+from qarl_jax.models.hf.safetensors import INDEX, MAX_SHARD_BYTES, SINGLE
 from qarl_jax.models.params import abstract_model, by_path, finish, parse_rules, split
 from qarl_jax.models.transformer import Transformer
 from qarl_jax.quant import QTensor, resolve
@@ -32,8 +33,6 @@ from qarl_jax.runtime.mesh import param_shardings
 from qarl_jax.types import UserError
 
 _FLOATS = {np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)}
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _PIECE_BYTES = 64 << 20  # of a cast that goes to the host
 
 
@@ -381,7 +380,10 @@ def hf_config_json(config: ModelConfig, dtype: Any = "bfloat16") -> dict[str, An
 
 
 def save_hf(
-    model: Transformer, path: str | pathlib.Path, dtype: Any = "bfloat16", max_shard_bytes: int = 5 * 10**9
+    model: Transformer,
+    path: str | pathlib.Path,
+    dtype: Any = "bfloat16",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes the masters as a Hugging Face folder that transformers and vLLM load.
 
@@ -400,24 +402,8 @@ def save_hf(
         for own, names in hf_names(config).items()
         for name in names.reshape(-1)
     }
-    tensors = export_tensors(params, nnx.State({}), config, dtype)
     # Two passes over the same order: shapes first (a header needs them all), bytes second.
-    order = [name for places in checkpoint_order(config) for place in places for name in place.names]
-    shards: list[dict[str, Any]] = [{}]
-    filled = 0
-    for name in order:
-        nbytes = int(np.prod(shape_of[name][1], dtype=np.int64)) * dtype.itemsize
-        if shards[-1] and filled + nbytes > max_shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = shape_of[name]
-        filled += nbytes
-    weight_map: dict[str, str] = {}
-    for number, shapes in enumerate(shards, start=1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        safetensors.write(folder / file, shapes, (next(tensors) for _ in shapes))  # type: ignore[misc]
-        weight_map |= dict.fromkeys(shapes, file)
-    if len(shards) > 1:
-        total = sum(int(np.prod(shape, dtype=np.int64)) for _, shape in shape_of.values()) * dtype.itemsize
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+    shapes = {name: shape_of[name] for places in checkpoint_order(config) for place in places for name in place.names}
+    tensors: Any = export_tensors(params, nnx.State({}), config, dtype)  # without QTensors, arrays alone
+    safetensors.write_sharded(folder, shapes, tensors, max_shard_bytes)
     (folder / "config.json").write_text(json.dumps(hf_config_json(config, dtype), indent=2) + "\n")

@@ -43,7 +43,7 @@ import numpy as np
 
 from qarl_jax import models
 from qarl_jax.models.logprobs import logits_of
-from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
+from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, requests_for
 from qarl_jax.rollout.embedded.decode_form import Policy, compute_form
 from qarl_jax.rollout.embedded.draw import draw
 from qarl_jax.runtime import processes
@@ -343,15 +343,7 @@ class JaxSampler:
         """
         if num_samples < 1:
             raise UserError(f"rollout: num_samples must be at least 1, got {num_samples}")
-        seen: collections.Counter[str] = collections.Counter()
-        requests = []
-        for prompt in prompts:
-            first = seen[prompt.uid]
-            seen[prompt.uid] += num_samples
-            requests += [
-                Request(prompt=prompt, number=first + j, key=key, max_tokens=sampling.max_response_len)
-                for j in range(num_samples)
-            ]
+        requests = requests_for(prompts, num_samples=num_samples, sampling=sampling, key=key)
         drawn = self._call(requests, sampling, num_samples)
         return [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
 

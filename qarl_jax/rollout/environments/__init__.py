@@ -235,6 +235,3 @@ class Episodes:
 def plain(value: Any) -> Any:
     """What JSON can hold of a prompt's meta; the rest as text."""
     return json.loads(json.dumps(value, default=str))
-
-
-__all__ = ["ENVIRONMENTS", "Calculator", "Call", "Config", "Custom", "Episodes", "Python", "Verifiers", "plain"]

@@ -162,6 +162,3 @@ class Config(messages.EngineOptions):
         for name in ("start_timeout_s", "request_timeout_s"):
             if getattr(self, name) <= 0:
                 raise UserError(f"rollout.engine.{name} must be positive, got {getattr(self, name)}")
-
-
-__all__ = ["Config"]

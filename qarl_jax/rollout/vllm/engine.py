@@ -35,7 +35,7 @@ from qarl_bridge.protocol.messages import BridgeError
 from qarl_jax import models
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import QTensor
-from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
+from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, requests_for
 from qarl_jax.rollout.vllm.config import Config
 from qarl_jax.rollout.vllm.fleet import USER_CODES, Fleet
 from qarl_jax.rollout.vllm.gpu_staging import DeviceStager, gpus_of, layout
@@ -322,15 +322,7 @@ class VllmEngine:
         `on_group` is called once for some of the prompts, with (its number, its completions) as soon as all of them
         have ended, while others are still drawn.
         """
-        seen: collections.Counter[str] = collections.Counter()
-        requests = []
-        for prompt in prompts:  # a prompt given twice goes on counting, so that its copies differ
-            first = seen[prompt.uid]
-            seen[prompt.uid] += num_samples
-            requests += [
-                Request(prompt=prompt, number=first + j, key=key, max_tokens=sampling.max_response_len)
-                for j in range(num_samples)
-            ]
+        requests = requests_for(prompts, num_samples=num_samples, sampling=sampling, key=key)
         ended: dict[int, dict[int, Completion]] = collections.defaultdict(dict)
 
         def on_ended(index: int, completion: Completion) -> None:
@@ -458,14 +450,3 @@ class VllmEngine:
             raise BrokenPromiseError(error, self._schemes, facts) from None
         except BrokenPromiseError as told:
             return told
-
-
-__all__ = [
-    "BrokenPromiseError",
-    "Config",
-    "VllmEngine",
-    "draw_seed",
-    "engine_config",
-    "engine_tensors",
-    "leave_memory_to_vllm",
-]

@@ -568,6 +568,3 @@ def batches(
         there, back = there + question, back + answer
     if batch:
         yield batch
-
-
-__all__ = ["Fleet", "batches"]

@@ -262,6 +262,3 @@ class DeviceStager:
         """Free the buffers; no version in them may be in use. Idempotent."""
         for pool in self._pools:
             pool.close()
-
-
-__all__ = ["DeviceStager", "gpus_of", "layout", "row_sums"]

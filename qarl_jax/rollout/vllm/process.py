@@ -154,6 +154,3 @@ class BridgeProcess:
         if self._scratch is not None:
             self._scratch.close()
             self._scratch = None
-
-
-__all__ = ["BridgeProcess"]

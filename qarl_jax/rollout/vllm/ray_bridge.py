@@ -163,6 +163,3 @@ def place(count: int, *, gpus: float, cpus: float, arguments: Sequence[str], **o
         )
     settings = {"arguments": list(arguments)} | options
     return [RayBridge(group, index, gpus, cpus, settings) for index in range(count)]
-
-
-__all__ = ["RayBridge", "place"]

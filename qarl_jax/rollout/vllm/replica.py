@@ -259,6 +259,3 @@ class Replica:
         self.hang_up()
         self.bridge.stop(grace_s)
         self.bridge.close()
-
-
-__all__ = ["MOST_REQUESTS", "Life", "Replica"]
