@@ -281,16 +281,16 @@ def figure(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -
         if metric not in known:
             near = difflib.get_close_matches(metric, known, n=1)
             raise UserError(f"--metric {metric}: no run has it.{f' Did you mean {near[0]}?' if near else ''}")
-    drawn = _panels(runs, extra)
+    drawn = charts(runs, window=window, extra=extra)
     if not drawn:
         raise UserError("No run has any of the metrics that plots show; name some with --metric.")
 
     columns = min(3, len(drawn))
     rows = -(-len(drawn) // columns)
     fig = _blank(4.4 * columns, 2.9 * rows + 0.5)
-    for index, panel in enumerate(drawn):
+    for index, chart in enumerate(drawn):
         axes = fig.add_subplot(rows, columns, index + 1)
-        _draw(axes, panel, runs, window)
+        _draw(axes, chart)
         if index + columns >= len(drawn):
             axes.set_xlabel("step", fontsize=9)
     return _with_legend(fig, [run.name for run in runs])
@@ -305,11 +305,16 @@ HISTOGRAMS: tuple[tuple[str, str], ...] = (
 """Names in histograms.jsonl, less the sign; and titles."""
 
 
+def _lines(path: str | Path, name: str) -> list[dict[str, Any]]:
+    """The records of a run's file beside its metrics; none where there is no such file."""
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / name
+    return read_lines(file) if file.is_file() else []
+
+
 def load_histograms(path: str | Path, last: int = 50) -> dict[str, list[int]]:
     """A run's histograms summed over its last steps: name ("ratio_pos") -> counts; empty where none were recorded."""
-    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "histograms.jsonl"
     out: dict[str, list[int]] = {}
-    for record in (read_lines(file) if file.is_file() else [])[-last:]:
+    for record in _lines(path, "histograms.jsonl")[-last:]:
         for key, counts in record.items():
             if key.startswith("hist/"):
                 name = key.removeprefix("hist/")
@@ -354,8 +359,7 @@ def load_tokens(path: str | Path, last: int = 50) -> dict[str, list[float]]:
       `old` and `now`, log-probs under the learner at the start of a step and in the response's last update, and
       `advantage`, each [tokens]; empty where none were recorded.
     """
-    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "samples.jsonl"
-    records = [record for record in (read_lines(file) if file.is_file() else []) if record.get("tokens")]
+    records = [record for record in _lines(path, "samples.jsonl") if record.get("tokens")]
     steps = sorted({record["step"] for record in records})[-last:]
     out: dict[str, list[float]] = {"old": [], "now": [], "advantage": []}
     for record in records:
@@ -407,20 +411,16 @@ def probability_figure(runs: Mapping[str, Mapping[str, Sequence[float]]]) -> Any
 
 
 def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> list[html_report.Chart]:
-    """The panels of `figure`, as the report draws them."""
+    """Every panel with something to show, as figure and report draw it."""
     out = []
     for panel in _panels(runs, extra):
         lines = []
         for index, run in enumerate(runs):
             for style, (metric, label) in enumerate(panel.metrics.items()):
                 steps, values = panel.series(run, metric)
-                mean = running_mean(values, window)
-                if steps and window > 1:
-                    lines.append(
-                        html_report.Line(label=label, run=index, style=style, steps=steps, values=values, faint=True)
-                    )
-                if steps:
-                    lines.append(html_report.Line(label=label, run=index, style=style, steps=steps, values=mean))
+                line = html_report.Line(label=label, run=index, style=style, steps=steps, values=values, faint=True)
+                smooth = dataclasses.replace(line, values=running_mean(values, window), faint=False)
+                lines += ([line, smooth] if window > 1 else [smooth]) if steps else []
             for metric, label in panel.markers.items():
                 steps, values = panel.series(run, metric)
                 if steps:
@@ -429,36 +429,32 @@ def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -
     return out
 
 
-def _draw(axes: Any, panel: Panel, runs: Sequence[Run], window: int) -> None:
+def _draw(axes: Any, chart: html_report.Chart) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    drawn: list[float] = []
     shown: dict[str, Any] = {}  # what the panel's own legend explains: line styles and markers; colours are runs
-    for color, run in zip(itertools.cycle(COLORS), runs, strict=False):
-        for style, (metric, label) in zip(itertools.cycle(STYLES), panel.metrics.items(), strict=False):
-            steps, values = panel.series(run, metric)
-            if not steps:
-                continue
-            drawn += values
-            if window > 1:
-                axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8, linestyle=style)
-            dot = "o" if len(steps) == 1 else None
-            mean = running_mean(values, window)
-            axes.plot(steps, mean, color=color, linewidth=1.8, linestyle=style, marker=dot, markersize=4)
-            shown[label] = Line2D([], [], color="0.3", linestyle=style, label=label)
-        for metric, label in panel.markers.items():
-            steps, values = panel.series(run, metric)
-            if steps:
-                axes.plot(steps, values, color=color, linestyle="none", marker="D", markersize=5, markeredgecolor="w")
-                shown[label] = Line2D([], [], color="0.3", linestyle="none", marker="D", label=label)
-    if panel.log and drawn and max(drawn) > 10 * min(drawn):  # below that a logarithmic axis has hardly a tick
+    for line in chart.lines:
+        color, style = COLORS[line.run % len(COLORS)], STYLES[line.style % len(STYLES)]
+        look: dict[str, Any] = {"linestyle": style}
+        if line.faint:
+            axes.plot(line.steps, line.values, color=color, alpha=0.25, linewidth=0.8, **look)
+            continue
+        if line.marks:
+            look = {"linestyle": "none", "marker": "D"}
+            axes.plot(line.steps, line.values, color=color, markersize=5, markeredgecolor="w", **look)
+        else:
+            dot = "o" if len(line.steps) == 1 else None
+            axes.plot(line.steps, line.values, color=color, linewidth=1.8, marker=dot, markersize=4, **look)
+        shown[line.label] = Line2D([], [], color="0.3", label=line.label, **look)
+    drawn = [value for line in chart.lines if not line.marks for value in line.values]
+    if chart.log and drawn and max(drawn) > 10 * min(drawn):  # below that a logarithmic axis has hardly a tick
         axes.set_yscale("log")
-    if panel.percent:
+    if chart.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _dress(axes, panel.title, 10)
+    _dress(axes, chart.title, 10)
     if len(shown) > 1:
         axes.legend(handles=list(shown.values()), fontsize=8, framealpha=0.7, edgecolor="none")
 

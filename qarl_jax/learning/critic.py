@@ -49,6 +49,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from qarl_jax import models, quant
+from qarl_jax.learning.learner import TrainState, fresh_state
 from qarl_jax.loss import Loss, normalized
 from qarl_jax.loss.advantages import Gae, gae, moments, over_turns, token_rewards, turn_starts, whiten
 from qarl_jax.loss.value import explained_variance
@@ -87,22 +88,6 @@ class Config:
             raise UserError(f"clip must be positive, or null for no clip; got {self.clip}.")
         if self.warmup_steps < 0:
             raise UserError(f"warmup_steps must be at least 0, got {self.warmup_steps}.")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CriticState:
-    """Everything an update of the critic reads and writes.
-
-    Attributes:
-      params: {"body": nnx.State of float32 masters, "head": {"weight": [D], "bias": []} float32}.
-      opt_state: optax state.
-      updates: int32 scalar, updates applied so far.
-    """
-
-    params: Any
-    opt_state: Any
-    updates: Any
 
 
 @jax.tree_util.register_dataclass
@@ -158,7 +143,7 @@ class Critic:
 
     Args:
       config: of the body (`body_config`).
-      params: `init_params`, or of the same structure.
+      params: {"body": nnx.State of float32 masters, "head": {"weight": [D], "bias": []} float32} (`init_params`).
       term: the value loss, from `loss.get_term("value", ...)`.
       advantage: discount, decay, whitening.
       optimizer: optax transformation over `params`.
@@ -201,15 +186,9 @@ class Critic:
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
-    def init(self, params: Any) -> CriticState:
+    def init(self, params: Any) -> TrainState:
         """A fresh state around `params`, placed on the mesh."""
-        params = jax.device_put(params, self.places)
-        state = CriticState(
-            params=params,
-            opt_state=optimizers.init(self.optimizer, params),
-            updates=processes.put(np.int32(0), self.replicated),
-        )
-        return self._apply.placed(state)
+        return fresh_state(self._apply, params, self.places, self.replicated)
 
     def entries(self) -> dict[str, Any]:
         """The state as a checkpoint's entry, beside the learner's."""

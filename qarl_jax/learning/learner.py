@@ -67,6 +67,13 @@ class TrainState:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
+def fresh_state(update: by_stack.Update, params: Any, places: Any, replicated: NamedSharding) -> TrainState:
+    """The state before the first `update`: `params` put where `places` (a tree like it) says, moments beside them."""
+    params = jax.device_put(params, places)
+    opt_state = optimizers.init(update.optimizer, params)
+    return update.placed(TrainState(params=params, opt_state=opt_state, updates=processes.put(np.int32(0), replicated)))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """What of the run's configuration changes the compiled step.
@@ -176,13 +183,7 @@ class Learner:
 
     def init(self, params: Any) -> TrainState:
         """A fresh state around `params`, placed on the mesh; the moments lie where their parameters do."""
-        params = jax.device_put(params, self.param_shardings)
-        state = TrainState(
-            params=params,
-            opt_state=optimizers.init(self.optimizer, params),
-            updates=processes.put(np.int32(0), self.replicated),
-        )
-        return self._apply.placed(state)
+        return fresh_state(self._apply, params, self.param_shardings, self.replicated)
 
     def model(self, params: Any) -> models.Transformer:
         """The model itself, for export and inspection."""
