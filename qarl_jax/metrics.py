@@ -104,10 +104,10 @@ def masked_mean(x: jax.Array, mask: jax.Array) -> Mean:
     return Mean(jnp.where(mask, x, 0.0).astype(jnp.float32).sum(), mask.astype(jnp.float32).sum())
 
 
-def masked_max(x: jax.Array, mask: jax.Array, *, empty: float = 0.0) -> Max:
-    """Maximum of `x` where `mask`, and `empty` where nothing is."""
+def masked_max(x: jax.Array, mask: jax.Array) -> Max:
+    """Maximum of `x` where `mask`; 0 where nothing is."""
     top = jnp.where(mask, x, -jnp.inf).astype(jnp.float32).max(initial=-jnp.inf)
-    return Max(jnp.where(mask.any(), top, jnp.float32(empty)))
+    return Max(jnp.where(mask.any(), top, 0.0))
 
 
 def values(metrics: dict[str, Metric]) -> dict[str, float]:

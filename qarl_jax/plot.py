@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import itertools
 import math
 import sys
@@ -36,7 +35,7 @@ from typing import Any
 
 from qarl_jax.observe import html_report
 from qarl_jax.observe.recorder import read_lines
-from qarl_jax.types import UserError, entry_point
+from qarl_jax.types import UserError, did_you_mean, entry_point
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette: told apart under every common colour blindness, and in grey."""
@@ -279,8 +278,7 @@ def figure(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -
     known = {key for run in runs for record in run.records for key in record}
     for metric in extra:
         if metric not in known:
-            near = difflib.get_close_matches(metric, known, n=1)
-            raise UserError(f"--metric {metric}: no run has it.{f' Did you mean {near[0]}?' if near else ''}")
+            raise UserError(f"--metric {metric}: no run has it.{did_you_mean(metric, known)}")
     drawn = charts(runs, window=window, extra=extra)
     if not drawn:
         raise UserError("No run has any of the metrics that plots show; name some with --metric.")

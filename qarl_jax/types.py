@@ -23,10 +23,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -201,6 +202,12 @@ class UserError(Exception):
 
     Entry points print its message and exit with code 2; nothing on disk is lost.
     """
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ " Did you mean X?", X being the closest of the known words; empty where none is close."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 class DivergedError(RuntimeError):

@@ -33,12 +33,11 @@ Presets, as the papers evaluate (QaRL arXiv 2604.07853, QeRL arXiv 2510.11696, Q
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 from typing import Any
 
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, did_you_mean
 
 # Where `make data` unpacks test questions; `--suite-data` names any other file.
 QUESTIONS = "data/packages"
@@ -185,9 +184,7 @@ def overrides(name: str, file: str | None = None, preset: str = "greedy") -> lis
       UserError: no such suite or preset, or no file.
     """
     if name not in SUITES:
-        near = difflib.get_close_matches(name, SUITES, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise UserError(f"--suite {name}: unknown.{hint} Known: {', '.join(SUITES)}.")
+        raise UserError(f"--suite {name}: unknown.{did_you_mean(name, SUITES)} Known: {', '.join(SUITES)}.")
     if preset not in PRESETS:
         raise UserError(f"--preset {preset}: unknown. Known: {', '.join(PRESETS)}.")
     suite = SUITES[name]

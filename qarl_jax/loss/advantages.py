@@ -19,7 +19,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from qarl_jax.loss.common.options import check, nearest, option
-from qarl_jax.metrics import Mean
 from qarl_jax.types import UserError
 
 LEVELS = ("response", "turn")
@@ -170,47 +169,24 @@ def finite(rewards: np.ndarray) -> np.ndarray:
     return rewards
 
 
-def group_metrics(rewards: Any, *, valid: Any = None) -> dict[str, Mean]:
-    """Shares of groups without a signal: `advantage/zero_variance` (two or more equal rewards), `advantage/single`."""
-    rewards = np.asarray(rewards, np.float64)
-    valid = np.ones(rewards.shape, bool) if valid is None else np.asarray(valid, bool)
-    count = valid.sum(1)
-    top = np.where(valid, rewards, -np.inf).max(1, initial=-np.inf)
-    bottom = np.where(valid, rewards, np.inf).min(1, initial=np.inf)
-    with np.errstate(invalid="ignore"):
-        same = (count > 1) & (top - bottom < _SAME)
-    groups = np.float32((count > 0).sum())
-    return {
-        "advantage/zero_variance": Mean(np.float32(same.sum()), groups),
-        "advantage/single": Mean(np.float32((count == 1).sum()), groups),
-    }
-
-
 def token_rewards(
     scores: Float[Array, "B T"],
     mask: Bool[Array, "B T"],
     segment_ids: Int[Array, "B T"],
-    *,
-    kl: Float[Array, "B T"] | None = None,
-    kl_coef: float = 0.0,
 ) -> Float[Array, "B T"]:
-    """Reward per token: the response's score at its last masked token, minus kl_coef * kl everywhere on the mask.
+    """Reward per token: the response's score at its last masked token.
 
     Args:
       scores: [B, T] float32, each response's score broadcast over its tokens.
       mask: [B, T] bool, response tokens.
       segment_ids: [B, T] int32, 0 = padding.
-      kl: [B, T] float32, old_logprobs - ref_logprobs, for KL in the reward.
     """
     mask = mask & (segment_ids > 0)
     ids = jnp.where(mask, segment_ids, 0)
     time = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32)[None], mask.shape)
     last = jax.vmap(lambda t, ids: jax.ops.segment_max(t, ids, num_segments=t.shape[0] + 1))(time, ids)
     is_last = mask & (time == jnp.take_along_axis(last, ids, axis=1))
-    rewards = jnp.where(is_last, scores.astype(jnp.float32), 0.0)
-    if kl is not None and kl_coef:
-        rewards = rewards - kl_coef * jnp.where(mask, kl.astype(jnp.float32), 0.0)
-    return rewards
+    return jnp.where(is_last, scores.astype(jnp.float32), 0.0)
 
 
 def turn_starts(mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:

@@ -4,7 +4,7 @@
 
 Before the mini-batches of an update, once per rollout batch, over packed rows:
 
-    rewards    = token_rewards(scores, ...)          the score at the last token, KL in the reward if wanted
+    rewards    = token_rewards(scores, ...)          the score at the last token
     adv, ret   = gae(rewards, values, ...)           backward over each segment, holes carried through
     advantages = whiten(adv, mask, ...)              over the rollout batch; the returns are not whitened
 

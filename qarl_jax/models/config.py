@@ -106,14 +106,13 @@ class ModelConfig:
         if self.head_dim % 2:
             raise UserError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
 
-    def scheme_of(self, path: str, rules: Rules | None = None) -> SchemeConfig | None:
+    def scheme_of(self, path: str) -> SchemeConfig | None:
         """The scheme of the stacked kernel at `path` ("stacks.0.attn.q.kernel"), None for bf16."""
         layer = self.stacks[int(path.split(".")[1])].start
-        return self._scheme(path.split(".", 2)[2], layer, rules)
+        return self._scheme(path.split(".", 2)[2], layer)
 
-    def _scheme(self, own: str, layer: int, rules: Rules | None) -> SchemeConfig | None:
-        rules = self.quant if rules is None else rules
-        return on_engine(rules.scheme_for(self._module_name(own, layer)), self.numerics)
+    def _scheme(self, own: str, layer: int) -> SchemeConfig | None:
+        return on_engine(self.quant.scheme_for(self._module_name(own, layer)), self.numerics)
 
     def describe(self, path: str) -> str:
         """The stacked kernel at `path` in Hugging Face words: "model.layers.{0..27}.self_attn.q_proj.weight"."""
@@ -124,14 +123,14 @@ class ModelConfig:
     def _module_name(self, own: str, layer: int) -> str:
         return hf_template(own, self.architecture).format(layer=layer, expert=0).removesuffix(".weight")
 
-    def signature(self, layer: int, rules: Rules | None = None) -> tuple[Any, ...]:
+    def signature(self, layer: int) -> tuple[Any, ...]:
         """What must be equal for layers to share a stack: the kind of MLP and the scheme of every kernel."""
         is_moe = layer in self.moe_layers
         kernels = [
             *(f"attn.{x}.kernel" for x in "qkvo"),
             *(f"{'moe' if is_moe else 'mlp'}.{x}.kernel" for x in ("gate", "up", "down")),
         ]
-        return is_moe, *(self._scheme(kernel, layer, rules) for kernel in kernels)
+        return is_moe, *(self._scheme(kernel, layer) for kernel in kernels)
 
     @functools.cached_property
     def norm_order(self) -> NormOrder:

@@ -71,21 +71,19 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk: int = DEFAULT_CHUNK,
     numerics: Any = None,
-    compute_dtype: Any = None,
     entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of every token and entropy of the distribution it was drawn from.
 
     Args:
       hidden: [B, T, D] final hidden states (after the last norm), compute dtype.
-      head: [V, D] output embedding, master dtype; read once as `compute_dtype`. May be sharded over V.
+      head: [V, D] output embedding, master dtype; read once in that dtype. May be sharded over V.
       tokens: [B, T] int32.
       segment_ids: [B, T] int32, 1.. per row, 0 = padding (rows may be packed).
       temperature: > 0, the sampler's; logits are divided by it.
       chunk: tokens (over the whole batch) whose logits exist at once; rounded to whole columns of the batch.
       numerics: a `Numerics`; where its `float64` is set, logits are made in float64 and rounded to float32, and where
         its `float64_log_softmax` is, log-probs are. The gradient passes straight through. None: neither. Hashable.
-      compute_dtype: dtype of the product's operands; None: `hidden.dtype`.
       entropy_gradient: let gradients flow through the entropy (an entropy bonus); by default they do not.
 
     Returns:
@@ -107,9 +105,8 @@ def token_logprobs(
         zeros = jnp.zeros((batch, length), jnp.float32)
         return zeros, zeros
 
-    compute_dtype = hidden.dtype if compute_dtype is None else jnp.dtype(compute_dtype)
     # The shift: position t - 1 predicts token t. Column 0 scores nothing and is put back below.
-    source, target, scored = hidden[:, :-1].astype(compute_dtype), tokens[:, 1:], mask[:, 1:]
+    source, target, scored = hidden[:, :-1], tokens[:, 1:], mask[:, 1:]
     columns = min(max(1, chunk // batch), length - 1)
     chunks = -(-(length - 1) // columns)
     columns = -(-(length - 1) // chunks)  # even chunks: the padding is less than one column per chunk

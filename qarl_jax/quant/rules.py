@@ -19,8 +19,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qarl_jax.quant.qtensor import QTensor
-from qarl_jax.quant.schemes import SchemeConfig, parse_scheme, quantize
+from qarl_jax.quant.schemes import SchemeConfig, parse_scheme
 from qarl_jax.types import UserError
 
 
@@ -71,13 +70,3 @@ class Rules:
             if re.search(pattern, path):
                 return scheme
         return None
-
-
-def quantize_tree(params: Mapping[str, Any], rules: Rules) -> dict[str, QTensor]:
-    """Path -> master array becomes path -> QTensor, for the paths whose rule names a scheme. Jit-able.
-
-    Raises:
-      UserError: a weight whose shape does not suit its scheme; the message names its path.
-    """
-    schemes = {path: rules.scheme_for(path) for path in params}
-    return {path: quantize(params[path], scheme, path) for path, scheme in schemes.items() if scheme is not None}

@@ -48,15 +48,15 @@ FREE = 0.1  # of the learner's share: compiled programs and fragmentation, as `m
 BLOCK = 16  # tokens of a block of the KV cache
 
 
-def card_bytes(ordinal: int = 0) -> int | None:
-    """Memory of the GPU that the learner will run on; None: it will not run on one. JAX is not asked."""
+def card_bytes() -> int | None:
+    """Memory of the first GPU, which the learner will run on; None: it will not run on one. JAX is not asked."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return None
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         return None
     try:
-        return sender.gpu_memory(ordinal)[1]
+        return sender.gpu_memory(0)[1]
     except BridgeError:
         return None
 

@@ -297,13 +297,13 @@ class Checkpoints:
 
     # -------------------------------------------------------------------------------------------------------- restoring
 
-    def restore(self, abstract: Mapping[str, Any], *, step: int | None = None, shardings: Any = None) -> Restored:
+    def restore(self, abstract: Mapping[str, Any], *, step: int | None = None) -> Restored:
         """Read a step, bit for bit, into the structure and the sharding of `abstract`.
 
         Args:
-          abstract: entry name -> tree of arrays or ShapeDtypeStructs. Entries left out are not read.
+          abstract: entry name -> tree of arrays or ShapeDtypeStructs; without a sharding a leaf goes to the default
+            device. Entries left out are not read.
           step: which one; None: the newest sound one, passing over damaged ones with a warning.
-          shardings: a tree like `abstract`; None: each leaf's own `.sharding`, or the default device.
 
         Raises:
           UserError: nothing to restore, other names, shapes or dtypes than asked for.
@@ -311,23 +311,16 @@ class Checkpoints:
         """
         self.wait()
         if step is not None:
-            return self._restore(step, abstract, shardings)
+            return self._restore(step, abstract)
         candidates = processes.from_first(self.steps)[::-1]
         if not candidates:
             raise UserError(self._nothing_here())
         for candidate in candidates:
             try:
-                return self._restore(candidate, abstract, shardings)
+                return self._restore(candidate, abstract)
             except DamagedCheckpointError as damage:
                 log.warning("%s Falling back to the step before it; the damaged one is left in place.", damage)
         raise DamagedCheckpointError(f"Every checkpoint in {self.directory} is damaged (steps {candidates[::-1]}).")
-
-    def extra(self, step: int | None = None) -> dict[str, Any]:
-        """The JSON saved with a step (None: the newest complete one), without reading any array."""
-        step = self.latest_step() if step is None else step
-        if step is None:
-            raise UserError(self._nothing_here())
-        return on_disk.load_json(self.path(step), "extra.json")
 
     def _nothing_here(self) -> str:
         if not self.directory.exists():
@@ -336,15 +329,14 @@ class Checkpoints:
             return f"{self.directory} is a file, not a directory of checkpoints."
         return f"{self.directory} holds no checkpoint (no complete step_* directory)."
 
-    def _restore(self, step: int, abstract: Mapping[str, Any], shardings: Any) -> Restored:
+    def _restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:
         path = self.path(step)
         wanted = {name: _named(name, tree) for name, tree in abstract.items()}
         extra, number = processes.from_first(lambda: self._checked(step, wanted))
         stored = functools.partial(on_disk.stored_name, number=number)
-        placed = None if shardings is None else {name: _named(name, shardings[name]) for name in abstract}
         state = {}
         for name, flat in wanted.items():
-            target = {stored(key): _target(leaf, placed[name][key] if placed else None) for key, leaf in flat.items()}
+            target = {stored(key): _target(leaf) for key, leaf in flat.items()}
             arrays = {key: jnp.zeros(t.shape, t.dtype, device=t.sharding) for key, t in target.items() if not t.size}
             with processes.together():
                 arrays |= self._read(path / "state" / name, {key: t for key, t in target.items() if t.size})
@@ -448,8 +440,8 @@ def _array(leaf: Any) -> Any:
     return leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
 
 
-def _target(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    sharding = sharding or getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+def _target(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 

@@ -25,6 +25,7 @@ Each is a mean over prompts, with its standard error over prompts.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import json
@@ -79,15 +80,8 @@ def majority(votes: Sequence[Hashable | None]) -> int | None:
 
     None is no vote; None is returned where nobody votes. Example: majority(["7", None, "5", "5"]) = 2.
     """
-    counts: dict[Hashable, int] = {}
-    first: dict[Hashable, int] = {}
-    for index, vote in enumerate(votes):
-        if vote is not None:
-            counts[vote] = counts.get(vote, 0) + 1
-            first.setdefault(vote, index)
-    if not counts:
-        return None
-    return first[max(counts, key=lambda vote: (counts[vote], -first[vote]))]
+    counts = collections.Counter(vote for vote in votes if vote is not None)
+    return votes.index(counts.most_common(1)[0][0]) if counts else None  # of equals, Counter names the first
 
 
 def maj_at_k(

@@ -186,7 +186,7 @@ def named_sharding(
     return NamedSharding(mesh, _divisible(rules.spec(axes, name), shape, dict(mesh.shape)))
 
 
-def param_shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: AxisRules = AXIS_RULES) -> Any:
+def param_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Shardings for everything that holds model variables, in the same structure.
 
     Args:
@@ -194,7 +194,6 @@ def param_shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: AxisRules = AXI
         such states (an optimizer state). A variable's `axes` metadata say how its arrays lie; the arrays of a QTensor
         ([.., N, K], [.., N, K/8], [.., N, G]) all lie like its master. Arrays outside any variable are replicated.
       mesh: the mesh.
-      rules: logical axis -> mesh axes.
 
     Returns:
       The pytree (a State for a model) with a NamedSharding in place of every array.
@@ -213,7 +212,7 @@ def param_shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: AxisRules = AXI
             shape = np.shape(array)
             if axes is None or len(shape) != len(axes):  # e.g. a factored or scalar optimizer statistic
                 return replicated
-            return named_sharding(axes, shape, mesh, rules, name)
+            return named_sharding(axes, shape, mesh, name=name)
 
         return jax.tree.map(sharding, leaf)
 

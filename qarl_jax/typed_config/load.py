@@ -36,6 +36,7 @@ import dataclasses
 import difflib
 import math
 import os
+import pathlib
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -53,7 +54,7 @@ from qarl_jax.typed_config.annotations import (
     type_words,
     variants_of,
 )
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, did_you_mean
 
 T = TypeVar("T")
 Path = tuple[str, ...]
@@ -136,8 +137,7 @@ def lay_arm(cls: type, layer: Layer, tables: Sequence[str], arm: str) -> None:
         origins = {path[2:]: origin for path, origin in table.origins.items() if path[:2] == (arm, "set")}
         merge(cls, layer, Layer(settings, origins, name))
     if arm not in known:
-        near = difflib.get_close_matches(arm, known, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(arm, known)
         others = f"Its arms: {listing(known)}." if known else "It names no table of `arms`."
         raise UserError(f"override '{_ARM}{arm}': {layer.source} has no such arm.{hint} {others}")
 
@@ -192,10 +192,7 @@ def _read_text(name: str) -> str:
         with open(name, encoding="utf-8") as handle:
             return handle.read()
     except FileNotFoundError:
-        folder = os.path.dirname(name) or "."
-        known = (
-            [f for f in sorted(os.listdir(folder)) if f.endswith((".yaml", ".yml"))] if os.path.isdir(folder) else []
-        )
+        known = sorted(path.name for path in pathlib.Path(name).parent.glob("*.y*ml"))
         near = difflib.get_close_matches(os.path.basename(name), known, n=1)
         hint = f" Did you mean {os.path.join(os.path.dirname(name), near[0])}?" if near else ""
         raise UserError(f"{name}: no such config file.{hint}") from None
@@ -451,8 +448,7 @@ class _Builder:
         else:
             raise UserError(f"{self.section(path)}{_dotted(path)}: `name` is required here; known: {names}.")
         if name not in variants.types:
-            near = difflib.get_close_matches(str(name), variants.types, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(str(name), variants.types)
             raise self.error((*path, "name"), f"unknown name {name!r}.{hint} Known: {names}.")
         return self.dataclass(variants.types[name], value, path, variants, name)
 
@@ -479,8 +475,7 @@ class _Builder:
             for option in allowed:
                 if type(option) is type(candidate) and option == candidate:
                     return option
-        near = difflib.get_close_matches(str(text), [str(option) for option in allowed], n=1)
-        hint_text = f" Did you mean {near[0]}?" if near else ""
+        hint_text = did_you_mean(str(text), map(str, allowed))
         raise self.error(path, f"expected one of {listing(allowed)}, got {_show(text)}.{hint_text}")
 
     def tuple(self, hint: Any, value: Any, path: Path) -> tuple[Any, ...]:

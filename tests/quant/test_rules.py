@@ -5,13 +5,10 @@
 import dataclasses
 import pathlib
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from qarl_jax.numerics import engine
-from qarl_jax.quant import PLAIN, Rules, quantize, quantize_tree, resolve
+from qarl_jax.quant import PLAIN, Rules, resolve
 from qarl_jax.quant.schemes import w4a16, w8a8
 from qarl_jax.types import UserError
 
@@ -50,26 +47,6 @@ def test_a_bad_rule_is_named_by_its_number(rule, says):
     with pytest.raises(UserError, match=r"quant\.rules\[1\]") as error:
         Rules.parse([RULES[0], rule])
     assert says in str(error.value)
-
-
-@pytest.mark.slow
-def test_quantize_tree_quantizes_what_the_rules_say_under_jit():
-    params = {
-        path: jnp.asarray(np.random.default_rng(i).normal(size=(16, 64)), jnp.float32)
-        for i, path in enumerate(["layers.0.mlp.up_proj", "layers.1.mlp.up_proj", "layers.1.self_attn.q_proj"])
-    }
-    rules = Rules.parse(RULES)
-    out = jax.jit(quantize_tree, static_argnums=1)(params, rules)
-    assert set(out) == {"layers.1.mlp.up_proj", "layers.1.self_attn.q_proj"}
-    for path, qt in out.items():
-        want = quantize(params[path], rules.scheme_for(path))
-        assert qt.scheme == want.scheme
-        np.testing.assert_array_equal(qt.qvalue, want.qvalue)
-
-
-def test_quantize_tree_names_the_path_that_does_not_fit():
-    with pytest.raises(UserError, match=r"layers\.7\.mlp"):
-        quantize_tree({"layers.7.mlp": jnp.ones((4, 40))}, Rules.parse(RULES))
 
 
 def test_engines_resolve_to_profiles_whatever_the_cpu():

@@ -15,6 +15,7 @@ from qarl_jax.rollout import SamplingConfig, dynamic_sampling, partial_rollouts
 from qarl_jax.rollout.embedded.engine import Config as SamplerConfig
 from qarl_jax.rollout.embedded.engine import JaxSampler
 from qarl_jax.rollout.partial_rollouts import Buffer, Config
+from qarl_jax.run import on_disk
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.types import RolloutGroup, UserError, VersionSpan
 from tests.reference import tiny
@@ -428,7 +429,8 @@ def test_a_run_trains_on_responses_of_several_versions(run):
 
 def unfinished(changed):
     """Unfinished responses in the newest checkpoint."""
-    kept = Checkpoints(changed.run_dir / "checkpoints").extra()["partial"]["groups"]
+    checkpoints = Checkpoints(changed.run_dir / "checkpoints")
+    kept = on_disk.load_json(checkpoints.path(checkpoints.steps()[-1]), "extra.json")["partial"]["groups"]
     return sum(response["finish_reason"] == "abort" for group in kept for response in group["responses"])
 
 

@@ -75,7 +75,6 @@ def test_parameters_optimizer_state_and_extra_come_back_bit_for_bit(checkpoints)
     back = checkpoints.restore(jax.eval_shape(lambda: state))
     assert_same_bits(back.state, state)
     assert (back.step, back.extra) == (1, EXTRA)
-    assert checkpoints.extra() == EXTRA
 
 
 @pytest.mark.slow
@@ -156,13 +155,9 @@ def test_another_mesh_restores_the_same_bits_in_its_own_sharding(checkpoints, di
         params = place(params, PartitionSpec(None, "fsdp", None), mesh((8, 1)))
     checkpoints.save(1, {"params": params})
     target = place(tree(9), PartitionSpec(None, ("fsdp", "tensor"), None), mesh((2, 4)))
-    from_leaves = checkpoints.restore({"params": target}).state["params"]
-    from_argument = checkpoints.restore(
-        {"params": jax.eval_shape(lambda: params)}, shardings={"params": jax.tree.map(lambda x: x.sharding, target)}
-    ).state["params"]
-    for back in (from_leaves, from_argument):
-        assert_same_bits(back, params)
-        assert back["layers"]["kernel"].sharding.is_equivalent_to(target["layers"]["kernel"].sharding, 3)
+    back = checkpoints.restore({"params": target}).state["params"]
+    assert_same_bits(back, params)
+    assert back["layers"]["kernel"].sharding.is_equivalent_to(target["layers"]["kernel"].sharding, 3)
 
 
 def test_an_abstract_tree_without_shardings_lands_on_the_default_device(checkpoints):

@@ -266,22 +266,20 @@ class Client:
         reply: type,
         *,
         data: bytes | None = None,
-        timeout_s: float | None = None,
         on_progress: Callable[[messages.Progress], None] | None = None,
     ) -> Any:
-        """Send one request and wait for its reply; `timeout_s` is the longest silence tolerated."""
+        """Send one request and wait for its reply."""
         self._channel.send(message, data)
-        return self._answer(message, reply, timeout_s or self._timeout_s, on_progress)
+        return self._answer(message, reply, on_progress)
 
     def _answer(
         self,
         message: Any,
         reply: type,
-        timeout_s: float,
         on_progress: Callable[[messages.Progress], None] | None = None,
     ) -> Any:
         while True:
-            answer = messages.decode(self._channel.receive(timeout_s), messages.REPLY_DECODER)
+            answer = messages.decode(self._channel.receive(self._timeout_s), messages.REPLY_DECODER)
             if isinstance(answer, messages.Progress):
                 if on_progress is not None:
                     on_progress(answer)
@@ -459,7 +457,7 @@ class Client:
         if early:
             return early[0]
         try:
-            return self._answer(stage, messages.Staged, self._timeout_s)
+            return self._answer(stage, messages.Staged)
         except BaseException:  # whether the bridge is still in the communicator is not known here
             self._leave()
             raise
@@ -469,7 +467,7 @@ class Client:
         self._channel.send(messages.Cancel())
         for expected in (messages.Staged, messages.Ok):
             try:
-                self._answer(stage, expected, self._timeout_s)
+                self._answer(stage, expected)
             except BridgeError as error:
                 if error.code in ("dead", "timeout"):
                     raise

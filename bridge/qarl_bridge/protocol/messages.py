@@ -536,7 +536,6 @@ Request = Hello | Status | Acquire | Announce | Stage | Cancel | Chunk | Commit 
 Reply = (
     Welcome | Ok | Error | StatusReply | Ready | Staged | Published | ReadBackReply | Probed | Progress | Completions
 )
-REQUESTS: tuple[type, ...] = get_args(Request)
 REPLIES: tuple[type, ...] = get_args(Reply)
 
 _encoder = msgspec.msgpack.Encoder()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from qarl_jax.data.sources.template import Skipped, Split, Template, digest, wanted
-from qarl_jax.types import Prompt, UserError
+from qarl_jax.types import Prompt, UserError, did_you_mean
 
 # Candidates per slot before giving up; a held-out share of 1 % needs a few hundred.
 MAX_CANDIDATES = 2000
@@ -161,8 +161,7 @@ def _make_dataset(name: str, _key: str, config: _Held, seed: int, size: int) -> 
     known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
     for key in config.value:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(key, known)
             raise UserError(
                 f"data.source.config: {name} has no parameter {key!r}.{hint} Known: {', '.join(sorted(known))}."
             )

@@ -229,9 +229,3 @@ def mismatch_weights(
         "mismatch/seq_rejected": r.sequence_mean((r.sum(weight) == 0) & r.present),
     }
     return Weights(weight=weight, widen=jax.lax.stop_gradient(widen), metrics=metrics)
-
-
-def effective_sample_size(w: Mean, w_squared: Mean) -> float:
-    """(mean w)^2 / mean w^2 in (0, 1], from the merged `mismatch/w` and `mismatch/w_squared`; 0 if all are rejected."""
-    first, second = float(w.value), float(w_squared.value)
-    return first * first / second if second > 0 else 0.0
