@@ -124,6 +124,7 @@ def _write(gguf: pathlib.Path, out: pathlib.Path, dtype: str) -> None:
 
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m qarl_jax.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

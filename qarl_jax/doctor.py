@@ -446,6 +446,7 @@ def render(line: Check) -> str:
 
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns 2 where a check failed, otherwise 0."""
     parser = Parser(prog="python -m qarl_jax.doctor", description=__doc__.split("\n")[0])
     parser.add_argument("--config", help="YAML file of a run (see configs/); default: the machine alone")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")

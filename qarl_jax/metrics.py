@@ -52,6 +52,7 @@ class Max:
 
     @property
     def value(self) -> jax.Array:
+        """float32 scalar."""
         return jnp.asarray(self.maximum, jnp.float32)
 
     def __add__(self, other: Max) -> Max:
@@ -67,6 +68,7 @@ class Counts:
 
     @property
     def value(self) -> jax.Array:
+        """int32 [bins]."""
         return jnp.asarray(self.counts, jnp.int32)
 
     def __add__(self, other: Counts) -> Counts:
@@ -82,6 +84,7 @@ class Rows:
 
     @property
     def value(self) -> jax.Array:
+        """[sum of B, T], the micro-batches one below the other."""
         return jnp.concatenate(self.parts)
 
     def __add__(self, other: Rows) -> Rows:

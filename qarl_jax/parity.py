@@ -19,6 +19,7 @@ from qarl_jax.verify import ladder
 
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns 1 where a promise is broken, otherwise 0."""
     defaults = ladder.Options()
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.parity", description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="Hugging Face folder")

@@ -247,6 +247,7 @@ def _run(cfg: Config, staging: pathlib.Path) -> None:
 
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
     parser = Parser(prog="python -m qarl_jax.sft", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_argument("--force", action="store_true", help="train even if `out` is up to date")

@@ -112,6 +112,7 @@ def profiled(cfg: RunConfig, step: int) -> contextlib.AbstractContextManager[Any
 
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
     parser = Parser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="YAML file (see configs/)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plans, then stop")

@@ -33,11 +33,14 @@ _PATIENCE_S = 60.0  # for the thread, at the end of a run
 class Collects(Protocol):
     """What a step trains on, by its number."""
 
-    def collect(self, step: int) -> Collected: ...
+    def collect(self, step: int) -> Collected:
+        """The graded groups that step `step` trains on. Steps are asked for in order."""
 
-    def keep(self) -> None: ...
+    def keep(self) -> None:
+        """The step's groups were trained on: what was left over for later steps becomes state of the run."""
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold to go on after the last step kept, as JSON."""
 
 
 class Ahead:

@@ -59,7 +59,8 @@ class Objective(Protocol):
     """What the learner needs of an objective: the function, and which of the two counts divides its numerator."""
 
     @property
-    def denominator(self) -> str: ...
+    def denominator(self) -> str:
+        """What `Mean.count` counts: "tokens" or "sequences" of the mini-batch."""
 
     def __call__(self, x: LossInputs, /) -> tuple[Mean, dict[str, Metric]]: ...
 
@@ -81,6 +82,7 @@ class Loss:
 
     @property
     def name(self) -> str:
+        """The objective as a config names it, e.g. "tbpo"."""
         return self.config.name
 
     @property

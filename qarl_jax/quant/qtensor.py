@@ -51,10 +51,12 @@ class QTensor:
 
     @property
     def ndim(self) -> int:
+        """Dimensions of `shape`: 2 for one weight, 3 and more for stacks."""
         return self.qvalue.ndim
 
     @property
     def nbytes(self) -> int:
+        """Bytes of codes and scales."""
         return self.qvalue.size * self.qvalue.dtype.itemsize + self.scale.size * self.scale.dtype.itemsize
 
 

@@ -45,6 +45,8 @@ class Sample:
 class Reward(Protocol):
     """Grades responses. Any text gets a finite number; a response that cannot be graded gets 0."""
 
-    def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]: ...
+    def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
+        """One finite number a sample, float64 [n], in their order."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends worker processes, where a reward has some. May be called twice."""

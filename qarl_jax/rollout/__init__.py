@@ -133,15 +133,30 @@ class RolloutEngine(Protocol):
     def prepare(self, graphdef: Any) -> None:
         """The weights of this model will be published: what can be started before them may be. Returns at once."""
 
-    def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]: ...
+    def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
+        """Serves `weights` as `version` from now on.
+
+        Returns:
+          Metrics by name: seconds of each phase (`*_s`), bytes and counts; none where an engine has nothing to tell.
+
+        Raises:
+          UserError: the model or its schemes are not those of the first publish, or the engine cannot serve them.
+        """
 
     def generate(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int
-    ) -> list[list[Completion]]: ...
+    ) -> list[list[Completion]]:
+        """`num_samples` completions of every prompt, in the order of the prompts.
 
-    def extend(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> list[Completion]: ...
+        Raises:
+          UserError: nothing was published yet, or a prompt has a token that the model does not know.
+        """
 
-    def close(self) -> None: ...
+    def extend(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> list[Completion]:
+        """The tokens added to each response, in the order of the requests. Raises as `generate` does."""
+
+    def close(self) -> None:
+        """Lets go of weights, programs and processes. May be called twice."""
 
 
 def _jax(config: Any = None, **options: Any) -> RolloutEngine:

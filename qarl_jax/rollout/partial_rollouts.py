@@ -119,6 +119,7 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
+        """Whether every response has ended."""
         return all(response.finish_reason != _UNFINISHED for response in self.responses)
 
     @property

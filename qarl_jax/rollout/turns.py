@@ -120,6 +120,7 @@ class Episode:
 
     @property
     def completion(self) -> Completion:
+        """The episode as one response: drawn and observed tokens in order, versions and turns by position."""
         return Completion(
             prompt_tokens=tuple(self.prompt.tokens),
             tokens=tuple(self.tokens),

@@ -376,6 +376,7 @@ def _out(path: Path | None, suite: str, several: bool) -> Path | None:
 
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
     parser = Parser(prog="python -m qarl_jax.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--config", help="YAML file; default: the config of the run that --checkpoint belongs to")
     parser.add_argument("--checkpoint", help="a run folder, or one step_* of it; default: model.path itself")

@@ -109,6 +109,7 @@ def write_quantized(graphdef: Any, params: Any, folder: pathlib.Path) -> None:
 
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.export", description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", required=True, help="run folder, or one step_* folder of its checkpoints")
     parser.add_argument("--format", required=True, choices=FORMATS)

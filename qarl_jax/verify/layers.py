@@ -67,6 +67,7 @@ class Difference:
 
     @staticmethod
     def of(module: str, mine: Any, theirs: np.ndarray) -> Difference:
+        """Of a module's outputs: the learner's and the engine's, arrays of one size in any float dtype."""
         a, b = (np.asarray(x).astype(np.float64).reshape(-1) for x in (mine, theirs))
         difference = np.abs(a - b)
         largest = np.maximum(np.abs(a), np.abs(b))

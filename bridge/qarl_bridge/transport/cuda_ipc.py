@@ -351,6 +351,7 @@ class Buffers:
             return buffer
 
     def give_back(self, buffer: Buffer) -> None:
+        """Nothing reads it any more: the next `take` of its size may have it."""
         with self._lock:
             if buffer in self._taken:
                 self._taken.remove(buffer)

@@ -62,6 +62,7 @@ class Config:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
+        """The tasks of `mix`, or the one of `dataset`."""
         return self.mix or (Task(dataset=self.dataset, config=self.config),)
 
 

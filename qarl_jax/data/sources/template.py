@@ -55,7 +55,8 @@ class PromptSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def prompt(self, i: int) -> Prompt: ...
+    def prompt(self, i: int) -> Prompt:
+        """Prompt number i, 0 <= i < len(self): text, token ids, answer and a uid of its own."""
 
 
 class Template:
@@ -122,6 +123,7 @@ class Template:
         return tokens
 
     def fingerprint(self) -> str:
+        """Hash of all that decides how a question is rendered, the size of the vocabulary included."""
         return digest(self.template, self.system, sorted(self.chat_args.items()), self.max_len, len(self.tokenizer))
 
 

@@ -30,6 +30,7 @@ class Policy:
 
     @property
     def vocab_size(self) -> int:
+        """Tokens that the model knows, V."""
         return models.config_of(self.graphdef).vocab_size
 
     def model(self, weights: Any) -> Any:

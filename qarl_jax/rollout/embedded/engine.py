@@ -302,6 +302,7 @@ class JaxSampler:
 
     @property
     def compiled_programs(self) -> int:
+        """How many programs were compiled so far; a test asks whether shapes are shared."""
         return sum(program._cache_size() for program in self._programs.values())
 
     def prepare(self, graphdef: Any) -> None:
