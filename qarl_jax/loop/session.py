@@ -19,11 +19,10 @@ import numpy as np
 from jaxtyping import Float
 
 from qarl_jax import data, models
-from qarl_jax.data import packing
 from qarl_jax.learning.learner import TrainState
 from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.publisher import Publisher
-from qarl_jax.loop.updates import Updates, advantages_of
+from qarl_jax.loop.updates import Updates, advantages_of, packed_rows
 from qarl_jax.observe.recorder import PhaseTimer
 from qarl_jax.rollout import partial_rollouts
 from qarl_jax.run import build, config
@@ -93,19 +92,12 @@ class Session:
           groups: as sampled.
           scheme: of the learner that scores; None: the run's own. "bf16" is a learner that is not aligned.
         """
-        train = self.cfg.train
         learner = self.learner if scheme is None else self._learner_under(scheme)
-        packed = packing.pack(
-            groups,
-            np.zeros((len(groups), len(groups[0].completions)), np.float32),
-            row_len=self.cfg.row_len_at(self.step),
-            rows_multiple=train.micro_batch_rows,
-            max_segments=train.max_segments,
-            unpacked=train.packing == "unpacked",
-        )
+        nothing = np.zeros((len(groups), len(groups[0].completions)), np.float32)
+        packed = packed_rows(self.cfg, groups, nothing, self.step)
         qweights = self.quantize() if scheme is None else learner.quantize(self.state.params)
         ours, theirs = [], []
-        for micro in packed.micro_batches(train.micro_batch_rows):
+        for micro in packed.micro_batches(self.cfg.train.micro_batch_rows):
             logprobs, _ = learner.score(self.state.params, qweights, learner.put(micro))
             ours.append(np.asarray(logprobs)[micro.loss_mask])
             theirs.append(np.asarray(micro.rollout_logprobs)[micro.loss_mask])

@@ -64,6 +64,18 @@ def advantages_of(
     return groups, advantages
 
 
+def packed_rows(cfg: RunConfig, groups: list[RolloutGroup], advantages: np.ndarray, step: int) -> packing.Packed:
+    """A step's groups in rows, as the run packs them; arguments as of `packing.pack`."""
+    return packing.pack(
+        groups,
+        advantages,
+        row_len=cfg.row_len_at(step),
+        rows_multiple=cfg.train.micro_batch_rows,
+        max_segments=cfg.train.max_segments,
+        unpacked=cfg.train.packing == "unpacked",
+    )
+
+
 @dataclasses.dataclass
 class MiniBatch:
     """What one optimizer update is made from.
@@ -218,16 +230,8 @@ class Updates:
         return packing.mini_batches(prompts, size, seed=seed, step=step, epoch=epoch)
 
     def _packed(self, groups: list[RolloutGroup], advantages: np.ndarray, step: int) -> MiniBatch:
-        train = self._cfg.train
-        packed = packing.pack(
-            groups,
-            advantages,
-            row_len=self._cfg.row_len_at(step),
-            rows_multiple=train.micro_batch_rows,
-            max_segments=train.max_segments,
-            unpacked=train.packing == "unpacked",
-        )
-        micros = [self._learner.put(micro) for micro in packed.micro_batches(train.micro_batch_rows)]
+        packed = packed_rows(self._cfg, groups, advantages, step)
+        micros = [self._learner.put(micro) for micro in packed.micro_batches(self._cfg.train.micro_batch_rows)]
         return MiniBatch(packed, groups, micros, [None] * len(micros))
 
     def _score_old(self, state: TrainState, batch: MiniBatch) -> None:

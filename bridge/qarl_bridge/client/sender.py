@@ -319,21 +319,14 @@ class Client:
         transferred = time.perf_counter()
         commit = messages.Commit(digest=manifest.digest, readback=readback, drain_timeout_s=drain_timeout_s)
         published = self.request(commit, messages.Published)
-        report = published.report
         return {
             "stage_s": staged.stage_s,
             "transfer_s": transferred - start,
             "open_s": done.open_s,
             "validate_s": done.validate_s,
-            "drain_s": report.drain_s,
-            "load_s": report.load_s,
-            "readback_s": report.readback_s,
             "total_s": staged.stage_s + time.perf_counter() - start,
-            "bytes": float(report.bytes),
             "sent_bytes": float(self.sent_bytes),
-            "tensors": float(report.tensors),
-            "weights_read_back": float(report.weights_read_back),
-            "rows_read_back": float(report.rows_read_back),
+            **{name: float(value) for name, value in msgspec.structs.asdict(published.report).items()},
         }
 
     def route(self, staged: Version) -> str:

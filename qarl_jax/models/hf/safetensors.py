@@ -15,21 +15,15 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+from qarl_bridge.protocol import tensors as wire
 
 from qarl_jax.types import UserError
 
 DTYPES: dict[str, np.dtype] = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
+    **{code: wire.DTYPES[name] for code, name in wire.SAFETENSORS_DTYPES.items()},
     "F64": np.dtype(np.float64),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
     "BOOL": np.dtype(np.bool_),
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}

@@ -527,8 +527,6 @@ class _Call:
         occupied = [slot for slot, owner in enumerate(self.owner) if owner is not None]
         free = [slot for slot, owner in enumerate(self.owner) if owner is None]
         keep = (occupied + free)[:size]
-        self.slots = self.engine._program("compact", functools.partial(_compact))(
-            self.slots, np.asarray(keep, np.int32)
-        )
+        self.slots = self.engine._program("compact", _compact)(self.slots, np.asarray(keep, np.int32))
         self.owner = [self.owner[slot] for slot in keep]
         self.num_slots = size
