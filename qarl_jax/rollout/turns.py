@@ -19,7 +19,6 @@ environment answers them meanwhile.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from qarl_jax.data.tokenizer import Tokenizer, decode
-from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig
+from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig, requests_for
 from qarl_jax.rollout.environments import Config, Episodes, Said, plain
 from qarl_jax.runtime import processes
 from qarl_jax.types import Completion, Prompt, Turn, UserError, VersionSpan
@@ -197,12 +196,8 @@ class TurnTaking:
         Raises:
           UserError: the environment failed in every one of them.
         """
-        seen: collections.Counter[str] = collections.Counter()
-        episodes: list[Episode] = []
-        for prompt in prompts:  # a prompt given twice goes on counting, so that its copies differ
-            first = seen[prompt.uid]
-            seen[prompt.uid] += num_samples
-            episodes += [Episode(prompt=prompt, number=first + j, name=next(self._names)) for j in range(num_samples)]
+        asked = requests_for(prompts, num_samples=num_samples, sampling=sampling, key=key)
+        episodes = [Episode(prompt=one.prompt, number=one.number, name=next(self._names)) for one in asked]
         groups = [episodes[i : i + num_samples] for i in range(0, len(episodes), num_samples)]
         told: set[int] = set()
         self._begin(episodes, sampling.max_response_len)
