@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl_jax.observe import html_report
-from qarl_jax.observe.recorder import read_lines
+from qarl_jax.observe.recorder import folder_of, lines_of, read_lines
 from qarl_jax.types import UserError, did_you_mean, entry_point
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -202,8 +202,7 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
         if not all(isinstance(record, dict) and isinstance(record.get("step"), int) for record in records):
             raise UserError(f"{file} is not the metrics.jsonl of a run: not every line has a `step`.")
         records.sort(key=lambda record: record["step"])
-        held_out = file.with_name("eval.jsonl")
-        evaluations = read_lines(held_out) if file.name == "metrics.jsonl" and held_out.is_file() else []
+        evaluations = lines_of(file.parent, "eval.jsonl") if file.name == "metrics.jsonl" else []
         runs.append(Run(name=name, records=records, evaluations=evaluations))
     return runs
 
@@ -303,16 +302,10 @@ HISTOGRAMS: tuple[tuple[str, str], ...] = (
 """Names in histograms.jsonl, less the sign; and titles."""
 
 
-def _lines(path: str | Path, name: str) -> list[dict[str, Any]]:
-    """The records of a run's file beside its metrics; none where there is no such file."""
-    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / name
-    return read_lines(file) if file.is_file() else []
-
-
 def load_histograms(path: str | Path, last: int = 50) -> dict[str, list[int]]:
     """A run's histograms summed over its last steps: name ("ratio_pos") -> counts; empty where none were recorded."""
     out: dict[str, list[int]] = {}
-    for record in _lines(path, "histograms.jsonl")[-last:]:
+    for record in lines_of(folder_of(path), "histograms.jsonl")[-last:]:
         for key, counts in record.items():
             if key.startswith("hist/"):
                 name = key.removeprefix("hist/")
@@ -357,7 +350,7 @@ def load_tokens(path: str | Path, last: int = 50) -> dict[str, list[float]]:
       `old` and `now`, log-probs under the learner at the start of a step and in the response's last update, and
       `advantage`, each [tokens]; empty where none were recorded.
     """
-    records = [record for record in _lines(path, "samples.jsonl") if record.get("tokens")]
+    records = [record for record in lines_of(folder_of(path), "samples.jsonl") if record.get("tokens")]
     steps = sorted({record["step"] for record in records})[-last:]
     out: dict[str, list[float]] = {"old": [], "now": [], "advantage": []}
     for record in records:

@@ -27,7 +27,7 @@ import jinja2
 import numpy as np
 
 from qarl_jax.loss.common.token_effects import FATES
-from qarl_jax.observe.recorder import read_lines
+from qarl_jax.observe.recorder import folder_of, lines_of
 from qarl_jax.types import UserError
 
 TEMPLATE = "report.html.jinja"
@@ -70,7 +70,7 @@ def render(runs: Mapping[str, str | Path], charts: Sequence[Chart] = (), *, step
     """
     about, samples = [], []
     for index, (name, path) in enumerate(runs.items()):
-        folder = Path(path) if Path(path).is_dir() else Path(path).parent
+        folder = folder_of(path)
         about.append(_about(folder) | {"name": name, "index": index})
         samples += [_sample(record) | {"run": index} for record in load_samples(folder, steps)]
     columns = [sample["columns"] for sample in samples]
@@ -105,8 +105,7 @@ def write(path: str | Path, page: str) -> None:
 
 def load_samples(folder: Path, steps: int) -> list[dict[str, Any]]:
     """The samples of `steps` steps spread over a run, its first and last among them."""
-    file = folder / "samples.jsonl"
-    records = read_lines(file) if file.is_file() else []
+    records = lines_of(folder, "samples.jsonl")
     shown = set(spread(sorted({record["step"] for record in records}), steps))
     return [record for record in records if record["step"] in shown]
 
@@ -122,9 +121,9 @@ def spread(values: Sequence[int], most: int) -> list[int]:
 
 def _about(folder: Path) -> dict[str, Any]:
     """What stands at the head of a run: (label, text) rows, and its resolved config."""
-    records = read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
+    records = lines_of(folder, "metrics.jsonl")
     rewards = [record["reward/mean"] for record in records if isinstance(record.get("reward/mean"), float)]
-    held_out = read_lines(folder / "eval.jsonl") if (folder / "eval.jsonl").is_file() else []
+    held_out = lines_of(folder, "eval.jsonl")
     manifest: dict[str, Any] = {}
     if (folder / "run.json").is_file():
         try:
@@ -176,15 +175,7 @@ def _sample(record: Mapping[str, Any]) -> dict[str, Any]:
     advantage, cut = record.get("advantage"), record.get("cut") or {}
     if "gain" in columns and advantage is not None:
         columns["push"] = [None if gain is None else round(advantage * gain, 5) for gain in columns["gain"]]
-    turns = [
-        {
-            "text": visible(t["text"]),
-            "observation": visible(t["observation"]),
-            "reward": t["reward"],
-            "tokens": t["tokens"],
-        }
-        for t in record.get("turns") or ()
-    ]
+    turns = [turn | {key: visible(turn[key]) for key in ("text", "observation")} for turn in record.get("turns") or ()]
     sign = "unknown" if advantage is None else "pos" if advantage > 0 else "neg" if advantage < 0 else "zero"
     return {
         "step": record["step"],

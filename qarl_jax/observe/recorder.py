@@ -160,6 +160,16 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [record for _, record in _records(Path(path))]
 
 
+def folder_of(run: str | os.PathLike[str]) -> Path:
+    """A run's folder, named by itself or by a file in it."""
+    return Path(run) if Path(run).is_dir() else Path(run).parent
+
+
+def lines_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    """`read_lines` of a run's file; none where it recorded none of that name."""
+    return read_lines(folder / name) if (folder / name).is_file() else []
+
+
 def without_time(record: Mapping[str, Any]) -> dict[str, Any]:
     """What an interrupted and an uninterrupted run have in common: everything but `time/` and `perf/`."""
     return {key: value for key, value in record.items() if not key.startswith((TIME, PERF))}

@@ -21,14 +21,13 @@ Sources: AReaL (arXiv 2505.24298), LlamaRL (arXiv 2505.24034).
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig, partial_rollouts
+from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig, partial_rollouts, requests_for
 from qarl_jax.types import Completion, Prompt, UserError
 
 
@@ -169,14 +168,7 @@ class SharedEngine:
         if not self._chunk:
             with self._alone():
                 return self.engine.generate(prompts, num_samples=num_samples, sampling=sampling, key=key, **told)
-        seen: collections.Counter[str] = collections.Counter()
-        requests = []
-        for prompt in prompts:  # a prompt given twice goes on counting, so that its copies differ
-            requests += [
-                Request(prompt=prompt, number=seen[prompt.uid] + j, key=key, max_tokens=sampling.max_response_len)
-                for j in range(num_samples)
-            ]
-            seen[prompt.uid] += num_samples
+        requests = requests_for(prompts, num_samples=num_samples, sampling=sampling, key=key)
         drawn = self.extend(requests, sampling=sampling)
         return [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
 
