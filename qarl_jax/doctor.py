@@ -234,8 +234,7 @@ def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
     if cfg.quant.rollout_scheme != cfg.quant.forward:
         sides = {"quantized (learner)": cfg.quant.forward, "quantized (sampler)": cfg.quant.rollout_scheme}
     for name, scheme in sides.items():
-        rules = models.parse_rules(build.schemes(cfg, scheme), cfg.quant.group_size)
-        quantized = models.read_config(cfg.model.path, quant=rules, numerics=cfg.numerics)
+        quantized = build.model_config(cfg, scheme)
         # The layers stacked as under these rules, but without QTensors: a weight that does not fit has none.
         starts = tuple(stack.start for stack in quantized.stacks)
         model = models.abstract_model(dataclasses.replace(quantized, quant=quant.Rules(), splits=starts))
@@ -303,14 +302,7 @@ def memory_plan(cfg: RunConfig) -> Check:
 def one_layer(cfg: RunConfig) -> PolicyWeights:
     """Random weights of the model's widths under the sampler's scheme: layers up to the first that shows it whole, a
     short vocabulary and few experts."""
-    rules = models.parse_rules(build.schemes(cfg, cfg.quant.rollout_scheme), cfg.quant.group_size)
-    full = models.read_config(
-        cfg.model.path,
-        compute_dtype=cfg.model.dtype,
-        quant=rules,
-        numerics=cfg.numerics,
-        attention=cfg.model.attention,
-    )
+    full = build.model_config(cfg, cfg.quant.rollout_scheme, attention=cfg.model.attention)
     quantized = [sum(bool(scheme) for scheme in full.signature(layer)[1:]) for layer in range(full.num_layers)]
     shown = quantized.index(max(quantized))
     moe = full.moe

@@ -204,6 +204,14 @@ class UserError(Exception):
     """
 
 
+def at_least(config: Any, least: float, *fields: str, note: str = "") -> None:
+    """Refuses a config of which a field is below `least`, or NaN; None passes. `note`: behind the sentence."""
+    for field in fields:
+        value = getattr(config, field)
+        if value is not None and not value >= least:
+            raise UserError(f"{field} must be at least {least:g}, got {value}{note}.")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """ " Did you mean X?", X being the closest of the known words; empty where none is close."""
     near = difflib.get_close_matches(word, list(known), n=1)

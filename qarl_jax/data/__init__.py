@@ -17,7 +17,7 @@ from qarl_jax.data.sources.template import PromptSource, Split, Template
 from qarl_jax.data.stream import PromptStream
 from qarl_jax.data.tokenizer import Tokenizer, load_tokenizer, make_char_tokenizer, pad_token_id, stop_token_ids
 from qarl_jax.typed_config.load import Variants
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, at_least
 
 # Config type -> source of prompts.
 SOURCES: dict[type, Any] = {
@@ -56,8 +56,7 @@ class Config:
     stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_prompt_len < 1:
-            raise UserError(f"max_prompt_len must be at least 1 token, got {self.max_prompt_len}.")
+        at_least(self, 1, "max_prompt_len")
         if not 0.0 <= self.holdout < 1.0:
             raise UserError(f"holdout is a share of the prompts, at least 0 and below 1; got {self.holdout}.")
         if self.stages:

@@ -60,7 +60,7 @@ from qarl_jax.optim.by_stack import Update
 from qarl_jax.runtime import compilation, processes
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.typed_config.load import Variants
-from qarl_jax.types import LossInputs, TrainBatch, UserError
+from qarl_jax.types import LossInputs, TrainBatch, UserError, at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
             raise UserError(f"clip must be positive, or null for no clip; got {self.clip}.")
-        if self.warmup_steps < 0:
-            raise UserError(f"warmup_steps must be at least 0, got {self.warmup_steps}.")
+        at_least(self, 0, "warmup_steps")
 
 
 @jax.tree_util.register_dataclass

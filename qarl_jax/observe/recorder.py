@@ -45,7 +45,7 @@ import jax
 from qarl_jax.data.tokenizer import Tokenizer, decode
 from qarl_jax.metrics import PERF, TIME, Max, Mean, phases
 from qarl_jax.observe.terminal import make_view
-from qarl_jax.types import Completion, RolloutGroup, Turn, UserError
+from qarl_jax.types import Completion, RolloutGroup, Turn, UserError, at_least
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +71,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.view not in ("auto", "table", "lines", "off"):
             raise UserError(f"view is {self.view!r}; it must be one of auto, table, lines, off.")
-        if self.samples_per_step < 0:
-            raise UserError(f"samples_per_step must be 0 or more, got {self.samples_per_step}.")
-        if self.sample_tokens < 0:
-            raise UserError(f"sample_tokens must be 0 or more, got {self.sample_tokens}.")
+        at_least(self, 0, "samples_per_step", "sample_tokens")
 
 
 # ---------------------------------------------------------------------------------------------------------------- times

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from qarl_jax.optim import eight_bit, muon
 from qarl_jax.optim.eight_bit import Blocks
 from qarl_jax.optim.moments import MomentDtype, leaf_by_leaf, round_stochastically, rounding_seed
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, at_least
 
 # -------------------------------------------------------------------------------------------------------- configuration
 
@@ -46,8 +46,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         _one_of("kind", self.kind, ("constant", "linear", "cosine"))
-        if self.warmup_updates < 0:
-            raise UserError(f"warmup_updates must be 0 or more, got {self.warmup_updates}.")
+        at_least(self, 0, "warmup_updates")
         if self.decay_updates is not None and self.decay_updates <= self.warmup_updates:
             raise UserError(
                 f"decay_updates ({self.decay_updates}) must lie beyond warmup_updates ({self.warmup_updates})."
@@ -88,8 +87,7 @@ class _Common:
             _one_of(field, getattr(self, field), get_args(MomentDtype))
         if not 0 <= self.lr < float("inf"):
             raise UserError(f"lr must be 0 or more, and finite, got {self.lr}.")
-        if not self.weight_decay >= 0:
-            raise UserError(f"weight_decay must be 0 or more, got {self.weight_decay}.")
+        at_least(self, 0, "weight_decay")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UserError(f"clip_norm must be positive, or null for no clipping; got {self.clip_norm}.")
 
@@ -127,10 +125,8 @@ class Muon(_Common):
         _in_unit_interval(self, "momentum", "adamw_b1", "adamw_b2")
         _one_of("scale", self.scale, tuple(muon.SCALES))
         _one_of("matmul_precision", self.matmul_precision, ("default", "high", "highest"))
-        if self.newton_schulz_steps < 1:
-            raise UserError(f"newton_schulz_steps must be at least 1, got {self.newton_schulz_steps}.")
-        if self.adamw_lr is not None and not self.adamw_lr >= 0:
-            raise UserError(f"adamw_lr must be 0 or more, got {self.adamw_lr}.")
+        at_least(self, 1, "newton_schulz_steps")
+        at_least(self, 0, "adamw_lr")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from qarl_jax.quant.rules import Rules
 from qarl_jax.quant.schemes import parse_scheme
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,7 @@ class Config:
     def __post_init__(self) -> None:
         if not 0 < self.uaq_scale < float("inf"):
             raise UserError(f"uaq_scale must be positive (1: off, 1.5 in QuRL), got {self.uaq_scale}.")
-        if self.group_size < 1:
-            raise UserError(f"group_size must be at least 1, got {self.group_size}; 128 is what vLLM's kernels take.")
+        at_least(self, 1, "group_size", note="; 128 is what vLLM's kernels take")
         for scheme in (self.forward, self.rollout):
             if scheme is not None:
                 parse_scheme(scheme, self.group_size)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from qarl_jax.rewards.sample import Sample
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,8 @@ class Config:
     max_len: int = 0
 
     def __post_init__(self) -> None:
-        if self.buffer_len < 1:
-            raise UserError(f"buffer_len must be at least 1 token, got {self.buffer_len}.")
-        if self.max_len < 0:
-            raise UserError(f"max_len must not be negative, got {self.max_len}; 0 means rollout.max_response_len.")
+        at_least(self, 1, "buffer_len")
+        at_least(self, 0, "max_len", note="; 0 means rollout.max_response_len")
 
 
 class Reward:

@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, at_least
 
 _SCRIPT = os.path.join(os.path.dirname(__file__), "_worker.py")
 # Importing sympy on a loaded two-core machine takes seconds.
@@ -54,12 +54,10 @@ class PoolConfig:
     memory_mb: int = 4096
 
     def __post_init__(self) -> None:
-        if self.workers < 0:
-            raise UserError(f"workers must not be negative, got {self.workers}; 0 means one per core.")
+        at_least(self, 0, "workers", note="; 0 means one per core")
         if not 0 < self.timeout_s <= 600:
             raise UserError(f"timeout_s must be above 0 and at most 600 seconds, got {self.timeout_s}.")
-        if self.recycle_after < 0:
-            raise UserError(f"recycle_after must be at least 1 task, or 0 for never; got {self.recycle_after}.")
+        at_least(self, 0, "recycle_after", note="; 0 means never")
         if self.memory_mb and self.memory_mb < 512:
             raise UserError(
                 f"memory_mb must be at least 512 (sympy alone takes hundreds), or 0: no limit; got {self.memory_mb}."

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from qarl_jax.data import PromptStream
-from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError
+from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError, at_least
 
 # Keeps these draws apart from others of the same seed.
 _EXTRA = 0xDA90
@@ -51,8 +51,7 @@ class Config:
     metric: str = ""
 
     def __post_init__(self) -> None:
-        if self.max_batches < 1:
-            raise UserError(f"max_batches must be at least 1 (1: off), got {self.max_batches}.")
+        at_least(self, 1, "max_batches", note="; 1 turns it off")
         if self.metric and self.max_batches == 1:
             raise UserError(f"metric={self.metric} decides nothing at max_batches=1 (dynamic sampling off); raise it.")
 

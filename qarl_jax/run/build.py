@@ -135,23 +135,31 @@ def numerics_of_run(cfg: RunConfig, directory: str | os.PathLike[str]) -> quant.
     return recorded_numerics(directory) or cfg.numerics
 
 
+def model_config(
+    cfg: RunConfig, scheme: str, numerics: quant.Numerics | None = None, attention: str = "auto"
+) -> models.ModelConfig:
+    """The policy's config under `quant.rules` and `scheme`, from config.json alone. numerics: None: the config's."""
+    return models.read_config(
+        cfg.model.path,
+        compute_dtype=cfg.model.dtype,
+        param_dtype=cfg.model.param_dtype,
+        quant=models.parse_rules(schemes(cfg, scheme), cfg.quant.group_size),
+        numerics=numerics or cfg.numerics,
+        attention=attention,
+        remat=cfg.model.remat_or_full,
+    )
+
+
 def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> Any:
     """The policy's graph definition under `quant.forward`, from config.json alone.
 
     Args:
       numerics: the learner's arithmetic; None: the config's.
     """
-    model = models.read_config(
-        cfg.model.path,
-        compute_dtype=cfg.model.dtype,
-        param_dtype=cfg.model.param_dtype,
-        quant=models.parse_rules(schemes(cfg, cfg.quant.forward), cfg.quant.group_size),
-        numerics=dataclasses.replace(
-            numerics or cfg.numerics, own_kernels=cfg.quant.kernels == "auto", shards=cfg.numerics.shards
-        ),
-        attention=cfg.model.attention,
-        remat=cfg.model.remat_or_full,
+    numerics = dataclasses.replace(
+        numerics or cfg.numerics, own_kernels=cfg.quant.kernels == "auto", shards=cfg.numerics.shards
     )
+    model = model_config(cfg, cfg.quant.forward, numerics, cfg.model.attention)
     if cfg.rollout.router_replay and model.moe is None:
         raise UserError(
             f"rollout.router_replay=true, but {cfg.model.path} is no mixture of experts: there is no routing to replay."

@@ -50,7 +50,7 @@ from qarl_jax.optim.build import path_name
 from qarl_jax.run import on_disk
 from qarl_jax.run.on_disk import DamagedCheckpointError as DamagedCheckpointError
 from qarl_jax.runtime import processes
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, at_least
 
 log = logging.getLogger(__name__)
 
@@ -81,12 +81,9 @@ class Config:
     start_over: bool = False
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise UserError(f"every must be 0 (never) or more, got {self.every}.")
-        if self.keep is not None and self.keep < 1:
-            raise UserError(f"keep must be at least 1, or null to keep all; got {self.keep}.")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise UserError(f"keep_every must be at least 1, or null; got {self.keep_every}.")
+        at_least(self, 0, "every", note="; 0 means never")
+        at_least(self, 1, "keep", note="; null keeps all")
+        at_least(self, 1, "keep_every", note="; null means none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

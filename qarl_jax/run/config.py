@@ -44,12 +44,12 @@ from qarl_jax.rollout.embedded import engine as jax_sampler
 from qarl_jax.rollout.environments import ENVIRONMENTS
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run.checkpoint import Config as CheckpointConfig
-from qarl_jax.run.rollout_config import RolloutConfig, at_least
+from qarl_jax.run.rollout_config import RolloutConfig
 from qarl_jax.runtime.mesh import Config as MeshConfig
 from qarl_jax.runtime.processes import Config as DistributedConfig
 from qarl_jax.typed_config import load as schema
 from qarl_jax.typed_config.load import Variants
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, at_least
 
 LOSS_NAMES: dict[str, type] = {loss.name: loss for loss in LOSSES}
 
@@ -149,10 +149,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not self.compile_cache:
             raise UserError("compile_cache is empty: give auto, off, or a folder.")
-        for name in ("steps", "prompts_per_step", "update_epochs", "micro_batch_rows", "max_segments", "logprob_chunk"):
-            at_least(name, getattr(self, name), 1)
-        for name in ("prompts_per_update", "row_len"):
-            at_least(name, getattr(self, name), 0)
+        at_least(self, 1, "steps", "prompts_per_step", "update_epochs")
+        at_least(self, 1, "micro_batch_rows", "max_segments", "logprob_chunk")
+        at_least(self, 0, "prompts_per_update", "row_len")
         if not 0 <= self.error_prob < 1:
             raise UserError(f"error_prob must be a probability below 1 (0: not counted), got {self.error_prob}.")
         if self.prompts_per_update > self.prompts_per_step:
@@ -211,9 +210,8 @@ class EvalConfig:
     data: DataConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("every", "num_prompts", "top_k", "max_response_len"):
-            at_least(name, getattr(self, name), 0)
-        at_least("num_samples", self.num_samples, 1)
+        at_least(self, 0, "every", "num_prompts", "top_k", "max_response_len")
+        at_least(self, 1, "num_samples")
         for k in self.ks:
             if not 1 <= k <= self.num_samples:
                 raise UserError(f"ks: pass@{k} needs 1 <= k <= num_samples={self.num_samples}.")

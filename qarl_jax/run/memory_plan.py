@@ -29,16 +29,7 @@ GIB = 2.0**30
 
 def abstract_policy(cfg: RunConfig) -> tuple[Any, Any]:
     """(graphdef, abstract params) of the run's model from its config.json; reads no weights."""
-    config = models.read_config(
-        cfg.model.path,
-        compute_dtype=cfg.model.dtype,
-        param_dtype=cfg.model.param_dtype,
-        quant=models.parse_rules(build.schemes(cfg, cfg.quant.forward), cfg.quant.group_size),
-        numerics=cfg.numerics,  # on CUDA, w4a8 is another scheme
-        remat=cfg.model.remat_or_full,
-    )
-    graphdef, params, _ = models.split(models.abstract_model(config))
-    return graphdef, params
+    return models.split(models.abstract_model(build.model_config(cfg, cfg.quant.forward)))[:2]
 
 
 def planned_mesh(cfg: RunConfig) -> Mesh | AbstractMesh:

@@ -14,15 +14,9 @@ from qarl_jax.rollout.environments import Config as Environment
 from qarl_jax.rollout.partial_rollouts import Config as PartialConfig
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.typed_config.load import Variants
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, at_least
 
 ENGINE_CONFIGS: dict[str, type] = {"jax": jax_sampler.Config, "vllm": vllm.Config}
-
-
-def at_least(name: str, value: int, least: int) -> None:
-    """Refuses a value below `least`."""
-    if value < least:
-        raise UserError(f"{name} must be at least {least}, got {value}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,9 +29,8 @@ class Stage:
     num_samples_per_prompt: int = 0
 
     def __post_init__(self) -> None:
-        at_least("until", self.until, 1)
-        for name in ("max_response_len", "num_samples_per_prompt"):
-            at_least(name, getattr(self, name), 0)
+        at_least(self, 1, "until")
+        at_least(self, 0, "max_response_len", "num_samples_per_prompt")
         if not self.max_response_len and not self.num_samples_per_prompt:
             raise UserError("a stage sets max_response_len or num_samples_per_prompt, and this one sets neither.")
 
@@ -87,7 +80,7 @@ class RolloutConfig:
                 "router_replay=true and partial rollouts do not go together: a response gone on with is routed anew."
                 " Switch one of them off."
             )
-        at_least("num_samples_per_prompt", self.num_samples_per_prompt, 1)
+        at_least(self, 1, "num_samples_per_prompt")
         self.sampling()
         last = 0
         for number, stage in enumerate(self.stages):

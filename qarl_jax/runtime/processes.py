@@ -30,7 +30,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, at_least
 
 AUTO = "auto"
 SHUTDOWN_S = 60
@@ -63,10 +63,8 @@ class Config:
                 f"coordinator={self.coordinator!r} must be host:port of the first process, auto (SLURM, Open MPI, Cloud"
                 " TPU or GKE tell), or empty (one process)."
             )
-        if self.num_processes < 0:
-            raise UserError(f"num_processes must be 0 (as the cluster says) or more, got {self.num_processes}.")
-        if self.timeout_s < 1:
-            raise UserError(f"timeout_s must be at least 1, got {self.timeout_s}.")
+        at_least(self, 0, "num_processes", note="; 0: as the cluster says")
+        at_least(self, 1, "timeout_s")
         if self.process_id < -1 or 0 < self.num_processes <= self.process_id:
             raise UserError(
                 f"process_id={self.process_id} must be -1 (as the cluster says) or count from 0 below num_processes="

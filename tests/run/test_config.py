@@ -285,7 +285,7 @@ PPO = ("loss.name=ppo", "advantage.name=gae", "critic={}")
         ),
         (["rollout.partial.chunk=8"], "chunk=8 decides nothing at over_provision=1"),
         (["rollout.partial.over_provision=2", "rollout.partial.max_lag=0"], "max_lag must be at least 1"),
-        (["checkpoint.every=-1"], "every must be 0 (never) or more"),
+        (["checkpoint.every=-1"], "every must be at least 0, got -1; 0 means never"),
         (["optimizer.lr=-1"], "lr"),
         (["loss.clip_high=-1"], "clip_high"),
     ],

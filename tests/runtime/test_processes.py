@@ -197,7 +197,7 @@ def test_in_a_run_of_one_process_everything_is_itself():
         ({"coordinator": "host"}, "must be host:port of the first process"),
         ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, "count from 0 below num_processes=2"),
         ({"coordinator": "a:1", "process_id": -2}, "process_id=-2"),
-        ({"coordinator": "auto", "num_processes": -1}, "num_processes must be 0"),
+        ({"coordinator": "auto", "num_processes": -1}, "num_processes must be at least 0"),
         ({"coordinator": "auto", "timeout_s": 0}, "timeout_s must be at least 1"),
         ({"num_processes": 2}, "without a coordinator would start runs of one process each"),
     ],

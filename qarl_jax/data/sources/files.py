@@ -22,7 +22,7 @@ from typing import Any
 
 from qarl_jax.data.sources import layouts
 from qarl_jax.data.sources.template import Skipped, Split, Template, digest, wanted
-from qarl_jax.types import Prompt, UserError
+from qarl_jax.types import Prompt, UserError, at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,7 @@ class Jsonl:
     leave_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.limit < 0:
-            raise UserError(f"limit must not be negative, got {self.limit}; 0 means all rows.")
+        at_least(self, 0, "limit", note="; 0 means all rows")
         if bool(self.prompt_key) != bool(self.answer_key):
             raise UserError("give both prompt_key and answer_key, or neither (then the columns are recognised).")
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from qarl_jax.data.sources.template import Skipped, Split, Template, digest, wanted
-from qarl_jax.types import Prompt, UserError, did_you_mean
+from qarl_jax.types import Prompt, UserError, at_least, did_you_mean
 
 # Candidates per slot before giving up; a held-out share of 1 % needs a few hundred.
 MAX_CANDIDATES = 2000
@@ -55,8 +55,7 @@ class Config:
             raise UserError("give either `dataset` (one reasoning-gym task, for example chain_sum) or `mix` (several).")
         if self.mix and self.config:
             raise UserError("`config` belongs to `dataset`; in a `mix`, put it inside each task.")
-        if self.size < 1:
-            raise UserError(f"size must be at least 1, got {self.size}.")
+        at_least(self, 1, "size")
         if any(task.weight <= 0 for task in self.mix):
             raise UserError("every task of `mix` needs a weight above 0.")
 

@@ -47,7 +47,7 @@ from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, requests_fo
 from qarl_jax.rollout.embedded.decode_form import Policy, compute_form
 from qarl_jax.rollout.embedded.draw import draw
 from qarl_jax.runtime import processes
-from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
+from qarl_jax.types import Completion, Prompt, UserError, VersionSpan, at_least
 
 # Named, so that no global setting of JAX changes what a run draws.
 _typed_key = functools.partial(jax.random.wrap_key_data, impl="threefry2x32")
@@ -71,9 +71,7 @@ class Config:
     refill_fraction: float = 0.125
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "min_slots", "prompt_bucket", "response_bucket"):
-            if getattr(self, name) < 1:
-                raise UserError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
+        at_least(self, 1, "batch_size", "min_slots", "prompt_bucket", "response_bucket")
         if not 0 < self.refill_fraction <= 1:
             raise UserError(f"rollout.refill_fraction must be in (0, 1], got {self.refill_fraction}")
 

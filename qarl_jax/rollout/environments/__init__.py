@@ -36,7 +36,7 @@ from typing import Any
 
 from qarl_jax.rewards import pool
 from qarl_jax.rewards.pool import PoolConfig, WorkerPool
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, at_least
 
 _HERE = os.path.dirname(__file__)
 _SANDBOX = os.path.join(os.path.dirname(pool.__file__), "_sandbox.py")
@@ -68,9 +68,8 @@ class Config:
     workers: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("max_turns", 1), ("max_turn_len", 0), ("max_observation_len", 1), ("workers", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        at_least(self, 1, "max_turns", "max_observation_len", "workers")
+        at_least(self, 0, "max_turn_len")
         if not 0 < self.timeout_s <= 500:
             raise UserError(f"timeout_s must be above 0 and at most 500 seconds, got {self.timeout_s}.")
 

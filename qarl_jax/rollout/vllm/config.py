@@ -10,7 +10,7 @@ from typing import Literal
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,9 +156,7 @@ class Config(messages.EngineOptions):
             super().__post_init__()
         except ValueError as error:
             raise UserError(f"rollout.engine.{error}") from None
-        for name in ("replicas", "ray_gpus", "ray_cpus", "hedge", "max_restarts", "drain_timeout_s"):
-            if getattr(self, name) < 0:
-                raise UserError(f"rollout.engine.{name} must not be negative, got {getattr(self, name)}")
+        at_least(self, 0, "replicas", "ray_gpus", "ray_cpus", "hedge", "max_restarts", "drain_timeout_s")
         for name in ("start_timeout_s", "request_timeout_s"):
             if getattr(self, name) <= 0:
                 raise UserError(f"rollout.engine.{name} must be positive, got {getattr(self, name)}")
