@@ -118,6 +118,7 @@ def engine_of(tight: bool, config: models.ModelConfig, kernels: str, args: argpa
         readback="off",
         kernels=kernels,  # type: ignore[arg-type]
         record_routing=args.replay,
+        threads=args.threads,
         log_file=args.engine_log,
     )
 
@@ -248,6 +249,7 @@ def main() -> int:
     parser.add_argument("--replay", action="store_true", help="the learner sends tokens to the experts of the engine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kv-cache-gb", type=float, default=14.0)
+    parser.add_argument("--threads", type=int, default=0, help="of an engine on a CPU; 0: all")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
     parser.add_argument("--vllm-kernels", action="store_true", help="the second negative control, one more engine")
     parser.add_argument("--engine-log", default="", help="file for what the engine says")

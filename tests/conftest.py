@@ -55,10 +55,25 @@ def programs_are_forgotten():
         ctypes.CDLL(None).malloc_trim(0)
 
 
+# Files that take a minute with few tests in them.
+LONGEST = (
+    "parity/test_cpu_builds.py",
+    "test_resume.py",
+    "parity/test_gate_vllm.py",
+    "test_vllm_run.py",
+    "test_chaos.py",
+    "verify/test_ladder.py",
+    "learning/test_one_function.py",
+    "test_train.py",
+    "runtime/test_processes.py",
+)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
     """What takes longest is begun first, so that no process is left alone with it: live engines, then slow files."""
-    weights = collections.Counter()
+    tests = pathlib.Path(__file__).parent
+    weights = collections.Counter({tests / name: 10_000 - 1000 * place for place, name in enumerate(LONGEST)})
     for item in items:
         weights[item.path] += bool(item.get_closest_marker("slow")) * (10 if item.get_closest_marker("vllm") else 1)
     items.sort(key=lambda item: -weights[item.path])

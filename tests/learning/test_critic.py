@@ -259,7 +259,7 @@ def test_later_passes_are_whitened_as_the_first():
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # as of a policy, in test_learner.py
 def test_a_state_on_the_host_changes_no_update(monkeypatch):
     rows, verdict = judged()
     states = []

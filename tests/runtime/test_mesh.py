@@ -185,7 +185,7 @@ def test_w4a16_logits_and_gradients_on_a_mesh_equal_one_device():
     compare(dataclasses.replace(DENSE, quant=parse_rules("w4a16:g32")), "data2-fsdp2-tensor2", 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_w8a8_loss_on_a_mesh_equals_one_device():
     graphdef, params, tokens, wanted = single_device(dataclasses.replace(DENSE, quant=parse_rules("w8a8")))
     mesh = make_mesh(**MESHES["data2-fsdp2-tensor2"])

@@ -27,7 +27,7 @@ def sampled_by(weights):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["w8a8", "w4a16", "bf16"])
+@pytest.mark.parametrize("scheme", ["w8a8", pytest.param("w4a16", marks=pytest.mark.nightly), "bf16"])
 def test_one_changed_weight_or_one_changed_token_is_found(scheme):
     weights = ladder.load(TINY, scheme, "plain")
     sampled = sampled_by(weights)

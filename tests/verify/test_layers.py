@@ -77,7 +77,7 @@ def engine_records(weights):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moe", [False, True])
+@pytest.mark.parametrize("moe", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_modules_that_compute_the_same_agree_and_one_changed_output_shows(moe):
     weights = tiny_policies.policy("bf16", moe=moe)
     linear, blocks = engine_records(weights)
