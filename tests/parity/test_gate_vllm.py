@@ -12,7 +12,7 @@ import pytest
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 # Of a page of 128 tokens: the longest prompts need two, what they have alike is one, and a response grows into another.
 # One thread: two that wait for each other's turn on a busy machine take twenty times as long.
-SIZES = "--sequences 16 --prompt-len 12 --long-prompt 171 --response-len 24 --updates 0 --kv-cache-gb 0.2 --threads 1".split()
+SIZES = "--sequences 16 --prompt-len 12 --long-prompt 171 --response-len 24 --updates 0 --kv-cache-gb 0.2 --threads 1"
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", *[pytest.param(s, marks=pytest.mark.nightly) for s in ("bf16", "w4a16")]])
@@ -21,7 +21,10 @@ def test_no_token_differs_whatever_a_rollout_meets(scheme, tmp_path):
     found = tmp_path / "rows.json"
     command = [sys.executable, "-m", "benchmarks.gate", "--model", "assets/tiny-qwen3", "--schemes", scheme]
     done = subprocess.run(
-        [*command, "--conditions", "all", *SIZES, "--json", str(found)], capture_output=True, text=True, timeout=850
+        [*command, "--conditions", "all", *SIZES.split(), "--json", str(found)],
+        capture_output=True,
+        text=True,
+        timeout=850,
     )
     assert done.returncode == 0, (done.stdout, done.stderr[-3000:])
     rows = json.loads(found.read_text())["rows"]
