@@ -215,6 +215,7 @@ def test_where_it_cannot_be_had_the_xla_form_runs_and_the_warning_says_why(monke
     assert pick(jnp.dtype("bfloat16"), 128) == "flash3"
 
 
+@pytest.mark.slow
 def test_one_kernel_is_lowered_for_a_gpu_and_cudnns_backward(monkeypatch):
     fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)  # of a GPU that is not here

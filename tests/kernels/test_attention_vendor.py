@@ -140,6 +140,7 @@ def test_packed_rows_need_no_mask_and_no_scores_in_memory(implementation, platfo
         assert re.search(r"tensor<2x5xi32>.*tensor<2x6xi32>", text)  # lengths and starts reach the kernel
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 def test_splash_attention_splits_rows_and_heads_by_hand_on_a_mesh():
     with jax.set_mesh(mesh.make_mesh(fsdp=2, tensor=2)):

@@ -50,6 +50,7 @@ def test_parts_are_added_in_order_and_rounded_once_with_the_bias(shape, parts, t
     assert np.abs(np.asarray(got, np.float32) - want).max() <= np.abs(want).max() * 2**-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_kernel_lowers_for_a_gpu(parts):
     x, w = (jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16) for _ in range(2))

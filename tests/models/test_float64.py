@@ -54,6 +54,7 @@ def test_attention_is_softmax_attention_rounded_once_in_any_packing():
     np.testing.assert_array_equal(np.asarray(decoded, np.float32)[0, 0], got[-1])
 
 
+@pytest.mark.slow
 def test_swiglu_rope_and_norm_are_rounded_once():
     gate, up = normal(0, 64, 96) * 3, normal(1, 64, 96)
     got = jax.jit(functools.partial(layers.silu_and_mul, numerics=CPU))(gate, up)

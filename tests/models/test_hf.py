@@ -158,6 +158,7 @@ def test_export_yields_qtensor_slices_in_layer_order(tmp_path):
     assert dict(items)["model.norm.weight"].dtype == ml_dtypes.bfloat16
 
 
+@pytest.mark.slow
 def test_quantize_params_is_what_a_load_does(tmp_path):
     model = load_hf(write(tmp_path / "m"), scheme="w8a8")
     graphdef, params, qweights = split(model)

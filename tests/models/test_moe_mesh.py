@@ -155,6 +155,7 @@ def program(scheme, sizes, gradient):
         return lowered.compile().as_text(), models.by_path(qweights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "passes"), [pytest.param("w8a8", 2, marks=pytest.mark.nightly), ("w4a16:g32", 1)])
 def test_a_device_has_its_own_tokens_copies_and_gathers_its_own_experts_codes(scheme, passes):
     """passes: the forward, and the backward, which recomputes."""
@@ -173,6 +174,7 @@ def test_a_device_has_its_own_tokens_copies_and_gathers_its_own_experts_codes(sc
     assert max(n for dtype, n in gathers if dtype not in ("s8", "s32")) < E // 2 * F * D // 2
 
 
+@pytest.mark.slow
 def test_a_gpu_mesh_has_the_grouped_kernels_forward_and_backward():
     state = block("w8a8", "bfloat16")
     like = jax.ShapeDtypeStruct((B, T, D), jnp.bfloat16)

@@ -46,6 +46,7 @@ def test_the_program_of_the_gradient_sees_the_log_probs_that_were_scored(scheme)
     np.testing.assert_allclose(found, scored, rtol=0, atol=2e-6)  # log-softmax alone; a code moves it by 1e-3
 
 
+@pytest.mark.slow
 def test_norms_have_an_order_where_activations_are_quantized():
     def order(scheme, engine="plain"):
         return model_config(quant=models.parse_rules(scheme), numerics=quant.resolve(engine)).norm_order

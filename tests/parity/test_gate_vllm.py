@@ -20,12 +20,8 @@ def test_no_token_differs_whatever_a_rollout_meets(scheme, tmp_path):
     pytest.importorskip("vllm")
     found = tmp_path / "rows.json"
     command = [sys.executable, "-m", "benchmarks.gate", "--model", "assets/tiny-qwen3", "--schemes", scheme]
-    done = subprocess.run(
-        [*command, "--conditions", "all", *SIZES.split(), "--json", str(found)],
-        capture_output=True,
-        text=True,
-        timeout=850,
-    )
+    command += ["--conditions", "all", *SIZES.split(), "--json", str(found)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, (done.stdout, done.stderr[-3000:])
     rows = json.loads(found.read_text())["rows"]
     compared = [row for row in rows if "condition" in row]

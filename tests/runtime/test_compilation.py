@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from qarl_jax.runtime import compilation
-from tests.reference.tiny import CACHE, compiled_programs
+from tests.reference.tiny import CACHE, compiled_as_a_run, compiled_programs
 
 
 @pytest.fixture
@@ -52,6 +52,22 @@ def test_a_program_compiled_fast_for_tests_is_never_taken_for_a_runs(tmp_path_fa
         assert counter.take() == 0
     program(x)
     assert counter.take() == 1
+
+
+@pytest.mark.slow  # `make test-fast` compiles nothing as a run does
+@pytest.mark.skipif("QARL_OPTIMIZE" in os.environ, reason="QARL_OPTIMIZE: nothing is compiled fast")
+def test_among_programs_compiled_fast_a_test_may_ask_for_a_runs(tmp_path_factory):
+    program, x = jax.jit(lambda x: jnp.sin(x) * x.sum() + 6), jnp.ones((11, 3))
+
+    def text():
+        return program.lower(x).compile().as_text()
+
+    a_runs = text()
+    with compiled_programs(tmp_path_factory):
+        fast = text()
+        with compiled_as_a_run(tmp_path_factory):
+            assert text() == a_runs
+        assert text() == fast != a_runs
 
 
 def test_a_folder_keeps_programs(cache_settings, tmp_path):
