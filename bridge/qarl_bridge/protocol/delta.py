@@ -36,6 +36,7 @@ from qarl_bridge.protocol.errors import BridgeError
 PIECE = 1 << 20
 _BLOCK = 256
 _MOST_THREADS = 8
+_TOGETHER = 1 << 16  # changes that one call applies: a version has thousands of pieces, most with a few
 _HEADER = struct.Struct("<QIIB")  # offset, bytes of the piece, changes, kind
 _SPARSE, _DENSE, _RAW = range(3)
 
@@ -94,53 +95,66 @@ def fill(target: np.ndarray, source: np.ndarray) -> None:
     list(_threads().map(lambda at: np.copyto(target[at : at + 64 * PIECE], source[at : at + 64 * PIECE]), starts))
 
 
-Watch = Callable[[int, np.ndarray, np.ndarray, np.ndarray], None]
+Watch = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+_Piece = tuple[int, int, np.ndarray, int, int]  # offset, bytes, what is written of it, changes, kind
 
 
 def apply(data: bytes | bytearray | memoryview, buffer: np.ndarray, watch: Watch | None = None) -> None:
     """Writes the changes into `buffer`, [n] uint8.
 
-    watch: told of them, a piece at a time and from several threads: where the piece begins, the places in it, in
-      ascending order, and the bytes there before and after.
+    watch: told of them, many at a time and from several threads: their places in the buffer, in ascending order, and
+      the bytes there before and after.
 
     Raises:
       BridgeError("torn"): they are not those of any version of this size. The buffer may have been written to.
     """
     raw = np.frombuffer(data, np.uint8)
-    at = 0
-    pieces: list[tuple[int, np.ndarray, np.ndarray, int, int]] = []
+    groups: list[list[_Piece]] = []
+    at = end = together = 0
     while at < len(raw):
         if at + _HEADER.size > len(raw):
             raise _torn()
         offset, size, count, kind = _HEADER.unpack_from(raw.data, at)
         at += _HEADER.size
         length = {_SPARSE: 5 * count, _DENSE: 2 * count + -(-size // _BLOCK), _RAW: size}.get(kind)
-        if length is None or at + length > len(raw) or offset + size > len(buffer) or not 0 < count <= size <= PIECE:
+        fits = end <= offset and offset + size <= len(buffer) and 0 < count <= size <= PIECE
+        if length is None or at + length > len(raw) or not fits:
             raise _torn()
-        pieces.append((offset, buffer[offset : offset + size], raw[at : at + length], count, kind))
+        if not groups or together + count > _TOGETHER:
+            groups.append([])
+            together = 0
+        groups[-1].append((offset, size, raw[at : at + length], count, kind))
+        together += count
         at += length
-    list(_threads().map(functools.partial(_write, watch), pieces))
+        end = offset + size
+    list(_threads().map(functools.partial(_write, buffer, watch), groups))
 
 
-def _write(watch: Watch | None, piece: tuple[int, np.ndarray, np.ndarray, int, int]) -> None:
-    at, target, data, count, kind = piece
+def _write(buffer: np.ndarray, watch: Watch | None, pieces: list[_Piece]) -> None:
+    found = [_changes(buffer, *piece) for piece in pieces]
+    spots, values = (np.concatenate(each) for each in zip(*found, strict=True))
+    if not (spots[1:] > spots[:-1]).all():  # a byte changes once
+        raise _torn()
+    if watch is not None and len(spots):
+        watch(spots, buffer[spots], values)
+    buffer[spots] = values
+
+
+def _changes(buffer: np.ndarray, at: int, size: int, data: np.ndarray, count: int, kind: int) -> tuple[np.ndarray, ...]:
+    """Where a piece changes the buffer, int64, and what to."""
     if kind == _RAW:
-        if watch is not None and len(spots := np.flatnonzero(target != data)):
-            watch(at, spots, target[spots], data[spots])
-        target[:] = data
-        return
+        spots = np.flatnonzero(buffer[at : at + size] != data)
+        return spots + at, data[spots]
     if kind == _SPARSE:
-        spots = np.frombuffer(data[: 4 * count].tobytes(), "<u4").astype(np.int64)
+        spots = np.frombuffer(data[: 4 * count], "<u4").astype(np.int64)
     else:
         counts, low = data[: -2 * count], data[-2 * count : -count]
         if int(counts.sum(dtype=np.int64)) != count:
             raise _torn()
         spots = np.repeat(np.arange(len(counts)) * _BLOCK, counts) + low
-    if spots[-1] >= len(target) or not (spots[1:] > spots[:-1]).all():  # a byte changes once
+    if spots[-1] >= size:
         raise _torn()
-    if watch is not None:
-        watch(at, spots, target[spots], data[-count:])
-    target[spots] = data[-count:]
+    return spots + at, data[-count:]
 
 
 def _torn() -> BridgeError:

@@ -10,8 +10,8 @@ loader takes it (`HostCopy.at_the_door`).
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections import defaultdict
 
 import numpy as np
 
@@ -52,7 +52,7 @@ class Changes:
         self._base = base
         self.sums = Sums(manifest)
         self.sums.rows[:] = sums.rows
-        self._touched: dict[int, list[np.ndarray]] = defaultdict(list)  # by tensor: its bytes that changed
+        self._calls: list[np.ndarray] = []  # the bytes that each call changed
         self._lock = threading.Lock()
 
     @staticmethod
@@ -64,33 +64,41 @@ class Changes:
 
         return layout(base) == layout(manifest)
 
-    def __call__(self, at: int, spots: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
-        """Bytes at `at` + `spots` (ascending) were `before`, and are `after`; all [n], the last two uint8."""
-        places = at + spots.astype(np.int64)
+    def __call__(self, places: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
+        """Bytes at `places` (int64, ascending) were `before`, and are `after`; all [n], the last two uint8."""
         sums = self.sums
-        low, high = np.searchsorted(sums.starts, places[[0, -1]], "right") - 1
-        for tensor in range(max(0, int(low)), int(high) + 1):
-            own = slice(*np.searchsorted(places, (sums.starts[tensor], sums.ends[tensor])))
-            inside = places[own] - sums.starts[tensor]
-            if not len(inside):
-                continue
-            moved = (after[own].astype(np.int64) - before[own]) << (8 * (inside & 1))
-            row = inside >> _ROW_BITS
-            cuts = np.concatenate([[0], np.flatnonzero(np.diff(row)) + 1])
-            weighed = moved * (((inside & (fingerprint.ROW_BYTES - 1)) >> 1) + 1)
-            which = sums.first[tensor] + row[cuts]
-            a, b = (np.add.reduceat(one, cuts).astype(np.uint32) for one in (moved, weighed))
-            with self._lock:  # a row may lie in two pieces
-                sums.rows[which, 0] += a
-                sums.rows[which, 1] += b
-                self._touched[tensor].append(inside)
+        tensor = np.searchsorted(sums.starts, places, "right") - 1
+        own = places < sums.ends[tensor]  # not in the gap behind a tensor
+        places, tensor, before, after = places[own], tensor[own], before[own], after[own]
+        if not len(places):
+            return
+        inside = places - sums.starts[tensor]
+        row = sums.first[tensor] + (inside >> _ROW_BITS)
+        moved = (after.astype(np.int64) - before) << (8 * (inside & 1))
+        weighed = moved * (((inside & (fingerprint.ROW_BYTES - 1)) >> 1) + 1)
+        cuts = np.concatenate([[0], np.flatnonzero(np.diff(row)) + 1])
+        a, b = (np.add.reduceat(one, cuts).astype(np.uint32) for one in (moved, weighed))
+        with self._lock:  # a row may lie in two calls
+            sums.rows[row[cuts], 0] += a
+            sums.rows[row[cuts], 1] += b
+            self._calls.append(places)
+
+    @functools.cached_property
+    def _places(self) -> np.ndarray:
+        """All bytes that have changed, ascending; asked for once all is applied."""
+        return np.concatenate([np.zeros(0, np.int64), *sorted(self._calls, key=lambda places: int(places[0]))])
+
+    def _within(self, tensor: int) -> np.ndarray:
+        """Those of a tensor, by its number in the manifest."""
+        start = self.sums.starts[tensor]
+        return self._places[slice(*np.searchsorted(self._places, (start, self.sums.ends[tensor])))] - start
 
     def elements(self, tensor: int, itemsize: int) -> np.ndarray:
-        """Which elements of a tensor have changed, by its number; empty: it is the base's."""
-        found = self._touched.get(tensor)
-        return np.unique(np.concatenate(found) // itemsize) if found else np.zeros(0, np.int64)
+        """Which elements of a tensor have changed; empty: it is the base's."""
+        return np.unique(self._within(tensor) // itemsize)
 
     def digest(self, tensor: int) -> bytes:
         """The fingerprint of a tensor as it is now."""
-        same = tensor not in self._touched
-        return self._base.tensors[tensor].digest if same else fingerprint.digest_of_sums(self.sums.of(tensor))
+        if not len(self._within(tensor)):
+            return self._base.tensors[tensor].digest
+        return fingerprint.digest_of_sums(self.sums.of(tensor))
