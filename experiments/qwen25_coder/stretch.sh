@@ -52,10 +52,11 @@ judge() { # FOLDER SECONDS ARGUMENT...: answers to the suites
 one() { # ARM:SEED
   local arm=${1%%:*} seed=${1#*:} dir limit format=()
   limit=$((end - SECONDS - eval_s))
+  [ "$arm" = base ] && limit=$((end - SECONDS))
   [ "$limit" -gt 30 ] || { echo "$1: no time left" && return; }
   if [ "$arm" = base ]; then
     dir=$work/runs/base_${seed//:/_} && mkdir -p "$dir"
-    suites=own,$suites judge "$dir" "$((end - SECONDS))" --config $configs/bf16_grpo.yaml --scheme "$seed"
+    suites=own,$suites judge "$dir" "$limit" --config $configs/bf16_grpo.yaml --scheme "$seed"
     return
   fi
   [ -n "${FORMAT:-}" ] && case $arm in
@@ -75,7 +76,9 @@ one() { # ARM:SEED
 }
 
 pack() {
-  (cd "$work" && flock results.lock tar --exclude=checkpoints --exclude=tensorboard -cJf results.tar.xz runs log) || true
+  # whole or not at all: someone may be copying it
+  (cd "$work" && flock results.lock bash -c \
+    'tar --exclude=checkpoints --exclude=tensorboard -cJf results.part runs log; mv results.part results.tar.xz') || true
 }
 trap pack EXIT
 for each in "${arms[@]}"; do

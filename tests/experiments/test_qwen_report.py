@@ -34,7 +34,7 @@ def run(name, right, of=60):
     files = {
         "suite.gsm8k.jsonl": answers(right, of),
         "metrics.jsonl": lines(steps) + b'{"step": 6, "torn',
-        "eval.jsonl": lines({"version": v, "eval/reward/mean": v / 100} for v in (10, 30)),
+        "eval.jsonl": lines({"version": v, "eval/reward/mean": v / 100, "eval/reward/stderr": 0.02} for v in (10, 30)),
         "samples.jsonl": lines([sample]),
     }
     return report.Run(name, files)
@@ -64,7 +64,7 @@ def test_without_a_gap_nothing_is_recovered(runs):
 def test_the_page_has_every_run_and_leaves_the_compiling_steps_out(runs):
     page = report.page(runs)
     row = next(line for line in page.splitlines() if line.startswith("| `qarl_w4a16` |"))
-    assert row.startswith("| `qarl_w4a16` | 0, 1 | 6, 6 | 10.0 | 30.0 |")
+    assert row.startswith("| `qarl_w4a16` | 0, 1 | 6, 6 | 10.0 ± 2.8 | 30.0 ± 2.8 |")
     assert "| `qarl_w4a16_seed0` | 0.00 | 0.00 | 0.00 | 0.00 | 8.00 |" in page
     assert "| `qarl_w4a16_seed0` | 0.37, 0.00037 | 0.5000, 0.5000 |" in page
     assert "step 5, probability 0.0001, reward 0: `...so [[wrong]] it is...`" in page
