@@ -48,7 +48,7 @@ class RayBridge:
             if self._actor is None:
                 self._actor = self._new_actor()
             try:
-                found = ray.get(self._actor.start.remote(dict(config), expected), timeout=_ROOM_S)
+                found = ray.get(self._actor.ask.remote("start", dict(config), expected), timeout=_ROOM_S)
                 self.is_started = True
                 return found
             except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
@@ -72,7 +72,7 @@ class RayBridge:
         if self._actor is None:
             return None
         try:
-            return ray.get(getattr(self._actor, name).remote(*arguments), timeout=patience_s + _ANSWER_S)
+            return ray.get(self._actor.ask.remote(name, *arguments), timeout=patience_s + _ANSWER_S)
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             self._forget()
             return None
@@ -118,23 +118,10 @@ class _Holder:
 
         self._bridge = BridgeProcess(**options, host=ray.util.get_node_ip_address())
 
-    def start(self, config: dict[str, Any], expected: list[messages.Expected]) -> tuple[str, bytes]:
-        return self._bridge.start(config, expected)
-
-    def has_ended(self) -> bool:
-        return self._bridge.has_ended
-
-    def last_words(self) -> str:
-        return self._bridge.last_words()
-
-    def kill(self, patience_s: float) -> int | None:
-        return self._bridge.kill(patience_s)
-
-    def stop(self, grace_s: float) -> None:
-        self._bridge.stop(grace_s)
-
-    def close(self, grace_s: float) -> None:
-        self._bridge.close(grace_s)
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """An attribute of the `BridgeProcess`, or what its method of that name returns."""
+        found = getattr(self._bridge, name)
+        return found(*arguments) if callable(found) else found
 
 
 def place(count: int, *, gpus: float, cpus: float, arguments: Sequence[str], **options: Any) -> list[RayBridge]:
