@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,22 @@ PANELS = (
 
 def training(result: Results, programs: Sequence[str]) -> Any:
     """Curves of some runs over training: a colour per arm, faint for each seed, strong for their mean."""
+    return panels(lambda key, held_out: report.curves(result, programs, key, held_out), _look)
+
+
+def panels(curves: Callable[[str, bool], Sequence[Curve]], look: Callable[[str], tuple[str, Any]]) -> Any:
+    """A figure of PANELS.
+
+    Args:
+      curves: of a metric, by its name and whether it is one of evaluations.
+      look: label -> colour and line style.
+    """
     fig = _figure(figsize=(10, 7))
     handles: dict[str, Any] = {}
     for number, (key, title, held_out, logarithmic) in enumerate(PANELS):
         axes = fig.add_subplot(2, 2, number + 1)
-        for curve in report.curves(result, programs, key, held_out):
-            color, style = _look(curve.label)
+        for curve in curves(key, held_out):
+            color, style = look(curve.label)
             handles[curve.label] = _draw(axes, curve, color, style, logarithmic)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("policy version" if held_out else "step", fontsize=9)

@@ -3,6 +3,7 @@
 """The report of this experiment, made from what stretch.sh packs. PLAN.md says how it is judged.
 
     python -m experiments.qwen25_coder.report results.tar.xz... > docs/appendix/qwen25_coder.md
+    python -m experiments.qwen25_coder.report --figure docs/results/qwen25_coder.png results.tar.xz...
     python -m experiments.qwen25_coder.report --merge experiments/qwen25_coder/results.tar.xz results.tar.xz...
 
 With --merge the archives become one, which keeps the samples of the last steps alone. A run that is in several of them
@@ -24,13 +25,17 @@ from typing import Any
 
 import numpy as np
 
-from experiments.alignment import stats
+from experiments.alignment import figures, stats
+from experiments.alignment.report import Curve
+from qarl_jax import plot
 from qarl_jax.data.suites import IN_GSM_SYMBOLIC
 
 COMMAND = "python -m experiments.qwen25_coder.report"
 KEPT = re.compile(r"(metrics|eval|samples|suite[.\w]*)\.jsonl|suites\.json|config\.yaml|run\.json")
 NAME = re.compile(r"(?P<arm>.+)_seed(?P<seed>\d+)")
 BF16, ROLLOUT, ROLLOUT_TBPO, QARL = "bf16_grpo", "rollout_w4a16_grpo", "rollout_w4a16_tbpo", "qarl_w4a16"
+MAIN = (BF16, ROLLOUT, ROLLOUT_TBPO, QARL)
+FIGURE = "results/qwen25_coder.png"  # in docs/
 ENDS = 3  # first and last steps that a table averages over
 PHASES = {
     "rollout": "time/rollout_s",
@@ -206,7 +211,7 @@ def verdict(found: dict[str, dict[int, Run]]) -> list[str]:
         return ["The gap is not measured yet: it takes the first two arms with one seed."]
     out = []
     for suite in ("gsm8k", "gsm8k:sampled"):
-        names = [BF16, ROLLOUT, *(name for name in (ROLLOUT_TBPO, QARL) if set(seeds) <= set(found.get(name, {})))]
+        names = [*MAIN[:2], *(name for name in MAIN[2:] if set(seeds) <= set(found.get(name, {})))]
         x = {name: matrix([found[name][seed] for seed in seeds], suite, clean=True) for name in names}
         bf16, rollout = x[BF16], x[ROLLOUT]
         if bf16 is None or rollout is None:
@@ -244,6 +249,20 @@ def drift(runs: dict[str, Run]) -> str:
                 cells.append("-" if ends is None else f"{ends[0]:{digits}}, {ends[1]:{digits}}")
             rows.append([f"`{run.name}`", *cells])
     return table(["run", *keys], rows)
+
+
+def curves(found: dict[str, dict[int, Run]], key: str, held_out: bool) -> list[Curve]:
+    """A metric of the main arms over training."""
+    out = []
+    for arm in MAIN:
+        seeds: dict[int, tuple[list[int], list[float]]] = {}
+        for seed, run in found.get(arm, {}).items():
+            records = [one for one in (run.evals if held_out else run.steps) if one.get(key) is not None]
+            if records:
+                seeds[seed] = [one["version" if held_out else "step"] for one in records], [one[key] for one in records]
+        if seeds:
+            out.append(Curve(arm, seeds))
+    return out
 
 
 def seconds(runs: dict[str, Run]) -> str:
@@ -291,7 +310,13 @@ def page(runs: dict[str, Run]) -> str:
         *("# A real policy: Qwen2.5-Coder-0.5B", written),
         *("## Rounding before any RL", formats(runs)),
         *("## After RL", accuracy(found), "\n".join(verdict(found))),
-        *("## Mismatch, error tokens, entropy", ends, drift(runs), "\n".join(quoted(runs))),
+        *(
+            "## Mismatch, error tokens, entropy",
+            f"![The main arms over training.](../{FIGURE})",
+            ends,
+            drift(runs),
+            "\n".join(quoted(runs)),
+        ),
         *("## Seconds per step", medians, seconds(runs)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -301,10 +326,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("archives", nargs="+", type=pathlib.Path)
     parser.add_argument("--merge", type=pathlib.Path, metavar="OUT", help="write one archive and no report")
+    parser.add_argument(
+        "--figure", type=pathlib.Path, metavar="PNG", help="write curves of the main arms and no report"
+    )
     args = parser.parse_args(argv)
     runs = read(args.archives)
     if args.merge is not None:
         write(runs, args.merge)
+    elif args.figure is not None:
+        found = arms(runs)
+        fig = figures.panels(
+            lambda key, held_out: curves(found, key, held_out), lambda arm: (plot.COLORS[MAIN.index(arm)], "-")
+        )
+        fig.savefig(args.figure, dpi=90, metadata={"Software": None})
     else:
         print(page(runs), end="")
     return 0
