@@ -74,9 +74,9 @@ BACKGROUND_KILLS = [
 
 
 @pytest.fixture(scope="module")
-def environment(compiled_programs):
+def environment(tmp_path_factory):
     """That of the processes: programs are compiled once for all of them."""
-    return tiny.environment(compiled_programs)
+    return tiny.environment(str(tmp_path_factory.mktemp("compiled")))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import pytest
 import yaml
-from jax._src import compiler
+from jax._src import compiler, lru_cache
 from jax.experimental.compilation_cache import compilation_cache
 
 from qarl_jax import data, models
@@ -96,7 +96,7 @@ def leaves() -> list[jax.Array]:
 
 @contextlib.contextmanager
 def compiled_programs(tmp_path_factory: Any) -> Iterator[str]:
-    """While open, programs are compiled fast, and kept in a folder of this test process, which is yielded.
+    """While open, programs are compiled fast, and kept in a folder of the whole test run, which is yielded.
 
     With QARL_OPTIMIZE in the environment they are compiled as a run does.
     """
@@ -129,20 +129,27 @@ def environment(folder: str | None = None) -> dict[str, str]:
     return os.environ | names
 
 
+def _put_whole(cache: Any, key: str, value: bytes) -> None:
+    """JAX's own writes an entry while another process may read it."""
+    part = cache.path / f"{key}.{os.getpid()}"
+    part.write_bytes(value)
+    part.rename(cache.path / f"{key}{lru_cache._CACHE_SUFFIX}")
+
+
 @contextlib.contextmanager
 def kept_programs(tmp_path_factory: Any, settings: dict[str, Any]) -> Iterator[str]:
-    """While open, JAX has these settings and keeps its programs in a folder of this test process, which is yielded.
-
-    Not in one folder for all processes: JAX writes an entry while another process may read it.
-    """
-    folder = str(tmp_path_factory.getbasetemp() / "compiled")
+    """While open, JAX has these settings and keeps its programs in a folder of the whole test run, which is yielded."""
+    own = tmp_path_factory.getbasetemp()
+    folder = str((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled")
     settings = settings | {"jax_compilation_cache_dir": folder}
     before = {name: jax.config.values[name] for name in settings}
     try:
         for name, value in settings.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-        yield folder
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lru_cache.LRUCache, "put", _put_whole)
+            yield folder
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
