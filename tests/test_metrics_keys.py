@@ -86,6 +86,7 @@ def test_rollouts_of_other_lengths_compile_nothing_after_the_first_step(tbpo):
     assert "perf/mfu" not in lines[0]  # no peak is known of a CPU
 
 
+@pytest.mark.slow
 def test_the_resolved_config_lies_beside_the_metrics_and_starts_the_same_run(tbpo):
     assert config.load(tbpo.run_dir / "config.yaml") == tbpo.config
 

@@ -68,6 +68,7 @@ def test_sampler_and_learner_are_the_same_policy(run):
         assert line["proximal/noise"] < 3e-5  # a tenth of the published band
 
 
+@pytest.mark.slow
 def test_the_policy_moves_and_its_codes_with_it(run):
     for line in run.records():
         assert 0 < line["quant/code_flips"] < 1
@@ -75,6 +76,7 @@ def test_the_policy_moves_and_its_codes_with_it(run):
         assert line["later/proximal/noise"] > 100 * line["proximal/noise"]
 
 
+@pytest.mark.slow
 def test_error_tokens_and_histograms_cover_every_response_token(run):
     for line, counts in zip(run.records(), run.records("histograms"), strict=True):
         assert counts["step"] == line["step"]
@@ -91,6 +93,7 @@ def test_error_tokens_and_histograms_cover_every_response_token(run):
         assert line["quantile/ratio_pos/p01"] < line["quantile/ratio_pos/p99"]
 
 
+@pytest.mark.slow
 def test_the_policy_is_evaluated_before_and_after(run):
     first, last = run.records("eval")
     assert (first["version"], last["version"]) == (0, 2)
@@ -98,6 +101,7 @@ def test_the_policy_is_evaluated_before_and_after(run):
     assert run.records()[-1]["eval/reward/mean"] == last["eval/reward/mean"]
 
 
+@pytest.mark.slow
 def test_samples_tell_prompt_response_and_version(run):
     samples = run.records("samples")
     assert len(samples) == 2 * 4
@@ -107,6 +111,7 @@ def test_samples_tell_prompt_response_and_version(run):
         assert sample["reward"] == pytest.approx(rewards.digit_share(sample["response"], "", {}))
 
 
+@pytest.mark.slow
 def test_run_json_holds_the_resolved_config_and_the_facts(run):
     manifest = json.loads((run.run_dir / "run.json").read_text())
     assert config.from_dict(manifest["config"]) == run.config

@@ -183,6 +183,7 @@ def test_without_old_logprobs_the_proximal_policy_is_the_current_one():
     assert metrics["proximal/max_abs"] == 0
 
 
+@pytest.mark.slow
 def test_scoring_and_gradient_agree_far_below_the_band():
     _, metrics = whole("tbpo")
     assert metrics["proximal/noise"] < 3e-5  # a tenth of the published band, 3e-4

@@ -352,6 +352,7 @@ def test_bad_config_is_refused():
         Config(refill_fraction=0.0)
 
 
+@pytest.mark.slow
 def test_token_outside_the_vocabulary_names_the_prompt():
     request = dataclasses.replace(prompts(1)[0], uid="bad/7", tokens=(1, VOCAB))
     with pytest.raises(UserError, match=r"bad/7.*300"):

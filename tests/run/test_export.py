@@ -78,6 +78,7 @@ def test_an_hf_export_has_the_names_shapes_and_dtypes_of_the_folder_training_sta
     assert values["vocab_size"] == 30
 
 
+@pytest.mark.slow
 def test_loading_an_hf_export_gives_the_masters_rounded_to_bfloat16(trained, hf_folder):
     _, params = trained
     loaded = models.split(models.load_hf(hf_folder, dtype="float32"))[1]
@@ -113,6 +114,7 @@ def test_quantizing_an_hf_export_gives_the_qtensors_of_the_run(trained, hf_folde
 # ---- compressed-tensors --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_compressed_tensors_export_holds_the_learners_qtensors_byte_for_byte(trained, low_bit_folder):
     learner, params = trained
     config = models.config_of(learner.graphdef)
@@ -133,6 +135,7 @@ def test_a_compressed_tensors_export_holds_the_learners_qtensors_byte_for_byte(t
     assert stored["model.layers.1.mlp.down_proj.weight_scale"].shape == (64, 128 // 32)
 
 
+@pytest.mark.slow
 def test_a_compressed_tensors_export_says_how_it_is_quantized_and_brings_its_tokenizer(run, low_bit_folder):
     values = json.loads((low_bit_folder / "config.json").read_text())
     scheme = values["quantization_config"]
@@ -143,6 +146,7 @@ def test_a_compressed_tensors_export_says_how_it_is_quantized_and_brings_its_tok
     assert data.load_tokenizer(low_bit_folder)("3+4=")["input_ids"] == [6, 13, 7, 14]
 
 
+@pytest.mark.slow
 def test_large_exports_are_split_into_shards_with_an_index(run, tmp_path, monkeypatch, low_bit_folder):
     monkeypatch.setattr(export, "MAX_SHARD_BYTES", 40_000)
     out = tmp_path / "out"
