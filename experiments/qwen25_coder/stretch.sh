@@ -14,7 +14,8 @@
 # comes of it, without weights, is packed into WORK/results.tar.xz after every run: metrics, evaluations, answers.
 #
 # MODEL: the model folder (models/qwen25-coder-0.5b). FORMAT: the scheme in place of w4a16. SUITES: which suites
-# (gsm8k,gsm8k:sampled,humaneval), from where `make data` puts them. EVAL_S: seconds kept for evaluation (150).
+# (all the plan judges by), from where `make data` puts them. EVAL_S: seconds kept for evaluation (150). LEAST: seconds
+# that a run's training must have left, or it is not begun (30; two runs on an H100 take 500).
 # FRACTION: of the card's memory for a learner, where JOBS do not share it equally. PYTHON: the interpreter.
 set -uo pipefail
 work=${1:?a folder to work in} seconds=${2:?seconds that all of it may take}
@@ -22,7 +23,7 @@ shift 2
 python=${PYTHON:-python3} jobs=${JOBS:-1} model=${MODEL:-models/qwen25-coder-0.5b} eval_s=${EVAL_S:-150}
 end=$((SECONDS + seconds - 10))
 cd "$(dirname "$0")/../.."
-suites=${SUITES:-gsm8k,gsm8k:sampled,humaneval} configs=configs/qwen25_coder_0p5b
+suites=${SUITES:-gsm8k,gsm8k:sampled,humaneval,hellaswag,truthfulqa} configs=configs/qwen25_coder_0p5b
 mkdir -p "$work/log" "$work/runs"
 arms=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do arms+=("$1") && shift; done
@@ -50,10 +51,10 @@ judge() { # FOLDER SECONDS ARGUMENT...: answers to the suites
 }
 
 one() { # ARM:SEED
-  local arm=${1%%:*} seed=${1#*:} dir limit format=()
+  local arm=${1%%:*} seed=${1#*:} dir limit least=${LEAST:-30} format=()
   limit=$((end - SECONDS - eval_s))
-  [ "$arm" = base ] && limit=$((end - SECONDS))
-  [ "$limit" -gt 30 ] || { echo "$1: no time left" && return; }
+  [ "$arm" = base ] && limit=$((end - SECONDS)) least=30
+  [ "$limit" -gt "$least" ] || { echo "$1: no time left" && return; }
   if [ "$arm" = base ]; then
     dir=$work/runs/base_${seed//:/_} && mkdir -p "$dir"
     suites=own,$suites judge "$dir" "$limit" --config $configs/bf16_grpo.yaml --scheme "$seed"
