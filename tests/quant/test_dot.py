@@ -475,7 +475,11 @@ def test_gradients_lower_for_every_accelerator_from_a_cpu_host(platform, config)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS, ids=named)
+@pytest.mark.parametrize(
+    "config",
+    [c if c in (w8a8.Config(), w4a16.Config(32)) else pytest.param(c, marks=pytest.mark.nightly) for c in CONFIGS],
+    ids=named,
+)
 @as_a_run
 def test_two_shards_scale_and_round_their_own_halves_of_a_layers_inputs(config):
     x, w, b = data()
