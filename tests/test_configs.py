@@ -253,8 +253,8 @@ def test_a_run_is_what_its_name_says(run, forward, rollout, loss):
     assert (cfg.optimizer.lr == pytest.approx(1.5e-6)) == (run == "qurl_acr_lr")
 
 
-# A critic over an aligned policy, and a sampler of another scheme; tests/test_train.py has tbpo, grpo, a bf16 learner.
-KINDS = {"ppo", "qurl_acr_uaq"}
+# A sampler of another scheme; tests/test_train.py has tbpo, grpo, a bf16 learner, and test_critic.py a critic.
+KINDS = {"qurl_acr_uaq"}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from qarl_bridge.engine import cpu_build
+from qarl_bridge.engine.cpu_build import BUILDS
 
 from qarl_jax import models, quant
 from qarl_jax.models import layers
@@ -41,7 +42,8 @@ def runnable():
     return cpu_build.runnable(torch)
 
 
-@pytest.fixture(params=(*cpu_build.BUILDS, "arm"))
+# AVX-512 without bf16 is nightly: a whole model runs on that build, below.
+@pytest.fixture(params=[pytest.param(b, marks=[pytest.mark.nightly] * (b == "avx512")) for b in (*BUILDS, "arm")])
 def build(request):
     """Each build, said in the summary (conftest.py): run here, or why not."""
     possible = runnable()
