@@ -72,9 +72,11 @@ data: data/packages/.data-packages models/qwen25-coder-0.5b models/smollm2-135m
 data-1.5b: models/qwen25-coder-1.5b
 
 # Hundreds of these tests run live processes, threads and sockets on a machine that may be small and busy, and a suite
-# of thousands should not fall with one of them. A test that fails twice more is broken; one that passes is listed as
-# RERUN in the summary and is to be mended. A plain `pytest` repeats nothing, so that a flake shows at once.
-STEADY := --reruns 2 --reruns-delay 1 -r aR --hypothesis-profile repeatable
+# of thousands should not fall with one of them. What failed runs once more by itself: what fails again is broken, and
+# what passes is listed, and is to be mended. A plain `pytest` repeats nothing, so that a flake shows at once.
+STEADY := --hypothesis-profile repeatable
+AGAIN = || { [ $$? = 1 ] && echo "what failed runs once more:" && \
+  $(BIN)/python -m pytest $(STEADY) --last-failed --last-failed-no-failures none -r A -m
 
 # A file's tests share what they compile and start; the files come in the order of tests/conftest.py.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
@@ -82,17 +84,20 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder
 # What takes over two seconds belongs to the slow ones: the summary names those that seem to, so that it can be marked.
 HONEST := --durations=10 --durations-min=4
 
+DAILY := "not nightly and not gpu"
+QUICK := "not slow and not nightly and not vllm and not gpu"
+
 test: install
-	$(BIN)/python -m pytest $(TWO) $(STEADY) -m "not nightly and not gpu"
+	$(BIN)/python -m pytest $(TWO) $(STEADY) -m $(DAILY) $(AGAIN) $(DAILY); }
 
 # Everything is compiled fast; `make test` compiles as a run does what claims bits (docs/tests.md).
 FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_cpu_use_fusion_emitters=false
 
 test-fast: install
-	$(FAST) $(BIN)/python -m pytest $(TWO) $(STEADY) $(HONEST) -m "not slow and not nightly and not vllm and not gpu"
+	export $(FAST); $(BIN)/python -m pytest $(TWO) $(STEADY) $(HONEST) -m $(QUICK) $(AGAIN) $(QUICK); }
 
 test-slow: install
-	QARL_OPTIMIZE=1 $(BIN)/python -m pytest $(STEADY) -m "nightly and not gpu"
+	QARL_OPTIMIZE=1 $(BIN)/python -m pytest $(STEADY) --reruns 2 --reruns-delay 1 -r aR -m "nightly and not gpu"
 
 # On a GPU host: MODEL is a Hugging Face folder; eight minutes at 1.7B on one card. ARGS="--conditions all": what else
 # a rollout meets.
