@@ -5,7 +5,7 @@ numpy's order; and that they leave an engine alone which they do not serve. What
 
 import pytest
 
-from tests.reference.forks import forks
+from tests.reference.forks import INTERPRETED, forks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -13,12 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs a program in a process of its own."""
-    imports = """
-        import os
-        os.environ["TRITON_INTERPRET"] = "1"
-        import torch
-        from qarl_bridge.engine import fixed_order
-    """
+    imports = INTERPRETED + "from qarl_bridge.engine import fixed_order"
     with forks(imports, tmp_path_factory.mktemp("programs")) as forked:
         yield forked
 

@@ -4,7 +4,7 @@
 
 import pytest
 
-from tests.reference.forks import forks
+from tests.reference.forks import INTERPRETED, forks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -12,12 +12,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs a program in a process of its own, where vLLM's classes are patched; vLLM is imported once."""
-    imports = """
-        import os
-        os.environ["TRITON_INTERPRET"] = "1"
-        import torch
-        from qarl_bridge.engine import fixed_order, pinned_experts
-    """
+    imports = INTERPRETED + "from qarl_bridge.engine import fixed_order, pinned_experts"
     with forks(imports, tmp_path_factory.mktemp("programs")) as forked:
         yield forked
 

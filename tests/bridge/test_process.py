@@ -28,7 +28,7 @@ from qarl_jax.rollout.vllm.engine import Config, VllmEngine, draw_seed, engine_c
 from qarl_jax.rollout.vllm.fleet import batches
 from qarl_jax.types import Prompt, UserError
 from tests.reference import bridge_world
-from tests.reference.bridge_world import connected
+from tests.reference.bridge_world import connected, killed_in_a_publish
 from tests.reference.fleet_world import MODEL, SAMPLING, weights
 
 pytestmark = pytest.mark.slow
@@ -132,19 +132,10 @@ def test_a_bridge_killed_while_it_samples_is_replaced():
 
 
 def test_a_bridge_killed_in_the_middle_of_a_publish_is_replaced(monkeypatch):
-    publish, killed = sender.Client.publish, []
-
-    def dying(client, staged, **options):
-        if not killed:
-            killed.append(client.facts.pid)
-            client.request(messages.Announce(manifest=staged.manifest), messages.Ready)
-            os.kill(client.facts.pid, signal.SIGKILL)
-        return publish(client, staged, **options)
-
     with engine() as e:
         e.publish(weights(0), 0)
         before = generate(e)
-        monkeypatch.setattr(sender.Client, "publish", dying)
+        killed = killed_in_a_publish(monkeypatch)
         e.publish(weights(1), 1)
         assert e.restarts == 1
         assert e.facts.pid != killed[0]

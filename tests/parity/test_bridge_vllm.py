@@ -28,7 +28,7 @@ from qarl_jax import models, quant
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, engine_config, engine_tensors
 from qarl_jax.types import Prompt
-from tests.reference.bridge_world import connected
+from tests.reference.bridge_world import connected, killed_in_a_publish
 from tests.reference.qwen3 import qwen3
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -287,16 +287,7 @@ def test_publishing_again_and_again_takes_no_more_memory(served):
 @pytest.mark.nightly  # one engine more; with a toy engine in tests/bridge/test_process.py
 def test_a_bridge_killed_in_the_middle_of_a_publish_is_replaced(served, monkeypatch):
     engine = served.engine
-    publish, killed = sender.Client.publish, []
-
-    def dying(client, staged, **options):
-        if not killed:
-            killed.append(client.facts.pid)
-            client.request(messages.Announce(manifest=staged.manifest), messages.Ready)
-            os.kill(client.facts.pid, signal.SIGKILL)
-        return publish(client, staged, **options)
-
-    monkeypatch.setattr(sender.Client, "publish", dying)
+    killed = killed_in_a_publish(monkeypatch)
     engine.publish(weights(served.scheme, 0), 1000)
     assert engine.restarts == 1
     assert engine.facts.pid != killed[0]

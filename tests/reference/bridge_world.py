@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -88,6 +89,21 @@ class World:
         client = self.client()
         client.acquire(run, incarnation)
         return client
+
+
+def killed_in_a_publish(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on, the first bridge that a version is published to dies in the middle of it: a list for its pid."""
+    publish, killed = sender.Client.publish, []
+
+    def dying(client: sender.Client, staged: Any, **options: Any) -> Any:
+        if not killed:
+            killed.append(client.facts.pid)
+            client.request(messages.Announce(manifest=staged.manifest), messages.Ready)
+            os.kill(client.facts.pid, signal.SIGKILL)
+        return publish(client, staged, **options)
+
+    monkeypatch.setattr(sender.Client, "publish", dying)
+    return killed
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

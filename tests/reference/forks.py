@@ -11,6 +11,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 
+# What a program needs that runs the bridge's Triton kernels on a CPU; the modules of the bridge follow.
+INTERPRETED = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import torch
+"""
 # Reads the names of files with programs, and answers each with its exit code.
 _PARENT = """
 import os, sys, traceback
