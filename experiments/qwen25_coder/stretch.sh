@@ -8,8 +8,8 @@
 #   JOBS=3 bash experiments/qwen25_coder/stretch.sh /tmp/work 300 base:bf16 base:w8a8 base:w4a16:g-1
 #
 # Each ARM is a file of configs/qwen25_coder_0p5b; `base:SCHEME` judges the untrained model under a scheme, on the
-# held-out questions and the suites. JOBS runs share the card at a time (1), each with its part of the memory. When
-# time is nearly up a run is interrupted, saves its checkpoint and is evaluated like one that is complete. A run that
+# held-out questions and the suites. JOBS runs train on the card at a time (1), each with its part of the memory; while one
+# is judged, the next begins. When time is nearly up a run is interrupted, saves its checkpoint and is evaluated like one that is complete. A run that
 # was begun in WORK goes on; one that was judged is not run again, and its checkpoint is gone unless KEEP is set. What
 # comes of it, without weights, is packed into WORK/results.tar.xz after every run: metrics, evaluations, answers.
 #
@@ -39,26 +39,28 @@ if [ "$jobs" -gt 1 ]; then # of its part of the card a run leaves 19 GiB to its 
   overrides=(rollout.engine.gpu_memory_utilization=0.1 "${overrides[@]}")
 fi
 
-judge() { # FOLDER SECONDS ARGUMENT...: answers to the suites
+judge() { # FOLDER SECONDS ARGUMENT...: answers to the suites, in the room that JOBS learners leave
   local dir=$1 limit=$2 code
   shift 2
-  timeout -k 10 "$limit" "$python" -m qarl_jax.evaluate --suite "$suites" --json --out "$dir/suite.jsonl" "$@" \
-    "${overrides[@]}" rollout.engine.max_model_len=4096 >"$dir/suites.json" 2>>"$work/log/$(basename "$dir").evaluate"
+  XLA_PYTHON_CLIENT_MEM_FRACTION=0.12 XLA_PYTHON_CLIENT_PREALLOCATE=false timeout -k 10 "$limit" \
+    "$python" -m qarl_jax.evaluate --suite "$suites" --json --out "$dir/suite.jsonl" "$@" "${overrides[@]}" \
+    rollout.engine.max_model_len=4096 rollout.engine.kv_cache_gb=3 \
+    >"$dir/suites.json" 2>>"$work/log/$(basename "$dir").evaluate"
   code=$?
   echo "evaluation ended with $code after $SECONDS s: $(basename "$dir")"
   cut -c 1-160 "$dir/suites.json"
   return $code
 }
 
-one() { # ARM:SEED
+one() { # ARM:SEED; gives its place to the next as soon as it has trained
   local arm=${1%%:*} seed=${1#*:} dir limit least=${LEAST:-30} format=()
   limit=$((end - SECONDS - eval_s))
   [ "$arm" = base ] && limit=$((end - SECONDS)) least=30
-  [ "$limit" -gt "$least" ] || { echo "$1: no time left" && return; }
+  [ "$limit" -gt "$least" ] || { echo "$1: no time left" && return 1; }
   if [ "$arm" = base ]; then
     dir=$work/runs/base_${seed//:/_} && mkdir -p "$dir"
     suites=own,$suites judge "$dir" "$limit" --config $configs/bf16_grpo.yaml --scheme "$seed"
-    return
+    return 1 # its place was kept
   fi
   [ -n "${FORMAT:-}" ] && case $arm in
     bf16_*) ;;
@@ -66,14 +68,16 @@ one() { # ARM:SEED
     *) format=("quant.forward=$FORMAT") ;;
   esac
   dir=$work/runs/$arm${format:+_${FORMAT//:/_}}_seed$seed
-  [ -e "$dir/judged" ] && return
+  [ -e "$dir/judged" ] && return 1
   timeout -s INT -k 60 "$limit" "$python" -m qarl_jax.train --config "$configs/$arm.yaml" \
     "run_dir=$dir" "seed=$seed" "log.view=lines" "${format[@]}" "${overrides[@]}" \
     >>"$work/log/$(basename "$dir").train" 2>&1
   echo "training ended with $? after $SECONDS s: $(basename "$dir")"
+  echo >&"$places"
   limit=$((end - SECONDS))
   [ "$limit" -gt 20 ] && judge "$dir" "$limit" --checkpoint "$dir" && touch "$dir/judged"
   [ -e "$dir/judged" ] && [ -z "${KEEP:-}" ] && rm -rf "$dir/checkpoints"
+  return 0
 }
 
 pack() {
@@ -82,8 +86,10 @@ pack() {
     'tar --exclude=checkpoints --exclude=tensorboard -cJf results.part runs log; mv results.part results.tar.xz') || true
 }
 trap pack EXIT
+rm -f "$work/places" && mkfifo "$work/places" && exec {places}<>"$work/places" # a line for each place that is free
+for ((i = 0; i < jobs; i++)); do echo >&"$places"; done
 for each in "${arms[@]}"; do
-  while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait -n; done
-  { one "$each"; pack; } &
+  read -r -u "$places"
+  { one "$each" || echo >&"$places"; pack; } &
 done
 wait
