@@ -197,7 +197,7 @@ def test_tables_name_every_scheme_profile_and_registry():
     numerics = "".join(text_of(page) for page in SITE if page.startswith("docs/concepts/"))
     assert not [name for name in (*quant.PROFILES, *quant.scheme_names()) if f"`{name}`" not in numerics]
     rows = {"LOSSES": loss.LOSSES, "SCHEMES": quant.SCHEMES, "MODELS": MODELS, "ENGINES": rollout.ENGINES}
-    rows |= {"REWARDS": rewards.REWARDS}
+    rows |= {"REWARDS": rewards.total.REWARDS}
     for name, registry in rows.items():
         assert registry
         (file,) = re.findall(rf"`{name}` in `([\w/.]+)`", GUIDE)

@@ -5,9 +5,9 @@
     grader = Grader(cfg, max_response_len=256) groups, parts = grader.grade(tokenizer, prompts, completions)      #
     RolloutGroups with rewards; {"exact": [...], ...}
 
-Adding a reward: one file with `Config` and `Reward(cfg, max_response_len)` (see `Reward`), a line in `REWARDS` and its
-name in `total.TERMS`. Every text has a defined reward: empty and malformed responses score 0 with the verifiers, and
-so do unfinished ones unless `truncated: score` says otherwise.
+Adding a reward: one file with `Config` and `Reward` (see `sample.BaseReward`), and a line in `total.REWARDS`. Every
+text has a defined reward: empty and malformed responses score 0 with the verifiers, and so do unfinished ones unless
+`truncated: score` says otherwise.
 """
 
 from __future__ import annotations
@@ -20,23 +20,11 @@ from typing import Annotated, Any
 import numpy as np
 from jaxtyping import Float
 
-from qarl_jax.rewards import code, environment, exact, format, function, math_verify, overlong, reasoning_gym, total
-from qarl_jax.rewards.sample import Reward, Sample
+from qarl_jax.rewards import total
+from qarl_jax.rewards.sample import BaseReward, Sample
 from qarl_jax.runtime import processes
 from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import Completion, Prompt, RolloutGroup
-
-# Config type -> reward.
-REWARDS: dict[type, Any] = {
-    exact.Config: exact.Reward,
-    math_verify.Config: math_verify.Reward,
-    reasoning_gym.Config: reasoning_gym.Reward,
-    code.Config: code.Reward,
-    format.Config: format.Reward,
-    overlong.Config: overlong.Reward,
-    function.Config: function.Reward,
-    environment.Config: environment.Reward,
-}
 
 RewardConfig = Annotated[Any, Variants({**total.TERMS, "sum": total.Config, "by_source": total.BySource})]
 
@@ -54,14 +42,15 @@ class Grader:
             terms = cfg.terms if isinstance(cfg, total.Config) else (total.Term(reward=cfg),)
             self.sources = (None,) * len(terms)
         names: list[str] = []
+        self.rewards: list[BaseReward] = []
         for term in terms:
             name = next(name for name, cls in total.TERMS.items() if type(term.reward) is cls)
+            self.rewards.append(total.REWARDS[name].Reward(term.reward, max_response_len))
             count = sum(known.split("#")[0] == name for known in names)
             names.append(name if not count else f"{name}#{count + 1}")
         self._lock = threading.Lock()  # a run may evaluate while it samples
         self.names = tuple(names)
         self.coefs = tuple(term.coef for term in terms)
-        self.rewards: tuple[Reward, ...] = tuple(REWARDS[type(t.reward)](t.reward, max_response_len) for t in terms)
 
     def score(self, samples: Sequence[Sample]) -> tuple[Float[np.ndarray, " n"], dict[str, Float[np.ndarray, " n"]]]:
         """Total reward of each sample, and each term before its weight, by name. From any thread, one at a time."""

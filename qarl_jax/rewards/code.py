@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Float
 
 from qarl_jax.rewards.pool import PoolConfig, WorkerPool
-from qarl_jax.rewards.sample import Sample
+from qarl_jax.rewards.sample import BaseReward, Sample
 from qarl_jax.types import UserError
 
 MAX_CHARS = 50_000
@@ -44,8 +44,10 @@ class Config(PoolConfig):
     timeout_s: float = 10.0
 
 
-class Reward:
+class Reward(BaseReward):
     """See the module's text."""
+
+    pool: WorkerPool
 
     def __init__(self, cfg: Config, max_response_len: int):
         self.cfg = cfg
@@ -60,10 +62,6 @@ class Reward:
         for i, value in zip(asked, self.pool.map([tasks[i] for i in asked]), strict=True):
             out[i] = value or 0.0
         return out
-
-    def close(self) -> None:
-        """Ends the worker processes."""
-        self.pool.close()
 
 
 def program(text: str, name: str, before: str = "") -> str:

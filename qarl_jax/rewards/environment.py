@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from qarl_jax.rewards.sample import Sample
+from qarl_jax.rewards.sample import BaseReward, Sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,14 +18,8 @@ class Config:
     """No settings."""
 
 
-class Reward:
+class Reward(BaseReward):
     """See the module's text."""
-
-    def __init__(self, cfg: Config, max_response_len: int):
-        self.cfg = cfg
 
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
         return np.array([sum(sample.turn_rewards) for sample in samples], np.float32)
-
-    def close(self) -> None:
-        """Nothing to release."""

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from qarl_jax.rewards import extract
-from qarl_jax.rewards.sample import Sample
+from qarl_jax.rewards.sample import BaseReward, Sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,8 @@ class Config:
     truncated: Literal["zero", "score"] = "zero"
 
 
-class Reward:
+class Reward(BaseReward):
     """See the module's text."""
-
-    def __init__(self, cfg: Config, max_response_len: int):
-        self.cfg = cfg
 
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
         return np.array([self._one(sample) for sample in samples], np.float32)
@@ -42,6 +39,3 @@ class Reward:
             return 0.0
         given = extract.extract(sample.text, self.cfg.extract)
         return float(given is not None and extract.same(given, sample.prompt.answer, ignore_case=self.cfg.ignore_case))
-
-    def close(self) -> None:
-        """Nothing to release."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from qarl_jax.rewards.sample import Sample
+from qarl_jax.rewards.sample import BaseReward, Sample
 from qarl_jax.types import UserError
 
 
@@ -33,17 +33,11 @@ class Config:
             raise UserError(f"sections: expected different tag names, got {list(self.sections)}.")
 
 
-class Reward:
+class Reward(BaseReward):
     """See the module's text."""
-
-    def __init__(self, cfg: Config, max_response_len: int):
-        self.cfg = cfg
 
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
         return np.array([float(well_formed(sample.text, self.cfg)) for sample in samples], np.float32)
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 def well_formed(text: str, cfg: Config) -> bool:

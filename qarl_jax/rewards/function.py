@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Float
 
 from qarl_jax.rewards.pool import PoolConfig, WorkerPool
-from qarl_jax.rewards.sample import Sample
+from qarl_jax.rewards.sample import BaseReward, Sample
 from qarl_jax.types import UserError
 
 
@@ -55,8 +55,10 @@ class Config(PoolConfig):
             raise UserError(f"path: expected package.module:function or file.py:function, got {self.path!r}.")
 
 
-class Reward:
+class Reward(BaseReward):
     """See the module's text. Raises `UserError` at once for a function that cannot be had."""
+
+    pool: WorkerPool
 
     def __init__(self, cfg: Config, max_response_len: int):
         self.cfg = cfg
@@ -83,7 +85,3 @@ class Reward:
                 )
             out[i] = score
         return out
-
-    def close(self) -> None:
-        """Ends the worker processes."""
-        self.pool.close()

@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from qarl_jax.rewards import extract
 from qarl_jax.rewards.pool import PoolConfig, WorkerPool
-from qarl_jax.rewards.sample import Sample
+from qarl_jax.rewards.sample import BaseReward, Sample
 
 # The answer stands at the end; the parser's cost grows with the text.
 MAX_CHARS = 8000
@@ -32,8 +32,10 @@ class Config(PoolConfig):
     truncated: Literal["zero", "score"] = "zero"
 
 
-class Reward:
+class Reward(BaseReward):
     """See the module's text."""
+
+    pool: WorkerPool
 
     def __init__(self, cfg: Config, max_response_len: int):
         self.cfg = cfg
@@ -57,7 +59,3 @@ class Reward:
         for i, value in zip(hard, self.pool.map(tasks), strict=True):
             out[i] = value or 0.0
         return out
-
-    def close(self) -> None:
-        """Ends the worker processes."""
-        self.pool.close()

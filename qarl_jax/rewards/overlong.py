@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from qarl_jax.rewards.sample import Sample
+from qarl_jax.rewards.sample import BaseReward, Sample
 from qarl_jax.types import UserError, at_least
 
 
@@ -33,7 +33,7 @@ class Config:
         at_least(self, 0, "max_len", note="; 0 means rollout.max_response_len")
 
 
-class Reward:
+class Reward(BaseReward):
     """See the module's text."""
 
     def __init__(self, cfg: Config, max_response_len: int):
@@ -51,6 +51,3 @@ class Reward:
         penalty = np.clip((limits - self.buffer_len - lengths) / self.buffer_len, -1.0, 0.0)
         finished = np.array([sample.finished for sample in samples], bool)
         return np.where(finished, penalty, -1.0).astype(np.float32)
-
-    def close(self) -> None:
-        """Nothing to release."""

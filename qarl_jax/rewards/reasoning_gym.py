@@ -18,7 +18,7 @@ from jaxtyping import Float
 
 from qarl_jax.rewards import extract
 from qarl_jax.rewards.pool import PoolConfig, WorkerPool
-from qarl_jax.rewards.sample import Sample
+from qarl_jax.rewards.sample import BaseReward, Sample
 from qarl_jax.types import UserError
 
 # No task's answer is longer (the largest are grids); longer ones score 0 without being looked at.
@@ -43,8 +43,10 @@ class Config(PoolConfig):
             raise UserError(f"threshold must be above 0 and at most 1, got {self.threshold}.")
 
 
-class Reward:
+class Reward(BaseReward):
     """See the module's text."""
+
+    pool: WorkerPool
 
     def __init__(self, cfg: Config, max_response_len: int):
         self.cfg = cfg
@@ -74,7 +76,3 @@ class Reward:
                 score = 0.0
             out[i] = score if self.cfg.threshold is None else float(score >= self.cfg.threshold)
         return out
-
-    def close(self) -> None:
-        """Ends the worker processes."""
-        self.pool.close()

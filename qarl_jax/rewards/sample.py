@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
+from qarl_jax.rewards.pool import WorkerPool
 from qarl_jax.types import Prompt
 
 
@@ -41,12 +43,24 @@ class Sample:
         return self.finish_reason == "stop"
 
 
-@runtime_checkable
-class Reward(Protocol):
-    """Grades responses. Any text gets a finite number; a response that cannot be graded gets 0."""
+class BaseReward(abc.ABC):
+    """Grades responses. Any text gets a finite number; a response that cannot be graded gets 0.
 
+    Args:
+      cfg: the reward's own Config.
+      max_response_len: the run's limit on a response, in tokens.
+    """
+
+    pool: WorkerPool | None = None  # of a reward that grades in other processes
+
+    def __init__(self, cfg: Any, max_response_len: int):
+        self.cfg = cfg
+
+    @abc.abstractmethod
     def score(self, samples: Sequence[Sample]) -> Float[np.ndarray, " n"]:
-        """One finite number a sample, float64 [n], in their order."""
+        """One finite number a sample, float32 [n], in their order."""
 
     def close(self) -> None:
-        """Ends worker processes, where a reward has some. May be called twice."""
+        """Ends worker processes, where there are some. May be called twice."""
+        if self.pool is not None:
+            self.pool.close()

@@ -26,17 +26,18 @@ from qarl_jax.rewards import code, environment, exact, format, function, math_ve
 from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import UserError
 
-# The rewards that a sum can be made of: name in config files -> Config.
-TERMS: dict[str, type] = {
-    "exact": exact.Config,
-    "math_verify": math_verify.Config,
-    "reasoning_gym": reasoning_gym.Config,
-    "code": code.Config,
-    "format": format.Config,
-    "overlong": overlong.Config,
-    "python": function.Config,
-    "environment": environment.Config,
+# The rewards that a sum can be made of: name in config files -> module with `Config` and `Reward`.
+REWARDS: dict[str, Any] = {
+    "exact": exact,
+    "math_verify": math_verify,
+    "reasoning_gym": reasoning_gym,
+    "code": code,
+    "format": format,
+    "overlong": overlong,
+    "python": function,
+    "environment": environment,
 }
+TERMS: dict[str, type] = {name: module.Config for name, module in REWARDS.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from qarl_jax.rewards import (
-    REWARDS,
     Grader,
     Sample,
     code,
@@ -56,17 +55,17 @@ def sample(text, answer="42", finish_reason="stop", num_tokens=10, **meta):
 
 POOL = {"workers": 1, "timeout_s": 60.0}
 CONFIGS = {
-    exact.Config: exact.Config(),
-    math_verify.Config: math_verify.Config(**POOL),
-    reasoning_gym.Config: reasoning_gym.Config(**POOL),
-    format.Config: format.Config(),
-    overlong.Config: overlong.Config(buffer_len=8),
-    function.Config: function.Config(path=f"{user.__file__}:equal"),
-    code.Config: code.Config(**POOL),
-    environment.Config: environment.Config(),
+    "exact": exact.Config(),
+    "math_verify": math_verify.Config(**POOL),
+    "reasoning_gym": reasoning_gym.Config(**POOL),
+    "format": format.Config(),
+    "overlong": overlong.Config(buffer_len=8),
+    "python": function.Config(path=f"{user.__file__}:equal"),
+    "code": code.Config(**POOL),
+    "environment": environment.Config(),
 }
 # What a prompt's row has to hold besides its answer.
-COLUMNS = {code.Config: {"prompt": "def f():", "entry_point": "f", "test": "def check(f):\n    assert f() == 1\n"}}
+COLUMNS = {"code": {"prompt": "def f():", "entry_point": "f", "test": "def check(f):\n    assert f() == 1\n"}}
 
 
 # ---- the battery: a line in REWARDS enrols the newcomer
@@ -74,11 +73,11 @@ COLUMNS = {code.Config: {"prompt": "def f():", "entry_point": "f", "test": "def 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config_type", REWARDS, ids=lambda t: t.__module__.rsplit(".", 1)[-1])
-def test_any_text_gets_a_finite_reward_in_order(config_type):
-    reward = REWARDS[config_type](CONFIGS[config_type], 32)
+@pytest.mark.parametrize("name", total.REWARDS)
+def test_any_text_gets_a_finite_reward_in_order(name):
+    reward = total.REWARDS[name].Reward(CONFIGS[name], 32)
     reasons = ("stop", "length", "abort")
-    columns = {"origin": ORIGIN} | COLUMNS.get(config_type, {})
+    columns = {"origin": ORIGIN} | COLUMNS.get(name, {})
     samples = [sample(text, finish_reason=reason, **columns) for text in HOSTILE for reason in reasons]
     try:
         scores = reward.score(samples)
@@ -90,11 +89,6 @@ def test_any_text_gets_a_finite_reward_in_order(config_type):
         assert reward.score([]).shape == (0,)
     finally:
         reward.close()
-
-
-@pytest.mark.parametrize("config_type", REWARDS, ids=lambda t: t.__module__.rsplit(".", 1)[-1])
-def test_every_reward_has_a_name_in_config_files(config_type):
-    assert config_type in total.TERMS.values()
 
 
 # ---- tables
