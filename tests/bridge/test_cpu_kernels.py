@@ -4,18 +4,13 @@
 
 import types
 
-import ml_dtypes
 import numpy as np
 import pytest
-from qarl_bridge.protocol import formats
+
+from tests.reference import quant_reference as ref
+from tests.reference.quant_reference import BF16, bf
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-def bf(x):
-    return np.asarray(x, np.float32).astype(BF16).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +53,7 @@ def int4_case(n, k, group, seed):
     rng = np.random.default_rng(seed)
     codes = rng.integers(-8, 8, (n, k)).astype(np.int8)
     scale = rng.uniform(1e-3, 1e-2, (n, k // group)).astype(BF16)
-    return codes, scale, formats.pack_int4(codes)
+    return codes, scale, ref.pack(codes)
 
 
 def int4_kernel(kernels, monkeypatch, n, k, group, w4a8):

@@ -65,7 +65,7 @@ def int4(words, scale):
 def int4_fp8(words, scale):
     """vLLM's int4 x fp8 layer: scales factored at load, e4m3 activations, float32 sum."""
     channel, group = quant_reference.factor_scales(scale.float().numpy())
-    codes = formats.unpack_int4(words.numpy()).astype(np.float32)
+    codes = quant_reference.unpack(words.numpy()).astype(np.float32)
     levels = (codes * group.repeat(128, 1)).astype(quant_reference.F8).astype(np.float32)
 
     def apply(layer, x, bias):
@@ -83,7 +83,7 @@ def test_an_int4_fp8_layer_is_read_back_through_the_engines_own_factors(publishe
         w = 0.02 * np.random.default_rng(seed).standard_normal((128, 256)).astype(np.float32)
         w[:4] *= 1e-3  # below the engine's smallest channel scale
         quantized = quant_reference.w4a8_fp8_weight(w) if published == "ours" else quant_reference.int4_weight(w, 128)
-        words.append(torch.from_numpy(formats.pack_int4(quantized[0])))
+        words.append(torch.from_numpy(quant_reference.pack(quantized[0])))
         scales.append(torch.from_numpy(quantized[1].view(np.int16)).view(torch.bfloat16))
         tensors |= {f"{prefix}.{shard}.weight_packed": words[-1], f"{prefix}.{shard}.weight_scale": scales[-1]}
         tensors[f"{prefix}.{shard}.weight_shape"] = torch.tensor([128, 256])
@@ -99,7 +99,7 @@ def test_an_int4_fp8_layer_is_read_back_through_the_engines_own_factors(publishe
 def test_the_scales_of_a_layer_are_factored_once_however_many_rows_are_pushed(monkeypatch):
     k, made = 5 * readback._CHUNK // 2, []
     codes, scale = quant_reference.int4_weight(np.random.default_rng(0).standard_normal((128, k)), 128)
-    words = torch.from_numpy(formats.pack_int4(codes))
+    words = torch.from_numpy(quant_reference.pack(codes))
     scales = torch.from_numpy(scale.view(np.int16)).view(torch.bfloat16)
     tensors = {"m.o_proj.weight_packed": words, "m.o_proj.weight_scale": scales}
     tensors["m.o_proj.weight_shape"] = torch.tensor([128, k])
@@ -132,7 +132,7 @@ def fused(kind):
             tensors |= {f"{name}.weight": weights[-1], f"{name}.weight_scale": scales[-1]}
         else:
             rng = np.random.default_rng(seed)
-            weights.append(torch.from_numpy(formats.pack_int4(rng.integers(-8, 8, (n, k)))))
+            weights.append(torch.from_numpy(quant_reference.pack(rng.integers(-8, 8, (n, k)))))
             scales.append(bf16(n, k // 32, seed=seed).abs() + 0.01)
             tensors |= {f"{name}.weight_packed": weights[-1], f"{name}.weight_scale": scales[-1]}
             tensors[f"{name}.weight_shape"] = torch.tensor([n, k])

@@ -200,7 +200,7 @@ def test_the_speed_from_gpu_to_gpu(capsys):
     try:
         data = jax.jit(lambda key: jax.random.bits(key, (SPEED_BYTES // 4,), jnp.uint32))(jax.random.key(0))
         data = jax.device_put(data, jax.local_devices()[0]).block_until_ready()
-        buffer.device.copy(buffer.pointer, data.unsafe_buffer_pointer(), SPEED_BYTES)
+        buffer.device.copy_all([(buffer.pointer, data.unsafe_buffer_pointer(), SPEED_BYTES)])
         buffer.device.synchronize()
         words = np.asarray(gpu_staging.row_sums(data.view(jnp.int32), 0))
         with child(SPEED, (memory, SPEED_BYTES, rounds)) as process:

@@ -45,7 +45,6 @@ def inputs() -> dict[str, np.ndarray]:
 def main(path: str) -> None:
     """Writes the outputs."""
     from qarl_bridge.engine import cpu_build
-    from qarl_bridge.protocol import formats
 
     cpu_build.prepare()
     import torch
@@ -68,7 +67,7 @@ def main(path: str) -> None:
         x, w, b = bf16(f"x_{k}"), bf16(f"w_{k}"), bf16(f"b_{k}")
         int8, int8_scale = (torch.from_numpy(a) for a in ref.int8_weight(given[f"w_{k}"]))
         int4, int4_scale = ref.int4_weight(given[f"w_{k}"], GROUP)
-        words, int4_scale = torch.from_numpy(formats.pack_int4(int4)), torch.from_numpy(int4_scale.astype(np.float32))
+        words, int4_scale = torch.from_numpy(ref.pack(int4)), torch.from_numpy(int4_scale.astype(np.float32))
         fp8, fp8_scale = ref.fp8_weight(given[f"w_{k}"])
         fp8 = torch.from_numpy(fp8.view(np.uint8)).view(torch.float8_e4m3fn)
         channel = kernels.channel_weight

@@ -58,6 +58,22 @@ def pack(codes: np.ndarray) -> np.ndarray:
     return out.view(np.int32)
 
 
+def unpack(words: np.ndarray) -> np.ndarray:
+    """The inverse of `pack`: int8 codes."""
+    nibbles = (words.view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)) & 0xF
+    return (nibbles.astype(np.int8) - 8).reshape(*words.shape[:-1], -1)
+
+
+def published_value(qvalue: np.ndarray, scale: np.ndarray, scheme: str) -> np.ndarray:
+    """float32 [N, K]: the weight that the tensors of a layer stand for (qarl_bridge/protocol/formats.py)."""
+    if qvalue.dtype != np.int32:
+        return qvalue.astype(np.float32) * scale
+    if scheme == "w4a8_fp8":
+        channel, table = cutlass_int4_fp8(qvalue, scale)
+        return channel * table
+    return int4_value(unpack(qvalue), scale)
+
+
 def int8_rows(x: np.ndarray, profile: str) -> tuple[np.ndarray, np.ndarray]:
     """[M, K] activations -> int8 codes, float32 scales [M, 1], as the engine of `profile` makes them."""
     x = np.asarray(x, np.float32)
@@ -175,8 +191,7 @@ def cutlass_int4_fp8(words: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, 
     bits; encodings 0b0000 to 0b0111 flip its sign, and 0b0000 is zero.
     """
     channel, group = factor_scales(scale)
-    nibbles = (words.view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)) & 0xF
-    nibbles = ((nibbles.astype(np.int8) - 8) & 0xF).reshape(len(words), -1)
+    nibbles = unpack(words) & 0xF
     encoded = np.where((nibbles > 0) & (nibbles < 8), 8 - nibbles, nibbles)
     table = np.concatenate([_f8(group[..., None] * -np.arange(8, 1, -1, dtype=np.float32)), -group[..., None]], -1)
     rows = np.arange(len(words))[:, None]

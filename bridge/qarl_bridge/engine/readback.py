@@ -155,9 +155,10 @@ def _e4m3(x: Any) -> Any:
 
 
 def _factors(scale: Any) -> tuple[Any, Any]:
-    """formats.factors in torch, on any device: C [N, 1] and v [N, groups] of bfloat16 group scales.
+    """What vLLM's int4 x fp8 kernel makes of bfloat16 group scales [N, groups] when it loads them, on any device.
 
-    The divisors are tensors: by a number, torch on CUDA multiplies with its reciprocal.
+    Float32 C [N, 1] and v [N, groups]: code q stands for C e4m3(q v). The divisors are tensors: by a number, torch on
+    CUDA multiplies with its reciprocal.
     """
     scale = scale.float()
     top = torch.full_like(scale[:, :1], 448.0)

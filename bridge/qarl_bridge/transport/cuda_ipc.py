@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging buffers on a GPU that another process of this host maps: CUDA's inter-process handles, through libcuda alone.
 
-    trainer   Buffers(Device(0)).take(size) -> Buffer; copy(...); synchronize(); Buffer.handle travels to the bridge
+    trainer   Buffers(Device(0)).take(size) -> Buffer; copy_all(...); synchronize(); Buffer.handle travels to the bridge
     bridge    Mappings(device).open(handle, size) -> pointer into the same memory, read in place; close(handle)
 
 Why buffers of our own and not the learner's arrays: JAX's memory comes from pools and from the virtual-memory API, for
@@ -211,13 +211,8 @@ class Device:
         with self.current():
             self._check("cuIpcCloseMemHandle", pointer)
 
-    def copy(self, to: int, source: int, size: int) -> None:
-        """Start a copy on this device; `synchronize` waits for it."""
-        with self.current():
-            self._check("cuMemcpyDtoDAsync_v2", to, source, size, self._stream)
-
     def copy_all(self, copies: list[tuple[int, int, int]]) -> None:
-        """Start many copies, (to, source, size) each."""
+        """Start copies on this device, (to, source, size) each; `synchronize` waits for them."""
         function, stream = self._cuda.cuMemcpyDtoDAsync_v2, self._stream
         with self.current():
             for to, source, size in copies:
