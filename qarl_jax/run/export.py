@@ -95,15 +95,16 @@ def write_quantized(graphdef: Any, params: Any, folder: pathlib.Path) -> None:
     Raises:
       UserError: the scheme of `graphdef` quantizes nothing.
     """
-    from qarl_jax.rollout.vllm.engine import engine_config, engine_tensors  # the tensors are those the engine is sent
+    # The tensors are those the engine is sent.
+    from qarl_jax.rollout.vllm.engine import engine_config, engine_tensors
+    from qarl_jax.rollout.vllm.gpu_staging import shapes_apart
 
     values = engine_config(graphdef)
     if "quantization_config" not in values:
         raise UserError("this run's rollout scheme is bf16, so there is nothing quantized to write: use --format hf.")
     qweights = models.quantize_params(graphdef, params)
     weights = PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
-    shapes = {name: (x.dtype, x.shape) for name, x in engine_tensors(weights)}
-    safetensors.write_sharded(folder, shapes, engine_tensors(weights), MAX_SHARD_BYTES)
+    safetensors.write_sharded(folder, shapes_apart(weights), engine_tensors(weights), MAX_SHARD_BYTES)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 

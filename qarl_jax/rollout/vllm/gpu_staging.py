@@ -25,7 +25,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -116,30 +116,43 @@ def layout(weights: PolicyWeights) -> list[_Place]:
     tensors: dict[str, Any] = models.by_path(weights.params) | models.by_path(weights.qweights)
     places: list[_Place] = []
     end = 0
-
-    def add(name: str, dtype: Any, shape: tuple[int, ...], source: Key | None, index: int = 0, constant: bytes = b""):
-        nonlocal end
-        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        offset = sender.align(end)
-        places.append(_Place(name, messages.dtype_name(dtype), shape, offset, nbytes, source, index, constant))
-        end = offset + nbytes
-
     for place in itertools.chain.from_iterable(models.checkpoint_order(config)):
-        path, index = place.path, place.index or 0
-        own = expert_stacks.name_of(place.names[0])
-        tensor = tensors[path]
-        lead = _lead(names[path])
-        if not isinstance(tensor, QTensor):
-            add(own, jnp.bfloat16, tuple(tensor.shape[lead:]), (path, "master"), index)
-            continue
-        parts = formats.tensor_names(own, str(tensor.scheme))
-        add(parts[0], tensor.qvalue.dtype, tuple(tensor.qvalue.shape[lead:]), (path, "qvalue"), index)
-        add(parts[1], tensor.scale.dtype, tuple(tensor.scale.shape[lead:]), (path, "scale"), index)
-        if len(parts) > 2:
-            experts = tuple(tensor.shape[lead:-2])
-            shape = np.array(tensor.shape[-2:], "<i8")
-            add(parts[2], np.int64, (*experts, 2), None, constant=shape.tobytes() * math.prod(experts))
+        tensor = tensors[place.path]
+        for name, dtype, shape, part in _parts(expert_stacks.name_of(place.names[0]), tensor, _lead(names[place.path])):
+            offset, nbytes = sender.align(end), math.prod(shape) * np.dtype(dtype).itemsize
+            end = offset + nbytes
+            where: dict[str, Any] = {"source": (place.path, part), "index": place.index or 0}
+            if not part:
+                constant = np.array(tensor.shape[-2:], "<i8").tobytes() * math.prod(shape[:-1])
+                where = {"source": None, "constant": constant}
+            places.append(_Place(name, messages.dtype_name(dtype), shape, offset, nbytes, **where))
     return places
+
+
+def shapes_apart(weights: PolicyWeights) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """dtype and shape of the tensors of a checkpoint, each expert's by itself, in the order of `engine_tensors`."""
+    config = models.config_of(weights.graphdef)
+    leads = {path: names.ndim for path, names in models.hf_names(config).items()}
+    tensors: dict[str, Any] = models.by_path(weights.params) | models.by_path(weights.qweights)
+    return {
+        name: (np.dtype(dtype), shape)
+        for place in itertools.chain.from_iterable(models.checkpoint_order(config))
+        for own in place.names
+        for name, dtype, shape, _ in _parts(own, tensors[place.path], leads[place.path])
+    }
+
+
+def _parts(name: str, tensor: Any, lead: int) -> Iterator[tuple[str, Any, tuple[int, ...], str]]:
+    """(name, dtype, shape, field it is in) of each tensor of a weight, cut out of a stack with `lead` dims; the last
+    says the weight's own shape, and is in no field."""
+    if not isinstance(tensor, QTensor):
+        yield name, jnp.bfloat16, tuple(tensor.shape[lead:]), "master"
+        return
+    qvalue, scale, *shape = formats.tensor_names(name, str(tensor.scheme))
+    yield qvalue, tensor.qvalue.dtype, tuple(tensor.qvalue.shape[lead:]), "qvalue"
+    yield scale, tensor.scale.dtype, tuple(tensor.scale.shape[lead:]), "scale"
+    for last in shape:
+        yield last, np.int64, (*tensor.shape[lead:-2], 2), ""
 
 
 def _lead(names: np.ndarray) -> int:
