@@ -38,15 +38,15 @@ done
 step publish_30b_a3b 240 env XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS=--xla_gpu_autotune_level=0 \
   "$python" benchmarks/publish.py --shapes 30b-a3b --schemes w4a16 --engine cuda --repeats 2 --kv-cache-gb 1 \
   --gpu-memory-utilization 0.2 --log-file "$out/publish_30b_a3b.log" --out "$out/publish_30b_a3b_h200.json"
-mixture=$(mktemp -d)
-step mixture 300 "$python" benchmarks/mismatch.py --mixture "$mixture" --engine cuda --prompts 32 --response-len 64 \
-  --schemes bf16 w8a8 fp8 w4a16:g64 --out "$out/mismatch_moe_h200.json"
-for scheme in w8a8 w4a16:g64 fp8; do
-  name=parity_${scheme%%:*}
-  step "$name" 90 "$python" -m qarl_jax.parity --model "$model" --scheme "$scheme" --engine cuda --prompts 32 \
-    --response-len 64 --json >"$out/${name}_h200.json"
-  cat "$out/${name}_h200.json"
-done
+parity() { # name, model, scheme
+  step "$1" 90 "$python" -m qarl_jax.parity --model "$2" --scheme "$3" --engine cuda --prompts 32 --response-len 64 \
+    --json >"$out/$1_h200.json"
+  cat "$out/$1_h200.json"
+}
+mixture=$(mktemp -d) # its matrices three times as large as usual, so that its distributions are not flat
+step mixture 60 "$python" -m benchmarks.random_folder "$mixture" --shapes tiny-moe --deviation 0.06
+for scheme in bf16 w8a8 fp8 w4a16:g64; do parity "parity_moe_${scheme%%:*}" "$mixture" "$scheme"; done
+for scheme in w8a8 w4a16:g64 fp8; do parity "parity_${scheme%%:*}" "$model" "$scheme"; done
 step soak 60 "$python" benchmarks/publish.py --model "$model" --schemes w8a8 --engine cuda --soak 100 \
   --out "$out/publish_soak_h200.json"
 echo "=== done after $((SECONDS - begun)) s, $failed step(s) failed"
