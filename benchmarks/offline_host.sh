@@ -58,7 +58,7 @@ install)
   mkdir -p "$site"
   parts=("$dir"/*.tar.xz.??)
   [ ! -e "${parts[0]}" ] || cat "${parts[@]}" | xz -d -T0 | tar xf - -C "$site"
-  find "$dir" -name '*.whl' -o -name '*.tar.gz' | xargs python3 -m pip install -q --no-index --no-deps \
+  find "$dir" -type f \( -name '*.whl' -o -name '*.tar.gz' \) | xargs python3 -m pip install -q --no-index --no-deps \
     --no-build-isolation --no-compile --no-cache-dir --target "$site"
   ;;
 run)

@@ -51,7 +51,7 @@ def policy(kind, scheme):
         quant=models.parse_rules(scheme),
         numerics=quant.resolve("cuda"),
     )
-    return models.random_model(config, seed=7)
+    return one_function.moved(models.random_model(config, seed=7))
 
 
 @functools.cache

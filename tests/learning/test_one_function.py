@@ -29,7 +29,7 @@ def policy(scheme):
         quant=models.parse_rules(scheme),
         numerics=quant.resolve("cpu"),
     )
-    return models.random_model(config, seed=5)
+    return one_function.moved(models.random_model(config, seed=5))
 
 
 @functools.cache

@@ -81,6 +81,16 @@ def groups(vocab: int, lengths: Sequence[tuple[int, int]], seed: int = 0) -> lis
     return out
 
 
+def moved(model: models.Transformer, size: float = 1e-3) -> models.Transformer:
+    """As updates leave a policy: no master, no norm's weight among them, is a bfloat16 number or one any longer."""
+    graphdef, params, _ = models.split(model)
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    leaves = [x + size * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
+    params = jax.tree.unflatten(structure, leaves)
+    return models.merge(graphdef, params, models.quantize_params(graphdef, params))
+
+
 def logprobs(model: models.Transformer, responses: list[RolloutGroup], way: Way, temperature: float) -> list[Any]:
     """Per response, the learner's log-probs [n] float32 of its tokens."""
     longest = max(len(g.completions[0].prompt_tokens) + len(g.completions[0].tokens) for g in responses)
