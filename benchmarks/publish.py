@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds per publish into a running vLLM, by phase, and a soak: a hundred publishes with generation in between.
 
-    python benchmarks/publish.py --shapes tiny 100mb                           # on a CPU
-    python benchmarks/publish.py --shapes 8b --schemes w4a16 w8a8 bf16 --engine cuda --out .../publish_h200.json
-    python benchmarks/publish.py --shapes 8b --engine cuda --transport nccl --engine-device 1       # on two GPUs
-    python benchmarks/publish.py --model assets/tiny-qwen3 --schemes w8a8 --soak 100
+    python -m benchmarks.publish --shapes tiny 100mb                           # on a CPU
+    python -m benchmarks.publish --shapes 8b --schemes w4a16 w8a8 bf16 --engine cuda --out .../publish_h200.json
+    python -m benchmarks.publish --shapes 8b --engine cuda --transport nccl --engine-device 1       # on two GPUs
+    python -m benchmarks.publish --model assets/tiny-qwen3 --schemes w8a8 --soak 100
 
 Random weights in the shapes of a Qwen3, or the model of a folder. A publish goes from "update applied" to "the engine
 serves the new version":
@@ -37,7 +37,6 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -50,61 +49,18 @@ from flax import nnx
 from qarl_bridge.client import sender
 from qarl_bridge.protocol.messages import BridgeError
 
-from qarl_jax import models, quant
+from benchmarks import shapes
+from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine
 from qarl_jax.verify import ladder
 
-# hidden, intermediate, layers, q-heads, kv-heads, head_dim, vocabulary, experts (0: dense), expert's intermediate
-SHAPES = {
-    "tiny": (128, 256, 4, 2, 1, 64, 512, 0, 0),
-    "100mb": (512, 2048, 12, 8, 4, 64, 4096, 0, 0),
-    "0.6b": (1024, 3072, 28, 16, 8, 128, 151936, 0, 0),
-    "8b": (4096, 12288, 36, 32, 8, 128, 151936, 0, 0),
-    "30b-a3b": (2048, 6144, 48, 32, 4, 128, 151936, 128, 768),
-    "small-30b-a3b": (128, 256, 48, 2, 1, 64, 512, 128, 128),  # as many tensors, a CPU's size
-}
 PHASES = ("stage_s", "open_s", "validate_s", "drain_s", "load_s", "readback_s", "other_s", "total_s")
 
 
 def shaped(shape: str, layers: int, scheme: str, engine: str) -> PolicyWeights:
     """A random policy in the shapes of a Qwen3, masters in bfloat16 (what is published is the same), not quantized."""
-    hidden, inter, depth, heads, kv_heads, head_dim, vocab, experts, expert_inter = SHAPES[shape]
-    values: dict[str, Any] = {
-        "architectures": ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
-        "model_type": "qwen3_moe" if experts else "qwen3",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": inter,
-        "num_hidden_layers": layers or depth,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-    }
-    if experts:
-        values |= {
-            "num_experts": experts,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": expert_inter,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(values))
-        config = models.read_config(
-            folder,
-            compute_dtype="bfloat16",
-            param_dtype="bfloat16",
-            quant=models.parse_rules(scheme),
-            numerics=quant.resolve(engine),
-        )
+    config = shapes.model_config(shapes.Setting(model=shape, layers=layers, scheme=scheme, engine=engine))
     graphdef, abstract, _ = models.split(models.abstract_model(config))
     params = {}
     for number, (keys, variable) in enumerate(nnx.to_flat_state(abstract)):
@@ -312,7 +268,7 @@ def soak(name: str, weights: PolicyWeights, scheme: str, args: argparse.Namespac
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=[])
+    parser.add_argument("--shapes", nargs="+", choices=tuple(shapes.SIZES), default=[])
     parser.add_argument("--model", default="", help="a Hugging Face folder instead of shapes")
     parser.add_argument("--layers", type=int, default=0, help="layers of a shape; 0: all")
     parser.add_argument("--schemes", nargs="+", default=("bf16", "w8a8", "w4a16"))
@@ -340,7 +296,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.model and args.shapes:
         raise SystemExit("--model and --shapes exclude each other")
     record: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python -m benchmarks.publish", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "machine": {
             "processor": platform.processor() or platform.machine(),

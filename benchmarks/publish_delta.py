@@ -37,7 +37,7 @@ from qarl_bridge.client import sender
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 
-from benchmarks.publish import SHAPES
+from benchmarks.shapes import SIZES
 
 CONFIG = {"model_type": "qwen3", "vocab_size": 512, "quantization_config": {"format": "pack-quantized"}}
 ZLIB_BYTES = 16 << 20
@@ -45,8 +45,9 @@ ZLIB_BYTES = 16 << 20
 
 def layer_tensors(shape: str, layers: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Random tensors of the layers, by name: packed codes, scales, norms."""
-    hidden, inter, _, heads, kv_heads, head_dim, *_ = SHAPES[shape]
-    q, kv = heads * head_dim, kv_heads * head_dim
+    size = SIZES[shape]
+    hidden, inter, head_dim = size["hidden"], size["inter"], size.get("head_dim", 128)
+    q, kv = size["heads"] * head_dim, size["kv"] * head_dim
     linears = {
         "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
         "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inter, hidden), "mlp.up_proj": (inter, hidden),
@@ -125,7 +126,7 @@ def zlib_of(old: sender.StagedVersion, new: sender.StagedVersion) -> dict[str, f
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny")
+    parser.add_argument("--shape", choices=tuple(SIZES), default="tiny")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rates", type=float, nargs="+", default=[0, 1e-7, 1e-5, 1e-3, 1e-2, 1e-1])
     parser.add_argument("--out", type=Path)

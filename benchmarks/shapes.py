@@ -23,6 +23,8 @@ from qarl_jax.types import TrainBatch
 
 SIZES = {
     "tiny": {"hidden": 128, "inter": 256, "layers": 2, "heads": 4, "kv": 2, "head_dim": 32, "vocab": 512, "tied": True},
+    "100mb": {"hidden": 512, "inter": 2048, "layers": 12, "heads": 8, "kv": 4, "head_dim": 64, "vocab": 4096}
+    | {"tied": False},
     # Qwen2.5-Coder-0.5B's widths, heads of 64 among them.
     "0.5b": {"hidden": 896, "inter": 4864, "layers": 24, "heads": 14, "kv": 2, "head_dim": 64, "vocab": 151936}
     | {"tied": True},
@@ -34,6 +36,9 @@ SIZES = {
     | {"tied": False, "experts": 4, "experts_per_token": 2, "expert_inter": 256},
     "30b-a3b": {"hidden": 2048, "inter": 6144, "layers": 48, "heads": 32, "kv": 4, "vocab": 151936, "tied": False}
     | {"experts": 128, "experts_per_token": 8, "expert_inter": 768},
+    # As many tensors, a CPU's size.
+    "small-30b-a3b": {"hidden": 128, "inter": 256, "layers": 48, "heads": 2, "kv": 1, "head_dim": 64, "vocab": 512}
+    | {"tied": False, "experts": 128, "experts_per_token": 8, "expert_inter": 128},
 }
 
 
