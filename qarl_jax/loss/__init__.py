@@ -31,6 +31,7 @@ import jax.numpy as jnp
 
 from qarl_jax.loss import cispo, dapo, drgrpo, grpo, gspo, kl, ppo, sapo, tbpo, value
 from qarl_jax.loss.common.aggregation import denominator
+from qarl_jax.loss.common.clipped import clipped_policy_loss
 from qarl_jax.loss.common.options import nearest
 from qarl_jax.loss.common.sampler_correction import MISMATCH
 from qarl_jax.metrics import Mean, Metric
@@ -39,12 +40,12 @@ from qarl_jax.types import LossInputs, UserError
 LOSSES: dict[Any, Callable[..., tuple[Mean, dict[str, Metric]]]] = {
     tbpo.Config: tbpo.loss,
     grpo.Config: grpo.loss,
-    drgrpo.Config: drgrpo.loss,
-    dapo.Config: dapo.loss,
+    drgrpo.Config: clipped_policy_loss,
+    dapo.Config: clipped_policy_loss,
     gspo.Config: gspo.loss,
     sapo.Config: sapo.loss,
     cispo.Config: cispo.loss,
-    ppo.Config: ppo.loss,
+    ppo.Config: clipped_policy_loss,
 }
 
 # Terms beside the objective, with the same interface; the learner adds coef * normalized(term).

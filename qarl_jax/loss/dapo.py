@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from qarl_jax.loss.common.clipped import clipped_policy_loss
-from qarl_jax.loss.common.options import Shared, option
-from qarl_jax.metrics import Mean, Metric
-from qarl_jax.types import LossInputs
+from qarl_jax.loss.common.clipped import Clipped
+from qarl_jax.loss.common.options import option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Shared):
+class Config(Clipped):
     """DAPO: token-level PPO clip with separate bounds, mean over tokens."""
 
     name = "dapo"
@@ -28,8 +26,3 @@ class Config(Shared):
     clip_low: float = option(0.2, "lower clip is 1 - clip_low", "DAPO sec. 4.1", at_least=0.0)
     clip_high: float = option(0.28, "upper clip is 1 + clip_high", "DAPO sec. 4.1", at_least=0.0)
     dual_clip: float | None = option(None, "A < 0: no gradient above it", "off; 10 in verl's recipe", above=1.0)
-
-
-def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
-    """DAPO over this batch; see the module's docstring and `qarl_jax.loss` for the convention."""
-    return clipped_policy_loss(x, cfg, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual_clip=cfg.dual_clip)

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from qarl_jax.loss.common.clipped import clipped_policy_loss
-from qarl_jax.loss.common.options import AGGREGATIONS, Shared, option
-from qarl_jax.metrics import Mean, Metric
-from qarl_jax.types import LossInputs
+from qarl_jax.loss.common.clipped import Clipped
+from qarl_jax.loss.common.options import AGGREGATIONS, option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Shared):
+class Config(Clipped):
     """Dr. GRPO: token-level PPO clip, constant length normalization; use with advantages R - mean."""
 
     name = "drgrpo"
@@ -28,11 +26,4 @@ class Config(Shared):
     aggregation: str = option(
         "seq-mean-token-sum-norm", "sum over tokens / (N max_response_len)", "Dr. GRPO code", choices=AGGREGATIONS
     )
-    clip_low: float = option(0.2, "lower clip is 1 - clip_low", "PPO; verl", at_least=0.0)
-    clip_high: float = option(0.2, "upper clip is 1 + clip_high", "PPO; verl", at_least=0.0)
     dual_clip: float | None = option(None, "A < 0: no gradient above it", "off", above=1.0)
-
-
-def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
-    """Dr. GRPO over this batch; see the module's docstring and `qarl_jax.loss` for the convention."""
-    return clipped_policy_loss(x, cfg, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual_clip=cfg.dual_clip)

@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 
-from qarl_jax.loss.common.clipped import clipped_policy_loss
-from qarl_jax.loss.common.options import Shared, option
+from qarl_jax.loss.common.clipped import Clipped, clipped_policy_loss
+from qarl_jax.loss.common.options import option
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Shared):
+class Config(Clipped):
     """GRPO: token-level PPO clip on group-normalized advantages, no KL term."""
 
     name = "grpo"
     formula = "w_t min(r_t A, clip(r_t, 1-clip_low, 1+clip_high) A)"
     source = "GRPO, arXiv 2402.03300, eq. 3 without its KL"
 
-    clip_low: float = option(0.2, "lower clip is 1 - clip_low", "PPO; verl", at_least=0.0)
-    clip_high: float = option(0.2, "upper clip is 1 + clip_high", "PPO; verl", at_least=0.0)
     dual_clip: float | None = option(None, "A < 0: no gradient above it", "off; 3.0 in QaRL's ablation", above=1.0)
     off_policy_mask: float | None = option(
         None,
@@ -40,11 +38,4 @@ class Config(Shared):
 
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     """GRPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
-    return clipped_policy_loss(
-        x,
-        cfg,
-        clip_low=cfg.clip_low,
-        clip_high=cfg.clip_high,
-        dual_clip=cfg.dual_clip,
-        off_policy_mask=cfg.off_policy_mask,
-    )
+    return clipped_policy_loss(x, cfg=cfg, off_policy_mask=cfg.off_policy_mask)

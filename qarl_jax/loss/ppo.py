@@ -18,25 +18,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from qarl_jax.loss.common.clipped import clipped_policy_loss
-from qarl_jax.loss.common.options import Shared, option
-from qarl_jax.metrics import Mean, Metric
-from qarl_jax.types import LossInputs
+from qarl_jax.loss.common.clipped import Clipped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Shared):
+class Config(Clipped):
     """PPO actor: token-level clip on whitened advantages of a critic (GAE)."""
 
     name = "ppo"
     formula = "w_t min(r_t A_t, clip(r_t, 1-clip_low, 1+clip_high) A_t)"
     source = "PPO, arXiv 1707.06347, eq. 7"
-
-    clip_low: float = option(0.2, "lower clip is 1 - clip_low", "PPO; verl", at_least=0.0)
-    clip_high: float = option(0.2, "upper clip is 1 + clip_high", "PPO; verl", at_least=0.0)
-    dual_clip: float | None = option(None, "A < 0: no gradient above it", "off; 3.0 in verl", above=1.0)
-
-
-def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
-    """PPO's actor over this batch; see the module's docstring and `qarl_jax.loss` for the convention."""
-    return clipped_policy_loss(x, cfg, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual_clip=cfg.dual_clip)

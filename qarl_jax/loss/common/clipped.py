@@ -4,17 +4,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from qarl_jax.loss.common import diagnostics
 from qarl_jax.loss.common.aggregation import aggregate
-from qarl_jax.loss.common.options import Shared
+from qarl_jax.loss.common.options import Shared, option
 from qarl_jax.loss.common.responses import MAX_LOG_RATIO, prepare
 from qarl_jax.loss.common.sampler_correction import mismatch_weights
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clipped(Shared):
+    """Options of a clip on token ratios, with PPO's defaults."""
+
+    clip_low: float = option(0.2, "lower clip is 1 - clip_low", "PPO; verl", at_least=0.0)
+    clip_high: float = option(0.2, "upper clip is 1 + clip_high", "PPO; verl", at_least=0.0)
+    dual_clip: float | None = option(None, "A < 0: no gradient above it", "off; 3.0 in verl", above=1.0)
 
 
 def clipped_surrogate(
@@ -41,13 +53,7 @@ def clipped_surrogate(
 
 
 def clipped_policy_loss(
-    x: LossInputs,
-    cfg: Shared,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    off_policy_mask: float | None = None,
+    x: LossInputs, *, cfg: Clipped, off_policy_mask: float | None = None
 ) -> tuple[Mean, dict[str, Metric]]:
     """Token-level clipped surrogate: all of GRPO, Dr. GRPO, DAPO and PPO's actor, which differ in their defaults.
 
@@ -57,9 +63,8 @@ def clipped_policy_loss(
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.mismatch, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)
     ratio = jnp.exp(jnp.clip(r.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    objective = clipped_surrogate(
-        ratio, r.advantages, clip_low=clip_low, clip_high=clip_high, widen=weights.widen, dual_clip=dual_clip
-    )
+    clip: dict[str, Any] = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high, "dual_clip": cfg.dual_clip}
+    objective = clipped_surrogate(ratio, r.advantages, widen=weights.widen, **clip)
     masked: dict[str, Metric] = {}
     if off_policy_mask is not None:
         drift = r.mean(jax.lax.stop_gradient(r.drift))
@@ -67,7 +72,5 @@ def clipped_policy_loss(
         objective = objective * (1.0 - r.spread(dropped.astype(jnp.float32)))
         masked["clip/seq_off_policy"] = r.sequence_mean(dropped)
     mean = aggregate(-weights.weight * objective, r, cfg.aggregation, max_response_len=cfg.max_response_len)
-    edges = diagnostics.token_clip_metrics(
-        r, ratio, clip_low=clip_low, clip_high=clip_high, widen=weights.widen, dual_clip=dual_clip
-    )
+    edges = diagnostics.token_clip_metrics(r, ratio, widen=weights.widen, **clip)
     return mean, diagnostics.batch_metrics(r) | weights.metrics | edges | masked
