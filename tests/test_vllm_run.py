@@ -21,9 +21,10 @@ from qarl_jax.data import packing
 from qarl_jax.rollout import SamplingConfig
 from qarl_jax.run import build, export
 from qarl_jax.run.checkpoint import Checkpoints
-from qarl_jax.types import Prompt, RolloutGroup
+from qarl_jax.types import Prompt
 from tests.reference import tiny
 from tests.reference.bridge_world import alive, connected
+from tests.reference.rollouts import group_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -143,10 +144,7 @@ def test_a_full_precision_learner_would_not_be_that_policy(run):
     cfg = run.world.config
     graphdef, params = build.load_model(cfg, build.make_mesh(cfg))
     params = Checkpoints(run.world.run_dir / "checkpoints").restore({"params": params}).state["params"]
-    groups = [
-        RolloutGroup(prompt=prompt, completions=(served,), rewards=np.zeros(1, np.float32))
-        for prompt, served in zip(PROMPTS, run.served, strict=True)
-    ]
+    groups = [group_of([served], prompt=prompt) for prompt, served in zip(PROMPTS, run.served, strict=True)]
     rows = packing.pack(groups, np.zeros((len(groups), 1)), row_len=tiny.ROW_LEN, unpacked=True)
 
     def error(graphdef):

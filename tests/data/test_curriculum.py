@@ -15,10 +15,10 @@ from qarl_jax.loop.step_metrics import rollout_metrics
 from qarl_jax.rewards import Grader, Sample, exact, total
 from qarl_jax.rollout import dynamic_sampling
 from qarl_jax.run import config
-from qarl_jax.types import RolloutGroup, UserError
+from qarl_jax.types import UserError
 from tests.reference import tiny
 from tests.reference.numbered import Source
-from tests.reference.rollouts import completion
+from tests.reference.rollouts import completion, group_of
 
 MATH_THEN_CODE = (Stage(weights={"math": 1}, until=3), Stage(weights={"math": 1, "code": 3}))
 
@@ -158,10 +158,7 @@ def test_each_source_has_its_own_reward_and_metrics():
     assert reward.tolist() == [1, 0, 1]  # "it is 7" is not 7
     assert {name: values.tolist() for name, values in terms.items()} == {"exact": [1, 0, 1], "exact#2": [0, 0, 0]}
     groups = [
-        RolloutGroup(
-            prompt=source.prompt(i), completions=(completion([4]), completion([5])), rewards=np.array(r, np.float32)
-        )
-        for i, r in ((0, (1, 0)), (1, (1, 1)))
+        group_of((completion([4]), completion([5])), r, prompt=source.prompt(i)) for i, r in ((0, (1, 0)), (1, (1, 1)))
     ]
     numbers = rollout_metrics(groups, {}, None)
     assert (numbers["source/math/reward"], numbers["source/code/reward"]) == (0.5, 1.0)

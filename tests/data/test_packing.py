@@ -9,23 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qarl_jax.data.packing import mini_batches, pack
-from qarl_jax.types import Prompt, RolloutGroup, UserError
-from tests.reference.rollouts import completion
+from qarl_jax.types import UserError
+from tests.reference.rollouts import completion, group_of
 
 
 def make_group(uid, prompt, responses, version=0):
-    prompt = Prompt(uid=uid, tokens=tuple(prompt), text="", answer="")
     completions = tuple(
         completion(
             tokens,
             # Every token of every response gets a log-prob of its own, so that a shift or swap cannot cancel out.
             [-(1000 * tokens[i] + 7 * j + i + 1) / 1e4 for i in range(len(tokens))],
-            prompt=prompt.tokens,
+            prompt=prompt,
             version=version,
         )
         for j, tokens in enumerate(responses)
     )
-    return RolloutGroup(prompt=prompt, completions=completions, rewards=np.zeros(len(completions), np.float32))
+    return group_of(completions, uid=uid)
 
 
 token = st.integers(3, 99)

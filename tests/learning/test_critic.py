@@ -27,10 +27,10 @@ from qarl_jax.optim import by_stack
 from qarl_jax.run import build
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.runtime import mesh as sharding
-from qarl_jax.types import Prompt, RolloutGroup, UserError
+from qarl_jax.types import UserError
 from tests.reference import loss_reference as reference
 from tests.reference import tiny
-from tests.reference.rollouts import completion
+from tests.reference.rollouts import completion, group_of
 
 ROWS = 8
 MESHES = {"": {}, "mesh": {"fsdp": 2, "tensor": 4}}
@@ -48,8 +48,7 @@ def groups(count=6, samples=2):
         completions = tuple(completion(rng.integers(0, 30, n), np.full(n, -3), prompt=prompt) for n in lengths)
         # Something to be learned: responses to prompts of an odd length are worth more.
         rewards = np.float32(len(prompt) % 2) + rng.normal(0, 0.1, samples).astype(np.float32)
-        about = Prompt(uid=str(number), tokens=prompt, text="", answer="")
-        out.append(RolloutGroup(prompt=about, completions=completions, rewards=rewards))
+        out.append(group_of(completions, rewards, uid=str(number)))
     return out
 
 

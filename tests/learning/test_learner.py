@@ -23,9 +23,8 @@ from qarl_jax.observe.recorder import PhaseTimer
 from qarl_jax.optim import build, by_stack
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.sft import NegativeLogLikelihood
-from qarl_jax.types import Prompt, RolloutGroup
 from tests.reference import tiny
-from tests.reference.rollouts import completion
+from tests.reference.rollouts import completion, group_of
 
 MESHES = {
     "fsdp8": {"fsdp": 8},
@@ -48,9 +47,8 @@ def groups(count=4, samples=4):
         for _ in range(samples):
             tokens = rng.integers(0, 30, rng.integers(1, 13))
             completions.append(completion(tokens, rng.normal(-3.4, 0.5, len(tokens)), prompt=prompt))
-        rewards = rng.normal(size=samples).astype(np.float32)
-        about = Prompt(uid=str(number), tokens=prompt, text="", answer="")
-        out.append(RolloutGroup(prompt=about, completions=tuple(completions), rewards=rewards))
+        rewards = rng.normal(size=samples)
+        out.append(group_of(completions, rewards, uid=str(number)))
     return out
 
 

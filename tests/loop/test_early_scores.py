@@ -9,18 +9,10 @@ from qarl_jax import train
 from qarl_jax.loop.early_scores import EarlyScores
 from qarl_jax.observe.recorder import read_lines
 from qarl_jax.run import build
-from qarl_jax.types import Prompt, RolloutGroup
 from tests.reference import tiny
-from tests.reference.rollouts import completion
+from tests.reference.rollouts import completion, group_of
 
-GROUPS = [
-    RolloutGroup(
-        prompt=Prompt(uid=str(i), tokens=(3,), text="", answer=""),
-        completions=(completion([i, i + 1]),),
-        rewards=np.ones(1, np.float32),
-    )
-    for i in range(4)
-]
+GROUPS = [group_of([completion([i, i + 1])], [1], uid=str(i)) for i in range(4)]
 
 
 def scored(calls):

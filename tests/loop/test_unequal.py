@@ -8,25 +8,12 @@ import pytest
 from qarl_jax.data import packing
 from qarl_jax.loop import unequal
 from qarl_jax.run import config
-from qarl_jax.types import Completion, Prompt, RolloutGroup, VersionSpan
+from tests.reference.rollouts import completion, group_of
 
 
 def group(uid, lengths, version=3):
-    completions = tuple(
-        Completion(
-            prompt_tokens=(5, 6),
-            tokens=tuple(range(10, 10 + n)),
-            logprobs=-np.arange(1, n + 1, dtype=np.float32),
-            finish_reason="stop",
-            versions=(VersionSpan(version=version, start=0, end=n),),
-        )
-        for n in lengths
-    )
-    return RolloutGroup(
-        prompt=Prompt(uid=uid, tokens=(5, 6), text="", answer="", meta={}),
-        completions=completions,
-        rewards=np.zeros(len(lengths), np.float32),
-    )
+    each = (completion(range(10, 10 + n), -np.arange(1.0, n + 1), prompt=(5, 6), version=version) for n in lengths)
+    return group_of(tuple(each), uid=uid)
 
 
 def part(groups, changed=()):

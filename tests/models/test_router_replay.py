@@ -14,10 +14,9 @@ from flax import nnx
 from qarl_jax import models, quant
 from qarl_jax.data.packing import pack
 from qarl_jax.models.moe import MoE, Router
-from qarl_jax.types import Prompt, RolloutGroup
 from tests.reference.hf_models import SHAPES
 from tests.reference.quant_reference import bf
-from tests.reference.rollouts import completion
+from tests.reference.rollouts import completion, group_of
 
 pytestmark = pytest.mark.usefixtures("compiled_programs")
 
@@ -147,9 +146,8 @@ def test_packing_puts_each_choice_beside_its_token():
         experts = start + np.arange(fed * 4, dtype=np.int16).reshape(fed, 2, 2)
         return completion(tokens, prompt=prompt, routed_experts=experts)
 
-    prompt = Prompt(uid="a", tokens=(5, 6), text="", answer="")
     both = (routed((5, 6), (7, 8, 9), 0), routed((5, 6), (4,), 100))
-    group = RolloutGroup(prompt=prompt, completions=both, rewards=np.zeros(2, np.float32))
+    group = group_of(both)
     packed = pack([group], [[1.0, 1.0]], row_len=10)
     routed = packed.batch.routed_experts
     assert routed.shape == (1, 10, 2, 2)

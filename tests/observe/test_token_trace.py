@@ -20,9 +20,9 @@ from qarl_jax.loss import get_loss
 from qarl_jax.loss.common import token_effects as tokens
 from qarl_jax.metrics import Rows, merge, values
 from qarl_jax.observe import recorder, token_trace
-from qarl_jax.types import Prompt, RolloutGroup
+from qarl_jax.types import Prompt
 from tests.reference import tiny
-from tests.reference.rollouts import completion
+from tests.reference.rollouts import completion, group_of
 
 KEPT, ABOVE, BELOW, REJECTED, NO_SIGNAL = range(len(tokens.FATES))
 
@@ -41,8 +41,7 @@ def make_groups(lengths, seed=0):
             completion(rng.integers(3, 20, size=n), -rng.uniform(0.1, 2.0, size=n), prompt=(4, 5)) for n in inner
         )
         prompt = Prompt(uid=f"g{g}", tokens=(4, 5), text="01", answer="")
-        rewards = np.arange(len(inner), dtype=np.float32)
-        groups.append(RolloutGroup(prompt=prompt, completions=completions, rewards=rewards))
+        groups.append(group_of(completions, range(len(inner)), prompt=prompt))
     return groups
 
 

@@ -19,8 +19,8 @@ from qarl_jax.loss import get_loss
 from qarl_jax.observe.token_trace import LOGPROBS
 from qarl_jax.optim import build
 from qarl_jax.runtime import mesh as sharding
-from qarl_jax.types import Prompt, RolloutGroup
-from tests.reference.rollouts import completion
+from qarl_jax.types import RolloutGroup
+from tests.reference.rollouts import completion, group_of
 
 MAX_SEGMENTS = 6
 
@@ -75,9 +75,7 @@ def groups(vocab: int, lengths: Sequence[tuple[int, int]], seed: int = 0) -> lis
     out = []
     for number, (prompt_len, response_len) in enumerate(lengths):
         prompt, tokens = (tuple(map(int, rng.integers(0, vocab, n))) for n in (prompt_len, response_len))
-        about = Prompt(uid=str(number), tokens=prompt, text="", answer="")
-        completions = (completion(tokens, prompt=prompt),)
-        out.append(RolloutGroup(prompt=about, completions=completions, rewards=np.ones(1, np.float32)))
+        out.append(group_of([completion(tokens, prompt=prompt)], [1], uid=str(number)))
     return out
 
 

@@ -1,10 +1,10 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Completions that were never sampled."""
+"""Completions that were never sampled, and groups of them."""
 
 import numpy as np
 
-from qarl_jax.types import Completion, VersionSpan
+from qarl_jax.types import Completion, Prompt, RolloutGroup, VersionSpan
 
 
 def completion(tokens, logprobs=None, *, prompt=(3,), finish_reason="stop", version=0, routed_experts=None):
@@ -22,4 +22,19 @@ def completion(tokens, logprobs=None, *, prompt=(3,), finish_reason="stop", vers
         finish_reason=finish_reason,
         versions=(VersionSpan(version=version, start=0, end=len(tokens)),) if tokens else (),
         routed_experts=routed_experts,
+    )
+
+
+def group_of(completions, rewards=None, *, uid="0", prompt=None):
+    """Some completions of one prompt, graded.
+
+    Args:
+      completions: of `completion`.
+      rewards: [len(completions)]; None: zeros.
+      uid: of a prompt with their tokens; prompt: instead of it.
+    """
+    return RolloutGroup(
+        prompt=prompt or Prompt(uid=uid, tokens=completions[0].prompt_tokens, text="", answer=""),
+        completions=tuple(completions),
+        rewards=np.zeros(len(completions), np.float32) if rewards is None else np.asarray(rewards, np.float32),
     )

@@ -8,9 +8,9 @@ import pytest
 from qarl_jax.data import PromptStream, packing
 from qarl_jax.rollout import dynamic_sampling
 from qarl_jax.rollout.dynamic_sampling import Config
-from qarl_jax.types import RolloutGroup, UserError
+from qarl_jax.types import UserError
 from tests.reference.numbered import Source
-from tests.reference.rollouts import completion
+from tests.reference.rollouts import completion, group_of
 
 
 def response(reason="stop", length=2):
@@ -27,12 +27,7 @@ class Sampler:
         self.asked.append([int(prompt.uid) for prompt in prompts])
         assert batch == len(self.asked) - 1
         groups = [
-            RolloutGroup(
-                prompt=prompt,
-                completions=(response(), response()),
-                rewards=np.array([0, float(self.useful(int(prompt.uid)))], np.float32),
-            )
-            for prompt in prompts
+            group_of((response(), response()), (0, self.useful(int(prompt.uid))), prompt=prompt) for prompt in prompts
         ]
         return groups, {"exact": np.concatenate([group.rewards for group in groups])}
 
@@ -108,14 +103,7 @@ def test_a_resumed_step_draws_the_same_prompts(stream):
 
 def test_the_metric_decides_and_not_the_total():
     # All wrong, but one is longer and so punished: the total differs, the outcome does not.
-    groups = [
-        RolloutGroup(
-            prompt=Source(1).prompt(0),
-            completions=(response(), response()),
-            rewards=np.array(rewards, np.float32),
-        )
-        for rewards in ((0, -0.5), (1, 0))
-    ]
+    groups = [group_of((response(), response()), rewards) for rewards in ((0, -0.5), (1, 0))]
     parts = {"exact": np.array([0, 0, 1, 0], np.float32), "overlong": np.array([0, -0.5, 0, 0], np.float32)}
     assert dynamic_sampling.informative(groups, parts).tolist() == [True, True]
     assert dynamic_sampling.informative(groups, parts, "exact").tolist() == [False, True]
@@ -131,11 +119,7 @@ def test_settings_that_decide_nothing_are_refused():
 
 
 def test_truncated_responses_leave_loss_and_denominators():
-    group = RolloutGroup(
-        prompt=Source(1).prompt(0),
-        completions=(response("stop", 3), response("length", 5), response("abort", 1)),
-        rewards=np.array([1, 0, 0], np.float32),
-    )
+    group = group_of((response("stop", 3), response("length", 5), response("abort", 1)), (1, 0, 0))
     (got,) = dynamic_sampling.without_truncated([group])
     packed = packing.pack([got], np.array([[1.0, -0.5, -0.5]]), row_len=8)
     assert (packed.num_tokens, packed.num_sequences) == (3, 1)

@@ -17,10 +17,10 @@ from qarl_jax.rollout.embedded.engine import JaxSampler
 from qarl_jax.rollout.partial_rollouts import Buffer, Config
 from qarl_jax.run import on_disk
 from qarl_jax.run.checkpoint import Checkpoints
-from qarl_jax.types import RolloutGroup, UserError, VersionSpan
+from qarl_jax.types import UserError, VersionSpan
 from tests.reference import tiny
 from tests.reference.numbered import Source
-from tests.reference.rollouts import completion
+from tests.reference.rollouts import completion, group_of
 from tests.reference.tiny_policies import VOCAB, policy, prompts
 
 OFF = dynamic_sampling.Config()
@@ -62,11 +62,7 @@ class Grader:
     def __call__(self, prompts, completions):
         self.graded += [int(prompt.uid) for prompt in prompts]
         groups = [
-            RolloutGroup(
-                prompt=prompt,
-                completions=tuple(own),
-                rewards=np.array([0, float(self.useful(int(prompt.uid)))], np.float32),
-            )
+            group_of(own, (0, self.useful(int(prompt.uid))), prompt=prompt)
             for prompt, own in zip(prompts, completions, strict=True)
         ]
         return groups, {"exact": np.concatenate([group.rewards for group in groups])}
@@ -372,10 +368,7 @@ def test_an_interrupted_response_becomes_what_it_would_have_become():
             key=lambda begun: 77,
             extend=lambda requests: engine.extend(requests, sampling=dataclasses.replace(sampling, max_response_len=4)),
             grade=lambda prompts, completions: (
-                [
-                    RolloutGroup(prompt=p, completions=tuple(c), rewards=np.zeros(4, np.float32))
-                    for p, c in zip(prompts, completions, strict=True)
-                ],
+                [group_of(c, prompt=p) for p, c in zip(prompts, completions, strict=True)],
                 {"x": np.zeros(4 * len(prompts))},
             ),
         )
