@@ -126,9 +126,9 @@ class Arm:
 
     name: str
     title: str
-    learner: str
-    sampler: str
     loss: dict[str, object]
+    learner: str = "low"
+    sampler: str = "low"
     bands: dict[str, float] = dataclasses.field(default_factory=dict)
     more: tuple[str, ...] = ()
     main: bool = False
@@ -136,6 +136,7 @@ class Arm:
 
 _GRPO = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.2, "mismatch": "tis", "mismatch_cap": 2.0}
 _ACR = _GRPO | {"mismatch": "acr", "aggregation": "seq-mean-token-mean"}
+_GSPO = {"name": "gspo", "mismatch": "tis", "mismatch_cap": 2.0}
 _TBPO = {"name": "tbpo", "mismatch_cap": 2.0}
 
 ARMS: dict[str, Arm] = {
@@ -146,7 +147,6 @@ ARMS: dict[str, Arm] = {
             name="2_rollout_grpo",
             title="quantized rollout, bf16 learner, GRPO",
             learner="bf16",
-            sampler="low",
             loss=_GRPO,
             main=True,
         ),
@@ -154,72 +154,36 @@ ARMS: dict[str, Arm] = {
             name="3_rollout_tbpo",
             title="quantized rollout, bf16 learner, TBPO",
             learner="bf16",
-            sampler="low",
             loss=_TBPO,
             bands=TBPO,
             main=True,
         ),
-        Arm(
-            name="4_qarl_tbpo",
-            title="QaRL: aligned learner, TBPO",
-            learner="low",
-            sampler="low",
-            loss=_TBPO,
-            bands=TBPO,
-            main=True,
-        ),
-        Arm(name="a_grpo", title="aligned, GRPO", learner="low", sampler="low", loss=_GRPO),
-        Arm(
-            name="b_gspo",
-            title="aligned, GSPO",
-            learner="low",
-            sampler="low",
-            loss={"name": "gspo", "mismatch": "tis", "mismatch_cap": 2.0},
-            bands=GSPO,
-        ),
-        Arm(
-            name="c_mis_gspo",
-            title="aligned, MIS-GSPO",
-            learner="low",
-            sampler="low",
-            loss={"name": "gspo", "mismatch": "seq_mis", "mismatch_cap": 2.0},
-            bands=GSPO,
-        ),
-        Arm(
-            name="d_dual_clip_grpo",
-            title="aligned, dual-clip GRPO (c = 3)",
-            learner="low",
-            sampler="low",
-            loss=_GRPO | {"dual_clip": 3.0},
-        ),
+        Arm(name="4_qarl_tbpo", title="QaRL: aligned learner, TBPO", loss=_TBPO, bands=TBPO, main=True),
+        Arm(name="a_grpo", title="aligned, GRPO", loss=_GRPO),
+        Arm(name="b_gspo", title="aligned, GSPO", loss=_GSPO, bands=GSPO),
+        Arm(name="c_mis_gspo", title="aligned, MIS-GSPO", loss=_GSPO | {"mismatch": "seq_mis"}, bands=GSPO),
+        Arm(name="d_dual_clip_grpo", title="aligned, dual-clip GRPO (c = 3)", loss=_GRPO | {"dual_clip": 3.0}),
         Arm(
             name="e_positive_grpo",
             title="aligned, GRPO on positive advantages",
-            learner="low",
-            sampler="low",
             loss=_GRPO | {"positive_only": True},
         ),
         Arm(
             name="f_on_policy_grpo",
             title="aligned, GRPO with one update per step",
-            learner="low",
-            sampler="low",
             loss=_GRPO | {"on_policy": True},
             more=("train.prompts_per_update=0",),
         ),
         Arm(
             name="g_sapo",
             title="aligned, SAPO",
-            learner="low",
-            sampler="low",
             loss={"name": "sapo", "tau_pos": 1.0, "tau_neg": 1.05, "mismatch": "tis", "mismatch_cap": 2.0},
         ),
-        Arm(name="h_acr", title="QuRL: quantized rollout, ACR", learner="bf16", sampler="low", loss=_ACR),
+        Arm(name="h_acr", title="QuRL: quantized rollout, ACR", learner="bf16", loss=_ACR),
         Arm(
             name="i_acr_uaq",
             title="QuRL: quantized rollout, ACR, UAQ",
             learner="bf16",
-            sampler="low",
             loss=_ACR,
             more=("quant.uaq_scale=1.5",),
         ),
