@@ -7,7 +7,6 @@ import dataclasses
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from qarl_jax.rollout.vllm.engine import Config, VllmEngine, draw_seed, engine_c
 from qarl_jax.rollout.vllm.fleet import batches
 from qarl_jax.types import Prompt, UserError
 from tests.reference import bridge_world
-from tests.reference.bridge_world import connected, killed_in_a_publish
+from tests.reference.bridge_world import connected, free_port, killed_in_a_publish
 from tests.reference.fleet_world import MODEL, SAMPLING, weights
 
 pytestmark = pytest.mark.slow
@@ -328,12 +327,6 @@ def by_hand(tmp_path, *extra, address=None):
         process.kill()
         process.wait()
         process.stderr.close()
-
-
-def free_port():
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        return holder.getsockname()[1]
 
 
 def test_a_bridge_started_by_hand_serves_trainers_and_outlives_them(tmp_path):

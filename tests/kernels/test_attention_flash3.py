@@ -24,12 +24,12 @@ from qarl_jax.models.attention import _flash3, attention, choose
 from qarl_jax.numerics.attention import flash_block
 from qarl_jax.runtime import mesh
 from tests.reference.hf_models import relative
+from tests.reference.one_layer import on_hopper
 
 B, T, N, K = 2, 300, 4, 2
 # Three segments, one of them of a single token and one of several blocks, padding behind; and a row that is full.
 SEGMENTS = np.stack([np.repeat([1, 2, 3, 0], [37, 1, 202, 60]), np.ones(T, int)]).astype(np.int32)
 FILE = pathlib.Path(__file__).parents[1] / "reference" / "cuda_kernels.npz"
-on_hopper = pytest.mark.skipif(not mesh.is_hopper(), reason="needs JAX on a Hopper GPU (JAX_PLATFORMS=cuda,cpu)")
 
 
 @functools.cache

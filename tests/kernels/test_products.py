@@ -21,16 +21,9 @@ from qarl_jax.quant.contractions import Dense
 from qarl_jax.quant.schemes import w8a8
 from qarl_jax.runtime import mesh as sharding
 from tests.reference import one_layer
-from tests.reference.one_layer import CUDA, assert_equal_bits
+from tests.reference.one_layer import CUDA, assert_equal_bits, interpreter, on_hopper
 
 XLA = dataclasses.replace(CUDA, own_kernels=False)
-on_hopper = pytest.mark.skipif(not sharding.is_hopper(), reason="needs JAX on a Hopper GPU (JAX_PLATFORMS=cuda,cpu)")
-
-
-def interpreter():
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # has no public name
-
-    return InterpretGPUParams()
 
 
 def operands(m, n, k, bias=False, dtype=jnp.bfloat16):
@@ -61,7 +54,7 @@ def test_outputs_and_gradients_of_a_layer_are_the_same_with_and_without(monkeypa
     master = jnp.zeros((24, 48), jnp.float32)
     run = one_layer.with_gradient(qt)
     want = jax.jit(run)(x, master, b[0])
-    one_layer.interpreted(monkeypatch, interpreter())
+    one_layer.interpreted(monkeypatch)
     got = jax.jit(lambda *args: run(*args))(x, master, b[0])
     assert_equal_bits(got, want)
     assert float(jnp.abs(got[1][1]).max()) > 0

@@ -13,6 +13,7 @@ from qarl_bridge.protocol import contract
 
 from qarl_jax.kernels import product_hopper
 from qarl_jax.kernels.product_hopper import FLOAT, FLOAT_PARTS
+from tests.reference.one_layer import interpreter
 
 
 def operands(m, n, k):
@@ -38,10 +39,8 @@ def in_parts(x, w, b, parts):
     ids=str,
 )
 def test_parts_are_added_in_order_and_rounded_once_with_the_bias(shape, parts, tile):
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # has no public name
-
     x, w, b = operands(*shape)
-    got = product_hopper.float_product(x, w, b, parts=parts, tile=tile, blocks=2, interpret=InterpretGPUParams())
+    got = product_hopper.float_product(x, w, b, parts=parts, tile=tile, blocks=2, interpret=interpreter())
     want = in_parts(x, w, b, parts)
     assert got.shape == want.shape
     assert got.dtype == jnp.bfloat16

@@ -23,17 +23,10 @@ from qarl_jax.quant.schemes import fp8
 from qarl_jax.run import build, config
 from qarl_jax.runtime import mesh as sharding
 from tests.reference import one_layer
-from tests.reference.one_layer import CUDA, assert_equal_bits
+from tests.reference.one_layer import CUDA, assert_equal_bits, interpreter, on_hopper
 
 LOW, NARROW, WIDE = product_hopper.LOW, product_hopper.NARROW, product_hopper.CHOSEN
-on_hopper = pytest.mark.skipif(not sharding.is_hopper(), reason="needs JAX on a Hopper GPU (JAX_PLATFORMS=cuda,cpu)")
 needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-
-
-def interpreter():
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # has no public name
-
-    return InterpretGPUParams()
 
 
 def codes(m, n, k, bias=False):
@@ -101,17 +94,13 @@ def layer(k, n, bias):
     return jnp.asarray(numbers(40, k), jnp.bfloat16), w, quant.quantize(w, fp8.Config()), b
 
 
-def interpreted(monkeypatch):
-    one_layer.interpreted(monkeypatch, interpreter())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 def test_outputs_and_gradients_of_a_layer_are_the_same_with_and_without(monkeypatch, bias):
     x, master, qt, b = layer(48, 32, bias)
     run = one_layer.with_gradient(qt)
     want = jax.jit(run)(x, master, b)
-    interpreted(monkeypatch)
+    one_layer.interpreted(monkeypatch)
     ran = []
     product = product_hopper.product
     monkeypatch.setattr(product_hopper, "product", lambda *args, **options: ran.append(1) or product(*args, **options))

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -126,6 +127,12 @@ def connected(
             if time.monotonic() > deadline or (process is not None and process.poll() is not None):
                 raise
             time.sleep(0.05)
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        return holder.getsockname()[1]
 
 
 def alive(pid: int) -> bool:

@@ -36,6 +36,7 @@ from qarl_bridge.server import incoming
 from qarl_jax.rollout.vllm import fleet
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine
 from qarl_jax.types import Completion
+from tests.reference.bridge_world import free_port
 from tests.reference.fleet_world import PROMPTS, SAMPLING, Bridge, key_file, weights
 
 ENGINES = 4
@@ -98,11 +99,6 @@ class Link:
     def close(self) -> None:
         self._server.close()
         self.cut()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        return holder.getsockname()[1]
 
 
 class Field:

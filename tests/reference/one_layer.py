@@ -10,12 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from qarl_jax import quant
 from qarl_jax.kernels import products
 from qarl_jax.quant import resolve
+from qarl_jax.runtime import mesh
 
 CUDA = resolve("cuda")
+on_hopper = pytest.mark.skipif(not mesh.is_hopper(), reason="needs JAX on a Hopper GPU (JAX_PLATFORMS=cuda,cpu)")
 
 
 def assert_equal_bits(got: Any, want: Any) -> None:
@@ -25,11 +28,18 @@ def assert_equal_bits(got: Any, want: Any) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def interpreted(monkeypatch: Any, interpret: Any) -> None:
-    """Every layer takes its kernels, interpreted, as it would on a Hopper GPU. interpret: what they are given."""
+def interpreter() -> Any:
+    """What a kernel of `product_hopper.py` gets as `interpret`."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # has no public name
+
+    return InterpretGPUParams()
+
+
+def interpreted(monkeypatch: Any) -> None:
+    """Every layer takes its kernels, interpreted, as it would on a Hopper GPU."""
 
     def choose(*args: Any, default: Any, cpu: Any = None, cuda: Any = None) -> Any:
-        return cuda(*args, interpret=interpret) if cuda is not None else (cpu or default)(*args)
+        return cuda(*args, interpret=interpreter()) if cuda is not None else (cpu or default)(*args)
 
     monkeypatch.setattr(products, "serves", lambda *_: True)
     monkeypatch.setattr(jax.lax, "platform_dependent", choose)

@@ -10,7 +10,6 @@ to rounding, and what is asked for to the bit is that a run of several processes
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 
@@ -24,15 +23,10 @@ from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.runtime import processes
 from qarl_jax.types import UserError
 from tests.reference import tiny
+from tests.reference.bridge_world import free_port
 
 PATIENCE_S = 400  # for one start, on a machine that does other things as well
 STEPS = 3
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return one.getsockname()[1]
 
 
 def launch(arguments, *, count=2, devices=1, port=None, slurm=False):
