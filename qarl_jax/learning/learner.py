@@ -38,6 +38,7 @@ from qarl_jax.loss.common import diagnostics
 from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, masked_mean, merge
 from qarl_jax.models import invariant_scaling
 from qarl_jax.models.logprobs import token_logprobs
+from qarl_jax.numerics.float32 import round_to
 from qarl_jax.observe import error_tokens, token_trace
 from qarl_jax.optim import build as optimizers
 from qarl_jax.optim import by_stack
@@ -381,8 +382,9 @@ class Learner:
 
         if self.config.compute_dtype == self.grad_dtype:
             # A gradient has the dtype of what is differentiated. Every master is rounded to the compute dtype before it
-            # is used, so rounding all of them first changes no number, and no float32 gradient is ever formed.
-            params = jax.tree.map(lambda p: p.astype(self.grad_dtype), params)
+            # is used, so rounding all of them first changes no number, and no float32 gradient is ever formed. A plain
+            # cast would: XLA drops it where float32 follows at once, as in the last norm.
+            params = jax.tree.map(lambda p: round_to(p, self.grad_dtype), params)
         return jax.grad(objective, has_aux=True)(params)
 
     def _accumulate_fn(self, grads: Any, params: Any, *rest: Any) -> tuple[Any, dict[str, Metric]]:

@@ -286,7 +286,12 @@ def savings(cfg: RunConfig, card: int) -> list[str] | None:
 
 
 def _choices(cfg: RunConfig, card: int) -> Iterator[RunConfig]:
-    """The run with its "auto"s replaced, from the fastest to the smallest."""
+    """The run with its "auto"s replaced, from the fastest to the smallest.
+
+    A cache for a quarter of the sequences makes them wait for each other: on an H100 it quadrupled the rollout of a 4B
+    model, 4.1 to 18 s, where moments on the host took no time that could be measured (6.1 s of updates with and without
+    them; benchmarks/results/zero_mismatch_4b_h100.json). So the cache is the last thing that gives way.
+    """
     remats = ("dots", "mixer", "attention", "full") if cfg.model.remat == "auto" else (cfg.model.remat,)
     offloads = (False, True) if cfg.optimizer.offload == "auto" else (cfg.optimizer.offload,)
     engine = cfg.rollout.engine
@@ -296,7 +301,7 @@ def _choices(cfg: RunConfig, card: int) -> Iterator[RunConfig]:
         shares = (1.0, 0.5, 0.25) if engine.memory == "auto" else shares
         if engine.int4_kernel == "auto" and _int4_copies(_relevant(_on_a_gpu(cfg)))["auto"]:
             kernels = ("auto", "packed")
-    for offload, kernel, share, remat in itertools.product(offloads, kernels, shares, remats):
+    for share, offload, kernel, remat in itertools.product(shares, offloads, kernels, remats):
         changes: dict[str, Any] = {"model.remat": remat, "optimizer.offload": offload}
         choice = _set(cfg, changes | ({"rollout.engine.int4_kernel": kernel} if kernel else {}))
         yield _set(choice, _engine_settings(choice, card, share)) if share else choice

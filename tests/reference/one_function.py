@@ -36,6 +36,7 @@ class Way:
       program: "score", or "update": the one with the gradient, accumulated where there are several micro-batches.
       remat: what its backward recomputes.
       chunk: tokens whose logits exist at once.
+      grad_dtype: of the update's gradients.
       mesh: sizes of mesh axes.
     """
 
@@ -45,6 +46,7 @@ class Way:
     program: Literal["score", "update"] = "score"
     remat: str = "none"
     chunk: int = 1024
+    grad_dtype: str = "float32"
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -55,6 +57,7 @@ WAYS = {
     "eight longer rows": Way(rows=8, row_len=2.7),
     "an update accumulated": Way(program="update", rows=2, remat="full"),
     "an update in one program": Way(program="update", rows=0),
+    "bfloat16 gradients": Way(program="update", rows=2, grad_dtype="bfloat16"),
     "two devices share the masters": Way(program="update", mesh={"fsdp": 2}, remat="dots"),
 }
 # One thing at a time.
@@ -112,6 +115,7 @@ def logprobs(model: models.Transformer, responses: list[RolloutGroup], way: Way,
             logprob_chunk=way.chunk,
             temperature=temperature,
             token_logprobs=True,
+            grad_dtype=way.grad_dtype,
         ),
     )
     params = jax.device_put(jax.tree.map(lambda x: jnp.array(x, copy=True), params), learner.param_shardings)
