@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-# Runs of this experiment on one GPU, for a limited time; see PLAN.md.
+# Runs of this experiment on one GPU or several, for a limited time; see PLAN.md.
 #
 #   bash experiments/qwen25_coder/stretch.sh WORK SECONDS ARM:SEED... [-- override...]
 #   JOBS=2 bash experiments/qwen25_coder/stretch.sh /tmp/work 480 bf16_grpo:0 qarl_w4a16:0 -- train.steps=20
+#   CARDS="0 1" JOBS=2 bash experiments/qwen25_coder/stretch.sh /tmp/work 3600 {bf16_grpo,qarl_w4a16}:{1,2}
 #   JOBS=3 bash experiments/qwen25_coder/stretch.sh /tmp/work 300 base:bf16 base:w8a8 base:w4a16:g-1
 #
 # Each ARM is a file of configs/qwen25_coder_0p5b; `base:SCHEME` judges the untrained model under a scheme, on the
-# held-out questions and the suites. JOBS runs train on the card at a time (1), each with its part of the memory; while one
-# is judged, the next begins. When time is nearly up a run is interrupted, saves its checkpoint and is evaluated like one that is complete. A run that
-# was begun in WORK goes on; one that was judged is not run again, and its checkpoint is gone unless KEEP is set. What
-# comes of it, without weights, is packed into WORK/results.tar.xz after every run: metrics, evaluations, answers.
+# held-out questions and the suites. JOBS runs train on each of CARDS at a time (one, on the card that is visible), each
+# with its part of the memory; while one is judged, the next begins. When time is nearly up a run is interrupted, saves
+# its checkpoint and is evaluated like one that is complete. A run that was begun in WORK goes on; one that was judged is
+# not run again, and its checkpoint is gone unless KEEP is set. What comes of it, without weights, is packed into
+# WORK/results.tar.xz after every run: metrics, evaluations, answers.
 #
 # MODEL: the model folder (models/qwen25-coder-0.5b). FORMAT: the scheme in place of w4a16. SUITES: which suites
 # (all the plan judges by), from where `make data` puts them. EVAL_S: seconds kept for evaluation (150). LEAST: seconds
@@ -73,7 +75,7 @@ one() { # ARM:SEED; gives its place to the next as soon as it has trained
     "run_dir=$dir" "seed=$seed" "log.view=lines" "${format[@]}" "${overrides[@]}" \
     >>"$work/log/$(basename "$dir").train" 2>&1
   echo "training ended with $? after $SECONDS s: $(basename "$dir")"
-  echo >&"$places"
+  echo "$CUDA_VISIBLE_DEVICES" >&"$places"
   limit=$((end - SECONDS))
   [ "$limit" -gt 20 ] && judge "$dir" "$limit" --checkpoint "$dir" && touch "$dir/judged"
   [ -e "$dir/judged" ] && [ -z "${KEEP:-}" ] && rm -rf "$dir/checkpoints"
@@ -86,10 +88,12 @@ pack() {
     'tar --exclude=checkpoints --exclude=tensorboard -cJf results.part runs log; mv results.part results.tar.xz') || true
 }
 trap pack EXIT
-rm -f "$work/places" && mkfifo "$work/places" && exec {places}<>"$work/places" # a line for each place that is free
-for ((i = 0; i < jobs; i++)); do echo >&"$places"; done
+rm -f "$work/places" && mkfifo "$work/places" && exec {places}<>"$work/places" # for each place that is free a line: its card
+for ((i = 0; i < jobs; i++)); do
+  for card in ${CARDS:-${CUDA_VISIBLE_DEVICES:-0}}; do echo "$card" >&"$places"; done
+done
 for each in "${arms[@]}"; do
-  read -r -u "$places"
-  { one "$each" || echo >&"$places"; pack; } &
+  read -r -u "$places" card
+  { CUDA_VISIBLE_DEVICES=$card one "$each" || echo "$card" >&"$places"; pack; } &
 done
 wait
