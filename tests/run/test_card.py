@@ -94,6 +94,14 @@ def test_a_step_of_more_sequences_gets_a_larger_cache_up_to_what_is_left(run):
     assert 0 < tight.kv_cache_gb < caches[-1]
 
 
+def test_moments_leave_the_card_before_sequences_wait_for_a_place_in_the_cache(run):
+    autos = "rollout.engine.memory=auto", "optimizer.offload=auto", "model.remat=auto", "train.micro_batch_rows=1"
+    settled, made = card.settle(run("quant.forward=w4a16", *autos), H100)
+    assert settled.optimizer.offload is True
+    assert settled.rollout.engine.kv_cache_gb * GIB >= card.kv_bytes(settled, card.at_once(settled))
+    assert made.missing == 0
+
+
 def test_an_engine_on_a_card_of_its_own_is_planned_there(run):
     apart = ("rollout.engine.visible_gpus=1", "rollout.engine.gpu_memory_utilization=0.9")
     _, made = card.settle(run(*apart), H200)
