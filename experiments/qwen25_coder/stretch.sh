@@ -32,13 +32,14 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do arms+=("$1") && shift; done
 [ $# -gt 0 ] && shift # what is left are overrides
 overrides=("model.path=$model" "$@")
 
-if [ "$jobs" -gt 1 ]; then # of its part of the card a run leaves 19 GiB to its engine, staging and contexts
+if [ "$jobs" -gt 1 ]; then
+  # Of its part of the card a run leaves 20 GiB to its engine, staging and contexts, and to one that is judged beside it.
   share=0.2
   if mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null); then
-    share=$(awk -v mib="${mib%%$'\n'*}" -v jobs="$jobs" 'BEGIN { printf "%.3f", 1 / jobs - 19 * 1024 / mib }')
+    share=$(awk -v mib="${mib%%$'\n'*}" -v jobs="$jobs" 'BEGIN { printf "%.3f", 1 / jobs - 20 * 1024 / mib }')
   fi
   export XLA_PYTHON_CLIENT_MEM_FRACTION=${FRACTION:-$share} XLA_PYTHON_CLIENT_PREALLOCATE=true
-  overrides=(rollout.engine.gpu_memory_utilization=0.1 "${overrides[@]}")
+  overrides=(rollout.engine.gpu_memory_utilization=0.1 rollout.engine.kv_cache_gb=4.5 "${overrides[@]}")
 fi
 
 judge() { # FOLDER SECONDS ARGUMENT...: answers to the suites, in the room that JOBS learners leave
