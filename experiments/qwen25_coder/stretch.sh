@@ -10,10 +10,10 @@
 #
 # Each ARM is a file of configs/qwen25_coder_0p5b; `base:SCHEME` judges the untrained model under a scheme, on the
 # held-out questions and the suites. JOBS runs train on each of CARDS at a time (one, on the card that is visible), each
-# with its part of the memory; while one is judged, the next begins. When time is nearly up a run is interrupted, saves
-# its checkpoint and is evaluated like one that is complete. A run that was begun in WORK goes on; one that was judged is
-# not run again, and its checkpoint is gone unless KEEP is set. What comes of it, without weights, is packed into
-# WORK/results.tar.xz after every run: metrics, evaluations, answers.
+# with its part of the memory; where JOBS are several, the next begins while one is judged. When time is nearly up a run
+# is interrupted, saves its checkpoint and is evaluated like one that is complete. A run that was begun in WORK goes on;
+# one that was judged is not run again, and its checkpoint is gone unless KEEP is set. What comes of it, without weights,
+# is packed into WORK/results.tar.xz after every run: metrics, evaluations, answers.
 #
 # MODEL: the model folder (models/qwen25-coder-0.5b). FORMAT: the scheme in place of w4a16. SUITES: which suites
 # (all the plan judges by), from where `make data` puts them. EVAL_S: seconds kept for evaluation (150). LEAST: seconds
@@ -32,6 +32,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do arms+=("$1") && shift; done
 [ $# -gt 0 ] && shift # what is left are overrides
 overrides=("model.path=$model" "$@")
 
+judging=() in_little_room=()
 if [ "$jobs" -gt 1 ]; then
   # Of its part of the card a run leaves 20 GiB to its engine, staging and contexts, and to one that is judged beside it.
   share=0.2
@@ -40,14 +41,15 @@ if [ "$jobs" -gt 1 ]; then
   fi
   export XLA_PYTHON_CLIENT_MEM_FRACTION=${FRACTION:-$share} XLA_PYTHON_CLIENT_PREALLOCATE=true
   overrides=(rollout.engine.gpu_memory_utilization=0.1 rollout.engine.kv_cache_gb=4.5 "${overrides[@]}")
+  judging=(env XLA_PYTHON_CLIENT_MEM_FRACTION=0.12 XLA_PYTHON_CLIENT_PREALLOCATE=false)
+  in_little_room=(rollout.engine.kv_cache_gb=3)
 fi
 
-judge() { # FOLDER SECONDS ARGUMENT...: answers to the suites, in the room that JOBS learners leave
+judge() { # FOLDER SECONDS ARGUMENT...: answers to the suites
   local dir=$1 limit=$2 code
   shift 2
-  XLA_PYTHON_CLIENT_MEM_FRACTION=0.12 XLA_PYTHON_CLIENT_PREALLOCATE=false timeout -k 10 "$limit" \
-    "$python" -m qarl_jax.evaluate --suite "$suites" --json --out "$dir/suite.jsonl" "$@" "${overrides[@]}" \
-    rollout.engine.max_model_len=4096 rollout.engine.kv_cache_gb=3 \
+  timeout -k 10 "$limit" "${judging[@]}" "$python" -m qarl_jax.evaluate --suite "$suites" --json \
+    --out "$dir/suite.jsonl" "$@" "${overrides[@]}" rollout.engine.max_model_len=4096 "${in_little_room[@]}" \
     >"$dir/suites.json" 2>>"$work/log/$(basename "$dir").evaluate"
   code=$?
   echo "evaluation ended with $code after $SECONDS s: $(basename "$dir")"
@@ -55,15 +57,20 @@ judge() { # FOLDER SECONDS ARGUMENT...: answers to the suites, in the room that 
   return $code
 }
 
-one() { # ARM:SEED; gives its place to the next as soon as it has trained
+leave() { # gives the place on $card to the next run, once
+  [ -z "$card" ] || echo "$card" >&"$places"
+  card=
+}
+
+one() { # ARM:SEED
   local arm=${1%%:*} seed=${1#*:} dir limit least=${LEAST:-30} format=()
   limit=$((end - SECONDS - eval_s))
   [ "$arm" = base ] && limit=$((end - SECONDS)) least=30
-  [ "$limit" -gt "$least" ] || { echo "$1: no time left" && return 1; }
+  [ "$limit" -gt "$least" ] || { echo "$1: no time left" && return; }
   if [ "$arm" = base ]; then
     dir=$work/runs/base_${seed//:/_} && mkdir -p "$dir"
     suites=own,$suites judge "$dir" "$limit" --config $configs/bf16_grpo.yaml --scheme "$seed"
-    return 1 # its place was kept
+    return
   fi
   [ -n "${FORMAT:-}" ] && case $arm in
     bf16_*) ;;
@@ -71,16 +78,15 @@ one() { # ARM:SEED; gives its place to the next as soon as it has trained
     *) format=("quant.forward=$FORMAT") ;;
   esac
   dir=$work/runs/$arm${format:+_${FORMAT//:/_}}_seed$seed
-  [ -e "$dir/judged" ] && return 1
+  [ -e "$dir/judged" ] && return
   timeout -s INT -k 60 "$limit" "$python" -m qarl_jax.train --config "$configs/$arm.yaml" \
     "run_dir=$dir" "seed=$seed" "log.view=lines" "${format[@]}" "${overrides[@]}" \
     >>"$work/log/$(basename "$dir").train" 2>&1
   echo "training ended with $? after $SECONDS s: $(basename "$dir")"
-  echo "$CUDA_VISIBLE_DEVICES" >&"$places"
+  [ "$jobs" -gt 1 ] && leave # alone, a run has all of the card, its judge too
   limit=$((end - SECONDS))
   [ "$limit" -gt 20 ] && judge "$dir" "$limit" --checkpoint "$dir" && touch "$dir/judged"
   [ -e "$dir/judged" ] && [ -z "${KEEP:-}" ] && rm -rf "$dir/checkpoints"
-  return 0
 }
 
 pack() {
@@ -89,12 +95,13 @@ pack() {
     'tar --exclude=checkpoints --exclude=tensorboard -cJf results.part runs log; mv results.part results.tar.xz') || true
 }
 trap pack EXIT
-rm -f "$work/places" && mkfifo "$work/places" && exec {places}<>"$work/places" # for each place that is free a line: its card
+# A line for each place that is free: its card.
+rm -f "$work/places" && mkfifo "$work/places" && exec {places}<>"$work/places"
 for ((i = 0; i < jobs; i++)); do
   for card in ${CARDS:-${CUDA_VISIBLE_DEVICES:-0}}; do echo "$card" >&"$places"; done
 done
 for each in "${arms[@]}"; do
   read -r -u "$places" card
-  { CUDA_VISIBLE_DEVICES=$card one "$each" || echo "$card" >&"$places"; pack; } &
+  { export CUDA_VISIBLE_DEVICES=$card && one "$each"; leave; pack; } &
 done
 wait
