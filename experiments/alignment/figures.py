@@ -39,17 +39,23 @@ def training(result: Results, programs: Sequence[str]) -> Any:
     return panels(lambda key, held_out: report.curves(result, programs, key, held_out), _look)
 
 
-def panels(curves: Callable[[str, bool], Sequence[Curve]], look: Callable[[str], tuple[str, Any]]) -> Any:
-    """A figure of PANELS.
+def panels(
+    curves: Callable[[str, bool], Sequence[Curve]],
+    look: Callable[[str], tuple[str, Any]],
+    shown: Sequence[tuple[str, str, bool, bool]] = PANELS,
+) -> Any:
+    """A figure of some panels in two rows.
 
     Args:
       curves: of a metric, by its name and whether it is one of evaluations.
       look: label -> colour and line style.
+      shown: as PANELS.
     """
-    fig = _figure(figsize=(10, 7))
+    columns = (len(shown) + 1) // 2
+    fig = _figure(figsize=(5 * columns, 7))
     handles: dict[str, Any] = {}
-    for number, (key, title, held_out, logarithmic) in enumerate(PANELS):
-        axes = fig.add_subplot(2, 2, number + 1)
+    for number, (key, title, held_out, logarithmic) in enumerate(shown):
+        axes = fig.add_subplot(2, columns, number + 1)
         for curve in curves(key, held_out):
             color, style = look(curve.label)
             handles[curve.label] = _draw(axes, curve, color, style, logarithmic)

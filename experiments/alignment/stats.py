@@ -18,6 +18,7 @@ the pairing. It is given only where D exceeds two standard errors.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Float
@@ -75,3 +76,37 @@ def recovered(
     share = float((aligned - rollout).mean()) / size.mean
     rest = estimate((aligned - rollout) - share * gap)
     return Estimate(mean=share, stderr=rest.stderr / size.mean, dof=rest.dof, seeds=rest.seeds)
+
+
+def over_seeds(x: Float[np.ndarray, "S P"]) -> Estimate | None:
+    """Student's t over the seeds' means alone, as if the prompts were all there are; None of one seed."""
+    means = x.mean(1)
+    if len(means) < 2:
+        return None
+    stderr = float(means.std(ddof=1) / np.sqrt(len(means)))
+    return Estimate(mean=float(means.mean()), stderr=stderr, dof=len(means) - 1, seeds=len(means))
+
+
+def of_means(means: Float[np.ndarray, " S"], stderrs: Float[np.ndarray, " S"]) -> Estimate:
+    """As `estimate`, where only each seed's mean and standard error over its prompts were kept."""
+    seeds = len(means)
+    over_prompts = float((stderrs**2).sum()) / seeds**2
+    spread = float(means.var(ddof=1)) / seeds if seeds > 1 else 0.0
+    total = over_prompts + spread
+    dof = total**2 * (seeds - 1) / spread**2 if spread else np.inf
+    return Estimate(mean=float(means.mean()), stderr=float(np.sqrt(total)), dof=dof, seeds=seeds)
+
+
+def bootstrap(
+    statistic: Callable[..., Float[np.ndarray, " N"]], *x: Float[np.ndarray, "S P"], draws: int = 10_000
+) -> tuple[float, float]:
+    """The 95 % percentile interval of a statistic over draws of the prompts, with the seeds as they are.
+
+    Args:
+      statistic: of [P, N] arrays, one per argument: their columns are N draws of the same prompts.
+      *x: [S, P] each.
+    """
+    prompts = x[0].shape[1]
+    picked = np.random.default_rng(0).integers(prompts, size=(prompts, draws))
+    low, high = np.percentile(statistic(*(each.mean(0)[picked] for each in x)), [2.5, 97.5])
+    return float(low), float(high)

@@ -8,6 +8,9 @@
 
 With --merge the archives become one, which keeps the samples of the last steps alone. A run that is in several of them
 is taken from the last.
+
+An arm is named after its config. FORMAT of stretch.sh puts another scheme in the place of w4a16, and so does its name
+here: `rollout_w8a8_grpo`. Arms are compared on the seeds that both were judged with, question by question.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import json
 import pathlib
 import re
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,17 +36,33 @@ from qarl_jax.data.suites import IN_GSM_SYMBOLIC
 COMMAND = "python -m experiments.qwen25_coder.report"
 KEPT = re.compile(r"(metrics|eval|samples|suite[.\w]*)\.jsonl|suites\.json|config\.yaml|run\.json")
 NAME = re.compile(r"(?P<arm>.+)_seed(?P<seed>\d+)")
+FORMATTED = re.compile(r"(?P<arm>.*?_w4a16.*?)_(?P<format>(w\d|fp8).*)")  # as stretch.sh names a run under FORMAT
 BF16, ROLLOUT, ROLLOUT_TBPO, QARL = "bf16_grpo", "rollout_w4a16_grpo", "rollout_w4a16_tbpo", "qarl_w4a16"
 MAIN = (BF16, ROLLOUT, ROLLOUT_TBPO, QARL)
+BF16_TBPO = "bf16_tbpo"
+ABLATIONS = ("seqmis_grpo_w4a16", "opsm_grpo_w4a16", "positive_grpo_w4a16", BF16_TBPO)
+ANOTHER_FORMAT = re.compile(r"rollout_(?P<format>.+)_(grpo|tbpo)|qarl_.+")
+UNTRAINED = "base_bf16"
+STEPS = 30  # of every arm of the plan; what a run does after them counts in no comparison
+JUDGED = {"gsm8k": "greedy", "gsm8k:sampled": "T = 1"}  # the suites that decide
 FIGURE = "results/qwen25_coder.png"  # in docs/
 ENDS = 3  # first and last steps that a table averages over
 PHASES = {
     "rollout": "time/rollout_s",
+    "rewards": "time/reward_s",
+    "packing": "time/pack_s",
     "log-probs": "time/old_logprobs_s",
     "updates": "time/update_s",
     "publish": "time/publish_s",
-    "step": "time/step_s",
 }
+PANELS = (
+    ("eval/reward/mean", "accuracy, validation split", True, False),
+    ("mismatch/k3", "mismatch k3 per token (no line: zero)", False, True),
+    ("mismatch/exact", "share of equal tokens", False, False),
+    ("error/tok_learner", "error tokens under the learner", False, True),
+    ("entropy/mean", "entropy", False, False),
+    ("later/clip/seq_dropped", "responses dropped after the first update", False, False),
+)
 ERROR = np.log(1e-3)  # a token less probable than this, as in the metrics error/*
 
 
@@ -133,31 +152,52 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else "Not run yet."
 
 
+def listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def plus_minus(x: stats.Estimate) -> str:
     return f"{100 * x.mean:.1f} ± {100 * x.half:.1f}"
 
 
 def arms(runs: dict[str, Run]) -> dict[str, dict[int, Run]]:
-    """Arm -> seed -> run."""
-    out: dict[str, dict[int, Run]] = {}
+    """Arm -> seed -> run: the main arms, their ablations, other formats, then what is in no comparison."""
+    found: dict[str, dict[int, Run]] = {}
     for run in runs.values():
-        if found := NAME.fullmatch(run.name):
-            out.setdefault(found["arm"], {})[int(found["seed"])] = run
-    return out
+        if name := NAME.fullmatch(run.name):
+            arm, formatted = name["arm"], FORMATTED.fullmatch(name["arm"])
+            if formatted:
+                arm = formatted["arm"].replace("w4a16", formatted["format"])
+            found.setdefault(arm, {})[int(name["seed"])] = run
+    first = [*MAIN, *ABLATIONS]
+    order = [*first, *(arm for arm in sorted(found) if arm not in first and ANOTHER_FORMAT.fullmatch(arm))]
+    order += [arm for arm in sorted(found) if arm not in order]
+    return {arm: dict(sorted(found[arm].items())) for arm in order if arm in found}
 
 
-def matrix(seeds: Sequence[Run], suite: str, *, clean: bool = False) -> np.ndarray | None:
-    """[S, P]: share right per seed and question; None where a seed has no answers."""
-    each = [run.right(suite, clean=clean) for run in seeds]
-    if not each or not all(each):
-        return None
-    shared = sorted(set.intersection(*(set(x) for x in each)))
-    return np.array([[x[uid] for uid in shared] for x in each])
+def is_compared(arm: str) -> bool:
+    """Whether the plan compares it: else it has a task, a length or a rate of its own."""
+    return arm in (*MAIN, *ABLATIONS) or ANOTHER_FORMAT.fullmatch(arm) is not None
 
 
-def score(seeds: Sequence[Run], suite: str, *, clean: bool = False) -> str:
-    found = matrix(seeds, suite, clean=clean)
-    return "-" if found is None else plus_minus(stats.estimate(found))
+def matrices(groups: Sequence[Sequence[Run]], suite: str, *, clean: bool = False) -> list[np.ndarray] | None:
+    """[S, P] of each group: share right per seed and question, of questions that all answered; None without any."""
+    each = [[run.right(suite, clean=clean) for run in group] for group in groups]
+    shared = sorted(set.intersection(*(set(x) for group in each for x in group)))
+    return [np.array([[x[uid] for uid in shared] for x in group]) for group in each] if len(shared) > 1 else None
+
+
+def score(seeds: dict[int, Run], suite: str, *, clean: bool = False) -> str:
+    """Of the seeds that were judged; which ones, where they are not all."""
+    judged = {seed: run for seed, run in seeds.items() if run.right(suite)}
+    found = matrices([list(judged.values())], suite, clean=clean) if judged else None
+    return "-" if found is None else plus_minus(stats.estimate(found[0])) + partly(judged, seeds)
+
+
+def partly(found: Iterable[int], seeds: Collection[int]) -> str:
+    """Says which of the seeds a cell is about, where it is not about all."""
+    found = list(found)
+    return "" if len(found) == len(seeds) else f" (of {listed(found)})"
 
 
 def formats(runs: dict[str, Run]) -> str:
@@ -165,8 +205,8 @@ def formats(runs: dict[str, Run]) -> str:
     rows = []
     for run in runs.values():
         if run.name.startswith("base_"):
-            scores = [score([run], suite) for suite in ("own", "gsm8k", "gsm8k:sampled", "humaneval")]
-            scores += [score([run], suite) for suite in ("hellaswag", "truthfulqa")]
+            scores = [score({0: run}, suite) for suite in ("own", "gsm8k", "gsm8k:sampled", "humaneval")]
+            scores += [score({0: run}, suite) for suite in ("hellaswag", "truthfulqa")]
             rows.append([f"`{run.name.removeprefix('base_')}`", *scores])
     columns = ["scheme", "held out", "GSM8K", "GSM8K, T = 1", "HumanEval", "HellaSwag", "TruthfulQA"]
     return table(columns, rows)
@@ -176,79 +216,150 @@ def accuracy(found: dict[str, dict[int, Run]]) -> str:
     """Every arm."""
     rows = []
     for arm, seeds in found.items():
-        runs = [run for _, run in sorted(seeds.items())]
-        held = ["-", "-"]
-        if all(run.evals for run in runs):
-            held = [held_out([run.evals[i] for run in runs]) for i in (0, -1)]
-        steps = ", ".join(str(len(run.steps)) for run in runs)
-        scores = [score(runs, "gsm8k"), score(runs, "gsm8k", clean=True), score(runs, "gsm8k:sampled")]
-        scores.append(score(runs, "humaneval"))
-        rows.append([f"`{arm}`", ", ".join(map(str, sorted(seeds))), steps, *held, *scores])
+        before = {seed: run.evals[0] for seed, run in seeds.items() if run.evals}
+        after = {seed: run.evals[-1] for seed, run in seeds.items() if run.evals}
+        if is_compared(arm):
+            after = {seed: one for seed, run in seeds.items() for one in run.evals if one["version"] == STEPS}
+        held = [held_out(list(x.values())) + partly(x, seeds) if x else "-" for x in (before, after)]
+        steps = listed(len(run.steps) for run in seeds.values())
+        scores = [score(seeds, "gsm8k"), score(seeds, "gsm8k", clean=True), score(seeds, "gsm8k:sampled")]
+        # Its training questions are HumanEval's.
+        scores.append("-" if arm.startswith("code_") else score(seeds, "humaneval"))
+        scores += [score(seeds, suite) for suite in ("hellaswag", "truthfulqa")]
+        rows.append([f"`{arm}`", listed(seeds), steps, *held, *scores])
     columns = [
-        "arm",
-        "seeds",
-        "steps",
-        "held out, before",
-        "after",
-        "GSM8K",
-        "the clean 94",
-        "GSM8K, T = 1",
-        "HumanEval",
+        *("arm", "seeds", "steps", "held out, before", "after"),
+        *("GSM8K", "the clean 94", "GSM8K, T = 1", "HumanEval", "HellaSwag", "TruthfulQA"),
     ]
     return table(columns, rows)
 
 
 def held_out(evals: Sequence[dict[str, Any]]) -> str:
-    """The mean of some seeds' validation, and 1.96 standard errors over its questions."""
-    error = np.sqrt(sum(one["eval/reward/stderr"] ** 2 for one in evals)) / len(evals)
-    return f"{100 * np.mean([one['eval/reward/mean'] for one in evals]):.1f} ± {196 * error:.1f}"
+    """The mean of some seeds' validation with its interval, over seeds and over the questions of each."""
+    means, errors = (np.array([one[f"eval/reward/{key}"] for one in evals]) for key in ("mean", "stderr"))
+    return plus_minus(stats.of_means(means, errors))
+
+
+def tried(found: dict[str, dict[int, Run]]) -> list[str]:
+    """The formats under which a quantized rollout with a bf16 learner was trained."""
+    names = [ANOTHER_FORMAT.fullmatch(arm) for arm in found]
+    return list(dict.fromkeys(name["format"] for name in names if name and name["format"]))
+
+
+def comparisons(found: dict[str, dict[int, Run]]) -> Iterable[tuple[str, str, str]]:
+    """Pairs of arms, and the format whose gap the first may recover from the second, if any."""
+    yield BF16, UNTRAINED, ""
+    for form in tried(found):
+        rollout, tbpo, qarl = f"rollout_{form}_grpo", f"rollout_{form}_tbpo", f"qarl_{form}"
+        yield BF16, rollout, ""
+        yield tbpo, rollout, form
+        yield qarl, rollout, form
+        yield qarl, tbpo, ""
+    for arm in ABLATIONS:
+        yield (arm, BF16, "") if arm == BF16_TBPO else (QARL, arm, "")
+
+
+def shared(found: dict[str, dict[int, Run]], names: Sequence[str], suite: str) -> tuple[list[int], list[np.ndarray]]:
+    """The seeds that all of these arms were judged with, and their answers to the clean questions; [] without any."""
+    groups = [{seed: run for seed, run in found.get(name, {}).items() if run.right(suite)} for name in names]
+    seeds = sorted(set.intersection(*map(set, groups)))
+    x = matrices([[group[seed] for seed in seeds] for group in groups], suite, clean=True) if seeds else None
+    return (seeds, x) if x else ([], [])
+
+
+def differences(found: dict[str, dict[int, Run]], suite: str) -> str:
+    """Arms less arms, each with its intervals."""
+    rows = []
+    for left, right, form in comparisons(found):
+        seeds, x = shared(found, [left, right], suite)
+        if not seeds:
+            continue
+        both, seeds_alone = stats.estimate(x[0] - x[1]), stats.over_seeds(x[0] - x[1])
+        mark = "**" if both.is_clear else ""
+        cells = [f"`{left}` less `{right}`", listed(seeds), f"{mark}{plus_minus(both)}{mark}"]
+        cells.append("-" if seeds_alone is None else f"± {100 * seeds_alone.half:.1f}")
+        cells.append(interval(stats.bootstrap(lambda difference: difference.mean(0), x[0] - x[1])))
+        rows.append([*cells, recovered(found, left, form, suite) if form else ""])
+    return table(["difference", "seeds", "points", "over seeds", "over questions", "of the gap, %"], rows)
+
+
+def recovered(found: dict[str, dict[int, Run]], arm: str, form: str, suite: str) -> str:
+    """An arm's share of the gap under a format, on the seeds of all three."""
+    _, x = shared(found, [BF16, f"rollout_{form}_grpo", arm], suite)
+    share = stats.recovered(*x) if x else None
+    if share is None:
+        return "no gap" if x else "-"
+    bf16, rollout, aligned = x
+    ends = stats.bootstrap(share_of_gap, aligned - rollout, bf16 - rollout)
+    return f"{plus_minus(share)} {interval(ends)}"
+
+
+def share_of_gap(gained: np.ndarray, gap: np.ndarray) -> np.ndarray:
+    """Of draws that have a gap; [P, N] each."""
+    gained, gap = gained.mean(0), gap.mean(0)
+    return gained[gap > 0] / gap[gap > 0]
+
+
+def interval(ends: tuple[float, float]) -> str:
+    return f"[{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]"
 
 
 def verdict(found: dict[str, dict[int, Run]]) -> list[str]:
-    """The gap, and what of it is recovered, on the clean GSM8K questions."""
-    seeds = sorted(set(found.get(BF16, {})) & set(found.get(ROLLOUT, {})))
-    if not seeds:
-        return ["The gap is not measured yet: it takes the first two arms with one seed."]
-    out = []
-    for suite in ("gsm8k", "gsm8k:sampled"):
-        names = [*MAIN[:2], *(name for name in MAIN[2:] if set(seeds) <= set(found.get(name, {})))]
-        x = {name: matrix([found[name][seed] for seed in seeds], suite, clean=True) for name in names}
-        bf16, rollout = x[BF16], x[ROLLOUT]
-        if bf16 is None or rollout is None:
-            continue
-        gap = stats.estimate(bf16 - rollout)
-        there_is = "a gap" if gap.is_clear and gap.mean > 0 else "no gap beyond two standard errors"
-        out.append(f"- `{suite}`, seeds {', '.join(map(str, seeds))}: {there_is}, {plus_minus(gap)} points.")
-        for name in names[2:]:
-            arm = x[name]
-            if arm is None:
-                continue
-            share = stats.recovered(bf16, rollout, arm)
-            more = "" if share is None else f"; it recovers {plus_minus(share)} % of the gap"
-            out.append(f"- `{name}` less `{ROLLOUT}`: {plus_minus(stats.estimate(arm - rollout))} points{more}.")
-    return out or ["No answers to GSM8K were kept of these runs."]
+    """Per format, whether a quantized rollout has a gap to BF16 on the clean GSM8K questions."""
+    out, gaps = [], 0
+    for form in tried(found):
+        for suite, words in JUDGED.items():
+            seeds, x = shared(found, [BF16, f"rollout_{form}_grpo"], suite)
+            if seeds:
+                gap = stats.estimate(x[0] - x[1])
+                gaps += (is_gap := gap.is_clear and gap.mean > 0)
+                there_is = "a gap" if is_gap else "no gap beyond two standard errors"
+                out.append(f"- `{form}`, {words}, seeds {listed(seeds)}: {there_is}, {plus_minus(gap)} points.")
+    if out and not gaps:
+        formats = ", ".join(f"`{form}`" for form in tried(found))
+        out.append(f"- No format that was trained with has a gap beyond two standard errors: {formats}.")
+    return out or ["The gap is not measured yet: it takes the first two arms with one seed."]
 
 
-def drift(runs: dict[str, Run]) -> str:
-    """Mismatch, error tokens, entropy: first and last steps."""
+def drift(found: dict[str, dict[int, Run]]) -> str:
+    """Mismatch, entropy: first and last steps."""
     keys = {
         "k3": "mismatch/k3",
         "equal tokens": "mismatch/exact",
-        "error tokens": "error/tok_learner",
-        "hidden from the sampler": "error/tok_hidden",
         "entropy": "entropy/mean",
         "dropped later": "later/clip/seq_dropped",
         "cut off": "response/truncated",
     }
     rows = []
-    for run in runs.values():
-        if run.steps:
-            cells = []
-            for key in keys.values():
-                ends, digits = run.ends(key), ".4f" if key == "mismatch/exact" else ".2g"
-                cells.append("-" if ends is None else f"{ends[0]:{digits}}, {ends[1]:{digits}}")
-            rows.append([f"`{run.name}`", *cells])
+    for name, run in each(found):
+        cells = []
+        for key in keys.values():
+            ends, digits = run.ends(key), ".4f" if key == "mismatch/exact" else ".2g"
+            cells.append("-" if ends is None else f"{ends[0]:{digits}}, {ends[1]:{digits}}")
+        rows.append([f"`{name}`", str(len(run.steps)), *cells])
+    return table(["run", "steps", *keys], rows)
+
+
+def error_tokens(found: dict[str, dict[int, Run]]) -> str:
+    """Their rates, in tokens of a thousand and responses of a hundred: first and last steps."""
+    keys = {
+        "under the learner": ("error/tok_learner", 1000),
+        "A > 0": ("error/tok_learner_pos", 1000),
+        "A < 0": ("error/tok_learner_neg", 1000),
+        "hidden from the sampler": ("error/tok_hidden", 1000),
+        "responses with a cluster, %": ("error/seq_learner", 100),
+    }
+    rows = []
+    for name, run in each(found):
+        ends = [(run.ends(key), times) for key, times in keys.values()]
+        cells = ["-" if x is None else f"{times * x[0]:.1f}, {times * x[1]:.1f}" for x, times in ends]
+        rows.append([f"`{name}`", *cells])
     return table(["run", *keys], rows)
+
+
+def each(found: dict[str, dict[int, Run]]) -> list[tuple[str, Run]]:
+    """Runs that made a step, by the name of arm and seed."""
+    return [(f"{arm}_seed{seed}", run) for arm, seeds in found.items() for seed, run in seeds.items() if run.steps]
 
 
 def curves(found: dict[str, dict[int, Run]], key: str, held_out: bool) -> list[Curve]:
@@ -265,59 +376,78 @@ def curves(found: dict[str, dict[int, Run]], key: str, held_out: bool) -> list[C
     return out
 
 
-def seconds(runs: dict[str, Run]) -> str:
-    """Medians by phase."""
+def seconds(found: dict[str, dict[int, Run]]) -> str:
+    """Means by phase, which sum to the step's."""
     rows = []
-    for run in runs.values():
+    for name, run in each(found):
         steps = run.steps[2:]
         if steps:
-            medians = [float(np.median([step.get(key, 0.0) for step in steps])) for key in PHASES.values()]
-            rows.append([f"`{run.name}`", *(f"{x:.2f}" for x in medians)])
-    return table(["run", *PHASES], rows)
+            step, *phases = (
+                float(np.mean([one.get(key, 0.0) for one in steps])) for key in ("time/step_s", *PHASES.values())
+            )
+            rows.append([f"`{name}`", *(f"{x:.2f}" for x in (*phases, step - sum(phases), step))])
+    return table(["run", *PHASES, "rest", "step"], rows)
 
 
-def quoted(runs: dict[str, Run], per_run: int = 2) -> list[str]:
-    """Error tokens of the last samples that hold some, with what stands before and behind."""
+def quoted(found: dict[str, dict[int, Run]]) -> list[str]:
+    """Error tokens of an arm's first seed, with what stands before and behind; hidden ones before others."""
     out = []
-    for run in runs.values():
-        found: list[str] = []
-        for sample in reversed(run.lines("samples.jsonl")):
-            text, old = sample["tokens"]["text"], np.array(sample["tokens"]["old"])
-            hits = np.flatnonzero(old < ERROR)
-            if len(hits) and len(found) < per_run:
-                i = int(hits[0])
+    for arm, seeds in found.items():
+        hits = []
+        for sample in reversed(next(iter(seeds.values())).lines("samples.jsonl")):
+            text, old, sampler = (sample["tokens"].get(key) for key in ("text", "old", "rollout"))
+            low = np.flatnonzero(np.array(old) < ERROR)
+            drawn = old if sampler is None else sampler
+            if len(low):  # the one that surprised the sampler least
+                i = int(max(low, key=lambda at: drawn[at] - old[at]))
                 before, behind = "".join(text[max(0, i - 12) : i]), "".join(text[i + 1 : i + 9])
-                words = re.sub(r"[\n|`]+", " ", f"...{before}[[{text[i]}]]{behind}...")
-                what = f"probability {np.exp(old[i]):.1g}, reward {sample['reward']:g}"
-                found.append(f"- `{run.name}`, step {sample['step']}, {what}: `{words}`")
-        out += found
+                words = re.sub(r"[\s|`]+", " ", f"...{before}[[{text[i]}]]{behind}...")
+                odds = f"sampler {np.exp(drawn[i]):.1g}, learner {np.exp(old[i]):.1g}"
+                line = f"- `{arm}`, step {sample['step']}, {odds}, reward {sample['reward']:g}: `{words}`"
+                hits.append((drawn[i] < ERROR, line))
+        out += [line for _, line in sorted(hits, key=lambda hit: hit[0])[: 2 if arm in MAIN else 1]]
     return out
 
 
 def page(runs: dict[str, Run]) -> str:
     """All of it."""
     found = arms(runs)
+    untrained = {UNTRAINED: dict.fromkeys(range(100), runs[UNTRAINED])} if UNTRAINED in runs else {}
     written = (
         f"Generated by `{COMMAND}`; do not edit. [PLAN.md](../../experiments/qwen25_coder/PLAN.md) was written before"
-        " the runs. Scores are per cent with 95 % intervals over questions and seeds; held-out ones over questions."
+        " the runs. Scores are per cent, with 95 % intervals: Student's t over seeds and questions together, over"
+        " questions alone where there is one seed."
+    )
+    judged = f"Runs are judged after {STEPS} steps. GSM8K and HumanEval are greedy; at T = 1, 4 samples a question."
+    between = (
+        "These are percentage points on the 94 clean questions of GSM8K, paired by seed and question. A difference in"
+        f" bold exceeds two standard errors. `{UNTRAINED}` is the untrained model; the gap is `{BF16}` less the rollout"
+        " arm. Each interval is of 95 %: with the points over seeds and questions together (Student's t), then over"
+        " seeds alone (Student's t) and over questions alone (a bootstrap that keeps the seeds)."
     )
     ends = (
-        f"Means over the first and over the last {ENDS} steps. An error token has a probability below 0.001 under the"
-        " learner; it is hidden where the sampler was not surprised."
+        f"Means over the first and over the last {ENDS} steps. k3 estimates the KL from sampler to learner per token."
     )
-    medians = "Medians, the first two steps left out. Runs may have shared their card."
+    errors = (
+        "An error token has a probability below 0.001 under the learner. It is hidden where the sampler gave it more:"
+        " the mismatch alone makes those. The rates are tokens of a thousand, in all responses, in those with a"
+        " positive and in those with a negative advantage. A cluster is three error tokens within eight positions."
+    )
+    means = "Means, the first two steps left out. Runs may have shared their card."
     parts = [
         *("# A real policy: Qwen2.5-Coder-0.5B", written),
         *("## Rounding before any RL", formats(runs)),
-        *("## After RL", accuracy(found), "\n".join(verdict(found))),
-        *(
-            "## Mismatch, error tokens, entropy",
-            f"![The main arms over training.](../{FIGURE})",
-            ends,
-            drift(runs),
-            "\n".join(quoted(runs)),
-        ),
-        *("## Seconds per step", medians, seconds(runs)),
+        *("## After RL", judged, accuracy({arm: seeds for arm, seeds in found.items() if is_compared(arm)})),
+        *("## Differences", between, "\n".join(verdict(found))),
+    ]
+    for suite, words in JUDGED.items():
+        parts += [f"### GSM8K, {words}", differences(untrained | found, suite)]
+    if others := {arm: seeds for arm, seeds in found.items() if not is_compared(arm)}:
+        parts += ["## Other runs", "They are in no comparison.", accuracy(others)]
+    parts += [
+        *("## Mismatch and entropy", f"![The main arms over training.](../{FIGURE})", ends, drift(found)),
+        *("## Error tokens", errors, error_tokens(found), "\n".join(quoted(found))),
+        *("## Seconds per step", means, seconds(found)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -336,7 +466,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.figure is not None:
         found = arms(runs)
         fig = figures.panels(
-            lambda key, held_out: curves(found, key, held_out), lambda arm: (plot.COLORS[MAIN.index(arm)], "-")
+            lambda key, held_out: curves(found, key, held_out),
+            lambda arm: (plot.COLORS[MAIN.index(arm)], "-"),
+            PANELS,
         )
         fig.savefig(args.figure, dpi=90, metadata={"Software": None})
     else:

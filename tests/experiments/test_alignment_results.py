@@ -35,6 +35,25 @@ def test_seeds_and_prompts_both_count():
     assert stats.estimate(x).dof == pytest.approx(0.0025 / 0.0017)
 
 
+def test_intervals_over_seeds_alone_and_over_prompts_alone():
+    x = np.array([[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0]])
+    over_seeds = stats.over_seeds(x)
+    assert (over_seeds.mean, over_seeds.stderr, over_seeds.dof) == (0.625, pytest.approx(0.125), 1)
+    assert stats.over_seeds(x[:1]) is None
+    kept = stats.of_means(x.mean(1), np.array([0.3, 0.4]))
+    assert kept.stderr == pytest.approx((0.125**2 + (0.09 + 0.16) / 4) ** 0.5)
+    assert kept.dof == pytest.approx(kept.stderr**4 / 0.125**4)
+
+    rng = np.random.default_rng(1)
+    x = rng.binomial(1, 0.3, (1, 400)).astype(float)
+    low, high = stats.bootstrap(lambda each: each.mean(0), x)
+    assert (low, high) == pytest.approx(
+        (x.mean() - stats.estimate(x).half, x.mean() + stats.estimate(x).half), abs=4e-3
+    )
+    # Both arguments are of the same draws: a difference of two that are equal has no spread.
+    assert stats.bootstrap(lambda a, b: (a - b).mean(0), x, x) == (0, 0)
+
+
 def test_a_known_share_of_the_gap_is_recovered():
     rng = np.random.default_rng(0)
     noise = rng.normal(0, 0.05, (3, 400))  # shared by the arms: pairing takes it out

@@ -27,6 +27,7 @@ def answers(right, of):
 def run(name, right, of=60):
     steps = [
         {"step": i, "mismatch/exact": 0.5, "mismatch/k3": 10.0**-i, "time/step_s": 100.0 if i < 2 else 8.0}
+        | {"time/rollout_s": 5.0, "time/update_s": 2.0}
         for i in range(6)
     ]
     old = [-0.1, -9.0, -0.1]
@@ -46,28 +47,94 @@ def runs():
     return {f"{arm}_seed{seed}": run(f"{arm}_seed{seed}", n + seed) for arm, n in scores.items() for seed in (0, 1)}
 
 
+def cells(text, begin):
+    """Of the one row that begins so, what follows."""
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| {begin} |")]
+    return [cell.strip() for cell in row.removeprefix(f"| {begin} |").split("|")[:-1]]
+
+
 def test_a_gap_and_what_is_recovered_are_judged_on_the_clean_questions(runs):
-    gap, tbpo, qarl = report.verdict(report.arms(runs))
-    assert "seeds 0, 1: a gap, 50.0 ±" in gap  # (45 - 15) / 60, without the question that both know
-    assert "it recovers 0.0 ±" in tbpo
-    assert "25.0 ±" in qarl
-    assert "it recovers 50.0 ±" in qarl
+    found = report.arms(runs)
+    (gap,) = report.verdict(found)
+    assert gap.startswith("- `w4a16`, greedy, seeds 0, 1: a gap, 50.0 ±")  # (45 - 15) / 60, without what both know
+    table = report.differences(found, "gsm8k")
+    assert cells(table, "`rollout_w4a16_tbpo` less `rollout_w4a16_grpo`")[-1].startswith("0.0 ±")
+    seeds, points, over_seeds, over_questions, share = cells(table, "`qarl_w4a16` less `rollout_w4a16_grpo`")
+    assert (seeds, points[:10]) == ("0, 1", "**25.0 ± 1")
+    assert over_seeds == "± 0.0"  # both seeds gain the same fifteen questions
+    low, high = (float(x) for x in over_questions.strip("[]").split(","))
+    assert (low, high) == pytest.approx((25 - 11, 25 + 11), abs=1.1)  # 1.96 sqrt(0.25 * 0.75 / 60)
+    assert share.startswith("50.0 ±")
 
 
 def test_without_a_gap_nothing_is_recovered(runs):
-    none = {name: run(name, 30) for name in runs}
-    gap, *others = report.verdict(report.arms(none))
-    assert "no gap" in gap
-    assert not any("recovers" in sentence for sentence in others)
+    none = report.arms({name: run(name, 30) for name in runs})
+    assert ["no gap" in sentence for sentence in report.verdict(none)[:-1]] == [True]
+    assert (
+        report.verdict(none)[-1] == "- No format that was trained with has a gap beyond two standard errors: `w4a16`."
+    )
+    table = report.differences(none, "gsm8k")
+    assert cells(table, "`qarl_w4a16` less `rollout_w4a16_grpo`")[1:] == ["0.0 ± 0.0", "± 0.0", "[0.0, 0.0]", "no gap"]
+
+
+def test_arms_are_compared_on_the_seeds_that_both_have(runs):
+    del runs[f"{report.ROLLOUT_TBPO}_seed0"].files["suite.gsm8k.jsonl"]  # trained, and not judged
+    runs["seqmis_grpo_w4a16_seed0"] = run("seqmis_grpo_w4a16_seed0", 20)
+    runs["base_bf16"] = run("base_bf16", 40)
+    page = report.page(runs)
+    assert cells(page, "`rollout_w4a16_tbpo` less `rollout_w4a16_grpo`")[0] == "1"
+    assert cells(page, "`rollout_w4a16_tbpo`")[4].endswith("(of 1)")
+    assert cells(page, "`qarl_w4a16` less `rollout_w4a16_grpo`")[0] == "0, 1"
+    assert cells(page, "`qarl_w4a16` less `seqmis_grpo_w4a16`")[:3] == ["0", "**16.7 ± 9.7**", "-"]
+    assert cells(page, "`bf16_grpo` less `base_bf16`")[0] == "0, 1"
+
+
+def test_another_format_has_a_gap_of_its_own(runs):
+    """stretch.sh names a run under FORMAT after the config and the format."""
+    for name, right in {"rollout_w4a16_grpo_w8a8": 40, "qarl_w4a16_w8a8": 45, "qarl_w4a16_w4a16_g-1": 5}.items():
+        runs[f"{name}_seed0"] = run(f"{name}_seed0", right)
+    runs["bf16_grpo_lr1e-5_seed0"] = run("bf16_grpo_lr1e-5_seed0", 1)
+    found = report.arms(runs)
+    assert list(found) == [*report.MAIN, "qarl_w4a16_g-1", "qarl_w8a8", "rollout_w8a8_grpo", "bf16_grpo_lr1e-5"]
+    assert not report.is_compared("bf16_grpo_lr1e-5")
+    assert [sentence.split(":")[0] for sentence in report.verdict(found)] == [
+        "- `w4a16`, greedy, seeds 0, 1",
+        "- `w8a8`, greedy, seeds 0",
+    ]
+    table = report.differences(found, "gsm8k")
+    assert cells(table, "`bf16_grpo` less `rollout_w8a8_grpo`")[1].startswith("**8.3 ±")
+    assert cells(table, "`qarl_w8a8` less `rollout_w8a8_grpo`")[-1].startswith("100.0 ± 0.0")
+
+
+def test_what_a_run_does_after_its_judgement_counts_in_no_comparison(runs):
+    longer = runs["qarl_w4a16_seed1"].files
+    longer["eval.jsonl"] += lines([{"version": 50, "eval/reward/mean": 0.9, "eval/reward/stderr": 0.02}])
+    assert cells(report.page(dict(runs)), "`qarl_w4a16`")[3] == "30.0 ± 2.8"
+
+
+def test_a_run_that_ended_early_is_not_among_those_that_did_not(runs):
+    shorter = runs["qarl_w4a16_seed0"].files
+    shorter["eval.jsonl"] = shorter["eval.jsonl"].splitlines(True)[0]
+    assert cells(report.page(runs), "`qarl_w4a16`")[2:4] == ["10.0 ± 2.8", "30.0 ± 3.9 (of 1)"]
+
+
+def test_quotes_prefer_what_the_sampler_meant(runs):
+    surprising = {"text": ["so ", "odd"], "old": [-0.1, -9.0], "rollout": [-0.1, -9.0]}
+    hidden = {"text": ["so ", "wrong"], "old": [-0.1, -8.0], "rollout": [-0.1, -0.7]}
+    samples = [{"step": 5, "reward": 0.0, "tokens": tokens} for tokens in (hidden, surprising, surprising)]
+    runs["qarl_w4a16_seed0"].files["samples.jsonl"] = lines(samples)
+    first, second = report.quoted({"qarl_w4a16": report.arms(runs)["qarl_w4a16"]})
+    assert first == "- `qarl_w4a16`, step 5, sampler 0.5, learner 0.0003, reward 0: `...so [[wrong]]...`"
+    assert "[[odd]]" in second
 
 
 def test_the_page_has_every_run_and_leaves_the_compiling_steps_out(runs):
     page = report.page(runs)
     row = next(line for line in page.splitlines() if line.startswith("| `qarl_w4a16` |"))
     assert row.startswith("| `qarl_w4a16` | 0, 1 | 6, 6 | 10.0 ± 2.8 | 30.0 ± 2.8 |")
-    assert "| `qarl_w4a16_seed0` | 0.00 | 0.00 | 0.00 | 0.00 | 8.00 |" in page
-    assert "| `qarl_w4a16_seed0` | 0.37, 0.00037 | 0.5000, 0.5000 |" in page
-    assert "step 5, probability 0.0001, reward 0: `...so [[wrong]] it is...`" in page
+    assert "| `qarl_w4a16_seed0` | 5.00 | 0.00 | 0.00 | 0.00 | 2.00 | 0.00 | 1.00 | 8.00 |" in page
+    assert "| `qarl_w4a16_seed0` | 6 | 0.37, 0.00037 | 0.5000, 0.5000 |" in page
+    assert "step 5, sampler 0.0001, learner 0.0001, reward 0: `...so [[wrong]] it is...`" in page
 
 
 def test_the_untrained_model_has_a_row_for_each_scheme(runs):
