@@ -16,7 +16,8 @@ Rules, with whose they are:
     number   the last number in the last \\boxed{}, else after the last "####", else the last of the response. lm-eval
              0.4.13 has two: strict takes the first "####", flexible the last number; ours adds the box, which is what
              the system message asks for, and prefers it.
-    math     symbolic equality of the last box and the reference (`rewards.math_verify`).
+    math     symbolic equality of the last box and the reference (`rewards.math_verify`, which says where math-verify is
+             mended). Left out: OlympiadBench's tolerances, and Minerva's of 1e-4 in Qwen2.5-Math's own grader.
     choice   the letter in the last \\boxed{}, else MMLU-Pro's own order: the first "answer is (X)", the last
              "Answer: X", the last capital letter that stands alone. MMLU-Pro's and GPQA's own graders read no boxes.
     code     the program in the last fenced block passes the problem's tests in a sandbox (`rewards.code`).
@@ -41,6 +42,7 @@ from qarl_jax.types import UserError, did_you_mean
 
 # Where `make data` unpacks test questions; `--suite-data` names any other file.
 QUESTIONS = "data/packages"
+# Qwen2.5-Math's own system message (its model card). The other two are ours: each asks for what its rule reads.
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
 LETTER = "Think step by step, then put the letter of the right choice within \\boxed{}."
 PROGRAM = "Write the whole Python program in one ```python block."
@@ -56,7 +58,7 @@ class Suite:
       rule: "number", "math", "choice" or "code" (the module's text).
       system: system message.
       file: where `make data` puts questions; empty: nowhere, give --suite-data.
-      where: only rows whose columns have these values.
+      where: only rows of that file whose columns have these values.
       leave_out: ids of rows to leave out.
       max_response_len: tokens of a response, if the run's config does not say more.
       presets: what a preset changes for this suite, over its usual settings.
@@ -193,7 +195,9 @@ def overrides(name: str, file: str | None = None, preset: str = "greedy") -> lis
         how = "run `make data`, or name the file" if suite.file else "name its questions"
         raise UserError(f"--suite {name} ({suite.about}): no questions at hand; {how} with --suite-data FILE.")
     kind = "parquet" if path.endswith(".parquet") else "jsonl"
-    source = {"name": kind, "path": path, "where": suite.where, "leave_out": list(suite.leave_out)}
+    # A publisher's own file holds this suite alone, and has no such columns.
+    where = suite.where if os.path.basename(path) == os.path.basename(suite.file) else {}
+    source = {"name": kind, "path": path, "where": where, "leave_out": list(suite.leave_out)}
     data = {"source": source, "template": "chat", "system": suite.system, "max_prompt_len": 4096, "holdout": 0.0}
     sampling = suite.sampling(preset) | {"num_prompts": 0, "data": data, "max_response_len": suite.max_response_len}
     return [

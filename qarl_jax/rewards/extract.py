@@ -10,7 +10,7 @@ from typing import Literal
 
 Extraction = Literal["auto", "whole", "last_line", "last_number", "number", "choice", "tag", "boxed"]
 
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_NUMBER = re.compile(r"[-+\u2212]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 _PLAIN = re.compile(r"([-+]?)(\d{0,300})(?:\.(\d{1,300}))?(?:/(\d{1,300}))?")
 _IS_LETTER = re.compile(r"answer is:? ?\**\(?([A-Z])\b", re.IGNORECASE)
 _ANSWER_LETTER = re.compile(r"answer:\s*\**\s*\(?([A-Z])\b", re.IGNORECASE)
@@ -28,6 +28,7 @@ def extract(text: str, how: Extraction = "auto") -> str | None:
         "answer is (X)", the last "Answer: X", the last capital letter from A to J that stands alone;
         "tag" what the last <answer>...</answer> holds; "boxed" what the last \\boxed{...} holds; "auto" the first of
         boxed, tag, the rest of the line after "####", "answer is" or "answer:", and the last line that gives something.
+        An \\fbox{...} is a \\boxed{...}, as in MATH's own code.
     """
     if how == "whole":
         return text.strip() or None
@@ -86,10 +87,10 @@ def _tag(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
+    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         return None
-    begin = start + len("\\boxed{")
+    begin = text.index("{", start) + 1
     depth = 1
     for i in range(begin, len(text)):
         if text[i] == "{":

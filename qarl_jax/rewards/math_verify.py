@@ -4,12 +4,24 @@
 
 Equality is symbolic (1/2 = 0.5 = \\frac{1}{2}), in worker processes with a deadline (see `pool.py`). Answers that are
 already equal as text or as plain numbers do not go through a worker.
+
+Where math-verify 0.9.0 is wrong, and what is done about it here:
+
+    several boxes                  it takes them for one set of answers: it is given the last alone
+    \\fbox{42}                      it sees no box: read as \\boxed{42}
+    4.5e33 = 4.5 \\times 10^{33}    it says no, and calls 1.6 and 1.7 \\times 10^{-19} equal: compared exactly, here
+    4210_5 = 4210_7                it says yes: two numbers with a base are equal where both parts are, here
+    a typographic minus            it overlooks it after "####": given to it as "-"
+    50\\% = 50, 50\\% = 0.5         it says yes to both; so do we. With antlr 4.11 it says no to both: 4.13 is required
+    e^{i\\pi} = -1                  it says no, and so do we
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Literal
 
 import numpy as np
@@ -21,6 +33,11 @@ from qarl_jax.rewards.sample import BaseReward, Sample
 
 # The answer stands at the end; the parser's cost grows with the text.
 MAX_CHARS = 8000
+_SCIENTIFIC = re.compile(
+    r"(?P<digits>[^eE\\\s]{1,100}?)\s*(?:[eE]|\\(?:times|cdot)\s*10\^)\{?(?P<exponent>[-+]?\d{1,3})\}?"
+    r"\s*(?:\\(?:text|mathrm)\{[^{}]{0,100}\})?"
+)
+_BASED = re.compile(r"([0-9A-Za-z]{1,100})_\{?(\d{1,3})\}?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,14 +65,39 @@ class Reward(BaseReward):
         for i, sample in enumerate(samples):
             if (not sample.finished and self.cfg.truncated == "zero") or not sample.text.strip():
                 continue
-            boxed = extract.extract(sample.text, "boxed")
-            if boxed is not None and extract.same(boxed, sample.prompt.answer):
-                out[i] = 1.0
-            else:
-                # math-verify reads several boxes as one set of answers; the last one is the answer.
+            boxed, answer = extract.extract(sample.text, "boxed"), sample.prompt.answer
+            verdict = None if boxed is None else settled(boxed, answer)
+            if verdict is None:
                 text = sample.text if boxed is None else f"\\boxed{{{boxed}}}"
                 hard.append(i)
-                tasks.append({"text": text[-MAX_CHARS:], "answer": sample.prompt.answer})
+                tasks.append({"text": _ascii_minus(text[-MAX_CHARS:]), "answer": _ascii_minus(answer)})
+            else:
+                out[i] = verdict
         for i, value in zip(hard, self.pool.map(tasks), strict=True):
             out[i] = value or 0.0
         return out
+
+
+def settled(given: str, expected: str) -> bool | None:
+    """Whether two answers are equal, where that takes no algebra or math-verify would be wrong; None elsewhere."""
+    if extract.same(given, expected):
+        return True
+    based = [_BASED.fullmatch(text.strip()) for text in (given, expected)]
+    if based[0] and based[1]:
+        return based[0].groups() == based[1].groups()
+    exact = [_scientific(text) for text in (given, expected)]
+    if exact != [None, None]:
+        a, b = (extract.number(text) if x is None else x for x, text in zip(exact, (given, expected), strict=True))
+        return None if a is None or b is None else a == b
+    return None
+
+
+def _scientific(text: str) -> Fraction | None:
+    """The value of 4.5e33 or 4.5 \\times 10^{33}, a unit in \\text{} aside; None of anything else."""
+    found = _SCIENTIFIC.fullmatch(_ascii_minus(text).strip())
+    digits = extract.number(found["digits"]) if found else None
+    return digits * Fraction(10) ** int(found["exponent"]) if found and digits is not None else None
+
+
+def _ascii_minus(text: str) -> str:
+    return text.replace("\u2212", "-")

@@ -98,6 +98,15 @@ def test_presets_are_the_papers_and_the_users_override_wins(tmp_path):
     assert load("gsm8k", path, extra=["eval.max_response_len=64"]).eval.max_response_len == 64
 
 
+def test_of_a_file_with_several_suites_each_takes_its_own_rows(tmp_path):
+    rows = [ROWS[name][0] for name in ("aime25", "gpqa_diamond", "supergpqa")]
+    path = tmp_path / "ds4_eval_cases.json"
+    path.write_text(json.dumps({"cases": rows}))
+    for name in ("aime25", "gpqa_diamond", "supergpqa"):
+        (asked,) = build.eval_prompts(load(name, path), EchoTokenizer())
+        assert asked.answer == ROWS[name][2]
+
+
 def test_unknown_suites_and_missing_questions_say_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="Did you mean gsm8k"):
@@ -163,6 +172,40 @@ ROWS = {
         "1_A",
     ),
 }
+
+
+# The same questions as their publishers have them; above, as `make data` has them.
+PUBLISHED = {
+    "gsm8k": ({"question": "How many?", "answer": "9 * 2 = 18\n#### 18"}, "How many?", "18"),
+    "aime25": ({"problem_idx": 1, "problem": "Sum?", "answer": 70, "problem_type": ["Algebra"]}, "Sum?", "70"),
+    "gpqa_diamond": (
+        {
+            "Question": "Q?",
+            "Correct Answer": "r",
+            "Incorrect Answer 1": "p",
+            "Incorrect Answer 2": "q",
+            "Incorrect Answer 3": "s",
+        },
+        ". r\n",
+        None,
+    ),
+    "hellaswag": ({"ind": 4, "ctx": "They", "endings": ["go", "stay"], "label": "1"}, "B. stay", "B"),
+    "truthfulqa": (
+        {"question": "Q?", "mc1_targets": {"choices": ["yes", "no"], "labels": [1, 0]}, "mc2_targets": {}},
+        ". yes",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_suite_reads_its_publishers_layout_too(name, tmp_path):
+    row, holds, answer = PUBLISHED[name]
+    (asked,) = build.eval_prompts(load(name, questions(tmp_path, [row])), EchoTokenizer())
+    assert holds in asked.text
+    if answer is None:  # a letter, wherever the right choice stands
+        answer = asked.text[asked.text.index(holds.rstrip()) - 1]
+    assert asked.answer == answer
 
 
 def test_every_suite_is_tried_below():

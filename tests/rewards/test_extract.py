@@ -41,6 +41,8 @@ from qarl_jax.rewards.extract import extract, number, same
         ("<answer></answer>", "tag", None),
         (r"\boxed{1} then \boxed{\frac{1}{2}}.", "boxed", r"\frac{1}{2}"),
         (r"\boxed{1", "boxed", None),
+        (r"\boxed{1} then \fbox{2}", "boxed", "2"),  # MATH's own code reads both
+        ("so\n#### \u22125", "number", "\u22125"),  # a typographic minus
         (r"x = \boxed{3} <answer>4</answer>", "auto", "3"),
         ("<answer>4</answer> 5", "auto", "4"),
         ("12 + 30 = 42\n#### 42\n", "auto", "42"),
