@@ -152,7 +152,7 @@ def test_qurls_arms_differ_in_scheme_correction_scale_and_rate_alone(model):
     for run in QURL_RUNS:
         this = flat(config.to_dict(load(model, run)))
         changed = {key for key in base.keys() | this.keys() if base.get(key) != this.get(key)} - {"run_dir"}
-        assert changed <= {"quant.rollout", "quant.uaq_scale", "loss.mismatch", "optimizer.lr"}, run
+        assert changed <= {"quant.rollout", "quant.uaq_scale", "loss.mismatch", "loss.ratio", "optimizer.lr"}, run
         assert (this["quant.forward"], this["optimizer.name"]) == ("bf16", "adamw")
         assert this["quant.rollout"] == ("bf16" if run == "bf16" else "fp8" if run.endswith("fp8") else "w8a8")
 
