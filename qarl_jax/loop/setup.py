@@ -135,6 +135,8 @@ class Run:
             published = self.publisher.publish(self.state, self.start)
         self.begun = self._starting.seconds() | {k: v for k, v in published.items() if k.startswith("time/start_")}
         self.observer.say(startup.words(self.begun))
+        if (facts := getattr(self.engine, "facts", None)) is not None:
+            self.observer.say(unequal.promise(cfg, facts.execution))
         if cfg.eval.at_start and self.start == 0 and not evaluated:
             self.observer.say(f"held-out reward before training: {self.evaluate(0)['eval/reward/mean']:.3f}")
 
@@ -156,7 +158,7 @@ class Run:
         if step == self.start and (said := first_step.remark(self.cfg, record, execution)) is not None:
             self.observer.say(said)
         found = self.updates.unequal
-        if found is not None and unequal.promised(self.cfg, execution):
+        if found is not None and not unequal.reason(self.cfg, execution):
             self.observer.unequal(step, dataclasses.asdict(found))
             self.observer.say(f"step {step}: {found}")
 

@@ -47,21 +47,35 @@ class Unequal:
         )
 
 
-def promised(cfg: RunConfig, execution: str) -> bool:
-    """Whether every log-prob of this run is to be equal to the bit.
+def reason(cfg: RunConfig, execution: str) -> str:
+    """Why this run does not promise that every log-prob is equal to the bit; "": it does.
 
     Args:
-      execution: the engine's mode, as its facts say; empty: the embedded sampler's, which promises closeness alone.
+      execution: the engine's mode, as its facts say; empty: the embedded sampler's.
     """
     engine = cfg.rollout.engine
-    return (
-        isinstance(engine, vllm.Config)
-        and engine.kernels == "contract"
-        and not engine.split_attention
-        and execution in ("eager", "graphs")
-        and cfg.quant.rollout_scheme == cfg.quant.forward
-        and cfg.numerics.profile != "plain"
-    )
+    if not isinstance(engine, vllm.Config):
+        return "the embedded sampler promises closeness alone"
+    if execution == "compiled":
+        return "vLLM's compiled kernels round otherwise than the learner (rollout.engine.execution=auto)"
+    if execution not in ("eager", "graphs"):
+        return "this engine computes nothing"
+    if engine.kernels != "contract":
+        return f"the engine computes with other kernels than the learner's (rollout.engine.kernels={engine.kernels})"
+    if engine.split_attention:
+        return "attention may split the keys of a sequence (rollout.engine.split_attention=true)"
+    if cfg.numerics.profile == "plain":
+        return "the learner does not round where vLLM does (quant.engine=plain)"
+    if cfg.quant.rollout_scheme != cfg.quant.forward:
+        return f"the learner computes in {cfg.quant.forward}, the sampler in {cfg.quant.rollout_scheme}"
+    return ""
+
+
+def promise(cfg: RunConfig, execution: str) -> str:
+    """What a run says at its start of its log-probs."""
+    why = reason(cfg, execution)
+    equal = f"every log-prob is to be equal in learner and sampler, to the bit (execution {execution})"
+    return f"log-probs may differ between learner and sampler: {why}" if why else equal
 
 
 def first(parts: Iterable[tuple[Packed, Sequence[RolloutGroup], Sequence[Any]]], version: int) -> Unequal | None:
