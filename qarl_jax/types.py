@@ -26,6 +26,8 @@ import dataclasses
 import difflib
 import functools
 import logging
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -213,9 +215,26 @@ def at_least(config: Any, least: float, *fields: str, note: str = "") -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ " Did you mean X?", X being the closest of the known words; empty where none is close."""
-    near = difflib.get_close_matches(word, list(known), n=1)
+    """ " Did you mean X?", X being a known word that contains `word`, else the closest; empty where none is close."""
+    known = list(known)
+    near = [k for k in known if len(word) > 2 and word.lower() in k] or difflib.get_close_matches(word, known, n=1)
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def check_model_folder(folder: str | os.PathLike[str]) -> None:
+    """Refuses a path that is no folder; a name on the Hugging Face Hub is told how it becomes one."""
+    folder = os.fspath(folder)
+    if os.path.isdir(folder):
+        return
+    if os.path.exists(folder):
+        raise UserError(f"{folder}: a file, but a Hugging Face model folder is needed.")
+    said = f"{folder}: no such folder; give a Hugging Face model folder."
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
+        said += (
+            f" Nothing is downloaded here: if this is a name on the Hugging Face Hub, `hf download {folder} --local-dir"
+            " DIR` fetches it, and DIR is the folder to give."
+        )
+    raise UserError(said)
 
 
 class DivergedError(RuntimeError):

@@ -138,6 +138,8 @@ def refused(world, capsys):
     [
         (["train.stps=3"], ["override 'train.stps=3'", "unknown key", "Did you mean train.steps?"]),
         (["clip_high=0.3"], ["unknown key", "Did you mean loss.clip_high?"]),
+        (["lr=1e-3"], ["unknown key", "Did you mean optimizer.lr?"]),
+        (["reward.name=math"], ["unknown name 'math'", "Did you mean math_verify?"]),
         (["train.steps=many"], ["train.steps", "expected an integer", "'many'"]),
         (["optimizer.lr=fast"], ["optimizer.lr", "expected a number", "'fast'"]),
         (["model.dtype=float16"], ["model.dtype", "bfloat16, float32", "'float16'"]),
@@ -153,6 +155,7 @@ def refused(world, capsys):
         (["rollout.num_samples_per_prompt=1"], ["num_samples_per_prompt=1", "Use at least 2"]),
         (["rollout.top_p=0.9"], ["top_p=0.9", "importance ratio"]),
         (["quant.forward=w5a16"], ["quant", "'w5a16'", "w4a16"]),
+        (["quant.forward=W8A8:g32"], ["'W8A8:g32'", "Did you mean w8a8?"]),
         (["quant.group_size=0"], ["group_size must be at least 1"]),
         (["optimizer.lr=inf"], ["lr must be 0 or more, and finite"]),
         (["quant.rules=[{match: '[', scheme: bf16}]"], ["quant", "regular expression"]),
@@ -168,7 +171,7 @@ def refused(world, capsys):
         (["rollout.engine.name=vllm", "rollout.router_replay=true"], ["router_replay=true", "no mixture of experts"]),
         (["mesh.fsdp=3"], ["train.micro_batch_rows=4", "3"]),
         (["loss.name=ppo"], ["loss.name=ppo", "set advantage.name=gae and `critic: {}`"]),
-        (["loss.name=ppo", "advantage.name=gae", "critic.path=nowhere"], ["nowhere", "no config.json there"]),
+        (["loss.name=ppo", "advantage.name=gae", "critic.path=nowhere"], ["nowhere", "no such folder"]),
     ],
 )
 def test_a_wrong_setting_is_told_with_place_and_remedy(refused, overrides, expected):
@@ -304,7 +307,7 @@ def test_a_name_of_the_hub_says_how_to_fetch_it(refused):
 
 
 def test_a_file_instead_of_a_model_folder_is_told(world, refused):
-    assert "a file, but model.path must be" in refused(f"model.path={world.model}/config.json")
+    assert "a file, but a Hugging Face model folder is needed" in refused(f"model.path={world.model}/config.json")
 
 
 def test_a_home_folder_is_found_after_the_equals_sign_too(world, refused, monkeypatch):

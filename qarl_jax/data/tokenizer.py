@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, check_model_folder
 
 # The learner needs no torch, and transformers advises whoever lacks it at import.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -35,8 +34,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
       UserError: no folder, no tokenizer in it, or files that transformers cannot read.
     """
     folder = os.fspath(path)
-    if not os.path.isdir(folder):
-        raise UserError(_no_folder(folder))
+    check_model_folder(folder)
     names = set(os.listdir(folder))
     if not names & {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"}:
         raise UserError(
@@ -60,18 +58,6 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
             f"{folder}: the tokenizer has no eos_token, so no response could ever end; set it in its config."
         )
     return tokenizer
-
-
-def _no_folder(folder: str) -> str:
-    if os.path.exists(folder):
-        return f"{folder}: a file, but model.path must be a Hugging Face model folder."
-    said = f"{folder}: no such folder to load a tokenizer from; set model.path to a Hugging Face model folder."
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
-        said += (
-            f" Nothing is downloaded here: if this is a name on the Hugging Face Hub, `hf download {folder} --local-dir"
-            " DIR` fetches it, and model.path=DIR uses it."
-        )
-    return said
 
 
 def stop_token_ids(tokenizer: Tokenizer, path: str | os.PathLike[str] | None = None) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from qarl_jax.models.hf.config import HFConfig, MoEConfig, RopeScaling
 from qarl_jax.numerics.engine import NormOrder
 from qarl_jax.quant import Numerics, Rules, SchemeConfig, on_engine, quantizes_activations
 from qarl_jax.runtime import remat
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, check_model_folder
 
 REMAT = remat.POLICIES
 ATTENTION = ("auto", "xla", "cudnn", "splash", "flash3")
@@ -166,6 +166,7 @@ def read_config(source: str | pathlib.Path | Mapping[str, Any], **overrides: Any
       UserError: no or broken config.json, an architecture not in `MODELS`, a key missing, mistyped or unsupported.
     """
     if not isinstance(source, Mapping):
+        check_model_folder(source)
         path = pathlib.Path(source) / "config.json"
         if not path.is_file():
             raise UserError(f"{source}: no config.json there; give a Hugging Face model folder")

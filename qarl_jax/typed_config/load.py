@@ -382,7 +382,7 @@ class _Builder:
 
     def elsewhere(self, key: str) -> str | None:
         """The full path of a key that exists in another section (`clip_high` at the top -> `loss.clip_high`)."""
-        known = dotted_keys(self.root)
+        known = sorted(dotted_keys(self.root), key=lambda dotted: dotted.count("."))  # optimizer.lr before a critic's
         exact = [dotted for dotted in known if dotted.rsplit(".", 1)[-1] == key]
         if exact:
             return exact[0]

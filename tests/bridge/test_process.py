@@ -174,6 +174,19 @@ def test_what_stops_a_bridge_from_starting_is_told_in_its_own_words():
         e.publish(weights(0), 0)
 
 
+def test_a_bridge_without_vllm_says_what_to_install(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tensors.json").write_text("[]")
+    code = "import sys; sys.modules['torch'] = None; from qarl_bridge import cli; sys.exit(cli.main(sys.argv[1:]))"
+    paths = {"--socket": "socket", "--key-file": "key", "--model": "model"}
+    words = [word for option, name in paths.items() for word in (option, str(tmp_path / name))]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {sys.executable} has no torch; install")
+    assert "Traceback" not in done.stderr
+
+
 def test_limits_of_the_engine_are_the_users_to_fix():
     with engine() as e:
         e.publish(weights(0), 0)

@@ -30,7 +30,7 @@ from qarl_jax.models.params import abstract_model, by_path, finish, parse_rules,
 from qarl_jax.models.transformer import Transformer
 from qarl_jax.quant import QTensor, resolve
 from qarl_jax.runtime.mesh import param_shardings
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, check_model_folder
 
 _FLOATS = {np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)}
 _PIECE_BYTES = 64 << 20  # of a cast that goes to the host
@@ -111,6 +111,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | pathlib.Path):
+        check_model_folder(folder)
         self.folder = pathlib.Path(folder)
         index = self.folder / INDEX
         if index.is_file():

@@ -21,7 +21,7 @@ from qarl_jax.numerics.engine import Numerics
 from qarl_jax.quant.contractions import Product
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import fp8, w2a16, w3a16, w4a8, w4a8_fp8, w4a16, w8a8
-from qarl_jax.types import UserError
+from qarl_jax.types import UserError, did_you_mean
 
 
 class Scheme(Protocol):
@@ -98,7 +98,8 @@ def parse_scheme(text: str, group_size: int | None = None) -> SchemeConfig | Non
     if name == "bf16" and not suffix:
         return None
     if name not in _BY_NAME:
-        raise UserError(f"unknown quantization scheme {text!r}: use one of {', '.join(scheme_names())}")
+        hint = did_you_mean(name, scheme_names())
+        raise UserError(f"unknown quantization scheme {text!r}.{hint} Known: {', '.join(scheme_names())}")
     config_type = _BY_NAME[name]
     takes_group = "group_size" in inspect.signature(config_type).parameters
     if suffix:
