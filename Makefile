@@ -29,6 +29,8 @@ help:
 	@echo "make docs             the documents as a site, in site/; fails on a link that leads nowhere"
 
 $(VENV)/.base: $(MANIFESTS)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
+	  { echo "$(PYTHON) is not Python 3.11 to 3.13: add PYTHON=python3.13, say" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e ./bridge -e .
 	touch $@

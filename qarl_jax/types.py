@@ -229,7 +229,9 @@ def check_model_folder(folder: str | os.PathLike[str]) -> None:
     if os.path.exists(folder):
         raise UserError(f"{folder}: a file, but a Hugging Face model folder is needed.")
     said = f"{folder}: no such folder; give a Hugging Face model folder."
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
+    if folder.startswith("models/"):
+        said += f" Nothing is downloaded here: `make data` or `hf download ORG/NAME --local-dir {folder}` does it."
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
         said += (
             f" Nothing is downloaded here: if this is a name on the Hugging Face Hub, `hf download {folder} --local-dir"
             " DIR` fetches it, and DIR is the folder to give."
@@ -249,7 +251,10 @@ class _Warnings(logging.Handler):
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line with settings on it (section.field=value), which are easily written as options."""
+    """A command line with settings on it (section.field=value), which are easily written as options or among them."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        return self.parse_intermixed_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments: -"):

@@ -217,6 +217,10 @@ def test_a_setting_written_as_an_option_is_told_how_it_is_written(world, capsys)
     assert "train.steps=10" in capsys.readouterr().err
 
 
+def test_settings_may_stand_before_and_behind_options(world):
+    assert train.main([*world.command("train.steps=2"), "--dry-run", "seed=3"]) == 0
+
+
 def test_a_config_of_another_command_is_told_apart(refused):
     assert "a config of another command?" in refused(command=["--config", "configs/tiny_sft.yaml"])
 
@@ -303,7 +307,8 @@ def test_a_broken_model_folder_is_told_by_file(world, refused, case):
 
 
 def test_a_name_of_the_hub_says_how_to_fetch_it(refused):
-    assert "hf download Qwen/Qwen3-0.6B --local-dir" in refused("model.path=Qwen/Qwen3-0.6B")
+    assert "hf download Qwen/Qwen3-0.6B --local-dir DIR" in refused("model.path=Qwen/Qwen3-0.6B")
+    assert "hf download ORG/NAME --local-dir models/nowhere" in refused("model.path=models/nowhere")
 
 
 def test_a_file_instead_of_a_model_folder_is_told(world, refused):

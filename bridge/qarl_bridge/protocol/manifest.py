@@ -23,13 +23,13 @@ def check_manifest(
     if manifest.model != model:
         raise BridgeError(
             f"{manifest.version} belongs to another model: fingerprint {manifest.model.hex()[:12]}, "
-            f"the engine serves {model.hex()[:12]}",
+            f"the engine serves {model.hex()[:12]}; start it with the run's model",
             "foreign_model",
         )
     if manifest.scheme != scheme:
         raise BridgeError(
             f"{manifest.version} is quantized under another scheme: hash {manifest.scheme.hex()[:12]}, "
-            f"the engine was started for {scheme.hex()[:12]}",
+            f"the engine was started for {scheme.hex()[:12]}; start it with a model folder of the run's scheme",
             "foreign_scheme",
         )
     if manifest.total_bytes > MAX_STAGE_BYTES:
