@@ -83,6 +83,21 @@ CASES = (
     Setting(chunk=512),
     Setting(rows=1, seq=16384, segments=16),
     Setting(optimizer="muon", master="float32"),
+    *(
+        Setting(
+            model="4b",
+            scheme=scheme,
+            rows=2,
+            seq=2304,
+            segments=4,
+            remat=remat,
+            master="float32",
+            optimizer="muon",
+            moments="int8",
+            offload=True,
+        )
+        for scheme, remat in (("bf16", "full"), ("bf16", "mixer"), ("w4a16", "attention"), ("w8a8", "mixer"))
+    ),
     *MEASURED[2:],
     dataclasses.replace(LONG_ROW, master="float32", offload=True),
     dataclasses.replace(LONG_ROW, seq=1024, moments="int8", offload=True),  # its update is the fullest moment

@@ -196,6 +196,17 @@ def test_shuffled_advantages_change_the_update_but_not_the_samples(world, run):
 
 
 @pytest.mark.slow
+def test_what_cannot_be_compiled_ahead_is_compiled_when_it_is_needed(world, run, monkeypatch, capsys):
+    def failing(*args):
+        raise RuntimeError("INTERNAL: Failed to launch ptxas")
+
+    monkeypatch.setattr(build, "compile_ahead", failing)
+    (late,), first = other(world, "late", train={"steps": 1}, log={"view": "lines"}), run.records()[0]
+    assert {key: value for key, value in late.items() if not key.startswith("eval/")} == first
+    assert "not compiled ahead, but when needed: INTERNAL: Failed to launch ptxas" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_a_reward_that_never_differs_moves_nothing(world):
     for line in other(world, "constant", reward={"name": "python", "path": f"{rewards.__file__}:nothing"}):
         assert line["reward/zero_advantage_groups"] == 1

@@ -38,8 +38,9 @@ from qarl_jax.types import UserError
 
 GIB = 2.0**30
 FRACTION, PREALLOCATE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
-# Bytes, estimates for a Hopper GPU: a process's CUDA context with its libraries' workspaces, JAX's and vLLM's.
-JAX_CONTEXT, ENGINE_CONTEXT = 1.2 * GIB, 1.5 * GIB
+# Bytes, estimates for a Hopper GPU: a process's CUDA context with its programs and its libraries' workspaces, JAX's and
+# vLLM's. JAX's was 1.6 GiB at a mixture and 2.5 over two cards when vLLM asked what is free.
+JAX_CONTEXT, ENGINE_CONTEXT = 1.7 * GIB, 1.5 * GIB
 COLLECTIVES = 1.0 * GIB  # NCCL's buffers, where the learner is spread over several cards
 GRAPHS = 1.5 * GIB  # of all captured batch sizes together; they share one pool
 STEP_TOKENS = 16384  # most tokens of an engine's step (vLLM's max_num_batched_tokens on a large card, or fewer)
@@ -316,7 +317,7 @@ def _engine_settings(cfg: RunConfig, card: int, share: float) -> dict[str, Any]:
     return {
         "rollout.engine.memory": "given",
         "rollout.engine.kv_cache_gb": gigabytes,
-        "rollout.engine.gpu_memory_utilization": min(1.0, math.ceil(needed / card * 100) / 100),
+        "rollout.engine.gpu_memory_utilization": min(1.0, math.ceil(needed / card * 1000) / 1000),
     }
 
 

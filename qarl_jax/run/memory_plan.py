@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from qarl_jax import models
@@ -154,6 +155,13 @@ def update_scratch(
     return max(map(sum, zip(own, here, beside, strict=True)))
 
 
+def _read(params: Any, qweights: Any, mesh: Mesh | AbstractMesh | None, dtype: Any) -> int:
+    """Bytes of the masters that a forward reads, in `dtype`: all but those that it has as QTensors."""
+    low = models.by_path(qweights)
+    flat = [(keys, leaf) for keys, leaf in nnx.to_flat_state(params) if ".".join(map(str, keys)) not in low]
+    return nbytes(nnx.from_flat_state(flat), mesh, dtype)
+
+
 def update_parts(
     model: models.ModelConfig,
     params: Any,
@@ -172,9 +180,10 @@ def update_parts(
     """Bytes by part at the fullest moment of an update.
 
     Two moments compete. In the layers' backward there are the saved activations, one layer's own and all gradients;
-    where those are bfloat16, the head's float32 sum stands beside them. In the log-probs' backward there are no
-    gradients of layers yet, but a chunk of logits (float32, and their gradient in the compute dtype) and the head's
-    float32 gradient twice, before and after the chunk. "log-prob chunk" is what the second needs beyond the first.
+    where those are bfloat16, the head's float32 sum stands beside them, and a rounded copy of float32 masters that the
+    forward reads. In the log-probs' backward there are no gradients of layers yet, but a chunk of logits (float32, and
+    their gradient in the compute dtype) and the head's float32 gradient twice, before and after the chunk. "log-prob
+    chunk" is what the second needs beyond the first.
 
     Where the update is not in the gradient's program, for its several micro-batches or because the optimizer's state
     rests on the host, it is a third: activations are gone, and what it works with (`update_scratch`) is here. "update
@@ -200,16 +209,19 @@ def update_parts(
     layers = saved + layer_activations(model, positions, max_segments)
     if nbytes(params, mesh, own) != nbytes(params, mesh, jnp.float32):
         layers += vocabulary
+    # `Learner._gradient` rounds before it differentiates.
+    rounded = 0 if own is None or gradient == nbytes(params, mesh) else _read(params, qweights, mesh, own)
     logits = min(chunk, positions) * model.vocab_size * (4 + model.compute_dtype.itemsize)
     chunks = max(0, saved + logits + 2 * vocabulary - layers - gradient)
     state, apart = nbytes(opt_state, mesh), 0
     if offload or not one_program:
-        gone = layers + chunks + (0 if one_program else gradient)
+        gone = layers + rounded + chunks + (0 if one_program else gradient)
         apart = max(0, update_scratch(params, opt_state, offload=offload, mesh=mesh) - gone)
     return {
         "masters": nbytes(params, mesh),
         "optimizer": 0 if offload else state,
         "gradients": gradient + (0 if one_program else nbytes(params, mesh, grad_dtype)),
+        "masters, rounded": rounded,
         "QTensors": nbytes(qweights, mesh),
         "activations (estimate)": layers,
         "log-prob chunk": chunks,

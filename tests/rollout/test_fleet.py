@@ -282,6 +282,30 @@ def test_when_none_is_left_the_first_one_says_why():
             drawn(engine)
 
 
+def test_an_engine_of_ours_that_cannot_start_ends_the_run_at_its_start_and_is_not_waited_for_later(monkeypatch):
+    """Half of the engines is half of what was asked for; on a card without room one never starts."""
+
+    def refusing(engine, tried):
+        def connect(*args):
+            tried.append(1)
+            raise UserError("vLLM bridge 2 did not start: no room")
+
+        monkeypatch.setattr(engine.fleet.replicas[1], "connect", connect)
+
+    with started(2) as engine:
+        refusing(engine, [])
+        with pytest.raises(UserError, match="no room"):
+            engine.publish(weights(0), 0)
+    with started(2, max_restarts=1) as engine:
+        assert engine.publish(weights(0), 0)["replicas"] == 2
+        tried = []
+        refusing(engine, tried)
+        os.kill(engine.fleet.replicas[1].facts.pid, signal.SIGKILL)
+        for version in range(1, 5):
+            assert engine.publish(weights(version % 2), version)["replicas"] == 1
+        assert 1 <= len(tried) <= 2
+
+
 def test_a_request_that_no_engine_can_serve_is_the_users_to_mend(endpoints):
     world = endpoints(2)
     engine = world.serving()

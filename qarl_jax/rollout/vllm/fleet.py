@@ -15,6 +15,7 @@ not depend on a request's company (the contract's kernels), a fleet's run equals
 | a bridge dies, or is silent too long | what it had not answered goes to the others; it is started (or called) again, |
 |                                      | given the current version, and serves                                         |
 | it dies `max_restarts` times in a row| it is left out; by hand started ones are called again every RETRY_S           |
+| it does not start                    | with the run: the run ends, and says why; later: as if it had died            |
 | it draws under another version       | its answer is not taken; it is treated as one that died                       |
 | it refuses a version                 | it is left out until the next one; the others go on                           |
 | it is slow (`hedge`)                 | an idle engine is asked as well, and the first answer counts                  |
@@ -177,7 +178,10 @@ class Fleet:
                     self._changed.wait(_TICK_S)
                 serving = [replica for replica in self.replicas if replica.serves(staged)]
                 for replica in self.replicas:
-                    if replica.error is not None and getattr(replica.error, "code", "") == "unshared":
+                    # One of ours that cannot start when the run does was asked for in vain: no fault, a setting.
+                    in_vain = before is None and not replica.address and isinstance(replica.error, UserError)
+                    if in_vain or getattr(replica.error, "code", "") == "unshared":
+                        assert replica.error is not None
                         raise replica.error
                 if not serving:
                     raise self._why()
@@ -286,6 +290,7 @@ class Fleet:
             except Exception as error:
                 if replica.holds is None:
                     replica.hang_up()
+                    replica.deaths += 1  # else every publish would wait for it to fail again
                 return self._leave_out(replica, error)
 
     def _mourn(self, replica: Replica, error: BridgeError) -> None:
