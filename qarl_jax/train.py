@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(config.describe(cfg))
         print("\n".join(shared.lines() if shared is not None else ()), end="\n" * (shared is not None))
     if args.dry_run:
-        print(memory_plan.describe(cfg))
+        print(memory_plan.describe(cfg, card_planned=shared is not None))
         return 0
     run(cfg)
     return 0

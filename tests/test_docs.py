@@ -165,6 +165,12 @@ def test_every_configuration_on_a_command_line_loads(document, tmp_path):
     assert loaded
 
 
+def test_the_config_of_ones_own_loads(tmp_path):
+    (file,) = [block for block in blocks(text_of("docs/operate.md"), "yaml") if block.startswith("run_dir:")]
+    (tmp_path / "mine.yaml").write_text(file)
+    assert config.load(tmp_path / "mine.yaml", []).run_dir == "runs/mine"
+
+
 @pytest.mark.parametrize("document", ["docs/install.md", "bridge/README.md"])
 def test_every_extra_named_exists(document):
     extras = {

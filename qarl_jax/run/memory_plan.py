@@ -432,8 +432,11 @@ def quantized(cfg: RunConfig, *, rollout: bool = False) -> list[str]:
     ]
 
 
-def describe(cfg: RunConfig) -> str:
-    """The plan as lines: parameters, bytes by part (whole mesh and per device), and which weights are quantized."""
+def describe(cfg: RunConfig, *, card_planned: bool = False) -> str:
+    """The plan as lines: parameters, bytes by part (whole mesh and per device), and which weights are quantized.
+
+    Args: card_planned: a `card.CardPlan` has said already who takes what of the card.
+    """
     whole, own = parts(cfg), parts(cfg, per_device=True)
     _, params = abstract_policy(cfg)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
@@ -451,7 +454,7 @@ def describe(cfg: RunConfig) -> str:
     for name, state in resting.items():
         a, b = nbytes(state), nbytes(state, planned_mesh(cfg))
         lines.append(f"  {name:<24}{a / GIB:9.3f} GiB{b / GIB:10.3f} GiB")
-    lines += colocation(cfg)
+    lines += [] if card_planned else colocation(cfg)
     split = cfg.quant.rollout_scheme != cfg.quant.forward
     for rollout in (False, True) if split else (False,):
         names = quantized(cfg, rollout=rollout)

@@ -165,6 +165,7 @@ def test_a_dry_run_says_for_any_card_whether_the_run_fits(overrides, capsys):
     out = capsys.readouterr().out
     assert re.search(r"card +140.4 GiB: fits; JAX takes \d+\.\d% of it at once", out)
     assert "engine: KV cache                    20.00 GiB" in out
+    assert card.FRACTION not in out  # nothing else says what JAX takes
     assert train.main([*command, "--card-gb", "79.6"]) == 2
     assert "It fits with: " in capsys.readouterr().err
 
