@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from qarl_bridge.protocol.messages import BridgeError
 
@@ -21,15 +22,20 @@ from qarl_jax.verify import ladder
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns 1 where a promise is broken, otherwise 0."""
     defaults = ladder.Options()
-    parser = argparse.ArgumentParser(prog="python -m qarl_jax.parity", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument("--scheme", required=True, help="bf16, w8a8, fp8, w4a16[:g64] or w4a8[:g64]")
-    parser.add_argument("--engine", required=True, choices=("cpu", "cuda"), help="whose arithmetic vLLM runs here")
+    parser = argparse.ArgumentParser(
+        prog="python -m qarl_jax.parity",
+        description="Climbs the ladder of promises with a learner and a live vLLM: grids, layers, tokens.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    must: dict[str, Any] = {"required": True, "default": argparse.SUPPRESS}  # no "(default: None)" in the help
+    parser.add_argument("--model", **must, help="Hugging Face folder")
+    parser.add_argument("--scheme", **must, help="bf16, w8a8, fp8, w4a16[:g64] or w4a8[:g64]")
+    parser.add_argument("--engine", **must, choices=("cpu", "cuda"), help="whose arithmetic vLLM runs here")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument("--prompts", type=int, default=defaults.prompts, help="random prompts, a sample each")
-    parser.add_argument("--prompt-len", type=int, default=defaults.prompt_len)
-    parser.add_argument("--response-len", type=int, default=defaults.response_len)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--prompt-len", type=int, default=defaults.prompt_len, help="tokens of a prompt")
+    parser.add_argument("--response-len", type=int, default=defaults.response_len, help="tokens of a sample")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="of prompts and samples")
     parser.add_argument("--max-k3", type=float, default=defaults.max_k3, help="largest k3 that keeps the promise")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU engine; 0: all")
     parser.add_argument(
@@ -43,7 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=defaults.execution,
         help="auto, eager, graphs or compiled; several, with commas: compare engines in these modes to the bit",
     )
-    parser.add_argument("--int4-kernel", choices=("auto", "packed", "machete", "marlin"), default=defaults.int4_kernel)
+    parser.add_argument(
+        "--int4-kernel",
+        choices=("auto", "packed", "machete", "marlin"),
+        default=defaults.int4_kernel,
+        help="as rollout.engine.int4_kernel",
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="shards of the engine (1 or 2)")
     parser.add_argument("--kv-cache-gb", type=float, default=defaults.kv_cache_gb, help="of the engine")
     parser.add_argument(
