@@ -315,12 +315,15 @@ def run(
         engine.publish(weights, version)
         stop = data.stop_token_ids(tokenizer, cfg.model.path)
         for each, prompts, grader in zip((cfg, *more), asked, graders, strict=True):
+            sampling = build.eval_sampling(each, stop)
+            count = len(prompts) * each.eval.num_samples
+            _say(f"sampling {count} responses of at most {sampling.max_response_len} tokens")  # silence follows
             result = evaluate(
                 engine,
                 prompts,
                 grader,
                 tokenizer,
-                sampling=build.eval_sampling(each, stop),
+                sampling=sampling,
                 num_samples=each.eval.num_samples,
                 key=build.seed_of(each.seed, 0, "eval"),
                 ks=each.eval.ks,

@@ -50,6 +50,8 @@ def run_config(directory: str | os.PathLike[str], overrides: Sequence[str] = ())
             raise UserError(f"{file} holds no config: it is not the record of a run, or was altered.")
         return config.from_dict(record["config"], str(file), overrides)
     start = pathlib.Path(directory).absolute()
+    if not start.exists():
+        raise UserError(f"{start}: no such folder; give the folder of a run, or one step_* of it.")
     raise UserError(f"{start} is not inside a run folder: no run.json in it or in the two folders above it.")
 
 
