@@ -82,7 +82,7 @@ class Linear(nnx.Module):
         master = self.kernel.get_value()
         if self.quantized is not None:
             return master, self.quantized.get_value()
-        return master, jax.lax.stop_gradient(master).astype(dtype)
+        return master, round_to(jax.lax.stop_gradient(master), dtype)
 
     def of_experts(
         self,
@@ -192,7 +192,7 @@ class RMSNorm(nnx.Module):
 def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
     """Rows of `table` in `dtype`. Their gradients are summed in float32, whatever the table's dtype: in bfloat16 a
     frequent token's sum would stop growing."""
-    return jnp.take(table, tokens, axis=0, mode="clip").astype(dtype)
+    return round_to(jnp.take(table, tokens, axis=0, mode="clip"), dtype)
 
 
 def _lookup_fwd(table: jax.Array, tokens: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:

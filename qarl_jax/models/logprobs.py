@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from qarl_jax.numerics.float32 import from_float64, matmul_precision
+from qarl_jax.numerics.float32 import from_float64, matmul_precision, round_to
 from qarl_jax.types import UserError
 
 # 1024 rows of float32 logits over a vocabulary of 152k are 0.6 GB: large enough for full-speed products, small enough
@@ -187,7 +187,7 @@ def _log1p(x: jax.Array) -> jax.Array:
 
 def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradient):  # type: ignore[no-untyped-def]
     # Cast here and not in the caller: the master's gradient then keeps the float32 it is summed in.
-    weight = head.astype(hidden.dtype)
+    weight = round_to(head, hidden.dtype)
 
     def statistics(z, chosen):  # type: ignore[no-untyped-def]
         top = z.max(-1, keepdims=True)
@@ -219,7 +219,7 @@ def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradi
 
 def _backward(temperature, numerics, entropy_gradient, residuals, cotangents):  # type: ignore[no-untyped-def]
     hidden, head, targets, scored, lse, entropy = residuals
-    weight = head.astype(hidden.dtype)
+    weight = round_to(head, hidden.dtype)
     precision = matmul_precision(hidden.dtype, gradient=True)
     product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
 

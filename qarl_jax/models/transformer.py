@@ -28,7 +28,7 @@ from qarl_jax.models.attention import attention
 from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.layers import Linear, Quantized, RMSNorm, apply_rope, lookup, normal, rope_table, silu_and_mul
 from qarl_jax.models.moe import MoE
-from qarl_jax.numerics.float32 import matmul_precision
+from qarl_jax.numerics.float32 import matmul_precision, round_to
 from qarl_jax.runtime import remat
 from qarl_jax.runtime.mesh import constrain
 from qarl_jax.runtime.remat import ATTENTION_INPUT, MIXER_OUTPUT
@@ -180,7 +180,7 @@ class Transformer(nnx.Module):
             return jnp.einsum(
                 "btd,vd->btv",
                 hidden,
-                self.head_weight().astype(self.config.compute_dtype),
+                round_to(self.head_weight(), self.config.compute_dtype),
                 precision=matmul_precision(self.config.compute_dtype),
                 preferred_element_type=jnp.float32,
             )

@@ -60,8 +60,8 @@ def _multiply_fwd(numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor:
         else:
             y = engine(used, qtensor, bias)
     else:
-        used, weight = x, master.astype(x.dtype) if qtensor is None else qtensor
-        plain = weight if scheme is None else scheme.dequantize(weight).astype(jnp.bfloat16)
+        used, weight = x, round_to(master, x.dtype) if qtensor is None else qtensor
+        plain = weight if scheme is None else round_to(scheme.dequantize(qtensor), jnp.bfloat16)
         y = round_to(product.floating(x, plain, bias, numerics), x.dtype)
     return y, (used, weight, sizes)
 
