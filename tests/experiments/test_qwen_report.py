@@ -80,13 +80,15 @@ def test_without_a_gap_nothing_is_recovered(runs):
 def test_arms_are_compared_on_the_seeds_that_both_have(runs):
     del runs[f"{report.ROLLOUT_TBPO}_seed0"].files["suite.gsm8k.jsonl"]  # trained, and not judged
     runs["seqmis_grpo_w4a16_seed0"] = run("seqmis_grpo_w4a16_seed0", 20)
-    runs["base_bf16"] = run("base_bf16", 40)
+    runs |= {name: run(name, right) for name, right in (("base_bf16", 40), ("base_w4a16", 10))}
     page = report.page(runs)
     assert cells(page, "`rollout_w4a16_tbpo` less `rollout_w4a16_grpo`")[0] == "1"
     assert cells(page, "`rollout_w4a16_tbpo`")[4].endswith("(of 1)")
     assert cells(page, "`qarl_w4a16` less `rollout_w4a16_grpo`")[0] == "0, 1"
     assert cells(page, "`qarl_w4a16` less `seqmis_grpo_w4a16`")[:3] == ["0", "**16.7 ± 9.7**", "-"]
     assert cells(page, "`bf16_grpo` less `base_bf16`")[0] == "0, 1"
+    assert cells(page, "`bf16_grpo` less `qarl_w4a16`")[1].startswith("**25.0 ±")
+    assert cells(page, "`qarl_w4a16` less `base_w4a16`")[1].startswith("**34.2 ±")  # (30 + 31 - 2 * 10) / 120
 
 
 def test_another_format_has_a_gap_of_its_own(runs):
