@@ -425,8 +425,8 @@ def page(runs: dict[str, Run]) -> str:
     between = (
         "These are percentage points on the 94 clean questions of GSM8K, paired by seed and question. A difference in"
         f" bold exceeds two standard errors. `{UNTRAINED}...` is the untrained model; the gap is `{BF16}` less the"
-        " rollout arm. Each interval is of 95 %: with the points over seeds and questions together (Student's t), then over"
-        " seeds alone (Student's t) and over questions alone (a bootstrap that keeps the seeds)."
+        " rollout arm. Each interval is of 95 %: with the points over seeds and questions together (Student's t),"
+        " then over seeds alone (Student's t) and over questions alone (a bootstrap that keeps the seeds)."
     )
     ends = (
         f"Means over the first and over the last {ENDS} steps. k3 estimates the KL from sampler to learner per token."
