@@ -344,13 +344,18 @@ def ratio_figure(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> Any:
 
 
 def load_tokens(path: str | Path, last: int = 50) -> dict[str, list[float]]:
+    """`tokens_of` a run's samples.jsonl."""
+    return tokens_of(lines_of(folder_of(path), "samples.jsonl"), last)
+
+
+def tokens_of(samples: Sequence[Mapping[str, Any]], last: int = 50) -> dict[str, list[float]]:
     """Logged tokens of a run's last steps, those left out whose numbers are not finite.
 
     Returns:
       `old` and `now`, log-probs under the learner at the start of a step and in the response's last update, and
       `advantage`, each [tokens]; empty where none were recorded.
     """
-    records = [record for record in lines_of(folder_of(path), "samples.jsonl") if record.get("tokens")]
+    records = [record for record in samples if record.get("tokens")]
     steps = sorted({record["step"] for record in records})[-last:]
     out: dict[str, list[float]] = {"old": [], "now": [], "advantage": []}
     for record in records:
@@ -368,7 +373,7 @@ def probability_figure(runs: Mapping[str, Mapping[str, Sequence[float]]]) -> Any
     """Per run: the density of tokens over (probability before, after), and their ratio by the probability before.
 
     Args:
-      runs: run name -> `load_tokens`; runs without tokens are left out.
+      runs: run name -> `tokens_of` its samples; runs without tokens are left out.
 
     Raises:
       UserError: matplotlib is missing.

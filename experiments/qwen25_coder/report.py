@@ -4,6 +4,7 @@
 
     python -m experiments.qwen25_coder.report results.tar.xz... > docs/appendix/qwen25_coder.md
     python -m experiments.qwen25_coder.report --figure docs/results/qwen25_coder.png results.tar.xz...
+    python -m experiments.qwen25_coder.report --probabilities docs/results/qwen25_coder_probabilities.png results...
     python -m experiments.qwen25_coder.report --merge experiments/qwen25_coder/results.tar.xz results.tar.xz...
 
 With --merge the archives become one, which keeps the samples of the last steps alone. A run that is in several of them
@@ -45,7 +46,7 @@ ANOTHER_FORMAT = re.compile(r"rollout_(?P<format>.+)_(grpo|tbpo)|qarl_.+")
 UNTRAINED = "base_"  # and a scheme: the model before any RL
 STEPS = 30  # of every arm of the plan; what a run does after them counts in no comparison
 JUDGED = {"gsm8k": "greedy", "gsm8k:sampled": "T = 1"}  # the suites that decide
-FIGURE = "results/qwen25_coder.png"  # in docs/
+FIGURE, PROBABILITIES = "results/qwen25_coder.png", "results/qwen25_coder_probabilities.png"  # in docs/
 ENDS = 3  # first and last steps that a table averages over
 PHASES = {
     "rollout": "time/rollout_s",
@@ -54,6 +55,7 @@ PHASES = {
     "log-probs": "time/old_logprobs_s",
     "updates": "time/update_s",
     "publish": "time/publish_s",
+    "evaluation": "time/eval_s",
 }
 PANELS = (
     ("eval/reward/mean", "accuracy, validation split", True, False),
@@ -397,9 +399,10 @@ def quoted(found: dict[str, dict[int, Run]]) -> list[str]:
     for arm, seeds in found.items():
         hits = []
         for sample in reversed(next(iter(seeds.values())).lines("samples.jsonl")):
-            text, old, sampler = (sample["tokens"].get(key) for key in ("text", "old", "rollout"))
-            low = np.flatnonzero(np.array(old) < ERROR)
-            drawn = old if sampler is None else sampler
+            text, tokens = sample["tokens"]["text"], sample["tokens"]
+            # What was not finite is null, and no error token.
+            old, drawn = (np.array(tokens.get(key, tokens["old"]), float) for key in ("old", "rollout"))
+            low = np.flatnonzero(old < ERROR)
             if len(low):  # the one that surprised the sampler least
                 i = int(max(low, key=lambda at: drawn[at] - old[at]))
                 before, behind = "".join(text[max(0, i - 12) : i]), "".join(text[i + 1 : i + 9])
@@ -436,6 +439,10 @@ def page(runs: dict[str, Run]) -> str:
         " the mismatch alone makes those. The rates are tokens of a thousand, in all responses, in those with a"
         " positive and in those with a negative advantage. A cluster is three error tokens within eight positions."
     )
+    pairs = (
+        "The tokens of the last samples, as QaRL's figures 4 and 5 have them: how densely they lie by their probability"
+        " under the learner before and after a step's updates, and the ratio of the two. Main arms, first seed."
+    )
     means = "Means, the first two steps left out. Runs may have shared their card."
     parts = [
         *("# A real policy: Qwen2.5-Coder-0.5B", written),
@@ -450,6 +457,7 @@ def page(runs: dict[str, Run]) -> str:
     parts += [
         *("## Mismatch and entropy", f"![The main arms over training.](../{FIGURE})", ends, drift(found)),
         *("## Error tokens", errors, error_tokens(found), "\n".join(quoted(found))),
+        *("## Probabilities before and after", pairs, f"![Density and ratio of probabilities.](../{PROBABILITIES})"),
         *("## Seconds per step", means, seconds(found)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -461,6 +469,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--merge", type=pathlib.Path, metavar="OUT", help="write one archive and no report")
     parser.add_argument(
         "--figure", type=pathlib.Path, metavar="PNG", help="write curves of the main arms and no report"
+    )
+    parser.add_argument(
+        "--probabilities", type=pathlib.Path, metavar="PNG", help="write tokens' probabilities and no report"
     )
     args = parser.parse_args(argv)
     runs = read(args.archives)
@@ -474,6 +485,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             PANELS,
         )
         fig.savefig(args.figure, dpi=90, metadata={"Software": None})
+    elif args.probabilities is not None:
+        first = {arm: next(iter(seeds.values())) for arm, seeds in arms(runs).items() if arm in MAIN}
+        tokens = {arm: plot.tokens_of(run.lines("samples.jsonl"), ENDS) for arm, run in first.items()}
+        plot.probability_figure(tokens).savefig(args.probabilities, dpi=60, metadata={"Software": None})
     else:
         print(page(runs), end="")
     return 0

@@ -122,11 +122,11 @@ def test_a_run_that_ended_early_is_not_among_those_that_did_not(runs):
 
 def test_quotes_prefer_what_the_sampler_meant(runs):
     surprising = {"text": ["so ", "odd"], "old": [-0.1, -9.0], "rollout": [-0.1, -9.0]}
-    hidden = {"text": ["so ", "wrong"], "old": [-0.1, -8.0], "rollout": [-0.1, -0.7]}
+    hidden = {"text": ["so ", "wrong", "?"], "old": [-0.1, -8.0, None], "rollout": [-0.1, -0.7, None]}
     samples = [{"step": 5, "reward": 0.0, "tokens": tokens} for tokens in (hidden, surprising, surprising)]
     runs["qarl_w4a16_seed0"].files["samples.jsonl"] = lines(samples)
     first, second = report.quoted({"qarl_w4a16": report.arms(runs)["qarl_w4a16"]})
-    assert first == "- `qarl_w4a16`, step 5, sampler 0.5, learner 0.0003, reward 0: `...so [[wrong]]...`"
+    assert first == "- `qarl_w4a16`, step 5, sampler 0.5, learner 0.0003, reward 0: `...so [[wrong]]?...`"
     assert "[[odd]]" in second
 
 
@@ -134,7 +134,7 @@ def test_the_page_has_every_run_and_leaves_the_compiling_steps_out(runs):
     page = report.page(runs)
     row = next(line for line in page.splitlines() if line.startswith("| `qarl_w4a16` |"))
     assert row.startswith("| `qarl_w4a16` | 0, 1 | 6, 6 | 10.0 ± 2.8 | 30.0 ± 2.8 |")
-    assert "| `qarl_w4a16_seed0` | 5.00 | 0.00 | 0.00 | 0.00 | 2.00 | 0.00 | 1.00 | 8.00 |" in page
+    assert "| `qarl_w4a16_seed0` | 5.00 | 0.00 | 0.00 | 0.00 | 2.00 | 0.00 | 0.00 | 1.00 | 8.00 |" in page
     assert "| `qarl_w4a16_seed0` | 6 | 0.37, 0.00037 | 0.5000, 0.5000 |" in page
     assert "step 5, sampler 0.0001, learner 0.0001, reward 0: `...so [[wrong]] it is...`" in page
 
@@ -156,3 +156,16 @@ def test_archives_are_merged_and_the_last_one_wins(runs, tmp_path):
     assert {name: run for name, run in merged.items() if run != changed} == {
         name: run for name, run in runs.items() if name != changed.name
     }
+
+
+def test_both_figures_are_drawn_from_an_archive(runs, tmp_path):
+    for each in runs.values():
+        (sample,) = each.lines("samples.jsonl")
+        sample |= {"advantage": -1.0}
+        sample["tokens"] |= {"now": [-0.2, -9.5, None]}
+        each.files["samples.jsonl"] = lines([sample])
+    report.write(runs, tmp_path / "results.tar.xz")
+    for kind in ("figure", "probabilities"):
+        png = tmp_path / f"{kind}.png"
+        assert report.main([str(tmp_path / "results.tar.xz"), f"--{kind}", str(png)]) == 0
+        assert png.read_bytes().startswith(b"\x89PNG")
