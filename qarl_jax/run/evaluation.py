@@ -42,6 +42,7 @@ from qarl_jax import data, models
 from qarl_jax.data import suites
 from qarl_jax.rewards import Grader, extract
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
+from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import build, checkpoint, config, export
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.rollout_config import ENGINE_CONFIGS
@@ -299,6 +300,9 @@ def run(
         mesh = build.make_mesh(cfg)
         tokenizer = data.load_tokenizer(cfg.model.path)
         asked = [build.eval_prompts(each, tokenizer) for each in (cfg, *more)]
+        limits = [build.eval_sampling(each, ()).max_response_len for each in (cfg, *more)]
+        lengths = [len(p.tokens) + limit for each, limit in zip(asked, limits, strict=True) for p in each]
+        cfg = with_room(cfg, max(lengths, default=0))
         graders = [stack.enter_context(contextlib.closing(build.make_grader(each))) for each in (cfg, *more)]
         graphdef, params = build.load_model(cfg, mesh, None if source is None else build.numerics_of_run(cfg, source))
         version = 0
@@ -329,6 +333,16 @@ def run(
                 ks=each.eval.ks,
             )
             yield result, version
+
+
+def with_room(cfg: RunConfig, longest: int) -> RunConfig:
+    """With an engine that takes so many tokens of prompt and response, where the config's has fewer for training."""
+    engine = cfg.rollout.engine
+    if not isinstance(engine, vllm.Config) or engine.by_hand or not 0 < engine.max_model_len < longest:
+        return cfg
+    _say(f"rollout.engine.max_model_len={longest} for the longest prompt and response, not {engine.max_model_len}")
+    engine = dataclasses.replace(engine, max_model_len=longest)
+    return dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, engine=engine))
 
 
 def table(metrics: dict[str, float]) -> str:

@@ -107,6 +107,19 @@ def test_of_a_file_with_several_suites_each_takes_its_own_rows(tmp_path):
         assert asked.answer == ROWS[name][2]
 
 
+def test_a_suite_whose_answers_are_longer_than_trainings_gets_an_engine_that_takes_them(tmp_path, capsys):
+    cfg = load("math500", questions(tmp_path, [{"problem": "x?", "answer": "1"}]))
+    assert cfg.rollout.engine.max_model_len == 832
+    (asked,) = build.eval_prompts(cfg, EchoTokenizer())
+    longest = len(asked.tokens) + cfg.eval.max_response_len
+    assert longest > 2048
+    wider = evaluation.with_room(cfg, longest)
+    assert wider.rollout.engine.max_model_len == longest
+    assert f"rollout.engine.max_model_len={longest}" in capsys.readouterr().err
+    assert evaluation.with_room(wider, longest) is wider
+    assert evaluation.with_room(cfg, 832) is cfg
+
+
 def test_unknown_suites_and_missing_questions_say_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="Did you mean gsm8k"):
