@@ -42,7 +42,7 @@ BF16, ROLLOUT, ROLLOUT_TBPO, QARL = "bf16_grpo", "rollout_w4a16_grpo", "rollout_
 MAIN = (BF16, ROLLOUT, ROLLOUT_TBPO, QARL)
 BF16_TBPO = "bf16_tbpo"
 ABLATIONS = ("seqmis_grpo_w4a16", "opsm_grpo_w4a16", "positive_grpo_w4a16", BF16_TBPO)
-ANOTHER_FORMAT = re.compile(r"rollout_(?P<format>.+)_(grpo|tbpo)|qarl_.+")
+ANOTHER_FORMAT = re.compile(r"rollout_(?P<sampler>.+)_(grpo|tbpo)|qarl_(?P<both>.+)")
 UNTRAINED = "base_"  # and a scheme: the model before any RL
 STEPS = 30  # of every arm of the plan; what a run does after them counts in no comparison
 JUDGED = {"gsm8k": "greedy", "gsm8k:sampled": "T = 1"}  # the suites that decide
@@ -154,8 +154,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else "Not run yet."
 
 
-def listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
+def listed(things: Iterable[object]) -> str:
+    return ", ".join(map(str, things))
 
 
 def plus_minus(x: stats.Estimate) -> str:
@@ -243,9 +243,9 @@ def held_out(evals: Sequence[dict[str, Any]]) -> str:
 
 
 def tried(found: dict[str, dict[int, Run]]) -> list[str]:
-    """The formats under which a quantized rollout with a bf16 learner was trained."""
+    """The formats that an arm was trained under."""
     names = [ANOTHER_FORMAT.fullmatch(arm) for arm in found]
-    return list(dict.fromkeys(name["format"] for name in names if name and name["format"]))
+    return list(dict.fromkeys(name["sampler"] or name["both"] for name in names if name))
 
 
 def comparisons(found: dict[str, dict[int, Run]]) -> Iterable[tuple[str, str, str]]:
@@ -263,7 +263,9 @@ def comparisons(found: dict[str, dict[int, Run]]) -> Iterable[tuple[str, str, st
         yield (arm, BF16, "") if arm == BF16_TBPO else (QARL, arm, "")
 
 
-def shared(found: dict[str, dict[int, Run]], names: Sequence[str], suite: str) -> tuple[list[int], list[np.ndarray]]:
+def judged_by_all(
+    found: dict[str, dict[int, Run]], names: Sequence[str], suite: str
+) -> tuple[list[int], list[np.ndarray]]:
     """The seeds that all of these arms were judged with, and their answers to the clean questions; [] without any."""
     groups = [{seed: run for seed, run in found.get(name, {}).items() if run.right(suite)} for name in names]
     seeds = sorted(set.intersection(*map(set, groups)))
@@ -275,7 +277,7 @@ def differences(found: dict[str, dict[int, Run]], suite: str) -> str:
     """Arms less arms, each with its intervals."""
     rows = []
     for left, right, form in comparisons(found):
-        seeds, x = shared(found, [left, right], suite)
+        seeds, x = judged_by_all(found, [left, right], suite)
         if not seeds:
             continue
         both, seeds_alone = stats.estimate(x[0] - x[1]), stats.over_seeds(x[0] - x[1])
@@ -289,7 +291,7 @@ def differences(found: dict[str, dict[int, Run]], suite: str) -> str:
 
 def recovered(found: dict[str, dict[int, Run]], arm: str, form: str, suite: str) -> str:
     """An arm's share of the gap under a format, on the seeds of all three."""
-    _, x = shared(found, [BF16, f"rollout_{form}_grpo", arm], suite)
+    _, x = judged_by_all(found, [BF16, f"rollout_{form}_grpo", arm], suite)
     share = stats.recovered(*x) if x else None
     if share is None:
         return "no gap" if x else "-"
@@ -310,18 +312,18 @@ def interval(ends: tuple[float, float]) -> str:
 
 def verdict(found: dict[str, dict[int, Run]]) -> list[str]:
     """Per format, whether a quantized rollout has a gap to BF16 on the clean GSM8K questions."""
-    out, gaps = [], 0
+    out, measured, gaps = [], [], 0
     for form in tried(found):
         for suite, words in JUDGED.items():
-            seeds, x = shared(found, [BF16, f"rollout_{form}_grpo"], suite)
+            seeds, x = judged_by_all(found, [BF16, f"rollout_{form}_grpo"], suite)
             if seeds:
                 gap = stats.estimate(x[0] - x[1])
                 gaps += (is_gap := gap.is_clear and gap.mean > 0)
+                measured += [f"`{form}`"] if f"`{form}`" not in measured else []
                 there_is = "a gap" if is_gap else "no gap beyond two standard errors"
                 out.append(f"- `{form}`, {words}, seeds {listed(seeds)}: {there_is}, {plus_minus(gap)} points.")
     if out and not gaps:
-        formats = ", ".join(f"`{form}`" for form in tried(found))
-        out.append(f"- No format that was trained with has a gap beyond two standard errors: {formats}.")
+        out.append(f"- No format that was trained with has a gap beyond two standard errors: {listed(measured)}.")
     return out or ["The gap is not measured yet: it takes the first two arms with one seed."]
 
 
@@ -335,7 +337,7 @@ def drift(found: dict[str, dict[int, Run]]) -> str:
         "cut off": "response/truncated",
     }
     rows = []
-    for name, run in each(found):
+    for name, run in with_steps(found):
         cells = []
         for key in keys.values():
             ends, digits = run.ends(key), ".4f" if key == "mismatch/exact" else ".2g"
@@ -354,14 +356,14 @@ def error_tokens(found: dict[str, dict[int, Run]]) -> str:
         "responses with a cluster, %": ("error/seq_learner", 100),
     }
     rows = []
-    for name, run in each(found):
+    for name, run in with_steps(found):
         ends = [(run.ends(key), times) for key, times in keys.values()]
         cells = ["-" if x is None else f"{times * x[0]:.1f}, {times * x[1]:.1f}" for x, times in ends]
         rows.append([f"`{name}`", *cells])
     return table(["run", *keys], rows)
 
 
-def each(found: dict[str, dict[int, Run]]) -> list[tuple[str, Run]]:
+def with_steps(found: dict[str, dict[int, Run]]) -> list[tuple[str, Run]]:
     """Runs that made a step, by the name of arm and seed."""
     return [(f"{arm}_seed{seed}", run) for arm, seeds in found.items() for seed, run in seeds.items() if run.steps]
 
@@ -383,7 +385,7 @@ def curves(found: dict[str, dict[int, Run]], key: str, held_out: bool) -> list[C
 def seconds(found: dict[str, dict[int, Run]]) -> str:
     """Means by phase, which sum to the step's."""
     rows = []
-    for name, run in each(found):
+    for name, run in with_steps(found):
         steps = run.steps[2:]
         if steps:
             step, *phases = (

@@ -106,6 +106,9 @@ def test_another_format_has_a_gap_of_its_own(runs):
     table = report.differences(found, "gsm8k")
     assert cells(table, "`bf16_grpo` less `rollout_w8a8_grpo`")[1].startswith("**8.3 ±")
     assert cells(table, "`qarl_w8a8` less `rollout_w8a8_grpo`")[-1].startswith("100.0 ± 0.0")
+    assert cells(table, "`bf16_grpo` less `qarl_w4a16_g-1`")[1].startswith(
+        "**66.7 ±"
+    )  # though its rollout arm is not run
 
 
 def test_what_a_run_does_after_its_judgement_counts_in_no_comparison(runs):
