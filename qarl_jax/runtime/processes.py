@@ -23,6 +23,9 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +36,7 @@ from jax.experimental import multihost_utils
 from qarl_jax.types import UserError, at_least
 
 AUTO = "auto"
+GRACE_S = 30  # JAX waits so much longer for the others than we do
 SHUTDOWN_S = 60
 """How long a process that ends waits for the others. One that ends by an error of its own waits in vain."""
 
@@ -90,13 +94,26 @@ def start(cfg: Config) -> None:
     """
     if not cfg.is_on or jax.distributed.is_initialized():
         return
+
+    def give_up() -> None:  # before JAX does, which aborts the process with a trace of C++
+        print(
+            f"error: distributed.coordinator={cfg.coordinator}: the processes did not all meet within {cfg.timeout_s} s"
+            " (distributed.timeout_s). Start every one of them, and check host, port and firewall.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(2)
+
+    patience = threading.Timer(cfg.timeout_s, give_up)
+    patience.daemon = True
+    patience.start()
     try:
         jax.distributed.initialize(
             None if cfg.coordinator == AUTO else cfg.coordinator,
             cfg.num_processes or None,
             None if cfg.process_id < 0 else cfg.process_id,
             list(cfg.local_devices) or None,
-            initialization_timeout=cfg.timeout_s,
+            initialization_timeout=cfg.timeout_s + GRACE_S,
             shutdown_timeout_seconds=SHUTDOWN_S,
         )
     except ValueError as error:
@@ -108,10 +125,12 @@ def start(cfg: Config) -> None:
     except RuntimeError as error:
         if "before any JAX" in str(error):
             raise
+        reason = str(error).splitlines()[0]
         raise UserError(
-            f"distributed.coordinator={cfg.coordinator}: the processes did not all meet within {cfg.timeout_s} s"
-            f" ({str(error).splitlines()[0]}). Start every one of them, and check host, port and firewall."
+            f"distributed.coordinator={cfg.coordinator}: {reason}. Check host, port and firewall."
         ) from error
+    finally:
+        patience.cancel()
 
 
 def count() -> int:

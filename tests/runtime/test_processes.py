@@ -201,6 +201,17 @@ def test_what_cannot_start_is_refused_in_one_sentence(fields, says):
         processes.Config(**fields)
 
 
+@pytest.mark.slow
+def test_processes_that_wait_in_vain_end_with_a_sentence():
+    code = "import sys; from qarl_jax.runtime import processes; processes.start(processes.Config(**eval(sys.argv[1])))"
+    for number in range(2):  # the first waits for the second, and the second for the first
+        fields = {"num_processes": 2, "process_id": number, "timeout_s": 2, "coordinator": f"localhost:{free_port()}"}
+        done = subprocess.run([sys.executable, "-c", code, str(fields)], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 2
+        assert "did not all meet within 2 s" in done.stderr
+        assert "stack trace" not in done.stderr
+
+
 def test_vllm_is_refused_over_several_processes(tmp_path):
     tree = tiny.World(tmp_path).changed(distributed={"coordinator": "auto"}).tree
     assert config.from_dict(tree).distributed.is_on
