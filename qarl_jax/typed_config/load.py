@@ -329,7 +329,10 @@ class _Builder:
         inside = {
             o: None for p, o in self.layer.origins.items() if p[: len(path)] == path and o.startswith("override ")
         }
-        return ", ".join([self.layer.where(path), *(o for o in inside if o != self.layer.where(path))]) + ": "
+        others = [o for o in inside if o != self.layer.where(path)]
+        if len(others) > 3:  # they would bury the sentence
+            others = [f"{len(others)} overrides"]
+        return ", ".join([self.layer.where(path), *others]) + ": "
 
     def error(self, path: Path, message: str) -> UserError:
         prefix = f"{_dotted(path)}: " if path else ""
