@@ -241,6 +241,12 @@ def measure(out: str, arguments: list[str], only: list[int] | None = None) -> No
             pathlib.Path(out).write_text(json.dumps({"results": rows}, indent=1) + "\n")
 
 
+def without_autotuning() -> None:
+    """XLA's flags for a card that is absent; they are read when the first backend is made."""
+    flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+
+
 def report(rows: list[dict[str, Any]]) -> str:
     """The result file: how it was made, then a line per case."""
     head = {
@@ -265,9 +271,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if more:
         parser.error(f"unknown: {' '.join(more)}")
-    # Read when the first backend is made.
-    flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    without_autotuning()
     cases = MIXTURES if args.mixtures else CASES
     meshes = {count: absent_gpus(count) for count in {case.cards for case in cases}}
     rows = []

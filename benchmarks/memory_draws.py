@@ -4,11 +4,14 @@
 
     python -m benchmarks.memory_draws draw --model DIR --count 10 --seed 0 > draws.jsonl
     python -m benchmarks.memory_draws run draws.jsonl --only 0 1 2 > results.jsonl
+    python -m benchmarks.memory_draws compile draws.jsonl > compiled.jsonl
 
 `draw` needs no GPU if it is told how large the card is (--card-gb): it draws settings until it has `count` that the
 plan calls fitting and `count` that it does not, and prints each as a line of JSON. `run` runs them: a fitting one must
 make a step, one that does not fit must be refused, with exit code 2, before anything is loaded. Each line of the
-results says what happened, after how many seconds, and how much of the card was in use at most.
+results says what happened, after how many seconds, and how much of the card was in use at most. `compile` needs no GPU
+either, but jax's CUDA plugin, as benchmarks/memory.py says. It compiles what a step of each fitting draw runs, for a
+card that is absent, and sets the most that XLA holds beside the plan and beside what JAX takes of the card.
 
 DIR holds config.json, safetensors, a tokenizer, prompts.jsonl ({"prompt", "answer"}) and reward.py with `graded`.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -28,7 +32,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from qarl_jax.run import card, config
+import jax
+
+from benchmarks import memory
+from qarl_jax import models
+from qarl_jax.run import build, card, config, memory_plan
 from qarl_jax.types import UserError
 
 CONFIG = "configs/one_h200_8b.yaml"
@@ -92,7 +100,7 @@ def draws(model: str, count: int, seed: int, size: int) -> Iterator[dict[str, An
             fits, said = False, str(error)
         if left[fits]:
             left[fits] -= 1
-            yield {"fits": fits, "said": said, "overrides": words}
+            yield {"fits": fits, "said": said, "card_gib": size / card.GIB, "overrides": words}
 
 
 def used_bytes(ordinal: int = 0) -> int:
@@ -147,6 +155,41 @@ def run(draw: dict[str, Any], limit_s: float) -> dict[str, Any]:
     return draw | {"kept": kept, "code": code, "seconds": seconds, "most_used_gib": most[0] / card.GIB, "tail": tail}
 
 
+def compiled(draw: dict[str, Any]) -> dict[str, Any]:
+    """What XLA holds at the fullest moment of a draw's step, on a card that is absent, beside its plan; GiB."""
+    size = int(draw["card_gib"] * card.GIB)
+    cfg, plan = card.settle(config.load(CONFIG, draw["overrides"]), size)
+    assert plan is not None
+    cfg = card.on_a_gpu(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, attention="cudnn")))
+    graphdef, mesh = build.policy_graphdef(cfg), memory.absent_gpus()
+    learner = build.make_learner(cfg, graphdef, mesh)
+    state = learner.abstract_state()
+    held = memory_plan.nbytes(state.params, mesh) + plan.learner.get("QTensors published before", 0)
+    held += memory_plan.nbytes(models.split(models.abstract_model(models.config_of(graphdef)))[2], mesh)
+    held += 0 if learner.options.offload else memory_plan.nbytes(state.opt_state, mesh)
+    if not learner.options.one_program:
+        held += sum(jax.tree.leaves(memory_plan.bytes_of_each(state.params, mesh, learner.grad_dtype)))
+    sizes = [program.memory_analysis() for program in build.compile_ahead(cfg, learner, 0)]
+    most = max(
+        max(held, one.argument_size_in_bytes)
+        + one.output_size_in_bytes
+        - one.alias_size_in_bytes
+        + one.temp_size_in_bytes
+        for one in sizes
+    )
+    planned = sum(plan.learner.values())
+    jax.clear_caches()
+    return draw | {
+        "remat": cfg.model.remat,
+        "offload": cfg.optimizer.offload,
+        "planned_gib": round(planned / card.GIB, 2),
+        "compiled_gib": round(most / card.GIB, 2),
+        "jax_takes_gib": round(plan.fraction * draw["card_gib"], 2),
+        "planned_over_compiled": round(planned / most, 3),
+        "kept": most <= plan.fraction * size,
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -156,8 +199,10 @@ def main(argv: list[str] | None = None) -> int:
     drawing.add_argument("--seed", type=int, default=0)
     drawing.add_argument("--card-gb", type=float, help="GiB; default: this machine's GPU")
     running = verbs.add_parser("run")
-    running.add_argument("draws")
-    running.add_argument("--only", type=int, nargs="*", help="numbers of lines; default: all")
+    compiling = verbs.add_parser("compile")
+    for verb in (running, compiling):
+        verb.add_argument("draws")
+        verb.add_argument("--only", type=int, nargs="*", help="numbers of lines; default: all")
     running.add_argument("--limit-s", type=float, default=280.0)
     args = parser.parse_args(argv)
     if args.verb == "draw":
@@ -169,9 +214,13 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     with open(args.draws, encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
+    if args.verb == "compile":
+        memory.without_autotuning()
     broken = 0
     for number in range(len(lines)) if args.only is None else args.only:
-        result = run(lines[number], args.limit_s)
+        if args.verb == "compile" and not lines[number]["fits"]:
+            continue
+        result = compiled(lines[number]) if args.verb == "compile" else run(lines[number], args.limit_s)
         broken += not result["kept"]
         print(json.dumps({"number": number} | result), flush=True)
     return 1 if broken else 0

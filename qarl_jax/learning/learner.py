@@ -232,8 +232,10 @@ class Learner:
         )
         return self._apply.resting(state)
 
-    def compile_ahead(self, rows: int, row_len: int, *, scored: bool, routed: tuple[int, int] | None = None) -> None:
-        """Compiles what a step of such micro-batches calls, so that its first one finds it compiled.
+    def compile_ahead(
+        self, rows: int, row_len: int, *, scored: bool, routed: tuple[int, int] | None = None
+    ) -> list[jax.stages.Compiled]:
+        """Compiles what a step of such micro-batches calls, so that its first one finds it compiled; those programs.
 
         Needs no weights: it may go on in a thread while they are read. What a step calls otherwise than is foreseen
         here is compiled when it does.
@@ -271,9 +273,9 @@ class Learner:
                 return program.lower(*arguments).compile()
 
         program = self._quantizer(self.graphdef)
-        made = compiled(program, state.params).output_shardings
+        programs = [compiled(program, state.params)]
         with jax.set_mesh(self.mesh):
-            qweights = jax.tree.map(_at, jax.eval_shape(program, state.params), made)
+            qweights = jax.tree.map(_at, jax.eval_shape(program, state.params), programs[0].output_shardings)
         rest = qweights, batch, row(np.float32) if scored else None, *counts, ref
         calls: list[tuple[Any, ...]] = [(self._score, state.params, qweights, batch)] if scored else []
         if not self.options.one_program:
@@ -286,9 +288,8 @@ class Learner:
             waiting = [threads.submit(compiled, *call) for call in calls]
             if not self.options.one_program or self.options.offload:
                 with jax.set_mesh(self.mesh):
-                    self._apply.compile_ahead(state, grads)
-            for future in waiting:
-                future.result()
+                    programs += self._apply.compile_ahead(state, grads)
+            return programs + [future.result() for future in waiting]
 
     def put(self, batch: TrainBatch) -> TrainBatch:
         """Host rows [B, T] onto the devices, rows split over the data axes."""

@@ -291,8 +291,8 @@ class Update:
             return state
         return dataclasses.replace(state, opt_state=jax.tree.map(lambda x: _kept(x, "pinned_host"), state.opt_state))
 
-    def compile_ahead(self, state: Any, grads: Any) -> None:
-        """Compiles what a call with such a state and such gradients runs.
+    def compile_ahead(self, state: Any, grads: Any) -> list[jax.stages.Compiled]:
+        """Compiles what a call with such a state and such gradients runs; those programs.
 
         Args:
           state, grads: abstract, with their shardings; the state as `resting` gives it.
@@ -300,16 +300,18 @@ class Update:
         there = dataclasses.replace(state, opt_state=jax.tree.map(lambda x: _kept(x, "device"), state.opt_state))
         layout = self.layout(there)
         if layout is None:
-            self._whole.lower(there, grads).compile()
-            return
+            return [self._whole.lower(there, grads).compile()]
         norms = self._norms.lower(grads).compile()
         scalar = lambda place: jax.ShapeDtypeStruct((), jnp.float32, sharding=place)  # noqa: E731
         abstract_norms = jax.tree.map(scalar, norms.output_shardings)
         leaves, grads = _Leaves(layout, there), jax.tree.leaves(grads)
         counters = _picked(leaves.moments, layout.counters)
+        compiled = [norms]
         for group, program in zip(layout.groups, self.programs(layout, there), strict=True):
             own = _picked(leaves.params, group.params), _picked(leaves.moments, group.moments)
-            program.lower(*own, counters, _picked(grads, group.params), abstract_norms).compile()
+            lowered = program.lower(*own, counters, _picked(grads, group.params), abstract_norms)
+            compiled.append(lowered.compile())
+        return compiled
 
     # ---- what a group's program computes -----------------------------------------------------------------------------
 

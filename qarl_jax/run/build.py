@@ -187,10 +187,10 @@ def load_model(cfg: RunConfig, mesh: Mesh, numerics: quant.Numerics | None = Non
     return graphdef, load_masters(cfg, graphdef, mesh)
 
 
-def compile_ahead(cfg: RunConfig, learner: Learner, step: int) -> None:
+def compile_ahead(cfg: RunConfig, learner: Learner, step: int) -> list[jax.stages.Compiled]:
     """Compiles what the learner runs in a step; see `Learner.compile_ahead`."""
     moe = learner.config.moe
-    learner.compile_ahead(
+    return learner.compile_ahead(
         cfg.train.micro_batch_rows,
         cfg.row_len_at(step),
         scored=cfg.train.updates_per_step > 1,

@@ -154,7 +154,7 @@ class CardPlan:
 
 def make(cfg: RunConfig, card: int) -> CardPlan:
     """The plan of a run on a card of that many bytes. Reads no weights, makes no array, asks JAX for no device."""
-    cfg = _on_a_gpu(cfg)
+    cfg = on_a_gpu(cfg)
     learner = dict(_parts(_relevant(cfg)))
     cards = math.prod(memory_plan.planned_mesh(cfg).shape.values())
     engine = cfg.rollout.engine
@@ -300,7 +300,7 @@ def _choices(cfg: RunConfig, card: int) -> Iterator[RunConfig]:
     kernels: tuple[str, ...] = ("",)
     if isinstance(engine, vllm.Config):
         shares = (1.0, 0.5, 0.25) if engine.memory == "auto" else shares
-        if engine.int4_kernel == "auto" and _int4_copies(_relevant(_on_a_gpu(cfg)))["auto"]:
+        if engine.int4_kernel == "auto" and _int4_copies(_relevant(on_a_gpu(cfg)))["auto"]:
             kernels = ("auto", "packed")
     for share, offload, kernel, remat in itertools.product(shares, offloads, kernels, remats):
         changes: dict[str, Any] = {"model.remat": remat, "optimizer.offload": offload}
@@ -313,7 +313,7 @@ def _engine_settings(cfg: RunConfig, card: int, share: float) -> dict[str, Any]:
     cache = kv_bytes(cfg, max(1, math.ceil(share * at_once(cfg))))
     gigabytes = math.ceil(cache / GIB * 100) / 100
     sized = _set(cfg, {"rollout.engine.kv_cache_gb": gigabytes})
-    needed = sum(engine_parts(_on_a_gpu(sized)).values())
+    needed = sum(engine_parts(on_a_gpu(sized)).values())
     return {
         "rollout.engine.memory": "given",
         "rollout.engine.kv_cache_gb": gigabytes,
@@ -359,7 +359,7 @@ def _set(cfg: Any, changes: dict[str, Any]) -> Any:
     return cfg
 
 
-def _on_a_gpu(cfg: RunConfig) -> RunConfig:
+def on_a_gpu(cfg: RunConfig) -> RunConfig:
     """With `quant.engine=auto` resolved as on a GPU, without asking JAX whether it runs on one."""
     if cfg.quant.engine != "auto" or not isinstance(cfg.rollout.engine, vllm.Config):
         return cfg

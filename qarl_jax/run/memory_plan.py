@@ -181,9 +181,10 @@ def update_parts(
 
     Two moments compete. In the layers' backward there are the saved activations, one layer's own and all gradients;
     where those are bfloat16, the head's float32 sum stands beside them, and a rounded copy of float32 masters that the
-    forward reads. In the log-probs' backward there are no gradients of layers yet, but a chunk of logits (float32, and
-    their gradient in the compute dtype) and the head's float32 gradient twice, before and after the chunk. "log-prob
-    chunk" is what the second needs beyond the first.
+    forward reads. In the log-probs' backward there are a chunk of float32 logits and the head's float32 gradient,
+    before and after the chunk, and a tied embedding's once more where it is added to other micro-batches'; one of them
+    is the gradient itself where that is float32. XLA has made room for the layers' gradients by then, though they are
+    still zero. "log-prob chunk" is what the second needs beyond the first.
 
     Where the update is not in the gradient's program, for its several micro-batches or because the optimizer's state
     rests on the host, it is a third: activations are gone, and what it works with (`update_scratch`) is here. "update
@@ -207,12 +208,14 @@ def update_parts(
     vocabulary = model.vocab_size * model.hidden_size * 4 // ways
     saved = saved_activations(model, positions, max_segments)
     layers = saved + layer_activations(model, positions, max_segments)
-    if nbytes(params, mesh, own) != nbytes(params, mesh, jnp.float32):
+    in_float32 = gradient == nbytes(params, mesh, jnp.float32)
+    if not in_float32:
         layers += vocabulary
     # `Learner._gradient` rounds before it differentiates.
     rounded = 0 if own is None or gradient == nbytes(params, mesh) else _read(params, qweights, mesh, own)
-    logits = min(chunk, positions) * model.vocab_size * (4 + model.compute_dtype.itemsize)
-    chunks = max(0, saved + logits + 2 * vocabulary - layers - gradient)
+    logits = min(chunk, positions) * model.vocab_size * 4
+    sums = (1 if positions <= chunk else 2) + (model.tie_embeddings and not one_program) - in_float32
+    chunks = max(0, saved + logits + sums * vocabulary - layers)
     state, apart = nbytes(opt_state, mesh), 0
     if offload or not one_program:
         gone = layers + rounded + chunks + (0 if one_program else gradient)

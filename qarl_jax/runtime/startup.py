@@ -46,7 +46,7 @@ class SideBySide:
         finally:
             self._spans[name] = self._spans.get(name, 0.0) + self._clock() - start
 
-    def background(self, name: str, call: Callable[[], None]) -> None:
+    def background(self, name: str, call: Callable[[], object]) -> None:
         """Run `call` in a thread, and time it."""
 
         def run() -> None:

@@ -183,13 +183,13 @@ RECORDED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: "-".join(str(case[key]) for key in NAMES))
-def test_the_plan_is_within_a_tenth_of_what_the_compiler_allocates(case):
+def test_the_plan_is_within_six_per_cent_of_what_the_compiler_allocates(case):
     """For one or two H200, compiled ahead of time by `python -m benchmarks.memory`; the plan is made here and now."""
     names = {field.name for field in dataclasses.fields(shapes.Setting)}
     assert len(names & set(case)) >= 15  # a field that is newer has its default
     setting = shapes.Setting(**{name: case[name] for name in names & set(case)})
     compiled = case["arguments"] + case["results"] + case["temporaries"]
-    assert sum(shapes.planned(setting).values()) == pytest.approx(compiled, rel=0.1)
+    assert sum(shapes.planned(setting).values()) == pytest.approx(compiled, rel=0.06)
 
 
 def test_the_plan_makes_no_array_and_reads_no_weights(world, monkeypatch):
