@@ -13,7 +13,8 @@ results says what happened, after how many seconds, and how much of the card was
 either, but jax's CUDA plugin, as benchmarks/memory.py says. It compiles what a step of each fitting draw runs, for a
 card that is absent, and sets the most that XLA holds beside the plan and beside what JAX takes of the card.
 
-DIR holds config.json, safetensors, a tokenizer, prompts.jsonl ({"prompt", "answer"}) and reward.py with `graded`.
+DIR holds config.json, a tokenizer, prompts.jsonl ({"prompt", "answer"}) and reward.py with `graded`, as
+`benchmarks.random_folder` makes it; without safetensors the runs draw random weights.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def overrides(model: str, drawn: dict[str, Any]) -> list[str]:
         "eval.at_end": "false",
         "log.view": "lines",
     }
+    if not any(name.endswith(".safetensors") for name in os.listdir(model)):
+        fixed["model.init"] = "random"
     return [f"{key}={value}" for key, value in (fixed | drawn).items()]
 
 
