@@ -36,6 +36,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -256,7 +257,7 @@ class Checkpoints:
 
     def _handler(self) -> ocp.AsyncCheckpointer:
         if self._orbax is None:
-            logging.getLogger("absl").addFilter(_is_news)
+            _tell_failures_once()
             self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         return self._orbax
 
@@ -393,6 +394,20 @@ class _Explained:
                 f"Cannot save step {self.step} in {where}: {reason}. "
                 + (f"Earlier checkpoints are intact (steps {kept})." if kept else "There is no earlier checkpoint.")
             ) from error
+
+
+@functools.cache  # once a process
+def _tell_failures_once() -> None:
+    logging.getLogger("absl").addFilter(_is_news)
+    before = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        # The first write that fails ends Orbax's event loop. TensorStore's threads report later ones to it, in vain.
+        trace = unraisable.exc_traceback
+        if trace is None or trace.tb_frame.f_code.co_name != "call_soon_threadsafe":
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _is_news(record: logging.LogRecord) -> bool:

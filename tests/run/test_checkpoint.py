@@ -416,9 +416,11 @@ def test_a_failed_save_leaves_earlier_steps_intact_and_the_next_one_works(
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_save_that_fails_in_orbax_is_one_sentence_without_the_traceback_of_its_threads(
-    tmp_path, caplog, asynchronous
+    tmp_path, caplog, capfd, asynchronous
 ):
-    noise = {"x": np.random.default_rng(0).integers(0, 2**31, 1 << 20, dtype=np.int32)}  # 4 MiB, not to be compressed
+    noise = {  # 12 writes of 2 MiB, not to be compressed: some fail when the first has failed already
+        f"x{i}": np.random.default_rng(i).integers(0, 2**31, 1 << 19, dtype=np.int32) for i in range(12)
+    }
     with Checkpoints(tmp_path, Config(asynchronous=asynchronous)) as checkpoints:
         checkpoints.save(1, {"params": {"x": np.zeros(3)}})
         checkpoints.wait()
@@ -431,6 +433,7 @@ def test_a_save_that_fails_in_orbax_is_one_sentence_without_the_traceback_of_its
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not [record for record in caplog.records if record.exc_info]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_failed_background_save_is_told_without_waiting_for_the_next(tmp_path, monkeypatch):
