@@ -104,6 +104,7 @@ test-slow: install
 # On a GPU host: MODEL is a Hugging Face folder; eight minutes at 1.7B on one card. ARGS="--conditions all": what else
 # a rollout meets.
 gate:
+	@test -n "$(MODEL)" || { echo "which model? make gate MODEL=DIR" >&2; exit 1; }
 	$(or $(wildcard $(BIN)/python),python3) -m benchmarks.gate --model $(MODEL) $(ARGS)
 
 # Two lanes of processes that are killed, disks that fill up, files that are damaged; see tests/chaos.py.

@@ -34,7 +34,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ from qarl_jax import models
 from qarl_jax.quant import QTensor, resolve
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, leave_memory_to_vllm
-from qarl_jax.types import Prompt
+from qarl_jax.types import Prompt, entry_point
 from qarl_jax.verify import ladder, layers
 
 SAMPLES = 8  # of a prompt, in `samples`
@@ -235,7 +235,8 @@ def run(path: str, scheme: str, args: argparse.Namespace, kernels: str, tight: b
         engine.close()
 
 
-def main() -> int:
+@entry_point
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gate", description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--schemes", nargs="+", default=["w8a8", "fp8", "w4a16", "bf16"])
@@ -254,7 +255,7 @@ def main() -> int:
     parser.add_argument("--vllm-kernels", action="store_true", help="the second negative control, one more engine")
     parser.add_argument("--engine-log", default="", help="file for what the engine says")
     parser.add_argument("--json", help="write the rows there")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if "all" in args.conditions:
         args.conditions = list(CONDITIONS)
     leave_memory_to_vllm()
