@@ -313,7 +313,12 @@ def _engine_settings(cfg: RunConfig, card: int, share: float) -> dict[str, Any]:
     cache = kv_bytes(cfg, max(1, math.ceil(share * at_once(cfg))))
     gigabytes = math.ceil(cache / GIB * 100) / 100
     sized = _set(cfg, {"rollout.engine.kv_cache_gb": gigabytes})
-    needed = sum(engine_parts(on_a_gpu(sized)).values())
+    parts = engine_parts(on_a_gpu(sized))
+    needed = sum(parts.values())
+    if not sized.rollout.engine.has_own_gpu:
+        # vLLM refuses to start where less than this is free, and by then has its context, and JAX its own. Nothing else
+        # depends on the number here, because the cache's size is given.
+        needed -= parts["context (estimate)"]
     return {
         "rollout.engine.memory": "given",
         "rollout.engine.kv_cache_gb": gigabytes,

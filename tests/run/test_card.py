@@ -80,7 +80,8 @@ def test_auto_takes_the_fastest_settings_that_fit(run):
     engine = large.rollout.engine
     assert engine.kv_cache_gb * GIB >= card.kv_bytes(large, 128) > card.kv_bytes(large, 64)
     parts = card.make(large, H200).engine
-    assert sum(parts.values()) <= engine.gpu_memory_utilization * H200 < sum(parts.values()) + 0.02 * H200
+    asked = sum(parts.values()) - parts["context (estimate)"]  # vLLM's context is there before it asks what is free
+    assert asked <= engine.gpu_memory_utilization * H200 < asked + 0.002 * H200
 
 
 def test_a_step_of_more_sequences_gets_a_larger_cache_up_to_what_is_left(run):
