@@ -12,6 +12,7 @@ import pytest
 
 from qarl_jax.loss import LOSSES, MISMATCH, TERMS, get_loss, get_term, loss_from_config, normalized, tbpo
 from qarl_jax.loss.__main__ import document
+from qarl_jax.loss.common import diagnostics
 from qarl_jax.loss.common.aggregation import denominator
 from qarl_jax.loss.common.options import AGGREGATIONS
 from qarl_jax.types import UserError
@@ -123,6 +124,12 @@ def test_effective_sample_size_is_that_of_the_truncated_weights():
     mean, mean_of_squares = (float(metrics[name].value) for name in ("mismatch/w", "mismatch/w_squared"))
     assert mean**2 / mean_of_squares == pytest.approx(expected, rel=1e-5)
     assert 0 < expected < 1
+
+
+def test_k3_of_small_differences_keeps_its_digits():
+    d = np.linspace(-1e-4, 1e-4, 101, dtype=np.float32)
+    wanted = np.expm1(d.astype(np.float64)) - d.astype(np.float64)
+    np.testing.assert_allclose(diagnostics._k3(d), wanted, atol=1e-11)
 
 
 def test_mismatch_metrics_follow_their_formulas():

@@ -26,6 +26,12 @@ def _exp(log: jax.Array) -> jax.Array:
     return jnp.exp(jnp.clip(log, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
+def _k3(d: jax.Array) -> jax.Array:
+    """exp(d) - 1 - d, of which float32 keeps digits where d is small."""
+    d = jnp.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return jnp.expm1(d) - d
+
+
 def _detached(r: Responses) -> Responses:
     return dataclasses.replace(
         r, logprobs=jax.lax.stop_gradient(r.logprobs), log_ratio=jax.lax.stop_gradient(r.log_ratio)
@@ -46,7 +52,7 @@ def batch_metrics(r: Responses) -> dict[str, Metric]:
     ratio = _exp(log_r)
     return {
         "mismatch/k1": r.token_mean(-log_w),
-        "mismatch/k3": r.token_mean(_exp(log_w) - 1.0 - jnp.clip(log_w, -MAX_LOG_RATIO, MAX_LOG_RATIO)),
+        "mismatch/k3": r.token_mean(_k3(log_w)),
         "mismatch/exact": r.token_mean(log_w == 0),
         "mismatch/max_abs": masked_max(jnp.abs(log_w), r.mask),
         "mismatch/mean_abs": r.token_mean(jnp.abs(log_w)),
@@ -55,7 +61,7 @@ def batch_metrics(r: Responses) -> dict[str, Metric]:
         "mismatch/seq_k1_low": masked_max(jnp.maximum(sequence_w, 0.0), r.present),
         "mismatch/seq_max_abs": masked_max(jnp.abs(sequence_w), r.present),
         "proximal/k1": r.token_mean(-log_r),
-        "proximal/k3": r.token_mean(_exp(log_r) - 1.0 - jnp.clip(log_r, -MAX_LOG_RATIO, MAX_LOG_RATIO)),
+        "proximal/k3": r.token_mean(_k3(log_r)),
         "proximal/max_abs": masked_max(jnp.abs(log_r), r.mask),
         "proximal/noise": masked_max(jnp.abs(sequence_r), r.present),
         "loss/ratio": r.token_mean(ratio),
