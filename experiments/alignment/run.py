@@ -556,7 +556,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if experiment.failed:
         print(f"failed: {', '.join(experiment.failed)}; the logs are in {work / 'log'}", flush=True)
         return 1
-    print("complete" if complete else "not complete: the same command goes on", flush=True)
+    asked = args.warm_up or args.base or args.rtn or args.arm or args.timing or args.all
+    if asked:
+        print("complete" if complete else "not complete: the same command goes on", flush=True)
     return 0
 
 

@@ -146,7 +146,8 @@ def check_quantizable(shape: tuple[int, ...], scheme: SchemeConfig, name: str = 
     if problem:
         raise UserError(
             f"cannot quantize {name or 'a weight'} {tuple(shape)} under {scheme}: {problem}. "
-            "Choose another group size (quant.group_size), or another scheme or bf16 for this weight (quant.rules)."
+            "Choose another scheme or bf16 for this weight (quant.rules) or, if the group does not divide it, another "
+            "group size (quant.group_size)."
         )
 
 

@@ -106,7 +106,7 @@ def check(shape: tuple[int, ...], config: Config) -> str | None:
     if n % _GROUP or k % _GROUP:
         return (
             f"vLLM's int4 x fp8 kernel takes N and K that are multiples of {_GROUP}, got N = {n} and K = {k} "
-            "(no group size helps; w4a8 under quant.engine=plain has no such limit)"
+            "(w4a8 under quant.engine=plain has no such limit)"
         )
     return None
 
