@@ -21,8 +21,8 @@ fails, too:
     chunks      an engine that computes few tokens in a step: prompts are cut into chunks, and join those in decoding
     preempted   an engine whose KV cache is too small: sequences lose their place in it and are computed again
 
-A sequence that differs is prefilled once more, block by block, and the first block whose outputs differ on the engine's
-own inputs is named, with the first token it happens at; where no block does, decoding differs from prefilling.
+A sequence that differs is prefilled once more (`layers.first_difference`): the first block whose outputs differ on the
+engine's own inputs is named; where no block does, decoding differs from prefilling.
 
 On a CPU it runs, too, against vLLM's CPU build and by the CPU's contract (tests/parity/test_gate_vllm.py).
 """
@@ -171,18 +171,6 @@ def one_weight_changed(weights: PolicyWeights) -> PolicyWeights:
     return dataclasses.replace(weights, qweights=jax.tree.map(change, weights.qweights, is_leaf=is_weight))
 
 
-def first_block(engine: VllmEngine, weights: PolicyWeights, sequence: list[int]) -> str:
-    """Which block makes the first difference in a prefill of `sequence`, and at which token."""
-    model = models.merge(weights.graphdef, weights.params, weights.qweights)
-    for number in range(model.config.num_layers):
-        (record,) = engine.probe(sequence, [f"model.layers.{number}"])
-        mine, theirs = layers.block_outputs(model, record)
-        tokens = np.flatnonzero((mine != theirs).any(axis=(0, 2)))
-        if len(tokens):
-            return f"block {number}, from token {tokens[0]} on ({len(tokens)} of {len(sequence)} tokens)"
-    return "no block differs in a prefill: decoding differs from it"
-
-
 def observed(
     engine: VllmEngine, weights: PolicyWeights, name: str, args: argparse.Namespace, seed: int
 ) -> tuple[ladder.Sampled, float, dict[str, Any]]:
@@ -202,9 +190,9 @@ def observed(
     if wrong.any():
         number = int(np.argmax(wrong.any(axis=1)))
         last = int(np.argmax(wrong[number]))
-        row["where"] = f"response {number}, position {last}: " + first_block(
-            engine, weights, [int(t) for t in sampled.tokens[number, : last + 1]]
-        )
+        before = [int(t) for t in sampled.tokens[number, :last]]  # a token's log-prob comes from those before it
+        where = layers.first_difference(engine.probe, weights, before)
+        row["where"] = f"response {number}, position {last}: {where or 'none in a prefill: decoding differs from it'}"
     return sampled, sampling.temperature, row
 
 

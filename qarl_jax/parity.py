@@ -1,7 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
 """`python -m qarl_jax.parity --model DIR --scheme w8a8 --engine cpu [--json]`: climbs the ladder of promises
-(`verify/ladder.py`). Exit code 0: all are kept, 1: one is not, 2: it could not be tried."""
+(`verify/ladder.py`). With `--at RUN/unequal.jsonl`: where a token that a run scored otherwise begins to differ.
+Exit code 0: all are kept, 1: one is not, 2: it could not be tried."""
 
 from __future__ import annotations
 
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", **must, help="Hugging Face folder")
     parser.add_argument("--scheme", **must, help="bf16, w8a8, fp8, w4a16[:g64] or w4a8[:g64]")
     parser.add_argument("--engine", **must, choices=("cpu", "cuda"), help="whose arithmetic vLLM runs here")
+    unset = argparse.SUPPRESS
+    parser.add_argument("--at", metavar="FILE", default=unset, help="a run's unequal.jsonl: which block differs")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument("--prompts", type=int, default=defaults.prompts, help="random prompts, a sample each")
     parser.add_argument("--prompt-len", type=int, default=defaults.prompt_len, help="tokens of a prompt")
@@ -63,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=defaults.gpu_memory_utilization,
         help="share of the device's memory the engine may use",
     )
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, argparse.Namespace(at=""))
     options = ladder.Options(
         **{
             f.name: getattr(args, f.name)
@@ -84,7 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         modes = args.execution.split(",")
         if unknown := [mode for mode in modes if mode not in ladder.MODES]:
             raise UserError(f"--execution {unknown[0]}: known are {', '.join(ladder.MODES)}")
-        if len(modes) > 1:
+        if args.at:
+            result = ladder.at(args.model, args.scheme, args.engine, options, args.at)
+        elif len(modes) > 1:
             result = ladder.compare_modes(args.model, args.scheme, args.engine, options, modes, show)
         else:
             result = ladder.climb(args.model, args.scheme, args.engine, options, show)
@@ -92,6 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(str(error)) from None
     if args.json:
         print(json.dumps(result))
+    elif args.at:
+        print(f"recorded: {json.dumps(result['found'])}")
+        print(f"first difference: {result['where'] or 'no block differs in a prefill, so decoding differs from it'}")
     else:
         for key, title in (
             ("own_routing", "the same samples, experts chosen by the learner itself (above: by the engine)"),

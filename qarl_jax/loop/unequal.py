@@ -27,6 +27,7 @@ class Unequal:
     tokens, unequal: response tokens of the step drawn under the current version, and those that differ.
     uid: of the prompt. sample: which of its responses. position: of the first token that differs, in the response.
     token: its id. sampler, learner: its two log-probs.
+    sequence: the prompt and the response up to this token, which `python -m qarl_jax.parity --at` computes again.
     """
 
     tokens: int
@@ -37,6 +38,7 @@ class Unequal:
     token: int
     sampler: float
     learner: float
+    sequence: tuple[int, ...]
 
     def __str__(self) -> str:
         return (
@@ -100,6 +102,7 @@ def first(parts: Iterable[tuple[Packed, Sequence[RolloutGroup], Sequence[Any]]],
             count += len(at)
             if len(at) and found is None:
                 place = segment.row, segment.response.start + int(at[0])
+                drawn = groups[segment.group].completions[segment.sample]
                 found = {
                     "uid": groups[segment.group].prompt.uid,
                     "sample": segment.sample,
@@ -107,5 +110,6 @@ def first(parts: Iterable[tuple[Packed, Sequence[RolloutGroup], Sequence[Any]]],
                     "token": int(batch.tokens[place]),
                     "sampler": float(batch.rollout_logprobs[place]),
                     "learner": float(scored[place]),
+                    "sequence": (*drawn.prompt_tokens, *drawn.tokens[: int(at[0]) + 1]),
                 }
     return None if found is None else Unequal(tokens=tokens, unequal=count, **found)

@@ -28,12 +28,15 @@ d = log p_learner - log p_engine over positions whose entropy exceeds 0.5 nat (e
     k1 = mean(-d)      k3 = mean(exp(d) - 1 - d)  >= 0      both estimate KL(engine || learner) (J. Schulman, 2020)
 
 In a mixture of experts the tokens are scored with the experts the engine sent them to (`rollout.router_replay`), and
-once more with the learner's own choice: router logits are rounded to bf16, many tie, and an engine breaks ties its way.
+once more with the learner's own choice, which is the engine's where both keep a contract.
 
 The engine runs as a run's does (CUDA graphs on a GPU, eagerly on a CPU; the ladder says which) and with the kernels it
 chooses; `--execution` and `--int4-kernel` compare others. `--execution eager,graphs` compares engines in two modes
 instead (`compare_modes`): from the same weights, prompts and seeds, every number must come out the same to the
 last bit.
+
+`--at RUN/unequal.jsonl` climbs nothing: it prefills the last sequence in which a run met an unequal token, and names
+the first block that differs (`at`). With that block a report says which operation to look at.
 
 What is left out: single modules of a compiled engine (they are not called one by one), and top-p or top-k sampling.
 """
@@ -54,6 +57,7 @@ from qarl_bridge.protocol import formats, messages
 from qarl_jax import models, quant
 from qarl_jax.kernels.attention_vendor import flash3_lacks
 from qarl_jax.models.logprobs import token_logprobs
+from qarl_jax.observe.recorder import read_lines
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
 from qarl_jax.rollout.vllm.engine import BrokenPromiseError, Config, VllmEngine, leave_memory_to_vllm
@@ -494,6 +498,41 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
     result["rungs"] = [dataclasses.asdict(rung) for rung in rungs]
     result["first_broken"] = next((rung.name for rung in rungs if rung.ok is False), None)
     return result
+
+
+def at(path: str, scheme: str, engine_name: str, options: Options, file: str) -> dict[str, Any]:
+    """The last unequal token that a run recorded, block by block in a live engine.
+
+    Args:
+      path: the policy of that step, exported. file: the run's unequal.jsonl.
+
+    Returns:
+      {"found": the run's record without the sequence, "where": `layers.first_difference`, "first_broken": name or None}
+
+    Raises:
+      UserError: no such file, or none with a sequence.
+    """
+    records = [record for record in read_lines(file) if record.get("sequence")]
+    if not records:
+        raise UserError(f"--at {file}: no record of an unequal token with its sequence")
+    sequence = records[-1].pop("sequence")[:-1]  # a token's log-prob comes from those before it
+    if engine_name == "cuda":
+        leave_memory_to_vllm()
+    weights = load(path, scheme, engine_name, options.attention, options.tensor_parallel_size)
+    model = models.config_of(weights.graphdef)
+    if max(sequence) >= model.vocab_size:
+        raise UserError(f"--at {file}: token {max(sequence)} is none of {path}'s; name the model of that run")
+    room = len(sequence) + 256  # tokens, with a page to spare
+    kv = 4 * room * model.num_layers * model.num_kv_heads * model.head_dim
+    sizes: dict[str, Any] = {"prompts": 1, "prompt_len": len(sequence), "response_len": 1}
+    options = dataclasses.replace(options, **sizes, kv_cache_gb=max(options.kv_cache_gb, kv / 2**30))
+    engine = VllmEngine(options.engine(model), run_id="parity-at")
+    try:
+        engine.publish(weights, 0)
+        where = live_layers.first_difference(engine.probe, weights, sequence)
+    finally:
+        engine.close()
+    return {"found": records[-1], "where": where, "first_broken": where.partition(",")[0] or None}
 
 
 def execution_rung(facts: messages.Facts) -> Rung:

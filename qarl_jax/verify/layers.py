@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -105,11 +105,6 @@ def picked_layers(num_layers: int) -> list[int]:
     return sorted({0, num_layers // 2, num_layers - 1})
 
 
-def layer_of(model: models.Transformer, number: int) -> Any:
-    """Block `number` of a model, out of its stack."""
-    return nnx.merge(*_split_layer(model, number))
-
-
 def _split_layer(model: models.Transformer, number: int) -> tuple[Any, Any]:
     """(structure, state) of a block.
 
@@ -127,20 +122,51 @@ def _split_layer(model: models.Transformer, number: int) -> tuple[Any, Any]:
 def compare(weights: PolicyWeights, records: Sequence[messages.Recorded], linear: bool) -> list[Difference]:
     """The learner's outputs for what the engine recorded; `linear`: of linear layers, otherwise of whole blocks.
 
-    Tokens of a mixture go to the experts the engine sent them to, where it recorded them: of two whose logits are equal
-    in bfloat16 either is right.
+    Tokens of a mixture go to the experts the engine sent them to, where it recorded them.
     """
     model = models.merge(weights.graphdef, weights.params, weights.qweights)
-    routing = next((r.outputs[0].numpy() for r in records if r.module == messages.ROUTING), None)
-    modules = [r for r in records if r.module != messages.ROUTING]
+    modules, routing = _apart(records)
     return [_linear(model, record) if linear else _block(model, record, routing) for record in modules]
 
 
-def linear_names(config: models.ModelConfig) -> list[str]:
-    """The engine's linear layers to probe. The experts of a mixture are one module, compared with its block."""
+def _apart(records: Sequence[messages.Recorded]) -> tuple[list[messages.Recorded], np.ndarray | None]:
+    """The modules of a probe, and the experts its tokens were sent to, where they were recorded."""
+    routing = next((r.outputs[0].numpy() for r in records if r.module == messages.ROUTING), None)
+    return [r for r in records if r.module != messages.ROUTING], routing
+
+
+def first_difference(
+    probe: Callable[[Sequence[int], Sequence[str]], Sequence[messages.Recorded]],
+    weights: PolicyWeights,
+    sequence: Sequence[int],
+) -> str:
+    """The first block whose outputs are not the engine's to the bit while `sequence` is prefilled, on the engine's own
+    inputs, with the first token it happens at and its linear layers that differ by themselves; "": none differs.
+
+    Args:
+      probe: `VllmEngine.probe` of an engine that holds `weights`.
+    """
+    model = models.merge(weights.graphdef, weights.params, weights.qweights)
+    for number in range(model.config.num_layers):
+        (record,), routing = _apart(probe(sequence, [f"model.layers.{number}"]))
+        mine, theirs = block_outputs(model, record, routing)
+        tokens = np.flatnonzero((mine != theirs).any(axis=(0, 2)))
+        if len(tokens):
+            linear = compare(weights, probe(sequence, linear_names(model.config, [number])), linear=True)
+            wrong = [found.module.split(".", 3)[3] for found in linear if found.equal < 1]
+            return (
+                f"block {number}, from token {tokens[0]} on ({len(tokens)} of {len(sequence)} tokens); of its linear"
+                f" layers {', '.join(wrong) or 'none'} by itself"
+            )
+    return ""
+
+
+def linear_names(config: models.ModelConfig, numbers: Sequence[int] = ()) -> list[str]:
+    """The engine's linear layers to probe, of blocks `numbers`, else of the picked ones. The experts of a mixture are
+    one module, compared with its block."""
     return [
         f"model.layers.{layer}.{own}"
-        for layer in picked_layers(config.num_layers)
+        for layer in numbers or picked_layers(config.num_layers)
         for own in LINEARS
         if not (own.startswith("mlp.") and _is_moe(config, layer))
     ]

@@ -31,6 +31,7 @@ def test_the_first_unequal_token_has_its_prompt_response_and_position():
     found = unequal.first([part(groups), part(groups, [(1, 1, 3), (1, 0, 4)])], version=3)
     assert (found.uid, found.sample, found.position, found.token) == ("b/2", 0, 4, 14)
     assert (found.sampler, found.learner, found.unequal, found.tokens) == (-5.0, -4.5, 2, 34)
+    assert found.sequence == (5, 6, 10, 11, 12, 13, 14)
     assert str(found).startswith("2 of 34 tokens ")
     assert "prompt b/2" in str(found)
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from qarl_bridge.protocol import messages
 
 from qarl_jax import models
@@ -42,6 +43,10 @@ def record(module, inputs, outputs):
     )
 
 
+def layer_of(model, number):
+    return nnx.merge(*layers._split_layer(model, number))
+
+
 def engine_records(weights):
     """What an engine that computes as the learner would record, from the modules called one by one (not jitted)."""
     model = models.merge(weights.graphdef, weights.params, weights.qweights)
@@ -52,7 +57,7 @@ def engine_records(weights):
     linear, blocks = [], []
     for name in layers.linear_names(config):
         _, _, number, own = name.split(".", 3)
-        layer = layers.layer_of(model, int(number))
+        layer = layer_of(model, int(number))
         x, parts = None, []
         for path in layers.LINEARS[own]:
             block, leaf = path.split(".")
@@ -62,7 +67,7 @@ def engine_records(weights):
             parts.append(module(x))
         linear.append(record(name, [x], [jnp.concatenate(parts, axis=-1)]))
     for name in layers.block_names(config):
-        layer = layers.layer_of(model, int(name.rsplit(".", 1)[1]))
+        layer = layer_of(model, int(name.rsplit(".", 1)[1]))
         delta, residual = (
             jnp.asarray(rng.normal(size=(1, TOKENS, config.hidden_size)), config.compute_dtype) for _ in range(2)
         )
@@ -100,3 +105,32 @@ def test_where_both_sides_keep_a_contract_one_unequal_output_breaks_the_promise(
     for linear in (True, False):
         assert layers.judge(found, "w4a16:g128", linear)[0]
         assert not layers.judge(found, "w4a16:g128", linear, exact=True)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moe", [False, True])
+def test_the_first_block_that_differs_is_named_with_its_token_and_its_own_linear_layers(moe):
+    weights = tiny_policies.policy("bf16", moe=moe)
+    model = models.merge(weights.graphdef, weights.params, weights.qweights)
+    routing = np.random.default_rng(0).permuted(np.tile(np.arange(4, dtype=np.int32), (TOKENS, 2, 1)), axis=2)[..., :2]
+    held = {}  # an engine that computes as the learner, to the bit
+    for one in (records := engine_records(weights))[1]:
+        held[one.module] = list(layers.block_outputs(model, one, routing if moe else None)[0])
+    for one in records[0]:
+        _, _, number, own = one.module.split(".", 3)
+        x = jnp.asarray(one.inputs[0].numpy())
+        held[one.module] = [layers._apply_linear(*layers._split_layer(model, int(number)), x, layers.LINEARS[own])]
+    inputs = {one.module: [array.numpy() for array in one.inputs] for part in records for one in part}
+
+    def probe(sequence, names):
+        found = [record(name, inputs[name], held[name]) for name in names]
+        return [*found, record(messages.ROUTING, [], [routing])] if moe else found
+
+    assert layers.first_difference(probe, weights, range(TOKENS)) == ""
+    held["model.layers.1"][0] = held["model.layers.1"][0].copy()
+    held["model.layers.1"][0][4, 0] = np.nextafter(held["model.layers.1"][0][4, 0], np.float32(9))
+    said = f"block 1, from token 4 on (1 of {TOKENS} tokens); of its linear layers"
+    assert layers.first_difference(probe, weights, range(TOKENS)) == f"{said} none by itself"
+    name = "model.layers.1.self_attn.o_proj"
+    held[name] = [np.nextafter(np.asarray(held[name][0]), np.float32(9))]
+    assert layers.first_difference(probe, weights, range(TOKENS)) == f"{said} self_attn.o_proj by itself"
