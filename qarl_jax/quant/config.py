@@ -32,8 +32,8 @@ class Config:
       group_size: weights per scale along the input dimension, for schemes with groups written without one.
       engine: whose arithmetic the learner computes in: cpu or cuda (a vLLM there, any kind of CPU), plain (nobody's),
         or auto: with rollout.engine.name=vllm that of this host, with jax plain.
-      kernels: of w8a8's and fp8's products on a Hopper GPU: auto, our own (`kernels/products.py`), or xla, XLA's.
-        w8a8 has the same bits either way, fp8 vLLM's with auto alone.
+      kernels: of products on a Hopper GPU: auto, our own (`kernels/products.py`), or xla, XLA's. w8a8 has the same
+        bits either way; the others have the engine's with auto alone.
       code_flips: report the share of codes that a publish changes (`quant/code_flips`). The QTensors published before
         are kept for it: a step of several updates holds them beside its own.
       rules: schemes by weight path, first match wins; then `forward` is only the fallback.

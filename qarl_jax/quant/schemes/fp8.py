@@ -9,7 +9,7 @@ A zero row gets the scale 2**-23.
 **Activations.** Dynamic, per token: s_x = max(absmax / 448, 1 / (448 * 512)), then
 
     CPU, plain, compiled CUDA    q = e4m3(clamp(x * (1 / s_x), +-448))
-    CUDA, eager kernel           q = e4m3(clamp(x / s_x, +-448))
+    CUDA, eager or in graphs     q = e4m3(clamp(x / s_x, +-448))
 
 Which of the two the engine runs depends on its execution mode; the wrong one changes up to 19 % of outputs.
 
@@ -18,8 +18,8 @@ the tensor cores' reduced precision and fuses the bias into the last multiplicat
 operands, and with them the rescale order, which the bridge prevents. XLA's product adds few rows up otherwise; asking
 it for fast accumulation by name changed nothing (docs/concepts/engines.md). A kernel of ours for Hopper accumulates as
 CUTLASS' does (`product_hopper.py`), equal to it on every output: layers under `cuda` and `plain` take it on such a GPU.
-Experts' codes are multiplied as bfloat16 on both sides. On CPU the codes are multiplied as float32, exactly what
-torch's reference loop does up to summation order.
+Experts' codes are multiplied as bfloat16 on both sides. Under `cpu` y = bf(f32(s_x sum_k x_q q s_w) + b), the sum in
+float64.
 
 **Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x).
 
