@@ -25,7 +25,7 @@ equally far apart (3 * 15 = 45 is 44, 7 * 9 = 63 is 64).
 C and v have 4 significant bits each, so C v, and the weight C e4m3(q v), are bfloat16 numbers exactly. The largest
 scale of a row is 448 c, so dividing gives c again, and s / c is the e4m3 number 8 v: the engine's factoring gives back
 (c, v), bit for bit. (Code that multiplies with the reciprocal of 448, as a compiler may make it, gets a c up to one
-float32 ulp off, and the same v. Eager mode and CUDA graphs run vLLM's kernel, which divides.) Where 448 c would be below
+float32 ulp off, and the same v. Eagerly and in CUDA graphs vLLM's kernel runs, and divides.) Where 448 c would be below
 2^-9 the engine uses its smallest c, 1 / (448 * 512), instead, and so do we; C v is then not a bfloat16 number, but
 rounding it moves s / c by 2^-9 of itself at most, where half the way to the next e4m3 number is 2^-5 or more: it
 factors alike. There the smallest step is 2^-9 * 8 c = 7e-8, and what is below half of it is zero.
