@@ -38,7 +38,6 @@ from qarl_jax.types import UserError
 Order = Literal["between batches", "in flight", "lockstep"]
 ORDERS: tuple[Order, ...] = ("between batches", "in flight", "lockstep")
 SAMPLING = ("time/rollout_s", "time/reward_s")
-NOT_LEARNING = (*SAMPLING, "time/publish_s", "time/step_s", "time/eval_s", "time/compile_s")
 
 
 _STEPS = 400  # the run's times over and over, so that how it begins and ends counts for little

@@ -99,9 +99,7 @@ def _load(ref: Any, at: tuple[Any, ...], layout: Any, interpret: bool) -> jax.Ar
     return load(ref.at[at], layout=layout, optimized=False)
 
 
-def _kernel(
-    *refs: Any, tile: Tile, scaled: bool, bias: bool, x_first: bool, parts: int = 1, interpret: bool = False
-) -> None:
+def _kernel(*refs: Any, tile: Tile, scaled: bool, bias: bool, parts: int = 1, interpret: bool = False) -> None:
     """All in global memory.
 
     Args:
@@ -111,7 +109,6 @@ def _kernel(
       scaled: codes, whose sum is rescaled.
       bias: whether there is one.
       parts: of K, equal ones, each with an accumulator of its own.
-      x_first: the order of the rescale.
       interpret: whether on a CPU.
     """
     x_ref, w_ref, *scales_and_bias, out_ref = refs
@@ -175,8 +172,8 @@ def _kernel(
                     by_row = _load(s_x_ref, (pl.ds(first_m, part_m),), mgpu.Layout.WGMMA.reduce(1), interpret)
                     s_x = lax.broadcast_in_dim(by_row, (part_m, part_n), (0,))
                     s_w = of_outputs(s_w_ref, first_n)
-                    first, last = (total * s_x, s_w) if x_first else (s_w * total, s_x)
-                    total = fused_multiply_add(first, last, b[0], s_x) if bias else last * first
+                    total = s_w * total
+                    total = fused_multiply_add(total, s_x, b[0], s_x) if bias else s_x * total
                 elif bias:
                     total = total + b[0]
                 y = total.astype(jnp.bfloat16)
@@ -224,7 +221,6 @@ def product(
     s_w: Float[Array, " N"],
     bias: Float[Array, " N"] | None = None,
     *,
-    rescale_order: str = "w_then_x",
     tile: Tile | None = None,
     blocks: int | None = None,
     interpret: Any = None,
@@ -236,7 +232,6 @@ def product(
     Args:
       x_q, w_q: int8, or both float8_e4m3fn.
       s_x, s_w, bias: float32.
-      rescale_order: which scale meets the sum first; a bias is fused into the last multiplication.
       tile: None: `tile_for` the shape. Its shared memory must be there.
       blocks: None: one per multiprocessor.
       interpret: parameters of Pallas' GPU interpreter, which runs it step by step on a CPU (tests); the interpreter
@@ -246,8 +241,7 @@ def product(
     tile = tile_for(m, n) if tile is None else tile
     scales = s_x.reshape(m), s_w
     kind = "int8" if x_q.dtype == jnp.int8 else "e4m3"
-    x_first = rescale_order == "x_then_w"
-    return _launch(x_q, w_q, scales, bias, tile, blocks, interpret, f"hopper_{kind}", scaled=True, x_first=x_first)
+    return _launch(x_q, w_q, scales, bias, tile, blocks, interpret, f"hopper_{kind}", scaled=True)
 
 
 def float_product(
@@ -270,7 +264,7 @@ def float_product(
         tile = FLOAT if parts == 1 and w.shape[0] % FLOAT.n == 0 else FLOAT_PARTS
     multiple = max(1, contract.STEP * parts)  # both parts of the same length: behind the last input there are zeros
     x, w = _filled(x, 1, multiple), _filled(w, 1, multiple)
-    return _launch(x, w, (), bias, tile, blocks, interpret, "hopper_bf16", scaled=False, x_first=False, parts=parts)
+    return _launch(x, w, (), bias, tile, blocks, interpret, "hopper_bf16", scaled=False, parts=parts)
 
 
 def _launch(

@@ -17,8 +17,8 @@ W, so what the sampler does at step 0 does not change either. o and down have no
 A scaled model is an ordinary one: it can be exported as it is. `invariant_scaling(params, 1 / s)` undoes it.
 
     params = invariant_scaling(params, 1.5)
-    weight_change(before, params)                 # eq. 13: ||W' - W||^2 / ||W||^2
-    quantization_error(params, qweights)          # eq. 14: ||Q(W) - W||^2 / ||W||^2
+    relative_norm(squares(updates), squares(params))      # eq. 13: ||dW||^2 / ||W||^2
+    quantization_error(params, qweights)                  # eq. 14: ||Q(W) - W||^2 / ||W||^2
 
 Training makes a difference to the sampler where the first is not small against the second.
 """
@@ -35,7 +35,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from qarl_jax import quant
-from qarl_jax.optim.build import path_name, squares
+from qarl_jax.optim.build import path_name
 from qarl_jax.quant import QTensor
 from qarl_jax.types import UserError
 
@@ -132,12 +132,3 @@ def relative_norm(updates: Any, params: Any) -> Float[Array, ""]:
     """
     pairs = zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True)
     return _ratio([(dw, w) for (path, dw), w in pairs if _KERNEL.search(path_name(path))])
-
-
-def weight_change(before: Any, after: Any) -> Float[Array, ""]:
-    """||W' - W||^2 / ||W||^2 over the layers' kernels of two states of one model (QuRL, eq. 13). Float32.
-
-    Masters in bfloat16 hide changes below their own spacing; keep them in float32.
-    """
-    moved = jax.tree.map(lambda a, b: b.astype(jnp.float32) - a.astype(jnp.float32), before, after)
-    return relative_norm(squares(moved), squares(before))

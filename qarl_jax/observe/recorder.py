@@ -43,7 +43,7 @@ from typing import Any, Literal, TextIO
 import jax
 
 from qarl_jax.data.tokenizer import Tokenizer, decode
-from qarl_jax.metrics import PERF, TIME, Max, Mean, phases
+from qarl_jax.metrics import TIME, Max, Mean, phases
 from qarl_jax.observe.terminal import make_view
 from qarl_jax.types import Completion, RolloutGroup, Turn, UserError, at_least
 
@@ -165,11 +165,6 @@ def folder_of(run: str | os.PathLike[str]) -> Path:
 def lines_of(folder: Path, name: str) -> list[dict[str, Any]]:
     """`read_lines` of a run's file; none where it recorded none of that name."""
     return read_lines(folder / name) if (folder / name).is_file() else []
-
-
-def without_time(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What an interrupted and an uninterrupted run have in common: everything but `time/` and `perf/`."""
-    return {key: value for key, value in record.items() if not key.startswith((TIME, PERF))}
 
 
 def _records(path: Path) -> list[tuple[bytes, dict[str, Any]]]:

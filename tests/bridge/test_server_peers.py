@@ -193,7 +193,7 @@ def test_ten_thousand_random_and_mutated_messages_do_no_harm(bridge):
             (reply,) = raw.recv_multipart()
             if reply:
                 break
-        assert isinstance(messages.decode(reply, messages.REPLY_DECODER), messages.REPLIES)
+        assert isinstance(messages.decode(reply, messages.REPLY_DECODER), messages.Reply)
         answered += 1
     assert answered == 9_800
     assert bridge.bridge.exit_code == 0

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from qarl_jax.metrics import Max, Mean, phases
+from qarl_jax.metrics import PERF, TIME, Max, Mean, phases
 from qarl_jax.observe import recorder
-from qarl_jax.observe.recorder import Config, Observer, PhaseTimer, read_lines, without_time
+from qarl_jax.observe.recorder import Config, Observer, PhaseTimer, read_lines
 from qarl_jax.types import Prompt, RolloutGroup, UserError
 from tests.reference.rollouts import completion
 
@@ -27,6 +27,11 @@ def group(uid="t/0", rewards=(0.0, 1.0), texts=("no", "yes")):
     completions = tuple(completion((3,) * (i + 1), prompt=(1, 2), version=4) for i in range(len(texts)))
     prompt = Prompt(uid=uid, tokens=(1, 2), text="1+1=", answer="2")
     return RolloutGroup(prompt=prompt, completions=completions, rewards=np.asarray(rewards, np.float32), texts=texts)
+
+
+def without_time(record):
+    """What an interrupted and an uninterrupted run have in common."""
+    return {key: value for key, value in record.items() if not key.startswith((TIME, PERF))}
 
 
 @pytest.fixture

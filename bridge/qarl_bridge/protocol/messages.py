@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -536,7 +536,6 @@ Request = Hello | Status | Acquire | Announce | Stage | Cancel | Chunk | Commit 
 Reply = (
     Welcome | Ok | Error | StatusReply | Ready | Staged | Published | ReadBackReply | Probed | Progress | Completions
 )
-REPLIES: tuple[type, ...] = get_args(Reply)
 
 _encoder = msgspec.msgpack.Encoder()
 
