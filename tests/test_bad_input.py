@@ -171,7 +171,15 @@ def refused(world, capsys):
         (["rollout.engine.name=vllm", "rollout.router_replay=true"], ["router_replay=true", "no mixture of experts"]),
         (["mesh.fsdp=3"], ["train.micro_batch_rows=4", "3"]),
         (["loss.name=ppo"], ["loss.name=ppo", "set advantage.name=gae and `critic: {}`"]),
-        (["loss.name=ppo", "seed=1", "train.steps=1", "eval.num_prompts=2"], ["run.yaml, 4 overrides: loss.name=ppo"]),
+        (
+            [
+                "loss.name=ppo",
+                "seed=1",
+                "train.steps=1",
+                *(f"eval.{o}=2" for o in ("num_prompts", "top_k", "every", "max_response_len")),
+            ],
+            ["run.yaml, 7 overrides: loss.name=ppo"],
+        ),
         (["loss.name=ppo", "advantage.name=gae", "critic.path=nowhere"], ["nowhere", "no such folder"]),
     ],
 )

@@ -330,7 +330,7 @@ class _Builder:
             o: None for p, o in self.layer.origins.items() if p[: len(path)] == path and o.startswith("override ")
         }
         others = [o for o in inside if o != self.layer.where(path)]
-        if len(others) > 3:  # they would bury the sentence
+        if len(others) > 6:  # they would bury the sentence
             others = [f"{len(others)} overrides"]
         return ", ".join([self.layer.where(path), *others]) + ": "
 
