@@ -24,6 +24,9 @@ card (`learner_gib`) and that all processes together did (`most_used_gib`). A ru
 step still says what its steps did. Every case samples with the same
 execution mode (`--execution`, as in rollout.engine), which the line names. A random policy shows every difference: its
 k3 is no trained model's.
+
+With `--run-dir` the run is kept in that folder and saved after every step. The same command then goes on where an
+earlier one was cut short, and its line is about all steps; one that began anew or went on is left out of the means.
 """
 
 from __future__ import annotations
@@ -85,7 +88,8 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
         "train.micro_batch_rows": args.rows,
         "train.row_len": 4 * longest,
         "train.max_segments": 8,
-        "checkpoint.every": 0,
+        "checkpoint.every": int(bool(args.run_dir)),
+        "checkpoint.keep": 1,
         "checkpoint.at_end": "false",
         "eval.every": 0,
         "eval.at_start": "false",
@@ -162,15 +166,16 @@ def steps_done(run_dir: pathlib.Path) -> int:
 
 
 def summary(run_dir: pathlib.Path) -> dict[str, Any]:
-    """What the steps after the first say."""
+    """What the steps after the first say; one that a process began with compiles, and counts for no mean."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    first, steps = records[0], records[1:]
+    first = records[0]
+    steps = [record for record in records[1:] if "time/start_s" not in record] or records[1:]
 
     def mean(key: str) -> float | None:
         found = [record[key] for record in steps if record.get(key) is not None]
         return float(np.mean(found)) if found else None
 
-    named = sorted(f"time/{name}_s" for name in phases(steps[0]))
+    named = sorted(f"time/{name}_s" for name in (*phases(steps[0]), "step"))
     return {
         "tokens_per_s": mean("time/tok_per_s"),
         "rollout_tokens_per_s": mean("time/rollout_tok_per_s"),
@@ -179,7 +184,7 @@ def summary(run_dir: pathlib.Path) -> dict[str, Any]:
         "start": {key.removeprefix("time/"): v for key, v in first.items() if key.startswith("time/start_")},
         "learner_gib": [v for key, v in sorted(records[-1].items()) if key.startswith("perf/most_gib_")],
         "k3": mean("mismatch/k3"),
-        "max_abs": max(record["mismatch/max_abs"] for record in steps),
+        "max_abs": max(record["mismatch/max_abs"] for record in records[1:]),
         "unequal_tokens": list(unequal_tokens(records)),
         "updates": int(sum(record["train/updates"] for record in records)),
         "first_unequal": recorder.read_lines(run_dir / "unequal.jsonl") if (run_dir / "unequal.jsonl").exists() else [],
@@ -205,6 +210,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--execution", default="auto", choices=("auto", "eager", "graphs", "compiled"))
     parser.add_argument("--deviation", type=float, default=0.02, help="of random weights")
     parser.add_argument("--limit-s", type=float, default=570.0)
+    parser.add_argument("--run-dir", default="", help="a folder to keep the run in, and to go on in; empty: none")
     parser.add_argument("--log", default="", help="where the run's output goes")
     parser.add_argument("--out", default="", help="a file that the line is appended to")
     parser.add_argument("overrides", nargs="*", help="section.field=value, of the run")
@@ -218,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     if not (folder / "config.json").exists():
         random_folder.make(folder, args.shapes, args.deviation, layers=args.layers, weights=False)
     with tempfile.TemporaryDirectory() as scratch:
-        run_dir = pathlib.Path(scratch) / "run"
+        run_dir = pathlib.Path(args.run_dir or f"{scratch}/run").absolute()
         words = fitting(overrides(args, str(folder), str(run_dir)), card.card_bytes())
         command = [sys.executable, "-m", "qarl_jax.train", "--config", CONFIG, *words]
         log = args.log or f"{scratch}/log"

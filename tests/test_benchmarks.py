@@ -110,6 +110,33 @@ def test_whole_steps_are_run_through_the_live_engine(capsys, tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.nightly
+def test_a_case_goes_on_where_it_was_cut_short(capsys, tmp_path):
+    pytest.importorskip("vllm")
+    sizes = ["--shapes", "tiny", "--folder", str(tmp_path / "model"), "--batch", "16", "--response-len", "8"]
+    more = ["model.attention=xla", "rollout.engine.kv_cache_gb=0.1", "rollout.engine.threads=1", "train.row_len=80"]
+    for steps in ("1", "3"):
+        assert step_gpu.main([*sizes, "--steps", steps, "--run-dir", str(tmp_path / "run"), *more]) == 0
+    assert [line["updates"] for line in printed(capsys)] == [4, 8]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert ["time/start_s" in record for record in records] == [True, False, True, False]
+
+
+def test_a_step_that_a_process_began_with_counts_for_no_mean(tmp_path):
+    args = step_gpu.build_parser().parse_args(["--folder", "x", "--run-dir", "y"])
+    cfg = config.load(step_gpu.CONFIG, step_gpu.overrides(args, "x", str(tmp_path)))
+    assert (cfg.checkpoint.every, cfg.checkpoint.keep) == (1, 1)
+    counted = {"train/tokens": 10.0, "train/updates": 2.0, "mismatch/exact": 1.0, "mismatch/max_abs": 0.0}
+    seconds = ((9.0, True), (1.0, False), (9.0, True), (2.0, False))
+    records = [counted | {"time/step_s": s} | ({"time/start_s": 5.0} if began else {}) for s, began in seconds]
+    records[2]["mismatch/max_abs"] = 0.25
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = step_gpu.summary(tmp_path)
+    assert (found["seconds"]["step"], found["first_step_s"], found["updates"]) == (1.5, 9.0, 8)
+    assert found["max_abs"] == 0.25
+
+
+@pytest.mark.vllm
+@pytest.mark.nightly
 def test_the_contracts_price_is_the_ratio_of_two_live_engines(capsys):
     pytest.importorskip("vllm")
     sizes = ["--shapes", "tiny", "--schemes", "w8a8", "--sequences", "2", "4", "--response-len", "8"]
