@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from benchmarks import random_folder
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 # Of a page of 128 tokens: the longest prompts need two, what they have alike is one, and a response grows into another.
 # One thread: two that wait for each other's turn on a busy machine take twenty times as long.
@@ -18,15 +20,28 @@ SIZES = "--sequences 16 --prompt-len 12 --long-prompt 171 --response-len 24 --up
 @pytest.mark.parametrize("scheme", ["w8a8", *[pytest.param(s, marks=pytest.mark.nightly) for s in ("bf16", "w4a16")]])
 def test_no_token_differs_whatever_a_rollout_meets(scheme, tmp_path):
     pytest.importorskip("vllm")
-    found = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "benchmarks.gate", "--model", "assets/tiny-qwen3", "--schemes", scheme]
-    command += ["--conditions", "all", *SIZES.split(), "--json", str(found)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
+    assert compared(tmp_path, "assets/tiny-qwen3", scheme, "--conditions", "all") == 7
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("replay", [["--replay"], []], ids=["the engine's experts", "the learner's own"])
+def test_no_token_of_a_mixture_differs(replay, tmp_path):
+    pytest.importorskip("vllm")
+    random_folder.make(tmp_path / "model", "tiny-moe", deviation=0.06)
+    conditions = ["--conditions", "plain", "samples", "preempted"]
+    assert compared(tmp_path, str(tmp_path / "model"), "w8a8", *conditions, *replay) == 3
+
+
+def compared(folder, model, scheme, *arguments):
+    """How many conditions the gate met without an unequal token; its controls found some."""
+    found = folder / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.gate", "--model", model, "--schemes", scheme, *arguments]
+    done = subprocess.run([*command, *SIZES.split(), "--json", str(found)], capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, (done.stdout, done.stderr[-3000:])
     rows = json.loads(found.read_text())["rows"]
-    compared = [row for row in rows if "condition" in row]
-    assert len(compared) == 7
-    for row in compared:
+    met = [row for row in rows if "condition" in row]
+    for row in met:
         assert (row["unequal"], row["exact"]) == (0, 1.0), row
         assert row["tokens"] > 100, row
     assert all(row["control"] > 0 for row in rows if "control" in row)
+    return len(met)
