@@ -17,31 +17,34 @@ from tests.reference import one_function, tiny
 # Around a response that fills a row there are many short ones; prompts are longer and shorter than responses.
 LENGTHS = [(7, 40), (70, 12), (3, 93), (20, 20), (1, 5), (30, 64), (9, 9), (5, 31), (60, 1), (12, 50)]
 TEMPERATURE = 0.7
+EXPERTS = models.MoEConfig(num_experts=8, num_experts_per_tok=2, intermediate_size=64, norm_topk_prob=True)
 
 
-def config_of(scheme, profile="cpu"):
-    return tiny.model_config(
-        128,
-        num_layers=2,
-        initializer_range=0.06,
-        vocab_size=300,
-        qkv_bias=True,
-        tie_embeddings=True,
-        compute_dtype="bfloat16",
-        quant=models.parse_rules(scheme),
-        numerics=quant.resolve(profile),
-    )
-
-
-@functools.cache
-def policy(scheme):
-    return one_function.moved(models.random_model(config_of(scheme), seed=5))
+def config_of(scheme, profile="cpu", **more):
+    options = {
+        "num_layers": 2,
+        "initializer_range": 0.06,
+        "vocab_size": 300,
+        "qkv_bias": True,
+        "tie_embeddings": True,
+        "compute_dtype": "bfloat16",
+        "quant": models.parse_rules(scheme),
+        "numerics": quant.resolve(profile),
+    }
+    return tiny.model_config(128, **options | more)
 
 
 @functools.cache
-def found(scheme, way):
+def policy(scheme, mixture=False):
+    mixed = {"architecture": "Qwen3MoeForCausalLM", "qkv_bias": False, "qk_norm": True, "moe_layers": (0, 1)}
+    more = mixed | {"moe": EXPERTS} if mixture else {}
+    return one_function.moved(models.random_model(config_of(scheme, **more), seed=5))
+
+
+@functools.cache
+def found(scheme, way, mixture=False):
     ways = {"": one_function.REFERENCE} | one_function.WAYS | one_function.MORE_WAYS
-    return one_function.logprobs(policy(scheme), one_function.groups(300, LENGTHS), ways[way], TEMPERATURE)
+    return one_function.logprobs(policy(scheme, mixture), one_function.groups(300, LENGTHS), ways[way], TEMPERATURE)
 
 
 def cases():
@@ -60,6 +63,14 @@ def test_log_probs_do_not_depend_on_how_a_batch_is_cut(scheme, way):
     assert [len(x) for x in wanted] == [n for _, n in LENGTHS]
     assert np.std(np.concatenate(wanted)) > 0.1
     assert one_function.differing(found(scheme, way), wanted) == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", one_function.WAYS)
+def test_nor_do_those_of_a_mixture(way):
+    wanted = found("w8a8", "", mixture=True)
+    assert np.std(np.concatenate(wanted)) > 0.1
+    assert one_function.differing(found("w8a8", way, mixture=True), wanted) == 0
 
 
 def casts(jaxpr):
