@@ -13,12 +13,12 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
     decode, prefill    inside the engine: each token of a greedy response, decoded and then prefilled again
     sampled tokens     log-probs of whole sampled responses
 
-The first four are exact or broken. On a CPU all layers are, too: there both sides compute by one contract
-(docs/concepts/engines.md). On a GPU a linear layer must equal the engine's to the last bit under w8a8 and w4a8 (on
-CUDA, w4a8 has fp8 activations, and there is no such share), and on 99.8 % of outputs under w4a16; its relative error,
-and that of a block, must stay below `layers.RELATIVE` under every scheme. The last three are judged by k3 (below)
-against `--max-k3`, or where the engine's own noise is larger what `allowance` says; the last must also beat the
-unaligned pair.
+The first four are exact or broken. On a CPU all are: there both sides compute by one contract
+(docs/concepts/engines.md), and k3 must be 0. On a GPU a linear layer must equal the engine's to the last bit under w8a8
+and w4a8 (on CUDA, w4a8 has fp8 activations, and there is no such share), and on 99.8 % of outputs under w4a16; its
+relative error, and that of a block, must stay below `layers.RELATIVE` under every scheme. The last three are judged by
+k3 (below) against `--max-k3`, or where the engine's own noise is larger what `allowance` says; the last must also beat
+the unaligned pair.
 Run it on your own model before a long run.
 
 The same samples are then scored by an unaligned learner (bf16, plain arithmetic), which is what quantized rollouts
@@ -488,7 +488,8 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
                 if scheme == "bf16"
                 else _bf16_pair(path, engine_name, prompts, sampling, engine_config, options)
             )
-        result["allowed_k3"] = allowed = allowance(scheme, options.max_k3, result.get("unaligned"), result.get("bf16"))
+        pairs = result.get("unaligned"), result.get("bf16")
+        result["allowed_k3"] = allowed = allowance(scheme, options.max_k3, *pairs, exact=config.numerics.float64)
         prefill, inside = result["prefill"], result["decode_prefill"]
         add(Rung("prefill", prefill["k3"] <= allowed, line(prefill)))
         detail = f"k3 {inside['k3']:.1e}, max {inside['max_abs']:.1e}, {inside['equal']:.1%} equal"
@@ -543,16 +544,23 @@ def execution_rung(facts: messages.Facts) -> Rung:
 
 
 def allowance(
-    scheme: str, max_k3: float, unaligned: dict[str, float] | None, bf16_pair: dict[str, float] | None
+    scheme: str,
+    max_k3: float,
+    unaligned: dict[str, float] | None,
+    bf16_pair: dict[str, float] | None,
+    *,
+    exact: bool = False,
 ) -> float:
-    """The largest k3 that keeps the promise.
+    """The largest k3 that keeps the promise: 0 where it is `exact` (a CPU's contract).
 
-    `max_k3`, or more where the engine's own noise is more: half as much again as a bf16 learner and a bf16 engine have
-    between them. Where those two agree to the last bit (a Hopper GPU) that says nothing of an int4 kernel, which cuts
-    long sums by its own rule: there it is a hundredth of the unaligned learner's k3. Under quantized activations an ulp
-    moves codes, and the measure is a twentieth. Products of e4m3, which the engine sums in reduced precision, have
-    to beat the unaligned learner only.
+    Elsewhere `max_k3`, or more where the engine's own noise is more: half as much again as a bf16 learner and a bf16
+    engine have between them. Where those two agree to the last bit (a Hopper GPU) that says nothing of an int4 kernel,
+    which cuts long sums by its own rule: there it is a hundredth of the unaligned learner's k3. Under quantized
+    activations an ulp moves codes, and the measure is a twentieth. Products of e4m3, which the engine sums in reduced
+    precision, have to beat the unaligned learner only.
     """
+    if exact:
+        return 0.0
     name = scheme.partition(":")[0]
     share = {"w8a8": 1 / 20, "w4a8": 1 / 20, "fp8": 1.0, "w4a8_fp8": 1.0, "bf16": 0.0}.get(name, 1 / 100)
     allowed = [max_k3, share * unaligned["k3"] if unaligned else 0.0]

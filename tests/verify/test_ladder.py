@@ -321,6 +321,7 @@ def test_what_is_allowed_follows_the_engines_own_noise():
     assert ladder.allowance("w4a16:g64", 1e-5, unaligned, {"k3": 1e-9}) == pytest.approx(1e-4)
     assert ladder.allowance("w8a8", 1e-4, unaligned, pair) == pytest.approx(5e-4)
     assert ladder.allowance("fp8", 1e-4, unaligned, pair) == 1e-2
+    assert ladder.allowance("fp8", 1e-4, unaligned, pair, exact=True) == 0, "where both sides keep a contract"
     assert ladder.allowance("bf16", 1e-4, None, pair) == 1e-4
     quiet = {"k3": 1e-9}
     for scheme in ("w4a16", "w8a8", "fp8", "bf16"):  # never stricter than asked for
