@@ -36,7 +36,6 @@ from typing import Any
 import jax
 
 from benchmarks import memory
-from qarl_jax import models
 from qarl_jax.run import build, card, config, memory_plan
 from qarl_jax.types import UserError
 
@@ -164,14 +163,12 @@ def compiled(draw: dict[str, Any]) -> dict[str, Any]:
     cfg, plan = card.settle(config.load(CONFIG, draw["overrides"]), size)
     assert plan is not None
     cfg = card.on_a_gpu(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, attention="cudnn")))
-    graphdef, mesh = build.policy_graphdef(cfg), memory.absent_gpus()
-    learner = build.make_learner(cfg, graphdef, mesh)
-    state = learner.abstract_state()
-    held = memory_plan.nbytes(state.params, mesh) + plan.learner.get("QTensors published before", 0)
-    held += memory_plan.nbytes(models.split(models.abstract_model(models.config_of(graphdef)))[2], mesh)
-    held += 0 if learner.options.offload else memory_plan.nbytes(state.opt_state, mesh)
+    mesh = memory.absent_gpus()
+    learner = build.make_learner(cfg, build.policy_graphdef(cfg), mesh)
+    resting = ("masters", "optimizer", "QTensors", "QTensors published before")  # counted from shapes, no estimates
+    held = sum(plan.learner.get(part, 0) for part in resting)
     if not learner.options.one_program:
-        held += sum(jax.tree.leaves(memory_plan.bytes_of_each(state.params, mesh, learner.grad_dtype)))
+        held += memory_plan.nbytes(learner.abstract_state().params, mesh, learner.grad_dtype)
     sizes = [program.memory_analysis() for program in build.compile_ahead(cfg, learner, 0)]
     most = max(
         max(held, one.argument_size_in_bytes)
