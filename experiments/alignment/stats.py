@@ -81,10 +81,7 @@ def recovered(
 def over_seeds(x: Float[np.ndarray, "S P"]) -> Estimate | None:
     """Student's t over the seeds' means alone, as if the prompts were all there are; None of one seed."""
     means = x.mean(1)
-    if len(means) < 2:
-        return None
-    stderr = float(means.std(ddof=1) / np.sqrt(len(means)))
-    return Estimate(mean=float(means.mean()), stderr=stderr, dof=len(means) - 1, seeds=len(means))
+    return of_means(means, np.zeros_like(means)) if len(means) > 1 else None
 
 
 def of_means(means: Float[np.ndarray, " S"], stderrs: Float[np.ndarray, " S"]) -> Estimate:
