@@ -5,7 +5,7 @@ numpy's order; and that they leave an engine alone which they do not serve. What
 
 import pytest
 
-from tests.reference.forks import INTERPRETED, forks
+from tests.reference.forks import DECODED, INTERPRETED, forks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs a program in a process of its own."""
-    imports = INTERPRETED + "from qarl_bridge.engine import fixed_order"
+    imports = INTERPRETED + "from qarl_bridge.engine import fixed_order\n" + DECODED
     with forks(imports, tmp_path_factory.mktemp("programs")) as forked:
         yield forked
 
@@ -87,11 +87,30 @@ def test_a_draw_is_a_function_of_its_seed_and_number_and_follows_the_distributio
     """)
 
 
-def test_words_are_interleaved_and_keep_their_codes(run):
+def test_interleaved_words_are_decoded_to_what_they_stand_for(run):
     run("""
-        codes = torch.randint(-8, 8, (4, 256))
-        words = ((codes + 8).view(4, 32, 8) << (4 * torch.arange(8))).sum(-1)
+        codes = torch.randint(-8, 8, (2, 72, 512))
+        words = ((codes + 8).view(2, 72, 64, 8) << (4 * torch.arange(8))).sum(-1)
         words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-        mixed = fixed_order.interleaved(words).view(4, 2, 1, 16)
-        assert torch.equal(((mixed >> (4 * torch.arange(8)).view(1, 1, 8, 1)) & 15).reshape(4, 256).long() - 8, codes)
+        mixed = fixed_order.interleaved(words)
+        assert torch.equal(mixed[1], fixed_order.interleaved(words[1]))
+        low = (mixed[0, 1, 5, 4 * 2 + 2 * 1 + 1] >> 4 * torch.arange(8)) & 15
+        assert (low.view(2, 4).t() - 8).tolist() == codes[0, 5, 128 + 64 + 8 + 4 :].unfold(0, 2, 16)[:4].tolist()
+        for group in (16, 32, 64, 128, 256, 512):
+            scale = torch.randint(2, 9, (512 // group, 72)).bfloat16() / 4  # q s is exact
+            want = codes[0] * scale.t().float().repeat_interleave(group, 1)
+            assert torch.equal(fixed_order.dequantized(mixed[0], scale).float(), want)
+    """)
+
+
+def test_words_in_parts_are_multiplied_as_what_they_stand_for(run):
+    run("""
+        m, n, k = 70, 192, 1280
+        x, scale = torch.randn(m, k).half(), torch.randint(2, 9, (k // 128, n)).bfloat16() / 4
+        mixed = fixed_order.interleaved(torch.randint(-(2**31), 2**31 - 1, (n, k // 8)).int())
+        options = {"parts": 2, "out_dtype": torch.float32}
+        found = [fixed_order.product(x, mixed, scale, split=split, **options) for split in (False, True)]
+        assert torch.equal(*found)
+        want = x.float() @ fixed_order.dequantized(mixed, scale).float().t()
+        torch.testing.assert_close(found[0], want, rtol=1e-5, atol=1e-3)
     """)

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from tests.reference.forks import forks
+from tests.reference.forks import DECODED, forks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -46,7 +46,7 @@ COMMON = """
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs a program after `COMMON` in a process of its own, where the interpreter stays."""
-    with forks(COMMON, tmp_path_factory.mktemp("programs")) as forked:
+    with forks(textwrap.dedent(COMMON) + DECODED + "own._finished = fixed_order._finished\n", tmp_path_factory.mktemp("programs")) as forked:
         yield forked
 
 
@@ -78,10 +78,10 @@ def test_words_are_multiplied_as_what_they_stand_for(run):
         for group in (32, 128):
             scale = torch.randint(2, 9, (E, D // group, F)).bfloat16() / 4  # q s is exact
             served = (codes * scale.transpose(1, 2).float().repeat_interleave(group, -1)).bfloat16().half()
-            mixed = fixed_order.interleaved(words.view(E * F, D // 8)).view(E, F, D // 8)
+            mixed = fixed_order.interleaved(words)
             found = dict(zip(("copies", "experts", "end"), align(ids, 16, E)))
             options = dict(top=k, number=M * k, height=16, out_dtype=torch.float16)
-            got = own.product(x, mixed, scale.half(), **found, **options)
+            got = own.product(x, mixed, scale, **found, **options)
             want = own.product(x, served, None, **found, **options)
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
     """)
@@ -132,12 +132,12 @@ def test_every_kind_of_product_is_one_chain_of_tensor_core_instructions_on_a_hop
                      COPIES="i32", N="i32", K="i32")
         for x, w, s, kind, total, int4, core in (
             ("*bf16", "*bf16", "*fp32", tl.bfloat16, tl.float32, False, "f32.bf16.bf16"),
-            ("*bf16", "*i32", "*bf16", tl.bfloat16, tl.float32, True, "f32.bf16.bf16"),
+            ("*bf16", "tensordesc<i32[64, 16]>", "tensordesc<bf16[1, 64]>", tl.bfloat16, tl.float32, True, "f32.bf16.bf16"),
             ("*fp8e4nv", "*fp8e4nv", "*fp32", tl.bfloat16, tl.float32, False, "f32.bf16.bf16"),
             ("*i8", "*i8", "*fp32", tl.int8, tl.int32, False, "s32.s8.s8"),
         ):
             static = dict(TOP=8, INT4=int4, SCALED=False, GROUP=128, AS=kind, SUM=total, BM=16, BN=64, BK=128)
-            signature = dict(x_ptr=x, w_ptr=w, s_ptr=s, **names) | dict.fromkeys(static, "constexpr")
+            signature = dict(x_ptr=x, w=w, s=s, **names) | dict.fromkeys(static, "constexpr")
             values = {(kernel.arg_names.index(name),): value for name, value in static.items()}
             source = ASTSource(fn=kernel, signature=signature, constexprs=values)
             options = dict(num_warps=4, num_stages=3)

@@ -28,9 +28,15 @@ def test_a_rows_product_depends_on_no_other_row_and_is_the_learners(shape):
     for rows in (1, 17, 64, 128, 200, 513):
         assert torch.equal(fixed_order.product(x_t[:rows], w_t), whole[:rows])
     words = torch.randint(-(2**31), 2**31 - 1, (n, k // 8), device="cuda").to(torch.int32)
-    scale = torch.rand(k // 128, n, device="cuda").bfloat16()
-    dense = fixed_order.product(x_t, fixed_order.dequantized(words, scale))
-    assert torch.equal(fixed_order.product(x_t, fixed_order.interleaved(words), scale), dense)
+    codes = ((words[..., None] >> (4 * torch.arange(8, device="cuda"))) & 15).reshape(n, k) - 8
+    words = fixed_order.interleaved(words)
+    for group in (32, 128):
+        scale = torch.rand(k // group, n, device="cuda").bfloat16()
+        served = (codes.float() * scale.t().float().repeat_interleave(group, 1)).bfloat16()
+        assert torch.equal(fixed_order.dequantized(words, scale), served)
+        dense = fixed_order.product(x_t, served)
+        for rows in (1, 17, 64, 128, 200, 2048):
+            assert torch.equal(fixed_order.product(x_t[:rows], words, scale), dense[:rows])
     parts = contract.parts_of(n, k)
     mine = jax.jit(functools.partial(product_hopper.float_product, parts=parts))(x, w)
     assert torch.equal(torch.from_dlpack(mine), whole)

@@ -71,9 +71,9 @@ def test_an_experts_product_depends_on_no_other_row_and_is_the_learners(scheme, 
     if qt is None:
         held = torch.from_dlpack(w), None
     elif scheme == "w4a16":
-        words = fixed_order.interleaved(torch.from_dlpack(qt.qvalue).reshape(EXPERTS * n, k // 8))
+        words = fixed_order.interleaved(torch.from_dlpack(qt.qvalue).reshape(EXPERTS, n, k // 8))
         scale = torch.from_dlpack(qt.scale).reshape(EXPERTS, n, -1).transpose(1, 2).contiguous()
-        held = words.view(EXPERTS, n, k // 8), scale
+        held = words, scale
     else:
         bits = torch.from_dlpack(jax.lax.bitcast_convert_type(qt.qvalue, jnp.int8))
         held = bits.view(torch.float8_e4m3fn) if scheme == "fp8" else bits, torch.from_dlpack(qt.scale)

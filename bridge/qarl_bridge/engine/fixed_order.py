@@ -35,44 +35,110 @@ _MOST_BLOCKS = 264  # two for each multiprocessor of an H100; of a product whose
 
 
 @triton.jit
-def _weights(w_ptr, s_ptr, block, outputs, N, K, GROUP: tl.constexpr, BN: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """bf16(q s) [BN, 128] of a block of 128 inputs, from the words of a checkpoint, or from `interleaved` ones."""
-    there = (outputs < N)[:, None]
-    words = tl.load(w_ptr + outputs[:, None] * (K // 8) + block * 16 + tl.arange(0, 16)[None, :], mask=there, other=0)
-    run: tl.constexpr = 16 if INTERLEAVED else 8  # inputs of one index in the middle
-    if INTERLEAVED:  # [BN, nibble, word]
-        codes = (words[:, None, :] >> (4 * tl.arange(0, 8))[None, :, None]) & 15
-    else:  # [BN, word, nibble]
-        codes = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
-    if GROUP >= _STEP:
-        s = tl.load(s_ptr + (block * _STEP // GROUP) * N + outputs, mask=outputs < N, other=0.0)[:, None, None]
-    else:
-        groups = block * (_STEP // GROUP) + tl.arange(0, _STEP // run) // (GROUP // run)
-        s = tl.load(s_ptr + groups[None, :] * N + outputs[:, None], mask=there, other=0.0)[:, :, None]
-    return ((codes - 8).to(tl.float32) * s.to(tl.float32)).to(tl.bfloat16).reshape(BN, _STEP)
+def _decoded(words, s0, s1, s2, s3):
+    """The eight bf16(q s) of each word, in the order of their inputs: of nibbles 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+
+    Two at once, at two instructions a weight: 0x4300 | nibble is the bfloat16 128 + nibble, less 136 it is q, exactly,
+    and q s is rounded once. s0 to s3: the scales of the four pairs."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 p0, p1, p2, p3, s0, s1, s2, s3, less;
+        mov.b32 less, 0xC308C308;
+        shr.u32 p1, $8, 4;
+        shr.u32 p2, $8, 8;
+        shr.u32 p3, $8, 12;
+        lop3.b32 p0, $8, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 p1, p1, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 p2, p2, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 p3, p3, 0x000f000f, 0x43004300, 0xea;
+        add.rn.bf16x2 p0, p0, less;
+        add.rn.bf16x2 p1, p1, less;
+        add.rn.bf16x2 p2, p2, less;
+        add.rn.bf16x2 p3, p3, less;
+        mov.b32 s0, {$9, $9};
+        mov.b32 s1, {$10, $10};
+        mov.b32 s2, {$11, $11};
+        mov.b32 s3, {$12, $12};
+        mul.rn.bf16x2 p0, p0, s0;
+        mul.rn.bf16x2 p1, p1, s1;
+        mul.rn.bf16x2 p2, p2, s2;
+        mul.rn.bf16x2 p3, p3, s3;
+        mov.b32 {$0, $1}, p0;
+        mov.b32 {$2, $3}, p1;
+        mov.b32 {$4, $5}, p2;
+        mov.b32 {$6, $7}, p3;
+        }""",
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,h,h,h,h",
+        [words, s0, s1, s2, s3],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
-def _part(x, w, s_ptr, row, output, outputs, N, K, first, end, BITS: tl.constexpr, GROUP: tl.constexpr,
+def _of_halves(s, BN: tl.constexpr):
+    """[BN, 2], of inputs up to 64 and from there -> [BN, 16], of `interleaved` words."""
+    return s[:, None, :].broadcast_to(BN, 8, 2).reshape(BN, 16)
+
+
+@triton.jit
+def _weights(words, s, GROUP: tl.constexpr, BN: tl.constexpr):
+    """bf16(q s) [BN, 128] of `interleaved` words [BN, 16] and their groups' scales [max(1, 128 / GROUP), BN]."""
+    s = s.T
+    if GROUP >= _STEP:
+        s0 = s.broadcast_to(BN, 16)
+        s1, s2, s3 = s0, s0, s0
+    elif GROUP == 64:
+        s0 = _of_halves(s, BN)
+        s1, s2, s3 = s0, s0, s0
+    elif GROUP == 32:
+        first, second = s.reshape(BN, 2, 2).split()
+        s0, s2 = _of_halves(first, BN), _of_halves(second, BN)
+        s1, s3 = s0, s2
+    else:
+        even, odd = s.reshape(BN, 2, 2, 2).split()
+        first, second = even.split()
+        s0, s2 = _of_halves(first, BN), _of_halves(second, BN)
+        first, second = odd.split()
+        s1, s3 = _of_halves(first, BN), _of_halves(second, BN)
+    a0, a1, b0, b1, c0, c1, d0, d1 = _decoded(words, s0, s1, s2, s3)
+    ac, bd = tl.join(tl.join(a0, a1), tl.join(c0, c1)), tl.join(tl.join(b0, b1), tl.join(d0, d1))
+    y = tl.join(ac, bd).reshape(BN, 4, 2, 2, 2, 2, 2)  # of an input's bits [BN, 1-2, 3, 6, 0, 5, 4]
+    return y.permute(0, 3, 5, 6, 2, 1, 4).reshape(BN, _STEP)
+
+
+@triton.jit
+def _finished(acc):
+    """acc, by no instruction. Behind a product from registers it makes the compiler wait for that product within the
+    same step; where it waits in the next, it waits after each sixteen inputs."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _part(x, w, s, row, output, N, first, end, BITS: tl.constexpr, GROUP: tl.constexpr,
           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """The float32 accumulator [BN, BM] of the inputs [first, end), in steps; behind the last input there are zeros."""
     acc = tl.zeros((BN, BM), tl.float32)
     for k in range(first * _STEP, end * _STEP, BK):
         if BITS == 16:
             weights = w.load([output, k])
-        else:
-            weights = _weights(w, s_ptr, k // _STEP, outputs, N, K, GROUP, BN, True)
+        else:  # behind the last output there are other outputs' weights
+            weights = _weights(w.load([N * (k // _STEP) + output, 0]), s.load([k // GROUP, output]), GROUP, BN)
         acc = tl.dot(weights, x.load([row, k]).T, acc)
+        if BITS == 4:
+            acc = _finished(acc)
     return acc
 
 
 @triton.jit
-def _product(x, w, s_ptr, b_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS: tl.constexpr,
+def _product(x, w, s, b_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS: tl.constexpr,
              BITS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """One tile [BM rows, BN outputs]; SPLIT: one part of it, and whoever comes last adds them up, in order.
 
-    x and an unquantized w are descriptors of tiles [BM, BK] and [BN, BK]."""
+    x, w and s are descriptors: of tiles [BM, BK], and [BN, BK] or `interleaved` words [BN, 16] with scales as in
+    `_weights`."""
     tiles_m = tl.cdiv(M, BM)
     tile = tl.program_id(0)
     row = (tile % tiles_m) * BM
@@ -85,7 +151,7 @@ def _product(x, w, s_ptr, b_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS: t
         part = tl.program_id(1)
         first = part * shorter + tl.minimum(part, longer)
         end = first + shorter + (part < longer).to(tl.int32)
-        acc = _part(x, w, s_ptr, row, output, outputs, N, K, first, end, BITS, GROUP, BM, BN, BK)
+        acc = _part(x, w, s, row, output, N, first, end, BITS, GROUP, BM, BN, BK)
         cells = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         own = partial_ptr + tile * PARTS * BM * BN
         tl.store(own + part * BM * BN + cells, acc)
@@ -98,11 +164,11 @@ def _product(x, w, s_ptr, b_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS: t
                 acc += tl.load(own + p * BM * BN + cells, cache_modifier=".cg")
     else:
         end = shorter + (longer > 0)
-        acc = _part(x, w, s_ptr, row, output, outputs, N, K, 0, end, BITS, GROUP, BM, BN, BK)
+        acc = _part(x, w, s, row, output, N, 0, end, BITS, GROUP, BM, BN, BK)
         for p in tl.static_range(1, PARTS):
             first = end
             end = first + shorter + (longer > p)
-            acc += _part(x, w, s_ptr, row, output, outputs, N, K, first, end, BITS, GROUP, BM, BN, BK)
+            acc += _part(x, w, s, row, output, N, first, end, BITS, GROUP, BM, BN, BK)
     if last:
         if BIAS:
             acc += tl.load(b_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[:, None]
@@ -137,8 +203,8 @@ def product(
     """x W^T + b of rows x [M, K] bfloat16, in the contract's order.
 
     Args:
-      weight: bfloat16 [N, K], or int32 [N, K/8] of `interleaved` words.
-      scale: of int4 codes, bfloat16 [K/G, N]; G 16, 32, 64, or a multiple of 128.
+      weight: bfloat16 [N, K], or int32 [K/128, N, 16] of `interleaved` words.
+      scale: of int4 codes, bfloat16 [K/G, N]; G 16, 32, 64, or a multiple of 128; N a multiple of 8.
       bias: [N] or None.
       out_dtype: bfloat16 or float32.
       parts: None: `contract.parts_of`.
@@ -146,35 +212,50 @@ def product(
         computed side by side; None: where there are few tiles. No result depends on these two.
     """
     m, k = x.shape
-    n = weight.shape[0]
+    bits = 16 if scale is None else 4
+    n = weight.shape[0] if bits == 16 else weight.shape[1]
     parts = contract.parts_of(n, k) if parts is None else parts
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
     if m == 0:
         return y
-    bits = 16 if scale is None else 4
     group = 0 if scale is None else k // scale.shape[0]
     if tile is None:
-        tile = _tile(m, bits, parts)
+        tile = _tile(m, n, bits, parts)
     bm, bn, bk, warps, stages = tile
-    tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
-    if split is None:
-        split = parts > 1 and tiles * parts <= _MOST_BLOCKS
+    blocks = parts * triton.cdiv(m, bm) * triton.cdiv(n, bn)
     partial, done = _workspace(x.device)
+    if split is None:
+        split = parts > 1 and blocks <= _MOST_BLOCKS and blocks * bm * bn <= partial.numel()
     x = x if x.is_contiguous() else x.contiguous()
-    _product[(tiles, parts if split else 1)](
-        TensorDescriptor.from_tensor(x, [bm, bk]),
-        TensorDescriptor.from_tensor(weight, [bn, bk]) if bits == 16 else weight,
-        scale, bias, y, partial, done, m, n, k,
+    if scale is None:
+        w, s = TensorDescriptor.from_tensor(weight, [bn, bk]), None
+    else:
+        w = TensorDescriptor.from_tensor(weight.view(-1, 16), [bn, 16])
+        s = TensorDescriptor.from_tensor(scale, [max(1, contract.STEP // group), bn])
+    _product[(blocks // parts, parts if split else 1)](
+        TensorDescriptor.from_tensor(x, [bm, bk]), w, s, bias, y, partial, done, m, n, k,
         PARTS=parts, BITS=bits, GROUP=group, SPLIT=split, BIAS=bias is not None, BM=bm, BN=bn, BK=bk,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 
 
-def _tile(m: int, bits: int, parts: int) -> tuple[int, int, int, int, int]:
-    """(rows, outputs, inputs, warps, stages): the fastest of some on an H100, for layers of a Qwen3-4B."""
+# Of int4 words, by the most rows: (rows, outputs, inputs, warps, stages) for layers of few outputs and of many.
+_INT4_TILES = {
+    16: ((16, 64, 128, 4, 4), (16, 64, 128, 4, 4)),
+    32: ((32, 64, 128, 4, 4), (32, 64, 128, 4, 4)),
+    64: ((64, 64, 128, 4, 4), (64, 128, 128, 8, 3)),
+    128: ((128, 64, 128, 4, 3), (128, 128, 128, 8, 3)),
+    256: ((256, 64, 128, 4, 2), (256, 128, 128, 8, 2)),
+}
+_MANY = 16384  # outputs
+
+
+def _tile(m: int, n: int, bits: int, parts: int) -> tuple[int, int, int, int, int]:
+    """(rows, outputs, inputs, warps, stages): the fastest of some on an H100, for layers of a Qwen3-4B and 8B."""
     if bits == 4:
-        return max(16, min(128, triton.next_power_of_2(m))), 128, 128, 8, 3
+        rows = max(min(_INT4_TILES), min(max(_INT4_TILES), triton.next_power_of_2(m)))
+        return _INT4_TILES[rows][n >= _MANY]
     if m <= 128:
         return max(16, triton.next_power_of_2(m)), 64, 128, 4, 4
     if m <= 512:
@@ -183,37 +264,55 @@ def _tile(m: int, bits: int, parts: int) -> tuple[int, int, int, int, int]:
 
 
 @triton.jit
-def _dequantize(words_ptr, s_ptr, y_ptr, N, K, GROUP: tl.constexpr, BN: tl.constexpr):
-    rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+def _dequantize(words_ptr, s_ptr, y_ptr, N, K, GROUP: tl.constexpr, GROUPS: tl.constexpr, BN: tl.constexpr):
+    outputs = tl.program_id(0) * BN + tl.arange(0, BN)
     block = tl.program_id(1)
-    weights = _weights(words_ptr, s_ptr, block, rows, N, K, GROUP, BN, False)
-    tl.store(y_ptr + rows[:, None] * K + block * 128 + tl.arange(0, 128)[None, :], weights, mask=(rows < N)[:, None])
+    there = outputs < N
+    at = (block * N + outputs).to(tl.int64)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    words = tl.load(words_ptr + at, mask=there[:, None], other=0)
+    groups = block * 128 // GROUP + tl.arange(0, GROUPS)
+    s = tl.load(s_ptr + groups[:, None] * N + outputs[None, :], mask=there[None, :], other=0.0)
+    at = outputs.to(tl.int64)[:, None] * K + block * 128 + tl.arange(0, 128)[None, :]
+    tl.store(y_ptr + at, _weights(words, s, GROUP, BN), mask=there[:, None])
 
 
-def dequantized(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """int32 [N, K/8] as a checkpoint has it and bfloat16 scales [K/G, N] -> bf16(q s), [N, K]; K a multiple of 128."""
-    n, k = packed.shape[0], packed.shape[1] * 8
-    y = torch.empty((n, k), dtype=torch.bfloat16, device=packed.device)
-    _dequantize[(triton.cdiv(n, 32), k // 128)](packed, scale, y, n, k, GROUP=k // scale.shape[0], BN=32, num_warps=4)
+def dequantized(words: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`interleaved` words [K/128, N, 16] and bfloat16 scales [K/G, N] -> bf16(q s), [N, K] (out, where it is given)."""
+    n, k = words.shape[1], words.shape[0] * 128
+    y = torch.empty((n, k), dtype=torch.bfloat16, device=words.device) if out is None else out
+    group = k // scale.shape[0]
+    _dequantize[(triton.cdiv(n, 64), k // 128)](
+        words, scale, y, n, k, GROUP=group, GROUPS=max(1, contract.STEP // group), BN=64, num_warps=4
+    )
     return y
 
 
 @triton.jit
-def _interleave(words_ptr, y_ptr, words, BLOCK: tl.constexpr):
+def _interleave(words_ptr, y_ptr, N, blocks, words, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    first, shift = at // 16 * 16 + at % 16 // 8, (at % 8 * 4).to(tl.int32)
+    there = at < words
+    j, row, block, batch = at % 16, at // 16 % N, at // 16 // N % blocks, at // 16 // N // blocks
+    first = ((batch * N + row) * blocks + block) * 16 + j % 2 * 8 + j // 2 % 2
+    shift = (j // 4 * 8).to(tl.int32)
     y = tl.zeros((BLOCK,), tl.int32)
-    for i in tl.static_range(8):
-        y |= ((tl.load(words_ptr + first + 2 * i, mask=at < words) >> shift) & 15) << (4 * i)
-    tl.store(y_ptr + at, y, mask=at < words)
+    for i in tl.static_range(4):
+        pair = tl.load(words_ptr + first + 2 * i, mask=there) >> shift
+        y |= ((pair & 15) | ((pair & 0xF0) << 12)) << (4 * i)
+    tl.store(y_ptr + at, y, mask=there)
 
 
 def interleaved(packed: torch.Tensor) -> torch.Tensor:
-    """int32 [..., K/8] as a checkpoint has it (nibble i of word j: element 8 j + i) -> the same codes, so that within
-    128 inputs nibble i of word j is element 16 i + j: a thread then finds all of its inputs in words of its own."""
+    """int32 [..., N, K/8] as a checkpoint has it (nibble i of word j: element 8 j + i) -> [..., K/128, N, 16].
+
+    Of 128 inputs, nibble i + 4 e of word 4 t + 2 f + h is element 64 h + 16 i + 8 f + 2 t + e: a thread of the tensor
+    cores finds all of its inputs in four words of its own that follow each other, and those of one register where one
+    mask takes both (`_decoded`).
+    """
     packed = packed.contiguous()
-    out = torch.empty_like(packed)
-    _interleave[(triton.cdiv(packed.numel(), 1024),)](packed, out, packed.numel(), BLOCK=1024, num_warps=4)
+    *batch, n, words = packed.shape
+    out = packed.new_empty((*batch, words // 16, n, 16))
+    size = packed.numel()
+    _interleave[(triton.cdiv(size, 1024),)](packed, out, n, words // 16, size, BLOCK=1024, num_warps=4)
     return out
 
 

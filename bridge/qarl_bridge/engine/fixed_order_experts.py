@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qarl_bridge.engine.fixed_order import _weights
+from qarl_bridge.engine.fixed_order import _finished, _weights
 from qarl_bridge.protocol import contract
 
 _STEP = tl.constexpr(contract.STEP)
@@ -38,34 +39,39 @@ Align = Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor, tor
 
 
 @triton.jit
-def _grouped(x_ptr, w_ptr, s_ptr, s_x_ptr, copies_ptr, experts_ptr, end_ptr, y_ptr, COPIES, N, K,
+def _grouped(x_ptr, w, s, s_x_ptr, copies_ptr, experts_ptr, end_ptr, y_ptr, COPIES, N, K,
              TOP: tl.constexpr, INT4: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, AS: tl.constexpr,
              SUM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """One tile [BM copies, BN outputs]; a copy's input is row copy // TOP of x [*, K], its output row copy of y."""
+    """One tile [BM copies, BN outputs]; a copy's input is row copy // TOP of x [*, K], its output row copy of y.
+
+    w and s are pointers, or of int4 words descriptors as in `fixed_order._product`, of all experts."""
     columns = tl.cdiv(N, BN)
     tile = tl.program_id(0) // columns
     if tile * BM >= tl.load(end_ptr):
         return
-    outputs = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
+    output = (tl.program_id(0) % columns) * BN
+    outputs = output + tl.arange(0, BN)
     copies = tl.load(copies_ptr + tile * BM + tl.arange(0, BM)).to(tl.int64)
     there = copies < COPIES
     rows = copies // TOP
-    expert = tl.load(experts_ptr + tile).to(tl.int64)
+    expert = tl.load(experts_ptr + tile)
     known = outputs < N
     acc = tl.zeros((BN, BM), SUM)
     for k in range(0, K, BK):
         ks = k + tl.arange(0, BK)
         x = tl.load(x_ptr + rows[:, None] * K + ks[None, :], mask=there[:, None] & (ks < K)[None, :], other=0.0)
         if INT4:
-            codes = w_ptr + expert * N * (K // 8)
-            w = _weights(codes, s_ptr + expert * (K // GROUP) * N, k // _STEP, outputs, N, K, GROUP, BN, True)
+            words = w.load([(expert * (K // _STEP) + k // _STEP) * N + output, 0])
+            weights = _weights(words, s.load([expert * (K // GROUP) + k // GROUP, output]), GROUP, BN)
         else:
-            at = (expert * N + outputs)[:, None] * K + ks[None, :]
-            w = tl.load(w_ptr + at, mask=known[:, None] & (ks < K)[None, :], other=0.0)
-        acc = tl.dot(w.to(AS), x.to(AS).T, acc, out_dtype=SUM)
+            at = (expert.to(tl.int64) * N + outputs)[:, None] * K + ks[None, :]
+            weights = tl.load(w + at, mask=known[:, None] & (ks < K)[None, :], other=0.0)
+        acc = tl.dot(weights.to(AS), x.to(AS).T, acc, out_dtype=SUM)
+        if INT4:
+            acc = _finished(acc)
     y = acc.to(tl.float32)
     if SCALED:
-        s_w = tl.load(s_ptr + expert * N + outputs, mask=known, other=0.0)
+        s_w = tl.load(s + expert.to(tl.int64) * N + outputs, mask=known, other=0.0)
         s_x = tl.load(s_x_ptr + rows, mask=there, other=0.0)
         y = s_x[None, :] * (s_w[:, None] * y)
     y = tl.trans(y).to(y_ptr.dtype.element_ty)
@@ -90,20 +96,24 @@ def product(
 
     Args:
       x: [number / top, K]: bfloat16, or int8 or e4m3 codes with `x_scale` float32 [number / top, 1].
-      weight: bfloat16, int8 or e4m3 [E, N, K]; or int32 [E, N, K/8] of `fixed_order.interleaved` words.
+      weight: bfloat16, int8 or e4m3 [E, N, K]; or int32 [E, K/128, N, 16] of `fixed_order.interleaved` words.
       scale: of int4 words bfloat16 [E, K/G, N]; of 8-bit codes float32 [E, N, 1]; None.
       copies, experts, end: from an `Align` in tiles of `height`.
       top: copies of a row that follow each other. number: of all copies.
     """
     int4, scaled = weight.dtype == torch.int32, x_scale is not None
-    n, k = weight.shape[1], x.shape[1]
-    group = k // scale.shape[1] if int4 and scale is not None else 1
+    n, k = weight.shape[2 if int4 else 1], x.shape[1]
     y = torch.empty((number, n), dtype=out_dtype, device=x.device)
     bn = 128 if int4 or height > 32 else 64
+    group, w, s = 1, weight, scale
+    if int4 and scale is not None:
+        group = k // scale.shape[1]
+        w = TensorDescriptor.from_tensor(weight.view(-1, 16), [bn, 16])
+        s = TensorDescriptor.from_tensor(scale.view(-1, n), [max(1, contract.STEP // group), bn])
     # 8-bit floats are exact in the 16-bit type that they are multiplied in.
     compute = tl.int8 if weight.dtype == torch.int8 else tl.float16 if out_dtype == torch.float16 else tl.bfloat16
     _grouped[(len(experts) * triton.cdiv(n, bn),)](
-        x, weight, scale, x_scale, copies, experts, end, y, number, n, k,
+        x, w, s, x_scale, copies, experts, end, y, number, n, k,
         TOP=top, INT4=int4, SCALED=scaled, GROUP=group, AS=compute,
         SUM=tl.int32 if compute == tl.int8 else tl.float32, BM=height, BN=bn, BK=128 if int4 or height < 128 else 64,
         num_warps=8 if int4 or height >= 128 else 4, num_stages=3,

@@ -133,7 +133,7 @@ class ContractWNA16MoEMethod(_Quantized, CompressedTensorsWNA16MoEMethod):
                 setattr(layer, name, as_stored)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Words [E, N, K/8] interleaved, and scales [E, K/G, N], in the place of what was loaded."""
+        """Interleaved words [E, K/128, N, 16] and scales [E, K/G, N], in the place of what was loaded."""
         for which in ("w13", "w2"):
             words, scales = (getattr(layer, f"{which}_{name}").data for name in self.names)
             held = fixed_order.interleaved(words), scales.transpose(1, 2).contiguous()
