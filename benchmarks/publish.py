@@ -279,7 +279,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--transport", default="auto", choices=("auto", "cuda_ipc", "nccl", "host"))
     parser.add_argument("--engine-device", default="", help="the engine's GPU, as CUDA_VISIBLE_DEVICES names it")
     parser.add_argument("--loader", default="auto", choices=("auto", "vllm"))
-    parser.add_argument("--int4-kernel", default="auto", choices=("auto", "packed", "machete", "marlin"))
+    parser.add_argument("--int4-kernel", default="auto", choices=("auto", "machete", "marlin"))
     parser.add_argument("--execution", default="auto", choices=("auto", "eager", "graphs", "compiled"))
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--kv-cache-gb", type=float, default=0.1)

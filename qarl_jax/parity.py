@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--int4-kernel",
-        choices=("auto", "packed", "machete", "marlin"),
+        choices=("auto", "machete", "marlin"),
         default=defaults.int4_kernel,
         help="as rollout.engine.int4_kernel",
     )

@@ -201,7 +201,7 @@ def engine_parts(cfg: RunConfig) -> dict[str, int]:
     contract = engine.kernels == "contract" and engine.execution != "compiled"
     return {
         "weights": _published(_relevant(cfg)),
-        "int4 layers as multiplied": _int4_copies(_relevant(cfg)).get(engine.int4_kernel, 0) if contract else 0,
+        "int4 layers as multiplied": _int4_copies(_relevant(cfg)) if contract and engine.int4_kernel == "auto" else 0,
         "KV cache": int(engine.kv_cache_gb * GIB) if engine.kv_cache_gb else kv_bytes(cfg, 1),
         # Of a step: gate, up and their product, six residuals; and five float32 copies of all sequences' logits.
         "activations (estimate)": STEP_TOKENS * (4 * inner + 6 * model.hidden_size) * 2 + 5 * logits,
@@ -216,9 +216,8 @@ def engine_parts(cfg: RunConfig) -> dict[str, int]:
 def settle(cfg: RunConfig, card: int | None) -> tuple[RunConfig, CardPlan | None]:
     """The run with every "auto" of its memory replaced, and the plan it fits.
 
-    `model.remat`, `optimizer.offload`, `rollout.engine.memory` and `rollout.engine.int4_kernel` may be auto: the first
-    choice that fits, from the fastest. Without a card (the learner runs on a CPU or a TPU) nothing is planned, and
-    offload is false.
+    `model.remat`, `optimizer.offload` and `rollout.engine.memory` may be auto: the first choice that fits, from the
+    fastest. Without a card (the learner runs on a CPU or a TPU) nothing is planned, and offload is false.
 
     Args:
       card: `card_bytes()`.
@@ -297,14 +296,10 @@ def _choices(cfg: RunConfig, card: int) -> Iterator[RunConfig]:
     offloads = (False, True) if cfg.optimizer.offload == "auto" else (cfg.optimizer.offload,)
     engine = cfg.rollout.engine
     shares: tuple[float, ...] = (0.0,)
-    kernels: tuple[str, ...] = ("",)
     if isinstance(engine, vllm.Config):
         shares = (1.0, 0.5, 0.25) if engine.memory == "auto" else shares
-        if engine.int4_kernel == "auto" and _int4_copies(_relevant(on_a_gpu(cfg)))["auto"]:
-            kernels = ("auto", "packed")
-    for share, offload, kernel, remat in itertools.product(shares, offloads, kernels, remats):
-        changes: dict[str, Any] = {"model.remat": remat, "optimizer.offload": offload}
-        choice = _set(cfg, changes | ({"rollout.engine.int4_kernel": kernel} if kernel else {}))
+    for share, offload, remat in itertools.product(shares, offloads, remats):
+        choice = _set(cfg, {"model.remat": remat, "optimizer.offload": offload})
         yield _set(choice, _engine_settings(choice, card, share)) if share else choice
 
 
@@ -399,7 +394,7 @@ def _parts(cfg: RunConfig) -> dict[str, int]:
 
 
 @_cached
-def _int4_copies(cfg: RunConfig) -> dict[str, int]:
+def _int4_copies(cfg: RunConfig) -> int:
     return memory_plan.int4_copies(_set(cfg, {"model.remat": "full"}))
 
 

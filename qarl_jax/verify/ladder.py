@@ -401,7 +401,7 @@ class Options:
     threads: int = 0
     attention: Literal["engine", "auto", "xla", "cudnn", "flash3"] = "engine"
     execution: Mode = "auto"
-    int4_kernel: Literal["auto", "packed", "machete", "marlin"] = "auto"
+    int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
     kv_cache_gb: float = 0.25
     gpu_memory_utilization: float = 0.5
     tensor_parallel_size: int = 1

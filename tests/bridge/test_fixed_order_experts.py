@@ -46,7 +46,8 @@ COMMON = """
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs a program after `COMMON` in a process of its own, where the interpreter stays."""
-    with forks(textwrap.dedent(COMMON) + DECODED + "own._finished = fixed_order._finished\n", tmp_path_factory.mktemp("programs")) as forked:
+    preamble = textwrap.dedent(COMMON) + DECODED + "own._finished = fixed_order._finished\n"
+    with forks(preamble, tmp_path_factory.mktemp("programs")) as forked:
         yield forked
 
 
@@ -130,9 +131,10 @@ def test_every_kind_of_product_is_one_chain_of_tensor_core_instructions_on_a_hop
         kernel = own._grouped
         names = dict(copies_ptr="*i32", experts_ptr="*i32", end_ptr="*i32", s_x_ptr="*fp32", y_ptr="*bf16",
                      COPIES="i32", N="i32", K="i32")
+        words, scales = "tensordesc<i32[64, 16]>", "tensordesc<bf16[1, 64]>"
         for x, w, s, kind, total, int4, core in (
             ("*bf16", "*bf16", "*fp32", tl.bfloat16, tl.float32, False, "f32.bf16.bf16"),
-            ("*bf16", "tensordesc<i32[64, 16]>", "tensordesc<bf16[1, 64]>", tl.bfloat16, tl.float32, True, "f32.bf16.bf16"),
+            ("*bf16", words, scales, tl.bfloat16, tl.float32, True, "f32.bf16.bf16"),
             ("*fp8e4nv", "*fp8e4nv", "*fp32", tl.bfloat16, tl.float32, False, "f32.bf16.bf16"),
             ("*i8", "*i8", "*fp32", tl.int8, tl.int32, False, "s32.s8.s8"),
         ):

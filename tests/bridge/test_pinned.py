@@ -4,7 +4,7 @@
 
 import pytest
 
-from tests.reference.forks import INTERPRETED, forks
+from tests.reference.forks import DECODED, INTERPRETED, forks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs a program in a process of its own, where vLLM's classes are patched; vLLM is imported once."""
-    imports = INTERPRETED + "from qarl_bridge.engine import fixed_order, pinned_experts"
+    imports = INTERPRETED + "from qarl_bridge.engine import fixed_order, pinned_experts, pinned_int4\n" + DECODED
     with forks(imports, tmp_path_factory.mktemp("programs")) as forked:
         yield forked
 
@@ -40,6 +40,32 @@ def test_a_tensor_that_is_not_on_a_gpu_is_vllms_own_business(run):
     """)
     first, second = out.strip().splitlines()[-2:]
     assert first == second == "by the contract: bf16 and int4 products, float32 logits, norms, log-probs"
+
+
+def test_few_rows_are_multiplied_with_words_and_many_with_what_they_stand_for(run):
+    run("""
+        torch.manual_seed(0)
+        kind = pinned_int4.FixedOrderInt4LinearKernel
+        kernel = kind.__new__(kind)
+        kernel.w_q_name, kernel.w_s_name = "packed", "scale"
+        # The interpreter has no bfloat16 arithmetic.
+        room = kind.room[torch.device("cpu")] = torch.empty(128 * 256).half()
+        pinned_int4._PACKED_ROWS = 4
+        for n, k in ((64, 256), (128, 256), (32, 128)):
+            layer = torch.nn.Module()
+            words = torch.randint(-(2**31), 2**31 - 1, (n, k // 8)).int()
+            layer.packed = torch.nn.Parameter(words, requires_grad=False)
+            layer.scale = torch.nn.Parameter(torch.randint(2, 9, (n, k // 128)).bfloat16() / 4, requires_grad=False)
+            kernel.process_weights_after_loading(layer)
+            x = torch.randn(2, 3, k).half()
+            many = kernel.apply_weights(layer, x)
+            few = kernel.apply_weights(layer, x[:1])
+            codes = ((layer.packed[..., None] >> (4 * torch.arange(8))) & 15).view(n, k) - 8
+            served = codes * layer.scale.float().repeat_interleave(128, 1)
+            torch.testing.assert_close(many.float(), x.float() @ served.t(), rtol=1e-2, atol=0.5)
+            torch.testing.assert_close(few, many[:1])
+        assert kind.room[torch.device("cpu")] is room
+    """)
 
 
 def test_int4_experts_are_laid_out_as_they_are_multiplied_however_vllm_holds_them_for_loading(run):

@@ -59,7 +59,7 @@ def test_tokens_of_older_versions_were_drawn_by_another_policy():
         (["quant.forward=w8a8", "rollout.engine.split_attention=true"], "graphs", "may split the keys"),
         (["quant.forward=w4a8_fp8"], "graphs", "has no contract (quant.forward=w4a8_fp8)"),
         (["quant.forward=w4a16", "rollout.engine.int4_kernel=marlin"], "graphs", "int4_kernel=marlin"),
-        (["quant.forward=w4a16:g64", "rollout.engine.int4_kernel=packed"], "graphs", ""),
+        (["quant.forward=w4a16:g64"], "graphs", ""),
         (["quant.forward=w8a8", "rollout.engine.int4_kernel=marlin"], "graphs", ""),
         (["quant.forward=fp8", "quant.kernels=xla"], "graphs", "quant.kernels=xla"),
         (["quant.forward=w8a8", "quant.kernels=xla"], "graphs", ""),

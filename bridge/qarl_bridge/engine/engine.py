@@ -160,7 +160,7 @@ class VllmEngine:
             cpu_experts.register()
             notes.append(_PORTABLE_NOTE)
         else:
-            own = options.kernels == "contract" and options.int4_kernel in ("auto", "packed")
+            own = options.kernels == "contract" and options.int4_kernel == "auto"
             readback_experts.check_groups(config, by_contract=own)
         arguments = versions.engine_arguments(options, path=path, has_weights=has_weights, on_gpu=on_gpu)
         arguments |= shards.arguments(self._shards)

@@ -231,7 +231,8 @@ def product(
         w, s = TensorDescriptor.from_tensor(weight, [bn, bk]), None
     else:
         w = TensorDescriptor.from_tensor(weight.view(-1, 16), [bn, 16])
-        s = TensorDescriptor.from_tensor(scale, [max(1, contract.STEP // group), bn])
+        # Flat first: a single group's row may have any stride, but a descriptor's may not.
+        s = TensorDescriptor.from_tensor(scale.view(-1).view(-1, n), [max(1, contract.STEP // group), bn])
     _product[(blocks // parts, parts if split else 1)](
         TensorDescriptor.from_tensor(x, [bm, bk]), w, s, bias, y, partial, done, m, n, k,
         PARTS=parts, BITS=bits, GROUP=group, SPLIT=split, BIAS=bias is not None, BM=bm, BN=bn, BK=bk,

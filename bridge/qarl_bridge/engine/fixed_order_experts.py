@@ -109,7 +109,7 @@ def product(
     if int4 and scale is not None:
         group = k // scale.shape[1]
         w = TensorDescriptor.from_tensor(weight.view(-1, 16), [bn, 16])
-        s = TensorDescriptor.from_tensor(scale.view(-1, n), [max(1, contract.STEP // group), bn])
+        s = TensorDescriptor.from_tensor(scale.view(-1).view(-1, n), [max(1, contract.STEP // group), bn])
     # 8-bit floats are exact in the 16-bit type that they are multiplied in.
     compute = tl.int8 if weight.dtype == torch.int8 else tl.float16 if out_dtype == torch.float16 else tl.bfloat16
     _grouped[(len(experts) * triton.cdiv(n, bn),)](

@@ -56,7 +56,7 @@ def install(int4_kernel: str) -> str:
         originals = [linear.apply, head.apply, norm.forward_cuda, sampler.compute_logprobs, top.forward_native]
     except (ImportError, AttributeError):
         return UNKNOWN
-    int4 = int4_kernel in ("auto", "packed")
+    int4 = int4_kernel == "auto"
     if getattr(originals[0], "by_contract", False):
         return _line(int4)
     _replace(linear, "apply", functools.partial(_product, only=_DENSE))
@@ -78,7 +78,7 @@ def install(int4_kernel: str) -> str:
     if int4:
         from qarl_bridge.engine import pinned_int4
 
-        pinned_int4.register(packed=int4_kernel == "packed")
+        pinned_int4.register()
     return _line(int4)
 
 

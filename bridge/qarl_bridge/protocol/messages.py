@@ -275,9 +275,8 @@ class EngineOptions:
         "graphs" on a CUDA GPU and "eager" on a CPU.
       kernels: on a CUDA GPU, whose products, norms and log-probs: "contract" is the bridge's own, the same for every
         number of rows, which the learner mirrors; "vllm" is vLLM's, to measure what the contract costs.
-      int4_kernel: what computes with int4 weights on a CUDA GPU: "auto" is the bridge's kernel on weights held as
-        bf16(q s), "packed" the same on the packed words (a quarter of the memory; slower from some 32 rows on);
-        "machete" and "marlin" are vLLM's, whose order of sums depends on the number of rows.
+      int4_kernel: what computes with int4 weights on a CUDA GPU: "auto" is the bridge's kernel; "machete" and "marlin"
+        are vLLM's, whose order of sums depends on the number of rows.
       split_attention: let FlashAttention share the keys of a long sequence out to idle processors. Faster where a few
         long sequences are decoded, but a completion then depends on its company, and the learner cannot mirror it.
       loader: "auto" loads whole modules where the bridge has proved on the engine that this gives what vLLM's loader
@@ -298,7 +297,7 @@ class EngineOptions:
     threads: int = 0
     execution: Literal["auto", "eager", "graphs", "compiled"] = "auto"
     kernels: Literal["contract", "vllm"] = "contract"
-    int4_kernel: Literal["auto", "packed", "machete", "marlin"] = "auto"
+    int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
     split_attention: bool = False
     loader: Literal["auto", "vllm"] = "auto"
     tensor_parallel_size: int = 1
