@@ -377,9 +377,12 @@ def int4_copies(cfg: RunConfig) -> dict[str, int]:
     graphdef, params = abstract_policy(cfg)
     graphdef = build.rollout_graphdef(cfg, graphdef)
     qweights = models.by_path(jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params))
-    layers = [q for path, q in qweights.items() if ".moe." not in path and str(q.scheme).startswith("w4a16")]
-    words = nbytes([q.qvalue for q in layers])
-    return {"auto": 4 * words, "packed": words + nbytes([q.scale for q in layers])}  # bf16(q s): four half bytes
+    dense = [q for path, q in qweights.items() if ".moe." not in path]
+    layers = [q for q in dense if str(q.scheme).startswith("w4a16")]
+    words, scales = nbytes([q.qvalue for q in layers]), nbytes([q.scale for q in layers])
+    codes = 2 * nbytes([q.qvalue for q in dense if str(q.scheme).startswith("w4a8_fp8")])  # one byte each
+    own = {"auto": 4 * words, "packed": words + scales, "machete": 0, "marlin": 0}  # bf16(q s): four half bytes
+    return {kernel: size + codes for kernel, size in own.items()}
 
 
 def _apart(cfg: RunConfig, engine: vllm.Config) -> list[str]:

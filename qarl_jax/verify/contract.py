@@ -22,8 +22,6 @@ def left_out(
     if numerics.float64:  # on a CPU all is the contract's
         return ""
     name = scheme.partition(":")[0]
-    if name in ("w4a8", "w4a8_fp8"):
-        return f"vLLM's kernel for int4 weights with 8-bit activations has no contract (quant.forward={name})"
     if name in ("w4a16", "w3a16", "w2a16") and int4_kernel in ("machete", "marlin"):
         return f"the number of rows orders the sums of rollout.engine.int4_kernel={int4_kernel}"
     if name != "w8a8" and products == "xla":

@@ -14,10 +14,10 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
     sampled tokens     log-probs of whole sampled responses
 
 The first four are exact or broken. All are where both sides compute by one contract (`contract.left_out`): on a CPU,
-and on a Hopper GPU under bf16, w8a8, fp8 and w4a16; k3 must be 0 there. Elsewhere a linear layer must equal the
-engine's as `layers.EQUAL` says; its relative error, and that of a block, must stay below `layers.RELATIVE`. The last
-three are judged by k3 (below) against `--max-k3`, or where the engine's own noise is larger what `allowance` says; the
-last must also beat the unaligned pair.
+and on a Hopper GPU under bf16, w8a8, fp8, w4a16 and w4a8_fp8; k3 must be 0 there. Elsewhere a linear layer must equal
+the engine's as `layers.EQUAL` says; its relative error, and that of a block, must stay below `layers.RELATIVE`. The
+last three are judged by k3 (below) against `--max-k3`, or where the engine's own noise is larger what `allowance` says;
+the last must also beat the unaligned pair.
 Run it on your own model before a long run.
 
 The same samples are then scored by an unaligned learner (bf16, plain arithmetic), which is what quantized rollouts
