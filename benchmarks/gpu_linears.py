@@ -8,11 +8,10 @@ In one process: JAX computes first and leaves numpy arrays, torch and vLLM's ker
 of Qwen3-0.6B to 8B, rows M from a single decoded token to a prefill.
 
     w8a8    vllm._custom_ops.scaled_int8_quant, cutlass_scaled_mm (with and without bias)
-    w4a8    that is w4a8_fp8: vLLM's own factoring of the scales, cutlass_encode_and_reorder_int4b and
-            cutlass_pack_scale_fp8; scaled_fp8_quant (per token) + cutlass_w4a8_mm (sm90): reported, never promised
     fp8     scaled_fp8_quant (per token) + cutlass_scaled_mm, whose accumulation is reduced: reported, never promised
 
-bf16 and w4a16 are the bridge's own products in the engine, not vLLM's: tests/gpu/test_fixed_order.py has them.
+bf16, w4a16 and w4a8_fp8 are not vLLM's own products in the engine: tests/gpu/test_fixed_order.py has the first two, and
+the last is fp8's.
 
 Printed per case: share of outputs equal to the last bit, largest difference in bf16 ulps, relative L2 error, and for
 the schemes with quantized activations the share of equal codes and scales. Exit code 1 if a promise of PROMISED is
@@ -41,7 +40,7 @@ from qarl_jax.verify.layers import Difference
 # K, N of Qwen3's layers: 0.6B (qkv, down), 4B (gate_up), 8B (qkv, o, gate_up, down)
 SHAPES = ((1024, 4096), (3072, 1024), (2560, 19456), (4096, 6144), (4096, 4096), (12288, 4096))
 ROWS = (1, 16, 33, 512)
-PROMISED = {"w8a8": 1.0, "w4a8": 0.0, "fp8": 0.0}
+PROMISED = {"w8a8": 1.0, "fp8": 0.0}
 
 
 def inputs(k: int, n: int, m: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -104,30 +103,6 @@ class Kernels:
         return self.ops.cutlass_scaled_mm(
             x_q, weight.t(), scale_a=x_s, scale_b=scale, out_dtype=self.torch.bfloat16, bias=bias
         )
-
-    def w4a8(self, qtensor: Any, x: Any, bias: Any) -> Any:
-        """As vLLM's CutlassW4A8LinearKernel loads and applies a layer, its own functions called in its order."""
-        from vllm.model_executor.layers.quantization.utils import quant_utils
-
-        torch, ops = self.torch, self.ops
-
-        def per_token(rows: Any) -> Any:
-            return ops.scaled_fp8_quant(rows, None, use_per_token_if_dynamic=True)
-
-        scale, channel = quant_utils.convert_bf16_scales_to_fp8(per_token, to_torch(torch, qtensor.scale))  # [N, K/128]
-        words = quant_utils.convert_packed_uint4b8_to_signed_int4_inplace(to_torch(torch, qtensor.qvalue))  # [N, K/8]
-        torch.cuda.synchronize()
-        packed = ops.cutlass_encode_and_reorder_int4b(words.contiguous().t())  # [K/8, N], column-major
-        x_q, x_s = per_token(x)
-        y = ops.cutlass_w4a8_mm(
-            a=x_q,
-            b_q=packed,
-            b_group_scales=ops.cutlass_pack_scale_fp8(scale.t().contiguous()),  # of [K/128, N]
-            b_group_size=128,
-            a_token_scales=x_s,
-            b_channel_scales=channel,
-        )
-        return y if bias is None else y.add_(bias)
 
 
 def cases(schemes: list[str], shapes: Any, rows: Any) -> list[tuple[str, int, int, int, bool]]:

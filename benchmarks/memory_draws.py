@@ -106,8 +106,10 @@ def draws(model: str, count: int, seed: int, size: int) -> Iterator[dict[str, An
 
 
 def used_bytes(ordinal: int = 0) -> int:
-    """Of the card, whoever uses it; 0 where there is none."""
-    query = ["nvidia-smi", f"--id={ordinal}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """Of the `ordinal`th card that this process sees, whoever uses it; 0 where there is none."""
+    visible = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    number = visible[ordinal] if ordinal < len(visible) else ordinal
+    query = ["nvidia-smi", f"--id={number}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=False)
     except OSError:  # no NVIDIA driver here

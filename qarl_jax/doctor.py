@@ -42,7 +42,7 @@ from qarl_jax.run import build, card, config
 from qarl_jax.run import memory_plan as plan
 from qarl_jax.run.config import RunConfig
 from qarl_jax.types import Parser, UserError, entry_point
-from qarl_jax.verify import layers, machine
+from qarl_jax.verify import contract, layers, machine
 from qarl_jax.verify.machine import GIB, Check, Status, amount, check
 
 PROBE_TIMEOUT_S = 60.0
@@ -358,13 +358,16 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
         )
         if model.numerics.profile == "plain" or facts.execution == "compiled":
             return  # the learner mirrors no engine, or the engine calls no module by itself
+        exact = not contract.left_out(
+            cfg.quant.forward, model.numerics, attention=cfg.model.attention, int4_kernel=settings.int4_kernel
+        )
         for what, names, linear in (
             ("live layers", layers.linear_names(model), True),
             ("live blocks", layers.block_names(model), False),
         ):
             if names:
                 compared = layers.compare(weights, engine.probe(PROBE_PROMPT, names), linear)
-                good, found = layers.judge(compared, cfg.quant.rollout_scheme, linear, model.numerics.float64)
+                good, found = layers.judge(compared, cfg.quant.rollout_scheme, linear, exact)
                 todo = f"the learner computes otherwise than this build: take another scheme, {report}"
                 yield check(what, good, found, todo, "fail" if aligned else "warn")
     except vllm.BrokenPromiseError as error:

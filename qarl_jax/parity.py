@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt-len", type=int, default=defaults.prompt_len, help="tokens of a prompt")
     parser.add_argument("--response-len", type=int, default=defaults.response_len, help="tokens of a sample")
     parser.add_argument("--seed", type=int, default=defaults.seed, help="of prompts and samples")
-    parser.add_argument("--max-k3", type=float, default=defaults.max_k3, help="largest k3 allowed on a GPU")
+    parser.add_argument(
+        "--max-k3", type=float, default=defaults.max_k3, help="largest k3 allowed outside a contract (within: 0)"
+    )
     parser.add_argument("--threads", type=int, default=0, help="of the CPU engine; 0: all")
     parser.add_argument(
         "--attention",

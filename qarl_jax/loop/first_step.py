@@ -2,19 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the first step's mismatch says of a run: is it what scheme and execution mode are known for?
 
-k3 estimates the KL divergence between sampler and learner at the start of the update (`mismatch/k3`). The numbers below
-are the largest that were measured, on policies with random weights, which show every difference. A run above them has
-something else than its config promises, and is told so in one sentence with the remedy.
+k3 estimates the KL divergence between sampler and learner at the start of the update (`mismatch/k3`). Under a contract
+(`unequal.reason`) it is 0. The numbers below are for other runs: the largest that were measured, on policies with
+random weights, which show every difference. A run above them has something else than its config promises, and is told
+so in one sentence with the remedy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from qarl_jax.loop import unequal
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run.config import RunConfig
 
-# Learner and sampler under one scheme, in one arithmetic, vLLM run op by op or in graphs of the same ops.
+# Learner and sampler under one scheme, in one arithmetic, where no contract holds.
 ALIGNED = 2e-3
 # A bf16 learner beside a quantized sampler, by the sampler's scheme; others were not measured.
 ROLLOUT_ONLY = {"w8a8": 6e-2, "fp8": 3e-1, "w4a16": 1.2}
@@ -32,12 +34,12 @@ def remark(cfg: RunConfig, record: Mapping[str, float], execution: str = "") -> 
         return None
     rollout = cfg.quant.rollout_scheme
     aligned = rollout == cfg.quant.forward
-    known = ALIGNED if aligned else ROLLOUT_ONLY.get(rollout.partition(":")[0])
+    by_contract = not unequal.reason(cfg, execution)
+    known = 0.0 if by_contract else ALIGNED if aligned else ROLLOUT_ONLY.get(rollout.partition(":")[0])
     if known is None or k3 <= known:
         return None
-    said = (
-        f"mismatch/k3 of the first step is {k3:.1e}, and {rollout} {_words(aligned)} is known for at most {known:.0e}"
-    )
+    most = "exactly 0" if by_contract else f"at most {known:.0e}"
+    said = f"mismatch/k3 of the first step is {k3:.1e}, and {rollout} {_words(aligned)} is known for {most}"
     return f"{said}: {_remedy(cfg, execution, aligned)}."
 
 

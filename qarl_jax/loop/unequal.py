@@ -19,6 +19,7 @@ from qarl_jax.data.packing import Packed
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run.config import RunConfig
 from qarl_jax.types import RolloutGroup
+from qarl_jax.verify import contract
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,27 +67,17 @@ def reason(cfg: RunConfig, execution: str) -> str:
         return f"the engine computes with other kernels than the learner's (rollout.engine.kernels={engine.kernels})"
     if engine.split_attention:
         return "attention may split the keys of a sequence (rollout.engine.split_attention=true)"
-    if cfg.numerics.profile == "plain":
-        return "the learner does not round where vLLM does (quant.engine=plain)"
     if cfg.quant.rollout_scheme != cfg.quant.forward:
         return f"the learner computes in {cfg.quant.forward}, the sampler in {cfg.quant.rollout_scheme}"
     if cfg.model.dtype != "bfloat16":
         return f"the learner computes in {cfg.model.dtype}, vLLM in bfloat16 (model.dtype)"
-    return _without_contract(cfg, engine) if cfg.numerics.profile == "cuda" else ""
-
-
-def _without_contract(cfg: RunConfig, engine: vllm.Config) -> str:
-    """What a run on CUDA leaves out of the contract; "": nothing."""
-    scheme = cfg.quant.forward.partition(":")[0]
-    if scheme in ("w4a8", "w4a8_fp8"):
-        return f"vLLM's kernel for int4 weights with 8-bit activations has no contract (quant.forward={scheme})"
-    if scheme in ("w4a16", "w3a16", "w2a16") and engine.int4_kernel in ("machete", "marlin"):
-        return f"the number of rows orders the sums of rollout.engine.int4_kernel={engine.int4_kernel}"
-    if scheme != "w8a8" and cfg.quant.kernels == "xla":
-        return "XLA orders the learner's sums of few rows its own way (quant.kernels=xla)"
-    if cfg.model.attention not in ("auto", "flash3"):
-        return f"the learner's attention adds in another order (model.attention={cfg.model.attention})"
-    return ""
+    return contract.left_out(
+        cfg.quant.forward,
+        cfg.numerics,
+        attention=cfg.model.attention,
+        products=cfg.quant.kernels,
+        int4_kernel=engine.int4_kernel,
+    )
 
 
 def promise(cfg: RunConfig, execution: str) -> str:

@@ -38,7 +38,6 @@ class Numerics:
         float32 once, so that its order, the vector width and the library cannot be seen in it. Rescaling is part of it:
         f32(s_x * (s_w * acc)); otherwise it is two float32 products, in that order.
       amax_floor: lower bound put under a row's absmax before its int8 scale is taken; 0: none.
-      bias_after_rounding: w4a8_fp8 adds the bias to the already rounded output (two roundings).
       contract_parts: sums of bfloat16 products are made in the contract's parts of K (`of_layer`).
       fp8_divides: fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x).
       fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, where there are such.
@@ -67,7 +66,6 @@ class Numerics:
     profile: str = "plain"
     float64: bool = False
     amax_floor: float = 0.0
-    bias_after_rounding: bool = False
     contract_parts: bool = False
     fp8_divides: bool = False
     fp8_on_tensor_cores: bool = True
@@ -112,7 +110,6 @@ CPU = Numerics(
 # vLLM CUDA: CUTLASS for 8-bit codes, FlashAttention-3, and the bridge's kernels for the rest (`contract`).
 CUDA = Numerics(
     profile="cuda",
-    bias_after_rounding=True,
     contract_parts=True,
     fp8_divides=True,
     w4a8_is_fp8=True,

@@ -201,7 +201,7 @@ def engine_parts(cfg: RunConfig) -> dict[str, int]:
     contract = engine.kernels == "contract" and engine.execution != "compiled"
     return {
         "weights": _published(_relevant(cfg)),
-        "int4 layers as multiplied": _int4_copies(_relevant(cfg)) if contract and engine.int4_kernel == "auto" else 0,
+        "int4 layers as multiplied": _int4_copies(_relevant(cfg))[engine.int4_kernel] if contract else 0,
         "KV cache": int(engine.kv_cache_gb * GIB) if engine.kv_cache_gb else kv_bytes(cfg, 1),
         # Of a step: gate, up and their product, six residuals; and five float32 copies of all sequences' logits.
         "activations (estimate)": STEP_TOKENS * (4 * inner + 6 * model.hidden_size) * 2 + 5 * logits,
@@ -394,7 +394,7 @@ def _parts(cfg: RunConfig) -> dict[str, int]:
 
 
 @_cached
-def _int4_copies(cfg: RunConfig) -> int:
+def _int4_copies(cfg: RunConfig) -> dict[str, int]:
     return memory_plan.int4_copies(_set(cfg, {"model.remat": "full"}))
 
 

@@ -13,12 +13,11 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
     decode, prefill    inside the engine: each token of a greedy response, decoded and then prefilled again
     sampled tokens     log-probs of whole sampled responses
 
-The first four are exact or broken. On a CPU all are: there both sides compute by one contract
-(docs/concepts/engines.md), and k3 must be 0. On a GPU a linear layer must equal the engine's to the last bit under w8a8
-and w4a8 (on CUDA, w4a8 has fp8 activations, and there is no such share), and on 99.8 % of outputs under w4a16; its
-relative error, and that of a block, must stay below `layers.RELATIVE` under every scheme. The last three are judged by
-k3 (below) against `--max-k3`, or where the engine's own noise is larger what `allowance` says; the last must also beat
-the unaligned pair.
+The first four are exact or broken. All are where both sides compute by one contract (`contract.left_out`): on a CPU,
+and on a Hopper GPU under bf16, w8a8, fp8, w4a16 and w4a8_fp8; k3 must be 0 there. Elsewhere a linear layer must equal
+the engine's as `layers.EQUAL` says; its relative error, and that of a block, must stay below `layers.RELATIVE`. The
+last three are judged by k3 (below) against `--max-k3`, or where the engine's own noise is larger what `allowance` says;
+the last must also beat the unaligned pair.
 Run it on your own model before a long run.
 
 The same samples are then scored by an unaligned learner (bf16, plain arithmetic), which is what quantized rollouts
@@ -62,6 +61,7 @@ from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
 from qarl_jax.rollout.vllm.engine import BrokenPromiseError, Config, VllmEngine, leave_memory_to_vllm
 from qarl_jax.types import Completion, Prompt, UserError
+from qarl_jax.verify import contract
 from qarl_jax.verify import layers as live_layers
 
 ENTROPY_FLOOR = 0.5  # nat
@@ -224,8 +224,13 @@ def published(engine: VllmEngine, weights: PolicyWeights) -> list[Rung]:
     ]
 
 
-def module_rungs(engine: VllmEngine, weights: PolicyWeights, scheme: str, prompt: Sequence[int]) -> Iterator[Rung]:
-    """Live linear layers and blocks against the learner's, on what the engine itself feeds them."""
+def module_rungs(
+    engine: VllmEngine, weights: PolicyWeights, scheme: str, prompt: Sequence[int], *, exact: bool
+) -> Iterator[Rung]:
+    """Live linear layers and blocks against the learner's, on what the engine itself feeds them.
+
+    exact: both keep one contract.
+    """
     config = models.config_of(weights.graphdef)
     for name, names, linear in (
         ("linear layers", live_layers.linear_names(config), True),
@@ -236,7 +241,7 @@ def module_rungs(engine: VllmEngine, weights: PolicyWeights, scheme: str, prompt
         except UserError as error:  # a compiled engine, or a reply too large: not a broken promise
             yield Rung(name, None, str(error))
             continue
-        yield Rung(name, *live_layers.judge(found, scheme, linear, models.config_of(weights.graphdef).numerics.float64))
+        yield Rung(name, *live_layers.judge(found, scheme, linear, exact))
 
 
 def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[Prompt]:
@@ -464,7 +469,10 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
             result["kernels"] = sorted(set(facts.kernels.values()))
             result["execution"] = facts.execution
             add(execution_rung(facts))
-            for rung in module_rungs(engine, weights, scheme, prompts[0].tokens):
+            exact = facts.execution != "compiled" and not contract.left_out(
+                scheme, config.numerics, attention=config.attention, int4_kernel=options.int4_kernel
+            )
+            for rung in module_rungs(engine, weights, scheme, prompts[0].tokens, exact=exact):
                 add(rung)
             first = Sampled.of(_flat(engine.generate(prompts, num_samples=4, sampling=_one_token(), key=options.seed)))
             logprobs, entropy = score(weights, first, replay=True)
@@ -489,7 +497,7 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
                 else _bf16_pair(path, engine_name, prompts, sampling, engine_config, options)
             )
         pairs = result.get("unaligned"), result.get("bf16")
-        result["allowed_k3"] = allowed = allowance(scheme, options.max_k3, *pairs, exact=config.numerics.float64)
+        result["allowed_k3"] = allowed = allowance(scheme, options.max_k3, *pairs, exact=exact)
         prefill, inside = result["prefill"], result["decode_prefill"]
         add(Rung("prefill", prefill["k3"] <= allowed, line(prefill)))
         detail = f"k3 {inside['k3']:.1e}, max {inside['max_abs']:.1e}, {inside['equal']:.1%} equal"
@@ -551,7 +559,7 @@ def allowance(
     *,
     exact: bool = False,
 ) -> float:
-    """The largest k3 that keeps the promise: 0 where it is `exact` (a CPU's contract).
+    """The largest k3 that keeps the promise: 0 where it is `exact` (a contract's).
 
     Elsewhere `max_k3`, or more where the engine's own noise is more: half as much again as a bf16 learner and a bf16
     engine have between them. Where those two agree to the last bit (a Hopper GPU) that says nothing of an int4 kernel,

@@ -38,9 +38,9 @@ LINEARS = {
     )
     for module in modules
 }
-# Smallest share of a linear layer's outputs that equal the engine's to the last bit. Integer sums are exact; a float
-# sum has an order of its own in every kernel.
-EQUAL = {"w8a8": 1.0, "w4a8": 1.0, "w4a16": 0.998}
+# Smallest share of a linear layer's outputs that equal the engine's to the last bit where no contract holds. Integer
+# sums are exact; a float sum has an order of its own in every kernel.
+EQUAL = {"w8a8": 1.0, "w4a16": 0.998}
 # Largest L2 norm of the differences over that of the outputs. bfloat16's own rounding error is 2^-9 of a value at most;
 # a block rounds some twenty times in a row.
 RELATIVE = {"linear layers": 2.0**-8, "blocks": 2.0**-6}
@@ -86,7 +86,7 @@ class Difference:
 
 def judge(found: Sequence[Difference], scheme: str, linear: bool, exact: bool = False) -> tuple[bool, str]:
     """Whether these modules keep what `scheme` promises (EQUAL, RELATIVE), and what was seen, in words. exact: the
-    engine computes by contract (`Numerics.float64`), so that every output must be equal."""
+    engine computes by contract, so that every output must be equal."""
     outputs = sum(d.count for d in found)
     share = sum(d.equal * d.count for d in found) / outputs
     worst = max(found, key=lambda d: d.relative)

@@ -103,8 +103,8 @@ def test_the_scales_of_a_layer_are_factored_once_however_many_rows_are_pushed(mo
     scales = torch.from_numpy(scale.view(np.int16)).view(torch.bfloat16)
     tensors = {"m.o_proj.weight_packed": words, "m.o_proj.weight_scale": scales}
     tensors["m.o_proj.weight_shape"] = torch.tensor([128, k])
-    own = readback._factors
-    monkeypatch.setattr(readback, "_factors", lambda scale: made.append(scale) or own(scale))
+    own = readback.factors
+    monkeypatch.setattr(readback, "factors", lambda scale: made.append(scale) or own(scale))
     assert read_back({"m.o_proj": int4_fp8(words, scales)}, tensors, activations="fp8") == (1, k)
     assert len(made) == 1
 

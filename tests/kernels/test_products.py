@@ -39,7 +39,7 @@ def operands(m, n, k, bias=False, dtype=jnp.bfloat16):
 def scheme(x, qt, bias, numerics=CUDA):
     """What w8a8 computes without a kernel."""
     used = w8a8.activations(x, numerics=numerics)
-    y = w8a8.multiply(used, qt, bias, numerics=numerics, product=Dense(), dtype=x.dtype)
+    y = w8a8.multiply(used, qt, bias, numerics=numerics, product=Dense())
     return round_to(y, jnp.bfloat16), used
 
 

@@ -124,9 +124,7 @@ def fp8_layer(m, n, k):
 
 def fp8_product(x, qt):
     numerics = resolve("cuda")
-    return fp8.multiply(
-        fp8.activations(x, numerics=numerics), qt, None, numerics=numerics, product=Dense(), dtype=x.dtype
-    )
+    return fp8.multiply(fp8.activations(x, numerics=numerics), qt, None, numerics=numerics, product=Dense())
 
 
 @pytest.mark.slow

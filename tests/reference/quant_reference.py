@@ -205,7 +205,5 @@ def w4a8_fp8_layer(x, codes, scale, profile, bias=None) -> np.ndarray:
     x_q, s_x = fp8_rows(x, profile)
     channel, table = cutlass_int4_fp8(pack(codes), scale)
     acc = (x_q.astype(np.float64) @ table.astype(np.float64).T).astype(np.float32)
-    y = channel[:, 0][None, :] * (s_x * acc)
-    if bias is None:
-        return bf(y)
-    return bf(bf(y) + bias) if profile == "cuda" else bf(y + bias)
+    y = s_x * (channel[:, 0][None, :] * acc)
+    return bf(y if bias is None else y + bias)

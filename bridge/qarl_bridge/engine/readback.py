@@ -10,7 +10,7 @@ formula, where the staged tensors are (host or GPU):
     int8, w4a8    s_x = 1/127, x_q = 127: y[n] = bf16((127*q*s_x)*s_w)
     fp8           s_x = 1/448, x_q = 448: y[n] = bf16((448*q*s_x)*s_w)
                   (these two in either order on a GPU; on a CPU in float64, rounded to float32 first)
-    w4a8_fp8      as fp8, with e4m3(q*v) for q and C for s_w, into which vLLM factors the scales (`_factors`)
+    w4a8_fp8      as fp8, with e4m3(q*v) for q and C for s_w, into which vLLM factors the scales (`factors`)
 
 Rows of embeddings, norms and biases are compared as stored. Experts are read back through the fused layer itself
 (readback_experts.py). On a GPU every layer is pushed first and the verdicts are fetched together, so that nothing waits
@@ -71,7 +71,7 @@ class Shard:
 
     def factors(self, activations: str) -> tuple[Any, Any] | None:
         """What the engine factors the scales of this layer into, if it does: (C [N, 1], v [N, groups]) float32."""
-        return _factors(self.scale) if self.kind == "int4" and activations == "fp8" else None
+        return factors(self.scale) if self.kind == "int4" and activations == "fp8" else None
 
 
 class Columns:
@@ -154,7 +154,7 @@ def _e4m3(x: Any) -> Any:
     return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
 
 
-def _factors(scale: Any) -> tuple[Any, Any]:
+def factors(scale: Any) -> tuple[Any, Any]:
     """What vLLM's int4 x fp8 kernel makes of bfloat16 group scales [N, groups] when it loads them, on any device.
 
     Float32 C [N, 1] and v [N, groups]: code q stands for C e4m3(q v). The divisors are tensors: by a number, torch on

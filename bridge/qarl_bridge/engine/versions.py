@@ -178,23 +178,32 @@ def keep_fp8_scales_in_order(module: str = "vllm.model_executor.kernels.linear.s
         product = kernel.apply_scaled_mm
     except (ImportError, AttributeError):
         return unknown
-    kernel.apply_scaled_mm = _with_rows(product, _LEAST_FP8_ROWS)
+    kernel.apply_scaled_mm = _with_rows(product)
     return f"fp8 products of fewer than {_LEAST_FP8_ROWS} rows are filled up to {_LEAST_FP8_ROWS}"
 
 
-def _with_rows(product: Callable[..., Any], least: int) -> Callable[..., Any]:
+def _with_rows(product: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(product)
     def call(self: Any, *, A: Any, As: Any, output_shape: list[int], **named: Any) -> Any:
         rows = A.shape[0]
-        if rows >= least or tuple(As.shape) != (rows, 1):  # one scale for all rows: in either order the same
+        if rows >= _LEAST_FP8_ROWS or tuple(As.shape) != (rows, 1):  # one scale for all: in either order the same
             return product(self, A=A, As=As, output_shape=output_shape, **named)
-        filled = A.new_empty((least, A.shape[1]))  # a row's result depends on no other row
-        scales = As.new_ones((least, 1))
-        filled[:rows], scales[:rows] = A, As
-        y = product(self, A=filled, As=scales, output_shape=[least, output_shape[-1]], **named)[:rows]
+        A, As = filled_up(A, As)
+        y = product(self, A=A, As=As, output_shape=[len(A), output_shape[-1]], **named)[:rows]
         return y.view(*output_shape[:-1], y.shape[-1])
 
     return call
+
+
+def filled_up(codes: Any, scales: Any) -> tuple[Any, Any]:
+    """float8 codes [M, K] and scales [M, 1] of so many rows that fp8's product multiplies in its usual order."""
+    rows = len(codes)
+    if rows >= _LEAST_FP8_ROWS:
+        return codes, scales
+    more = codes.new_empty((_LEAST_FP8_ROWS, codes.shape[1]))  # a row's result depends on no other row
+    ones = scales.new_ones((_LEAST_FP8_ROWS, 1))
+    more[:rows], ones[:rows] = codes, scales
+    return more, ones
 
 
 class Worker:

@@ -49,17 +49,14 @@ class OfLowBitActivations(Scheme, Protocol):
     def activations(self, x: jax.Array, *, numerics: Numerics) -> Any:
         """[M, K] as they meet the weight: codes, and float32 scales [M, 1] of rows."""
 
-    def multiply(
-        self, used: Any, qt: QTensor, bias: Any, *, numerics: Numerics, product: Product, dtype: Any
-    ) -> jax.Array:
+    def multiply(self, used: Any, qt: QTensor, bias: Any, *, numerics: Numerics, product: Product) -> jax.Array:
         """The engine's layer.
 
         Args:
-          used: from `activations`.
+          used: from `activations`. qt: from `multiplied`.
           bias: float32 [1, N], or None.
           numerics: the engine mirrored.
           product: contractions with one weight, or with those of experts.
-          dtype: the compute dtype.
 
         Returns:
           [M, N] in float32, not yet rounded to the compute dtype.
@@ -123,6 +120,11 @@ def on_engine(scheme: SchemeConfig | None, numerics: Numerics) -> SchemeConfig |
     if isinstance(scheme, w4a8.Config) and numerics.w4a8_is_fp8:
         return w4a8_fp8.Config(group_size=scheme.group_size)
     return scheme
+
+
+def multiplied(qt: QTensor) -> QTensor:
+    """The weight whose codes and scales a layer multiplies with: `qt` itself, or what an engine makes of it."""
+    return w4a8_fp8.as_fp8(qt) if isinstance(qt.scheme, w4a8_fp8.Config) else qt
 
 
 def module_of(scheme: SchemeConfig) -> Scheme:

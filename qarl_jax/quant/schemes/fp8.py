@@ -103,9 +103,8 @@ def activations(x: Float[Array, "M K"], *, numerics: Numerics) -> tuple[Float[Ar
     return to_e4m3(scaled), scale
 
 
-def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product, dtype):
+def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
     """The engine's layer."""
-    del dtype
     x_q, s_x = used
     if numerics.float64:
         y = product.rescaled(x_q, s_x, qt.qvalue, qt.scale)

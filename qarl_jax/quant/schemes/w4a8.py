@@ -69,9 +69,8 @@ def activations(x, *, numerics: Numerics):
     return quantize_rows(x, amax_floor=_AMAX_FLOOR)
 
 
-def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product, dtype):
+def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
     """The engine's layer; fused additions are spelled out: one program would fuse and another not."""
-    del dtype
     x_q, s_x = used
     w_q = unpack_int4(qt.qvalue)
     if numerics.float64:

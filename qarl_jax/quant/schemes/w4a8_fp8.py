@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """w4a8_fp8: int4 weights in groups of 128 inputs, e4m3 activations per token, one fp8 product.
 
-This is what `w4a8` means where the engine is vLLM on a Hopper GPU (`quant.engine=cuda`): `CompressedTensorsW4A8Fp8` and
-its CUTLASS kernel (sm90 only). Under every other engine the name `w4a8` keeps its int8 activations, and this scheme can
-still be asked for by its own name, in the same arithmetic.
+This is what `w4a8` means where the engine is vLLM on a Hopper GPU (`quant.engine=cuda`): `CompressedTensorsW4A8Fp8`.
+Under every other engine the name `w4a8` keeps its int8 activations, and this scheme can still be asked for by its own
+name, in the same arithmetic.
 
 **The engine's grid.** vLLM does not multiply with the bfloat16 group scales s[n, g] it loads. It factors every output
 channel into a float32 scale and e4m3 group scales, once, when the weights are loaded:
@@ -35,15 +35,10 @@ is, any bfloat16 t, 11.17 %. Publishing `w4a16`'s codes and scales and letting t
 policy nobody trained. Rounding v down instead of to the nearest has less error (10.82 %), and so has a wider step in
 `w4a16`, because it clips the largest weights; the range rule is left alone, as in all our schemes.
 
-**Activations.** As in `fp8`: s_x = max(absmax / 448, 1 / (448 * 512)), x_q = e4m3(x / s_x) (`cuda`) or
-e4m3(x * (1 / s_x)) (the other profiles).
-
-**Product.** acc = sum_k x_q e4m3(q v) in float32, then
-
-    cuda      y = bf(bf(C * (s_x * acc)) + b)       vLLM adds the bias to the rounded output
-    others    y = bf(C * (s_x * acc) + b)
-
-The kernel's sum has an order, and on tensor cores a precision, of its own: close, never promised to be bit-equal.
+**Layer.** That of `fp8`, with the codes e4m3(q v) and the scales C (`as_fp8`). vLLM's own kernel (CUTLASS' mixed-input
+product) sums in an order of its own, so the bridge multiplies the same two tensors by the product of fp8 layers instead
+(`qarl_bridge.engine.pinned_w4a8`): there learner and engine are equal to the bit. It costs a byte per weight in place
+of half a byte.
 
 **Backward.** Straight through: dX = dY C e4m3(q v), dMaster = dY^T (x_q * s_x).
 
@@ -70,9 +65,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.float32 import divide, pack_int4, round_bf16, round_to, unpack_int4
-from qarl_jax.quant.contractions import Product
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import fp8, int4_grid
 from qarl_jax.types import UserError
@@ -147,29 +140,18 @@ def _level(x: jax.Array) -> jax.Array:
     return fp8.to_e4m3(x).astype(jnp.float32)
 
 
-def _table(qt: QTensor) -> tuple[Float[Array, "*L N 1"], Float[Array, "*L N K"]]:
-    """C float32, and e4m3(q v): the operand the tensor cores really see."""
+def as_fp8(qt: QTensor) -> QTensor:
+    """The fp8 weight that the layer multiplies with: codes e4m3(q v) [..., N, K], scales C float32 [..., N, 1]."""
     channel, group = factors(qt.scale)
     codes = unpack_int4(qt.qvalue)
     *lead, k = codes.shape
     codes = codes.reshape(*lead, k // _GROUP, _GROUP).astype(jnp.float32)
-    return channel, fp8.to_e4m3(codes * group[..., None]).reshape(*lead, k)
+    return QTensor(fp8.to_e4m3(codes * group[..., None]).reshape(*lead, k), channel, fp8.Config())
 
 
 def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
     """C e4m3(q v) as float32: the weight the kernel multiplies with."""
-    channel, values = _table(qt)
-    return channel * values.astype(jnp.float32)
+    return fp8.dequantize(as_fp8(qt))
 
 
-activations = fp8.activations
-
-
-def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product, dtype):
-    """The engine's layer."""
-    x_q, s_x = used
-    channel, values = _table(qt)
-    y = product.per_output(channel[..., 0]) * (s_x * product.float8(x_q, values))
-    if bias is not None:
-        y = (round_to(y, dtype).astype(jnp.float32) if numerics.bias_after_rounding else y) + bias
-    return y
+activations, multiply = fp8.activations, fp8.multiply  # of `as_fp8`'s weight

@@ -83,9 +83,8 @@ def activations(x, *, numerics: Numerics):
     return quantize_rows(x, amax_floor=numerics.amax_floor)
 
 
-def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product, dtype):
+def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
     """The engine's layer."""
-    del dtype
     x_q, s_x = used
     if numerics.float64:
         y = product.rescaled(x_q, s_x, qt.qvalue, qt.scale)
