@@ -19,7 +19,7 @@ from vllm.scalar_type import scalar_types
 
 from qarl_bridge.engine import fixed_order
 
-_PACKED_ROWS = 1024  # the most that are multiplied with words
+_PACKED_ROWS = 512  # the most that are multiplied with words
 
 
 class FixedOrderInt4LinearKernel(MPLinearKernel):
