@@ -92,8 +92,9 @@ def prompts_of(name: str, vocab: int, args: argparse.Namespace, seed: int) -> li
 
 
 def sampling_of(name: str, vocab: int, args: argparse.Namespace) -> SamplingConfig:
-    """How a condition samples; every 32nd token of the vocabulary may be a stop token."""
-    stop = tuple(range(7, vocab, 32)) if name == "stop" else ()
+    """How a condition samples; every 32nd token of the vocabulary may be a stop token, of 1,024 at most (the bridge's
+    limit)."""
+    stop = tuple(range(7, vocab, max(32, -(-vocab // 1024)))) if name == "stop" else ()
     temperature = {"stop": 1.4, "cool": 0.6}.get(name, args.temperature)
     return SamplingConfig(max_response_len=args.response_len, temperature=temperature, stop_token_ids=stop)
 
