@@ -8,7 +8,7 @@ Random weights of a Qwen3's shapes, drawn on the card, are published into two li
 `kernels=contract` and one with `kernels=vllm`, both in the same execution mode. They sample in turn, never at once:
 `--response-len` tokens for every sequence, `--repeats` times. A line of JSON per scheme and number of sequences has the
 most tokens per second of either, and their ratio: 1 is a contract that costs nothing. `--apart` starts one engine after
-the other, where a card has no room for two.
+the other, where a card has no room for two; `--transport host` stages no version on the card.
 
 On a CPU both are vLLM's CPU build: `--shapes tiny --schemes w8a8 --sequences 4 --response-len 8 --execution eager`.
 """
@@ -60,6 +60,7 @@ def engine_config(kernels: str, config: models.ModelConfig, args: argparse.Names
         kv_cache_gb=1.1 * token * 128 * pages * max(args.sequences) / 2**30,
         gpu_memory_utilization=0.1,
         staging_buffers=1,
+        transport=args.transport,
         readback="off",
         log_file=f"{args.engine_log}.{kernels}" if args.engine_log else "",
     )
@@ -126,6 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--execution", default="auto", choices=("auto", "eager", "graphs", "compiled"))
     parser.add_argument("--apart", action="store_true", help="one engine after the other")
+    parser.add_argument("--transport", default="auto", choices=("auto", "host"), help="as in rollout.engine")
     parser.add_argument("--engine-log", default="", help="file for what the engines say, with their kernels' name")
     parser.add_argument("--out", help="a file that the lines are appended to")
     args = parser.parse_args(argv)

