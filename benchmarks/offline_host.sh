@@ -10,9 +10,10 @@
 #   offline_host.sh unpack DIR PIECE...      the pieces in their order, into DIR
 #   offline_host.sh install DIR              every wheel and source package in DIR into SITE; *.tar.xz.?? (vLLM) likewise
 #   offline_host.sh run COMMAND...           a command in the environment of TREE and SITE
-#   offline_host.sh begin SECONDS JOBS       a queue for each card of the jobs in JOBS/CARD (benchmarks/sessions has some),
-#                                            each with its share of the cores; in so many seconds the host is gone
+#   offline_host.sh begin SECONDS JOBS       a queue for each card of the jobs in JOBS/CARD and JOBS (benchmarks/sessions
+#                                            has some), with its share of the cores; in so many seconds the host is gone
 #   offline_host.sh left                     seconds until then
+#   offline_host.sh await PATH...            in a job: until vLLM is installed and these files are there
 #   offline_host.sh queue CARD               runs QUEUE/CARD/*.sh one after the other, also those added later, until
 #                                            QUEUE/stop exists; output beside them as NAME.log, times in QUEUE/CARD/times
 #   offline_host.sh status SECONDS           waits, but not longer than the host is there; then shows the queues, the ends
@@ -21,7 +22,7 @@
 # QUEUE: /tmp/queue. RESULTS: /tmp/results. CPUS: a queue's cores, as taskset names them. pytest on a card needs
 # JAX_PLATFORMS=cuda. Jobs find MODELS (/tmp/models) and these variables in their environment.
 set -euo pipefail
-verb=${1:?wheels, pack, unpack, install, run, queue or status}
+verb=${1:?wheels, pack, unpack, install, run, begin, left, await, queue or status}
 shift
 tree=${TREE:-$PWD} site=${SITE:-/tmp/site} queue=${QUEUE:-/tmp/queue}
 results=${RESULTS:-/tmp/results} models=${MODELS:-/tmp/models}
@@ -80,16 +81,23 @@ begin)
   seconds=${1:?seconds} jobs=${2:?a folder}
   mkdir -p "$queue" "$results" "$models"
   echo $(($(date +%s) + seconds)) >"$queue/end"
-  cp -r "$jobs"/* "$queue/"
+  cp -r "$jobs"/[0-9]*/ "$queue/"
   cards=("$jobs"/[0-9]*/)
   share=$(($(nproc) / ${#cards[@]})) first=0
   for card in "${cards[@]}"; do
+    find "$jobs" -maxdepth 1 -name '*.sh' -exec cp {} "$queue/$(basename "$card")/" \;
     CPUS=$first-$((first + share - 1)) setsid bash "$0" queue "$(basename "$card")" >"$queue/$(basename "$card").out" 2>&1 &
     first=$((first + share))
   done
   ;;
 left)
   left
+  ;;
+await)
+  for path in "$@"; do
+    until [ -e "$path" ]; do sleep 2; done
+  done
+  until python3 -c 'import vllm' 2>/dev/null; do sleep 2; done
   ;;
 queue)
   card=${1:?which card}

@@ -1,6 +1,7 @@
-# MODELS/qwen25-coder-0.5b must be there, and the suites' questions in data/packages (make data, or offline_host.sh unpack).
-until [ -e "$MODELS/qwen25-coder-0.5b/config.json" ] && python3 -c 'import vllm' 2>/dev/null; do sleep 2; done
+# The model must come to MODELS, and the suites' questions to data/packages (make data, or offline_host.sh unpack).
+bash benchmarks/offline_host.sh await "$MODELS/qwen25-coder-0.5b/config.json"
 seconds=$(($(bash benchmarks/offline_host.sh left) - 30))
-MODEL=$MODELS/qwen25-coder-0.5b CARDS=$CARD JOBS=2 EVAL_S=150 LEAST=400 \
-  bash experiments/qwen25_coder/stretch.sh "$RESULTS/work_$CARD" $seconds \
-  rollout_w4a16_grpo:1 rollout_w4a16_tbpo:1 bf16_grpo:2 seqmis_grpo_w4a16:0 opsm_grpo_w4a16:0 base:bf16
+MODEL=$MODELS/qwen25-coder-0.5b CARDS="0 1" JOBS=2 EVAL_S=150 LEAST=400 \
+  bash experiments/qwen25_coder/stretch.sh "$RESULTS/work" $seconds \
+  rollout_w4a16_{grpo,tbpo}:1 bf16_grpo:2 rollout_w4a16_{grpo,tbpo}:2 \
+  {seqmis,opsm,positive}_grpo_w4a16:0 bf16_tbpo:0 base:{bf16,w4a16,fp8}
