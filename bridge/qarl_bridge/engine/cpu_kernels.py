@@ -45,6 +45,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
+from qarl_bridge.engine import versions
+
 Rows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -229,7 +231,5 @@ def register() -> None:
         (registry._POSSIBLE_INT8_KERNELS, PortableInt8LinearKernel),
         (registry._POSSIBLE_FP8_KERNELS, PortableFP8LinearKernel),
     ):
-        kernels = table.setdefault(PlatformEnum.CPU, [])
-        if kernel not in kernels:
-            kernels.insert(0, kernel)  # register_linear_kernel() can only append, after kernels that claim the layer
+        versions.put_first(table, PlatformEnum.CPU, kernel)
     dispatch.dispatch_cpu_unquantized_gemm = _dispatch

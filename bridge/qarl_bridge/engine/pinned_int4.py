@@ -17,7 +17,7 @@ from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MP
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
-from qarl_bridge.engine import fixed_order
+from qarl_bridge.engine import fixed_order, versions
 
 _PACKED_ROWS = 512  # the most that are multiplied with words
 
@@ -71,6 +71,4 @@ class FixedOrderInt4LinearKernel(MPLinearKernel):
 
 def register() -> None:
     """Put it first among the GPU's candidates (idempotent)."""
-    kernels = registry._POSSIBLE_KERNELS.setdefault(PlatformEnum.CUDA, [])
-    if FixedOrderInt4LinearKernel not in kernels:
-        kernels.insert(0, FixedOrderInt4LinearKernel)
+    versions.put_first(registry._POSSIBLE_KERNELS, PlatformEnum.CUDA, FixedOrderInt4LinearKernel)

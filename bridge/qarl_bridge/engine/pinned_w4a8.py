@@ -54,6 +54,4 @@ def fp8_codes(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
 
 def register() -> None:
     """Put it first among the GPU's candidates (idempotent)."""
-    kernels = registry._POSSIBLE_KERNELS.setdefault(PlatformEnum.CUDA, [])
-    if Fp8CodesLinearKernel not in kernels:
-        kernels.insert(0, Fp8CodesLinearKernel)
+    versions.put_first(registry._POSSIBLE_KERNELS, PlatformEnum.CUDA, Fp8CodesLinearKernel)

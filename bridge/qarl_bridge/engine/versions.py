@@ -158,6 +158,16 @@ def _one_order(named: dict[str, Any]) -> dict[str, Any]:
     return {"num_splits": 1, "max_seqlen_q": max(named["max_seqlen_q"], _MANY_QUERIES)}
 
 
+def put_first(table: dict[Any, list[type]], platform: Any, kernel: type) -> None:
+    """A linear kernel before vLLM's candidates for a platform (idempotent).
+
+    `register_linear_kernel()` of vLLM can only append, after kernels that claim the layer.
+    """
+    kernels = table.setdefault(platform, [])
+    if kernel not in kernels:
+        kernels.insert(0, kernel)
+
+
 # vLLM's CUTLASS product of fp8 on sm90 swaps its operands for fewer rows (scaled_mm_sm90_fp8_dispatch.cuh).
 _LEAST_FP8_ROWS = 65
 
@@ -186,7 +196,7 @@ def _with_rows(product: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(product)
     def call(self: Any, *, A: Any, As: Any, output_shape: list[int], **named: Any) -> Any:
         rows = A.shape[0]
-        if rows >= _LEAST_FP8_ROWS or tuple(As.shape) != (rows, 1):  # one scale for all: in either order the same
+        if tuple(As.shape) != (rows, 1):  # one scale for all rows: in either order the same
             return product(self, A=A, As=As, output_shape=output_shape, **named)
         A, As = filled_up(A, As)
         y = product(self, A=A, As=As, output_shape=[len(A), output_shape[-1]], **named)[:rows]
