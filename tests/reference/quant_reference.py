@@ -200,10 +200,11 @@ def cutlass_int4_fp8(words: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, 
     return channel, np.where(encoded == 0, np.float32(0), value)
 
 
-def w4a8_fp8_layer(x, codes, scale, profile, bias=None) -> np.ndarray:
-    """The bfloat16 output [M, N] as float32; the sum in float64, so: of cases whose float32 sum is exact."""
+def w4a8_fp8_layer(x, codes, scale, profile, bias=None, fused=False) -> np.ndarray:
+    """The bfloat16 output [M, N] as float32; the sum in float64, so: of cases whose float32 sum is exact. fused: the
+    last multiplication and the bias are one operation."""
     x_q, s_x = fp8_rows(x, profile)
     channel, table = cutlass_int4_fp8(pack(codes), scale)
     acc = (x_q.astype(np.float64) @ table.astype(np.float64).T).astype(np.float32)
-    y = s_x * (channel[:, 0][None, :] * acc)
-    return bf(y if bias is None else y + bias)
+    y = channel[:, 0][None, :] * acc
+    return bf(fma(s_x, y, bias) if fused else s_x * y if bias is None else s_x * y + bias)
