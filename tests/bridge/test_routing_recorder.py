@@ -112,8 +112,9 @@ def test_a_step_that_recorded_nothing_is_an_error_and_not_the_step_before():
     world = World()
     world.step(new=[("0-0-aa", 0, 3)])
     world.forward = lambda rows: None
+    world.step(cached=[("0-0-aa", 3, 1)])
     with pytest.raises(RuntimeError, match="did not record"):
-        world.step(cached=[("0-0-aa", 3, 1)])
+        world.recorder.take("0-0", 4)
 
 
 def test_a_position_that_was_not_routed_is_an_error_and_aborted_requests_are_forgotten():

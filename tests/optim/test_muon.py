@@ -113,20 +113,37 @@ def equations(jaxpr):
                     yield from equations(sub)
 
 
-@pytest.mark.parametrize("leading", [(5,), (2, 3)])
-def test_newton_schulz_never_sees_more_than_one_matrix(leading):
+@pytest.mark.parametrize(("leading", "together"), [((5,), 1), ((6,), 3), ((2, 4), 2), ((2, 3), 3)])
+def test_newton_schulz_sees_as_many_matrices_as_it_may(monkeypatch, leading, together):
+    monkeypatch.setattr(muon, "TOGETHER", 3 * 12 * 8)  # five and four are no multiples of three
     params = {"kernel": jnp.zeros((*leading, 12, 8))}
     tx = build.make_optimizer(Muon())
     jaxpr = jax.make_jaxpr(lambda g, s, p: build.update(tx, g, s, p))(params, tx.init(params), params)
     products = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
     assert len(products) == 3 * 5  # three products a round, traced once for the whole stack
+    batch = (together,) if together > 1 else ()
     for eqn in products:
-        assert all(v.aval.ndim == 2 for v in (*eqn.invars, *eqn.outvars))
+        assert all(v.aval.shape[:-2] == batch for v in (*eqn.invars, *eqn.outvars))
     for eqn in equations(jaxpr.jaxpr):  # and no stack of Gram matrices is ever formed
-        assert all(getattr(v.aval, "shape", ())[-2:] != (8, 8) or v.aval.ndim == 2 for v in eqn.outvars)
+        shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]
+        assert all(shape[:-2] == batch for shape in shapes if shape[-2:] == (8, 8))
 
 
-def test_newton_schulz_temporaries_are_one_copy_of_the_stack_and_a_few_matrices():
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_matrices_together_move_as_alone(monkeypatch, dtype):
+    grads = {"experts": jnp.asarray(normal(5, 2, 6, 24, 40))}
+    transformation = muon.scale_by_muon(moment_dtype=dtype)
+    state = transformation.init(grads)
+    together = jax.jit(transformation.update)(grads, state)
+    monkeypatch.setattr(muon, "TOGETHER", 1)
+    alone = jax.jit(lambda *args: transformation.update(*args))(grads, state)
+    for a, b in zip(jax.tree.leaves(together[0]), jax.tree.leaves(alone[0]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_newton_schulz_temporaries_are_one_copy_of_the_stack_and_a_few_matrices(monkeypatch):
+    monkeypatch.setattr(muon, "TOGETHER", 64 * 64)
+
     def temporaries(layers):
         params = {"kernel": jnp.zeros((layers, 64, 64))}
         tx = muon.scale_by_muon()
@@ -140,7 +157,8 @@ def test_newton_schulz_temporaries_are_one_copy_of_the_stack_and_a_few_matrices(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_on_a_mesh_each_device_walks_its_own_experts_and_no_bit_changes(dtype):
+def test_on_a_mesh_each_device_walks_its_own_experts_and_no_bit_changes(monkeypatch, dtype):
+    monkeypatch.setattr(muon, "TOGETHER", 1)  # a device has fewer experts to take together
     grads = {"experts": jnp.asarray(normal(3, 2, 4, 24, 40))}
     transformation = muon.scale_by_muon(moment_dtype=dtype)
     state = transformation.init(grads)

@@ -116,7 +116,7 @@ def product(
         x, w, s, x_scale, copies, experts, end, y, number, n, k,
         TOP=top, INT4=int4, SCALED=scaled, GROUP=group, AS=compute,
         SUM=tl.int32 if compute == tl.int8 else tl.float32, BM=height, BN=bn, BK=128 if int4 or height < 128 else 64,
-        num_warps=8 if int4 or height >= 128 else 4, num_stages=3,
+        num_warps=8 if height >= (64 if int4 else 128) else 4, num_stages=3,
     )  # fmt: skip
     return y
 
