@@ -112,15 +112,42 @@ def test_a_step_that_recorded_nothing_is_an_error_and_not_the_step_before():
     world = World()
     world.step(new=[("0-0-aa", 0, 3)])
     world.forward = lambda rows: None
-    world.step(cached=[("0-0-aa", 3, 1)])
     with pytest.raises(RuntimeError, match="did not record"):
-        world.recorder.take("0-0", 4)
+        world.step(cached=[("0-0-aa", 3, 1)])
+
+
+def test_steps_are_dealt_out_when_their_copies_have_come_and_at_the_latest_when_asked_for(monkeypatch):
+    events = []
+
+    class Event:
+        def __init__(self):
+            self.come = False
+            events.append(self)
+
+        def query(self):
+            return self.come
+
+        def synchronize(self):
+            self.come = True
+
+    monkeypatch.setattr(Recorder, "_event", lambda self: Event())
+    world = World()
+    world.step(new=[("0-0-aa", 0, 3), ("1-0-bb", 0, 2)])
+    world.step(cached=[("0-0-aa", 3, 1), ("1-0-bb", 2, 1)])
+    assert not world.recorder._kept  # nothing has been waited for
+    events[0].come = True
+    world.step(cached=[("0-0-aa", 4, 1), ("1-0-bb", 3, 1)])
+    assert list(world.recorder._kept["0-0-aa"]) == [0]
+    world.check("0-0", 4)  # vLLM had scheduled a step more than it turned out to need
+    world.step(cached=[("0-0-aa", 5, 1), ("1-0-bb", 4, 1)])
+    world.check("1-0", 5)
+    assert not world.recorder._kept  # nothing is left of it
 
 
 def test_a_position_that_was_not_routed_is_an_error_and_aborted_requests_are_forgotten():
     world = World()
-    world.step(new=[("0-0-aa", 2, 3), ("1-0-bb", 0, 1)])
-    with pytest.raises(RuntimeError, match="request 0-0: position 0 was not routed"):
+    world.step(new=[("0-0-aa", 0, 3), ("1-0-bb", 0, 1)])
+    with pytest.raises(RuntimeError, match="request 0-0: position 3 was not routed"):
         world.recorder.take("0-0", 5)
     world.recorder.forget(["1-0"])
     with pytest.raises(RuntimeError, match="its routing was not recorded"):

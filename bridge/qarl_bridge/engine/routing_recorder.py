@@ -9,14 +9,15 @@ newer model runner, which has no CPU build; its routers, however, tell every cho
 the scheduler's output of the same step.
 
 A function that Python calls does not run when a captured CUDA graph is replayed, but what it did to tensors does: the
-routers write their choices into a buffer that lives as long as the engine, inside the forward pass, and each step's rows
-are copied from there. The recorder must therefore be in place before graphs are captured (worker.py).
+routers write their choices into a buffer that lives as long as the engine, inside the forward pass, and each step's
+rows are copied from there. The recorder must therefore be in place before graphs are captured (worker.py).
 
 Needs an engine in this process, not compiled, without prefix caching (a cached prefix is not routed again).
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import re
 from collections.abc import Mapping
@@ -46,8 +47,8 @@ class Recorder:
         self._runner = runner
         self._layers: list[int] = []  # those that route
         self._kept: dict[str, dict[int, np.ndarray]] = {}  # request -> first position -> [n, layers, k]
-        # Of the last step: its rows on their way to the host, the event that says they are there, whose they are.
-        self._under_way: tuple[torch.Tensor, Any, list[tuple[str, int, int]]] | None = None
+        # Of steps, in their order: rows on their way to the host, the event that says they are there, whose they are.
+        self._under_way: collections.deque[tuple[torch.Tensor, Any, list[tuple[str, int, int]]]] = collections.deque()
         if not hasattr(runner, "input_batch"):
             raise BridgeError(
                 "routed experts are recorded under vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0", "setup"
@@ -75,7 +76,6 @@ class Recorder:
         self._chosen[: chosen.shape[0], layer].copy_(chosen)
 
     def _run(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        self._settle()
         result = self._execute(scheduled, *args, **kwargs)
         counts: Mapping[str, int] = scheduled.num_scheduled_tokens
         total = sum(counts.values())
@@ -87,38 +87,47 @@ class Recorder:
         order = self._runner.input_batch.req_ids  # the batch's rows are in this order
         pieces = [(request, starts[request], counts[request]) for request in order if counts.get(request)]
         rows = self._chosen[:total].to("cpu", torch.int16, non_blocking=True, copy=True)  # a padded batch has more rows
-        copied = torch.cuda.Event() if self._chosen.is_cuda else None
-        if copied is not None:
-            copied.record()
+        self._under_way.append((rows, self._event(), pieces))
         self._chosen[:total].fill_(NOT_ROUTED)
-        self._under_way = rows, copied, pieces
+        self._settle()
         return result
 
-    def _settle(self) -> None:
-        """Deals the last step's rows out. Not within that step: the engine would wait for its layers, and launch what
-        draws tokens only then."""
-        if self._under_way is None:
-            return
-        (copy, copied, pieces), self._under_way = self._under_way, None
-        if copied is not None:
-            copied.synchronize()
-        rows = copy.numpy()
-        if (rows[:, self._layers] == NOT_ROUTED).any():
-            raise RuntimeError("a step did not record its routed experts: set rollout.router_replay=false")
-        at = 0
-        for request, start, count in pieces:
-            kept = self._kept.setdefault(request, {})
-            if start == 0:  # it begins, or begins again after it was preempted
-                kept.clear()
-            kept[start] = rows[at : at + count].copy()  # not a view: it would hold the whole step
-            at += count
+    def _event(self) -> Any:
+        """Comes when everything launched so far is done; None: it is."""
+        if not self._chosen.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _settle(self, *, wait: bool = False) -> None:
+        """Deals out the rows that have come, or with `wait` all. vLLM schedules the next step while a GPU runs this
+        one: to wait here in every step would end that."""
+        while self._under_way:
+            copy, copied, pieces = self._under_way[0]
+            if copied is not None and not copied.query():
+                if not wait:
+                    return
+                copied.synchronize()
+            self._under_way.popleft()
+            rows = copy.numpy()
+            if (rows[:, self._layers] == NOT_ROUTED).any():
+                raise RuntimeError("a step did not record its routed experts: set rollout.router_replay=false")
+            at = 0
+            for request, start, count in pieces:
+                if start == 0:  # it begins, or begins again after it was preempted
+                    self._kept[request] = {}
+                if request in self._kept:  # otherwise it was taken before vLLM knew that its step was not needed
+                    # Not a view: it would hold the whole step.
+                    self._kept[request][start] = rows[at : at + count].copy()
+                at += count
 
     def take(self, request: str, length: int) -> np.ndarray:
         """[length, layers, k] int16 of a finished request's first `length` positions; forgets it.
 
         A request that was preempted has been computed again from its start: what it was before is gone.
         """
-        self._settle()
+        self._settle(wait=True)
         # vLLM adds a suffix of its own to the name it was given.
         name = next((n for n in self._kept if n == request or n.rpartition("-")[0] == request), None)
         if name is None:
@@ -137,6 +146,6 @@ class Recorder:
 
     def forget(self, requests: list[str]) -> None:
         """Drop aborted requests."""
-        self._settle()
+        self._settle(wait=True)
         for name in [n for n in self._kept if n in requests or n.rpartition("-")[0] in requests]:
             del self._kept[name]
