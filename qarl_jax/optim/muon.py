@@ -23,9 +23,9 @@ What we hold to, and why:
 
   * A few matrices at a time. Weights are stacked [L, N, K] or [L, E, N, K]; the iteration walks the leading dimensions
     in a loop (`jax.lax.map`) that takes `TOGETHER` elements in a step: a large matrix alone, eight experts of
-    Qwen3-30B-A3B's, because a kernel started for each of its 18,432 would leave a GPU idle. optax.contrib.muon vmaps all:
-    for 36 layers of [12288, 4096] its [36, 4096, 4096] Gram matrices would take 2.4 GB, three times over. It is our
-    oracle in tests.
+    Qwen3-30B-A3B's, because a kernel for each of its 18,432 would leave a GPU idle. optax.contrib.muon vmaps all: for
+    36 layers of [12288, 4096] its [36, 4096, 4096] Gram matrices would take 2.4 GB, three times over. It is our oracle
+    in tests.
   * Float32 with full-precision products. bfloat16 moves the update by 1-2 %, more than the step-to-step code flips of a
     quantized weight allow for.
 
@@ -137,7 +137,7 @@ def scale_by_muon(
     eps: float = 1e-8,
     moment_dtype: MomentDtype = "float32",
 ) -> optax.GradientTransformation:
-    """Float32 gradients [..., N, K] -> scaled orthogonal directions, float32; leading dimensions are loops (`TOGETHER`).
+    """Float32 gradients [..., N, K] -> scaled orthogonal directions, float32; leading dimensions are walked.
 
     Args:
       momentum, nesterov, steps, precision, eps: as `build.Muon` has them.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import fingerprint, messages
 from qarl_bridge.protocol.messages import BridgeError
@@ -229,7 +230,10 @@ def spread(weights, **sizes):
         ("w8a8", {"fsdp": 3}, (0, 1, 2)),
     ],
 )
-def test_a_learner_on_a_mesh_stages_whole_versions_on_any_of_its_gpus(library_path, scheme, sizes, numbers):
+def test_a_learner_on_a_mesh_stages_whole_versions_on_any_of_its_gpus(
+    monkeypatch, library_path, scheme, sizes, numbers
+):
+    monkeypatch.setattr(gpu_staging, "PIECE_BYTES", 2**12)  # less than a layer of some stacks, more than all of others
     weights = policy(scheme, moe=True)
     host = sender.stage(engine_tensors(weights, stacked=True), **identity())
     pools = []
@@ -250,6 +254,30 @@ def test_a_learner_on_a_mesh_stages_whole_versions_on_any_of_its_gpus(library_pa
     device.close()
     assert all(pool._free and not pool._taken for pool in pools)
     stager.close()
+
+
+@pytest.mark.parametrize("spread_over", [1, 2])
+def test_a_stack_that_is_cast_or_joined_comes_in_pieces_of_whole_layers(monkeypatch, spread_over):
+    stack = jnp.arange(6 * 8 * 4, dtype=jnp.float32).reshape(6, 8, 4)
+    monkeypatch.setattr(gpu_staging, "PIECE_BYTES", 4 * 8 * 4 * 2 + 1)  # of four layers in bfloat16: three divide six
+    mesh = make_mesh(fsdp=spread_over)
+    placed = jax.device_put(stack, NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+    found = list(gpu_staging._pieces(placed, jnp.bfloat16, 1))
+    assert [first for first, _ in found] == [0, 3]
+    assert all(len(piece) == spread_over for _, piece in found)
+    for number in range(spread_over):
+        joined = jnp.concatenate([piece[number] for _, piece in found])
+        np.testing.assert_array_equal(joined, stack.astype(jnp.bfloat16))
+    ((first, piece),) = gpu_staging._pieces(placed[0], jnp.bfloat16, 0)
+    assert first == 0
+    assert piece[0].shape == (8, 4)
+
+
+def test_what_lies_on_one_gpu_as_it_travels_is_not_copied():
+    stack = jnp.ones((6, 8, 4), jnp.int8)
+    ((first, piece),) = gpu_staging._pieces(stack, jnp.int8, 1)
+    assert first == 0
+    assert piece[0] is stack
 
 
 @pytest.mark.slow

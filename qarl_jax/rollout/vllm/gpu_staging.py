@@ -8,11 +8,11 @@
 The learner keeps its weights stacked over layers and in wire layout already, so a layer's tensor is a contiguous piece
 of a stack: publishing it is one device-to-device copy from the stack into a staging buffer, which an engine on this GPU
 maps (transport/cuda_ipc.py) and one on another is sent (transport/nccl.py). Masters without a QTensor (embedding,
-norms, head, all of a bf16 policy) are cast to bfloat16 first, one stack at a time. The fingerprints are computed by a
+norms, head, all of a bf16 policy) are cast to bfloat16 first, some layers at a time. The fingerprints are computed by a
 jitted program from the stacks themselves, not from the copy: what the bridge checks is what the learner computes with.
 
 Two buffers are held, one of which the serving version lies in; or one, which the next version overwrites
-(`staging_buffers`). A learner that is spread over several GPUs joins its parts stack by stack, over the
+(`staging_buffers`). A learner that is spread over several GPUs joins its parts, some layers at a time, over the
 wire between them, on each GPU where an engine is, for it holds whole matrices; no host has any.
 """
 
@@ -65,9 +65,15 @@ def row_sums(x: jax.Array, lead: int) -> jax.Array:
     return jnp.stack([rows.sum(-1, dtype=jnp.uint32), (rows * multiplier).sum(-1, dtype=jnp.uint32)], axis=-1)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "place"))
-def _cast(x: jax.Array, dtype: Any, place: Any = None) -> jax.Array:
-    x = x.astype(dtype)
+PIECE_BYTES = 2**30
+"""What is cast or joined at once, in the type that travels: some layers of a stack, one at least. A GPU holds a few
+such pieces while a version is staged: what arrives, what that is put together from, and what its sums are made of."""
+
+
+@functools.partial(jax.jit, static_argnames=("size", "dtype", "place"))
+def _cut(x: jax.Array, start: jax.Array, size: int, dtype: Any, place: Any) -> jax.Array:
+    """`size` of x's first dimension from `start` on, in `dtype`."""
+    x = lax.dynamic_slice_in_dim(x, start, size).astype(dtype)
     return x if place is None else lax.with_sharding_constraint(x, place)
 
 
@@ -75,17 +81,30 @@ def _cast(x: jax.Array, dtype: Any, place: Any = None) -> jax.Array:
 _JOINING = threading.Lock()
 
 
-def _whole(x: jax.Array, dtype: Any) -> dict[int, jax.Array]:
-    """All of an array in `dtype`, by the number of the GPU: on each of those that it is spread over. Itself, where it
-    is on one and of that dtype."""
-    if len(x.devices()) == 1:
+def _pieces(x: jax.Array, dtype: Any, lead: int) -> Iterator[tuple[int, dict[int, jax.Array]]]:
+    """All of an array in `dtype`, piece by piece: (first of its tensors, the piece by the number of the GPU, on each of
+    those that the array is spread over). Itself, where it is on one and of that dtype.
+
+    Args:
+      lead: 1: its first dimension counts tensors; 0: it is one.
+    """
+    if len(x.devices()) == 1 and x.dtype == dtype:
         (device,) = x.devices()
-        return {int(device.local_hardware_id): x if x.dtype == dtype else _cast(x, dtype)}
-    assert isinstance(x.sharding, NamedSharding)
-    with _JOINING:
-        everywhere = _cast(x, dtype, NamedSharding(x.sharding.mesh, PartitionSpec()))
-        jax.block_until_ready(everywhere)
-    return {int(part.device.local_hardware_id): part.data for part in everywhere.addressable_shards}
+        yield 0, {int(device.local_hardware_id): x}
+        return
+    sharding = x.sharding
+    assert len(x.devices()) == 1 or isinstance(sharding, NamedSharding)
+    place = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    size = count = x.shape[0] if x.ndim else 1
+    if lead:
+        most = max(1, PIECE_BYTES * count // max(1, x.size * jnp.dtype(dtype).itemsize))
+        size = max(n for n in range(1, min(most, count) + 1) if count % n == 0)
+    for start in range(0, count, size):
+        with _JOINING:
+            piece = _cut(x, jnp.uint32(start), size, dtype, place)
+            jax.block_until_ready(piece)
+        yield start, {int(part.device.local_hardware_id): part.data for part in piece.addressable_shards}
+        del piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,33 +259,33 @@ class DeviceStager:
             for buffer in buffers:
                 if buffer.fresh:  # the same in every version: written once
                     buffer.device.write(buffer.pointer + place.offset, place.constant)
-        sums: dict[Key, jax.Array] = {}
-        for source, numbers in by_source.items():
-            path, part = source
+        sums: dict[Key, list[jax.Array]] = {}
+        for (path, part), numbers in by_source.items():
             own = tensors[path] if part == "master" else getattr(tensors[path], part)
-            whole = _whole(own, jnp.bfloat16 if part == "master" else own.dtype)
-            for buffer in buffers:
-                stack = whole[buffer.device.ordinal]
-                if source not in sums:
-                    sums[source] = row_sums(stack, _lead(names[path]))
-                pointer = jax.block_until_ready(stack).unsafe_buffer_pointer()
-                buffer.device.copy_all(
-                    [
-                        (buffer.pointer + p.offset, pointer + p.index * p.nbytes, p.nbytes)
-                        for p in (places[number] for number in numbers)
-                        if p.nbytes
-                    ]
-                )
-            if all(own is not stack for stack in whole.values()):
+            lead = _lead(names[path])
+            found = sums[path, part] = []
+            for first, piece in _pieces(own, jnp.bfloat16 if part == "master" else own.dtype, lead):
+                count = next(iter(piece.values())).shape[0] if lead else 1
+                here = [p for p in (places[n] for n in numbers) if p.nbytes and first <= p.index < first + count]
                 for buffer in buffers:
-                    buffer.device.synchronize()  # the copies are freed with this turn of the loop
+                    stack = piece[buffer.device.ordinal]
+                    if buffer is buffers[0]:
+                        found.append(row_sums(stack, lead))
+                    pointer = jax.block_until_ready(stack).unsafe_buffer_pointer()
+                    buffer.device.copy_all(
+                        [(buffer.pointer + p.offset, pointer + (p.index - first) * p.nbytes, p.nbytes) for p in here]
+                    )
+                if all(own is not stack for stack in piece.values()):
+                    for buffer in buffers:
+                        buffer.device.synchronize()  # the piece is freed with this turn of the loop
+                del piece, stack
         for buffer in buffers:
             buffer.device.synchronize()
             buffer.fresh = False
         digests = [fingerprint.digest(p.constant) for p in places]
         for source, numbers in by_source.items():
-            rows = np.asarray(sums[source])
-            rows = rows.reshape(-1, *rows.shape[-2:])
+            pieces = [np.asarray(piece) for piece in sums[source]]
+            rows = np.concatenate([piece.reshape(-1, *piece.shape[-2:]) for piece in pieces])
             for number in numbers:
                 digests[number] = fingerprint.digest_of_sums(rows[places[number].index])
         return digests
