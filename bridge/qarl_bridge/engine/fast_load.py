@@ -198,7 +198,7 @@ def _fingerprint(tensor: Any) -> bytes:
     raw = tensor.contiguous().reshape(-1).view(torch.uint8)
     padded = torch.zeros(staged_gpu.whole_rows(len(raw)), dtype=torch.uint8, device=raw.device)
     padded[: len(raw)] = raw
-    return fingerprint.digest_of_sums(staged_gpu.row_sums(padded))
+    return fingerprint.digest_of_sums(staged_gpu.on_the_host(staged_gpu.row_sums(padded)))
 
 
 def prove(loader: WholeModules, published: Mapping[str, Any], modules: Collection[str]) -> str:

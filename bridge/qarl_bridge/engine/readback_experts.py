@@ -7,7 +7,7 @@ Read-back. An expert's two products have a nonlinearity between them, so one-hot
   stored      where the layout is known (the bridge's own experts, on a CPU), every value that is
               multiplied with is compared, bit by bit, with the one made anew from the staged tensors;
   functional  random rows are sent through the live layer, each to k of those experts, and compared with the same
-              sums in float64 over the staged weights. Roundings and quantized activations leave a distance of
+              sums in float32 over the staged weights. Roundings and quantized activations leave a distance of
               under 1 % to 5 %, weights that are torn, foreign, permuted or packed twice one of order 1.
 
 On a GPU, where kernels keep layouts of their own, the second alone is done: a change of a weight by less than the
@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -143,14 +143,19 @@ class Staged:
         """What `of` gives for "w13" (gate above up) or "w2" (down) of one expert."""
         return torch.cat([of(expert, part) for part in _PARTS_OF[which]])
 
-    def matrices(self, experts: Sequence[int], which: str) -> Any:
-        """[experts, N, K] float64: `matrix` of several, as served; a few operations for all of them."""
+    def matrices(self, experts: Any, which: str) -> Any:
+        """[experts, N, K] float32: `matrix` of several, as served, but for a rounding; a few operations for all.
+
+        Args:
+          experts: int64, where the tensors are.
+        """
 
         def pick(stack: Any) -> Any:
-            return torch.stack([stack[expert] for expert in experts])  # float8 cannot be indexed everywhere
+            raw = stack.view(torch.uint8) if stack.dtype == torch.float8_e4m3fn else stack  # cannot be indexed
+            return raw.index_select(0, experts).view(stack.dtype)
 
         parts = [
-            _served(pick(self.weights[part]), pick(self.scales[part]) if self.scales else None)
+            _served(pick(self.weights[part]), pick(self.scales[part]) if self.scales else None, dtype=torch.float32)
             for part in _PARTS_OF[which]
         ]
         return torch.cat(parts, dim=1)
@@ -164,20 +169,54 @@ def _codes(words: Any) -> Any:
     return (((words.unsqueeze(-1) >> shifts) & 0xF) - 8).flatten(-2)
 
 
-def _served(words: Any, scale: Any | None, rounded: bool = True) -> Any:
-    """[..., N, K] float64, exact, or for int4 rounded to bf16; scale [..., N, groups]."""
-    codes = _codes(words).float().double()
+def _served(words: Any, scale: Any | None, rounded: bool = True, dtype: Any = torch.float64) -> Any:
+    """[..., N, K], in float64 exact, or for int4 rounded to bf16; scale [..., N, groups]."""
+    codes = _codes(words).float().to(dtype)
     if scale is None:
         return codes
-    scale = scale.double()
-    if words.dtype != torch.int32:
-        return codes * scale
-    weight = codes * scale.repeat_interleave(codes.shape[-1] // scale.shape[-1], dim=-1)
-    return weight.float().bfloat16().double() if rounded else weight
+    weight = (codes.unflatten(-1, (scale.shape[-1], -1)) * scale.to(dtype).unsqueeze(-1)).flatten(-2)
+    return weight.float().bfloat16().to(dtype) if rounded and words.dtype == torch.int32 else weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Random rows for the experts that are asked, made once for all layers of a kind.
+
+    Attributes:
+      x: bfloat16 [R, D].
+      places: int64 [R, k], the number of an asked expert: place j of row r goes to (r k + j) mod their count, so that
+        every one is asked.
+      weights: float32 [R, k].
+      share: float32 [asked, R, 1], the weights by expert; 0 where it is not asked.
+    """
+
+    x: Any
+    places: Any
+    weights: Any
+    share: Any
+
+    @staticmethod
+    def draw(rng: np.random.Generator, *, width: int, asked: int, k: int, device: Any) -> Rows:
+        """Rows of `width` numbers, each for k of `asked` experts."""
+        rows = max(_ROWS, -(-asked // k))
+        places = np.arange(rows * k).reshape(rows, k) % asked
+        weights = rng.uniform(0.5, 1.5, (rows, k)).astype(np.float32)
+        share = np.zeros((rows, asked), np.float32)
+        np.put_along_axis(share, places, weights, axis=1)
+        x = torch.from_numpy(rng.standard_normal((rows, width)).astype(np.float32)).to(device).bfloat16()
+        there = [torch.from_numpy(array).to(device) for array in (places, weights, share.T[..., None].copy())]
+        return Rows(x, *there)
 
 
 def read_back(
-    name: str, module: Any, staged: Staged, *, mode: str, rng: np.random.Generator, w4a8: bool
+    name: str,
+    module: Any,
+    staged: Staged,
+    *,
+    mode: str,
+    rng: np.random.Generator,
+    w4a8: bool,
+    drawn: dict[tuple[int, int, int], Rows],
 ) -> tuple[list[Verdict], int]:
     """Compares one live layer with what was published. Called in inference mode, in vLLM's config context.
 
@@ -187,6 +226,7 @@ def read_back(
       mode: "sampled" compares some experts value by value, "full" all of them.
       rng: picks experts and rows.
       w4a8: int4 experts take int8 activations.
+      drawn: rows of the layers before, by their kind.
 
     Returns:
       verdicts (how to explain it, whether it is wrong), and the rows sent through the layer.
@@ -198,7 +238,7 @@ def read_back(
     verdicts = [
         _stored(name, module, staged, which, int(expert), w4a8) for which in ("w13", "w2") for expert in experts
     ]
-    functional, rows = _functional(name, module, staged, experts, rng, w4a8)
+    functional, rows = _functional(name, module, staged, experts, rng, w4a8, drawn)
     return [v for v in (*verdicts, functional) if v is not None], rows
 
 
@@ -224,40 +264,43 @@ def _activations(staged: Staged, w4a8: bool) -> str:
 
 
 def _functional(
-    name: str, module: Any, staged: Staged, experts: np.ndarray, rng: np.random.Generator, w4a8: bool
+    name: str,
+    module: Any,
+    staged: Staged,
+    experts: np.ndarray,
+    rng: np.random.Generator,
+    w4a8: bool,
+    drawn: dict[tuple[int, int, int], Rows],
 ) -> tuple[Verdict | None, int]:
-    method, number = module.quant_method, len(experts)
+    method = module.quant_method
     if method.is_monolithic:  # it routes by itself: no expert can be named
         return None, 0
     device = next(module.parameters()).device
-    k = min(int(method.moe.experts_per_token), number)
-    rows = max(_ROWS, -(-number // k))
-    width = staged.weights[_PARTS[2]].shape[1]
-    x = torch.from_numpy(rng.standard_normal((rows, width)).astype(np.float32)).bfloat16().to(device)
-    # Place j of row r goes to the picked expert number (r k + j) mod their count, so that every one is asked.
-    places = np.arange(rows * k).reshape(rows, k) % number
-    ids = torch.from_numpy(experts[places].astype(np.int32)).to(device)
-    weights = rng.uniform(0.5, 1.5, (rows, k)).astype(np.float32)
-    arguments: dict[str, Any] = {
-        "layer": module,
-        "x": x.clone(),  # a kernel may write into it
-        "topk_weights": torch.from_numpy(weights).to(device),
-        "topk_ids": ids.to(method.topk_indices_dtype or torch.int32),
-    }
+    held = staged.weights[_PARTS[2]]
+    kind = width, asked, k = held.shape[1], len(experts), min(int(method.moe.experts_per_token), len(experts))
+    if kind not in drawn:
+        drawn[kind] = Rows.draw(rng, width=width, asked=asked, k=k, device=device)
+    rows = drawn[kind]
+    index = torch.from_numpy(experts).to(held.device)
+    ids = index.to(device)[rows.places]
     accepted = inspect.signature(method.apply).parameters
-    arguments |= {extra: None for extra in ("shared_experts", "shared_experts_input") if extra in accepted}
-    got = method.apply(**arguments).double()
+    extra = {name: None for name in ("shared_experts", "shared_experts_input") if name in accepted}
+    got = method.apply(
+        layer=module,
+        x=rows.x.clone(),  # a kernel may write into it
+        topk_weights=rows.weights.clone(),
+        topk_ids=ids.to(method.topk_indices_dtype or torch.int32),
+        **extra,
+    ).float()
     # Every expert over every row, a few experts at once: few operations, and nothing is waited for. Rows it was not
     # asked for weigh 0.
-    share = np.zeros((rows, number))
-    np.put_along_axis(share, places, weights, axis=1)
-    wanted = torch.zeros((rows, width), dtype=torch.float64, device=device)
-    for start in range(0, number, _SAMPLED):
+    x, wanted = rows.x.float(), torch.zeros_like(got)
+    for start in range(0, asked, _SAMPLED):
         few = slice(start, start + _SAMPLED)
-        first, second = (staged.matrices(experts[few].tolist(), which).to(device).double() for which in ("w13", "w2"))
-        gate, up = (x.double() @ first.mT).chunk(2, dim=-1)  # [few, rows, F]
+        first, second = (staged.matrices(index[few], which).to(device) for which in ("w13", "w2"))
+        gate, up = (x @ first.mT).chunk(2, dim=-1)  # [few, rows, F]
         out = (torch.nn.functional.silu(gate) * up) @ second.mT
-        wanted += (out * torch.from_numpy(share[:, few].T.copy()).to(device).unsqueeze(-1)).sum(dim=0)
+        wanted += (out * rows.share[few]).sum(dim=0)
     distance = (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-30)
     limit = _TOLERANCE[_activations(staged, w4a8)]
     wrong = ~(distance <= limit) & ~((wanted.norm(dim=1) == 0) & (got.norm(dim=1) == 0))  # NaN is wrong, too
@@ -266,8 +309,8 @@ def _functional(
         row = int(wrong.nonzero()[0])
         raise BridgeError(
             f"read-back: {name} answers a row for experts {ids[row].tolist()} {float(distance[row]):.3g} away from "
-            f"the published weights (at most {limit} is rounding; {int(wrong.sum())} of {rows} rows differ)",
+            f"the published weights (at most {limit} is rounding; {int(wrong.sum())} of {len(x)} rows differ)",
             "engine",
         )
 
-    return (explain, wrong.any()), rows
+    return (explain, wrong.any()), len(x)
