@@ -116,6 +116,32 @@ def test_a_step_that_recorded_nothing_is_an_error_and_not_the_step_before():
         world.step(cached=[("0-0-aa", 3, 1)])
 
 
+def test_under_the_second_model_runner_a_batch_belongs_to_its_step_and_dry_runs_count_for_nothing():
+    world = World()
+    world.input_batch = None
+    first_runner = world.recorder._execute
+
+    def execute_model(scheduled, dummy_run=False):
+        world.input_batch = world.batch
+        result = first_runner(scheduled)
+        world.execute_model_state = types.SimpleNamespace(input_batch=world.input_batch)
+        del world.input_batch
+        return result
+
+    world.recorder._execute = execute_model
+    world.batch = types.SimpleNamespace(req_ids=["1-0-bb", "0-0-aa"])
+    scheduled = types.SimpleNamespace(
+        num_scheduled_tokens={"0-0-aa": 3, "1-0-bb": 1},
+        scheduled_new_reqs=[types.SimpleNamespace(req_id=n, num_computed_tokens=0) for n in ("0-0-aa", "1-0-bb")],
+        scheduled_cached_reqs=types.SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        starts={},
+    )
+    world.execute_model(scheduled)
+    world.execute_model(scheduled, dummy_run=True)
+    world.check("0-0", 3)
+    world.check("1-0", 1)
+
+
 def test_steps_are_dealt_out_when_their_copies_have_come_and_at_the_latest_when_asked_for(monkeypatch):
     events = []
 
@@ -160,7 +186,7 @@ def test_a_dense_model_is_refused():
 
 
 def test_an_engine_that_cannot_be_listened_to_is_refused():
-    with pytest.raises(BridgeError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+    with pytest.raises(BridgeError, match="does not tell whose tokens a step has"):
         Recorder({}, types.SimpleNamespace(), **SIZES)
     alone = types.SimpleNamespace(router=Router(), quant_method=types.SimpleNamespace(is_monolithic=True))
     with pytest.raises(BridgeError, match="routes by itself"):

@@ -6,7 +6,7 @@ A router whose logits are nearly (in bf16 often exactly) tied picks another expe
 and a flipped choice is the largest mismatch a mixture of experts has. vLLM 0.32 records choices itself only under its
 newer model runner, which has no CPU build; its routers, however, tell every choice to a function set with
 `set_capture_fn`, in 0.25 as in 0.32. What they tell are rows of a batch; this class knows whose rows these are, from
-the scheduler's output of the same step.
+the scheduler's output of the same step and the order of the runner's batch (vLLM has two runners).
 
 A function that Python calls does not run when a captured CUDA graph is replayed, but what it did to tensors does: the
 routers write their choices into a buffer that lives as long as the engine, inside the forward pass, and each step's
@@ -49,9 +49,10 @@ class Recorder:
         self._kept: dict[str, dict[int, np.ndarray]] = {}  # request -> first position -> [n, layers, k]
         # Of steps, in their order: rows on their way to the host, the event that says they are there, whose they are.
         self._under_way: collections.deque[tuple[torch.Tensor, Any, list[tuple[str, int, int]]]] = collections.deque()
-        if not hasattr(runner, "input_batch"):
+        if not hasattr(runner, "input_batch") and not hasattr(runner, "execute_model_state"):
             raise BridgeError(
-                "routed experts are recorded under vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0", "setup"
+                "this vLLM's model runner does not tell whose tokens a step has: set rollout.router_replay=false",
+                "setup",
             )
         for name, module in modules.items():
             router = getattr(module, "router", None)
@@ -79,13 +80,14 @@ class Recorder:
         result = self._execute(scheduled, *args, **kwargs)
         counts: Mapping[str, int] = scheduled.num_scheduled_tokens
         total = sum(counts.values())
-        if not total:
+        if not total or kwargs.get("dummy_run"):
             return result
         starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         cached = scheduled.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        order = self._runner.input_batch.req_ids  # the batch's rows are in this order
-        pieces = [(request, starts[request], counts[request]) for request in order if counts.get(request)]
+        # The batch's rows are in this order. vLLM's second runner has a batch for each step.
+        batch = getattr(self._runner, "input_batch", None) or self._runner.execute_model_state.input_batch
+        pieces = [(request, starts[request], counts[request]) for request in batch.req_ids if counts.get(request)]
         rows = self._chosen[:total].to("cpu", torch.int16, non_blocking=True, copy=True)  # a padded batch has more rows
         self._under_way.append((rows, self._event(), pieces))
         self._chosen[:total].fill_(NOT_ROUTED)
