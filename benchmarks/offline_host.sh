@@ -11,7 +11,8 @@
 #   offline_host.sh install DIR              every wheel and source package in DIR into SITE; *.tar.xz.?? (vLLM) likewise
 #   offline_host.sh run COMMAND...           a command in the environment of TREE and SITE
 #   offline_host.sh begin SECONDS JOBS       a queue for each card of the jobs in JOBS/CARD and JOBS (benchmarks/sessions
-#                                            has some), with its share of the cores; in so many seconds the host is gone
+#                                            has some), with its share of the cores; those in JOBS/all take every card,
+#                                            when the cards' own are done; in so many seconds the host is gone
 #   offline_host.sh left                     seconds until then
 #   offline_host.sh await PATH...            in a job: until vLLM is installed and these files are there
 #   offline_host.sh queue CARD               runs QUEUE/CARD/*.sh one after the other, also those added later, until
@@ -81,14 +82,16 @@ begin)
   seconds=${1:?seconds} jobs=${2:?a folder}
   mkdir -p "$queue" "$results" "$models"
   echo $(($(date +%s) + seconds)) >"$queue/end"
-  cp -r "$jobs"/[0-9]*/ "$queue/"
+  cp -r "$jobs"/*/ "$queue/"
   cards=("$jobs"/[0-9]*/)
-  share=$(($(nproc) / ${#cards[@]})) first=0
+  [ -e "${cards[0]}" ] || cards=()
+  share=$(($(nproc) / (${#cards[@]} ? ${#cards[@]} : 1))) first=0
   for card in "${cards[@]}"; do
     find "$jobs" -maxdepth 1 -name '*.sh' -exec cp {} "$queue/$(basename "$card")/" \;
     CPUS=$first-$((first + share - 1)) setsid bash "$0" queue "$(basename "$card")" >"$queue/$(basename "$card").out" 2>&1 &
     first=$((first + share))
   done
+  [ ! -e "$queue/all" ] || setsid bash "$0" queue all >"$queue/all.out" 2>&1 &
   ;;
 left)
   left
@@ -102,11 +105,15 @@ await)
 queue)
   card=${1:?which card}
   environment
-  export CUDA_VISIBLE_DEVICES=$card CARD=$card
+  export CARD=$card
+  [ "$card" = all ] || export CUDA_VISIBLE_DEVICES=$card
   mkdir -p "$queue/$card"
   while [ ! -e "$queue/stop" ]; do
     next=$(find "$queue/$card" -maxdepth 1 -name '*.sh' | sort | head -n 1) # asked anew: jobs may be added and removed
     [ -n "$next" ] || { sleep 1 && continue; }
+    if [ "$card" = all ] && find "$queue"/[0-9]* -name '*.sh' -o -name '*.running' 2>/dev/null | grep -q .; then
+      sleep 1 && continue
+    fi
     mv "$next" "$next.running"
     echo "$(date +%T) begin $(basename "$next")" >>"$queue/$card/times"
     code=0
