@@ -102,6 +102,17 @@ def test_matched_updates_have_the_rms_of_an_adamw_update():
         assert 0.15 < float(jnp.sqrt(jnp.mean(w**2))) < 0.22
 
 
+def test_products_of_bfloat16_move_the_direction_by_a_few_percent():
+    u = jnp.asarray(normal(7, 48, 80))
+    exact = muon.orthogonalize(u)
+    rounded = muon.orthogonalize(u, precision="bfloat16")
+    assert rounded.dtype == jnp.float32
+    assert 1e-3 < float(jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact)) < 0.03
+    sigma = np.linalg.svd(np.asarray(rounded), compute_uv=False)
+    assert sigma.min() > 0.5
+    assert sigma.max() < 1.3
+
+
 def equations(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
