@@ -1,7 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
 """`python -m qarl_jax.parity --model DIR --scheme w8a8 --engine cpu [--json]`: climbs the ladder of promises
-(`verify/ladder.py`). With `--at RUN/unequal.jsonl`: where a token that a run scored otherwise begins to differ.
+(`verify/ladder.py`). With `--at RUN/unequal.jsonl`: where a token that a run scored otherwise begins to differ
+(`verify/unequal_token.py`). With `--execution eager,graphs`: whether two modes compute the same (`verify/modes.py`).
 Exit code 0: all are kept, 1: one is not, 2: it could not be tried."""
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import quant
 from qarl_jax.types import UserError, entry_point
-from qarl_jax.verify import ladder
+from qarl_jax.verify import ladder, modes, unequal_token
 
 
 @entry_point
@@ -86,13 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if min(options.prompts, options.prompt_len, options.response_len) < 1:
             raise UserError("--prompts, --prompt-len and --response-len must be at least 1")
         quant.parse_scheme(args.scheme)
-        modes = args.execution.split(",")
-        if unknown := [mode for mode in modes if mode not in ladder.MODES]:
+        executions = args.execution.split(",")
+        if unknown := [mode for mode in executions if mode not in ladder.MODES]:
             raise UserError(f"--execution {unknown[0]}: known are {', '.join(ladder.MODES)}")
         if args.at:
-            result = ladder.at(args.model, args.scheme, args.engine, options, args.at)
-        elif len(modes) > 1:
-            result = ladder.compare_modes(args.model, args.scheme, args.engine, options, modes, show)
+            result = unequal_token.at(args.model, args.scheme, args.engine, options, args.at)
+        elif len(executions) > 1:
+            result = modes.compare_modes(args.model, args.scheme, args.engine, options, executions, show)
         else:
             result = ladder.climb(args.model, args.scheme, args.engine, options, show)
     except BridgeError as error:

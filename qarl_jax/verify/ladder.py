@@ -30,12 +30,8 @@ In a mixture of experts the tokens are scored with the experts the engine sent t
 once more with the learner's own choice, which is the engine's where both keep a contract.
 
 The engine runs as a run's does (CUDA graphs on a GPU, eagerly on a CPU; the ladder says which) and with the kernels it
-chooses; `--execution` and `--int4-kernel` compare others. `--execution eager,graphs` compares engines in two modes
-instead (`compare_modes`): from the same weights, prompts and seeds, every number must come out the same to the
-last bit.
-
-`--at RUN/unequal.jsonl` climbs nothing: it prefills the last sequence in which a run met an unequal token, and names
-the first block that differs (`at`). With that block a report says which operation to look at.
+chooses; `--execution` and `--int4-kernel` compare others. Two questions of the same command stand apart:
+`--execution eager,graphs` in `modes.py`, `--at RUN/unequal.jsonl` in `unequal_token.py`.
 
 What is left out: single modules of a compiled engine (they are not called one by one), and top-p or top-k sampling.
 """
@@ -44,7 +40,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
@@ -56,9 +51,8 @@ from qarl_bridge.protocol import formats, messages
 from qarl_jax import models, quant
 from qarl_jax.kernels.attention_vendor import flash3_lacks
 from qarl_jax.models.logprobs import token_logprobs
-from qarl_jax.observe.recorder import read_lines
 from qarl_jax.quant import QTensor
-from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig
+from qarl_jax.rollout import PolicyWeights, SamplingConfig
 from qarl_jax.rollout.vllm.engine import BrokenPromiseError, Config, VllmEngine, leave_memory_to_vllm
 from qarl_jax.types import Completion, Prompt, UserError
 from qarl_jax.verify import contract
@@ -251,20 +245,21 @@ def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[Promp
     return [Prompt(uid=str(i), tokens=tuple(int(t) for t in row), text="", answer="") for i, row in enumerate(rows)]
 
 
-def _flat(groups: list[list[Completion]]) -> list[Completion]:
+def flat(groups: list[list[Completion]]) -> list[Completion]:
+    """The samples of every prompt, one after the other, as one list."""
     return [completion for group in groups for completion in group]
 
 
 def decode_and_prefill(engine: VllmEngine, prompts: Sequence[Prompt], length: int) -> dict[str, float]:
     """Greedy responses decoded token by token, and every token of them again out of a prefill, inside the engine."""
     generate = functools.partial(engine.generate, num_samples=1, key=0)
-    decoded = _flat(generate(prompts, sampling=SamplingConfig(max_response_len=length, temperature=0.0)))
+    decoded = flat(generate(prompts, sampling=SamplingConfig(max_response_len=length, temperature=0.0)))
     cuts = [(c, t) for c in decoded for t in range(len(c.tokens))]
     again = [
         Prompt(uid=str(i), tokens=(*c.prompt_tokens, *c.tokens[:t]), text="", answer="")
         for i, (c, t) in enumerate(cuts)
     ]
-    prefilled = _flat(generate(again, sampling=SamplingConfig(max_response_len=1, temperature=0.0)))
+    prefilled = flat(generate(again, sampling=SamplingConfig(max_response_len=1, temperature=0.0)))
     same = np.array([p.tokens[0] == c.tokens[t] for p, (c, t) in zip(prefilled, cuts, strict=True)])
     d = np.array([float(p.logprobs[0]) - float(c.logprobs[t]) for p, (c, t) in zip(prefilled, cuts, strict=True)])
     d = d[same]
@@ -274,120 +269,6 @@ def decode_and_prefill(engine: VllmEngine, prompts: Sequence[Prompt], length: in
         "equal": float((d == 0).mean()),
         "same_token": float(same.mean()),
         "tokens": len(cuts),
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class Observed:
-    """Everything that one engine computed for `compare_modes`.
-
-    Attributes:
-      execution: its mode. tokens_per_s: of the responses of equal length, all decoded together.
-      modules: what went into and came out of every block and of the picked linear layers in a prefill.
-      prompts: a first token of every prompt and of every prompt cut short. equal: responses of equal length. ragged:
-        responses whose lengths differ, so that the batch passes through every size below its largest.
-    """
-
-    execution: str
-    tokens_per_s: float
-    modules: list[messages.Recorded]
-    prompts: list[Completion]
-    equal: list[Completion]
-    ragged: list[Completion]
-
-
-def observe(weights: PolicyWeights, config: Config, options: Options) -> Observed:
-    """Starts an engine, gives it `weights` and asks for everything that `compare_modes` compares."""
-    model = models.config_of(weights.graphdef)
-    prompts = random_prompts(model.vocab_size, options.prompts, options.prompt_len, options.seed)
-    cut = [
-        dataclasses.replace(prompt, uid=f"{prompt.uid}:{length}", tokens=prompt.tokens[:length])
-        for prompt in prompts[:4]
-        for length in range(1, options.prompt_len)
-    ]
-    layers = range(model.num_layers)
-    names = [*live_layers.linear_names(model), *(f"model.layers.{number}" for number in layers)]
-    sampling = SamplingConfig(max_response_len=options.response_len)
-    ragged = [
-        Request(prompt=prompt, number=1, key=options.seed, max_tokens=1 + number * options.response_len // len(prompts))
-        for number, prompt in enumerate(prompts)
-    ]
-    engine = VllmEngine(config, run_id="parity")
-    try:
-        engine.publish(weights, 0)
-        assert engine.facts is not None
-        modules = engine.probe(prompts[0].tokens, names)
-        first = _flat(engine.generate([*prompts, *cut], num_samples=1, sampling=_one_token(), key=options.seed))
-        engine.generate(prompts, num_samples=1, sampling=SamplingConfig(max_response_len=4), key=1)  # warm
-        started = time.perf_counter()
-        equal = _flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed))
-        seconds = time.perf_counter() - started
-        drawn = sum(len(c.tokens) for c in equal)
-        rest = engine.extend(ragged, sampling=sampling)
-        return Observed(engine.facts.execution, drawn / seconds, modules, first, equal, rest)
-    finally:
-        engine.close()
-
-
-def same_bits(a: Observed, b: Observed) -> Iterator[Rung]:
-    """One rung per kind of number that two engines computed; `ok` where all of them are equal to the last bit."""
-    pairs = list(zip(a.modules, b.modules, strict=True))
-    different = [x.module for x, y in pairs if x != y]
-    detail = (
-        f"first different: {different[0]}, {len(different)} of {len(pairs)}" if different else f"{len(pairs)} modules"
-    )
-    yield Rung("modules", not different, detail)
-    for name, mine, theirs in (
-        ("prompt log-probs", a.prompts, b.prompts),
-        ("decoded", a.equal, b.equal),
-        ("decoded, ragged", a.ragged, b.ragged),
-    ):
-        total, equal, worst = 0, 0, 0.0
-        for x, y in zip(mine, theirs, strict=True):
-            total += len(x.tokens)
-            same = np.array(x.tokens) == np.array(y.tokens)
-            together = len(same) if same.all() else int(np.argmin(same))  # a token apart, and the rest is another text
-            d = np.abs(x.logprobs[:together] - y.logprobs[:together])
-            equal += int((d == 0).sum())
-            worst = max(worst, float(d.max(initial=0.0)))
-        yield Rung(name, equal == total, f"{equal} of {total} log-probs equal, largest difference {worst:.1e}")
-    routed: list[Any] = [(x.routed_experts, y.routed_experts) for x, y in zip(_all(a), _all(b), strict=True)]
-    if routed[0][0] is not None:
-        equal = sum(np.array_equal(x, y) for x, y in routed)
-        yield Rung("routed experts", equal == len(routed), f"those of {equal} of {len(routed)} responses equal")
-
-
-def _all(observed: Observed) -> list[Completion]:
-    return [*observed.prompts, *observed.equal, *observed.ragged]
-
-
-def compare_modes(
-    path: str, scheme: str, engine_name: str, options: Options, modes: Sequence[str], show: Any = lambda rung: None
-) -> dict[str, Any]:
-    """The same policy in an engine of each mode, one after the other; every later one against the first.
-
-    Returns:
-      {"rungs": [...], "tokens_per_s": {mode: N}, "first_broken": name or None, ...}; a rung is named after its mode.
-    """
-    if engine_name == "cuda":
-        leave_memory_to_vllm()
-    weights = load(path, scheme, engine_name, options.attention, options.tensor_parallel_size)
-    rungs: list[Rung] = []
-    seen: list[Observed] = []
-    for mode in modes:
-        seen.append(observe(weights, options.engine(models.config_of(weights.graphdef), execution=mode), options))
-        show(Rung(f"{mode}", None, f"{seen[-1].tokens_per_s:,.0f} tokens/s with {options.prompts} sequences"))
-        if len(seen) > 1:
-            for rung in same_bits(seen[0], seen[-1]):
-                rungs.append(dataclasses.replace(rung, name=f"{mode}: {rung.name}"))
-                show(rungs[-1])
-    return {
-        "model": path,
-        "scheme": scheme,
-        "modes": [x.execution for x in seen],
-        "tokens_per_s": {mode: x.tokens_per_s for mode, x in zip(modes, seen, strict=True)},
-        "rungs": [dataclasses.asdict(rung) for rung in rungs],
-        "first_broken": next((rung.name for rung in rungs if rung.ok is False), None),
     }
 
 
@@ -474,11 +355,11 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
             )
             for rung in module_rungs(engine, weights, scheme, prompts[0].tokens, exact=exact):
                 add(rung)
-            first = Sampled.of(_flat(engine.generate(prompts, num_samples=4, sampling=_one_token(), key=options.seed)))
+            first = Sampled.of(flat(engine.generate(prompts, num_samples=4, sampling=_one_token(), key=options.seed)))
             logprobs, entropy = score(weights, first, replay=True)
             result["prefill"] = mismatch(logprobs, first.logprobs, entropy, first.response)
             result["decode_prefill"] = decode_and_prefill(engine, prompts[:8], min(options.response_len, 16))
-            sampled = Sampled.of(_flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
+            sampled = Sampled.of(flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
     finally:
         engine.close()
     if all(rung.ok is not False for rung in rungs[:4]):
@@ -507,41 +388,6 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
     result["rungs"] = [dataclasses.asdict(rung) for rung in rungs]
     result["first_broken"] = next((rung.name for rung in rungs if rung.ok is False), None)
     return result
-
-
-def at(path: str, scheme: str, engine_name: str, options: Options, file: str) -> dict[str, Any]:
-    """The last unequal token that a run recorded, block by block in a live engine.
-
-    Args:
-      path: the policy of that step, exported. file: the run's unequal.jsonl.
-
-    Returns:
-      {"found": the run's record without the sequence, "where": `layers.first_difference`, "first_broken": name or None}
-
-    Raises:
-      UserError: no such file, or none with a sequence.
-    """
-    records = [record for record in read_lines(file) if record.get("sequence")]
-    if not records:
-        raise UserError(f"--at {file}: no record of an unequal token with its sequence")
-    sequence = records[-1].pop("sequence")[:-1]  # a token's log-prob comes from those before it
-    if engine_name == "cuda":
-        leave_memory_to_vllm()
-    weights = load(path, scheme, engine_name, options.attention, options.tensor_parallel_size)
-    model = models.config_of(weights.graphdef)
-    if max(sequence) >= model.vocab_size:
-        raise UserError(f"--at {file}: token {max(sequence)} is none of {path}'s; name the model of that run")
-    room = len(sequence) + 256  # tokens, with a page to spare
-    kv = 4 * room * model.num_layers * model.num_kv_heads * model.head_dim
-    sizes: dict[str, Any] = {"prompts": 1, "prompt_len": len(sequence), "response_len": 1}
-    options = dataclasses.replace(options, **sizes, kv_cache_gb=max(options.kv_cache_gb, kv / 2**30))
-    engine = VllmEngine(options.engine(model), run_id="parity-at")
-    try:
-        engine.publish(weights, 0)
-        where = live_layers.first_difference(engine.probe, weights, sequence)
-    finally:
-        engine.close()
-    return {"found": records[-1], "where": where, "first_broken": where.partition(",")[0] or None}
 
 
 def execution_rung(facts: messages.Facts) -> Rung:
@@ -589,7 +435,7 @@ def _bf16_pair(
     engine = VllmEngine(dataclasses.replace(config, readback="off"), run_id="parity-bf16")
     try:
         engine.publish(weights, 0)
-        sampled = Sampled.of(_flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
+        sampled = Sampled.of(flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
     finally:
         engine.close()
     logprobs, entropy = score(weights, sampled, replay=True)

@@ -21,3 +21,7 @@ def qwen3(*, vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, **f
         "max_position_embeddings": 128,
         "tie_word_embeddings": True,
     } | fields
+
+
+# A dense policy that vLLM's CPU kernels take.
+SMALL = qwen3(vocab=96, hidden=128, intermediate=256, layers=2, heads=2, kv_heads=1, head_dim=64, attention_bias=False)

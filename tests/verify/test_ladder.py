@@ -8,25 +8,11 @@ import json
 import jax
 import numpy as np
 import pytest
-from qarl_bridge.protocol import messages
 
 from qarl_jax import models, parity
-from qarl_jax.types import Completion, VersionSpan
 from qarl_jax.verify import ladder
-from tests.reference.qwen3 import qwen3
+from tests.reference.qwen3 import SMALL
 from tests.reference.rollouts import completion
-
-MODEL = qwen3(vocab=96, hidden=128, intermediate=256, layers=2, heads=2, kv_heads=1, head_dim=64, attention_bias=False)
-DRAWN = ["prompt log-probs", "decoded", "decoded, ragged"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    (path / "config.json").write_text(json.dumps(MODEL))
-    config = models.read_config(path, compute_dtype="bfloat16", param_dtype="float32", quant=models.parse_rules("bf16"))
-    models.save_hf(models.random_model(config, 0), path)
-    return str(path)
 
 
 def test_the_estimators_equal_the_numbers_worked_by_hand():
@@ -109,59 +95,6 @@ def test_the_exit_code_says_whether_a_promise_is_broken(folder, monkeypatch, cap
     assert json.loads(capsys.readouterr().out)["first_broken"] == broken
 
 
-class Recorded:
-    """An engine that was asked for blocks of a sequence."""
-
-    def __init__(self, config, run_id):
-        self.config = config
-
-    def publish(self, weights, version):
-        pass
-
-    def probe(self, sequence, names):
-        raise AssertionError
-
-    def close(self):
-        self.closed = True
-
-
-@pytest.mark.parametrize(("where", "code"), [("block 1, from token 3 on", 1), ("", 0)])
-def test_a_token_that_a_run_recorded_is_looked_up_block_by_block(folder, tmp_path, monkeypatch, capsys, where, code):
-    asked, file = [], tmp_path / "unequal.jsonl"
-
-    def first_difference(probe, weights, sequence):
-        asked.append((probe.__self__.config, sequence))
-        return where
-
-    monkeypatch.setattr(ladder, "VllmEngine", Recorded)
-    monkeypatch.setattr(ladder.live_layers, "first_difference", first_difference)
-    command = ["--model", folder, "--scheme", "bf16", "--engine", "cpu", "--at", str(file)]
-    assert parity.main(command) == 2, "no such file"
-    file.write_text(json.dumps({"step": 1, "uid": "a/0"}) + "\n")
-    assert parity.main(command) == 2, "a record of before sequences were kept"
-    records = [{"step": step, "uid": uid, "sequence": [5, 6, step]} for step, uid in ((2, "b/0"), (7, "c/1"))]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    capsys.readouterr()
-    assert parity.main(command) == code
-    (config, sequence), said = asked[0], capsys.readouterr().out
-    assert (sequence, config.max_model_len) == ([5, 6], 3), "what comes before the last recorded token"
-    assert '"uid": "c/1"' in said
-    assert (where or "no block differs") in said
-    file.write_text(json.dumps({"step": 1, "sequence": [5, 600, 7]}) + "\n")
-    assert parity.main(command) == 2, "a token that this model does not have"
-
-
-@pytest.mark.vllm
-@pytest.mark.nightly
-def test_no_block_of_a_live_engine_differs_where_a_run_would_look(folder, tmp_path, capsys):
-    pytest.importorskip("vllm")
-    file = tmp_path / "unequal.jsonl"
-    file.write_text(json.dumps({"step": 1, "uid": "a/0", "sequence": list(range(60))}) + "\n")
-    command = ["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--threads", "1", "--at", str(file), "--json"]
-    assert parity.main(command) == 0
-    assert json.loads(capsys.readouterr().out)["where"] == ""
-
-
 @pytest.mark.vllm
 @pytest.mark.nightly
 def test_the_whole_ladder_holds_on_a_live_vllm(folder):
@@ -184,7 +117,7 @@ def test_the_whole_ladder_holds_on_a_live_vllm(folder):
 def test_a_model_with_biases_climbs_the_ladder_too(tmp_path, scheme):
     """A kernel may keep a copy of the bias in float32, which a published bias must reach."""
     pytest.importorskip("vllm")
-    model = MODEL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    model = SMALL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     (tmp_path / "config.json").write_text(json.dumps(model))
     config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
     graphdef, params, rest = models.split(models.random_model(config, 0))
@@ -203,7 +136,7 @@ def test_a_model_with_biases_climbs_the_ladder_too(tmp_path, scheme):
 def test_an_engine_of_two_shards_is_mirrored_to_the_last_bit(tmp_path, scheme):
     """Each shard scales its own inputs of o and down, and rounds its own sum."""
     pytest.importorskip("vllm")
-    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_attention_heads": 4, "num_key_value_heads": 2}))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2}))
     config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
     models.save_hf(models.random_model(config, 0), tmp_path)
     options = ladder.Options(
@@ -222,7 +155,7 @@ def test_an_engine_of_two_shards_is_mirrored_to_the_last_bit(tmp_path, scheme):
 def test_a_llama_with_stretched_frequencies_climbs_the_ladder_too(tmp_path):
     pytest.importorskip("vllm")
     stretch = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    model = MODEL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    model = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(model | {"rope_scaling": {"rope_type": "llama3"} | stretch}))
     config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
     models.save_hf(models.random_model(config, 0), tmp_path)
@@ -238,7 +171,7 @@ def test_a_llama_with_stretched_frequencies_climbs_the_ladder_too(tmp_path):
 def test_a_mixture_of_experts_climbs_the_ladder_too(tmp_path, scheme):
     """vLLM's CPU engine must pack bf16 experts anew at every load; quantized ones run through the bridge's methods."""
     pytest.importorskip("vllm")
-    model = MODEL | {
+    model = SMALL | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "num_experts": 8,
@@ -261,58 +194,6 @@ def test_a_mixture_of_experts_climbs_the_ladder_too(tmp_path, scheme):
     assert result["own_routing"]["tokens"] == result["aligned"]["tokens"]
     assert result["aligned"]["k3"] == result["aligned"]["max_abs"] == 0
     assert result["own_routing"]["max_abs"] == 0
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_two_engines_of_one_mode_give_the_same_bits_and_the_command_says_so(folder, capsys):
-    pytest.importorskip("vllm")
-    command = ["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--execution", "eager,eager", "--json"]
-    assert parity.main([*command, "--prompts", "4", "--prompt-len", "6", "--response-len", "8", "--threads", "1"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["first_broken"] is None
-    assert [rung["name"] for rung in result["rungs"]] == [
-        f"eager: {name}" for name in ("modules", "prompt log-probs", "decoded", "decoded, ragged")
-    ]
-    assert result["tokens_per_s"]["eager"] > 0
-
-
-def observed(tokens=(3, 4, 5), logprobs=(-1.0, -2.0, -3.0), module=0.0, routed=None):
-    def completion():
-        return Completion(
-            prompt_tokens=(1, 2),
-            tokens=tuple(tokens),
-            logprobs=np.array(logprobs, np.float32),
-            finish_reason="length",
-            versions=(VersionSpan(version=0, start=0, end=len(tokens)),),
-            routed_experts=None if routed is None else np.full((4, 1, 2), routed, np.int16),
-        )
-
-    array = messages.Array.of(np.full(3, module, np.float32))
-    recorded = [messages.Recorded(module="model.layers.0", inputs=[array], outputs=[array])]
-    return ladder.Observed("eager", 1.0, recorded, [completion()], [completion()], [completion()])
-
-
-@pytest.mark.parametrize(
-    ("other", "broken"),
-    [
-        ({}, []),
-        ({"module": np.nextafter(np.float32(0), np.float32(1))}, ["modules"]),
-        ({"logprobs": (-1.0, -2.0, np.nextafter(np.float32(-3), np.float32(0)))}, DRAWN),
-        ({"tokens": (3, 9, 5)}, DRAWN),
-        ({"routed": 1}, ["routed experts"]),
-    ],
-)
-def test_one_bit_of_one_number_tells_two_modes_apart(other, broken):
-    one, two = observed(routed=0), observed(**{"routed": 0} | other)
-    assert [rung.name for rung in ladder.same_bits(one, two) if not rung.ok] == broken
-
-
-def test_a_mode_nobody_knows_is_refused(folder, capsys):
-    command = ["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--execution", "eager,fast"]
-    assert parity.main(command) == 2
-    assert "--execution fast" in capsys.readouterr().err
 
 
 def test_what_is_allowed_follows_the_engines_own_noise():
