@@ -54,7 +54,7 @@ class World:
         number = int(name.split("-")[0])
         return [10 * number + position, position + self.salt]
 
-    def step(self, new=(), cached=(), order=()):
+    def step(self, new=(), cached=(), order=(), ended=()):
         """new, cached: (request, tokens before, tokens now)."""
         self.input_batch.req_ids = list(order) or [name for name, _, _ in (*new, *cached)]
         scheduled = types.SimpleNamespace(
@@ -64,6 +64,7 @@ class World:
                 req_ids=[n for n, _, _ in cached], num_computed_tokens=[s for _, s, _ in cached]
             ),
             starts={name: start for name, start, _ in (*new, *cached)},
+            finished_req_ids=set(ended),
         )
         assert self.execute_model(scheduled) == "result"
 
@@ -135,6 +136,7 @@ def test_under_the_second_model_runner_a_batch_belongs_to_its_step_and_dry_runs_
         scheduled_new_reqs=[types.SimpleNamespace(req_id=n, num_computed_tokens=0) for n in ("0-0-aa", "1-0-bb")],
         scheduled_cached_reqs=types.SimpleNamespace(req_ids=[], num_computed_tokens=[]),
         starts={},
+        finished_req_ids=set(),
     )
     world.execute_model(scheduled)
     world.execute_model(scheduled, dummy_run=True)
@@ -167,7 +169,12 @@ def test_steps_are_dealt_out_when_their_copies_have_come_and_at_the_latest_when_
     world.check("0-0", 4)  # vLLM had scheduled a step more than it turned out to need
     world.step(cached=[("0-0-aa", 5, 1), ("1-0-bb", 4, 1)])
     world.check("1-0", 5)
-    assert not world.recorder._kept  # nothing is left of it
+    world.step(new=[("2-0-cc", 0, 1)])
+    world.recorder.forget(["2-0"])  # its first step is known, a second was scheduled beside a new request's
+    world.step(new=[("3-0-dd", 0, 1), ("4-0-ee", 0, 1)])
+    world.step(new=[("5-0-ff", 0, 1)], ended=["2-0-cc", "3-0-dd"])
+    world.check("4-0", 1)
+    assert list(world.recorder._kept) == ["5-0-ff"]  # nothing is left of those that ended
 
 
 def test_a_position_that_was_not_routed_is_an_error_and_aborted_requests_are_forgotten():

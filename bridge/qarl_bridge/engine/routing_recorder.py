@@ -47,8 +47,11 @@ class Recorder:
         self._runner = runner
         self._layers: list[int] = []  # those that route
         self._kept: dict[str, dict[int, np.ndarray]] = {}  # request -> first position -> [n, layers, k]
-        # Of steps, in their order: rows on their way to the host, the event that says they are there, whose they are.
-        self._under_way: collections.deque[tuple[torch.Tensor, Any, list[tuple[str, int, int]]]] = collections.deque()
+        # Of steps, in their order: rows on their way to the host, the event that says they are there, whose they are,
+        # and requests that had ended before.
+        self._under_way: collections.deque[tuple[torch.Tensor, Any, list[tuple[str, int, int]], set[str]]]
+        self._under_way = collections.deque()
+        self._ended: set[str] = set()
         if not hasattr(runner, "input_batch") and not hasattr(runner, "execute_model_state"):
             raise BridgeError(
                 "this vLLM's model runner does not tell whose tokens a step has: set rollout.router_replay=false",
@@ -78,6 +81,7 @@ class Recorder:
 
     def _run(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         result = self._execute(scheduled, *args, **kwargs)
+        self._ended |= scheduled.finished_req_ids
         counts: Mapping[str, int] = scheduled.num_scheduled_tokens
         total = sum(counts.values())
         if not total or kwargs.get("dummy_run"):
@@ -89,7 +93,8 @@ class Recorder:
         batch = getattr(self._runner, "input_batch", None) or self._runner.execute_model_state.input_batch
         pieces = [(request, starts[request], counts[request]) for request in batch.req_ids if counts.get(request)]
         rows = self._chosen[:total].to("cpu", torch.int16, non_blocking=True, copy=True)  # a padded batch has more rows
-        self._under_way.append((rows, self._event(), pieces))
+        self._under_way.append((rows, self._event(), pieces, self._ended))
+        self._ended = set()
         self._chosen[:total].fill_(NOT_ROUTED)
         self._settle()
         return result
@@ -106,7 +111,7 @@ class Recorder:
         """Deals out the rows that have come, or with `wait` all. vLLM schedules the next step while a GPU runs this
         one: to wait here in every step would end that."""
         while self._under_way:
-            copy, copied, pieces = self._under_way[0]
+            copy, copied, pieces, ended = self._under_way[0]
             if copied is not None and not copied.query():
                 if not wait:
                     return
@@ -115,6 +120,8 @@ class Recorder:
             rows = copy.numpy()
             if (rows[:, self._layers] == NOT_ROUTED).any():
                 raise RuntimeError("a step did not record its routed experts: set rollout.router_replay=false")
+            for request in ended:  # taken, or aborted with a step under way
+                self._kept.pop(request, None)
             at = 0
             for request, start, count in pieces:
                 if start == 0:  # it begins, or begins again after it was preempted
