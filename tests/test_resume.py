@@ -3,8 +3,9 @@
 """Nothing is lost: a run that is killed or interrupted, and started again with the same command, ends as if it had not.
 
 Each kill happens in a process of its own, at a named point of the program or at a random moment, and each start uses
-the same command. What is compared is metrics.jsonl, eval.jsonl, samples.jsonl and the final checkpoint, bit for bit
-(except for what depends on the clock).
+the same command. Most processes are forked from one that has imported the trainer and in which JAX has not begun. What
+is compared is metrics.jsonl, eval.jsonl, samples.jsonl and the final checkpoint, bit for bit (except for what depends
+on the clock).
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from qarl_jax.observe import recorder
 from qarl_jax.run import config
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.types import UserError
-from tests.reference import tiny
+from tests.reference import forks, tiny
 
 STEPS = 8
 PATIENCE_S = 400  # for one process, on a machine that does other things as well
@@ -77,6 +78,19 @@ BACKGROUND_KILLS = [
 def environment(tmp_path_factory):
     """That of the processes: programs are compiled once for all of them."""
     return tiny.environment(str(tmp_path_factory.mktemp("compiled")))
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory, environment):
+    """As `start` and `wait`: (exit code, output) of the trainer, in a fork."""
+    with forks.exits("from qarl_jax import train", tmp_path_factory.mktemp("forks"), environment) as ended:
+
+        def run(world, kill=None, number=signal.SIGKILL):
+            killer = [] if kill is None else [number.name, *map(str, kill)]
+            begin = KILLER if killer else "sys.exit(train.main(sys.argv[1:]))"
+            return ended(f"import sys\nsys.argv = {['', *killer, *world.command()]}\n{begin}")
+
+        yield run
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +163,13 @@ def wait_for_lines(world, process, count):
 @pytest.mark.parametrize(
     "asynchronous", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["", "background-checkpoints"]
 )
-def test_a_run_killed_at_every_dangerous_point_equals_one_that_was_not(world, environment, uninterrupted, asynchronous):
+def test_a_run_killed_at_every_dangerous_point_equals_one_that_was_not(world, started, uninterrupted, asynchronous):
     section = {"checkpoint": {"asynchronous": asynchronous}}
     victim = world.changed(run_dir=str(world.folder / f"killed{asynchronous:d}"), **section)
     for kill in BACKGROUND_KILLS if asynchronous else KILLS:
-        code, said = wait(start(victim, environment, kill))
+        code, said = started(victim, kill)
         assert code == -signal.SIGKILL, (kill, said)
-    code, said = wait(start(victim, environment))
+    code, said = started(victim)
     assert code == 0, said
     assert f"resuming {victim.run_dir} after step" in said
     assert_equal(victim, uninterrupted)
@@ -186,12 +200,14 @@ def test_a_run_killed_at_random_moments_equals_one_that_was_not(world, environme
     [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)],
     ids=lambda number: number.name,
 )
-def test_an_interrupt_saves_exits_with_0_and_the_same_command_goes_on(world, environment, uninterrupted, number):
+def test_an_interrupt_saves_exits_with_0_and_the_same_command_goes_on(
+    world, environment, started, uninterrupted, number
+):
     # Checkpoints are far apart, so that what is saved is saved because of the signal.
     section = {"checkpoint": {"every": 100, "asynchronous": number == signal.SIGTERM}}
     victim = world.changed(run_dir=str(world.folder / number.name), **section)
     # From inside, because a signal from outside may come too late: after the last step.
-    code, said = wait(start(victim, environment, ("qarl_jax.loop.updates", "Updates.run", "before", 3), number))
+    code, said = started(victim, ("qarl_jax.loop.updates", "Updates.run", "before", 3), number)
     assert code == 0, said
     assert f"{number.name}: saving" in said
     assert "interrupted: saved after step" in said
@@ -200,29 +216,31 @@ def test_an_interrupt_saves_exits_with_0_and_the_same_command_goes_on(world, env
     assert 2 <= done < STEPS
     assert Checkpoints(victim.run_dir / "checkpoints").steps() == [done]
     if number == signal.SIGINT:  # nor does it matter that every program is compiled anew
-        environment = {key: value for key, value in environment.items() if key != "JAX_COMPILATION_CACHE_DIR"}
-    code, said = wait(start(victim, environment))
+        anew = {key: value for key, value in environment.items() if key != "JAX_COMPILATION_CACHE_DIR"}
+        code, said = wait(start(victim, anew))
+    else:
+        code, said = started(victim)
     assert code == 0, said
     assert f"after step {done}" in said
     assert_equal(victim, uninterrupted)
 
 
-@pytest.mark.slow
-def test_a_run_resumes_over_the_same_data_only(world, environment, capsys):
+@pytest.fixture(scope="module")
+def one_step(world):
+    """A run of one step, to be left as it is."""
     changed = world.changed(run_dir=str(world.folder / "data"), train={"steps": 1})
     assert train.main(changed.command()) == 0
-    capsys.readouterr()
-    for override, name in [
-        ("data.max_prompt_len=9", "the data set (its file, parameters, template or split)"),
-        ("data.holdout=0.3", "the number of prompts"),
-        ("train.prompts_per_step=2", "train.prompts_per_step"),
-        ("seed=4", "seed"),
-    ]:
-        assert train.main(changed.command("train.steps=2", override)) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: cannot resume: {name} changed since the checkpoint")
-        assert "Restore it, or start a new run_dir" in said
-    assert lines(changed) == 1
+    return changed
+
+
+@pytest.mark.slow
+def test_a_run_resumes_over_the_same_data_only(one_step, capsys):
+    """What else must be the same is asked of the stream of prompts (tests/data/test_stream.py)."""
+    assert train.main(one_step.command("train.steps=2", "data.max_prompt_len=9")) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: cannot resume: the data set (its file, parameters, template or split) changed since")
+    assert "Restore it, or start a new run_dir" in said
+    assert lines(one_step) == 1
 
 
 class Recorded(recorder.Silent):
@@ -276,9 +294,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_begins_again(
 
 
 @pytest.mark.slow
-def test_a_run_whose_manifests_are_gone_is_begun_anew_only_when_asked(world, capsys):
-    changed = world.changed(run_dir=str(world.folder / "lost"), train={"steps": 1})
-    assert train.main(changed.command()) == 0
+def test_a_run_whose_manifests_are_gone_is_begun_anew_only_when_asked(one_step, capsys):
+    changed = one_step.changed(run_dir=str(one_step.folder / "lost"))
+    shutil.copytree(one_step.run_dir, changed.run_dir)
     records = {name: changed.records(name) for name in ("metrics", "eval", "samples")}
     for step in (changed.run_dir / "checkpoints").iterdir():
         (step / "manifest.json").unlink()

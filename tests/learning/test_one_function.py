@@ -48,8 +48,8 @@ def found(scheme, way, mixture=False):
 
 
 def cases():
-    """Two ways under w8a8; one thing at a time, and the other schemes, nightly."""
-    chosen = {"w8a8": ["an update accumulated", "two devices share the masters"]}
+    """An update accumulated over two devices under w8a8; one thing at a time, and the other schemes, nightly."""
+    chosen = {"w8a8": ["two devices share the masters"]}
     for scheme in ("w8a8", "bf16", "w4a16:g32"):
         for way in [*one_function.WAYS, *one_function.MORE_WAYS]:
             often = way in chosen.get(scheme, [])

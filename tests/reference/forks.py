@@ -9,8 +9,9 @@ import pathlib
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
+ROOT = pathlib.Path(__file__).parents[2]
 # What a program needs that runs the bridge's Triton kernels on a CPU; the modules of the bridge follow.
 INTERPRETED = """
 import os
@@ -40,6 +41,8 @@ for path in map(str.strip, sys.stdin):
             os.dup2(out, 2)
             exec(compile(open(path).read(), path, "exec"), globals())
             code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
         except BaseException:
             traceback.print_exc()
         sys.stdout.flush()
@@ -49,22 +52,38 @@ for path in map(str.strip, sys.stdin):
 
 
 @contextlib.contextmanager
-def forks(preamble: str, folder: pathlib.Path) -> Iterator[Callable[[str], str]]:
-    """A function that runs a program after `preamble`, in a fork of one process, and returns what it printed."""
+def exits(
+    preamble: str, folder: pathlib.Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Callable[[str], tuple[int, str]]]:
+    """A function that runs a program after `preamble`, in a fork of one process: (exit code, what it printed)."""
     command = [sys.executable, "-c", textwrap.dedent(preamble) + _PARENT]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    ) as parent:
 
-        def run(program: str) -> str:
+        def run(program: str) -> tuple[int, str]:
             path = folder / f"{len(list(folder.iterdir()))}.py"
             path.write_text(textwrap.dedent(program))
             assert parent.stdin is not None
             assert parent.stdout is not None
             print(path, file=parent.stdin, flush=True)
             code = parent.stdout.readline().strip()
-            said = path.with_suffix(".py.out").read_text() if code else ""
-            assert code == "0", f"exit code {code or parent.wait()}: {said[-3000:]}"
-            return said
+            assert code, f"the process that forks ended with {parent.wait()}"
+            return int(code), path.with_suffix(".py.out").read_text()
 
         yield run
         assert parent.stdin is not None
         parent.stdin.close()
+
+
+@contextlib.contextmanager
+def forks(preamble: str, folder: pathlib.Path) -> Iterator[Callable[[str], str]]:
+    """As `exits`, of programs that are to end with 0: a function that returns what one printed."""
+    with exits(preamble, folder) as ended:
+
+        def run(program: str) -> str:
+            code, said = ended(program)
+            assert code == 0, f"exit code {code}: {said[-3000:]}"
+            return said
+
+        yield run

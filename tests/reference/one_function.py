@@ -58,7 +58,7 @@ WAYS = {
     "an update accumulated": Way(program="update", rows=2, remat="full"),
     "an update in one program": Way(program="update", rows=0),
     "bfloat16 gradients": Way(program="update", rows=2, grad_dtype="bfloat16"),
-    "two devices share the masters": Way(program="update", mesh={"fsdp": 2}, remat="dots"),
+    "two devices share the masters": Way(program="update", rows=2, mesh={"fsdp": 2}, remat="dots"),
 }
 # One thing at a time.
 MORE_WAYS = {
