@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state machine around a fake engine: every transition and every refusal."""
 
+import sys
 import threading
 
 import numpy as np
 from qarl_bridge.protocol import messages
+from qarl_bridge.server.profiling import Steps
 
 from tests.reference.bridge_world import (
     K_WEIGHT,
@@ -266,3 +268,19 @@ def test_loads_are_profiled_where_that_was_asked_for(bridge, tmp_path):
     client.publish(staged(7))
     assert "load" in (tmp_path / "profiles" / "publish-7.txt").read_text()
     assert (tmp_path / "profiles" / "publish-7.prof").stat().st_size > 0
+
+
+def test_some_steps_are_profiled_and_no_other_leaves_a_trace(tmp_path):
+    steps = Steps(str(tmp_path), "steps")
+    steps.FIRST, steps.LAST = 1, 2
+    found = []
+
+    def step():
+        found.append(bool(sys.getprofile()))
+
+    for _ in range(4):
+        steps.run(step)
+        assert (tmp_path / "steps.txt").exists() == (len(found) > 2)
+    assert found == [False, True, True, False]
+    assert "2    0.000" in (tmp_path / "steps.txt").read_text()
+    Steps("", "steps").run(step)

@@ -284,7 +284,7 @@ class EngineOptions:
       tensor_parallel_size: shards of the engine, 1 or 2, each a process with its part of every weight (CPU engines).
       record_routing: return the experts each token was sent to (a mixture of experts, not compiled); a trainer sets it
         for `rollout.router_replay`. Prompts are then computed for every sample: no prefix cache.
-      profile: folder for a profile of every load and read-back in the engine; empty: none.
+      profile: folder for a profile of every load and read-back in the engine, and of a hundred steps; empty: none.
       seed: of the engine; every draw has its own besides.
     """
 

@@ -46,7 +46,7 @@ from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server.engine_api import Engine
 from qarl_bridge.server.incoming import Pending, Spare
 from qarl_bridge.server.lease import Lease
-from qarl_bridge.server.profiling import profiled
+from qarl_bridge.server.profiling import Steps, profiled
 from qarl_bridge.server.requests import Batch, Draws
 from qarl_bridge.server.staged import Copy, HostCopy
 from qarl_bridge.transport import shm
@@ -60,9 +60,10 @@ class Bridge:
     """The state machine. `run()` in the main thread; `serve(listener)` starts the threads that talk."""
 
     def __init__(self, engine: Engine, log: Callable[[str], None] = lambda line: None, profile: str = ""):
-        """profile: folder that gets a profile of every load and read-back, by version; empty: none."""
+        """profile: folder that gets a profile of every load and read-back, by version, and one of some steps; empty:
+        none."""
         self._engine = engine
-        self._profile = profile
+        self._profile, self._steps = profile, Steps(profile, "steps")
         self._log = log
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False  # a plain flag: a lock could not be taken again by a signal handler
@@ -95,7 +96,7 @@ class Bridge:
                     assert self.version is not None
                     self.draws.admit(self.version)
                 if self.draws.running:
-                    self.draws.step()
+                    self._steps.run(self.draws.step)
         except Exception:
             # The engine's own state is unknown after this; the trainer restarts the bridge and republishes.
             self._log(f"engine failed:\n{traceback.format_exc()}")

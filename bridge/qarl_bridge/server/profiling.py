@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where the engine's time goes while it loads and reads back."""
+"""Where the engine's time goes while it loads, reads back and samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import contextlib
 import cProfile
 import os
 import pstats
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
@@ -23,7 +23,36 @@ def profiled(folder: str, name: str) -> Iterator[None]:
         yield
     finally:
         profile.disable()
-        os.makedirs(folder, exist_ok=True)
-        profile.dump_stats(os.path.join(folder, f"{name}.prof"))
-        with open(os.path.join(folder, f"{name}.txt"), "w", encoding="utf-8") as file:
-            pstats.Stats(profile, stream=file).sort_stats("cumulative").print_stats(60)
+        _write(profile, folder, name)
+
+
+class Steps:
+    """Of what is done again and again, a profile of the times from `FIRST` to `LAST`.
+
+    Where a GPU computes, the functions that wait for it stand in the profile with the time that they waited.
+    """
+
+    FIRST, LAST = 200, 299
+
+    def __init__(self, folder: str, name: str):
+        """folder: as of `profiled`."""
+        self._folder, self._name = folder, name
+        self._done = 0
+        self._profile = cProfile.Profile()
+
+    def run(self, step: Callable[[], None]) -> None:
+        """Do it once more."""
+        if not self._folder or not self.FIRST <= self._done <= self.LAST:
+            step()
+        else:
+            self._profile.runcall(step)
+            if self._done == self.LAST:
+                _write(self._profile, self._folder, self._name)
+        self._done += 1
+
+
+def _write(profile: cProfile.Profile, folder: str, name: str) -> None:
+    os.makedirs(folder, exist_ok=True)
+    profile.dump_stats(os.path.join(folder, f"{name}.prof"))
+    with open(os.path.join(folder, f"{name}.txt"), "w", encoding="utf-8") as file:
+        pstats.Stats(profile, stream=file).sort_stats("cumulative").print_stats(60)

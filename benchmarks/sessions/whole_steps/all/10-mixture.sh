@@ -13,5 +13,5 @@ VLLM_USE_V2_MODEL_RUNNER=1 step 24 w4a16 128 1024 4 2 v2 optimizer.matmul_precis
 step 24 w8a8 128 1024 4 2
 step 24 fp8 128 1024 4 1
 step 48 w4a16 256 1024 8 1
-step 24 bf16 128 1024 4 2
+step 24 bf16 128 1024 4 2 profiled "rollout.engine.profile=$RESULTS/profile"
 step 48 w4a16 128 4096 16 1
