@@ -236,10 +236,14 @@ def one_step(world):
 @pytest.mark.slow
 def test_a_run_resumes_over_the_same_data_only(one_step, capsys):
     """What else must be the same is asked of the stream of prompts (tests/data/test_stream.py)."""
-    assert train.main(one_step.command("train.steps=2", "data.max_prompt_len=9")) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: cannot resume: the data set (its file, parameters, template or split) changed since")
-    assert "Restore it, or start a new run_dir" in said
+    for override, name in [
+        ("data.max_prompt_len=9", "the data set (its file, parameters, template or split)"),
+        ("seed=4", "seed"),
+    ]:
+        assert train.main(one_step.command("train.steps=2", override)) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: cannot resume: {name} changed since the checkpoint")
+        assert "Restore it, or start a new run_dir" in said
     assert lines(one_step) == 1
 
 
