@@ -235,9 +235,10 @@ def one_step(world):
 
 @pytest.mark.slow
 def test_a_run_resumes_over_the_same_data_only(one_step, capsys):
-    """What else must be the same is asked of the stream of prompts (tests/data/test_stream.py)."""
     for override, name in [
         ("data.max_prompt_len=9", "the data set (its file, parameters, template or split)"),
+        ("data.holdout=0.3", "the number of prompts"),
+        ("train.prompts_per_step=2", "train.prompts_per_step"),
         ("seed=4", "seed"),
     ]:
         assert train.main(one_step.command("train.steps=2", override)) == 2

@@ -113,7 +113,7 @@ class Muon(_Common):
     nesterov: bool = True
     newton_schulz_steps: int = 5
     scale: Literal["match_rms", "original"] = "match_rms"
-    matmul_precision: Literal["default", "high", "highest", "bfloat16"] = "default"
+    matmul_precision: muon.Precision = "default"
     eps: float = 1e-8
     adamw_lr: float | None = None
     adamw_b1: float = 0.9
@@ -125,7 +125,7 @@ class Muon(_Common):
         super().__post_init__()
         _in_unit_interval(self, "momentum", "adamw_b1", "adamw_b2")
         _one_of("scale", self.scale, tuple(muon.SCALES))
-        _one_of("matmul_precision", self.matmul_precision, ("default", "high", "highest", "bfloat16"))
+        _one_of("matmul_precision", self.matmul_precision, get_args(muon.Precision))
         at_least(self, 1, "newton_schulz_steps")
         at_least(self, 0, "adamw_lr")
 

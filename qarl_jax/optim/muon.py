@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,9 @@ from qarl_jax.optim import eight_bit
 from qarl_jax.optim.eight_bit import Blocks
 from qarl_jax.optim.moments import MomentDtype, leaf_by_leaf
 from qarl_jax.runtime.mesh import AXIS_RULES
+
+Precision = Literal["default", "high", "highest", "bfloat16"]
+"""Of the iteration's products; see `build.Muon`."""
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Jordan's quintic: steepest slope at 0 that still keeps every singular value near 1."""
@@ -61,7 +64,9 @@ TOGETHER = 2**24
 together decides speed and, in the last bits of a product, numbers."""
 
 
-def orthogonalize(u: Float[Array, "N K"], *, steps: int = 5, eps: float = 1e-8, precision: str = "highest") -> Array:
+def orthogonalize(
+    u: Float[Array, "N K"], *, steps: int = 5, eps: float = 1e-8, precision: Precision = "highest"
+) -> Array:
     """Newton-Schulz: singular values of `u` [N, K] go to about 1, its singular vectors stay. Returns float32 [N, K].
 
     The iteration runs on the side with fewer rows, so that its Gram matrix is min(N, K) square. Zero stays zero.
@@ -78,7 +83,7 @@ def orthogonalize(u: Float[Array, "N K"], *, steps: int = 5, eps: float = 1e-8, 
     return x.T if tall else x
 
 
-def _product(x: Array, y: Array, precision: str) -> Array:
+def _product(x: Array, y: Array, precision: Precision) -> Array:
     """Of float32 matrices, float32; "bfloat16": of their roundings."""
     if precision == "bfloat16":
         return jnp.matmul(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
@@ -139,7 +144,7 @@ def scale_by_muon(
     nesterov: bool = True,
     steps: int = 5,
     scale: str = "match_rms",
-    precision: str = "highest",
+    precision: Precision = "highest",
     eps: float = 1e-8,
     moment_dtype: MomentDtype = "float32",
 ) -> optax.GradientTransformation:

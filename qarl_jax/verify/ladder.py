@@ -238,6 +238,9 @@ def module_rungs(
         yield Rung(name, *live_layers.judge(found, scheme, linear, exact))
 
 
+ONE_TOKEN = SamplingConfig(max_response_len=1)
+
+
 def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[Prompt]:
     """`count` prompts of `length` random tokens."""
     rng = np.random.default_rng(seed)
@@ -355,7 +358,7 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
             )
             for rung in module_rungs(engine, weights, scheme, prompts[0].tokens, exact=exact):
                 add(rung)
-            first = Sampled.of(flat(engine.generate(prompts, num_samples=4, sampling=_one_token(), key=options.seed)))
+            first = Sampled.of(flat(engine.generate(prompts, num_samples=4, sampling=ONE_TOKEN, key=options.seed)))
             logprobs, entropy = score(weights, first, replay=True)
             result["prefill"] = mismatch(logprobs, first.logprobs, entropy, first.response)
             result["decode_prefill"] = decode_and_prefill(engine, prompts[:8], min(options.response_len, 16))
@@ -421,10 +424,6 @@ def allowance(
     if bf16_pair and name not in ("w8a8", "w4a8", "fp8", "w4a8_fp8", "bf16"):
         allowed.append(1.5 * bf16_pair["k3"])
     return max(allowed)
-
-
-def _one_token() -> SamplingConfig:
-    return SamplingConfig(max_response_len=1)
 
 
 def _bf16_pair(

@@ -54,7 +54,6 @@ def observe(weights: PolicyWeights, config: Config, options: ladder.Options) -> 
     blocks = (f"model.layers.{number}" for number in range(model.num_layers))
     names = [*layers.linear_names(model), *blocks]
     sampling = SamplingConfig(max_response_len=options.response_len)
-    one_token = SamplingConfig(max_response_len=1)
     ragged = [
         Request(prompt=prompt, number=1, key=options.seed, max_tokens=1 + number * options.response_len // len(prompts))
         for number, prompt in enumerate(prompts)
@@ -64,7 +63,9 @@ def observe(weights: PolicyWeights, config: Config, options: ladder.Options) -> 
         engine.publish(weights, 0)
         assert engine.facts is not None
         modules = engine.probe(prompts[0].tokens, names)
-        first = ladder.flat(engine.generate([*prompts, *cut], num_samples=1, sampling=one_token, key=options.seed))
+        first = ladder.flat(
+            engine.generate([*prompts, *cut], num_samples=1, sampling=ladder.ONE_TOKEN, key=options.seed)
+        )
         engine.generate(prompts, num_samples=1, sampling=SamplingConfig(max_response_len=4), key=1)  # warm
         started = time.perf_counter()
         equal = ladder.flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed))

@@ -206,7 +206,7 @@ class ReadBack:
         asked: Iterator[Columns]
         banks = readback_experts.Staged.by_layer(tensors)
         sampled: dict[int, Columns] = {}  # by width; all layers of a width are asked for the same inputs
-        drawn: dict[tuple[int, int, int], readback_experts.Rows] = {}  # for experts, by their kind
+        rows_of = functools.cache(functools.partial(readback_experts.Rows.draw, rng, self._device))  # for experts
         with torch.inference_mode(), self._context():
             for name, module in self._modules.items():
                 if readback_experts.is_experts(module):
@@ -214,7 +214,7 @@ class ReadBack:
                     if staged is None:
                         raise BridgeError(f"read-back: no experts were published for {name}", "engine")
                     found, pushed = readback_experts.read_back(
-                        name, module, staged, mode=mode, rng=rng, w4a8=self._activations == "int8", drawn=drawn
+                        name, module, staged, mode=mode, rng=rng, w4a8=self._activations == "int8", rows_of=rows_of
                     )
                     verdicts += found
                     seen.update(staged.names)

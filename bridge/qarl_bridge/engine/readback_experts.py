@@ -196,7 +196,7 @@ class Rows:
     share: Any
 
     @staticmethod
-    def draw(rng: np.random.Generator, *, width: int, asked: int, k: int, device: Any) -> Rows:
+    def draw(rng: np.random.Generator, device: Any, width: int, asked: int, k: int) -> Rows:
         """Rows of `width` numbers, each for k of `asked` experts."""
         rows = max(_ROWS, -(-asked // k))
         places = np.arange(rows * k).reshape(rows, k) % asked
@@ -216,7 +216,7 @@ def read_back(
     mode: str,
     rng: np.random.Generator,
     w4a8: bool,
-    drawn: dict[tuple[int, int, int], Rows],
+    rows_of: Callable[[int, int, int], Rows],
 ) -> tuple[list[Verdict], int]:
     """Compares one live layer with what was published. Called in inference mode, in vLLM's config context.
 
@@ -226,7 +226,7 @@ def read_back(
       mode: "sampled" compares some experts value by value, "full" all of them.
       rng: picks experts and rows.
       w4a8: int4 experts take int8 activations.
-      drawn: rows of the layers before, by their kind.
+      rows_of: `Rows.draw` of (width, asked, k), the same ones for all layers.
 
     Returns:
       verdicts (how to explain it, whether it is wrong), and the rows sent through the layer.
@@ -238,7 +238,7 @@ def read_back(
     verdicts = [
         _stored(name, module, staged, which, int(expert), w4a8) for which in ("w13", "w2") for expert in experts
     ]
-    functional, rows = _functional(name, module, staged, experts, rng, w4a8, drawn)
+    functional, rows = _functional(name, module, staged, experts, w4a8, rows_of)
     return [v for v in (*verdicts, functional) if v is not None], rows
 
 
@@ -268,19 +268,16 @@ def _functional(
     module: Any,
     staged: Staged,
     experts: np.ndarray,
-    rng: np.random.Generator,
     w4a8: bool,
-    drawn: dict[tuple[int, int, int], Rows],
+    rows_of: Callable[[int, int, int], Rows],
 ) -> tuple[Verdict | None, int]:
     method = module.quant_method
     if method.is_monolithic:  # it routes by itself: no expert can be named
         return None, 0
     device = next(module.parameters()).device
     held = staged.weights[_PARTS[2]]
-    kind = width, asked, k = held.shape[1], len(experts), min(int(method.moe.experts_per_token), len(experts))
-    if kind not in drawn:
-        drawn[kind] = Rows.draw(rng, width=width, asked=asked, k=k, device=device)
-    rows = drawn[kind]
+    asked = len(experts)
+    rows = rows_of(held.shape[1], asked, min(int(method.moe.experts_per_token), asked))
     index = torch.from_numpy(experts).to(held.device)
     ids = index.to(device)[rows.places]
     accepted = inspect.signature(method.apply).parameters

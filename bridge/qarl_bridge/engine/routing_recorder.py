@@ -21,7 +21,7 @@ import collections
 import functools
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,22 @@ from qarl_bridge.protocol.errors import BridgeError
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 NOT_ROUTED = -1
+
+
+class _Step(NamedTuple):
+    """A step of the engine whose routing has not been dealt out.
+
+    Attributes:
+      rows: int16 [tokens, layers, k], perhaps still on their way to the host.
+      copied: the event that says they are there; None: they are.
+      pieces: whose they are, in their order: (request, its first position, how many).
+      ended: requests that had ended before.
+    """
+
+    rows: torch.Tensor
+    copied: Any
+    pieces: list[tuple[str, int, int]]
+    ended: set[str]
 
 
 class Recorder:
@@ -47,10 +63,7 @@ class Recorder:
         self._runner = runner
         self._layers: list[int] = []  # those that route
         self._kept: dict[str, dict[int, np.ndarray]] = {}  # request -> first position -> [n, layers, k]
-        # Of steps, in their order: rows on their way to the host, the event that says they are there, whose they are,
-        # and requests that had ended before.
-        self._under_way: collections.deque[tuple[torch.Tensor, Any, list[tuple[str, int, int]], set[str]]]
-        self._under_way = collections.deque()
+        self._under_way: collections.deque[_Step] = collections.deque()
         self._ended: set[str] = set()
         if not hasattr(runner, "input_batch") and not hasattr(runner, "execute_model_state"):
             raise BridgeError(
@@ -93,7 +106,7 @@ class Recorder:
         batch = getattr(self._runner, "input_batch", None) or self._runner.execute_model_state.input_batch
         pieces = [(request, starts[request], counts[request]) for request in batch.req_ids if counts.get(request)]
         rows = self._chosen[:total].to("cpu", torch.int16, non_blocking=True, copy=True)  # a padded batch has more rows
-        self._under_way.append((rows, self._event(), pieces, self._ended))
+        self._under_way.append(_Step(rows, self._event(), pieces, self._ended))
         self._ended = set()
         self._chosen[:total].fill_(NOT_ROUTED)
         self._settle()
@@ -111,19 +124,19 @@ class Recorder:
         """Deals out the rows that have come, or with `wait` all. vLLM schedules the next step while a GPU runs this
         one: to wait here in every step would end that."""
         while self._under_way:
-            copy, copied, pieces, ended = self._under_way[0]
-            if copied is not None and not copied.query():
+            step = self._under_way[0]
+            if step.copied is not None and not step.copied.query():
                 if not wait:
                     return
-                copied.synchronize()
+                step.copied.synchronize()
             self._under_way.popleft()
-            rows = copy.numpy()
+            rows = step.rows.numpy()
             if (rows[:, self._layers] == NOT_ROUTED).any():
                 raise RuntimeError("a step did not record its routed experts: set rollout.router_replay=false")
-            for request in ended:  # taken, or aborted with a step under way
+            for request in step.ended:  # taken, or aborted with a step under way
                 self._kept.pop(request, None)
             at = 0
-            for request, start, count in pieces:
+            for request, start, count in step.pieces:
                 if start == 0:  # it begins, or begins again after it was preempted
                     self._kept[request] = {}
                 if request in self._kept:  # otherwise it was taken before vLLM knew that its step was not needed

@@ -265,20 +265,19 @@ class DeviceStager:
             lead = _lead(names[path])
             found = sums[path, part] = []
             for first, piece in _pieces(own, jnp.bfloat16 if part == "master" else own.dtype, lead):
-                count = next(iter(piece.values())).shape[0] if lead else 1
-                here = [p for p in (places[n] for n in numbers) if p.nbytes and first <= p.index < first + count]
-                for buffer in buffers:
-                    stack = piece[buffer.device.ordinal]
-                    if buffer is buffers[0]:
-                        found.append(row_sums(stack, lead))
+                stacks = [piece[buffer.device.ordinal] for buffer in buffers]
+                found.append(row_sums(stacks[0], lead))
+                end = first + (stacks[0].shape[0] if lead else 1)
+                here = [p for p in (places[n] for n in numbers) if p.nbytes and first <= p.index < end]
+                for buffer, stack in zip(buffers, stacks, strict=True):
                     pointer = jax.block_until_ready(stack).unsafe_buffer_pointer()
                     buffer.device.copy_all(
                         [(buffer.pointer + p.offset, pointer + (p.index - first) * p.nbytes, p.nbytes) for p in here]
                     )
-                if all(own is not stack for stack in piece.values()):
+                if own is not stacks[0]:
                     for buffer in buffers:
                         buffer.device.synchronize()  # the piece is freed with this turn of the loop
-                del piece, stack
+                del piece, stacks, stack
         for buffer in buffers:
             buffer.device.synchronize()
             buffer.fresh = False

@@ -1,0 +1,1 @@
+bash benchmarks/sessions/whole_steps/8b.bash bf16

@@ -1,3 +1,0 @@
-timeout 330 python3 -m benchmarks.step_gpu --shapes 8b --folder "$MODELS/8b-w8a8" --case w8a8 --batch 128 --steps 2 --limit-s 320 \
-  --log "$RESULTS/step_8b_w8a8.log" --out "$RESULTS/step_8b_$CARD.jsonl" model.param_dtype=bfloat16 optimizer.moment_dtype=int8 \
-  optimizer.offload=true quant.code_flips=false rollout.engine.staging_buffers=1
