@@ -31,10 +31,11 @@ class EarlyScores:
     Args:
       chosen: per mini-batch, the numbers of its prompts.
       score: called from one thread at a time.
+      phase: of a step, that waiting for `score` counts for.
     """
 
-    def __init__(self, chosen: Sequence[np.ndarray], score: Score):
-        self._chosen, self._score = [[int(i) for i in numbers] for numbers in chosen], score
+    def __init__(self, chosen: Sequence[np.ndarray], score: Score, phase: str = "pack"):
+        self._chosen, self._score, self.phase = [[int(i) for i in numbers] for numbers in chosen], score, phase
         self._groups: dict[int, RolloutGroup] = {}
         self._made: list[tuple[list[RolloutGroup], Future[tuple[np.ndarray, Any]]]] = []
         self._lock = threading.Lock()

@@ -187,7 +187,10 @@ class Updates:
             for epoch in range(train.update_epochs):
                 for chosen in self._mini_batches(len(groups), step, epoch):
                     own = [groups[i] for i in chosen]
-                    made = None if early is None or epoch else early.take(own, advantages[chosen])
+                    made = None
+                    if early is not None and not epoch:
+                        with self._timer(early.phase):
+                            made = early.take(own, advantages[chosen])
                     batches.append(made or self._packed(own, advantages[chosen], step))
                     if follow is not None:
                         follow.packed(chosen, batches[-1].packed)
@@ -222,7 +225,7 @@ class Updates:
                     jax.block_until_ready(batch.old)
             return advantages, batch
 
-        self._early = EarlyScores(chosen, make)
+        self._early = EarlyScores(chosen, make, "old_logprobs" if several else "pack")
         return self._early.add
 
     def _mini_batches(self, prompts: int, step: int, epoch: int) -> list[np.ndarray]:

@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Old log-probs of finished groups are computed while others are drawn, and nothing of a run depends on it."""
 
+import time
+
 import numpy as np
 import pytest
 
 from qarl_jax import train
+from qarl_jax.loop import updates
 from qarl_jax.loop.early_scores import EarlyScores
 from qarl_jax.observe.recorder import read_lines
 from qarl_jax.run import build
@@ -72,11 +75,14 @@ def test_a_run_is_the_same_to_the_bit_whether_or_not_it_scores_early(tmp_path, m
     assert train.main(plain.command()) == 0
     make = build.make_engine
     monkeypatch.setattr(build, "make_engine", lambda *args: Telling(make(*args)))
+    score = updates.Updates._score_old
+    monkeypatch.setattr(updates.Updates, "_score_old", lambda *args: (time.sleep(0.4), score(*args)))
     assert train.main(world.command()) == 0
     assert world.records() == plain.records()
     assert world.records("samples") == plain.records("samples")
     for line in read_lines(world.run_dir / "metrics.jsonl"):
         assert line["time/beside/old_logprobs_s"] > 0
         assert line["time/beside/pack_s"] > 0
+        assert line["time/old_logprobs_s"] > 0.4 > line["time/pack_s"]  # what a step waits for has its name
         assert line["time/beside/reward_s"] > 0
     assert not any("time/beside/old_logprobs_s" in line for line in read_lines(plain.run_dir / "metrics.jsonl"))
