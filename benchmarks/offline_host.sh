@@ -130,7 +130,7 @@ status)
   find "$queue" -name '*.log' -printf '%T@ %p\n' | sort -rn | head -n "${LOGS:-4}" | cut -d ' ' -f 2 |
     while read -r log; do echo "== $log" && tail -n "${LINES_EACH:-4}" "$log" | cut -c "1-${WIDTH:-300}"; done
   nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader || true
-  [ -z "${OUT:-}" ] || tar cJf "$OUT/results.tar.xz" -C / "${results#/}" "${queue#/}" || true
+  [ -z "${OUT:-}" ] || tar cJf "$OUT/results.tar.xz" --exclude=checkpoints --exclude=tensorboard -C / "${results#/}" "${queue#/}" || true
   ;;
 *)
   echo "unknown: $verb" >&2
