@@ -72,7 +72,7 @@ class CardPlan:
       staging: two published versions, or none.
       engine: the parts of an engine on this card; empty: it is elsewhere, or embedded in the learner.
       reserved: what is left to the engine: its parts, or `gpu_memory_utilization` of the card, where that is more
-        (vLLM refuses to start if less is free).
+        (vLLM refuses to start if less is free); without `kv_cache_gb` that and its CUDA graphs.
       apart: bytes and parts of an engine on a card of its own, against the same size of card; None: there is none.
       cards: how many the learner is spread over. The plan is that of a card with an engine.
       engines: how many of them have one.
@@ -167,7 +167,8 @@ def make(cfg: RunConfig, card: int) -> CardPlan:
     if engine.has_own_gpu:
         there = own | ({"staging (published versions)": staging} if staging else {})
         return dataclasses.replace(plan, apart=(share, there))
-    reserved = max(sum(own.values()), share) if engine.kv_cache_gb else share
+    # A cache of no given size fills the share, and vLLM captures its graphs after that.
+    reserved = max(sum(own.values()), share) if engine.kv_cache_gb else share + own["CUDA graphs (estimate)"]
     return dataclasses.replace(plan, engine=own, reserved=reserved, engines=engine.started)
 
 

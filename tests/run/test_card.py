@@ -95,6 +95,16 @@ def test_a_step_of_more_sequences_gets_a_larger_cache_up_to_what_is_left(run):
     assert 0 < tight.kv_cache_gb < caches[-1]
 
 
+def test_graphs_come_on_top_of_a_cache_that_fills_the_engines_share(run):
+    filling = card.make(run("rollout.engine.kv_cache_gb=0", "rollout.engine.gpu_memory_utilization=0.15"), H200)
+    graphs = filling.engine["CUDA graphs (estimate)"]
+    assert graphs > 0
+    assert filling.reserved == int(0.15 * H200) + graphs
+    # One H200, 4B fp8, two versions staged: the second found 3.1 GiB where it needed 4.1, before graphs were counted.
+    sized = card.make(run("rollout.engine.kv_cache_gb=1", "rollout.engine.gpu_memory_utilization=0.15"), H200)
+    assert filling.available == sized.available - graphs
+
+
 def test_moments_leave_the_card_before_sequences_wait_for_a_place_in_the_cache(run):
     autos = "rollout.engine.memory=auto", "optimizer.offload=auto", "model.remat=auto", "train.micro_batch_rows=1"
     settled, made = card.settle(run("quant.forward=w4a16", *autos), H100)
