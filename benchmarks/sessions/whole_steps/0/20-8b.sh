@@ -1,1 +1,0 @@
-bash benchmarks/sessions/whole_steps/8b.bash bf16

@@ -1,0 +1,1 @@
+true # the other card's job makes them
