@@ -1,1 +1,0 @@
-true # the other card's job makes them
