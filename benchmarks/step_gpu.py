@@ -34,6 +34,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -118,10 +119,11 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
             "train.micro_batch_rows": args.batch // args.updates,
         }
     if args.cards > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(args.cards)))
         values |= {
             "mesh.fsdp": args.cards,
             "rollout.engine.replicas": args.cards,
-            "rollout.engine.visible_gpus": ";".join(map(str, range(args.cards))),
+            "rollout.engine.visible_gpus": ";".join(visible.split(",")[: args.cards]),
             "rollout.engine.shares_gpus": "true",
             "rollout.engine.max_num_seqs": -(-args.batch // args.cards),
         }
