@@ -328,7 +328,7 @@ def verdict(found: dict[str, dict[int, Run]]) -> list[str]:
 
 
 def drift(found: dict[str, dict[int, Run]]) -> str:
-    """Mismatch, entropy: first and last steps."""
+    """Mismatch, entropy: first and last steps, of an arm's seeds together."""
     keys = {
         "k3": "mismatch/k3",
         "equal tokens": "mismatch/exact",
@@ -337,13 +337,13 @@ def drift(found: dict[str, dict[int, Run]]) -> str:
         "cut off": "response/truncated",
     }
     rows = []
-    for name, run in with_steps(found):
+    for arm, seeds in trained(found).items():
         cells = []
         for key in keys.values():
-            ends, digits = run.ends(key), ".4f" if key == "mismatch/exact" else ".2g"
+            ends, digits = ends_of(seeds, key), ".4f" if key == "mismatch/exact" else ".2g"
             cells.append("-" if ends is None else f"{ends[0]:{digits}}, {ends[1]:{digits}}")
-        rows.append([f"`{name}`", str(len(run.steps)), *cells])
-    return table(["run", "steps", *keys], rows)
+        rows.append([f"`{arm}`", listed(seeds), *cells])
+    return table(["arm", "seeds", *keys], rows)
 
 
 def error_tokens(found: dict[str, dict[int, Run]]) -> str:
@@ -356,16 +356,23 @@ def error_tokens(found: dict[str, dict[int, Run]]) -> str:
         "responses with a cluster, %": ("error/seq_learner", 100),
     }
     rows = []
-    for name, run in with_steps(found):
-        ends = [(run.ends(key), times) for key, times in keys.values()]
+    for arm, seeds in trained(found).items():
+        ends = [(ends_of(seeds, key), times) for key, times in keys.values()]
         cells = ["-" if x is None else f"{times * x[0]:.1f}, {times * x[1]:.1f}" for x, times in ends]
-        rows.append([f"`{name}`", *cells])
-    return table(["run", *keys], rows)
+        rows.append([f"`{arm}`", *cells])
+    return table(["arm", *keys], rows)
 
 
-def with_steps(found: dict[str, dict[int, Run]]) -> list[tuple[str, Run]]:
-    """Runs that made a step, by the name of arm and seed."""
-    return [(f"{arm}_seed{seed}", run) for arm, seeds in found.items() for seed, run in seeds.items() if run.steps]
+def trained(found: dict[str, dict[int, Run]]) -> dict[str, dict[int, Run]]:
+    """Runs that made a step."""
+    made = {arm: {seed: run for seed, run in seeds.items() if run.steps} for arm, seeds in found.items()}
+    return {arm: seeds for arm, seeds in made.items() if seeds}
+
+
+def ends_of(seeds: dict[int, Run], key: str) -> tuple[float, float] | None:
+    """Means over seeds of the first and the last steps."""
+    ends = [found for run in seeds.values() if (found := run.ends(key)) is not None]
+    return (float(np.mean([x[0] for x in ends])), float(np.mean([x[1] for x in ends]))) if ends else None
 
 
 def curves(found: dict[str, dict[int, Run]], key: str, held_out: bool) -> list[Curve]:
@@ -385,20 +392,22 @@ def curves(found: dict[str, dict[int, Run]], key: str, held_out: bool) -> list[C
 def seconds(found: dict[str, dict[int, Run]]) -> str:
     """Means by phase, which sum to the step's."""
     rows = []
-    for name, run in with_steps(found):
-        steps = run.steps[2:]
+    for arm, seeds in trained(found).items():
+        steps = [one for run in seeds.values() for one in run.steps[2:]]
         if steps:
             step, *phases = (
                 float(np.mean([one.get(key, 0.0) for one in steps])) for key in ("time/step_s", *PHASES.values())
             )
-            rows.append([f"`{name}`", *(f"{x:.2f}" for x in (*phases, step - sum(phases), step))])
-    return table(["run", *PHASES, "rest", "step"], rows)
+            rows.append([f"`{arm}`", *(f"{x:.2f}" for x in (*phases, step - sum(phases), step))])
+    return table(["arm", *PHASES, "rest", "step"], rows)
 
 
 def quoted(found: dict[str, dict[int, Run]]) -> list[str]:
-    """Error tokens of an arm's first seed, with what stands before and behind; hidden ones before others."""
+    """Error tokens of a main arm's first seed, with what stands before and behind; hidden ones before others."""
     out = []
     for arm, seeds in found.items():
+        if arm not in MAIN:
+            continue
         hits = []
         for sample in reversed(next(iter(seeds.values())).lines("samples.jsonl")):
             text, tokens = sample["tokens"]["text"], sample["tokens"]
@@ -412,7 +421,7 @@ def quoted(found: dict[str, dict[int, Run]]) -> list[str]:
                 odds = f"sampler {np.exp(drawn[i]):.1g}, learner {np.exp(old[i]):.1g}"
                 line = f"- `{arm}`, step {sample['step']}, {odds}, reward {sample['reward']:g}: `{words}`"
                 hits.append((drawn[i] < ERROR, line))
-        out += [line for _, line in sorted(hits, key=lambda hit: hit[0])[: 2 if arm in MAIN else 1]]
+        out += [line for _, line in sorted(hits, key=lambda hit: hit[0])[:2]]
     return out
 
 
@@ -434,7 +443,7 @@ def page(runs: dict[str, Run]) -> str:
         " then over seeds alone (Student's t) and over questions alone (a bootstrap that keeps the seeds)."
     )
     ends = (
-        f"Means over the first and over the last {ENDS} steps. k3 estimates the KL from sampler to learner per token."
+        f"Means over seeds, over the first and over the last {ENDS} steps. k3 estimates the KL from sampler to learner per token."
     )
     errors = (
         "An error token has a probability below 0.001 under the learner. It is hidden where the sampler gave it more:"
@@ -445,7 +454,10 @@ def page(runs: dict[str, Run]) -> str:
         "The tokens of the last samples, as QaRL's figures 4 and 5 have them: how densely they lie by their probability"
         " under the learner before and after a step's updates, and the ratio of the two. Main arms, first seed."
     )
-    means = "Means, the first two steps left out. Runs may have shared their card."
+    means = (
+        "Means over seeds, the first two steps left out. Two or three runs shared a card, so that these compare no"
+        " arms. What a step waits for its old log-probs counted as packing in the earlier runs."
+    )
     parts = [
         *("# A real policy: Qwen2.5-Coder-0.5B", written),
         *("## Rounding before any RL", formats(runs)),
