@@ -442,7 +442,10 @@ def page(runs: dict[str, Run]) -> str:
         " rollout arm. Each interval is of 95 %: with the points over seeds and questions together (Student's t),"
         " then over seeds alone (Student's t) and over questions alone (a bootstrap that keeps the seeds)."
     )
-    ends = f"Means over seeds, over the first and over the last {ENDS} steps. k3 estimates the KL from sampler to learner per token."
+    ends = (
+        f"Means over seeds, and over the first and the last {ENDS} steps. k3 estimates the KL from sampler to learner"
+        " per token."
+    )
     errors = (
         "An error token has a probability below 0.001 under the learner. It is hidden where the sampler gave it more:"
         " the mismatch alone makes those. The rates are tokens of a thousand, in all responses, in those with a"
