@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from flax import nnx
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server.bridge import Bridge
-from qarl_bridge.server.engine_api import Finished
+from qarl_bridge.server.engine_api import Finished, Parts
 from qarl_bridge.server.staged import Copy
 from qarl_bridge.transport.zeromq import Listener
 
@@ -127,19 +127,19 @@ class JaxEngine:
                 finished.append(Finished(request_id, tokens, completion.logprobs, completion.finish_reason))
         return finished
 
-    def load(self, tensors: Iterator[tuple[str, Any]]) -> None:
+    def load(self, parts: Parts) -> None:
         """The wire's tensors, stacked as the model has them."""
-        self._held = {name: np.array(array) for name, array in tensors}
-        parts: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
+        self._held = {name: np.array(array) for part in parts for name, array in part.items()}
+        stacks: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
         for place in self._places:
             if place.source is not None:
-                parts[place.source].append(self._held[place.name])
+                stacks[place.source].append(self._held[place.name])
         names = models.hf_names(models.config_of(self._shapes.graphdef))
 
         def array(path: str, part: str, like: Any) -> jax.Array:
-            if (path, part) not in parts:  # a master that only its codes stand for
+            if (path, part) not in stacks:  # a master that only its codes stand for
                 return jnp.zeros(like.shape, like.dtype)
-            found = parts[path, part]
+            found = stacks[path, part]
             whole = np.stack(found) if names[path].ndim else found[0]
             return jnp.asarray(whole.astype(like.dtype) if part == "master" else whole)
 
@@ -162,12 +162,14 @@ class JaxEngine:
         self._sampler.publish(weights, self._sampler.version + 1)
         self.has_weights = True
 
-    def read_back(self, tensors: Mapping[str, Any], mode: str, seed: int) -> tuple[int, int]:
+    def read_back(self, parts: Parts, mode: str, seed: int) -> tuple[int, int]:
         """Compares everything that was loaded."""
-        for name, array in tensors.items():
+        weights = rows = 0
+        for name, array in (pair for part in parts for pair in part.items()):
             if messages.as_bytes(self._held[name]) != messages.as_bytes(array):
                 raise BridgeError(f"read-back of {name} differs", "engine")
-        return len(tensors), sum(array.shape[0] for array in tensors.values() if array.ndim)
+            weights, rows = weights + 1, rows + (array.shape[0] if array.ndim else 0)
+        return weights, rows
 
     def restore_initial(self) -> bool:
         return False

@@ -31,8 +31,8 @@ def test_the_engine_behind_a_bridge_draws_what_the_sampler_draws(scheme):
     assert {name: (messages.dtype_name(array.dtype), list(array.shape)) for name, array in tensors.items()} == {
         name: (one.dtype, one.shape) for name, one in engine.expected.items()
     }
-    engine.load(iter(tensors.items()))
-    assert engine.read_back(tensors, "full", 0)[0] == len(tensors)
+    engine.load([tensors])
+    assert engine.read_back([tensors], "full", 0)[0] == len(tensors)
     lengths = [5, 1, 7, 5]
     for i, length in enumerate(lengths):
         engine.submit(str(i), messages.Draw(prompt=[1, 2, 3 + i], seed=i), messages.Sampling(max_tokens=length))

@@ -69,7 +69,7 @@ class CardPlan:
     Attributes:
       card: all of it.
       learner: parts of an update, `memory_plan.parts`.
-      staging: two published versions, or none.
+      staging: two published versions, one, a window for parts of one, or nothing.
       engine: the parts of an engine on this card; empty: it is elsewhere, or embedded in the learner.
       reserved: what is left to the engine: its parts, or `gpu_memory_utilization` of the card, where that is more
         (vLLM refuses to start if less is free); without `kv_cache_gb` that and its CUDA graphs.
@@ -160,7 +160,9 @@ def make(cfg: RunConfig, card: int) -> CardPlan:
     engine = cfg.rollout.engine
     if not isinstance(engine, vllm.Config):
         return CardPlan(card=card, learner=learner, staging=0, engine={}, reserved=0, cards=cards, engines=0)
-    staging = engine.staging_buffers * _published(_relevant(cfg)) if engine.stages_on_gpu else 0
+    staging = 0
+    if engine.stages_on_gpu:
+        staging = engine.staging_buffers * _published(_relevant(cfg)) or _window(_relevant(cfg))
     own = engine_parts(cfg)
     share = int(engine.gpu_memory_utilization * card)
     plan = CardPlan(card=card, learner=learner, staging=staging, engine={}, reserved=0, cards=cards, engines=0)
@@ -338,6 +340,8 @@ def _savings(cfg: RunConfig) -> Iterator[dict[str, Any]]:
     if cfg.optimizer.offload is not True:
         yield {"optimizer.offload": True}
     if isinstance(engine, vllm.Config) and engine.stages_on_gpu and not engine.has_own_gpu:
+        for buffers in range(engine.staging_buffers - 1, -1, -1):
+            yield {"rollout.engine.staging_buffers": buffers}
         yield {"rollout.engine.transport": "host"}
 
 
@@ -402,6 +406,11 @@ def _int4_copies(cfg: RunConfig) -> dict[str, int]:
 @_cached
 def _published(cfg: RunConfig) -> int:
     return memory_plan.published_bytes(_set(cfg, {"model.remat": "full"}))
+
+
+@_cached
+def _window(cfg: RunConfig) -> int:
+    return memory_plan.window_bytes(_set(cfg, {"model.remat": "full"}))
 
 
 def _model(cfg: RunConfig) -> models.ModelConfig:

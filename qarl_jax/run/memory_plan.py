@@ -18,8 +18,10 @@ from qarl_jax import models
 from qarl_jax.learning import critic
 from qarl_jax.optim import build as optimizer
 from qarl_jax.optim import by_stack
+from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.embedded import engine as jax_sampler
 from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import mesh as sharding
@@ -358,7 +360,18 @@ def staging_bytes(cfg: RunConfig) -> int:
     on the engine's)."""
     engine = cfg.rollout.engine
     assert isinstance(engine, vllm.Config)
-    return engine.staging_buffers * published_bytes(cfg) if engine.stages_on_gpu else 0
+    if not engine.stages_on_gpu:
+        return 0
+    return engine.staging_buffers * published_bytes(cfg) or window_bytes(cfg)
+
+
+def window_bytes(cfg: RunConfig) -> int:
+    """Of a buffer through which versions go in parts (`rollout.engine.staging_buffers=0`)."""
+    graphdef, params = abstract_policy(cfg)
+    graphdef = build.rollout_graphdef(cfg, graphdef)
+    qweights = jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params)
+    places = gpu_staging.layout(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights))
+    return max(size for _, size in gpu_staging.spans_of(places, gpu_staging.parts_of(places)))
 
 
 def published_bytes(cfg: RunConfig) -> int:
@@ -397,7 +410,7 @@ def _apart(cfg: RunConfig, engine: vllm.Config) -> list[str]:
     if not engine.stages_on_gpu:
         return [*lines, "  weights go over host memory"]
     staged, version = staging_bytes(cfg) / GIB, published_bytes(cfg) / GIB
-    how = f"weights go over NCCL; staging takes {staged:.3f} GiB of either card: two versions of {version:.3f} GiB"
+    how = f"weights go over NCCL; staging takes {staged:.3f} GiB of either card for versions of {version:.3f} GiB"
     return [*lines, f"  {how}"]
 
 
@@ -416,7 +429,7 @@ def colocation(cfg: RunConfig) -> list[str]:
     rows = {
         "vLLM": f"{share:.0%} of the card at most (gpu_memory_utilization), KV cache {cache} (kv_cache_gb)",
         "learner": f"as it needs, up to {learner:.0%} of the card (XLA_PYTHON_CLIENT_MEM_FRACTION)",
-        "staging": f"{staged / GIB:.3f} GiB: two versions of {version:.3f} GiB, or none over host memory",
+        "staging": f"{staged / GIB:.3f} GiB for versions of {version:.3f} GiB (staging_buffers), or none over host memory",
     }
     lines = ["vLLM         where it shares a GPU with the learner (rollout.engine):"]
     lines += [f"  {name:<24}{what}" for name, what in rows.items()]

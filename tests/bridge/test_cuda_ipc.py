@@ -367,6 +367,187 @@ def test_what_a_dead_trainer_staged_is_forgotten_with_its_lease(served):
     assert other.status().state == "serving"
 
 
+# ---- in parts -------------------------------------------------------------------------------------------------------
+
+
+def places(*layers, nbytes=4096):
+    """Of a layout: an embedding, so many tensors in each of some layers, a norm."""
+    names = [f"model.layers.{i}.w{n}.weight" for i, count in enumerate(layers) for n in range(count)]
+    names = ["model.embed_tokens.weight", *names, "model.norm.weight"]
+    where = {"source": ("x", "master"), "dtype": "int8", "shape": (nbytes,), "nbytes": nbytes}
+    return [gpu_staging._Place(name=name, offset=n * nbytes, **where) for n, name in enumerate(names)]
+
+
+@pytest.mark.parametrize(
+    ("pages", "ends"), [(100, [8]), (3, [3, 6, 8]), (2, [1, 3, 6, 8]), (1, [1, 3, 6, 7, 8]), (4, [3, 7, 8])]
+)
+def test_a_part_has_as_many_whole_layers_as_the_window_holds(pages, ends):
+    found = places(2, 3, 1)
+    assert gpu_staging.parts_of(found, 4096 * pages) == ends
+    spans = gpu_staging.spans_of(found, ends)
+    assert [start for start, _ in spans] == [4096 * first for first in [0, *ends[:-1]]]
+    assert sum(size for _, size in spans) == 8 * 4096
+
+
+@pytest.fixture
+def in_parts(gpu, monkeypatch):
+    """A stager whose window holds a layer, or the embedding."""
+    monkeypatch.setattr(gpu_staging, "WINDOW_BYTES", 2**14)
+    stager = gpu_staging.DeviceStager([cuda_ipc.Buffers(gpu)], in_parts=True)
+    yield stager
+    stager.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["w4a16:g32", pytest.param("bf16", marks=pytest.mark.nightly)])
+def test_the_parts_in_the_window_make_the_version_of_the_host(in_parts, scheme):
+    weights = policy(scheme, moe=True)
+    host = sender.stage(engine_tensors(weights, stacked=True), **identity())
+    version = in_parts.stage(weights, **identity())
+    assert version.manifest == host.manifest
+    assert len(version.ends) > 2
+    (buffer,) = version.buffers
+    assert buffer.size < host.manifest.total_bytes
+    tensors = host.manifest.tensors
+    for part, end in reversed(list(enumerate(version.ends))):  # in any order
+        first = version.ends[part - 1] if part else 0
+        version.write(part, buffer)
+        for entry in tensors[first:end]:
+            found = read(buffer.pointer + entry.offset - tensors[first].offset, entry.nbytes)
+            assert found == os.pread(host.fd, entry.nbytes, entry.offset), entry.name
+    version.close()
+
+
+@pytest.mark.slow
+def test_a_learner_on_a_mesh_writes_parts_on_each_of_its_gpus(monkeypatch, library_path):
+    monkeypatch.setattr(gpu_staging, "PIECE_BYTES", 2**12)
+    monkeypatch.setattr(gpu_staging, "WINDOW_BYTES", 2**14)
+    weights = policy("w8a8", moe=True)
+    host = sender.stage(engine_tensors(weights, stacked=True), **identity())
+    pools = []
+    for number in range(2):
+        gpu = cuda_ipc.Device(0, cuda_ipc.load(library_path))
+        gpu.ordinal, gpu.uuid = number, bytes([number]) * 16
+        pools.append(cuda_ipc.Buffers(gpu))
+    stager = gpu_staging.DeviceStager(pools, in_parts=True)
+    placed = spread(weights, fsdp=2)
+    version = stager.stage(placed, **identity())
+    assert version.manifest == host.manifest
+    starts = [host.manifest.tensors[first].offset for first in [0, *version.ends[:-1]]]
+    for number in range(2):
+        buffer = version.buffer(bytes([number]) * 16)
+        for part, (start, stop) in enumerate(zip(starts, [*starts[1:], host.manifest.total_bytes], strict=True)):
+            version.write(part, buffer)
+            last = host.manifest.tensors[version.ends[part] - 1]
+            size = last.offset + last.nbytes - start
+            assert size <= stop - start
+            assert read(buffer.pointer, size) == os.pread(host.fd, size, start)
+    stager.close()
+
+
+@pytest.mark.slow
+def test_versions_go_through_the_window_and_nothing_can_be_restored(served, in_parts):
+    w, _ = served
+    client = w.trainer()
+    for step in range(2):
+        weights = policy("w8a8", seed=step)
+        version = in_parts.stage(weights, **identity(step))
+        report = client.publish(version, readback="full")
+        assert (report["tensors"], report["bytes"]) == (len(version.manifest.tensors), version.manifest.total_bytes)
+        assert report["weights_read_back"] == len(version.manifest.tensors)
+        held = {name: messages.as_bytes(array) for name, array in engine_tensors(weights, stacked=True)}
+        assert {name: messages.as_bytes(array) for name, array in w.engine.held.items()} == held
+        version.close()
+    client.publish(version)  # the same again, as after a failure elsewhere
+    w.engine.fail_load = 1
+    weights = policy("w8a8", seed=2)
+    version = in_parts.stage(weights, **identity(2))
+    with pytest.raises(BridgeError, match="no earlier version to restore"):
+        client.publish(version)
+    assert client.status().state == "fenced"
+    client.publish(version)
+    assert client.status().version.step == 2
+    with pytest.raises(BridgeError, match="nothing published to compare with"):
+        client.read_back()
+
+
+@pytest.mark.slow
+def test_a_part_that_is_not_what_was_announced_is_found_before_anything_is_replaced(served, in_parts):
+    w, _ = served
+    client = w.trainer()
+    weights = policy("w8a8")
+    client.publish(in_parts.stage(weights, **identity(0)))
+    loaded = dict(w.engine.held)
+    other = policy("w8a8", seed=1)
+    version = in_parts.stage(other, **identity(1))
+    write, entry = version.write, version.manifest.tensors[version.ends[0]]
+
+    def torn(part, buffer):
+        write(part, buffer)
+        if part == 1:
+            ctypes.memset(buffer.pointer + 3, 0x55, 1)
+
+    version.write = torn
+    with pytest.raises(BridgeError, match=f"{entry.name} is torn"):
+        client.publish(version)
+    assert client.status().state == "serving"
+    assert all(loaded[name] is array for name, array in w.engine.held.items())
+    version.write = write
+    client.publish(version)
+
+
+@pytest.mark.slow
+def test_a_version_whose_weights_are_gone_is_given_up_and_the_engine_serves_on(served, in_parts):
+    w, _ = served
+    client = w.trainer()
+    weights = policy("w8a8")
+    client.publish(in_parts.stage(weights, **identity(0)))
+    graphdef, params, qweights = models.split(models.random_model(models.config_of(weights.graphdef), 7))
+    version = in_parts.stage(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights), **identity(1))
+    for leaf in jax.tree.leaves((params, qweights)):
+        leaf.delete()  # as an update does that takes the old ones' memory
+    with pytest.raises(BridgeError, match="the learner holds the weights of run/1/1 no longer") as error:
+        client.publish(version)
+    assert error.value.code == "dead"
+    assert client.status().version.step == 0
+    assert client.status().state == "serving"
+
+
+@pytest.mark.slow
+def test_a_trainer_that_dies_while_its_parts_are_loaded_leaves_an_engine_that_is_fenced(served, in_parts):
+    w, _ = served
+    client = w.trainer()
+    weights = policy("w8a8")
+    version = in_parts.stage(weights, **identity(0))
+    write, calls = version.write, []
+
+    def dying(part, buffer):
+        calls.append(part)
+        if len(calls) > len(version.ends):  # checked; now it is loaded
+            raise KeyboardInterrupt
+        write(part, buffer)
+
+    version.write = dying
+    with pytest.raises(KeyboardInterrupt):
+        client.publish(version)
+    client.close()
+    other = w.client()
+    bridge_world.wait_for(lambda: other.status().holder is None)
+    bridge_world.wait_for(lambda: other.status().state == "fenced")
+    other.acquire("run", 2)
+    again = {"version": messages.Version(run_id="run", incarnation=2, step=0)}
+    other.publish(in_parts.stage(weights, **(identity(0) | again)))
+    assert other.status().state == "serving"
+
+
+def test_an_engine_elsewhere_takes_no_parts(gpu, in_parts):
+    client = sender.Client.__new__(sender.Client)
+    client.facts = type("Facts", (), {"device": b"another GPU....."})()
+    with pytest.raises(BridgeError, match="staging_buffers to 1 or 2") as error:
+        client.route(in_parts.stage(policy("bf16"), **identity()))
+    assert error.value.code == "unshared"
+
+
 @pytest.mark.slow
 def test_a_bridge_without_a_gpu_or_over_tcp_refuses_device_memory(tmp_path, gpu, monkeypatch):
     named = dict(engine_tensors(policy("w8a8")))

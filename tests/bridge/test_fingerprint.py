@@ -88,7 +88,8 @@ def test_a_version_on_a_device_is_validated_and_confirmed():
     copy = staged_gpu.DeviceCopy(version.manifest, buffer, closed.append)
     copy.validate()
     assert copy.borrowed
-    for name, tensor in copy.at_the_door():
+    (tensors,) = copy.at_the_door()
+    for name, tensor in tensors.items():
         want = bridge_world.tensors(3)[name]
         assert tensor.shape == want.shape
         assert np.array_equal(tensor.float().numpy(), want.astype(np.float32))

@@ -113,7 +113,7 @@ def read_back(modules, tensors, mode="full", tied=None, activations="bf16"):
     reader = readback.ReadBack(
         modules, tied or {}, device=torch.device("cpu"), activations=activations, context=contextlib.nullcontext
     )
-    return reader.compare(tensors, mode, 0)
+    return reader.compare(tensors if isinstance(tensors, list) else [tensors], mode, 0)
 
 
 def fused(kind):
@@ -286,6 +286,18 @@ def test_int4_experts_whose_scales_vllm_scrambles_are_refused(width, scheme, ref
     experts.check_groups(config | {"quantization_config": None})
     rules = {"model.layers.0.mlp.experts.0.up_proj": "w8a8", "a.q_proj": "w4a16", "a.k_proj": "w4a16", "b": "w4a16"}
     experts.check_groups(config | {"quantization_config": formats.quantization_config(rules | {"a.v_proj": "w4a16"})})
+
+
+def test_parts_of_a_version_are_read_back_as_the_whole_is():
+    modules, tensors = fused("int8")
+    modules |= {f"{LAYER}.routed_experts": Experts(bank())}
+    whole = read_back(modules, tensors | bank())
+    assert read_back(modules, [tensors, bank()]) == whole
+    with pytest.raises(BridgeError, match="no experts were published for .*routed_experts"):
+        read_back(modules, [tensors])
+    modules[f"{LAYER}.routed_experts"].w2_weight.data[2] = 0
+    with pytest.raises(BridgeError, match="routed_experts answers a row"):
+        read_back(modules, [tensors, bank()])
 
 
 def test_experts_without_a_live_bank_are_an_error():

@@ -41,6 +41,13 @@ def test_a_failure_in_the_middle_of_a_load_brings_the_last_good_version_back_wit
     assert found["back_to_zero"]
 
 
+def test_a_version_that_comes_layer_by_layer_is_the_one_that_comes_whole(found):
+    """By either loader; of a layer nothing is left when the next one comes."""
+    assert found["whole_in_parts"]
+    assert found["vllm_in_parts"]
+    assert len(set(found["parts"])) == 1, "as many layers are read back as of a whole version"
+
+
 def test_modules_of_the_live_engine_can_be_probed(found):
     hidden, prompt = 256, 5
     assert [name for name, _ in found["probed"]] == ["model.layers.0.mlp.down_proj", "model.layers.1"]

@@ -7,15 +7,19 @@ The engine runs in the main thread, as in a bridge; the trainer in another. Prin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from qarl_bridge.client import sender
 from qarl_bridge.engine import fast_load
 from qarl_bridge.engine.engine import VllmEngine
@@ -23,10 +27,12 @@ from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server import bridge as server
 from qarl_bridge.server import staged
+from qarl_bridge.server.engine_api import Sweeps
 from qarl_bridge.transport.zeromq import Listener
 
 from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights
+from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.rollout.vllm.engine import engine_config, engine_tensors
 from qarl_jax.verify import ladder
 
@@ -82,10 +88,31 @@ def fails_once(function: Any, after: int) -> Any:
 
 def half_way(copy: Any) -> Any:
     """The tensors at the door, and an error in the middle of them."""
-    for index, (name, array) in enumerate(staged.HostCopy.at_the_door(copy)):
-        if index == len(copy.manifest.tensors) // 2:
-            raise RuntimeError("broken for a test")
-        yield name, array
+    pairs = [pair for part in staged.HostCopy.at_the_door(copy) for pair in part.items()]
+    yield dict(pairs[: len(pairs) // 2])
+    raise RuntimeError("broken for a test")
+
+
+@contextlib.contextmanager
+def in_parts() -> Iterator[None]:
+    """Versions come layer by layer meanwhile, and of a layer nothing is left when the next one is asked for."""
+
+    def layers(sweep: Any) -> Any:
+        def parts(copy: Any) -> Iterator[dict[str, Any]]:
+            named = {name: array for part in sweep(copy) for name, array in part.items()}
+            for _, names in itertools.groupby(named, gpu_staging._layer_of):
+                held = {name: named[name].copy() for name in names}
+                yield held
+                for array in held.values():
+                    array.reshape(-1).view(np.uint8)[:] = 0x55
+
+        return parts
+
+    own = staged.HostCopy.parts, staged.HostCopy.at_the_door, server._sweeps
+    staged.HostCopy.parts, staged.HostCopy.at_the_door = layers(own[0]), layers(own[1])  # type: ignore[method-assign]
+    server._sweeps = lambda copy, begin: Sweeps(begin, lasting=False)
+    yield
+    staged.HostCopy.parts, staged.HostCopy.at_the_door, server._sweeps = own  # type: ignore[method-assign]
 
 
 def refusal(trainer: Trainer, which: int) -> tuple[str, float]:
@@ -113,10 +140,18 @@ def scenario(trainer: Trainer, engine: VllmEngine) -> dict[str, Any]:
     found["whole_failure"], found["whole_recovery_s"] = refusal(trainer, 0)
     fast_load._assemble = assemble
     found["restored_after_whole"] = trainer.draw() == one
+    with in_parts():
+        engine._whole_is_proved = False  # as if it were the first
+        found["parts"] = [trainer.publish(which)["weights_read_back"] for which in (0, 1, 0)]
+        found["whole_in_parts"] = trainer.draw() == zero and engine._whole_is_proved
     # Now vLLM's own loader, for the same versions.
     engine._whole = None
     found["vllm_load_s"] = trainer.publish(1)["load_s"]
     found["loaders_agree"] = trainer.draw() == one
+    with in_parts():
+        trainer.publish(0)
+        found["vllm_in_parts"] = trainer.draw() == zero
+    found["parts"].append(trainer.publish(1)["weights_read_back"])
     at_the_door = staged.HostCopy.at_the_door
     calls = []
 

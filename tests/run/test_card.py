@@ -13,6 +13,7 @@ import pytest
 
 from qarl_jax import train
 from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.run import card, config, memory_plan
 from qarl_jax.types import UserError
 from tests.reference.qwen3 import qwen3
@@ -137,6 +138,23 @@ def test_a_learner_on_two_cards_with_an_engine_on_each_has_half_of_its_weights_o
     assert 2 * both.staging == alone.staging
     assert both.context == int(card.JAX_CONTEXT + card.COLLECTIVES)
     assert "2 such cards, an engine on each" in both.lines()[0]
+
+
+def test_a_version_in_parts_takes_a_window_of_the_card(run):
+    in_parts = "rollout.engine.staging_buffers=0"
+    whole, parts = card.make(run("rollout.engine.staging_buffers=1"), H200), card.make(run(in_parts), H200)
+    assert 0 < parts.staging <= max(gpu_staging.WINDOW_BYTES, whole.staging / 10)
+    assert parts.learner == whole.learner
+    assert parts.available - whole.available == whole.staging - parts.staging
+    assert card.make(run(in_parts, "rollout.engine.transport=host"), H200).staging == 0
+    # It is advised where it is enough, before the host's memory is.
+    small = (
+        "model.remat=full", "train.micro_batch_rows=1", "train.grad_dtype=bfloat16", "optimizer.offload=true",
+        "rollout.engine.memory=auto",
+    )  # fmt: skip
+    least = next(size for size in range(40 * GIB, H200, GIB // 2) if card.fits(run(*small, in_parts), size))
+    assert card.savings(run(*small), least) == [in_parts]
+    assert card.savings(run(*small), least - GIB) == ["rollout.engine.transport=host"]
 
 
 def test_what_makes_it_worse_is_not_advised(run):

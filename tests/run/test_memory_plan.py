@@ -299,7 +299,7 @@ def test_the_plan_says_how_a_card_is_shared(world, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     lines = "\n".join(memory_plan.colocation(with_vllm(world, gpu_memory_utilization=0.4, transport="host")))
     assert "up to 50% of the card" in lines
-    assert "0.000 GiB: two" in lines
+    assert "0.000 GiB for versions" in lines
     assert "add up" not in lines
     assert lines in memory_plan.describe(with_vllm(world, gpu_memory_utilization=0.4, transport="host"))
     far = with_vllm(world, address="tcp://h:1", key_file="k")

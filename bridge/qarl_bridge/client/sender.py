@@ -134,6 +134,24 @@ class DeviceVersion:
             buffer.release()
 
 
+@dataclasses.dataclass
+class WindowVersion(DeviceVersion):
+    """A version whose parts are written, one after the other, into a buffer smaller than it, on each of some GPUs.
+
+    Attributes:
+      ends: where parts end, see messages.WindowMemory.
+      write: (part, buffer) -> puts that part into the buffer; BridgeError("dead") if the version is gone.
+    """
+
+    ends: list[int] = dataclasses.field(default_factory=list)
+    write: Callable[[int, cuda_ipc.Buffer], None] = lambda part, buffer: None
+
+    def window(self, device: bytes) -> messages.WindowMemory:
+        """Where a bridge whose engine is on that GPU finds it."""
+        buffer = self.buffer(device)
+        return messages.WindowMemory(device=buffer.device.uuid, handle=buffer.handle, ends=self.ends)
+
+
 Version = StagedVersion | DeviceVersion
 
 
@@ -267,22 +285,33 @@ class Client:
         *,
         data: bytes | None = None,
         on_progress: Callable[[messages.Progress], None] | None = None,
+        fill: Callable[[int], None] | None = None,
     ) -> Any:
-        """Send one request and wait for its reply."""
+        """Send one request and wait for its reply. fill: writes the part of a version that the bridge asks for."""
         self._channel.send(message, data)
-        return self._answer(message, reply, on_progress)
+        return self._answer(message, reply, on_progress, fill)
 
     def _answer(
         self,
         message: Any,
         reply: type,
         on_progress: Callable[[messages.Progress], None] | None = None,
+        fill: Callable[[int], None] | None = None,
     ) -> Any:
+        failed: Exception | None = None
         while True:
             answer = messages.decode(self._channel.receive(self._timeout_s), messages.REPLY_DECODER)
-            if isinstance(answer, messages.Progress):
+            if isinstance(answer, messages.Fill) and fill is not None:
+                try:
+                    fill(answer.part)
+                except Exception as error:  # the bridge is waiting: it hears of it before anybody else
+                    failed = error
+                self._channel.send(messages.Cancel() if failed else messages.Filled(part=answer.part))
+            elif isinstance(answer, messages.Progress):
                 if on_progress is not None:
                     on_progress(answer)
+            elif failed is not None:
+                raise failed
             elif isinstance(answer, messages.Error):
                 raise BridgeError(answer.message, answer.code)
             elif isinstance(answer, reply):
@@ -318,7 +347,7 @@ class Client:
         done = self._transfer(staged)
         transferred = time.perf_counter()
         commit = messages.Commit(digest=manifest.digest, readback=readback, drain_timeout_s=drain_timeout_s)
-        published = self.request(commit, messages.Published)
+        published = self.request(commit, messages.Published, fill=self._filler(staged))
         return {
             "stage_s": staged.stage_s,
             "transfer_s": transferred - start,
@@ -341,6 +370,12 @@ class Client:
         if isinstance(staged, StagedVersion):
             return "host"
         same = staged.lies_on(self.facts.device)
+        if isinstance(staged, WindowVersion) and not same:
+            raise BridgeError(
+                "versions that are not staged whole are read on the learner's own GPU: with the engine elsewhere set "
+                "rollout.engine.staging_buffers to 1 or 2",
+                "unshared",
+            )
         if staged.transport == "nccl" and same:
             raise BridgeError(
                 "learner and engine share a GPU, and NCCL joins different ones: name another in "
@@ -362,6 +397,9 @@ class Client:
         self.sent_bytes = 0
         ready = self.request(messages.Announce(manifest=manifest), messages.Ready)
         if isinstance(staged, DeviceVersion):
+            if isinstance(staged, WindowVersion):
+                stage = messages.Stage(memory=staged.window(self.facts.device))
+                return self.request(stage, messages.Staged, fill=self._filler(staged))
             if route == "nccl":
                 return self._broadcast(staged.buffer(self.facts.device))
             return self.request(messages.Stage(memory=staged.memory(self.facts.device)), messages.Staged)
@@ -383,6 +421,11 @@ class Client:
             done = self._send(staged, ready.holds)
             elsewhere.memory = done.memory
             return done
+
+    def _filler(self, staged: Version) -> Callable[[int], None] | None:
+        if not isinstance(staged, WindowVersion):
+            return None
+        return lambda part: staged.write(part, staged.buffer(self.facts.device))
 
     def _send(self, staged: StagedVersion, holds: bytes) -> messages.Staged:
         """Through the socket: what has changed since the version the bridge holds, or the whole."""

@@ -33,7 +33,7 @@ from qarl_bridge.engine import cpu_build, readback_experts, shards, versions
 from qarl_bridge.engine.routing_recorder import Recorder
 from qarl_bridge.protocol import expert_stacks, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
-from qarl_bridge.server.engine_api import Finished
+from qarl_bridge.server.engine_api import Finished, Parts, Sweeps, lasts
 from qarl_bridge.server.staged import Copy
 
 
@@ -294,46 +294,53 @@ class VllmEngine:
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
-    def load(self, tensors: Iterator[tuple[str, Any]]) -> None:
+    def load(self, parts: Parts) -> None:
         """Replace all weights through vLLM's reload interface, then forget every cached key and value."""
+        parts = self._on_torch(parts)
         if self._whole is not None:
-            named = {name: self._tensor(array) for name, array in tensors}
             if self._whole_is_proved:
                 self._whole_is_proved = False  # should it fail half-way, vLLM's loader restores
                 with self._worker.config():
-                    self._whole.load(named)
+                    self._whole.load(parts)
                 self._whole_is_proved = True
             else:
-                self._prove_whole(named)
+                self._prove_whole(parts)
         else:
-            self._worker.reload(expert_stacks.apart((name, self._tensor(array)) for name, array in tensors))
+            self._reload(parts)
         self._after_load()
         self._worker.forget()
 
-    def _prove_whole(self, named: Mapping[str, Any]) -> None:
+    def _reload(self, parts: Parts) -> None:
+        """By vLLM's own loader, which keeps what it is given until a layer is complete."""
+        keep = lasts(parts)
+        pairs = ((name, x if keep else x.to("cpu", copy=True)) for part in parts for name, x in part.items())
+        self._worker.reload(expert_stacks.apart(pairs))
+
+    def _prove_whole(self, parts: Parts) -> None:
         """The first load: may it, and the next ones, go module by module? See fast_load.py."""
         assert self._whole is not None
-        sample = self._whole.sample(named)
-        reason = self._compare_whole(named, sample)
+        sample = self._whole.sample(self.expected)
+        reason = self._compare_whole(parts, sample)
         if reason and self._whole.did_together:
             self._whole.together = False
-            reason = self._compare_whole(named, sample)
+            reason = self._compare_whole(parts, sample)
         if reason:
             self._whole = None
-            self._worker.reload(expert_stacks.apart(named.items()))
+            self._reload(parts)
         self._whole_is_proved = not reason
         note = f"vLLM's own loader loads every version: {reason}" if reason else "loading whole modules"
         self.facts = msgspec.structs.replace(self.facts, notes=[*self.facts.notes, note])
 
-    def _compare_whole(self, named: Mapping[str, Any], sample: Mapping[str, list[str]]) -> str:
+    def _compare_whole(self, parts: Parts, sample: Mapping[str, list[str]]) -> str:
         from qarl_bridge.engine import fast_load
 
         assert self._whole is not None
-        self._worker.reload(
-            expert_stacks.apart((name, named[name].cpu()) for names in sample.values() for name in names)
-        )
+        wanted = {name for names in sample.values() for name in names}
+        copy = not lasts(parts)
+        named = {n: x.to("cpu", copy=copy) for part in parts for n, x in part.items() if n in wanted}
+        self._worker.reload(expert_stacks.apart(named.items()))
         with self._worker.config():
-            return fast_load.prove(self._whole, named, sample)
+            return fast_load.prove(self._whole, parts, sample)
 
     def open_device(self, manifest: messages.Manifest, memory: messages.DeviceMemory) -> Copy:
         """A version in a buffer of the trainer's on this engine's GPU; see staged_gpu.py."""
@@ -372,6 +379,12 @@ class VllmEngine:
         self._worker.forget()
         return True
 
+    def _on_torch(self, parts: Parts) -> Parts:
+        def sweep() -> Iterator[Mapping[str, Any]]:
+            return ({name: self._tensor(array) for name, array in part.items()} for part in parts)
+
+        return Sweeps(sweep, lasts(parts))
+
     def _tensor(self, array: Any) -> Any:
         return _torch_view(self._torch, array) if isinstance(array, np.ndarray) else array
 
@@ -399,12 +412,12 @@ class VllmEngine:
 
     # Looking inside --------------------------------------------------------------------------------------------------
 
-    def read_back(self, tensors: Mapping[str, Any], mode: str, seed: int) -> tuple[int, int]:
+    def read_back(self, parts: Parts, mode: str, seed: int) -> tuple[int, int]:
         """Compare every live layer with the staged tensors: (layers, one-hot rows); see readback.py."""
         if self._shards > 1:
-            tensors = shards.part_of(tensors, int(os.environ["RANK"]), self._shards)
-        named = {name: self._tensor(array) for name, array in tensors.items()}
-        return self._readback.compare(named, mode, seed)
+            rank, whole = int(os.environ["RANK"]), parts
+            parts = Sweeps(lambda: (shards.part_of(part, rank, self._shards) for part in whole), lasts(whole))
+        return self._readback.compare(self._on_torch(parts), mode, seed)
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
         """One prefill of `prompt`, with what went into and came out of each module (positional arguments that are

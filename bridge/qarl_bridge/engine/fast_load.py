@@ -22,13 +22,13 @@ the detour over the host): in three minutes it was not through a fifth of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from qarl_bridge.engine import marlin_experts, readback_experts
-from qarl_bridge.protocol import fingerprint
+from qarl_bridge.protocol import fingerprint, messages
 from qarl_bridge.protocol.formats import FUSED
 from qarl_bridge.server import staged_gpu
 
@@ -106,6 +106,40 @@ def _assemble(source: _Source, like: Any, published: Mapping[str, Any], where: A
     return out
 
 
+def _owner(name: str) -> str:
+    """Of a published tensor: the linear layer it belongs to, or all the experts of a layer."""
+    return readback_experts.prefix_of(name) or name.rpartition(".")[0]
+
+
+def _owners(prefix: str) -> list[str]:
+    """Likewise, what a live module is put together from."""
+    experts = readback_experts.prefix_of(prefix)
+    return [experts] if experts else _stems(prefix)
+
+
+def _load_module(module: Any, prefix: str, published: Mapping[str, Any]) -> None:
+    """Between the beginning and the end of a reload of vLLM's."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    info = layerwise.get_layerwise_info(module)
+    tensors = layerwise.get_layer_tensors(module)
+    parameters = {name: t for name, t in tensors.items() if name in module._parameters}
+    sources = _sources(prefix, parameters, published) if info.can_load() else []
+    if not sources:
+        return
+    for source in sources:
+        meta = parameters[source.parameter]
+        value = _assemble(source, meta, published, info.restore_device)
+        if meta.is_meta:
+            value.__class__ = meta.__class__
+            value.__dict__ = meta.__dict__.copy()
+            setattr(module, source.parameter, value)
+        else:  # kept alive through a reload (a bias)
+            meta.data.copy_(value)
+    # Buffers, and processing, and the copy into the live storage, as after vLLM's own loaders.
+    layerwise._layerwise_process(module, info)
+
+
 class WholeModules:
     """The loader of one model.
 
@@ -123,11 +157,12 @@ class WholeModules:
         self._model_config = model_config
         self._names = {module: name for name, module in model.named_modules()}
 
-    def load(self, published: Mapping[str, Any]) -> None:
+    def load(self, parts: Iterable[Mapping[str, Any]]) -> None:
         """Replace all weights in place.
 
         Args:
-          published: torch tensors by Hugging Face name, on the host or on the model's device; not kept, not changed.
+          parts: torch tensors by Hugging Face name, on the host or on the model's device, whole modules together; not
+            kept, not changed.
 
         Raises:
           Unsupported: some module cannot be loaded whole. The model then needs a load by vLLM's own loader.
@@ -136,24 +171,11 @@ class WholeModules:
 
         with torch.no_grad(), marlin_experts.experts_together(self.together) as self._laid_out_together:
             layerwise.initialize_layerwise_reload(self._model)
-            for module, prefix in self._names.items():
-                info = layerwise.get_layerwise_info(module)
-                tensors = layerwise.get_layer_tensors(module)
-                parameters = {name: t for name, t in tensors.items() if name in module._parameters}
-                sources = _sources(prefix, parameters, published) if info.can_load() else []
-                if not sources:
-                    continue
-                for source in sources:
-                    meta = parameters[source.parameter]
-                    value = _assemble(source, meta, published, info.restore_device)
-                    if meta.is_meta:
-                        value.__class__ = meta.__class__
-                        value.__dict__ = meta.__dict__.copy()
-                        setattr(module, source.parameter, value)
-                    else:  # kept alive through a reload (a bias)
-                        meta.data.copy_(value)
-                # Buffers, and processing, and the copy into the live storage, as after vLLM's own loaders.
-                layerwise._layerwise_process(module, info)
+            for published in parts:
+                owners = {_owner(name) for name in published}
+                for module, prefix in self._names.items():
+                    if not owners.isdisjoint(_owners(prefix)):
+                        _load_module(module, prefix, published)
             layerwise.finalize_layerwise_reload(self._model, self._model_config)
 
     @property
@@ -161,18 +183,17 @@ class WholeModules:
         """Whether the last load, which may have failed, laid experts out together."""
         return bool(self._laid_out_together)
 
-    def sample(self, published: Mapping[str, Any]) -> dict[str, list[str]]:
+    def sample(self, published: Mapping[str, messages.Expected]) -> dict[str, list[str]]:
         """The first and the last module of every kind: live name -> names of the tensors published for it.
 
         Of one kind are modules of one class, with the same classes computing, and tensors of the same shapes.
         """
         owned: dict[str, list[str]] = {}
         for name in published:
-            owned.setdefault(readback_experts.prefix_of(name) or name.rpartition(".")[0], []).append(name)
+            owned.setdefault(_owner(name), []).append(name)
         kinds: dict[Any, list[tuple[str, list[str]]]] = {}
         for module, prefix in self._names.items():
-            stems = [readback_experts.prefix_of(prefix)] if readback_experts.prefix_of(prefix) else _stems(prefix)
-            names = [name for stem in stems for name in owned.get(stem, ())]
+            names = [name for stem in _owners(prefix) for name in owned.get(stem, ())]
             if not names or not module._parameters:
                 continue
             method, scheme = getattr(module, "quant_method", None), getattr(module, "scheme", None)
@@ -201,14 +222,14 @@ def _fingerprint(tensor: Any) -> bytes:
     return fingerprint.digest_of_sums(staged_gpu.on_the_host(staged_gpu.row_sums(padded)))
 
 
-def prove(loader: WholeModules, published: Mapping[str, Any], modules: Collection[str]) -> str:
+def prove(loader: WholeModules, parts: Iterable[Mapping[str, Any]], modules: Collection[str]) -> str:
     """Load a version whole, of which vLLM's own loader has loaded `modules`; "" if they did not change, else what did.
 
     After a failure the model must be loaded again by vLLM's own loader.
     """
     before = loader.state(modules)
     try:
-        loader.load(published)
+        loader.load(parts)
     except Unsupported as reason:
         return str(reason)
     except Exception as reason:  # a version of vLLM nobody tried: its own loader is still there

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -192,14 +192,26 @@ class ReadBack:
         self._activations = activations
         self._context = context
 
-    def compare(self, tensors: Mapping[str, Any], mode: str, seed: int) -> tuple[int, int]:
+    def compare(self, parts: Iterable[Mapping[str, Any]], mode: str, seed: int) -> tuple[int, int]:
         """(layers compared, one-hot rows pushed); BridgeError("engine") names the first layer that differs.
 
         Args:
-          tensors: torch tensors by Hugging Face name, on the host or on the model's device.
+          parts: torch tensors by Hugging Face name, on the host or on the model's device; whole layers together.
           mode: "sampled" (SAMPLED_ROWS inputs of every layer, drawn from `seed`) or "full".
         """
         rng = np.random.default_rng(seed)
+        missing = {readback_experts.prefix_of(n): n for n, m in self._modules.items() if readback_experts.is_experts(m)}
+        layers = rows = 0
+        for tensors in parts:
+            compared, pushed = self._compare(tensors, mode, rng)
+            layers, rows = layers + compared, rows + pushed
+            for prefix in {readback_experts.prefix_of(name) for name in tensors}:
+                missing.pop(prefix, None)
+        if missing:
+            raise BridgeError(f"read-back: no experts were published for {next(iter(missing.values()))}", "engine")
+        return layers, rows
+
+    def _compare(self, tensors: Mapping[str, Any], mode: str, rng: np.random.Generator) -> tuple[int, int]:
         layers = rows = 0
         seen: set[str] = set()
         verdicts: list[tuple[Callable[[], None], Any]] = []  # how to explain it, whether it is wrong
@@ -212,7 +224,7 @@ class ReadBack:
                 if readback_experts.is_experts(module):
                     staged = banks.get(readback_experts.prefix_of(name))
                     if staged is None:
-                        raise BridgeError(f"read-back: no experts were published for {name}", "engine")
+                        continue
                     found, pushed = readback_experts.read_back(
                         name, module, staged, mode=mode, rng=rng, w4a8=self._activations == "int8", rows_of=rows_of
                     )

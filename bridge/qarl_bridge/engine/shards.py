@@ -21,7 +21,7 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,7 +30,7 @@ import numpy as np
 
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
-from qarl_bridge.server.engine_api import Finished
+from qarl_bridge.server.engine_api import Finished, Parts
 from qarl_bridge.server.staged import Copy
 
 _SPREAD_INPUTS = ("o_proj", "down_proj")
@@ -144,18 +144,19 @@ class ShardedEngine:
         self._tell("step")
         return self._own.step()
 
-    def load(self, tensors: Iterator[tuple[str, Any]]) -> None:
+    def load(self, parts: Parts) -> None:
         """Replace all weights in place, in both."""
-        named = dict(tensors)  # whole, before anything is replaced anywhere
-        self._both("load", lambda: self._own.load(iter(named.items())), named)
+        named = _whole(parts)  # before anything is replaced anywhere
+        self._both("load", lambda: self._own.load([named]), [named])
 
     def restore_initial(self) -> bool:
         """Reload the folder that both were started from."""
         return self._both("restore_initial", self._own.restore_initial)
 
-    def read_back(self, tensors: Mapping[str, Any], mode: str, seed: int) -> tuple[int, int]:
+    def read_back(self, parts: Parts, mode: str, seed: int) -> tuple[int, int]:
         """Each shard compares its own part."""
-        return self._both("read_back", lambda: self._own.read_back(tensors, mode, seed), dict(tensors), mode, seed)
+        named = _whole(parts)
+        return self._both("read_back", lambda: self._own.read_back([named], mode, seed), [named], mode, seed)
 
     def open_device(self, manifest: messages.Manifest, memory: messages.DeviceMemory) -> Copy:
         """As the engine of one shard, on a CPU: BridgeError("unshared")."""
@@ -213,6 +214,11 @@ class ShardedEngine:
         return result
 
 
+def _whole(parts: Parts) -> dict[str, Any]:
+    """A version that lies in the host's memory, where a part stays when the next one is asked for."""
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
 def _join(rank: int, size: int, port: int) -> None:
     """Says to vLLM, through torch's environment, which shard this process is."""
     os.environ.update(
@@ -249,8 +255,6 @@ def _follow(
                 getattr(engine, what)(*given)
                 continue
             try:
-                if what == "load":
-                    given = [iter(given[0].items())]
                 pipe.send((None, getattr(engine, what)(*given)))
             except BridgeError as error:
                 pipe.send((error.code, str(error)))

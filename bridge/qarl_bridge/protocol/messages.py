@@ -40,7 +40,7 @@ from qarl_bridge.protocol.tensors import dtype_name as dtype_name
 from qarl_bridge.protocol.tensors import model_fingerprint as model_fingerprint
 from qarl_bridge.protocol.tensors import scheme_hash as scheme_hash
 
-PROTOCOL = 10
+PROTOCOL = 11
 MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
 MAX_FRAME = 64 << 20  # of a message: a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights travel in Chunks
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
@@ -143,6 +143,16 @@ class DeviceMemory(_Struct, tag_field="t", tag=True):
 
     device: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+
+
+class WindowMemory(_Struct, tag_field="t", tag=True):
+    """A buffer on a GPU, as DeviceMemory, that is smaller than the version, which comes through it part by part. A part
+    is some tensors of the manifest in their order; `ends` says where each ends (the last: how many there are). The
+    bridge asks for a part with Fill, whenever it reads one."""
+
+    device: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+    ends: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=500_000)]
 
 
 class NcclMemory(_Struct, tag_field="t", tag=True):
@@ -372,15 +382,21 @@ class Announce(_Message):
 
 class Stage(_Message):
     """The announced bytes are complete: in a sealed memory file of the trainer's, in a buffer of its on the engine's
-    GPU or on another, or (None, Changes) in the Chunks before this. Every fingerprint and every float is checked.
-    Reply: Staged; Error "unshared" if the memory cannot be reached, or the changes are to another version."""
+    GPU or on another, or (None, Changes) in the Chunks before this; or they come through a window. Every fingerprint and
+    every float is checked. Reply: Staged; Error "unshared" if the memory cannot be reached, or the changes are to another version."""
 
-    memory: HostMemory | DeviceMemory | NcclMemory | Changes | None
+    memory: HostMemory | DeviceMemory | WindowMemory | NcclMemory | Changes | None
 
 
 class Cancel(_Message):
     """The sender of a NcclMemory has given up: any message does that ends the bridge's waiting; this one does no more.
-    Reply: Ok, after the reply to Stage."""
+    Reply: Ok, after the reply to Stage. In answer to Fill: its sender has given up; the reply is that of the request."""
+
+
+class Filled(_Message):
+    """The part that Fill asked for lies in the window. Reply: another Fill, or that of Stage or Commit."""
+
+    part: Count
 
 
 class Chunk(_Message):
@@ -525,15 +541,24 @@ class Progress(_Message):
     ended: list[Ended] = []
 
 
+class Fill(_Message):
+    """Write this part of the version into the window, then say Filled (or Cancel, to give up). Comes while a Stage or a
+    Commit of a WindowMemory runs."""
+
+    part: Count
+
+
 class Completions(_Message):
     """In the order of Generate.draws."""
 
     completions: list[Drawn]
 
 
-Request = Hello | Status | Acquire | Announce | Stage | Cancel | Chunk | Commit | Generate | ReadBack | Probe | Shutdown
+Request = (
+    Hello | Status | Acquire | Announce | Stage | Cancel | Filled | Chunk | Commit | Generate | ReadBack | Probe | Shutdown
+)
 Reply = (
-    Welcome | Ok | Error | StatusReply | Ready | Staged | Published | ReadBackReply | Probed | Progress | Completions
+    Welcome | Ok | Error | StatusReply | Ready | Staged | Published | ReadBackReply | Probed | Progress | Fill | Completions
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -37,18 +37,19 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.manifest import check_manifest
 from qarl_bridge.protocol.messages import BridgeError
-from qarl_bridge.server.engine_api import Engine
+from qarl_bridge.server.engine_api import Engine, Sweeps
 from qarl_bridge.server.incoming import Pending, Spare
 from qarl_bridge.server.lease import Lease
 from qarl_bridge.server.profiling import Steps, profiled
 from qarl_bridge.server.requests import Batch, Draws
 from qarl_bridge.server.staged import Copy, HostCopy
+from qarl_bridge.server.window import WindowCopy
 from qarl_bridge.transport import shm
 from qarl_bridge.transport.zeromq import Listener, Peer
 
@@ -70,7 +71,8 @@ class Bridge:
         self._lock = threading.Lock()  # lease, pending, peers
         self._lease = Lease()
         self._pending: Pending | None = None
-        self._good: Copy | None = None
+        self._good: Copy | None = None  # what serves, to be restored; None: it cannot be
+        self._serving = b""  # the digest of its manifest
         self._spare = Spare()
         self._good_owner: Peer | None = None  # whose memory it lies in, if not this process's own
         self._listener: Listener | None = None
@@ -188,12 +190,14 @@ class Bridge:
                 weights = rows = 0
                 with profiled(self._profile, f"publish-{version.step}"):
                     self.state = "loading"
-                    self._engine.load(copy.at_the_door())
+                    self._engine.load(_sweeps(copy, copy.at_the_door))
                     copy.confirm()
                     loaded = time.perf_counter()
                     if request.readback != "off":
                         self.state = "reading_back"
-                        weights, rows = self._engine.read_back(copy.tensors(), request.readback, version.step)
+                        weights, rows = self._engine.read_back(
+                            _sweeps(copy, copy.parts), request.readback, version.step
+                        )
             except Exception as error:
                 self._log(f"load of {version} failed:\n{traceback.format_exc()}")
                 self._restore(version, error)  # always raises
@@ -206,7 +210,9 @@ class Bridge:
             self._committing = False
         with self._lock:
             before_this, self._good, self._good_owner = self._good, copy, owner
-            self.version, self.state = version, "serving"
+            if isinstance(copy, WindowCopy):  # nothing is left of it
+                self._good = self._good_owner = None
+            self.version, self.state, self._serving = version, "serving", copy.manifest.digest
         if before_this is not None and before_this is not copy:
             self._close_soon(before_this)
         self._spare.drop()
@@ -233,9 +239,9 @@ class Bridge:
         reason = str(error) or f"{type(error).__name__} at {frame.filename}:{frame.lineno}, {frame.line}"
         try:
             if self._good is not None:
-                self._engine.load(self._good.at_the_door())
+                self._engine.load(_sweeps(self._good, self._good.at_the_door))
                 self._good.confirm()
-                self._engine.read_back(self._good.tensors(), "sampled", 0)
+                self._engine.read_back(_sweeps(self._good, self._good.parts), "sampled", 0)
                 restored = True
             else:
                 restored = self._engine.restore_initial()
@@ -263,7 +269,7 @@ class Bridge:
     def _read_back(self, request: messages.ReadBack) -> messages.ReadBackReply:
         if self._good is None or self.state != "serving":
             raise BridgeError(f"nothing published to compare with (state {self.state})", "bad_state")
-        weights, rows = self._engine.read_back(self._good.tensors(), request.mode, request.seed)
+        weights, rows = self._engine.read_back(_sweeps(self._good, self._good.parts), request.mode, request.seed)
         return messages.ReadBackReply(weights=weights, rows=rows)
 
     def _probe(self, request: messages.Probe) -> messages.Probed:
@@ -366,6 +372,8 @@ class Bridge:
                 return self._stage(peer, request)
             case messages.Cancel():
                 return messages.Ok()
+            case messages.Filled():
+                raise BridgeError("no part was asked for", "bad_state")
             case messages.Commit():
                 return self._commit_request(peer, request)
             case messages.Generate():
@@ -391,11 +399,47 @@ class Bridge:
             except concurrent.futures.TimeoutError:
                 if future.done():  # just now, or by a TimeoutError of its own
                     return future.result()
-            if peer.gone:
-                raise _ClientGoneError("the client is gone", "dead")
-            tokens, ended = (batch.tokens, batch.news()) if batch is not None else (0, [])
-            running, waiting = len(self.draws.running), len(self.draws.waiting)
-            peer.send(messages.Progress(running=running, waiting=waiting, tokens=tokens, ended=ended))
+            self._progress(peer, batch)
+
+    def _reading(self, copy: Copy, peer: Peer, start: Callable[[], concurrent.futures.Future]) -> Any:
+        """The result of what reads a version: meanwhile the client brings its parts, if it has any."""
+        if not isinstance(copy, WindowCopy):
+            return self._wait(peer, start())
+        fetches = copy.fetches
+        fetches.begin()
+        try:
+            future = start()
+            future.add_done_callback(lambda done: fetches.stop())
+            while True:
+                try:
+                    part = fetches.wanted(PROGRESS_S)
+                except queue.Empty:
+                    self._progress(peer)
+                    continue
+                if part is None:
+                    return future.result()
+                peer.send(messages.Fill(part=part))
+                fetches.bring(self._filled(peer, copy, part))
+        finally:
+            fetches.end(_ClientGoneError("the trainer is not there to fill the window", "dead"))
+
+    def _filled(self, peer: Peer, copy: Copy, part: int) -> BridgeError | None:
+        """What the client says to Fill: nothing, or why the part does not come."""
+        frames = peer.receive()
+        if frames is None or peer.gone:
+            raise _ClientGoneError("the client is gone", "dead")
+        request, _ = _decode(frames)
+        if isinstance(request, messages.Filled) and request.part == part:
+            return None
+        return BridgeError(f"the trainer gave up sending {copy.manifest.version}", "unshared")
+
+    def _progress(self, peer: Peer, batch: Batch | None = None) -> None:
+        """A sign of life to the client, where it is still there."""
+        if peer.gone:
+            raise _ClientGoneError("the client is gone", "dead")
+        tokens, ended = (batch.tokens, batch.news()) if batch is not None else (0, [])
+        running, waiting = len(self.draws.running), len(self.draws.waiting)
+        peer.send(messages.Progress(running=running, waiting=waiting, tokens=tokens, ended=ended))
 
     def _look_for_the_dead(self, peer: Peer) -> None:
         """Before somebody else's lease counts against `peer`."""
@@ -431,7 +475,7 @@ class Bridge:
             self._lease.require(peer, version)
             current = self.version
             if current is not None and (current.run_id, current.incarnation) == (version.run_id, version.incarnation):
-                again = self._good is not None and self._good.manifest.digest == manifest.digest
+                again = self._serving == manifest.digest
                 if version.step < current.step or (version.step == current.step and not again):
                     raise BridgeError(f"{version} is stale: the engine already serves {current}", "stale")
             if self._committing:
@@ -469,7 +513,7 @@ class Bridge:
             opened = time.perf_counter()
             try:
                 with concurrent.futures.ThreadPoolExecutor(1) as pool:  # numpy and torch release the GIL
-                    self._wait(peer, pool.submit(copy.validate))
+                    self._reading(copy, peer, lambda: pool.submit(copy.validate))
             except BaseException:
                 copy.close()
                 raise
@@ -514,7 +558,12 @@ class Bridge:
     def _copy_of(
         self,
         pending: Pending,
-        memory: messages.HostMemory | messages.DeviceMemory | messages.NcclMemory | messages.Changes | None,
+        memory: messages.HostMemory
+        | messages.DeviceMemory
+        | messages.WindowMemory
+        | messages.NcclMemory
+        | messages.Changes
+        | None,
     ) -> Copy:
         """The announced version, wherever its bytes are."""
         manifest, peer = pending.manifest, pending.owner
@@ -527,6 +576,9 @@ class Bridge:
             raise BridgeError("memory is shared on one host only: send Chunks", "unshared")
         if isinstance(memory, messages.DeviceMemory):
             return self._engine.open_device(manifest, memory)
+        if isinstance(memory, messages.WindowMemory):
+            window = messages.DeviceMemory(device=memory.device, handle=memory.handle)
+            return WindowCopy(manifest, memory.ends, lambda part: self._engine.open_device(part, window))
         if memory is not None:
             fd = shm.open_located(memory)
             try:
@@ -551,7 +603,7 @@ class Bridge:
             finally:
                 self._drop(pending)  # on the engine thread: nobody closes a version while it is being read
 
-        return self._wait(peer, self._call(commit))
+        return self._reading(copy, peer, lambda: self._call(commit))
 
     def _generate(self, peer: Peer, request: messages.Generate) -> messages.Completions:
         self.draws.check(request)
@@ -573,6 +625,10 @@ class Bridge:
         except _ClientGoneError:
             self._jobs.put(lambda: self.draws.abort(batch))
             raise
+
+
+def _sweeps(copy: Copy, begin: Callable[[], Iterator[Mapping[str, Any]]]) -> Sweeps:
+    return Sweeps(begin, lasting=not isinstance(copy, WindowCopy))
 
 
 def _decode(frames: list[bytes]) -> tuple[messages.Request, bytes]:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +24,27 @@ class Finished:
     logprobs: np.ndarray
     finish_reason: str
     routed: np.ndarray | None = None
+
+
+Parts = Iterable[Mapping[str, Any]]
+"""A version's tensors by name, in parts of whole layers. It may be gone through more than once; what a part gave is
+there until the next one is asked for, or for good (`lasts`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweeps:
+    """Parts, by a function that goes through them once."""
+
+    begin: Callable[[], Iterator[Mapping[str, Any]]]
+    lasting: bool
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return self.begin()
+
+
+def lasts(parts: Parts) -> bool:
+    """Whether tensors of a part may be kept when the next one is asked for."""
+    return getattr(parts, "lasting", True)
 
 
 class Engine(Protocol):
@@ -57,14 +78,14 @@ class Engine(Protocol):
         """A version that comes from another GPU. `check` is called while waiting; what it raises ends that.
         BridgeError("unshared") if nothing can come."""
 
-    def load(self, tensors: Iterator[tuple[str, Any]]) -> None:
+    def load(self, parts: Parts) -> None:
         """Replace all weights in place and forget everything computed with the old ones (prefix and KV cache)."""
 
     def restore_initial(self) -> bool:
         """Load the weights the engine was started with; False if there are none."""
 
-    def read_back(self, tensors: Mapping[str, Any], mode: str, seed: int) -> tuple[int, int]:
-        """Compare live layers with `tensors` ("sampled" or "full"); (weights, input rows) compared, or BridgeError."""
+    def read_back(self, parts: Parts, mode: str, seed: int) -> tuple[int, int]:
+        """Compare live layers with `parts` ("sampled" or "full"); (weights, input rows) compared, or BridgeError."""
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
         """Prefill `prompt` and record what goes into and comes out of live modules; BridgeError if it cannot."""

@@ -12,14 +12,14 @@ import hashlib
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
-from qarl_bridge.server.engine_api import Finished
+from qarl_bridge.server.engine_api import Finished, Parts
 from qarl_bridge.server.staged import Copy
 
 
@@ -92,11 +92,11 @@ class FakeEngine:
                 )
         return finished
 
-    def load(self, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
+    def load(self, parts: Parts) -> None:
         """Copy in place."""
         state = hashlib.sha256()
         self._state = b"half loaded"
-        for index, (name, array) in enumerate(tensors):
+        for index, (name, array) in enumerate(pair for part in parts for pair in part.items()):
             if self.fail_load and index == 1:
                 self.fail_load -= 1
                 raise RuntimeError("simulated loader failure")
@@ -132,15 +132,17 @@ class FakeEngine:
         self._state = b"initial"
         return True
 
-    def read_back(self, tensors: Mapping[str, np.ndarray], mode: str, seed: int) -> tuple[int, int]:
+    def read_back(self, parts: Parts, mode: str, seed: int) -> tuple[int, int]:
         """Compare everything held."""
         if self.fail_read_back:
             self.fail_read_back -= 1
             raise BridgeError("simulated read-back difference", "engine")
-        for name, array in tensors.items():
+        weights = rows = 0
+        for name, array in (pair for part in parts for pair in part.items()):
             if messages.as_bytes(self.held[name]) != messages.as_bytes(array):
                 raise BridgeError(f"read-back of {name} differs", "engine")
-        return len(tensors), sum(a.shape[0] for a in tensors.values() if a.ndim)
+            weights, rows = weights + 1, rows + (array.shape[0] if array.ndim else 0)
+        return weights, rows
 
     def close(self) -> None:
         """Nothing to free."""

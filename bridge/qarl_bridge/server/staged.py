@@ -10,7 +10,7 @@ are a `Copy`; nothing else asks which.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,12 +29,13 @@ class Copy(Protocol):
     def validate(self) -> None:
         """Every tensor against its fingerprint and for values that must not be; BridgeError names the first bad one."""
 
-    def tensors(self) -> dict[str, Any]:
-        """All tensors by name, read only."""
+    def parts(self) -> Iterator[Mapping[str, Any]]:
+        """All tensors by name, read only, in parts of whole layers in manifest order. A part is no longer there when
+        the next one is asked for."""
 
-    def at_the_door(self) -> Iterator[tuple[str, Any]]:
-        """Tensors in manifest order, for the engine's loader. Fingerprints are checked as a tensor is handed over, or,
-        on a GPU, by `confirm`."""
+    def at_the_door(self) -> Iterator[Mapping[str, Any]]:
+        """As `parts`, for the engine's loader. Fingerprints are checked as a part is handed over, or, on a GPU, by
+        `confirm`."""
 
     def confirm(self) -> None:
         """After a load: BridgeError if the bytes may have changed while they were read."""
@@ -82,15 +83,16 @@ class HostCopy:
             sums.of(number)[:] = validate_tensor(entry, array)
         self.sums = sums
 
-    def tensors(self) -> dict[str, np.ndarray]:
-        return {entry.name: self._array(entry) for entry in self.manifest.tensors}
+    def parts(self) -> Iterator[Mapping[str, np.ndarray]]:
+        yield {entry.name: self._array(entry) for entry in self.manifest.tensors}
 
-    def at_the_door(self) -> Iterator[tuple[str, np.ndarray]]:
+    def at_the_door(self) -> Iterator[Mapping[str, np.ndarray]]:
+        named = {}
         for entry in self.manifest.tensors:
-            array = self._array(entry)
+            named[entry.name] = array = self._array(entry)
             if fingerprint.digest(array) != entry.digest:
                 raise BridgeError(f"tensor {entry.name} changed between validation and load", "torn")
-            yield entry.name, array
+        yield named
 
     def confirm(self) -> None:
         pass  # sealed, or private to this process

@@ -11,7 +11,7 @@ been read (`confirm`). A version that changed in between is found, and the state
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -123,13 +123,13 @@ class DeviceCopy:
         step = (entries[1].offset - first.offset) // dtype.itemsize if len(entries) > 1 else 1
         return flat.as_strided((len(entries), first.nbytes // dtype.itemsize), (step, 1))
 
-    def tensors(self) -> dict[str, Any]:
+    def parts(self) -> Iterator[Mapping[str, Any]]:
         if not self._views:  # asked for twice in every publish
             self._views = {entry.name: self._tensor(entry) for entry in self.manifest.tensors}
-        return self._views
+        yield self._views
 
-    def at_the_door(self) -> Iterator[tuple[str, Any]]:
-        yield from self.tensors().items()
+    def at_the_door(self) -> Iterator[Mapping[str, Any]]:
+        return self.parts()
 
     def confirm(self) -> None:
         # The sums that were announced, without hashing them again: an engine pauses meanwhile.

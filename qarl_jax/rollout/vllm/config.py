@@ -38,7 +38,8 @@ class Config(messages.EngineOptions):
     memory: "given", the engine takes what `kv_cache_gb` and `gpu_memory_utilization` say; "auto", both are chosen
       before a training run starts: a KV cache for the sequences of a step, or less where the card is too small for it.
     staging_buffers: versions that are held on the GPU where they are staged there: 2, the one that serves and the next;
-      1, the next overwrites it, so that an engine that fails to load it has nothing to go back to.
+      1, the next overwrites it, so that an engine that fails to load it has nothing to go back to; 0, the next goes
+      through a window of 2 GiB, layers after layers, to an engine on the learner's own GPU.
     readback: weights compared after each publish: "off", "sampled" (16 inputs of every layer) or "full".
     start_timeout_s: longest start of the engine.
     request_timeout_s: longest silence of the bridge before it is taken for dead (it reports every 2 s).
@@ -61,7 +62,7 @@ class Config(messages.EngineOptions):
     hedge: float = 3.0
     transport: Literal["auto", "cuda_ipc", "nccl", "host"] = "auto"
     memory: Literal["given", "auto"] = "given"
-    staging_buffers: Literal[1, 2] = 2
+    staging_buffers: Literal[0, 1, 2] = 2
     readback: Literal["off", "sampled", "full"] = "sampled"
     start_timeout_s: float = 600.0
     request_timeout_s: float = 120.0

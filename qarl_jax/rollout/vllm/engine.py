@@ -261,7 +261,7 @@ class VllmEngine:
             staged.base = self._staged if isinstance(self._staged, sender.StagedVersion) else None
         else:
             stager = self._device_stager(weights)
-            if self._config.staging_buffers == 1 and self._staged is not None:
+            if self._config.staging_buffers < 2 and self._staged is not None:
                 self._staged.close()
                 self._staged = None
             staged = stager.stage(weights, **identity)
@@ -293,7 +293,8 @@ class VllmEngine:
             raise BridgeError("the bridge is reached over TCP", "unshared")
         if self._stager is None:
             gpus = gpus_of(weights, [self._config.gpus_of(number) for number in range(self._config.started)])
-            self._stager = DeviceStager([sender.gpu_buffers(gpu) for gpu in gpus], self._transport)
+            pools = [sender.gpu_buffers(gpu) for gpu in gpus]
+            self._stager = DeviceStager(pools, self._transport, in_parts=self._config.staging_buffers == 0)
         return self._stager
 
     def status(self) -> messages.StatusReply:

@@ -23,8 +23,10 @@ import functools
 import itertools
 import math
 import os
+import re
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -81,12 +83,15 @@ def _cut(x: jax.Array, start: jax.Array, size: int, dtype: Any, place: Any) -> j
 _JOINING = threading.Lock()
 
 
-def _pieces(x: jax.Array, dtype: Any, lead: int) -> Iterator[tuple[int, dict[int, jax.Array]]]:
-    """All of an array in `dtype`, piece by piece: (first of its tensors, the piece by the number of the GPU, on each of
-    those that the array is spread over). Itself, where it is on one and of that dtype.
+def _pieces(
+    x: jax.Array, dtype: Any, lead: int, wanted: range | None = None
+) -> Iterator[tuple[int, dict[int, jax.Array]]]:
+    """An array in `dtype`, piece by piece: (first of its tensors, the piece by the number of the GPU, on each of those
+    that the array is spread over). Itself, where it is on one and of that dtype.
 
     Args:
       lead: 1: its first dimension counts tensors; 0: it is one.
+      wanted: which of its tensors; None: all.
     """
     if len(x.devices()) == 1 and x.dtype == dtype:
         (device,) = x.devices()
@@ -96,10 +101,13 @@ def _pieces(x: jax.Array, dtype: Any, lead: int) -> Iterator[tuple[int, dict[int
     assert len(x.devices()) == 1 or isinstance(sharding, NamedSharding)
     place = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     size = count = x.shape[0] if x.ndim else 1
+    begin = 0
     if lead:
         most = max(1, PIECE_BYTES * count // max(1, x.size * jnp.dtype(dtype).itemsize))
+        if wanted is not None:
+            begin, count = wanted.start, len(wanted)
         size = max(n for n in range(1, min(most, count) + 1) if count % n == 0)
-    for start in range(0, count, size):
+    for start in range(begin, begin + count, size):
         with _JOINING:
             piece = _cut(x, jnp.uint32(start), size, dtype, place)
             jax.block_until_ready(piece)
@@ -179,6 +187,23 @@ def _lead(names: np.ndarray) -> int:
     return min(1, names.ndim)
 
 
+class _Held:
+    """A policy that is not kept alive."""
+
+    def __init__(self, weights: PolicyWeights):
+        self._graphdef = weights.graphdef
+        leaves, self._treedef = jax.tree.flatten((weights.params, weights.qweights))
+        self._leaves = [weakref.ref(leaf) for leaf in leaves]
+
+    def weights(self, version: messages.Version) -> PolicyWeights:
+        """The policy; BridgeError("dead") once the learner has let go of it."""
+        leaves = [leaf() for leaf in self._leaves]
+        if any(leaf is None or leaf.is_deleted() for leaf in leaves):
+            raise BridgeError(f"the learner holds the weights of {version} no longer: publish the next", "dead")
+        params, qweights = jax.tree.unflatten(self._treedef, leaves)
+        return PolicyWeights(graphdef=self._graphdef, params=params, qweights=qweights)
+
+
 def gpus_of(weights: PolicyWeights, engines: Sequence[str], platform: str = "gpu") -> list[int]:
     """The numbers of the GPUs that versions are staged on: those of the engines that weights are on, too; else the
     weights' first.
@@ -205,23 +230,65 @@ def gpus_of(weights: PolicyWeights, engines: Sequence[str], platform: str = "gpu
     return sorted({number(engine) for engine in engines} & set(numbers)) or numbers[:1]
 
 
+WINDOW_BYTES = 2 * 2**30
+"""Of a buffer through which a version goes part by part. A layer that is larger is a part nevertheless."""
+
+
+def parts_of(places: Sequence[_Place], limit: int | None = None) -> list[int]:
+    """Where the parts of a version end: as many whole layers in each as `limit` bytes hold, one at least.
+
+    Args:
+      limit: WINDOW_BYTES, if not given.
+    """
+    limit = WINDOW_BYTES if limit is None else limit
+    layers = [list(group) for _, group in itertools.groupby(range(len(places)), lambda n: _layer_of(places[n].name))]
+    ends: list[int] = []
+    start = 0
+    for layer in layers:
+        end = places[layer[-1]].offset + places[layer[-1]].nbytes
+        if ends and end - start <= limit:
+            ends[-1] = layer[-1] + 1
+        else:
+            ends.append(layer[-1] + 1)
+            start = places[layer[0]].offset
+    return ends
+
+
+def _layer_of(name: str) -> str:
+    """ "model.layers.3" of whatever is in that layer, else the module by itself."""
+    found = re.match(r"(.*\.layers\.\d+)\.", name)
+    return found[1] if found else name.rpartition(".")[0]
+
+
+def spans_of(places: Sequence[_Place], ends: Sequence[int]) -> list[tuple[int, int]]:
+    """(first byte, bytes) of each part."""
+    spans = []
+    for first, end in itertools.pairwise([0, *ends]):
+        start, last = places[first].offset, places[end - 1]
+        spans.append((start, last.offset + last.nbytes - start))
+    return spans
+
+
 class DeviceStager:
     """Writes versions into staging buffers on GPUs.
 
     Args:
       pools: the buffers of each GPU an engine is on; the weights are on all of these GPUs, whole or in parts.
       transport: how versions travel, see `sender.DeviceVersion`.
+      in_parts: a buffer holds a part of a version (`sender.WindowVersion`), and is written when it is asked for.
     """
 
-    def __init__(self, pools: Sequence[Any], transport: str = "auto"):
+    def __init__(self, pools: Sequence[Any], transport: str = "auto", *, in_parts: bool = False):
         self._pools = pools
         self._transport = transport
+        self._in_parts = in_parts
         self._layouts: dict[Any, list[_Place]] = {}
 
     def stage(
         self, weights: PolicyWeights, *, version: messages.Version, model: bytes, scheme: bytes
     ) -> sender.DeviceVersion:
-        """A version in buffers of its own, complete when this returns. Arguments as in `sender.stage`.
+        """A version in buffers of its own, complete when this returns, unless it goes `in_parts`: then `weights` must
+        stay alive until it is published. Arguments as in `sender.stage`.
 
         Raises:
           BridgeError: "limits", the GPU has no room for the buffer.
@@ -230,11 +297,12 @@ class DeviceStager:
         if weights.graphdef not in self._layouts:
             self._layouts[weights.graphdef] = layout(weights)
         places = self._layouts[weights.graphdef]
-        total = places[-1].offset + places[-1].nbytes
+        ends = parts_of(places) if self._in_parts else [len(places)]
+        spans = spans_of(places, ends)
         buffers: list[Any] = []
         try:
-            buffers += (pool.take(sender.align(total)) for pool in self._pools)
-            digests = self._fill(buffers, places, weights)
+            buffers += (pool.take(sender.align(max(size for _, size in spans))) for pool in self._pools)
+            digests = self._fill([] if self._in_parts else buffers, places, weights, 0)
         except BaseException:
             for buffer in buffers:
                 buffer.release()
@@ -246,9 +314,31 @@ class DeviceStager:
             for p, digest in zip(places, digests, strict=True)
         ]
         manifest = sender.manifest_of(entries, version=version, model=model, scheme=scheme)
-        return sender.DeviceVersion(manifest, buffers, time.perf_counter() - start, self._transport)
+        if not self._in_parts:
+            return sender.DeviceVersion(manifest, buffers, time.perf_counter() - start, self._transport)
+        held = _Held(weights)
 
-    def _fill(self, buffers: list[Any], places: list[_Place], weights: PolicyWeights) -> list[bytes]:
+        def write(part: int, buffer: Any) -> None:
+            first, end = [0, *ends][part : part + 2]
+            # Between tensors are zeros, which belong to their fingerprints.
+            buffer.device.clear(buffer.pointer, buffer.size)
+            self._fill([buffer], places[first:end], held.weights(version), spans[part][0], sums=False)
+
+        return sender.WindowVersion(manifest, buffers, time.perf_counter() - start, self._transport, ends, write)
+
+    def _fill(
+        self,
+        buffers: list[Any],
+        places: Sequence[_Place],
+        weights: PolicyWeights,
+        origin: int,
+        *,
+        sums: bool = True,
+    ) -> list[bytes]:
+        """Write tensors into buffers whose first byte is the version's `origin`th, and return their fingerprints.
+
+        sums: whether these are wanted.
+        """
         tensors: dict[str, Any] = models.by_path(weights.params) | models.by_path(weights.qweights)
         names = models.hf_names(models.config_of(weights.graphdef))
         by_source: dict[Key, list[int]] = {}
@@ -257,33 +347,39 @@ class DeviceStager:
                 by_source.setdefault(place.source, []).append(number)
                 continue
             for buffer in buffers:
-                if buffer.fresh:  # the same in every version: written once
-                    buffer.device.write(buffer.pointer + place.offset, place.constant)
-        sums: dict[Key, list[jax.Array]] = {}
+                if buffer.fresh or self._in_parts:  # the same in every version: written once into a buffer of its own
+                    buffer.device.write(buffer.pointer + place.offset - origin, place.constant)
+        found: dict[Key, list[jax.Array]] = {}
         for (path, part), numbers in by_source.items():
             own = tensors[path] if part == "master" else getattr(tensors[path], part)
             lead = _lead(names[path])
-            found = sums[path, part] = []
-            for first, piece in _pieces(own, jnp.bfloat16 if part == "master" else own.dtype, lead):
-                stacks = [piece[buffer.device.ordinal] for buffer in buffers]
-                found.append(row_sums(stacks[0], lead))
-                end = first + (stacks[0].shape[0] if lead else 1)
+            indices = [places[n].index for n in numbers]
+            wanted = range(min(indices), max(indices) + 1)
+            found[path, part] = []
+            for first, piece in _pieces(own, jnp.bfloat16 if part == "master" else own.dtype, lead, wanted):
+                any_of_them = next(iter(piece.values()))
+                if sums:
+                    found[path, part].append(row_sums(any_of_them, lead))
+                end = first + (any_of_them.shape[0] if lead else 1)
                 here = [p for p in (places[n] for n in numbers) if p.nbytes and first <= p.index < end]
-                for buffer, stack in zip(buffers, stacks, strict=True):
-                    pointer = jax.block_until_ready(stack).unsafe_buffer_pointer()
+                for buffer in buffers:
+                    stack = piece[buffer.device.ordinal]
+                    pointer, to = jax.block_until_ready(stack).unsafe_buffer_pointer(), buffer.pointer - origin
                     buffer.device.copy_all(
-                        [(buffer.pointer + p.offset, pointer + (p.index - first) * p.nbytes, p.nbytes) for p in here]
+                        [(to + p.offset, pointer + (p.index - first) * p.nbytes, p.nbytes) for p in here]
                     )
-                if own is not stacks[0]:
-                    for buffer in buffers:
+                    if own is not stack:
                         buffer.device.synchronize()  # the piece is freed with this turn of the loop
-                del piece, stacks, stack
+                    del stack
+                del piece, any_of_them
         for buffer in buffers:
             buffer.device.synchronize()
             buffer.fresh = False
+        if not sums:
+            return []
         digests = [fingerprint.digest(p.constant) for p in places]
         for source, numbers in by_source.items():
-            pieces = [np.asarray(piece) for piece in sums[source]]
+            pieces = [np.asarray(piece) for piece in found[source]]
             rows = np.concatenate([piece.reshape(-1, *piece.shape[-2:]) for piece in pieces])
             for number in numbers:
                 digests[number] = fingerprint.digest_of_sums(rows[places[number].index])

@@ -1,0 +1,134 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A version that comes part by part through a window: a buffer on the engine's GPU that is smaller than the version.
+
+A part holds whole layers. Whoever reads the version asks for one part after the other; the trainer writes it into the
+window, and says so. It is asked three times: to check every byte and value before anything is replaced (`validate`), to
+load, and to read back. A part that is read again must be the one that was checked (`staged.Copy.confirm`).
+
+Nothing is kept of such a version: an engine that fails to load it has nothing to go back to.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from qarl_bridge.protocol import messages
+from qarl_bridge.protocol.errors import BridgeError
+from qarl_bridge.server.staged import Copy
+
+
+class Fetches:
+    """Parts wanted by the thread that reads a version, and brought by the one that talks to the trainer."""
+
+    def __init__(self) -> None:
+        self._error: BridgeError | None = None
+        self.begin()
+        self._error = BridgeError("a version that came through a window cannot be read again", "dead")
+
+    def fetch(self, part: int) -> None:
+        """Returns when the part lies in the window.
+
+        Raises:
+          BridgeError: the trainer gave up, or is gone.
+        """
+        if self._error is not None:
+            raise self._error
+        self._wanted.put(part)
+        error = self._brought.get()
+        if error is not None:
+            raise error
+
+    def begin(self) -> None:
+        """From here on somebody listens in `wanted`."""
+        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._brought: queue.SimpleQueue[BridgeError | None] = queue.SimpleQueue()
+        self._error = None
+
+    def wanted(self, timeout_s: float) -> int | None:
+        """The next part to bring; None once `stop` was called. queue.Empty: none is wanted yet."""
+        return self._wanted.get(timeout=timeout_s)
+
+    def stop(self) -> None:
+        """Nothing more is wanted."""
+        self._wanted.put(None)
+
+    def bring(self, error: BridgeError | None = None) -> None:
+        """The wanted part is there, or why it never will be."""
+        self._brought.put(error)
+
+    def end(self, error: BridgeError) -> None:
+        """Nobody listens any more: who waits, and who asks later, gets the error."""
+        self._error = error
+        self._brought.put(error)
+
+
+class WindowCopy:
+    """Implements staged.Copy.
+
+    Args:
+      manifest: checked already (`manifest.check_manifest`).
+      ends: where parts end, see messages.WindowMemory.
+      open_part: a part's manifest -> a copy that lies in the window.
+    """
+
+    borrowed = True
+
+    def __init__(
+        self, manifest: messages.Manifest, ends: Sequence[int], open_part: Callable[[messages.Manifest], Copy]
+    ):
+        self.manifest = manifest
+        self.fetches = Fetches()
+        parts = _parts(manifest, ends)
+        opened: dict[int, Copy] = {}
+        try:  # the largest first: the window is mapped once, as far as that reaches
+            for number in sorted(range(len(parts)), key=lambda i: -parts[i].total_bytes):
+                opened[number] = open_part(parts[number])
+        except BaseException:
+            for copy in opened.values():
+                copy.close()
+            raise
+        self._copies = [opened[number] for number in range(len(parts))]
+
+    def validate(self) -> None:
+        for number, copy in enumerate(self._copies):
+            self.fetches.fetch(number)
+            copy.validate()
+
+    def _sweep(self, take: Callable[[Copy], Iterator[Mapping[str, Any]]]) -> Iterator[Mapping[str, Any]]:
+        for number, copy in enumerate(self._copies):
+            self.fetches.fetch(number)
+            yield from take(copy)
+            copy.confirm()  # what was read is what was checked; and on a GPU, it has been read by now
+
+    def parts(self) -> Iterator[Mapping[str, Any]]:
+        return self._sweep(lambda copy: copy.parts())
+
+    def at_the_door(self) -> Iterator[Mapping[str, Any]]:
+        return self._sweep(lambda copy: copy.at_the_door())
+
+    def confirm(self) -> None:
+        pass  # every part was
+
+    def close(self) -> None:
+        copies, self._copies = self._copies, []
+        for copy in copies:
+            copy.close()
+
+
+def _parts(manifest: messages.Manifest, ends: Sequence[int]) -> list[messages.Manifest]:
+    """Each part as a version of its own, from the window's first byte on."""
+    tensors, parts, first = manifest.tensors, [], 0
+    if any(b <= a for a, b in zip([0, *ends], ends, strict=False)) or ends[-1] != len(tensors):
+        raise BridgeError(f"the parts of {manifest.version} do not make the version", "torn")
+    for end in ends:
+        start = tensors[first].offset
+        entries = [msgspec.structs.replace(entry, offset=entry.offset - start) for entry in tensors[first:end]]
+        size = entries[-1].offset + entries[-1].nbytes
+        parts.append(msgspec.structs.replace(manifest, tensors=entries, total_bytes=size))
+        first = end
+    return parts
