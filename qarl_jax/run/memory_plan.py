@@ -429,7 +429,7 @@ def colocation(cfg: RunConfig) -> list[str]:
     rows = {
         "vLLM": f"{share:.0%} of the card at most (gpu_memory_utilization), KV cache {cache} (kv_cache_gb)",
         "learner": f"as it needs, up to {learner:.0%} of the card (XLA_PYTHON_CLIENT_MEM_FRACTION)",
-        "staging": f"{staged / GIB:.3f} GiB for versions of {version:.3f} GiB (staging_buffers), or none over host memory",
+        "staging": f"{staged / GIB:.3f} GiB for versions of {version:.3f} GiB, or none over host memory",
     }
     lines = ["vLLM         where it shares a GPU with the learner (rollout.engine):"]
     lines += [f"  {name:<24}{what}" for name, what in rows.items()]

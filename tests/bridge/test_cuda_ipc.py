@@ -8,6 +8,7 @@ import functools
 import os
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import fingerprint, messages
 from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server import window
 from qarl_bridge.transport import cuda_ipc
 
 from qarl_jax import models
@@ -471,6 +473,76 @@ def test_versions_go_through_the_window_and_nothing_can_be_restored(served, in_p
         client.read_back()
 
 
+def through_a_window(version, torch, spoil=lambda sweep, part, buffer: None):
+    """A WindowCopy of a host version whose window is a tensor of torch's, and a thread that fills it."""
+    from qarl_bridge.server import staged_gpu
+
+    tensors = version.manifest.tensors
+    ends = [2, 3, len(tensors)]
+    starts = [tensors[first].offset for first in [0, *ends[:-1]]]
+    buffer = torch.full((sender.align(version.manifest.total_bytes),), 0x55, dtype=torch.uint8)
+
+    def open_part(part):
+        return staged_gpu.DeviceCopy(part, buffer[: staged_gpu.whole_rows(part.total_bytes)])
+
+    copy = window.WindowCopy(version.manifest, ends, open_part)
+    copy.fetches.begin()
+    fetched = []
+
+    def serve():
+        while (part := copy.fetches.wanted(60)) is not None:
+            last = tensors[ends[part] - 1]
+            raw = os.pread(version.fd, last.offset + last.nbytes - starts[part], starts[part])
+            buffer.zero_()
+            buffer[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+            spoil(len(fetched) // len(ends), part, buffer)
+            fetched.append(part)
+            copy.fetches.bring()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return copy, fetched, thread
+
+
+def test_parts_are_checked_on_the_engines_side_each_time_they_are_read():
+    torch = pytest.importorskip("torch")
+    version = bridge_world.staged(3)
+    copy, fetched, thread = through_a_window(version, torch)
+    copy.validate()
+    for sweep in (copy.at_the_door, copy.parts):
+        found = {name: tensor.clone() for part in sweep() for name, tensor in part.items()}
+        for name, want in bridge_world.tensors(3).items():
+            assert np.array_equal(found[name].float().numpy(), want.astype(np.float32))
+    copy.confirm()
+    assert fetched == 3 * [0, 1, 2]
+    copy.fetches.stop()
+    thread.join()
+    copy.fetches.end(BridgeError("over", "dead"))
+    with pytest.raises(BridgeError, match="over"):
+        next(copy.parts())
+
+    def another_byte(sweep, part, buffer):
+        if (sweep, part) == (1, 1):
+            buffer[7] ^= 1
+
+    copy, fetched, thread = through_a_window(version, torch, another_byte)
+    copy.validate()
+    with pytest.raises(BridgeError, match=r"torn.*after it was staged"):
+        list(copy.at_the_door())
+    assert fetched == [0, 1, 2, 0, 1]
+    copy.fetches.stop()
+    thread.join()
+    copy.close()
+
+
+@pytest.mark.parametrize("ends", [[], [2], [2, 2, 5], [3, 2, 5], [5, 6], [0, 5]])
+def test_parts_that_do_not_make_the_version_are_refused(ends):
+    version = bridge_world.staged(3)
+    assert len(version.manifest.tensors) == 5
+    with pytest.raises(BridgeError, match="do not make the version"):
+        window.WindowCopy(version.manifest, ends, lambda part: None)
+
+
 @pytest.mark.slow
 def test_a_part_that_is_not_what_was_announced_is_found_before_anything_is_replaced(served, in_parts):
     w, _ = served
@@ -508,7 +580,7 @@ def test_a_version_whose_weights_are_gone_is_given_up_and_the_engine_serves_on(s
         leaf.delete()  # as an update does that takes the old ones' memory
     with pytest.raises(BridgeError, match="the learner holds the weights of run/1/1 no longer") as error:
         client.publish(version)
-    assert error.value.code == "dead"
+    assert error.value.code == "bad_state"
     assert client.status().version.step == 0
     assert client.status().state == "serving"
 

@@ -25,6 +25,7 @@ from qarl_bridge.transport import cuda_ipc, nccl
 
 from qarl_jax.rollout import SamplingConfig
 from qarl_jax.rollout.vllm import engine as vllm_engine
+from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine
 from qarl_jax.types import UserError
 from tests.reference import bridge_world, fake_gpu, tiny_policies
@@ -441,15 +442,19 @@ def test_an_engine_on_another_gpu_is_published_to_over_nccl(folder, gpu, library
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [0, 1, 2])
 def test_one_staging_buffer_serves_every_version_and_survives_a_dead_engine(
     folder, gpu, library, monkeypatch, tmp_path, count
 ):
+    monkeypatch.setattr(gpu_staging, "WINDOW_BYTES", 2**14)
     with engine(folder, gpu, library, monkeypatch, tmp_path, visible_gpus="s", staging_buffers=count) as (e, _):
         for step in range(3):
-            e.publish(policy(step), step)
+            weights = policy(step)  # which a learner holds while it samples
+            size = e.publish(weights, step)["bytes"]
         assert e.route == "cuda_ipc"
-        assert len(e._stager._pools[0]._free) + len(e._stager._pools[0]._taken) == count
+        buffers = [*e._stager._pools[0]._free, *e._stager._pools[0]._taken]
+        assert len(buffers) == max(count, 1)
+        assert (buffers[0].size < size) == (count == 0)
         mine = drawn(e)
         os.kill(e.fleet.replicas[0].bridge.process.pid, signal.SIGKILL)
         assert drawn(e) == mine

@@ -293,7 +293,7 @@ def test_parts_of_a_version_are_read_back_as_the_whole_is():
     modules |= {f"{LAYER}.routed_experts": Experts(bank())}
     whole = read_back(modules, tensors | bank())
     assert read_back(modules, [tensors, bank()]) == whole
-    with pytest.raises(BridgeError, match="no experts were published for .*routed_experts"):
+    with pytest.raises(BridgeError, match=r"no experts were published for .*routed_experts"):
         read_back(modules, [tensors])
     modules[f"{LAYER}.routed_experts"].w2_weight.data[2] = 0
     with pytest.raises(BridgeError, match="routed_experts answers a row"):

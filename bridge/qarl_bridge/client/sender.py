@@ -140,7 +140,7 @@ class WindowVersion(DeviceVersion):
 
     Attributes:
       ends: where parts end, see messages.WindowMemory.
-      write: (part, buffer) -> puts that part into the buffer; BridgeError("dead") if the version is gone.
+      write: (part, buffer) -> puts that part into the buffer; BridgeError("bad_state") if the version is gone.
     """
 
     ends: list[int] = dataclasses.field(default_factory=list)

@@ -382,15 +382,16 @@ class Announce(_Message):
 
 class Stage(_Message):
     """The announced bytes are complete: in a sealed memory file of the trainer's, in a buffer of its on the engine's
-    GPU or on another, or (None, Changes) in the Chunks before this; or they come through a window. Every fingerprint and
-    every float is checked. Reply: Staged; Error "unshared" if the memory cannot be reached, or the changes are to another version."""
+    GPU or on another, or (None, Changes) in the Chunks before this; or they come through a window. Every fingerprint
+    and every float is checked. Reply: Staged; Error "unshared" if the memory cannot be reached, or the changes are to
+    another version."""
 
     memory: HostMemory | DeviceMemory | WindowMemory | NcclMemory | Changes | None
 
 
 class Cancel(_Message):
     """The sender of a NcclMemory has given up: any message does that ends the bridge's waiting; this one does no more.
-    Reply: Ok, after the reply to Stage. In answer to Fill: its sender has given up; the reply is that of the request."""
+    Reply: Ok, after the reply to Stage. In answer to Fill: its sender has given up; the reply is the request's."""
 
 
 class Filled(_Message):
@@ -555,10 +556,33 @@ class Completions(_Message):
 
 
 Request = (
-    Hello | Status | Acquire | Announce | Stage | Cancel | Filled | Chunk | Commit | Generate | ReadBack | Probe | Shutdown
+    Hello
+    | Status
+    | Acquire
+    | Announce
+    | Stage
+    | Cancel
+    | Filled
+    | Chunk
+    | Commit
+    | Generate
+    | ReadBack
+    | Probe
+    | Shutdown
 )
 Reply = (
-    Welcome | Ok | Error | StatusReply | Ready | Staged | Published | ReadBackReply | Probed | Progress | Fill | Completions
+    Welcome
+    | Ok
+    | Error
+    | StatusReply
+    | Ready
+    | Staged
+    | Published
+    | ReadBackReply
+    | Probed
+    | Progress
+    | Fill
+    | Completions
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -11,6 +11,7 @@ Nothing is kept of such a version: an engine that fails to load it has nothing t
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -123,7 +124,7 @@ class WindowCopy:
 def _parts(manifest: messages.Manifest, ends: Sequence[int]) -> list[messages.Manifest]:
     """Each part as a version of its own, from the window's first byte on."""
     tensors, parts, first = manifest.tensors, [], 0
-    if any(b <= a for a, b in zip([0, *ends], ends, strict=False)) or ends[-1] != len(tensors):
+    if any(b <= a for a, b in itertools.pairwise([0, *ends])) or [*ends][-1:] != [len(tensors)]:
         raise BridgeError(f"the parts of {manifest.version} do not make the version", "torn")
     for end in ends:
         start = tensors[first].offset

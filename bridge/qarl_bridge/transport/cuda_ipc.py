@@ -169,7 +169,8 @@ class Device:
             except BridgeError as error:
                 raise BridgeError(
                     f"no room for a staging buffer of {size / 2**30:.2f} GiB on the GPU ({error}): lower "
-                    "rollout.engine.gpu_memory_utilization or kv_cache_gb, or set rollout.engine.transport=host",
+                    "rollout.engine.gpu_memory_utilization or kv_cache_gb, or set rollout.engine.staging_buffers=0 or "
+                    "transport=host",
                     "limits",
                 ) from None
             self._check("cuMemsetD8Async", pointer, 0, size, self._stream)

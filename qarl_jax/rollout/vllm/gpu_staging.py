@@ -196,10 +196,10 @@ class _Held:
         self._leaves = [weakref.ref(leaf) for leaf in leaves]
 
     def weights(self, version: messages.Version) -> PolicyWeights:
-        """The policy; BridgeError("dead") once the learner has let go of it."""
+        """The policy; BridgeError("bad_state") once the learner has let go of it."""
         leaves = [leaf() for leaf in self._leaves]
         if any(leaf is None or leaf.is_deleted() for leaf in leaves):
-            raise BridgeError(f"the learner holds the weights of {version} no longer: publish the next", "dead")
+            raise BridgeError(f"the learner holds the weights of {version} no longer: publish the next", "bad_state")
         params, qweights = jax.tree.unflatten(self._treedef, leaves)
         return PolicyWeights(graphdef=self._graphdef, params=params, qweights=qweights)
 
