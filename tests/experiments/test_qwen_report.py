@@ -48,8 +48,8 @@ def runs():
 
 
 def cells(text, begin):
-    """Of the one row that begins so, what follows."""
-    (row,) = [line for line in text.splitlines() if line.startswith(f"| {begin} |")]
+    """Of the first row that begins so, what follows."""
+    row = next(line for line in text.splitlines() if line.startswith(f"| {begin} |"))
     return [cell.strip() for cell in row.removeprefix(f"| {begin} |").split("|")[:-1]]
 
 
@@ -133,12 +133,12 @@ def test_quotes_prefer_what_the_sampler_meant(runs):
     assert "[[odd]]" in second
 
 
-def test_the_page_has_every_run_and_leaves_the_compiling_steps_out(runs):
+def test_the_page_has_every_arm_and_leaves_the_compiling_steps_out(runs):
     page = report.page(runs)
     row = next(line for line in page.splitlines() if line.startswith("| `qarl_w4a16` |"))
     assert row.startswith("| `qarl_w4a16` | 0, 1 | 6, 6 | 10.0 ± 2.8 | 30.0 ± 2.8 |")
-    assert "| `qarl_w4a16_seed0` | 5.00 | 0.00 | 0.00 | 0.00 | 2.00 | 0.00 | 0.00 | 1.00 | 8.00 |" in page
-    assert "| `qarl_w4a16_seed0` | 6 | 0.37, 0.00037 | 0.5000, 0.5000 |" in page
+    assert "| `qarl_w4a16` | 5.00 | 0.00 | 0.00 | 0.00 | 2.00 | 0.00 | 0.00 | 1.00 | 8.00 |" in page
+    assert "| `qarl_w4a16` | 0, 1 | 0.37, 0.00037 | 0.5000, 0.5000 |" in page
     assert "step 5, sampler 0.0001, learner 0.0001, reward 0: `...so [[wrong]] it is...`" in page
 
 
