@@ -25,6 +25,7 @@ import dataclasses
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -135,6 +136,19 @@ def most_used(ordinal: int = 0) -> Iterator[list[int]]:
         thread.join()
 
 
+def finished(command: list[str], log: str, limit_s: float) -> int | None:
+    """The exit code of a command whose output goes to a file; None: it took too long, and is gone with all it began."""
+    with open(log, "wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+
+
 def run(draw: dict[str, Any], limit_s: float) -> dict[str, Any]:
     """What `python -m qarl_jax.train` makes of a draw."""
     with tempfile.TemporaryDirectory() as folder, most_used() as most:
@@ -148,11 +162,10 @@ def run(draw: dict[str, Any], limit_s: float) -> dict[str, Any]:
             f"run_dir={folder}/r",
         ]
         start = time.perf_counter()
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-            code, tail = done.returncode, (done.stdout + done.stderr).strip().splitlines()[-3:]
-        except subprocess.TimeoutExpired:
-            code, tail = None, ["timed out"]
+        log = f"{folder}/log"
+        code = finished(command, log, limit_s)
+        with open(log, encoding="utf-8", errors="replace") as file:
+            tail = file.read().strip().splitlines()[-3 if code is not None else -12 :]
         seconds = time.perf_counter() - start
         stepped = os.path.exists(f"{folder}/r/metrics.jsonl") and os.path.getsize(f"{folder}/r/metrics.jsonl") > 0
     kept = (code == 0 and stepped) if draw["fits"] else (code == 2 and not stepped)

@@ -5,6 +5,7 @@
 import gzip
 import json
 import sys
+import time
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,7 @@ from benchmarks import (
     gemm,
     learner,
     memory,
+    memory_draws,
     packing,
     random_folder,
     shapes,
@@ -25,6 +27,7 @@ from benchmarks import (
 from qarl_jax import models
 from qarl_jax.data import load_tokenizer
 from qarl_jax.run import config
+from tests.reference import bridge_world
 
 SMALL = ["--model", "tiny", "--rows", "8", "--seq", "32", "--steps", "1"]
 
@@ -244,3 +247,17 @@ def test_an_update_on_ragged_lengths_is_timed_padded_and_packed(capsys, tmp_path
     assert padded["padding_share"] > packed["padding_share"]
     assert padded["recompiles"] == packed["recompiles"] == 0
     assert json.loads((tmp_path / "out.json").read_text())["results"] == [padded, packed]
+
+
+def test_a_drawn_run_that_takes_too_long_is_gone_with_its_engine_and_leaves_its_last_words(tmp_path):
+    child = "import subprocess, sys, time; print('loading', flush=True); "
+    child += "print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    log = tmp_path / "log"
+    assert memory_draws.finished([sys.executable, "-c", child], str(log), 3.0) is None
+    said, pid = log.read_text().split()
+    assert said == "loading"
+    deadline = time.monotonic() + 10
+    while bridge_world.alive(int(pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert memory_draws.finished([sys.executable, "-c", "raise SystemExit(2)"], str(log), 60.0) == 2
