@@ -56,13 +56,17 @@ def test_validation_refuses_nan_infinite_negative_and_zero_scales(bridge, bad):
     still_serves(bridge, client, 0)
 
 
+@pytest.mark.parametrize("at_once", [5, 33])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
-def test_nonfinite_values_are_found_in_every_float_dtype(dtype):
-    array = np.linspace(-1, 1, 33, dtype=np.float32).astype(messages.DTYPES[dtype])
+def test_nonfinite_values_are_found_in_every_float_dtype(dtype, at_once, monkeypatch):
+    monkeypatch.setattr(staged_copies, "_AT_ONCE", at_once)
+    array = np.linspace(-1, 1, 33, dtype=np.float32).astype(messages.DTYPES[dtype]).reshape(3, 11)
     assert not staged_copies.has_nonfinite(array)
     for bad in (np.nan, -np.nan) if dtype == "float8_e4m3fn" else (np.nan, np.inf, -np.inf):
-        array[7] = bad
-        assert staged_copies.has_nonfinite(array)
+        for place in ((0, 7), (2, 10)):
+            good, array[place] = array[place], bad
+            assert staged_copies.has_nonfinite(array)
+            array[place] = good
     assert not staged_copies.has_nonfinite(np.full(4, -1, np.int8))
 
 

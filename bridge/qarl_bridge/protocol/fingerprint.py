@@ -64,12 +64,12 @@ def _sum_rows(raw: np.ndarray, out: np.ndarray) -> None:
         return
     starts = range(0, len(words), _ROWS_PER_THREAD)
     cuts = [slice(start, start + _ROWS_PER_THREAD) for start in starts]
-    list(_threads().map(_sum_words, (words[cut] for cut in cuts), (out[cut] for cut in cuts)))
+    list(threads().map(_sum_words, (words[cut] for cut in cuts), (out[cut] for cut in cuts)))
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """numpy lets go of the interpreter while it adds."""
+def threads() -> ThreadPoolExecutor:
+    """For passes over large arrays: numpy lets go of the interpreter meanwhile."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return ThreadPoolExecutor(min(_MOST_THREADS, count), thread_name_prefix="fingerprint")
 

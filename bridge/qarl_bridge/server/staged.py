@@ -106,8 +106,19 @@ class HostCopy:
         self.close()
 
 
+_AT_ONCE = 1 << 20  # elements: what is made of them stays in cache
+
+
 def has_nonfinite(array: np.ndarray) -> bool:
     """Whether any value is NaN or infinite; exact on the bits, so that no dtype needs converting."""
+    if array.size <= _AT_ONCE:
+        return _has_nonfinite(array)
+    flat = array.reshape(-1)
+    cuts = (flat[start : start + _AT_ONCE] for start in range(0, flat.size, _AT_ONCE))
+    return any(fingerprint.threads().map(_has_nonfinite, cuts))
+
+
+def _has_nonfinite(array: np.ndarray) -> bool:
     name = array.dtype.name
     if name == "bfloat16":
         return bool(np.any((array.view(np.uint16) & 0x7F80) == 0x7F80))
