@@ -143,10 +143,11 @@ def finished(command: list[str], log: str, limit_s: float) -> int | None:
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             return None
+        finally:
+            if process.poll() is None:  # so it ends with Ctrl-C, too, which does not reach it
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def run(draw: dict[str, Any], limit_s: float) -> dict[str, Any]:

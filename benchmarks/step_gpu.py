@@ -36,7 +36,6 @@ import contextlib
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
@@ -46,7 +45,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import random_folder, shapes
-from benchmarks.memory_draws import most_used
+from benchmarks.memory_draws import finished, most_used
 from qarl_jax.metrics import phases
 from qarl_jax.observe import recorder
 from qarl_jax.run import card, config
@@ -231,13 +230,9 @@ def main(argv: list[str] | None = None) -> int:
         command = [sys.executable, "-m", "qarl_jax.train", "--config", CONFIG, *words]
         log = args.log or f"{scratch}/log"
         plan = planned(words, card.card_bytes())
-        with open(log, "wb") as output, contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             most = [stack.enter_context(most_used(ordinal)) for ordinal in range(args.cards)]
-            limit = args.limit_s - (time.perf_counter() - began)
-            try:
-                code = subprocess.run(command, stdout=output, stderr=output, timeout=limit, check=False).returncode
-            except subprocess.TimeoutExpired:
-                code = None
+            code = finished(command, log, args.limit_s - (time.perf_counter() - began))
         found: dict[str, Any] = {"case": args.case, "batch": args.batch, "shapes": args.shapes, "code": code}
         found |= {"cards": args.cards, "layers": args.layers, "execution": args.execution, "planned_gib": plan}
         found["most_used_gib"] = [used[0] / card.GIB for used in most]

@@ -365,23 +365,26 @@ def staging_bytes(cfg: RunConfig) -> int:
     return engine.staging_buffers * published_bytes(cfg) or window_bytes(cfg)
 
 
-def window_bytes(cfg: RunConfig) -> int:
-    """Of a buffer through which versions go in parts (`rollout.engine.staging_buffers=0`)."""
+def _published(cfg: RunConfig) -> PolicyWeights:
+    """A version, as shapes."""
     graphdef, params = abstract_policy(cfg)
     graphdef = build.rollout_graphdef(cfg, graphdef)
     qweights = jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params)
-    places = gpu_staging.layout(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights))
+    return PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
+
+
+def window_bytes(cfg: RunConfig) -> int:
+    """Of a buffer through which versions go in parts (`rollout.engine.staging_buffers=0`)."""
+    places = gpu_staging.layout(_published(cfg))
     return max(size for _, size in gpu_staging.spans_of(places, gpu_staging.parts_of(places)))
 
 
 def published_bytes(cfg: RunConfig) -> int:
     """Bytes of one version as the engine is given it: QTensors, and the rest of the policy in bfloat16."""
-    graphdef, params = abstract_policy(cfg)
-    graphdef = build.rollout_graphdef(cfg, graphdef)
-    qweights = jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params)
-    covered = models.by_path(qweights)
-    rest = {path: leaf for path, leaf in models.by_path(params).items() if path not in covered}
-    return nbytes(qweights) + nbytes(rest, dtype=jnp.bfloat16)
+    weights = _published(cfg)
+    covered = models.by_path(weights.qweights)
+    rest = {path: leaf for path, leaf in models.by_path(weights.params).items() if path not in covered}
+    return nbytes(weights.qweights) + nbytes(rest, dtype=jnp.bfloat16)
 
 
 def int4_copies(cfg: RunConfig) -> dict[str, int]:
@@ -391,9 +394,7 @@ def int4_copies(cfg: RunConfig) -> dict[str, int]:
     largest layer, gate and up, as bf16(q s); and for 8-bit activations one byte per weight. Experts are made in their
     place.
     """
-    graphdef, params = abstract_policy(cfg)
-    graphdef = build.rollout_graphdef(cfg, graphdef)
-    qweights = models.by_path(jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params))
+    qweights = models.by_path(_published(cfg).qweights)
     dense = [(str(q.scheme), q) for path, q in qweights.items() if ".moe." not in path]
     layers = [q for scheme, q in dense if "a16" in scheme]
     largest = max((2 * q.shape[-2] * q.shape[-1] for q in layers), default=0)  # of a matrix, bfloat16

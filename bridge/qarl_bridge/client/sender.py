@@ -139,17 +139,16 @@ class WindowVersion(DeviceVersion):
     """A version whose parts are written, one after the other, into a buffer smaller than it, on each of some GPUs.
 
     Attributes:
-      ends: where parts end, see messages.WindowMemory.
+      ends: where parts end, see messages.DeviceMemory.
       write: (part, buffer) -> puts that part into the buffer; BridgeError("bad_state") if the version is gone.
     """
 
     ends: list[int] = dataclasses.field(default_factory=list)
     write: Callable[[int, cuda_ipc.Buffer], None] = lambda part, buffer: None
 
-    def window(self, device: bytes) -> messages.WindowMemory:
-        """Where a bridge whose engine is on that GPU finds it."""
-        buffer = self.buffer(device)
-        return messages.WindowMemory(device=buffer.device.uuid, handle=buffer.handle, ends=self.ends)
+    def memory(self, device: bytes = b"") -> messages.DeviceMemory:
+        """The window on that GPU."""
+        return msgspec.structs.replace(super().memory(device), ends=self.ends)
 
 
 Version = StagedVersion | DeviceVersion
@@ -397,12 +396,10 @@ class Client:
         self.sent_bytes = 0
         ready = self.request(messages.Announce(manifest=manifest), messages.Ready)
         if isinstance(staged, DeviceVersion):
-            if isinstance(staged, WindowVersion):
-                stage = messages.Stage(memory=staged.window(self.facts.device))
-                return self.request(stage, messages.Staged, fill=self._filler(staged))
             if route == "nccl":
                 return self._broadcast(staged.buffer(self.facts.device))
-            return self.request(messages.Stage(memory=staged.memory(self.facts.device)), messages.Staged)
+            stage = messages.Stage(memory=staged.memory(self.facts.device))
+            return self.request(stage, messages.Staged, fill=self._filler(staged))
         if ready.share_memory:
             try:
                 return self.request(messages.Stage(memory=staged.memory()), messages.Staged)

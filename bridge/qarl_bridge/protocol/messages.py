@@ -139,20 +139,15 @@ class HostMemory(_Struct, tag_field="t", tag=True):
 
 
 class DeviceMemory(_Struct, tag_field="t", tag=True):
-    """A buffer on a GPU that another process of this host may map: CUDA's handle for it, and the GPU by its UUID."""
+    """A buffer on a GPU that another process of this host may map: CUDA's handle for it, and the GPU by its UUID.
+
+    With `ends` it is a window: smaller than the version, which comes through it part by part. A part is some tensors of
+    the manifest in their order; `ends` says where each ends (the last: how many there are). The bridge asks for a part
+    with Fill, whenever it reads one."""
 
     device: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
-
-
-class WindowMemory(_Struct, tag_field="t", tag=True):
-    """A buffer on a GPU, as DeviceMemory, that is smaller than the version, which comes through it part by part. A part
-    is some tensors of the manifest in their order; `ends` says where each ends (the last: how many there are). The
-    bridge asks for a part with Fill, whenever it reads one."""
-
-    device: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
-    ends: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=500_000)]
+    ends: Annotated[list[Count], msgspec.Meta(max_length=500_000)] = []
 
 
 class NcclMemory(_Struct, tag_field="t", tag=True):
@@ -386,7 +381,7 @@ class Stage(_Message):
     and every float is checked. Reply: Staged; Error "unshared" if the memory cannot be reached, or the changes are to
     another version."""
 
-    memory: HostMemory | DeviceMemory | WindowMemory | NcclMemory | Changes | None
+    memory: HostMemory | DeviceMemory | NcclMemory | Changes | None
 
 
 class Cancel(_Message):
@@ -544,7 +539,7 @@ class Progress(_Message):
 
 class Fill(_Message):
     """Write this part of the version into the window, then say Filled (or Cancel, to give up). Comes while a Stage or a
-    Commit of a WindowMemory runs."""
+    Commit of a window runs."""
 
     part: Count
 

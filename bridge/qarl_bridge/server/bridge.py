@@ -558,12 +558,7 @@ class Bridge:
     def _copy_of(
         self,
         pending: Pending,
-        memory: messages.HostMemory
-        | messages.DeviceMemory
-        | messages.WindowMemory
-        | messages.NcclMemory
-        | messages.Changes
-        | None,
+        memory: messages.HostMemory | messages.DeviceMemory | messages.NcclMemory | messages.Changes | None,
     ) -> Copy:
         """The announced version, wherever its bytes are."""
         manifest, peer = pending.manifest, pending.owner
@@ -575,10 +570,9 @@ class Bridge:
         if memory is not None and not peer.shares_memory and not is_here:
             raise BridgeError("memory is shared on one host only: send Chunks", "unshared")
         if isinstance(memory, messages.DeviceMemory):
+            if memory.ends:
+                return WindowCopy(manifest, memory.ends, lambda part: self._engine.open_device(part, memory))
             return self._engine.open_device(manifest, memory)
-        if isinstance(memory, messages.WindowMemory):
-            window = messages.DeviceMemory(device=memory.device, handle=memory.handle)
-            return WindowCopy(manifest, memory.ends, lambda part: self._engine.open_device(part, window))
         if memory is not None:
             fd = shm.open_located(memory)
             try:

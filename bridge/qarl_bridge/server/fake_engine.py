@@ -137,12 +137,17 @@ class FakeEngine:
         if self.fail_read_back:
             self.fail_read_back -= 1
             raise BridgeError("simulated read-back difference", "engine")
-        weights = rows = 0
-        for name, array in (pair for part in parts for pair in part.items()):
-            if messages.as_bytes(self.held[name]) != messages.as_bytes(array):
-                raise BridgeError(f"read-back of {name} differs", "engine")
-            weights, rows = weights + 1, rows + (array.shape[0] if array.ndim else 0)
-        return weights, rows
+        return compare(self.held, parts)
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+def compare(held: Mapping[str, np.ndarray], parts: Parts) -> tuple[int, int]:
+    """(weights, rows) of a read-back by an engine that keeps what it was given; BridgeError if it is something else."""
+    weights = rows = 0
+    for name, array in (pair for part in parts for pair in part.items()):
+        if messages.as_bytes(held[name]) != messages.as_bytes(array):
+            raise BridgeError(f"read-back of {name} differs", "engine")
+        weights, rows = weights + 1, rows + (array.shape[0] if array.ndim else 0)
+    return weights, rows

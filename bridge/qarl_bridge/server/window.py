@@ -26,8 +26,9 @@ from qarl_bridge.server.staged import Copy
 class Fetches:
     """Parts wanted by the thread that reads a version, and brought by the one that talks to the trainer."""
 
+    _error: BridgeError | None
+
     def __init__(self) -> None:
-        self._error: BridgeError | None = None
         self.begin()
         self._error = BridgeError("a version that came through a window cannot be read again", "dead")
 
@@ -73,7 +74,7 @@ class WindowCopy:
 
     Args:
       manifest: checked already (`manifest.check_manifest`).
-      ends: where parts end, see messages.WindowMemory.
+      ends: where parts end, see messages.DeviceMemory.
       open_part: a part's manifest -> a copy that lies in the window.
     """
 
@@ -123,13 +124,12 @@ class WindowCopy:
 
 def _parts(manifest: messages.Manifest, ends: Sequence[int]) -> list[messages.Manifest]:
     """Each part as a version of its own, from the window's first byte on."""
-    tensors, parts, first = manifest.tensors, [], 0
+    tensors, parts = manifest.tensors, []
     if any(b <= a for a, b in itertools.pairwise([0, *ends])) or [*ends][-1:] != [len(tensors)]:
         raise BridgeError(f"the parts of {manifest.version} do not make the version", "torn")
-    for end in ends:
+    for first, end in itertools.pairwise([0, *ends]):
         start = tensors[first].offset
         entries = [msgspec.structs.replace(entry, offset=entry.offset - start) for entry in tensors[first:end]]
         size = entries[-1].offset + entries[-1].nbytes
         parts.append(msgspec.structs.replace(manifest, tensors=entries, total_bytes=size))
-        first = end
     return parts

@@ -173,8 +173,8 @@ class Device:
                     "transport=host",
                     "limits",
                 ) from None
-            self._check("cuMemsetD8Async", pointer, 0, size, self._stream)
-            self._check("cuStreamSynchronize", self._stream)
+        self.clear(int(pointer.value), size)
+        self.synchronize()
         return int(pointer.value)
 
     def clear(self, pointer: int, size: int) -> None:
