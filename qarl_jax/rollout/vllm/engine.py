@@ -272,6 +272,9 @@ class VllmEngine:
         except BaseException:
             staged.close()
             raise
+        finally:
+            if self._stager is not None:
+                self._stager.forget()
         if isinstance(staged, sender.StagedVersion):
             staged.base = None  # closed with the next line; who has not asked for the changes by now gets the whole
         if self._staged is not None:

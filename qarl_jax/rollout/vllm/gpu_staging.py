@@ -18,6 +18,7 @@ wire between them, on each GPU where an engine is, for it holds whole matrices; 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -27,14 +28,13 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import expert_stacks, fingerprint, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
@@ -42,6 +42,7 @@ from qarl_bridge.protocol.messages import BridgeError
 from qarl_jax import models
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights
+from qarl_jax.rollout.vllm import join
 
 Key = tuple[str, str]  # (path of a parameter, "qvalue" | "scale" | "master")
 
@@ -65,54 +66,6 @@ def row_sums(x: jax.Array, lead: int) -> jax.Array:
     rows = words.reshape(*stack, -1, fingerprint.WORDS).astype(jnp.uint32)
     multiplier = jnp.arange(1, fingerprint.WORDS + 1, dtype=jnp.uint32).reshape((1,) * (lead + 1) + (-1,))
     return jnp.stack([rows.sum(-1, dtype=jnp.uint32), (rows * multiplier).sum(-1, dtype=jnp.uint32)], axis=-1)
-
-
-PIECE_BYTES = 2**30
-"""What is cast or joined at once, in the type that travels: some layers of a stack, one at least. A GPU holds a few
-such pieces while a version is staged: what arrives, what that is put together from, and what its sums are made of."""
-
-
-@functools.partial(jax.jit, static_argnames=("size", "dtype", "place"))
-def _cut(x: jax.Array, start: jax.Array, size: int, dtype: Any, place: Any) -> jax.Array:
-    """`size` of x's first dimension from `start` on, in `dtype`."""
-    x = lax.dynamic_slice_in_dim(x, start, size).astype(dtype)
-    return x if place is None else lax.with_sharding_constraint(x, place)
-
-
-# Two programs that send between the same GPUs must reach all of them in one order.
-_JOINING = threading.Lock()
-
-
-def _pieces(
-    x: jax.Array, dtype: Any, lead: int, wanted: range | None = None
-) -> Iterator[tuple[int, dict[int, jax.Array]]]:
-    """An array in `dtype`, piece by piece: (first of its tensors, the piece by the number of the GPU, on each of those
-    that the array is spread over). Itself, where it is on one and of that dtype.
-
-    Args:
-      lead: 1: its first dimension counts tensors; 0: it is one.
-      wanted: which of its tensors; None: all.
-    """
-    if len(x.devices()) == 1 and x.dtype == dtype:
-        (device,) = x.devices()
-        yield 0, {int(device.local_hardware_id): x}
-        return
-    sharding = x.sharding
-    assert len(x.devices()) == 1 or isinstance(sharding, NamedSharding)
-    place = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    size = count = x.shape[0] if x.ndim else 1
-    begin = 0
-    if lead:
-        most = max(1, PIECE_BYTES * count // max(1, x.size * jnp.dtype(dtype).itemsize))
-        if wanted is not None:
-            begin, count = wanted.start, len(wanted)
-        size = max(n for n in range(1, min(most, count) + 1) if count % n == 0)
-    for start in range(begin, begin + count, size):
-        with _JOINING:
-            piece = _cut(x, jnp.uint32(start), size, dtype, place)
-            jax.block_until_ready(piece)
-        yield start, {int(part.device.local_hardware_id): part.data for part in piece.addressable_shards}
-        del piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +138,54 @@ def _parts(name: str, tensor: Any, lead: int) -> Iterator[tuple[str, Any, tuple[
 def _lead(names: np.ndarray) -> int:
     """Stack dims that tensors are cut out of: layers, if any. Experts stay together."""
     return min(1, names.ndim)
+
+
+_Tensors = Sequence[tuple[Key, join.Piece, Mapping[int, jax.Array]]]  # and where the piece is, by the GPU
+
+
+def _wanted(places: Sequence[_Place], weights: PolicyWeights) -> dict[Key, join.Piece]:
+    """What tensors of the wire are made of: for each source the first to the last that is needed."""
+    tensors: dict[str, Any] = models.by_path(weights.params) | models.by_path(weights.qweights)
+    names = models.hf_names(models.config_of(weights.graphdef))
+    indices: dict[Key, list[int]] = {}
+    for place in places:
+        if place.source is not None:
+            indices.setdefault(place.source, []).append(place.index)
+    wanted = {}
+    for (path, part), found in indices.items():
+        own = tensors[path] if part == "master" else getattr(tensors[path], part)
+        dtype = np.dtype(jnp.bfloat16 if part == "master" else own.dtype)
+        stack = join.Stack(own, dtype, _lead(names[path]))
+        wanted[path, part] = join.Piece(stack, range(0 if stack.is_there else min(found), max(found) + 1))
+    return wanted
+
+
+def _join(batch: Sequence[tuple[Key, join.Piece]]) -> _Tensors:
+    made = join.joined([piece for _, piece in batch])
+    return [(key, piece, on) for (key, piece), on in zip(batch, made, strict=True)]
+
+
+def _write(buffer: Any, places: Sequence[_Place], tensors: _Tensors, origin: int) -> None:
+    """Start copies of tensors to their places in a buffer whose first byte is the version's `origin`th."""
+    by_source: dict[Key, list[_Place]] = {}
+    for place in places:
+        if place.source is not None and place.nbytes:
+            by_source.setdefault(place.source, []).append(place)
+    for key, (_, wanted), on in tensors:
+        source, to = on[buffer.device.ordinal].unsafe_buffer_pointer(), buffer.pointer - origin
+        here = [place for place in by_source.get(key, []) if place.index in wanted]
+        buffer.device.copy_all([(to + p.offset, source + (p.index - wanted.start) * p.nbytes, p.nbytes) for p in here])
+
+
+def _write_constants(buffer: Any, places: Sequence[_Place], origin: int) -> None:
+    for place in places:
+        if place.source is None:
+            buffer.device.write(buffer.pointer + place.offset - origin, place.constant)
+
+
+def _rows(sums: np.ndarray) -> np.ndarray:
+    """[tensors, rows, 2] of the sums of a piece."""
+    return sums.reshape(-1, *sums.shape[-2:])
 
 
 class _Held:
@@ -283,6 +284,9 @@ class DeviceStager:
         self._transport = transport
         self._in_parts = in_parts
         self._layouts: dict[Any, list[_Place]] = {}
+        self._turn = threading.Lock()
+        # Engines ask for the same parts at almost the same time: what was joined last is kept for the others.
+        self._joined: collections.deque[tuple[Any, _Tensors]] = collections.deque(maxlen=2 if len(pools) > 1 else 0)
 
     def stage(
         self, weights: PolicyWeights, *, version: messages.Version, model: bytes, scheme: bytes
@@ -302,7 +306,7 @@ class DeviceStager:
         buffers: list[Any] = []
         try:
             buffers += (pool.take(sender.align(max(size for _, size in spans))) for pool in self._pools)
-            digests = self._fill([] if self._in_parts else buffers, places, weights, 0)
+            digests = self._stage([] if self._in_parts else buffers, places, weights)
         except BaseException:
             for buffer in buffers:
                 buffer.release()
@@ -320,70 +324,53 @@ class DeviceStager:
 
         def write(part: int, buffer: Any) -> None:
             first, end = [0, *ends][part : part + 2]
-            # Between tensors are zeros, which belong to their fingerprints.
-            buffer.device.clear(buffer.pointer, buffer.size)
-            self._fill([buffer], places[first:end], held.weights(version), spans[part][0], sums=False)
+            mine, origin = places[first:end], spans[part][0]
+            buffer.device.clear(buffer.pointer, buffer.size)  # between tensors are zeros, of which sums are taken
+            _write_constants(buffer, mine, origin)
+            tensors = self._part((version, part), mine, held)
+            _write(buffer, mine, tensors, origin)
+            buffer.device.synchronize()
+            del tensors  # not before they are copied
 
         return sender.WindowVersion(manifest, buffers, time.perf_counter() - start, self._transport, ends, write)
 
-    def _fill(
-        self,
-        buffers: list[Any],
-        places: Sequence[_Place],
-        weights: PolicyWeights,
-        origin: int,
-        *,
-        sums: bool = True,
-    ) -> list[bytes]:
-        """Write tensors into buffers whose first byte is the version's `origin`th, and return their fingerprints.
-
-        sums: whether these are wanted.
-        """
-        tensors: dict[str, Any] = models.by_path(weights.params) | models.by_path(weights.qweights)
-        names = models.hf_names(models.config_of(weights.graphdef))
-        by_source: dict[Key, list[int]] = {}
-        for number, place in enumerate(places):
-            if place.source is not None:
-                by_source.setdefault(place.source, []).append(number)
-                continue
-            for buffer in buffers:
-                if buffer.fresh or self._in_parts:  # the same in every version: written once into a buffer of its own
-                    buffer.device.write(buffer.pointer + place.offset - origin, place.constant)
-        found: dict[Key, list[jax.Array]] = {}
-        for (path, part), numbers in by_source.items():
-            own = tensors[path] if part == "master" else getattr(tensors[path], part)
-            lead = _lead(names[path])
-            indices = [places[n].index for n in numbers]
-            wanted = range(min(indices), max(indices) + 1)
-            found[path, part] = []
-            for first, piece in _pieces(own, jnp.bfloat16 if part == "master" else own.dtype, lead, wanted):
-                any_of_them = next(iter(piece.values()))
-                if sums:
-                    found[path, part].append(row_sums(any_of_them, lead))
-                end = first + (any_of_them.shape[0] if lead else 1)
-                here = [p for p in (places[n] for n in numbers) if p.nbytes and first <= p.index < end]
-                for buffer in buffers:
-                    stack = piece[buffer.device.ordinal]
-                    pointer, to = jax.block_until_ready(stack).unsafe_buffer_pointer(), buffer.pointer - origin
-                    buffer.device.copy_all(
-                        [(to + p.offset, pointer + (p.index - first) * p.nbytes, p.nbytes) for p in here]
-                    )
-                    if own is not stack:
-                        buffer.device.synchronize()  # the piece is freed with this turn of the loop
-                    del stack
-                del piece, any_of_them
+    def _stage(self, buffers: Sequence[Any], places: Sequence[_Place], weights: PolicyWeights) -> list[bytes]:
+        """Write a version into each of some buffers, if any, and return its tensors' fingerprints."""
         for buffer in buffers:
-            buffer.device.synchronize()
+            if buffer.fresh:  # the same in every version: written once
+                _write_constants(buffer, places, 0)
+        sums: dict[Key, list[jax.Array]] = {}
+        for batch in join.batches(_wanted(places, weights)):
+            tensors = _join(batch)
+            for key, piece, on in tensors:
+                sums.setdefault(key, []).append(row_sums(next(iter(on.values())), piece.stack.lead))
+            for buffer in buffers:
+                _write(buffer, places, tensors, 0)
+            for buffer in buffers:
+                buffer.device.synchronize()  # what was joined is freed with this turn of the loop
+            del tensors
+        for buffer in buffers:
             buffer.fresh = False
-        if not sums:
-            return []
-        digests = [fingerprint.digest(p.constant) for p in places]
-        for source, numbers in by_source.items():
-            pieces = [np.asarray(piece) for piece in found[source]]
-            rows = np.concatenate([piece.reshape(-1, *piece.shape[-2:]) for piece in pieces])
-            for number in numbers:
-                digests[number] = fingerprint.digest_of_sums(rows[places[number].index])
-        return digests
+        rows = {key: np.concatenate([_rows(np.asarray(one)) for one in several]) for key, several in sums.items()}
+        return [
+            fingerprint.digest(p.constant) if p.source is None else fingerprint.digest_of_sums(rows[p.source][p.index])
+            for p in places
+        ]
+
+    def _part(self, key: Any, places: Sequence[_Place], held: _Held) -> _Tensors:
+        """The tensors of a part, on every GPU."""
+        with self._turn:
+            for known, tensors in self._joined:
+                if known == key:
+                    return tensors
+            tensors = _join(list(_wanted(places, held.weights(key[0])).items()))
+            self._joined.append((key, tensors))
+            return tensors
+
+    def forget(self) -> None:
+        """Let go of the parts that were joined last: no engine is being brought to a version any more."""
+        with self._turn:
+            self._joined.clear()
 
     def close(self) -> None:
         """Free the buffers; no version in them may be in use. Idempotent."""

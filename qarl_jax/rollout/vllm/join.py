@@ -1,0 +1,146 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks of weights as they travel to engines: cast, and joined on every GPU where they are spread over several.
+
+Some tensors of some stacks are cast and joined by one program (`joined`). How many at once is the caller's choice
+(`batches`), since a GPU holds them twice meanwhile, and a program's start takes longer than a small stack's way.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+PIECE_BYTES = 2**30
+"""What is cast or joined at once while a version is staged whole, in the type that travels; one tensor at least."""
+
+
+class Stack(NamedTuple):
+    """An array, the dtype in which it travels, and whether its first dimension counts tensors (1) or not (0)."""
+
+    array: jax.Array
+    dtype: jnp.dtype
+    lead: int
+
+    @property
+    def tensors(self) -> int:
+        """How many it has."""
+        return self.array.shape[0] if self.lead else 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it, as it travels."""
+        return self.array.size * self.dtype.itemsize
+
+    @property
+    def is_there(self) -> bool:
+        """On one GPU and as it travels: it needs no copy."""
+        return len(self.array.devices()) == 1 and self.array.dtype == self.dtype
+
+
+class Piece(NamedTuple):
+    """Tensors `wanted` of a stack, or all of one that `is_there`: then `wanted` begins with 0."""
+
+    stack: Stack
+    wanted: range
+
+
+def batches(wanted: Mapping[Any, Piece], limit: int | None = None) -> Iterator[list[tuple[Any, Piece]]]:
+    """(key, piece) of all that is wanted, in its order, in lists of so many bytes; one tensor at least.
+
+    A stack is cut into equal pieces, so that few programs are compiled.
+
+    Args:
+      limit: PIECE_BYTES, if not given.
+    """
+    limit = PIECE_BYTES if limit is None else limit
+    batch: list[tuple[Any, Piece]] = []
+    room = limit
+    for key, (stack, tensors) in wanted.items():
+        each = stack.nbytes // max(1, stack.tensors)
+        most = max(1, limit // max(1, each))
+        size = max(n for n in range(1, len(tensors) + 1) if len(tensors) % n == 0 and (n <= most or stack.is_there))
+        for start in tensors[::size]:
+            nbytes = 0 if stack.is_there else size * each
+            if batch and nbytes > room:
+                yield batch
+                batch, room = [], limit
+            batch.append((key, Piece(stack, range(start, start + size))))
+            room -= nbytes
+    if batch:
+        yield batch
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "dtypes", "parts", "place"))
+def _cut(
+    arrays: list[jax.Array],
+    starts: list[jax.Array],
+    sizes: tuple[int, ...],
+    dtypes: tuple[Any, ...],
+    parts: tuple[Any, ...],
+    place: Any,
+) -> list[jax.Array]:
+    """`sizes` of the arrays' first dimensions from `starts` on, in `dtypes`.
+
+    Args:
+      parts: how each cut lies on the GPUs before it is joined: as its array does.
+      place: how it lies on them afterwards; None: they are on one.
+    """
+
+    def one(x: jax.Array, start: jax.Array, size: int, dtype: Any, part: Any) -> jax.Array:
+        x = lax.dynamic_slice_in_dim(x, start, size).astype(dtype)
+        if place is None:
+            return x
+        x = lax.with_sharding_constraint(x, part)  # else the compiler joins the whole array, and cuts then
+        return lax.with_sharding_constraint(x, place)
+
+    return [one(*each) for each in zip(arrays, starts, sizes, dtypes, parts, strict=True)]
+
+
+# Two programs that send between the same GPUs must reach all of them in one order.
+_JOINING = threading.Lock()
+
+
+def joined(pieces: Sequence[Piece]) -> list[dict[int, jax.Array]]:
+    """Each piece by the number of the GPU, on each of those that its stack is spread over, once it is there."""
+    found: list[dict[int, jax.Array]] = [{} for _ in pieces]
+    together: dict[Any, list[int]] = {}  # by where they are: the pieces that one program makes
+    for number, (stack, _) in enumerate(pieces):
+        sharding = stack.array.sharding
+        if stack.is_there:
+            (device,) = stack.array.devices()
+            found[number] = {int(device.local_hardware_id): jax.block_until_ready(stack.array)}
+        else:
+            mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+            together.setdefault(mesh or sharding, []).append(number)
+    for where, numbers in together.items():
+        is_mesh = isinstance(where, jax.sharding.Mesh)
+        mine = [pieces[number] for number in numbers]
+        with _JOINING:
+            made = _cut(
+                [stack.array for stack, _ in mine],
+                [jnp.uint32(wanted.start if stack.lead else 0) for stack, wanted in mine],
+                tuple(len(wanted) if stack.lead else stack.array.shape[0] for stack, wanted in mine),
+                tuple(stack.dtype for stack, _ in mine),
+                tuple(_parts(stack) if is_mesh else None for stack, _ in mine),
+                NamedSharding(where, PartitionSpec()) if is_mesh else None,
+            )
+            jax.block_until_ready(made)
+        for number, array in zip(numbers, made, strict=True):
+            found[number] = {int(part.device.local_hardware_id): part.data for part in array.addressable_shards}
+    return found
+
+
+def _parts(stack: Stack) -> NamedSharding:
+    """Of a cut: its tensors are spread as the stack's, and each GPU has a part of every one."""
+    sharding = stack.array.sharding
+    assert isinstance(sharding, NamedSharding)
+    spec = [None] * stack.lead + list(sharding.spec)[stack.lead :]
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
