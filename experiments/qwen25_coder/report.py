@@ -219,7 +219,7 @@ def accuracy(found: dict[str, dict[int, Run]]) -> str:
     rows = []
     for arm, seeds in found.items():
         before = {seed: run.evals[0] for seed, run in seeds.items() if run.evals}
-        after = {seed: run.evals[-1] for seed, run in seeds.items() if run.evals}
+        after = {seed: run.evals[-1] for seed, run in seeds.items() if run.evals[1:]}
         if is_compared(arm):
             after = {seed: one for seed, run in seeds.items() for one in run.evals if one["version"] == STEPS}
         held = [held_out(list(x.values())) + partly(x, seeds) if x else "-" for x in (before, after)]
@@ -403,7 +403,7 @@ def seconds(found: dict[str, dict[int, Run]]) -> str:
 
 
 def quoted(found: dict[str, dict[int, Run]]) -> list[str]:
-    """Error tokens of a main arm's first seed, with what stands before and behind; hidden ones before others."""
+    """An error token of each main arm's first seed, with what stands before and behind: a hidden one, if there is any."""
     out = []
     for arm, seeds in found.items():
         if arm not in MAIN:
@@ -421,13 +421,14 @@ def quoted(found: dict[str, dict[int, Run]]) -> list[str]:
                 odds = f"sampler {np.exp(drawn[i]):.1g}, learner {np.exp(old[i]):.1g}"
                 line = f"- `{arm}`, step {sample['step']}, {odds}, reward {sample['reward']:g}: `{words}`"
                 hits.append((drawn[i] < ERROR, line))
-        out += [line for _, line in sorted(hits, key=lambda hit: hit[0])[:2]]
+        out += [line for _, line in sorted(hits, key=lambda hit: hit[0])[:1]]
     return out
 
 
 def page(runs: dict[str, Run]) -> str:
     """All of it."""
     found = arms(runs)
+    compared = {arm: seeds for arm, seeds in found.items() if is_compared(arm)}
     every_seed = range(100)
     untrained = {run.name: dict.fromkeys(every_seed, run) for run in runs.values() if run.name.startswith(UNTRAINED)}
     written = (
@@ -456,13 +457,13 @@ def page(runs: dict[str, Run]) -> str:
         " under the learner before and after a step's updates, and the ratio of the two. Main arms, first seed."
     )
     means = (
-        "Means over seeds, the first two steps left out. Two or three runs shared a card, so that these compare no"
-        " arms. What a step waits for its old log-probs counted as packing in the earlier runs."
+        "Means over seeds, without the first two steps. Runs shared cards, so that these compare no arms. Waiting for old"
+        " log-probs counted as packing in the earlier runs."
     )
     parts = [
         *("# A real policy: Qwen2.5-Coder-0.5B", written),
         *("## Rounding before any RL", formats(runs)),
-        *("## After RL", judged, accuracy({arm: seeds for arm, seeds in found.items() if is_compared(arm)})),
+        *("## After RL", judged, accuracy(compared)),
         *("## Differences", between, "\n".join(verdict(found))),
     ]
     for suite, words in JUDGED.items():
@@ -471,7 +472,7 @@ def page(runs: dict[str, Run]) -> str:
         parts += ["## Other runs", "They are in no comparison.", accuracy(others)]
     parts += [
         *("## Mismatch and entropy", f"![The main arms over training.](../{FIGURE})", ends, drift(found)),
-        *("## Error tokens", errors, error_tokens(found), "\n".join(quoted(found))),
+        *("## Error tokens", errors, error_tokens(compared), "\n".join(quoted(found))),
         *("## Probabilities before and after", pairs, f"![Density and ratio of probabilities.](../{PROBABILITIES})"),
         *("## Seconds per step", means, seconds(found)),
     ]

@@ -128,9 +128,8 @@ def test_quotes_prefer_what_the_sampler_meant(runs):
     hidden = {"text": ["so ", "wrong", "?"], "old": [-0.1, -8.0, None], "rollout": [-0.1, -0.7, None]}
     samples = [{"step": 5, "reward": 0.0, "tokens": tokens} for tokens in (hidden, surprising, surprising)]
     runs["qarl_w4a16_seed0"].files["samples.jsonl"] = lines(samples)
-    first, second = report.quoted({"qarl_w4a16": report.arms(runs)["qarl_w4a16"]})
-    assert first == "- `qarl_w4a16`, step 5, sampler 0.5, learner 0.0003, reward 0: `...so [[wrong]]?...`"
-    assert "[[odd]]" in second
+    (only,) = report.quoted({"qarl_w4a16": report.arms(runs)["qarl_w4a16"]})
+    assert only == "- `qarl_w4a16`, step 5, sampler 0.5, learner 0.0003, reward 0: `...so [[wrong]]?...`"
 
 
 def test_the_page_has_every_arm_and_leaves_the_compiling_steps_out(runs):
