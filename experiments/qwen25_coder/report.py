@@ -403,7 +403,7 @@ def seconds(found: dict[str, dict[int, Run]]) -> str:
 
 
 def quoted(found: dict[str, dict[int, Run]]) -> list[str]:
-    """An error token of each main arm's first seed, with what stands before and behind: a hidden one, if there is any."""
+    """An error token of each main arm's first seed, with what stands before and behind: a hidden one, if any."""
     out = []
     for arm, seeds in found.items():
         if arm not in MAIN:
@@ -457,8 +457,8 @@ def page(runs: dict[str, Run]) -> str:
         " under the learner before and after a step's updates, and the ratio of the two. Main arms, first seed."
     )
     means = (
-        "Means over seeds, without the first two steps. Runs shared cards, so that these compare no arms. Waiting for old"
-        " log-probs counted as packing in the earlier runs."
+        "Means over seeds, without the first two steps. Runs shared cards, so that these compare no arms. Waiting for"
+        " old log-probs counted as packing in the earlier runs."
     )
     parts = [
         *("# A real policy: Qwen2.5-Coder-0.5B", written),
