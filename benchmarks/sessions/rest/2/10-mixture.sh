@@ -1,5 +1,5 @@
-# Qwen3-30B-A3B over cards 2 and 3: LAYERS CASE RESPONSES TOKENS UPDATES STEPS [SETTING...]. First what has not run on a
-# card: versions in parts.
+# Qwen3-30B-A3B over cards 2 and 3: LAYERS CASE RESPONSES TOKENS UPDATES STEPS [SETTING...]. First versions in
+# parts, whose pieces were joined many times over when they were last timed.
 step() {
   left=$(($(bash benchmarks/offline_host.sh left) - 20))
   [ $left -gt 110 ] || { echo "no time for $*" && return; }
