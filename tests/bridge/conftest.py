@@ -12,7 +12,7 @@ from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.rollout.vllm.engine import engine_tensors
 from tests.reference import bridge_world, fake_gpu
 from tests.reference.bridge_world import world
-from tests.reference.policies import policy
+from tests.reference.device_versions import policy
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -28,13 +28,20 @@ def bridge(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def library_path(tmp_path_factory):
+def folder(tmp_path_factory):
+    """Of GPUs that are made of files: their memory, and the two libraries."""
     if fake_gpu.COMPILER is None:
-        pytest.skip("no C compiler for the stand-in of the CUDA driver")
-    folder = tmp_path_factory.mktemp("cuda")
+        pytest.skip("no C compiler for the stand-ins of the CUDA driver and NCCL")
+    folder = tmp_path_factory.mktemp("gpu")
+    fake_gpu.build(folder)
     os.environ["FAKE_CUDA_DIR"] = str(folder)
-    yield fake_gpu.build(folder)[0]
+    yield folder
     del os.environ["FAKE_CUDA_DIR"]
+
+
+@pytest.fixture
+def library_path(folder):
+    return str(folder / "libcuda.so")
 
 
 @pytest.fixture

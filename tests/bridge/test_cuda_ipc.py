@@ -21,7 +21,7 @@ from qarl_jax.rollout.vllm import gpu_staging, join
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, engine_tensors
 from qarl_jax.types import UserError
 from tests.reference import bridge_world
-from tests.reference.policies import identity, policy, read, spread
+from tests.reference.device_versions import identity, policy, read, spread
 
 # ---- the driver -----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import gpu_staging, join
 from qarl_jax.rollout.vllm.engine import engine_tensors
 from tests.reference import bridge_world
-from tests.reference.policies import identity, policy, read, spread
+from tests.reference.device_versions import identity, policy, read, spread
 
 
 def places(*layers, nbytes=4096):

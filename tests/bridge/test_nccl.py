@@ -34,25 +34,9 @@ OTHER_GPU = b"another of tests"
 LIMIT_S = 3.0  # of the clients here whose ends get stuck
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    if fake_gpu.COMPILER is None:
-        pytest.skip("no C compiler for the stand-ins of the CUDA driver and NCCL")
-    folder = tmp_path_factory.mktemp("nccl")
-    fake_gpu.build(folder)
-    os.environ["FAKE_CUDA_DIR"] = str(folder)
-    yield folder
-    del os.environ["FAKE_CUDA_DIR"]
-
-
 @pytest.fixture
 def library(folder):
     return nccl.load(str(folder / "libnccl.so"))
-
-
-@pytest.fixture
-def gpu(folder):
-    return cuda_ipc.Device(0, cuda_ipc.load(str(folder / "libcuda.so")))
 
 
 @pytest.fixture

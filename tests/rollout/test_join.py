@@ -68,12 +68,8 @@ def test_no_more_is_sent_than_what_is_wanted(shape, spec, sizes, dtype):
     """The whole stack was once joined for every piece of it."""
     array = placed(shape, spec, sizes, dtype)
     stack = join.Stack(array, np.dtype(dtype), 1)
-    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
-    text = (
-        join._cut.lower([array], [jnp.uint32(3)], (2,), (stack.dtype,), (join._parts(stack),), everywhere)
-        .compile()
-        .as_text()
-    )
+    parts, place = join._places(stack)
+    text = join._cut.lower([array], [jnp.uint32(3)], (2,), (stack.dtype,), (parts,), place).compile().as_text()
     sent = [
         np.prod([int(n) for n in dims.split(",")])
         for dims in re.findall(r"= \w+\[([\d,]+)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute)", text)

@@ -183,11 +183,6 @@ def _write_constants(buffer: Any, places: Sequence[_Place], origin: int) -> None
             buffer.device.write(buffer.pointer + place.offset - origin, place.constant)
 
 
-def _rows(sums: np.ndarray) -> np.ndarray:
-    """[tensors, rows, 2] of the sums of a piece."""
-    return sums.reshape(-1, *sums.shape[-2:])
-
-
 class _Held:
     """A policy that is not kept alive."""
 
@@ -351,7 +346,10 @@ class DeviceStager:
             del tensors
         for buffer in buffers:
             buffer.fresh = False
-        rows = {key: np.concatenate([_rows(np.asarray(one)) for one in several]) for key, several in sums.items()}
+        rows = {
+            key: np.concatenate([np.asarray(one).reshape(-1, *one.shape[-2:]) for one in several])
+            for key, several in sums.items()
+        }
         return [
             fingerprint.digest(p.constant) if p.source is None else fingerprint.digest_of_sums(rows[p.source][p.index])
             for p in places

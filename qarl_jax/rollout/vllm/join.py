@@ -111,17 +111,14 @@ _JOINING = threading.Lock()
 def joined(pieces: Sequence[Piece]) -> list[dict[int, jax.Array]]:
     """Each piece by the number of the GPU, on each of those that its stack is spread over, once it is there."""
     found: list[dict[int, jax.Array]] = [{} for _ in pieces]
-    together: dict[Any, list[int]] = {}  # by where they are: the pieces that one program makes
+    together: dict[Any, list[int]] = {}  # by where they are to be: the pieces that one program makes
     for number, (stack, _) in enumerate(pieces):
-        sharding = stack.array.sharding
         if stack.is_there:
             (device,) = stack.array.devices()
             found[number] = {int(device.local_hardware_id): jax.block_until_ready(stack.array)}
         else:
-            mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-            together.setdefault(mesh or sharding, []).append(number)
-    for where, numbers in together.items():
-        is_mesh = isinstance(where, jax.sharding.Mesh)
+            together.setdefault(_places(stack)[1], []).append(number)
+    for place, numbers in together.items():
         mine = [pieces[number] for number in numbers]
         with _JOINING:
             made = _cut(
@@ -129,8 +126,8 @@ def joined(pieces: Sequence[Piece]) -> list[dict[int, jax.Array]]:
                 [jnp.uint32(wanted.start if stack.lead else 0) for stack, wanted in mine],
                 tuple(len(wanted) if stack.lead else stack.array.shape[0] for stack, wanted in mine),
                 tuple(stack.dtype for stack, _ in mine),
-                tuple(_parts(stack) if is_mesh else None for stack, _ in mine),
-                NamedSharding(where, PartitionSpec()) if is_mesh else None,
+                tuple(_places(stack)[0] for stack, _ in mine),
+                place,
             )
             jax.block_until_ready(made)
         for number, array in zip(numbers, made, strict=True):
@@ -138,9 +135,10 @@ def joined(pieces: Sequence[Piece]) -> list[dict[int, jax.Array]]:
     return found
 
 
-def _parts(stack: Stack) -> NamedSharding:
-    """Of a cut: its tensors are spread as the stack's, and each GPU has a part of every one."""
+def _places(stack: Stack) -> tuple[NamedSharding | None, NamedSharding | None]:
+    """How a cut lies on the GPUs: in parts, as each of its stack's tensors does, and joined. None: it is on one."""
     sharding = stack.array.sharding
-    assert isinstance(sharding, NamedSharding)
+    if not isinstance(sharding, NamedSharding):
+        return None, None
     spec = [None] * stack.lead + list(sharding.spec)[stack.lead :]
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec)), NamedSharding(sharding.mesh, PartitionSpec())

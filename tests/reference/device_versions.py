@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Small policies as a learner has them, and what names their versions."""
+"""What is published through GPUs in tests of the bridge: small policies as a learner has them, and their names."""
 
 import ctypes
 import functools
