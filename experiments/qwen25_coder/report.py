@@ -5,6 +5,7 @@
     python -m experiments.qwen25_coder.report results.tar.xz... > docs/appendix/qwen25_coder.md
     python -m experiments.qwen25_coder.report --figure docs/results/qwen25_coder.png results.tar.xz...
     python -m experiments.qwen25_coder.report --probabilities docs/results/qwen25_coder_probabilities.png results...
+    python -m experiments.qwen25_coder.report --policy 1.5B results_1p5b.tar.xz > docs/appendix/qwen25_coder_1p5b.md
     python -m experiments.qwen25_coder.report --merge experiments/qwen25_coder/results.tar.xz results.tar.xz...
 
 With --merge the archives become one, which keeps the samples of the last steps alone. A run that is in several of them
@@ -46,7 +47,7 @@ ANOTHER_FORMAT = re.compile(r"rollout_(?P<sampler>.+)_(grpo|tbpo)|qarl_(?P<both>
 UNTRAINED = "base_"  # and a scheme: the model before any RL
 STEPS = 30  # of every arm of the plan; what a run does after them counts in no comparison
 JUDGED = {"gsm8k": "greedy", "gsm8k:sampled": "T = 1"}  # the suites that decide
-FIGURE, PROBABILITIES = "results/qwen25_coder.png", "results/qwen25_coder_probabilities.png"  # in docs/
+POLICIES = {"0.5B": "qwen25_coder", "1.5B": "qwen25_coder_1p5b"}  # what its page and figures are named after
 ENDS = 3  # first and last steps that a table averages over
 PHASES = {
     "rollout": "time/rollout_s",
@@ -425,8 +426,9 @@ def quoted(found: dict[str, dict[int, Run]]) -> list[str]:
     return out
 
 
-def page(runs: dict[str, Run]) -> str:
-    """All of it."""
+def page(runs: dict[str, Run], policy: str = "0.5B") -> str:
+    """All of it; `policy` is one of POLICIES."""
+    figure = f"../results/{POLICIES[policy]}"
     found = arms(runs)
     compared = {arm: seeds for arm, seeds in found.items() if is_compared(arm)}
     every_seed = range(100)
@@ -436,7 +438,7 @@ def page(runs: dict[str, Run]) -> str:
         " the runs. Scores are per cent, with 95 % intervals: Student's t over seeds and questions together, over"
         " questions alone where there is one seed."
     )
-    judged = f"Runs are judged after {STEPS} steps. GSM8K and HumanEval are greedy; at T = 1, 4 samples a question."
+    judged = f"Runs are judged after {STEPS} steps, or fewer. GSM8K and HumanEval are greedy; at T = 1, 4 samples a question."
     between = (
         "These are percentage points on the 94 clean questions of GSM8K, paired by seed and question. A difference in"
         f" bold exceeds two standard errors. `{UNTRAINED}...` is the untrained model; the gap is `{BF16}` less the"
@@ -457,11 +459,11 @@ def page(runs: dict[str, Run]) -> str:
         " under the learner before and after a step's updates, and the ratio of the two. Main arms, first seed."
     )
     means = (
-        "Means over seeds, without the first two steps. Runs shared cards, so that these compare no arms. Waiting for"
-        " old log-probs counted as packing in the earlier runs."
+        "Means over seeds, without the first two steps. Runs shared cards: these compare no arms. Earlier runs counted"
+        " waiting for old log-probs as packing."
     )
     parts = [
-        *("# A real policy: Qwen2.5-Coder-0.5B", written),
+        *(f"# A real policy: Qwen2.5-Coder-{policy}", written),
         *("## Rounding before any RL", formats(runs)),
         *("## After RL", judged, accuracy(compared)),
         *("## Differences", between, "\n".join(verdict(found))),
@@ -471,9 +473,9 @@ def page(runs: dict[str, Run]) -> str:
     if others := {arm: seeds for arm, seeds in found.items() if not is_compared(arm)}:
         parts += ["## Other runs", "They are in no comparison.", accuracy(others)]
     parts += [
-        *("## Mismatch and entropy", f"![The main arms over training.](../{FIGURE})", ends, drift(found)),
+        *("## Mismatch and entropy", f"![The main arms over training.]({figure}.png)", ends, drift(found)),
         *("## Error tokens", errors, error_tokens(compared), "\n".join(quoted(found))),
-        *("## Probabilities before and after", pairs, f"![Density and ratio of probabilities.](../{PROBABILITIES})"),
+        *("## Probabilities before and after", pairs, f"![Density and ratio of probabilities.]({figure}_probabilities.png)"),
         *("## Seconds per step", means, seconds(found)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -489,6 +491,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--probabilities", type=pathlib.Path, metavar="PNG", help="write tokens' probabilities and no report"
     )
+    parser.add_argument("--policy", choices=POLICIES, default="0.5B")
     args = parser.parse_args(argv)
     runs = read(args.archives)
     if args.merge is not None:
@@ -506,7 +509,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens = {arm: plot.tokens_of(run.lines("samples.jsonl"), ENDS) for arm, run in first.items()}
         plot.probability_figure(tokens).savefig(args.probabilities, dpi=60, metadata={"Software": None})
     else:
-        print(page(runs), end="")
+        print(page(runs, args.policy), end="")
     return 0
 
 

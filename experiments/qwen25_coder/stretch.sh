@@ -79,7 +79,7 @@ one() { # ARM:SEED
   esac
   dir=$work/runs/$arm${format:+_${FORMAT//:/_}}_seed$seed
   [ -e "$dir/judged" ] && return
-  timeout -s INT -k 60 "$limit" "$python" -m qarl_jax.train --config "$configs/$arm.yaml" \
+  timeout -s INT -k 120 "$limit" "$python" -m qarl_jax.train --config "$configs/$arm.yaml" \
     "run_dir=$dir" "seed=$seed" "log.view=lines" "${format[@]}" "${overrides[@]}" \
     >>"$work/log/$(basename "$dir").train" 2>&1
   echo "training ended with $? after $SECONDS s: $(basename "$dir")"
