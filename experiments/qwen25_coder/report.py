@@ -429,6 +429,7 @@ def quoted(found: dict[str, dict[int, Run]]) -> list[str]:
 def page(runs: dict[str, Run], policy: str = "0.5B") -> str:
     """All of it; `policy` is one of POLICIES."""
     figure = f"../results/{POLICIES[policy]}"
+    drawn = f"![Density and ratio of probabilities.]({figure}_probabilities.png)"
     found = arms(runs)
     compared = {arm: seeds for arm, seeds in found.items() if is_compared(arm)}
     every_seed = range(100)
@@ -438,7 +439,10 @@ def page(runs: dict[str, Run], policy: str = "0.5B") -> str:
         " the runs. Scores are per cent, with 95 % intervals: Student's t over seeds and questions together, over"
         " questions alone where there is one seed."
     )
-    judged = f"Runs are judged after {STEPS} steps, or fewer. GSM8K and HumanEval are greedy; at T = 1, 4 samples a question."
+    judged = (
+        f"Runs are judged after {STEPS} steps, or fewer. GSM8K and HumanEval are greedy; at T = 1, 4 samples a"
+        " question."
+    )
     between = (
         "These are percentage points on the 94 clean questions of GSM8K, paired by seed and question. A difference in"
         f" bold exceeds two standard errors. `{UNTRAINED}...` is the untrained model; the gap is `{BF16}` less the"
@@ -475,7 +479,7 @@ def page(runs: dict[str, Run], policy: str = "0.5B") -> str:
     parts += [
         *("## Mismatch and entropy", f"![The main arms over training.]({figure}.png)", ends, drift(found)),
         *("## Error tokens", errors, error_tokens(compared), "\n".join(quoted(found))),
-        *("## Probabilities before and after", pairs, f"![Density and ratio of probabilities.]({figure}_probabilities.png)"),
+        *("## Probabilities before and after", pairs, drawn),
         *("## Seconds per step", means, seconds(found)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -145,7 +145,8 @@ def test_another_policy_has_a_page_and_figures_of_its_own(runs):
     page, other = (report.page(runs, policy).splitlines() for policy in ("0.5B", "1.5B"))
     changed = [(a, b) for a, b in zip(page, other, strict=True) if a != b]
     assert changed[0] == ("# A real policy: Qwen2.5-Coder-0.5B", "# A real policy: Qwen2.5-Coder-1.5B")
-    assert [b.split("/")[-1] for _, b in changed[1:]] == ["qwen25_coder_1p5b.png)", "qwen25_coder_1p5b_probabilities.png)"]
+    shown = [line.split("/")[-1] for _, line in changed[1:]]
+    assert shown == ["qwen25_coder_1p5b.png)", "qwen25_coder_1p5b_probabilities.png)"]
 
 
 def test_the_untrained_model_has_a_row_for_each_scheme(runs):
