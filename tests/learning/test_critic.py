@@ -420,7 +420,7 @@ def test_a_run_with_a_critic_reports_it_and_the_policy_waits(whole):
     assert int(saved(whole)[2].updates) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_with_a_critic_resumes_bit_for_bit(world, whole):
     parts = world.changed(run_dir=str(world.folder / "parts"), critic={"warmup_steps": 1})
     assert train.main(parts.command("train.steps=2")) == 0

@@ -332,7 +332,7 @@ def world(tmp_path_factory):
     return world.changed(train={"steps": 5, "asynchronous": {"max_staleness": 2}})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_run_that_sampled_ahead_equals_one_that_was_not(world, monkeypatch):
     whole = world.changed(run_dir=str(world.folder / "whole"))
     assert train.main(whole.command()) == 0

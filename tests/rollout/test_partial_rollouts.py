@@ -433,7 +433,7 @@ def assert_ends_as(changed, whole):
     assert changed.records("samples") == whole.records("samples")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_stopped_and_started_again_ends_as_if_it_had_not(run):
     changed = run.changed(run_dir=str(run.folder / "cut"))
     # The learning rate is constant, so a shorter run is the beginning of a longer one.
@@ -465,7 +465,7 @@ def test_a_step_dropped_by_an_interrupt_is_sampled_again_from_what_was_in_hand(r
     assert_ends_as(changed, run)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_over_the_bridge_goes_on_with_its_responses_too(world, monkeypatch):
     """The engine behind the bridge is the fake one: its tokens are a hash, of which every third one ends a response."""
     monkeypatch.setattr(setup.data, "stop_token_ids", lambda tokenizer, path: tuple(range(10)))

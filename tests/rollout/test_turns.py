@@ -347,7 +347,7 @@ class Echo:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_of_several_turns_scores_what_was_drawn_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
     (tmp_path / "echo.py").write_text(ECHO)
     world = tiny.World(tmp_path).changed(
