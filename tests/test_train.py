@@ -139,7 +139,7 @@ def test_grpo_runs_with_token_level_clipping(world):
         assert "clip/frac" in line
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_limit_grows_by_stages_and_a_resumed_run_is_at_its_place(world, monkeypatch):
     rows, limits, pack, grade = [], [], updates.packing.pack, build.Grader.grade
 

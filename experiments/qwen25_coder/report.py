@@ -429,7 +429,6 @@ def quoted(found: dict[str, dict[int, Run]]) -> list[str]:
 def page(runs: dict[str, Run], policy: str = "0.5B") -> str:
     """All of it; `policy` is one of POLICIES."""
     figure = f"../results/{POLICIES[policy]}"
-    drawn = f"![Density and ratio of probabilities.]({figure}_probabilities.png)"
     found = arms(runs)
     compared = {arm: seeds for arm, seeds in found.items() if is_compared(arm)}
     every_seed = range(100)
@@ -479,7 +478,8 @@ def page(runs: dict[str, Run], policy: str = "0.5B") -> str:
     parts += [
         *("## Mismatch and entropy", f"![The main arms over training.]({figure}.png)", ends, drift(found)),
         *("## Error tokens", errors, error_tokens(compared), "\n".join(quoted(found))),
-        *("## Probabilities before and after", pairs, drawn),
+        *("## Probabilities before and after", pairs),
+        f"![Density and ratio of probabilities.]({figure}_probabilities.png)",
         *("## Seconds per step", means, seconds(found)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -99,7 +99,7 @@ def test_a_reference_survives_the_policys_updates():
     assert np.abs(np.asarray(moved) - before).max() > 1e-3
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_run_measures_its_distance_from_where_it_started(tmp_path):
     world = tiny.World(tmp_path)
     world = world.changed(kl={"coef": 1e-3}, train={"mask_truncated": True}, rollout={"dynamic": {"max_batches": 2}})

@@ -347,15 +347,18 @@ class Echo:
 """
 
 
-@pytest.mark.nightly
-def test_a_run_of_several_turns_scores_what_was_drawn_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
-    (tmp_path / "echo.py").write_text(ECHO)
-    world = tiny.World(tmp_path).changed(
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of three steps, whose episodes have up to three turns."""
+    folder = tmp_path_factory.mktemp("turns")
+    (folder / "echo.py").write_text(ECHO)
+    world = tiny.World(folder).changed(
+        run_dir=str(folder / "whole"),
         rollout={
             "max_response_len": 16,
             "environment": {
                 "name": "custom",
-                "path": f"{tmp_path}/echo.py:Echo",
+                "path": f"{folder}/echo.py:Echo",
                 "max_turns": 3,
                 "before": "",
                 "after": "",
@@ -366,16 +369,23 @@ def test_a_run_of_several_turns_scores_what_was_drawn_and_resumes_to_the_same_bi
         loss={"name": "grpo"},
         train={"steps": 3},
     )
-    whole = world.changed(run_dir=str(tmp_path / "whole"))
-    assert train.main(whole.command()) == 0
-    records = whole.records()
-    for record in records:
+    assert train.main(world.command()) == 0
+    return world
+
+
+@pytest.mark.slow
+def test_a_run_of_several_turns_scores_what_was_drawn(whole):
+    for record in whole.records():
         assert record["turns/max"] > 1
         assert record["turns/observed_tokens"] > 0
         assert record["turns/failed"] == 0
         assert record["mismatch/max_abs"] < 1e-3  # what was observed is context for both, in the same places
         assert record["train/tokens"] == record["response/tokens"]
     assert any(turn["observation"] for record in whole.records("samples") for turn in record["turns"])
+
+
+@pytest.mark.nightly
+def test_a_run_of_several_turns_resumes_to_the_same_bits(whole, tmp_path, monkeypatch):
     real, calls = updates.Updates.run, []
 
     def dying(self, *args, **kwargs):
@@ -385,7 +395,7 @@ def test_a_run_of_several_turns_scores_what_was_drawn_and_resumes_to_the_same_bi
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(updates.Updates, "run", dying)
-    victim = world.changed(run_dir=str(tmp_path / "killed"))
+    victim = whole.changed(run_dir=str(tmp_path / "killed"))
     with pytest.raises(KeyboardInterrupt):
         train.main(victim.command())
     assert train.main(victim.command()) == 0
