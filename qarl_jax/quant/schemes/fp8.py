@@ -18,7 +18,7 @@ the tensor cores' reduced precision and fuses the bias into the last multiplicat
 operands, and with them the rescale order, which the bridge prevents. XLA's product adds few rows up otherwise; asking
 it for fast accumulation by name changed nothing (docs/concepts/engines.md). A kernel of ours for Hopper accumulates as
 CUTLASS' does (`product_hopper.py`), equal to it on every output: layers under `cuda` and `plain` take it on such a GPU.
-Experts' codes are multiplied as bfloat16 on both sides. Under `cpu` y = bf(f32(s_x sum_k x_q q s_w) + b), the sum in
+Experts' codes are multiplied in 16 bits on both sides. Under `cpu` y = bf(f32(s_x sum_k x_q q s_w) + b), the sum in
 float64.
 
 **Backward.** Straight through: dX = dY (q * s_n), dMaster = dY^T (x_q * s_x).
