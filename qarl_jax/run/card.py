@@ -76,6 +76,7 @@ class CardPlan:
       apart: bytes and parts of an engine on a card of its own, against the same size of card; None: there is none.
       cards: how many the learner is spread over. The plan is that of a card with an engine.
       engines: how many of them have one.
+      allowed: of the card, the most that JAX may take; less than all where the user has set it (several runs a card).
     """
 
     card: int
@@ -86,6 +87,7 @@ class CardPlan:
     apart: tuple[int, dict[str, int]] | None = None
     cards: int = 1
     engines: int = 1
+    allowed: float = MOST
 
     @property
     def context(self) -> int:
@@ -100,7 +102,7 @@ class CardPlan:
     @property
     def available(self) -> int:
         """Bytes that the learner can have."""
-        return int(min(self.card - self.reserved - self.staging - self.context, MOST * self.card))
+        return int(min(self.card - self.reserved - self.staging - self.context, self.allowed * self.card))
 
     @property
     def missing(self) -> int:
@@ -115,7 +117,7 @@ class CardPlan:
     @property
     def fraction(self) -> float:
         """Of the card, what JAX takes at once."""
-        return math.floor(self.available / self.card * 1000) / 1000
+        return math.floor(self.available / self.card * 1000 + 1e-3) / 1000  # of what was given in thousandths, all
 
     def keep(self) -> None:
         """Tell JAX's allocator. Call before JAX is asked for its devices; what the user has set stays."""
@@ -127,8 +129,11 @@ class CardPlan:
         there = self.engine if self.apart is None else self.apart[1]
         engine = f", engine {sum(there.values()) / GIB:.1f}" if there else ""
         where = "" if self.apart is None else f" on a card of its own, of which it may use {self.apart[0] / GIB:.1f}"
+        there_are = f"{self.card / GIB:.1f} there are"
+        if self.allowed < MOST and self.available == int(self.allowed * self.card):
+            there_are = f"{self.available / GIB:.1f} that {FRACTION}={self.allowed:g} lets JAX take"
         return (
-            f"it needs {self.missing / GIB:.1f} GiB more than the {self.card / GIB:.1f} there are (learner "
+            f"it needs {self.missing / GIB:.1f} GiB more than the {there_are} (learner "
             f"{self.needed / GIB:.1f}, staging {self.staging / GIB:.1f}{engine}{where})"
         )
 
@@ -157,15 +162,17 @@ def make(cfg: RunConfig, card: int) -> CardPlan:
     cfg = on_a_gpu(cfg)
     learner = dict(_parts(_relevant(cfg)))
     cards = math.prod(memory_plan.planned_mesh(cfg).shape.values())
+    plan = CardPlan(card=card, learner=learner, staging=0, engine={}, reserved=0, cards=cards, engines=0)
+    plan = dataclasses.replace(plan, allowed=min(MOST, float(os.environ.get(FRACTION) or MOST)))
     engine = cfg.rollout.engine
     if not isinstance(engine, vllm.Config):
-        return CardPlan(card=card, learner=learner, staging=0, engine={}, reserved=0, cards=cards, engines=0)
+        return plan
     staging = 0
     if engine.stages_on_gpu:
         staging = engine.staging_buffers * _published(_relevant(cfg)) or _window(_relevant(cfg))
     own = engine_parts(cfg)
     share = int(engine.gpu_memory_utilization * card)
-    plan = CardPlan(card=card, learner=learner, staging=staging, engine={}, reserved=0, cards=cards, engines=0)
+    plan = dataclasses.replace(plan, staging=staging)
     if engine.has_own_gpu:
         there = own | ({"staging (published versions)": staging} if staging else {})
         return dataclasses.replace(plan, apart=(share, there))

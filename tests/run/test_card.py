@@ -38,6 +38,14 @@ def overrides(tmp_path_factory):
     ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def allocator(monkeypatch):
+    """Nothing is set, and what a test or the plan sets is gone after it."""
+    for name in (card.FRACTION, card.PREALLOCATE):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def run(overrides):
     def load(*more):
@@ -176,8 +184,6 @@ def test_without_a_gpu_nothing_is_planned_and_auto_does_not_offload(run, monkeyp
 
 
 def test_the_plan_sets_jaxs_allocator_unless_the_user_has(run, monkeypatch):
-    for name in (card.FRACTION, card.PREALLOCATE):
-        monkeypatch.delenv(name, raising=False)
     _, made = card.settle(run(), H200)
     made.keep()
     assert float(os.environ[card.FRACTION]) == pytest.approx(made.fraction)
@@ -186,6 +192,17 @@ def test_the_plan_sets_jaxs_allocator_unless_the_user_has(run, monkeypatch):
     monkeypatch.delenv(card.FRACTION)
     made.keep()
     assert card.FRACTION not in os.environ
+
+
+def test_a_learner_fits_what_the_user_lets_jax_take_or_is_refused(run, monkeypatch):
+    needed = card.settle(run(), H200)[1].needed / H200
+    monkeypatch.setenv(card.FRACTION, f"{needed + 0.002:.3f}")
+    assert f"JAX takes {needed + 0.002:.1%}" in card.settle(run(), H200)[1].lines()[0]
+    monkeypatch.setenv(card.FRACTION, f"{needed - 0.002:.3f}")
+    with pytest.raises(
+        UserError, match=rf"more than the \d+\.\d that {card.FRACTION}=0\.\d+ lets JAX take .*It fits with"
+    ):
+        card.settle(run(), H200)
 
 
 def test_a_dry_run_says_for_any_card_whether_the_run_fits(overrides, capsys):
