@@ -35,11 +35,11 @@ overrides=("model.path=$model" "$@")
 judging=() in_little_room=()
 if [ "$jobs" -gt 1 ]; then
   # Of its part of the card a run leaves 20 GiB to its engine, staging and contexts, and to one that is judged beside it.
-  # An update does not fit less than 23.7 GiB (19.7 were too few): on 80 GB, two runs leave no room for a judge beside.
+  # For an update 23.7 GiB were enough, and 19.7 too few: two runs on 80 GB leave no room for one that is judged.
   share=0.2
   if mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null); then
     share=$(awk -v mib="${mib%%$'\n'*}" -v jobs="$jobs" 'BEGIN {
-      left = 1 / jobs - 20 * 1024 / mib; least = 23.7 * 1024 / mib; printf "%.3f", left > least ? left : least }')
+      left = 1 / jobs - 20 * 1024 / mib; least = 23.7 * 1024 / mib; printf "%.3f", (left > least) ? left : least }')
   fi
   export XLA_PYTHON_CLIENT_MEM_FRACTION=${FRACTION:-$share} XLA_PYTHON_CLIENT_PREALLOCATE=true
   overrides=(rollout.engine.gpu_memory_utilization=0.1 rollout.engine.kv_cache_gb=4.5 "${overrides[@]}")
