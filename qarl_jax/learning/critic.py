@@ -228,7 +228,7 @@ class Critic:
           per_pass: the first so many updates hold every response once; what is measured, and what whitening subtracts
             and divides by, is taken from them.
         """
-        with jax.set_mesh(self.mesh):
+        with sharding.launching(self.mesh):
             judged = [[self._judge(self.state.params, micro) for micro in micros] for micros in updates]
         first = [
             (micro.loss_mask, *found)
@@ -245,7 +245,7 @@ class Critic:
         def trained_on(micro: TrainBatch, found: tuple[jax.Array, ...]) -> TrainBatch:
             advantage = found[1]
             if self.advantage.whiten:
-                with jax.set_mesh(self.mesh):
+                with sharding.launching(self.mesh):
                     advantage = self._whiten(advantage, micro.loss_mask, mean, variance)
             return dataclasses.replace(micro, advantages=advantage)
 
@@ -321,7 +321,7 @@ class Critic:
         if self.advantage.level == "turn":  # the critic is fitted once a turn
             num_tokens = float(sum(processes.fetch([target.mask.sum() for target in targets])))
         counts = [processes.put(np.float32(x), self.replicated) for x in (num_tokens, num_sequences)]
-        with jax.set_mesh(self.mesh):
+        with sharding.launching(self.mesh):
             total: dict[str, Metric] = {}
             grads = self._zeros(self.state.params)
             for micro, target in zip(micros, targets, strict=True):

@@ -209,7 +209,7 @@ class Learner:
         compiled = self._quantizer(graphdef)
 
         def quantize(params: Any) -> Any:
-            with jax.set_mesh(self.mesh):
+            with sharding.launching(self.mesh):
                 return compiled(params)
 
         return quantize
@@ -318,7 +318,7 @@ class Learner:
 
     def score(self, params: Any, qweights: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array]:
         """Log-probabilities and entropies [B, T] float32 of the current policy: the proximal policy of an update."""
-        with jax.set_mesh(self.mesh):
+        with sharding.launching(self.mesh):
             return self._score(params, qweights, batch)
 
     # ---- gradient ---------------------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ class Learner:
           The new accumulator and this micro-batch's metrics (merge them with `metrics.merge`).
         """
         counts = self._counts(num_tokens, num_sequences)
-        with jax.set_mesh(self.mesh):
+        with sharding.launching(self.mesh):
             return self._accumulate(grads, params, qweights, batch, old_logprobs, *counts, ref_logprobs)
 
     def _counts(self, num_tokens: float, num_sequences: float) -> tuple[jax.Array, jax.Array]:
@@ -443,7 +443,7 @@ class Learner:
 
     def apply_update(self, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, Metric]]:
         """One optimizer update; `state` is donated. A zero or non-finite gradient leaves the state as it is."""
-        with jax.set_mesh(self.mesh):
+        with sharding.launching(self.mesh):
             return self._apply(state, grads)
 
     def _grads_fn(self, params: Any, *rest: Any) -> tuple[Any, dict[str, Metric]]:
@@ -483,7 +483,7 @@ class Learner:
         refs = [None] * len(micros) if ref_logprobs is None else ref_logprobs
         if len(micros) == 1 and self.options.one_program:
             rest = qweights, micros[0], old_logprobs[0], *self._counts(num_tokens, num_sequences), refs[0]
-            with jax.set_mesh(self.mesh):
+            with sharding.launching(self.mesh):
                 if not self.options.offload:
                     return self._update(state, *rest)
                 grads, total = self._grads(state.params, *rest)

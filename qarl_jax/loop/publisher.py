@@ -13,6 +13,7 @@ from qarl_jax.models import invariant_scaling
 from qarl_jax.rollout import PolicyWeights, RolloutEngine
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import mesh as sharding
 
 
 class Publisher:
@@ -45,11 +46,12 @@ class Publisher:
         qweights = self.qweights(state) if self._quantize is None else self._quantize(state.params)
         weights = PolicyWeights(graphdef=self.graphdef, params=state.params, qweights=qweights)
         report = timed(self.engine.publish(weights, version))
-        if jax.tree.leaves(qweights):
-            report["quant/error"] = float(jax.device_get(invariant_scaling.quantization_error(state.params, qweights)))
-        if self._published is not None and jax.tree.leaves(qweights):
-            # QuRL's "frozen actor" alarm: a policy whose codes do not change samples the same way for ever.
-            report["quant/code_flips"] = float(jax.device_get(code_flips(self._published, qweights).value))
+        with sharding.launching(self.learner.mesh):
+            if jax.tree.leaves(qweights):
+                report["quant/error"] = float(invariant_scaling.quantization_error(state.params, qweights))
+                if self._published is not None:
+                    # QuRL's "frozen actor" alarm: a policy whose codes do not change samples the same way for ever.
+                    report["quant/code_flips"] = float(code_flips(self._published, qweights).value)
         self._published = qweights if self._compares else None
         return report
 

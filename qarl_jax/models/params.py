@@ -23,7 +23,7 @@ from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.layers import Quantized
 from qarl_jax.models.transformer import Transformer, quantizable
 from qarl_jax.quant import Rules
-from qarl_jax.runtime.mesh import param_shardings
+from qarl_jax.runtime.mesh import launching, param_shardings
 from qarl_jax.types import UserError
 
 
@@ -85,7 +85,7 @@ def random_masters(config: ModelConfig, mesh: Mesh, seed: int = 0) -> nnx.State:
         value = 1.0 if keys[-1] == "weight" else 0.0
         draw = jax.jit(_drawn, static_argnames=("like", "place", "deviation", "value"), out_shardings=place)
         key = jax.random.fold_in(jax.random.key(seed), number)
-        with jax.set_mesh(mesh):
+        with launching(mesh):
             params[keys] = variable.replace(draw(key, like=like, place=place, deviation=deviation, value=value))
     return nnx.from_flat_state(params)
 

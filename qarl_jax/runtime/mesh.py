@@ -20,9 +20,11 @@ A weight declares its logical axes beside its initializer (`nnx.Param(..., axes=
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +36,23 @@ from qarl_jax.types import UserError
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 BATCH_AXES = ("data", "fsdp")
+_LAUNCHING = threading.RLock()
+
+
+def turn(devices: int) -> contextlib.AbstractContextManager[Any]:
+    """Around the launch of a program over so many devices: threads take turns, where they are several.
+
+    Programs that send between the same devices must reach all of them in one order, and JAX promises none between
+    threads: of two that are launched at once, each could wait on one device for what stands behind the other there.
+    """
+    return _LAUNCHING if devices > 1 else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def launching(mesh: Mesh) -> Iterator[None]:
+    """`turn`, for a program over `mesh`, which is the ambient one meanwhile."""
+    with turn(mesh.size), jax.set_mesh(mesh):
+        yield
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from qarl_jax.observe.recorder import PhaseTimer
 from qarl_jax.optim import build, by_stack
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.sft import NegativeLogLikelihood
-from tests.reference import tiny
+from tests.reference import tiny, turns
 from tests.reference.rollouts import completion, group_of
 
 MESHES = {
@@ -243,6 +243,22 @@ def test_a_mesh_of_eight_equals_one_device_in_float32(mesh):
 @pytest.mark.parametrize("mesh", ["fsdp2-tensor4", nightly("tensor8")])
 def test_int4_tensors_are_bit_equal_on_a_mesh_and_the_loss_agrees(mesh):
     check_mesh("w4a16:g32", mesh, 1e-5, 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "wait"), [("fsdp2-tensor4", True), ("", False)])
+def test_what_sends_between_devices_is_launched_by_one_thread_at_a_time(mesh, wait):
+    made, state = fresh(mesh=mesh)
+    rows = packed()
+    qweights = made.quantize(state.params)
+    (micro,) = map(made.put, rows.micro_batches(ROWS))
+    grads = [made.zero_grads(state) for _ in range(2)]  # each is given away
+    calls = (
+        lambda: jax.block_until_ready(made.quantize(state.params)),
+        lambda: jax.block_until_ready(made.score(state.params, qweights, micro)),
+        lambda: made.accumulate_grads(grads.pop(), state.params, qweights, micro, None, *counts_of(rows)),
+    )
+    assert turns.waiting(made.mesh, calls, 0.5 if wait else 60) == [wait] * len(calls)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from qarl_jax.rollout.embedded.draw import draw, processed_logits
 from qarl_jax.rollout.embedded.engine import Config, JaxSampler, bucket, fingerprint
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.types import UserError
+from tests.reference import turns
 from tests.reference.tiny_policies import VOCAB, policy, prompts
 
 # One prompt bucket and one response bucket for all tests, so that they share compiled programs.
@@ -300,7 +301,7 @@ def test_repeated_prompts_get_different_completions():
 
 
 @pytest.mark.slow
-def test_eight_devices_draw_what_one_draws():
+def test_eight_devices_draw_what_one_draws_and_wait_for_a_learners_launch():
     weights = policy("w8a8")
     one, _ = sampled(weights, prompts(4), num_samples=2)
     mesh = sharding.make_mesh(fsdp=2, tensor=4)
@@ -315,9 +316,13 @@ def test_eight_devices_draw_what_one_draws():
     )
     engine = JaxSampler(SMALL)
     engine.publish(sharded, 0)
-    with jax.set_mesh(mesh):
-        many = engine.generate(prompts(4), num_samples=2, sampling=SamplingConfig(max_response_len=9), key=0)
-    same(one, many)
+
+    def draw_many():
+        with jax.set_mesh(mesh):
+            return engine.generate(prompts(4), num_samples=2, sampling=SamplingConfig(max_response_len=9), key=0)
+
+    same(one, draw_many())
+    assert turns.waiting(mesh, [draw_many]) == [True]
 
 
 # ---- edges ----------------------------------------------------------------------------------------------------------

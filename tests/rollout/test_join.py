@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qarl_jax.rollout.vllm import join
 from qarl_jax.runtime.mesh import make_mesh
+from tests.reference import turns
 
 BF16 = np.dtype(jnp.bfloat16)
 
@@ -46,6 +47,12 @@ def test_a_tensor_larger_than_the_limit_comes_alone():
     stack = join.Stack(placed((3, 8, 4), (None, "fsdp"), {"fsdp": 2}), BF16, 1)
     found = list(join.batches({"a": join.Piece(stack, range(1, 3))}, 1))
     assert [piece.wanted for batch in found for _, piece in batch] == [range(1, 2), range(2, 3)]
+
+
+def test_joining_waits_for_another_threads_launch_over_the_same_gpus():
+    mesh = make_mesh(fsdp=2)
+    stack = join.Stack(placed((6, 8, 4), (None, "fsdp"), {"fsdp": 2}), BF16, 1)
+    assert turns.waiting(mesh, [lambda: join.joined([join.Piece(stack, range(6))])]) == [True]
 
 
 def test_what_lies_on_one_gpu_as_it_travels_is_not_copied():

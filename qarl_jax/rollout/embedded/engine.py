@@ -46,7 +46,7 @@ from qarl_jax.models.logprobs import logits_of
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, requests_for
 from qarl_jax.rollout.embedded.decode_form import Policy, compute_form
 from qarl_jax.rollout.embedded.draw import draw
-from qarl_jax.runtime import processes
+from qarl_jax.runtime import mesh, processes
 from qarl_jax.types import Completion, Prompt, UserError, VersionSpan, at_least
 
 # Named, so that no global setting of JAX changes what a run draws.
@@ -297,6 +297,7 @@ class JaxSampler:
         self._policy: Policy | None = None
         self._weights: Any = None
         self._programs: dict[Any, Any] = {}
+        self._devices = 1  # that the weights lie on
 
     @property
     def compiled_programs(self) -> int:
@@ -312,6 +313,7 @@ class JaxSampler:
         if weights.graphdef != self._published:
             self._programs = {}
             self._published = weights.graphdef
+        self._devices = max(len(array.devices()) for array in jax.tree.leaves((weights.params, weights.qweights)))
         self._weights = jax.block_until_ready(self._program("publish", self._prepare)(weights.params, weights.qweights))
         self.version = version
         return {"rollout/publish_s": time.perf_counter() - start}
@@ -330,7 +332,11 @@ class JaxSampler:
     def _program(self, name: Any, fn: Any, **options: Any) -> Any:
         if name not in self._programs:
             self._programs[name] = jax.jit(fn, **options)
-        return self._programs[name]
+        return functools.partial(self._launch, self._programs[name])
+
+    def _launch(self, program: Any, *arguments: Any) -> Any:
+        with mesh.turn(self._devices):  # a learner may train in another thread
+            return program(*arguments)
 
     def generate(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int

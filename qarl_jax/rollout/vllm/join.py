@@ -9,7 +9,6 @@ Some tensors of some stacks are cast and joined by one program (`joined`). How m
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+
+from qarl_jax.runtime import mesh as sharding
 
 PIECE_BYTES = 2**30
 """What is cast or joined at once while a version is staged whole, in the type that travels; one tensor at least."""
@@ -104,10 +105,6 @@ def _cut(
     return [one(*each) for each in zip(arrays, starts, sizes, dtypes, parts, strict=True)]
 
 
-# Two programs that send between the same GPUs must reach all of them in one order.
-_JOINING = threading.Lock()
-
-
 def joined(pieces: Sequence[Piece]) -> list[dict[int, jax.Array]]:
     """Each piece by the number of the GPU, on each of those that its stack is spread over, once it is there."""
     found: list[dict[int, jax.Array]] = [{} for _ in pieces]
@@ -120,7 +117,7 @@ def joined(pieces: Sequence[Piece]) -> list[dict[int, jax.Array]]:
             together.setdefault(_places(stack)[1], []).append(number)
     for place, numbers in together.items():
         mine = [pieces[number] for number in numbers]
-        with _JOINING:
+        with sharding.turn(1 if place is None else place.mesh.size):
             made = _cut(
                 [stack.array for stack, _ in mine],
                 [jnp.uint32(wanted.start if stack.lead else 0) for stack, wanted in mine],
@@ -137,8 +134,8 @@ def joined(pieces: Sequence[Piece]) -> list[dict[int, jax.Array]]:
 
 def _places(stack: Stack) -> tuple[NamedSharding | None, NamedSharding | None]:
     """How a cut lies on the GPUs: in parts, as each of its stack's tensors does, and joined. None: it is on one."""
-    sharding = stack.array.sharding
-    if not isinstance(sharding, NamedSharding):
+    lies = stack.array.sharding
+    if not isinstance(lies, NamedSharding):
         return None, None
-    spec = [None] * stack.lead + list(sharding.spec)[stack.lead :]
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec)), NamedSharding(sharding.mesh, PartitionSpec())
+    spec = [None] * stack.lead + list(lies.spec)[stack.lead :]
+    return NamedSharding(lies.mesh, PartitionSpec(*spec)), NamedSharding(lies.mesh, PartitionSpec())
