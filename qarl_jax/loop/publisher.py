@@ -46,12 +46,13 @@ class Publisher:
         qweights = self.qweights(state) if self._quantize is None else self._quantize(state.params)
         weights = PolicyWeights(graphdef=self.graphdef, params=state.params, qweights=qweights)
         report = timed(self.engine.publish(weights, version))
-        with sharding.launching(self.learner.mesh):
+        with sharding.turn(self.learner.mesh.size):
             if jax.tree.leaves(qweights):
-                report["quant/error"] = float(invariant_scaling.quantization_error(state.params, qweights))
+                error = invariant_scaling.quantization_error(state.params, qweights)
+                report["quant/error"] = float(jax.device_get(error))
                 if self._published is not None:
                     # QuRL's "frozen actor" alarm: a policy whose codes do not change samples the same way for ever.
-                    report["quant/code_flips"] = float(code_flips(self._published, qweights).value)
+                    report["quant/code_flips"] = float(jax.device_get(code_flips(self._published, qweights).value))
         self._published = qweights if self._compares else None
         return report
 

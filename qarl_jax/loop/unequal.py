@@ -12,12 +12,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from qarl_jax.data.packing import Packed
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import processes
 from qarl_jax.types import RolloutGroup
 from qarl_jax.verify import contract
 
@@ -99,7 +99,7 @@ def first(parts: Iterable[tuple[Packed, Sequence[RolloutGroup], Sequence[Any]]],
     tokens = count = 0
     for packed, groups, learner in parts:
         batch = packed.batch
-        scored = np.concatenate(jax.device_get(list(learner)))
+        scored = np.concatenate(processes.fetch(list(learner)))
         wrong = np.asarray(batch.loss_mask) & (scored != batch.rollout_logprobs)
         for segment in packed.segments:
             if segment.version != version:
