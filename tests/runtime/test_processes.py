@@ -62,8 +62,10 @@ def launch(arguments, *, count=2, devices=1, port=None, slurm=False):
 
 PARTS = """
 import json, os, sys
+from types import SimpleNamespace as Some
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from qarl_jax.loop import unequal
 from qarl_jax.runtime import processes as hosts
 from qarl_jax.run.checkpoint import Checkpoints, Config, DamagedCheckpointError
 from qarl_jax.types import UserError
@@ -88,6 +90,14 @@ x = hosts.put(rows, split)
 assert not x.is_fully_replicated and len(x.addressable_shards) == 2
 back, kept, text = hosts.fetch((x, hosts.put(rows, whole), "text"))
 assert np.array_equal(back, rows) and np.array_equal(kept, rows) and text == "text"
+
+sampled = rows.copy()
+sampled[5, 1] += 1  # a row that the other process may hold
+batch = Some(loss_mask=np.ones((8, 3), bool), rollout_logprobs=sampled, tokens=np.arange(24).reshape(8, 3))
+packed = Some(batch=batch, segments=[Some(version=0, row=5, response=slice(0, 3), group=0, sample=0)])
+group = Some(prompt=Some(uid="a"), completions=[Some(prompt_tokens=(1,), tokens=(15, 16, 17))])
+token = unequal.first([(packed, [group], [x])], 0)
+told["unequal"] = [token.uid, token.position, token.token, token.learner, token.sampler, token.unequal, token.tokens]
 
 told["value"] = hosts.from_first(lambda: {"number": number, "text": "é" * 300, "float": 0.1, "inf": float("inf")})
 def damaged():
@@ -146,6 +156,7 @@ def test_processes_share_values_errors_arrays_and_checkpoints(tmp_path):
     first, second = (json.loads(text.split("TOLD")[1]) for text in said)
     assert first["auto"][0] == "UserError"
     assert "no SLURM, Open MPI, Cloud TPU or GKE says which process this is" in first["auto"][1]
+    assert first["unequal"] == ["a", 1, 16, 16.0, 17.0, 1, 3]
     assert first["value"] == {"number": 0, "text": "é" * 300, "float": 0.1, "inf": float("inf")}
     assert first["user"] == ["DamagedCheckpointError", "a"]
     assert first["bug"] == ["ZeroDivisionError", "integer division or modulo by zero"]
