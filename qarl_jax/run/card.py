@@ -162,8 +162,10 @@ def make(cfg: RunConfig, card: int) -> CardPlan:
     cfg = on_a_gpu(cfg)
     learner = dict(_parts(_relevant(cfg)))
     cards = math.prod(memory_plan.planned_mesh(cfg).shape.values())
-    plan = CardPlan(card=card, learner=learner, staging=0, engine={}, reserved=0, cards=cards, engines=0)
-    plan = dataclasses.replace(plan, allowed=min(MOST, float(os.environ.get(FRACTION) or MOST)))
+    allowed = min(MOST, memory_plan.learner_share(MOST))
+    plan = CardPlan(
+        card=card, learner=learner, staging=0, engine={}, reserved=0, cards=cards, engines=0, allowed=allowed
+    )
     engine = cfg.rollout.engine
     if not isinstance(engine, vllm.Config):
         return plan

@@ -350,9 +350,9 @@ def with_remat(cfg: RunConfig, limit: int | None) -> RunConfig:
 JAX_SHARE = 0.75  # of a card, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (JAX's documentation)
 
 
-def learner_share() -> float:
-    """The largest share of a card that JAX will take."""
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or JAX_SHARE)
+def learner_share(otherwise: float = JAX_SHARE) -> float:
+    """The largest share of a card that JAX will take: what the user has set, or else `otherwise`."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or otherwise)
 
 
 def staging_bytes(cfg: RunConfig) -> int:

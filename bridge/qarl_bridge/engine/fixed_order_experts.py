@@ -134,7 +134,7 @@ def product(
     else:
         w = TensorDescriptor.from_tensor(weight.view(-1, k), [tile.n, tile.k])
     # 8-bit floats are exact in float16 as in bfloat16, and half the work to make.
-    floats = tl.bfloat16 if weight.itemsize > 1 and out_dtype == torch.bfloat16 else tl.float16
+    floats = tl.float16 if weight.itemsize == 1 or out_dtype == torch.float16 else tl.bfloat16
     compute = tl.int8 if weight.dtype == torch.int8 else floats
     _grouped[(len(experts) * triton.cdiv(n, tile.n),)](
         x, w, s, x_scale, copies, experts, end, y, number, n, k,

@@ -210,9 +210,10 @@ def filled_up(codes: Any, scales: Any) -> tuple[Any, Any]:
     rows = len(codes)
     if rows >= _LEAST_FP8_ROWS:
         return codes, scales
-    more = codes.new_empty((_LEAST_FP8_ROWS, codes.shape[1])), scales.new_empty((_LEAST_FP8_ROWS, 1))
-    more[0][:rows], more[1][:rows] = codes, scales  # a row's result depends on no other row, whatever that holds
-    return more
+    more = codes.new_empty((_LEAST_FP8_ROWS, codes.shape[1]))
+    theirs = scales.new_empty((_LEAST_FP8_ROWS, 1))
+    more[:rows], theirs[:rows] = codes, scales  # a row's result depends on no other row, whatever that holds
+    return more, theirs
 
 
 class Worker:
