@@ -23,7 +23,7 @@ from qarl_jax.observe.recorder import PhaseTimer
 from qarl_jax.optim import build, by_stack
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.sft import NegativeLogLikelihood
-from tests.reference import tiny, turns
+from tests.reference import launches, tiny
 from tests.reference.rollouts import completion, group_of
 
 MESHES = {
@@ -258,7 +258,7 @@ def test_what_sends_between_devices_is_launched_by_one_thread_at_a_time(mesh, wa
         lambda: jax.block_until_ready(made.score(state.params, qweights, micro)),
         lambda: made.accumulate_grads(grads.pop(), state.params, qweights, micro, None, *counts_of(rows)),
     )
-    assert turns.waiting(made.mesh, calls, 0.5 if wait else 60) == [wait] * len(calls)
+    assert launches.waiting(made.mesh, calls, 0.5 if wait else 60) == [wait] * len(calls)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from qarl_jax.rollout.embedded.draw import draw, processed_logits
 from qarl_jax.rollout.embedded.engine import Config, JaxSampler, bucket, fingerprint
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.types import UserError
-from tests.reference import turns
+from tests.reference import launches
 from tests.reference.tiny_policies import VOCAB, policy, prompts
 
 # One prompt bucket and one response bucket for all tests, so that they share compiled programs.
@@ -322,7 +322,7 @@ def test_eight_devices_draw_what_one_draws_and_wait_for_a_learners_launch():
             return engine.generate(prompts(4), num_samples=2, sampling=SamplingConfig(max_response_len=9), key=0)
 
     same(one, draw_many())
-    assert turns.waiting(mesh, [draw_many]) == [True]
+    assert launches.waiting(mesh, [draw_many]) == [True]
 
 
 # ---- edges ----------------------------------------------------------------------------------------------------------

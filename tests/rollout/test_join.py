@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qarl_jax.rollout.vllm import join
 from qarl_jax.runtime.mesh import make_mesh
-from tests.reference import turns
+from tests.reference import launches
 
 BF16 = np.dtype(jnp.bfloat16)
 
@@ -52,7 +52,7 @@ def test_a_tensor_larger_than_the_limit_comes_alone():
 def test_joining_waits_for_another_threads_launch_over_the_same_gpus():
     mesh = make_mesh(fsdp=2)
     stack = join.Stack(placed((6, 8, 4), (None, "fsdp"), {"fsdp": 2}), BF16, 1)
-    assert turns.waiting(mesh, [lambda: join.joined([join.Piece(stack, range(6))])]) == [True]
+    assert launches.waiting(mesh, [lambda: join.joined([join.Piece(stack, range(6))])]) == [True]
 
 
 def test_what_lies_on_one_gpu_as_it_travels_is_not_copied():
