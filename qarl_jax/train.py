@@ -53,8 +53,7 @@ def run(cfg: RunConfig) -> None:
                 recompiles.take()  # a process's first step warms up
             with profiled(cfg, step):
                 # ---- sample and grade: nothing has changed yet, so an interrupt drops the step -----------------------
-                run.score_early(step)
-                collected = run.collector.collect(step)
+                collected = run.updates.arriving(run.collector.stream(step), run.state, step)
                 if run.interrupt.agreed():
                     run.save(step)
                     return run.end_interrupted(step)
@@ -74,12 +73,12 @@ def run(cfg: RunConfig) -> None:
                 with timer("publish"):
                     published = run.publisher.publish(run.state, done)
                 with timer("metrics"):  # what is left to read of them
-                    learned, histograms = learning()
+                    learned = learning.result()
 
             # ---- record and save -------------------------------------------------------------------------------------
             relative = advantages if cfg.critic is None else None
             record = step_metrics.rollout_metrics(collected.sampled, collected.parts, relative) | collected.metrics
-            record |= learned | published | (run.begun if step == run.start else {})
+            record |= learned.metrics | published | (run.begun if step == run.start else {})
             if (cfg.eval.every and done % cfg.eval.every == 0 and not last) or (last and cfg.eval.at_end):
                 with timer("eval"), recompiles.paused():
                     record |= run.evaluate(done)
@@ -91,8 +90,8 @@ def run(cfg: RunConfig) -> None:
                 speed = step_metrics.speed(record, timer.take(), run.mesh.devices.size, peak_flops)
                 observer.log(step, record | speed)
                 observer.samples(step, collected.groups, traces, run.tokenizer)
-                observer.histograms(step, histograms)
-            run.remark(step, record)
+                observer.histograms(step, learned.histograms)
+            run.remark(step, record, learned.first_mismatch)
             stopping = run.interrupt.agreed()
             if checkpoints.should_save(done) or (last and cfg.checkpoint.at_end) or stopping:
                 with recompiles.paused():

@@ -148,7 +148,8 @@ def test_the_limit_grows_by_stages_and_a_resumed_run_is_at_its_place(world, monk
         return pack(*args, **options)
 
     def grading(self, tokenizer, prompts, completions, max_response_len=0):
-        limits.append(max_response_len)
+        if max_response_len not in limits:  # a step's groups may be graded in several calls
+            limits.append(max_response_len)
         return grade(self, tokenizer, prompts, completions, max_response_len)
 
     monkeypatch.setattr(updates.packing, "pack", packing)

@@ -112,7 +112,7 @@ class Session:
         self.step += 1
         reward = float(np.mean([group.rewards for group in collected.sampled]))
         published = self.publish()
-        return learning()[0] | published | {"reward/mean": reward}
+        return learning.result().metrics | published | {"reward/mean": reward}
 
     def close(self) -> None:
         """Ends the engine and the rewards' processes."""

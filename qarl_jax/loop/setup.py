@@ -135,7 +135,7 @@ class Run:
             published = self.publisher.publish(self.state, self.start)
         self.begun = self._starting.seconds() | {k: v for k, v in published.items() if k.startswith("time/start_")}
         self.observer.say(startup.words(self.begun))
-        if (facts := getattr(self.engine, "facts", None)) is not None:
+        if (facts := self.engine.facts) is not None:
             self.observer.say(unequal.promise(cfg, facts.execution))
         if cfg.eval.at_start and self.start == 0 and not evaluated:
             self.observer.say(f"held-out reward before training: {self.evaluate(0)['eval/reward/mean']:.3f}")
@@ -153,18 +153,12 @@ class Run:
                 self.observer.say(f"not compiled ahead, but when needed: {str(error)[:200]}")
         self.begun = self._starting.seconds() | self.begun
 
-    def score_early(self, step: int) -> None:
-        """Before a step is collected: whole mini-batches of it are scored while others are drawn."""
-        if isinstance(self.collector, Collector):  # others sample under older versions, too
-            self.collector.on_graded = self.updates.ahead(self.state, step)
-
-    def remark(self, step: int, record: Mapping[str, Any]) -> None:
-        """Says so if sampler and learner differ more than they are known to, and where they do first."""
-        facts = getattr(self.engine, "facts", None)
+    def remark(self, step: int, record: Mapping[str, Any], found: unequal.Unequal | None) -> None:
+        """Says if sampler and learner differ more than they are known to, and at which token (`found`) first."""
+        facts = self.engine.facts
         execution = "" if facts is None else facts.execution
         if step == self.start and (said := first_step.remark(self.cfg, record, execution)) is not None:
             self.observer.say(said)
-        found = self.updates.unequal
         if found is not None and not unequal.reason(self.cfg, execution):
             self.observer.unequal(step, dataclasses.asdict(found))
             self.observer.say(f"step {step}: {found}")

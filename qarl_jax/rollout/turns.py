@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several turns: an engine whose responses go on after what an environment says.
 
-    engine = TurnTaking(engine, cfg, tokenizer, chat=True)      # an engine as any other; `generate` plays episodes
+    engine = TurnTaking(engine, cfg, tokenizer, chat=True)      # an engine as any other; `draw` plays episodes
 
     prompt | turn 0 | observation | turn 1 | observation | turn 2
              drawn                  drawn                  drawn        -> Completion.turns, the rest is not trained on
@@ -13,12 +13,12 @@ Every turn is a request with the whole context before it (`RolloutEngine.extend`
 place in the response. So with the embedded sampler an episode is a function of (weights, key, prompt, sample's number,
 environment), and vLLM finds the context in its prefix cache.
 
-All turns of one number are drawn together. Where the engine tells of turns that have ended while others are drawn, the
-environment answers them meanwhile.
+All turns of one number are drawn together. The environment answers a turn that has ended while others are still drawn.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -28,12 +28,10 @@ from typing import Any
 import numpy as np
 
 from qarl_jax.data.tokenizer import Tokenizer, decode
-from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig, requests_for
+from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.environments import Config, Episodes, Said, plain
 from qarl_jax.runtime import processes
-from qarl_jax.types import Completion, Prompt, Turn, UserError, VersionSpan
-
-OnGroup = Callable[[int, list[Completion]], None]
+from qarl_jax.types import Completion, Turn, UserError, VersionSpan
 
 
 class Observations:
@@ -85,10 +83,10 @@ class Observations:
 
 @dataclasses.dataclass
 class Episode:
-    """One response in the making. `number`: of the sample among its prompt's; `name`: among all episodes."""
+    """One response in the making. `index`: of its request in the call; `name`: among all episodes."""
 
-    prompt: Prompt
-    number: int
+    request: Request
+    index: int
     name: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -121,7 +119,7 @@ class Episode:
     def completion(self) -> Completion:
         """The episode as one response: drawn and observed tokens in order, versions and turns by position."""
         return Completion(
-            prompt_tokens=tuple(self.prompt.tokens),
+            prompt_tokens=tuple(self.request.prompt.tokens),
             tokens=tuple(self.tokens),
             logprobs=np.concatenate([np.zeros(0, np.float32), *self.logprobs]),
             finish_reason=self.finish_reason,
@@ -130,8 +128,8 @@ class Episode:
         )
 
 
-class TurnTaking:
-    """A RolloutEngine whose `generate` plays episodes; the rest is the engine's own.
+class TurnTaking(RolloutEngine):
+    """A RolloutEngine whose `draw` plays episodes.
 
     Args:
       engine: what draws. It is closed with this one.
@@ -155,13 +153,11 @@ class TurnTaking:
         # Over several processes the first asks for all: an environment may answer each of them otherwise.
         self._episodes = Episodes(cfg, log) if processes.is_first() else None
         self._names = itertools.count()
-        self.tells_groups = True
         self.version = engine.version
 
     @property
     def facts(self) -> Any:
-        """The engine's, where it has any."""
-        return getattr(self.engine, "facts", None)
+        return self.engine.facts
 
     def prepare(self, graphdef: Any) -> None:
         self.engine.prepare(graphdef)
@@ -171,54 +167,36 @@ class TurnTaking:
         self.version = self.engine.version
         return report
 
-    def extend(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> list[Completion]:
-        return self.engine.extend(requests, sampling=sampling)
-
     def close(self) -> None:
         if self._episodes is not None:
             self._episodes.close()
         self.engine.close()
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_samples: int,
-        sampling: SamplingConfig,
-        key: int,
-        on_group: OnGroup | None = None,
-    ) -> list[list[Completion]]:
-        """`num_samples` responses of several turns to each prompt, in order; see `RolloutEngine`.
-
-        Args:
-          on_group: is called with (number of a prompt, its responses) when all of these have ended.
+    def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:
+        """Yields responses of several turns, each as soon as the turn that ends it is answered; see `RolloutEngine`.
 
         Raises:
           UserError: the environment failed in every one of them.
         """
-        asked = requests_for(prompts, num_samples=num_samples, sampling=sampling, key=key)
-        episodes = [Episode(prompt=one.prompt, number=one.number, name=next(self._names)) for one in asked]
-        groups = [episodes[i : i + num_samples] for i in range(0, len(episodes), num_samples)]
-        told: set[int] = set()
+        episodes = [Episode(request=one, index=i, name=next(self._names)) for i, one in enumerate(requests)]
+        live = episodes
         self._begin(episodes, sampling.max_response_len)
-        while live := [episode for episode in episodes if not episode.finish_reason]:
-            self._turn(live, sampling, key)
-            for number, group in enumerate(groups):
-                if on_group is not None and number not in told and all(episode.finish_reason for episode in group):
-                    told.add(number)
-                    on_group(number, [episode.completion for episode in group])
+        while live:
+            yield from ((one.index, one.completion) for one in live if one.finish_reason)
+            live = [one for one in live if not one.finish_reason]
+            if live:
+                self._turn(live, sampling)
         failed = [episode for episode in episodes if episode.error]
         if failed:
-            which = f"{failed[0].prompt.uid}: {failed[0].error}"
+            which = f"{failed[0].request.prompt.uid}: {failed[0].error}"
             if len(failed) == len(episodes):
                 raise UserError(f"rollout.environment failed in all {len(failed)} episodes of a batch; first {which}")
             self._log(f"the environment failed in {len(failed)} of {len(episodes)} episodes; first {which}")
-        return [[episode.completion for episode in group] for group in groups]
 
     def _begin(self, episodes: Sequence[Episode], limit: int) -> None:
         calls = []
         for episode in episodes:
-            prompt = episode.prompt
+            prompt = episode.request.prompt
             task = {"uid": prompt.uid, "text": prompt.text, "answer": prompt.answer, "meta": plain(prompt.meta)}
             calls.append({"episode": episode.name, "reset": task})
         for episode, said in zip(episodes, self._answers(list(map(self._ask, calls))), strict=True):
@@ -229,32 +207,25 @@ class TurnTaking:
             if len(episode.tokens) >= limit:
                 episode.fail(f"what it says before the first turn leaves no room in {limit} tokens")
 
-    def _turn(self, live: Sequence[Episode], sampling: SamplingConfig, key: int) -> None:
+    def _turn(self, live: Sequence[Episode], sampling: SamplingConfig) -> None:
         """Draws a turn of every episode, and lets the environment answer."""
         limit = sampling.max_response_len
         longest = min(self._cfg.max_turn_len or limit, limit)
         requests = [
-            Request(
-                prompt=episode.prompt,
-                number=episode.number,
-                key=key,
-                tokens=tuple(episode.tokens),
-                max_tokens=min(longest, limit - len(episode.tokens)),
+            dataclasses.replace(
+                episode.request, tokens=tuple(episode.tokens), max_tokens=min(longest, limit - len(episode.tokens))
             )
             for episode in live
         ]
+        turns: dict[int, Completion] = {}
         asked: dict[int, Future[Said] | None] = {}
-
-        def ended(index: int, drawn: Completion) -> None:
-            if index not in asked:  # an engine may tell of it again
-                asked[index] = self._ask(self._step(live[index], drawn))
-
-        told: dict[str, Any] = {"on_ended": ended} if getattr(self.engine, "tells_groups", False) else {}
-        turns = self.engine.extend(requests, sampling=dataclasses.replace(sampling, max_response_len=longest), **told)
-        for index, drawn in enumerate(turns):
-            ended(index, drawn)
-        answers = self._answers([asked[index] for index in range(len(live))])
-        for episode, drawn, said in zip(live, turns, answers, strict=True):
+        sampling = dataclasses.replace(sampling, max_response_len=longest)
+        with contextlib.closing(self.engine.draw(requests, sampling=sampling)) as ended:
+            for index, drawn in ended:
+                turns[index], asked[index] = drawn, self._ask(self._step(live[index], drawn))
+        order = range(len(live))
+        answers = self._answers([asked[index] for index in order])
+        for episode, drawn, said in zip(live, (turns[index] for index in order), answers, strict=True):
             episode.draw(drawn)
             self._answered(episode, drawn, said, limit)
 

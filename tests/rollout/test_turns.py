@@ -16,7 +16,7 @@ from qarl_jax.loop import updates
 from qarl_jax.loop.step_metrics import rollout_metrics
 from qarl_jax.observe import html_report, recorder
 from qarl_jax.rewards import Grader, environment, exact, total
-from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, dynamic_sampling
+from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig, dynamic_sampling
 from qarl_jax.rollout.environments import Calculator, Custom
 from qarl_jax.rollout.turns import Observations, TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
@@ -47,18 +47,17 @@ def tokenizer(tmp_path_factory):
     return data.make_char_tokenizer("0123456789*=[]+abcdefghijklmnopqrstuvwxyz<>\n ", tmp_path_factory.mktemp("t"))
 
 
-class Engine:
+class Engine(RolloutEngine):
     """Says the texts of `script[uid]`, one a turn; a turn that ends in "..." has no stop token."""
 
-    tells_groups = False
+    order = staticmethod(iter)
 
     def __init__(self, tokenizer, script, version=0):
         self.tokenizer, self.script, self.version, self.asked = tokenizer, script, version, []
 
-    def extend(self, requests, *, sampling, on_ended=None):
+    def draw(self, requests, *, sampling):
         self.asked.append(requests)
-        out = []
-        for request in requests:
+        for index, request in self.order(list(enumerate(requests))):
             turn = len(self.asked) - 1
             text = self.script[request.prompt.uid][turn]
             cut = text.endswith("...")
@@ -70,21 +69,17 @@ class Engine:
                 finish_reason="length" if cut or len(tokens) > request.max_tokens else "stop",
                 version=self.version + turn,
             )
-            out.append(one)
-            if on_ended is not None:
-                on_ended(len(out) - 1, one)
-                on_ended(len(out) - 1, one)
-        return out
+            yield index, one
 
     def close(self):
         self.closed = True
 
 
-class TellingEngine(Engine):
-    tells_groups = True
+class BackwardEngine(Engine):
+    order = staticmethod(reversed)
 
 
-@pytest.fixture(params=[Engine, TellingEngine])
+@pytest.fixture(params=[Engine, BackwardEngine])
 def play(request, tokenizer, tmp_path):
     """play(script, cfg=..., limit=...) -> ({uid: completion}, engine); cfg None: POINTS."""
     (tmp_path / "points.py").write_text(POINTS)
@@ -98,15 +93,12 @@ def play(request, tokenizer, tmp_path):
                 Prompt(uid=uid, tokens=tuple(tokenizer.encode("ab=")), text="ab=", answer="42", meta=meta or {})
                 for uid in script
             ]
-            told = []
             found = turns.generate(
                 prompts,
                 num_samples=samples,
                 sampling=SamplingConfig(max_response_len=limit, stop_token_ids=(EOS,)),
                 key=5,
-                on_group=lambda number, group: told.append((number, group)),
             )
-            assert sorted(number for number, _ in told) == list(range(len(prompts)))
             return dict(zip(script, (group[0] for group in found), strict=True)), engine
 
         yield played
@@ -318,14 +310,10 @@ def test_over_a_bridge_a_turn_is_a_request_with_all_that_came_before_it(tmp_path
     with contextlib.closing(TurnTaking(engine, cfg, tokenizer, chat=False)) as turns:
         turns.publish(published, 0)
         assert turns.version == 0
-        told = []
-        groups = turns.generate(
-            prompts, num_samples=4, sampling=sampling, key=3, on_group=lambda number, _: told.append(number)
-        )
+        groups = turns.generate(prompts, num_samples=4, sampling=sampling, key=3)
         again = turns.generate(prompts, num_samples=4, sampling=sampling, key=3)
         for group, same in zip(groups, again, strict=True):
             assert [one.tokens for one in group] == [one.tokens for one in same]
-        assert sorted(told) == [0, 1, 2, 3]
         several = [(i, j, one) for i, g in enumerate(groups) for j, one in enumerate(g) if len(one.turns) == 3]
         assert several
         for i, j, one in several[:3]:

@@ -4,7 +4,7 @@
 
     fleet = Fleet(config, ...)
     fleet.publish(staged)                  # returns when every engine that is up serves it
-    fleet.draw(draws, sampling)            # in the order of the draws
+    fleet.draw(draws, sampling)            # yields (index, completion) as they end
 
 A run with one engine is a fleet of one. What a completion is depends on the weights, its prompt and its seed alone, so
 that it does not matter who draws it, how often, or in which order answers come in: where the engine's arithmetic does
@@ -37,7 +37,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -345,14 +345,12 @@ class Fleet:
         *,
         routed_bytes: int = 0,
         on_progress: Callable[[int, int, int], None] | None = None,
-        on_ended: Callable[[int, messages.Drawn], None] | None = None,
-    ) -> list[messages.Drawn]:
-        """Completions in the order of `draws`.
+    ) -> Generator[tuple[int, messages.Drawn], None, None]:
+        """Yields (index of the draw, its completion) once per draw, as they end.
 
         Args:
           routed_bytes: that come back for a position beside its token, where its experts are recorded.
           on_progress: called every two seconds with (running, waiting, tokens).
-          on_ended: called once for every draw (its number, its completion), as they end.
 
         Raises:
           UserError: an engine refused a request that all would refuse; or none is left.
@@ -377,12 +375,12 @@ class Fleet:
                     waiting = sum(one.waiting for one in latest.values())
                 for number in news:
                     drawn = work.drawn[number]
-                    if on_ended is not None and drawn is not None:
-                        on_ended(number, drawn)
+                    if drawn is not None:
+                        yield number, drawn
                 if progress and on_progress is not None:
                     on_progress(running, waiting, work.tokens)
                 if not work.left and not work.news:
-                    return [one for one in work.drawn if one is not None]
+                    return
         finally:
             with self._changed:
                 for flight in work.flights:
