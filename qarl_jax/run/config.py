@@ -79,7 +79,7 @@ class ModelOptions:
 
     @property
     def remat_or_full(self) -> str:
-        """`remat` where no plan was made (`memory_plan.with_remat` does, in a training run): full for auto."""
+        """`remat` where no plan was made (`memory.choose.settle` does, in a training run): full for auto."""
         return "full" if self.remat == "auto" else self.remat
 
 
