@@ -76,10 +76,11 @@ def kv_bytes(cfg: RunConfig, sequences: int) -> int:
 
 
 def at_once(cfg: RunConfig) -> int:
-    """Most sequences that the engine decodes together."""
+    """Most sequences that one engine decodes together; engines share a step's sequences."""
     engine = cfg.rollout.engine
     assert isinstance(engine, vllm.Config)
-    return min(engine.max_num_seqs, cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt)
+    sequences = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
+    return min(engine.max_num_seqs, -(-sequences // max(1, engine.started + len(engine.named))))
 
 
 def engine_parts(cfg: RunConfig) -> dict[str, int]:

@@ -296,7 +296,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         "rows": cfg.train.micro_batch_rows // batch_shards,
         "row_len": cfg.row_len,
         "chunk": cfg.train.logprob_chunk,
-        "grad_dtype": cfg.train.grad_dtype,
+        "grad_dtype": cfg.train.grad_dtype_or_float32,
         "max_segments": build.max_segments(cfg),
         "one_program": cfg.micro_batches_per_update[1] == 1,
         "offload": cfg.optimizer.offload is True,

@@ -22,6 +22,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+from collections.abc import Mapping
 
 import jax
 from qarl_bridge.client import sender
@@ -85,6 +86,7 @@ class Plan:
       devices: number of the learner's devices. The plan is that of a device with an engine.
       engines: number of devices with an engine.
       allowed: share of the device that JAX may take; the user may have lowered it (several runs on a GPU).
+      chosen: lines on the settings that `choose.settle` chose.
     """
 
     size: int
@@ -96,6 +98,7 @@ class Plan:
     devices: int = 1
     engines: int = 1
     allowed: float = MOST
+    chosen: tuple[str, ...] = ()
 
     @property
     def context(self) -> int:
@@ -160,6 +163,7 @@ class Plan:
                 "no engine on them" if not self.engine else few if self.engines < self.devices else "an engine on each"
             )
             lines[0] += f"\n             {self.devices} such devices, {has}"
+        lines += [f"  {line}" for line in self.chosen]
         lines += [f"  {name:<32}{size / GIB:9.2f} GiB" for name, size in rows if size]
         if self.apart is not None:
             lines.append(f"  on the engine's GPU, of {self.apart[0] / GIB:.1f} GiB that it may use:")
@@ -195,7 +199,7 @@ def make(cfg: RunConfig, size: int) -> Plan:
     return dataclasses.replace(plan, engine=parts, reserved=reserved, engines=engine.started)
 
 
-def replaced(cfg: Any, changes: dict[str, Any]) -> Any:
+def replaced(cfg: Any, changes: Mapping[str, Any]) -> Any:
     """Replaces dotted fields of a nested frozen dataclass: {"model.remat": "full"}."""
     for path, value in changes.items():
         head, _, rest = path.partition(".")
