@@ -34,12 +34,12 @@ from flax import nnx
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import data, models, quant
+from qarl_jax.memory import choose, learner, plan
 from qarl_jax.models.hf import weights as hf
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.run import build, card, config
-from qarl_jax.run import memory_plan as plan
+from qarl_jax.run import build, config
 from qarl_jax.run.config import RunConfig
 from qarl_jax.types import Parser, UserError, entry_point
 from qarl_jax.verify import contract, layers, machine
@@ -175,7 +175,7 @@ def run_folder(cfg: RunConfig | None) -> Iterator[Check]:
     wanted, why = GIB, "a run takes about 1 GiB"
     if cfg is not None:
         try:
-            saved = plan.parts(cfg)["masters"] + plan.nbytes(plan.optimizer_states(cfg)["optimizer"][0])
+            saved = learner.parts(cfg)["masters"] + learner.nbytes(learner.optimizer_states(cfg)["optimizer"][0])
         except UserError:
             saved = 0  # told by the check of the model
         kept = cfg.checkpoint.keep or cfg.train.steps // max(1, cfg.checkpoint.every)
@@ -275,28 +275,24 @@ def mesh(cfg: RunConfig) -> Check:
 
 
 def memory_plan(cfg: RunConfig) -> Check:
-    """What one update holds, beside what there is; on a GPU what learner and engine hold of the card together."""
-    if whole := card.card_bytes():
+    """Compares the bytes of the fullest moment with the device, or with the host's memory on a CPU."""
+    size = plan.capacity()
+    if size is not None:
         try:
-            _, made = card.settle(cfg, whole)
+            _, made = choose.settle(cfg, size)
         except UserError as error:
             said, _, todo = str(error).partition(". ")
             return Check(name="memory plan", status="fail", found=said, todo=todo)
         assert made is not None
         return Check(name="memory plan", status="ok", found="; ".join(line.strip() for line in made.lines()))
-    sizes = plan.parts(cfg)
-    total = sum(sizes.values())
-    found = f"{amount(total)}: " + ", ".join(f"{name} {amount(size)}" for name, size in sizes.items())
-    per_device = machine.device_memory_bytes()
-    if per_device:
-        held = sum(plan.parts(cfg, per_device=True).values())
-        found, have = f"{found}; {amount(held)} of {amount(per_device)} on each device", per_device
-    else:
-        held, have = total, machine.host_memory_bytes() or total
-        found = f"{found}; of {amount(have)} available"
+    sizes = learner.parts(cfg)
+    held = sum(sizes.values())
+    have = machine.host_memory_bytes() or held
+    found = f"{amount(held)}: " + ", ".join(f"{name} {amount(size)}" for name, size in sizes.items())
     todo = "lower train.micro_batch_rows or train.logprob_chunk, set model.remat=full, or raise mesh.fsdp"
     # The plan leaves out compiled programs and fragmentation.
-    return check("memory plan", held <= 0.8 * have, found, todo, "warn" if held <= have else "fail")
+    status: Status = "warn" if held <= have else "fail"
+    return check("memory plan", held <= 0.8 * have, f"{found}; of {amount(have)} available", todo, status)
 
 
 def one_layer(cfg: RunConfig) -> PolicyWeights:

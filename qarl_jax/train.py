@@ -30,9 +30,10 @@ import jax
 from qarl_jax.loop import step_metrics
 from qarl_jax.loop.setup import Run
 from qarl_jax.loop.updates import advantages_of
+from qarl_jax.memory import choose, plan
 from qarl_jax.observe import flops, recorder
 from qarl_jax.observe.token_trace import Follower
-from qarl_jax.run import card, config, memory_plan
+from qarl_jax.run import config
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import compilation, processes
 from qarl_jax.types import Parser, entry_point
@@ -124,19 +125,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(args.cards))
     if not args.dry_run:
         processes.start(cfg.distributed)  # before anything asks JAX for its devices
-    found = card.card_bytes() if args.card_gb is None else int(args.card_gb * 2**30)
-    cfg, shared = card.settle(cfg, found)  # a run that does not fit ends here
-    if shared is not None and not args.dry_run:
-        shared.keep()
-    if cfg.model.remat == "auto":  # only then: a dry run of any other config leaves the device alone
-        cfg = memory_plan.with_remat(cfg, memory_plan.device_bytes(cfg))
+    size = plan.capacity() if args.card_gb is None else int(args.card_gb * 2**30)
+    cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
+    if made is not None and not args.dry_run:
+        made.keep()
     if args.dry_run:
         print(config.to_yaml(cfg))
     if args.dry_run or processes.is_first():
         print(config.describe(cfg))
-        print("\n".join(shared.lines() if shared is not None else ()), end="\n" * (shared is not None))
+        print("\n".join(made.lines() if made is not None else ()), end="\n" * (made is not None))
     if args.dry_run:
-        print(memory_plan.describe(cfg, card_planned=shared is not None))
+        print(plan.describe(cfg))
         return 0
     run(cfg)
     return 0

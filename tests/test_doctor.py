@@ -13,10 +13,10 @@ import pytest
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import doctor, models, quant
+from qarl_jax.memory import learner, plan
 from qarl_jax.quant.contractions import Dense
 from qarl_jax.rollout.embedded import engine as jax_sampler
 from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.run import memory_plan
 from qarl_jax.types import UserError
 from qarl_jax.verify import machine
 from tests.reference import tiny
@@ -232,13 +232,14 @@ def test_amounts_read_well(nbytes, text):
 
 def test_on_an_accelerator_the_plan_is_that_of_one_device(world, monkeypatch):
     cfg = world.changed(mesh={"fsdp": 4}).config
-    own = sum(memory_plan.parts(cfg, per_device=True).values())
+    monkeypatch.setattr(plan, "on_tpu", lambda: True)
+    own = sum(learner.parts(cfg, per_device=True).values())
     statuses = []
     for share in (2.0, 1.1, 0.9):
-        monkeypatch.setattr(machine, "device_memory_bytes", lambda share=share: int(share * own))
+        monkeypatch.setattr(plan, "capacity", lambda share=share: int(share * own))
         statuses.append(doctor.memory_plan(cfg).status)
-    assert statuses == ["ok", "warn", "fail"]
-    assert own < sum(memory_plan.parts(cfg).values())
+    assert statuses == ["ok", "fail", "fail"]
+    assert own < sum(learner.parts(cfg).values())
 
 
 def test_of_a_mesh_over_several_processes_the_devices_of_one_are_here(world):

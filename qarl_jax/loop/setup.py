@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from qarl_jax import data
+from qarl_jax import data, models
 from qarl_jax.learning.learner import TrainState
 from qarl_jax.loop import first_step, resume, unequal
 from qarl_jax.loop.ahead import Ahead
@@ -25,7 +25,7 @@ from qarl_jax.loop.updates import Updates
 from qarl_jax.numerics.engine import of_profile
 from qarl_jax.observe import recorder
 from qarl_jax.rollout import partial_rollouts
-from qarl_jax.run import build, config, evaluation, memory_plan
+from qarl_jax.run import build, config, evaluation
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import compilation, processes, startup
@@ -107,7 +107,7 @@ class Run:
             cfg.rollout.partial, unfinished, self.stream, self.start, cfg.rollout.num_samples_per_prompt
         )
         with processes.together():
-            self.observer.start(config=config.to_dict(cfg), facts=memory_plan.facts(cfg, graphdef))
+            self.observer.start(config=config.to_dict(cfg), facts=policy_facts(cfg, graphdef, self.state.params))
             self.observer.write("config.yaml", config.to_yaml(cfg))
             self.observer.truncate_to(self.start - 1)
         evaluated = bool(processes.from_first(lambda: evaluation.history(cfg.run_dir, up_to=self.start)))
@@ -198,3 +198,14 @@ def same_config(cfg: RunConfig) -> None:
     values = config.to_dict(cfg)
     del values["distributed"]
     processes.check_same(json.dumps(values, sort_keys=True, default=str).encode(), "the config's values")
+
+
+def policy_facts(cfg: RunConfig, graphdef: Any, params: Any) -> dict[str, Any]:
+    """Describes the policy for run.json, as it is resolved at the start."""
+    return {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "numerics": {"profile": models.config_of(graphdef).numerics.profile},  # the rest is a layer's own
+        "devices": [str(device) for device in jax.devices()],
+        "forward": cfg.quant.forward,
+        "rollout": cfg.quant.rollout_scheme,
+    }

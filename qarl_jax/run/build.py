@@ -221,7 +221,7 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
         options=Options(
             temperature=cfg.rollout.temperature,
             logprob_chunk=cfg.train.logprob_chunk,
-            grad_dtype=cfg.train.grad_dtype,
+            grad_dtype=cfg.train.grad_dtype_or_float32,
             one_program=cfg.micro_batches_per_update[1] == 1,
             offload=cfg.optimizer.offload is True,
             max_segments=max_segments(cfg),

@@ -79,7 +79,7 @@ class ModelOptions:
 
     @property
     def remat_or_full(self) -> str:
-        """`remat` where no plan was made (`memory_plan.with_remat` does, in a training run): full for auto."""
+        """`remat` where no plan was made (`memory.choose.settle` does, in a training run): full for auto."""
         return "full" if self.remat == "auto" else self.remat
 
 
@@ -116,7 +116,8 @@ class TrainConfig:
       packing: packed (several responses share a row) or unpacked (one each).
       max_segments: most responses in a packed row.
       logprob_chunk: tokens per chunk of the fused output head.
-      grad_dtype: dtype of gradients and of their sum over micro-batches; bfloat16 halves them (see `learner.Options`).
+      grad_dtype: dtype of gradients and of their sum over micro-batches; bfloat16 halves them (see `learner.Options`);
+        auto takes it where a run does not fit otherwise.
       entropy_coef: weight of an entropy bonus.
       mask_truncated: leave unfinished responses out of the loss (DAPO's overlong filtering).
       error_prob: response tokens below this probability are counted as error tokens (`error/*`); 0: not counted.
@@ -136,7 +137,7 @@ class TrainConfig:
     packing: Literal["packed", "unpacked"] = "packed"
     max_segments: int = 16
     logprob_chunk: int = 2048
-    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    grad_dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     entropy_coef: float = 0.0
     mask_truncated: bool = False
     error_prob: float = 1e-3
@@ -169,6 +170,11 @@ class TrainConfig:
     def mini_batch_prompts(self) -> int:
         """Prompts per optimizer update, resolved."""
         return self.prompts_per_update or self.prompts_per_step
+
+    @property
+    def grad_dtype_or_float32(self) -> Literal["float32", "bfloat16"]:
+        """`grad_dtype` where no plan was made: float32 for auto."""
+        return "float32" if self.grad_dtype == "auto" else self.grad_dtype
 
     @property
     def updates_per_step(self) -> int:

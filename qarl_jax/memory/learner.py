@@ -1,12 +1,14 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run will hold in memory, computed from shapes alone: `--dry-run` prints it and no array is made."""
+"""Bytes of a learner at the fullest moment of an update, computed from shapes alone; no array is made.
+
+parts(cfg, per_device=True)       # {"masters": ..., "optimizer": ..., "gradients": ..., ...}
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from typing import Any
 
 import jax
@@ -16,12 +18,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from qarl_jax import models
 from qarl_jax.learning import critic
-from qarl_jax.optim import build as optimizer
 from qarl_jax.optim import by_stack
-from qarl_jax.rollout import PolicyWeights
+from qarl_jax.optim.build import make_optimizer
 from qarl_jax.rollout.embedded import engine as jax_sampler
-from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.rollout.vllm import gpu_staging
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import mesh as sharding
@@ -30,9 +29,54 @@ from qarl_jax.runtime import remat
 GIB = 2.0**30
 
 
-def abstract_policy(cfg: RunConfig) -> tuple[Any, Any]:
-    """(graphdef, abstract params) of the run's model from its config.json; reads no weights."""
-    return models.split(models.abstract_model(build.model_config(cfg, cfg.quant.forward)))[:2]
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """A run's policy as shapes, from its config.json; no weights are read.
+
+    Attributes:
+      graphdef, params, qweights: of the learner, under `quant.forward`.
+      opt_state: of its optimizer.
+      served, published: graphdef and QTensors of the sampler, under `quant.rollout`.
+    """
+
+    graphdef: Any
+    params: Any
+    qweights: Any
+    opt_state: Any
+    served: Any
+    published: Any
+
+
+_SHAPES: dict[str, Shapes] = {}
+
+
+def shapes(cfg: RunConfig) -> Shapes:
+    """The shapes of a run's policy; made once for all settings that they do not depend on."""
+    depends = dataclasses.replace(cfg.model, remat="full"), dataclasses.replace(cfg.optimizer, offload=False), cfg.quant
+    key = repr((*depends, cfg.numerics, cfg.policy_updates))  # as text: the sections hold dicts
+    if key not in _SHAPES:
+        graphdef, params = models.split(models.abstract_model(build.model_config(cfg, cfg.quant.forward)))[:2]
+        served = build.rollout_graphdef(cfg, graphdef)
+        optimizer = make_optimizer(cfg.optimizer, cfg.policy_updates)
+        _SHAPES[key] = Shapes(
+            graphdef,
+            params,
+            jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params),
+            jax.eval_shape(optimizer.init, params),
+            served,
+            jax.eval_shape(lambda p: models.quantize_params(served, p), params),
+        )
+    return _SHAPES[key]
+
+
+def model_of(cfg: RunConfig) -> models.ModelConfig:
+    """The learner's model, under the run's recomputation."""
+    return dataclasses.replace(models.config_of(shapes(cfg).graphdef), remat=cfg.model.remat_or_full)
+
+
+def parameters(cfg: RunConfig) -> int:
+    """Number of the policy's parameters."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(cfg).params))
 
 
 def planned_mesh(cfg: RunConfig) -> Mesh | AbstractMesh:
@@ -65,13 +109,13 @@ def bytes_of_each(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any
     return jax.tree.unflatten(structure, [math.prod(x) * size for x, size in zip(shapes, sizes, strict=True)])
 
 
-def abstract_critic(cfg: RunConfig, graphdef: Any) -> tuple[models.ModelConfig, Any, Any]:
+def abstract_critic(cfg: RunConfig) -> tuple[models.ModelConfig, Any, Any]:
     """(config of the body, abstract params, abstract optimizer state) of the run's critic; reads no weights."""
     assert cfg.critic is not None
-    body = build.critic_body(cfg, models.config_of(graphdef))
+    body = build.critic_body(cfg, model_of(cfg))
     policy = models.split(models.abstract_model(body))[1]
     params = jax.eval_shape(lambda p: critic.init_params(p, body.hidden_size), policy)
-    transformation = optimizer.make_optimizer(cfg.critic.optimizer, cfg.train.total_updates)
+    transformation = make_optimizer(cfg.critic.optimizer, cfg.train.total_updates)
     return body, params, jax.eval_shape(transformation.init, params)
 
 
@@ -244,31 +288,28 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
     activations is an estimate (`update_parts`), an upper one where the tensor axis splits them. The embedded sampler
     keeps a copy of the policy and its keys and values between updates; vLLM's memory is its own (`rollout.engine`).
     """
-    graphdef, params = abstract_policy(cfg)
-    model = models.config_of(graphdef)
-    qweights = jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params)
-    opt_state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
+    made, model = shapes(cfg), model_of(cfg)
+    params, qweights = made.params, made.qweights
     mesh = planned_mesh(cfg) if per_device else None
     batch_shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)
     shape: dict[str, Any] = {
         "rows": cfg.train.micro_batch_rows // batch_shards,
         "row_len": cfg.row_len,
         "chunk": cfg.train.logprob_chunk,
-        "grad_dtype": cfg.train.grad_dtype,
+        "grad_dtype": cfg.train.grad_dtype_or_float32,
         "max_segments": build.max_segments(cfg),
         "one_program": cfg.micro_batches_per_update[1] == 1,
         "offload": cfg.optimizer.offload is True,
         "mesh": mesh,
     }
-    out = update_parts(model, params, qweights, opt_state, **shape)
-    served = build.rollout_graphdef(cfg, graphdef)
-    if cfg.quant.code_flips and (cfg.train.updates_per_step > 1 or served != graphdef):
-        kept = nbytes(jax.eval_shape(lambda p: models.quantize_params(served, p), params), mesh)
+    out = update_parts(model, params, qweights, made.opt_state, **shape)
+    if cfg.quant.code_flips and (cfg.train.updates_per_step > 1 or made.served != made.graphdef):
+        kept = nbytes(made.published, mesh)
         out |= {"QTensors published before": kept} if kept else {}
     if cfg.kl.coef:
         out["reference policy"] = nbytes(params, mesh, model.compute_dtype) + nbytes(qweights, mesh)
     if cfg.critic is not None:
-        body, own, moments = abstract_critic(cfg, graphdef)
+        body, own, moments = abstract_critic(cfg)
         # Its gradient is float32, with an accumulator of its own, and it has no logits.
         gradient = nbytes(own, mesh, jnp.float32)
         out["gradients"] = max(out["gradients"], 2 * gradient)
@@ -281,7 +322,6 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
             held = max(0, update_scratch(own, moments, offload=True, mesh=mesh) - needed - gradient)
         out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": held}
     if isinstance(cfg.rollout.engine, jax_sampler.Config):
-        sampled = build.rollout_graphdef(cfg, graphdef)
         prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial
         prompt_len, response_len = cfg.data.max_prompt_len, cfg.rollout.max_response_len
         if cfg.rollout.environment is not None:  # what was said before a turn is its prompt
@@ -291,9 +331,9 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
             prompt_len, response_len = prompt_len + response_len - 1, partial.tokens(response_len)
         weights, cache = jax_sampler.footprint(
             cfg.rollout.engine,
-            sampled,
+            made.served,
             params,
-            jax.eval_shape(lambda p: models.quantize_params(sampled, p), params),
+            made.published,
             prompt_len=prompt_len,
             response_len=response_len,
             sequences=prompts * cfg.rollout.num_samples_per_prompt,
@@ -304,198 +344,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
 
 def optimizer_states(cfg: RunConfig) -> dict[str, tuple[Any, bool]]:
     """Whole abstract optimizer states by owner, and whether they rest on the host."""
-    graphdef, params = abstract_policy(cfg)
-    state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
-    out = {"optimizer": (state, cfg.optimizer.offload is True)}
+    out = {"optimizer": (shapes(cfg).opt_state, cfg.optimizer.offload is True)}
     if cfg.critic is not None:
-        out["critic's optimizer"] = (abstract_critic(cfg, graphdef)[2], cfg.critic.optimizer.offload is True)
+        out["critic's optimizer"] = (abstract_critic(cfg)[2], cfg.critic.optimizer.offload is True)
     return out
-
-
-def device_bytes(cfg: RunConfig) -> int | None:
-    """What the learner may take of a device, beside vLLM where they share it; None where a device does not say (a CPU).
-
-    Asks JAX for its devices, so that from here on it is settled whether it preallocates.
-    """
-    build.leave_memory_to_vllm(cfg)
-    found = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    if not found:
-        return None
-    engine = cfg.rollout.engine
-    if isinstance(engine, vllm.Config):
-        card = found / learner_share()
-        theirs = 0.0 if engine.has_own_gpu else engine.gpu_memory_utilization
-        found = min(found, card * (1 - theirs) - staging_bytes(cfg))
-    return int(found)
-
-
-def with_remat(cfg: RunConfig, limit: int | None) -> RunConfig:
-    """`cfg` with `model.remat=auto` replaced: the policy that recomputes least among those whose plan fits.
-
-    Nothing but time and memory depends on it. "none" is not considered: it keeps float32 intermediates as well.
-
-    Args:
-      limit: bytes of a device (`device_bytes`); None: unknown, everything is recomputed. A tenth is left free, for
-        compiled programs and fragmentation.
-    """
-    if cfg.model.remat != "auto":
-        return cfg
-    for policy in ("dots", "mixer", "attention"):
-        choice = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, remat=policy))
-        if limit is not None and sum(parts(choice, per_device=True).values()) <= 0.9 * limit:
-            return choice
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, remat="full"))
-
-
-JAX_SHARE = 0.75  # of a card, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (JAX's documentation)
-
-
-def learner_share(otherwise: float = JAX_SHARE) -> float:
-    """The largest share of a card that JAX will take: what the user has set, or else `otherwise`."""
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or otherwise)
-
-
-def staging_bytes(cfg: RunConfig) -> int:
-    """Of the versions in buffers on the learner's card, where they are published from its memory (with NCCL: as many
-    on the engine's)."""
-    engine = cfg.rollout.engine
-    assert isinstance(engine, vllm.Config)
-    if not engine.stages_on_gpu:
-        return 0
-    return engine.staging_buffers * published_bytes(cfg) or window_bytes(cfg)
-
-
-def _published(cfg: RunConfig) -> PolicyWeights:
-    """A version, as shapes."""
-    graphdef, params = abstract_policy(cfg)
-    graphdef = build.rollout_graphdef(cfg, graphdef)
-    qweights = jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params)
-    return PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
-
-
-def window_bytes(cfg: RunConfig) -> int:
-    """Of a buffer through which versions go in parts (`rollout.engine.staging_buffers=0`)."""
-    places = gpu_staging.layout(_published(cfg))
-    return max(size for _, size in gpu_staging.spans_of(places, gpu_staging.parts_of(places)))
-
-
-def published_bytes(cfg: RunConfig) -> int:
-    """Bytes of one version as the engine is given it: QTensors, and the rest of the policy in bfloat16."""
-    weights = _published(cfg)
-    covered = models.by_path(weights.qweights)
-    rest = {path: leaf for path, leaf in models.by_path(weights.params).items() if path not in covered}
-    return nbytes(weights.qweights) + nbytes(rest, dtype=jnp.bfloat16)
-
-
-def int4_copies(cfg: RunConfig) -> dict[str, int]:
-    """Bytes that a vLLM on CUDA holds beside the published tensors of its int4 layers, by `int4_kernel`.
-
-    The bridge's kernels multiply what is made at each load from tensors that stay: words and scales, with room for the
-    largest layer, gate and up, as bf16(q s); and for 8-bit activations one byte per weight. Experts are made in their
-    place.
-    """
-    qweights = models.by_path(_published(cfg).qweights)
-    dense = [(str(q.scheme), q) for path, q in qweights.items() if ".moe." not in path]
-    layers = [q for scheme, q in dense if "a16" in scheme]
-    largest = max((2 * q.shape[-2] * q.shape[-1] for q in layers), default=0)  # of a matrix, bfloat16
-    own = nbytes([q.qvalue for q in layers]) + nbytes([q.scale for q in layers]) + 2 * largest
-    codes = 2 * nbytes([q.qvalue for scheme, q in dense if scheme.startswith("w4a8_fp8")])
-    return {"auto": own + codes, "machete": codes, "marlin": codes}
-
-
-def _apart(cfg: RunConfig, engine: vllm.Config) -> list[str]:
-    """Lines on a vLLM with a GPU of its own."""
-    by_hand = ", ".join(engine.named) or engine.endpoints_file
-    where = f"GPU {engine.visible_gpus}" if engine.visible_gpus else f"the GPU of the bridge at {by_hand}"
-    lines = [f"vLLM         on {where}: {engine.gpu_memory_utilization:.0%} of it at most (gpu_memory_utilization)"]
-    if not engine.stages_on_gpu:
-        return [*lines, "  weights go over host memory"]
-    staged, version = staging_bytes(cfg) / GIB, published_bytes(cfg) / GIB
-    how = f"weights go over NCCL; staging takes {staged:.3f} GiB of either card for versions of {version:.3f} GiB"
-    return [*lines, f"  {how}"]
-
-
-def colocation(cfg: RunConfig) -> list[str]:
-    """Lines on how learner and vLLM share one card, where they do; none without vLLM."""
-    if not isinstance(cfg.rollout.engine, vllm.Config):
-        return []
-    engine = cfg.rollout.engine
-    if engine.is_remote and not engine.stages_on_gpu:
-        return ["vLLM         on another host: weights go over the socket"]
-    if engine.has_own_gpu:
-        return _apart(cfg, engine)
-    learner, staged = learner_share(), staging_bytes(cfg)
-    cache = f"{engine.kv_cache_gb:g} GiB" if engine.kv_cache_gb else "what that leaves"
-    share, version = engine.gpu_memory_utilization, published_bytes(cfg) / GIB
-    rows = {
-        "vLLM": f"{share:.0%} of the card at most (gpu_memory_utilization), KV cache {cache} (kv_cache_gb)",
-        "learner": f"as it needs, up to {learner:.0%} of the card (XLA_PYTHON_CLIENT_MEM_FRACTION)",
-        "staging": f"{staged / GIB:.3f} GiB for versions of {version:.3f} GiB, or none over host memory",
-    }
-    lines = ["vLLM         where it shares a GPU with the learner (rollout.engine):"]
-    lines += [f"  {name:<24}{what}" for name, what in rows.items()]
-    if share + learner > 1:
-        lines.append(
-            f"  the limits add up to {share + learner:.0%}: the learner's sum above must fit beside vLLM's share"
-        )
-    return lines
-
-
-def quantized(cfg: RunConfig, *, rollout: bool = False) -> list[str]:
-    """A line per stacked weight that has a QTensor: scheme, how many matrices, name, shape of one matrix.
-
-    In the learner's forward, or (`rollout`) in what is published to the sampler.
-    """
-    graphdef, params = abstract_policy(cfg)
-    graphdef = build.rollout_graphdef(cfg, graphdef) if rollout else graphdef
-    model = models.config_of(graphdef)
-    qweights = jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params)
-    return [
-        f"{model.scheme_of(path)!s:<10} {math.prod(q.shape[:-2]):>6} x {model.describe(path)} {list(q.shape[-2:])}"
-        for path, q in models.by_path(qweights).items()
-    ]
-
-
-def describe(cfg: RunConfig, *, card_planned: bool = False) -> str:
-    """The plan as lines: parameters, bytes by part (whole mesh and per device), and which weights are quantized.
-
-    Args: card_planned: a `card.CardPlan` has said already who takes what of the card.
-    """
-    whole, own = parts(cfg), parts(cfg, per_device=True)
-    _, params = abstract_policy(cfg)
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    devices = math.prod(planned_mesh(cfg).shape.values())
-    lines = [
-        f"model        {count / 1e6:,.1f} M parameters on {devices} device(s)",
-        f"{'whole mesh':>39}{'one device':>14}",
-    ]
-    rows = [(name, whole[name], own[name]) for name in whole]
-    rows.append(("sum", sum(whole.values()), sum(own.values())))
-    lines += [f"  {name:<24}{a / GIB:9.3f} GiB{b / GIB:10.3f} GiB" for name, a, b in rows]
-    resting = {name: state for name, (state, on_host) in optimizer_states(cfg).items() if on_host}
-    if resting:
-        lines.append("host         pinned memory, group by group on the devices for an update (optimizer.offload)")
-    for name, state in resting.items():
-        a, b = nbytes(state), nbytes(state, planned_mesh(cfg))
-        lines.append(f"  {name:<24}{a / GIB:9.3f} GiB{b / GIB:10.3f} GiB")
-    lines += [] if card_planned else colocation(cfg)
-    split = cfg.quant.rollout_scheme != cfg.quant.forward
-    for rollout in (False, True) if split else (False,):
-        names = quantized(cfg, rollout=rollout)
-        where = ("in the sampler" if rollout else "in the learner's forward") if split else "in learner and sampler"
-        lines.append(f"quantized    {len(names) or 'no'} stacks of weights {where}; everything else stays as it is")
-        lines += [f"  {name}" for name in names]
-    return "\n".join(lines)
-
-
-def facts(cfg: RunConfig, graphdef: Any) -> dict[str, Any]:
-    """What run.json says of the policy: resolved once, at the start."""
-    config = models.config_of(graphdef)
-    _, params = abstract_policy(cfg)
-    return {
-        "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
-        "numerics": {"profile": config.numerics.profile},  # the rest is a layer's own
-        "devices": [str(device) for device in jax.devices()],
-        "forward": cfg.quant.forward,
-        "rollout": cfg.quant.rollout_scheme,
-    }
