@@ -205,6 +205,16 @@ def test_an_interpreter_that_hangs_is_given_up(monkeypatch, tmp_path):
         doctor.probe(str(python))
 
 
+@pytest.mark.parametrize(("why", "status"), [("", "ok"), ("bubblewrap is not installed", "warn")])
+def test_the_jail_in_force_is_named(monkeypatch, why, status):
+    monkeypatch.setattr(machine.jail, "bubblewrap", lambda: ((), why))
+    line = machine.jail_of_programs()
+    assert line.status == status
+    assert "a filter of system calls" in line.found
+    assert why in line.found
+    assert ("bubblewrap, and in it" in line.found) == (not why)
+
+
 def test_an_inexact_integer_product_fails(monkeypatch):
     exact = Dense.integer
     monkeypatch.setattr(Dense, "integer", lambda self, x, w: exact(self, x, w) + 1)

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import json
 import logging
+import pickle
 import resource
 import subprocess
 import sys
@@ -120,6 +121,13 @@ def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind
     assert_same_bits(back, copied)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(back.opt_state)} == {kind}
     assert_same_bits(trained(back, 2), onward)
+
+
+def test_reading_a_checkpoint_unpickles_nothing(checkpoints, monkeypatch):
+    checkpoints.save(1, tree(), EXTRA)
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, None)
+    assert_same_bits(checkpoints.restore(jax.eval_shape(tree)).state, tree())
 
 
 def test_every_dtype_special_value_and_empty_array_survives(checkpoints):
