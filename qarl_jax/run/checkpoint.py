@@ -34,7 +34,6 @@ import functools
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 import threading
@@ -55,7 +54,6 @@ from qarl_jax.types import UserError, at_least
 
 log = logging.getLogger(__name__)
 
-_STEP = re.compile(r"step_(\d+)")
 _SAVING = ".saving-"
 
 
@@ -122,7 +120,7 @@ class Checkpoints:
         anything by now, be it the manifest, is damaged, not unfinished."""
         if not self.directory.is_dir():
             return []
-        found = [(_STEP.fullmatch(path.name), path) for path in self.directory.iterdir()]
+        found = [(on_disk.STEP.fullmatch(path.name), path) for path in self.directory.iterdir()]
         return sorted(int(match[1]) for match, path in found if match and path.is_dir())
 
     def latest_step(self) -> int | None:
@@ -351,8 +349,8 @@ class Checkpoints:
         for name, arrays in wanted.items():
             stored = {on_disk.stored_name(key, manifest["format"]): x for key, x in arrays.items()}
             _check_layout(path, name, manifest["arrays"], stored)
-        needed = ("extra.json", *(f"state/{name}/" for name in wanted))
-        on_disk.verify(path, {file: mark for file, mark in manifest["files"].items() if file.startswith(needed)})
+        others = tuple(f"state/{name}/" for name in manifest["arrays"] if name not in wanted)
+        on_disk.verify(path, {file: mark for file, mark in manifest["files"].items() if not file.startswith(others)})
         return on_disk.load_json(path, "extra.json"), manifest["format"]
 
     def _read(self, item: Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
@@ -425,7 +423,7 @@ def find(path: str | os.PathLike[str]) -> tuple[Checkpoints, int | None]:
       UserError: there is no checkpoint at `path`.
     """
     path = Path(path).absolute()
-    match = _STEP.fullmatch(path.name)
+    match = on_disk.STEP.fullmatch(path.name)
     if match and path.is_dir():
         return Checkpoints(path.parent), int(match[1])
     for directory in (path, path / "checkpoints"):
