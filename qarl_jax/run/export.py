@@ -28,10 +28,14 @@ from qarl_jax.run.config import RunConfig
 from qarl_jax.types import UserError, entry_point
 
 FORMATS = ("hf", "compressed-tensors")
-# Of a model folder, what the weights do not replace: tokenizer, chat template, generation settings.
 RECEIPT = "sft.json"  # what `sft` notes of the weights it made
-_OTHERS = ("config.json", RECEIPT)
-_WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".gguf")
+# Of the base model's folder, what an export takes along; whatever else lies there is no part of the policy.
+KEPT = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tokenizer.model.v3"),
+    *("spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "chat_template.jinja", "chat_template.json"),
+    "additional_chat_templates",
+)
 
 
 def run_config(directory: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
@@ -82,9 +86,11 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str) -> Non
     state = build.make_learner(cfg, graphdef, mesh).init(params)
     # The whole state is named, so that a checkpoint of another model is refused rather than half read.
     params = checkpoints.restore(state.entries(), step=step).state["params"]
-    for file in sorted(pathlib.Path(cfg.model.path).iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _OTHERS:
-            shutil.copy2(file, out / file.name)
+    for kept in (pathlib.Path(cfg.model.path, name) for name in KEPT):
+        if kept.is_dir():
+            shutil.copytree(kept, out / kept.name)
+        elif kept.is_file():
+            shutil.copy2(kept, out / kept.name)
     if kind == "hf":
         models.save_hf(models.merge(models.with_scheme(graphdef, "bf16"), params, build.no_qweights()), out)
     else:

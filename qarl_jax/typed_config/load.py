@@ -77,7 +77,7 @@ class Layer:
     source: str
 
     def where(self, path: Path) -> str:
-        """The origin of `path`, or of a section that only its keys were written of; else of its longest known prefix."""
+        """The origin of `path`, else of a key below it, else of its longest known prefix."""
         if path in self.origins:
             return self.origins[path]
         within = [origin for known, origin in self.origins.items() if known[: len(path)] == path]
