@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 
-from qarl_jax.loop import step_metrics
+from qarl_jax.loop import resume, step_metrics
 from qarl_jax.loop.setup import Run
 from qarl_jax.loop.updates import advantages_of
 from qarl_jax.observe import flops, recorder
@@ -56,7 +56,8 @@ def run(cfg: RunConfig) -> None:
                 run.score_early(step)
                 collected = run.collector.collect(step)
                 if run.interrupt.agreed():
-                    run.save(step)
+                    if step > run.start:
+                        run.save(step)
                     return run.end_interrupted(step)
                 run.collector.keep()
                 if step == run.start:
@@ -75,6 +76,8 @@ def run(cfg: RunConfig) -> None:
                     published = run.publisher.publish(run.state, done)
                 with timer("metrics"):  # what is left to read of them
                     learned, histograms = learning()
+                if step == run.start:
+                    run.begin_record()
 
             # ---- record and save -------------------------------------------------------------------------------------
             relative = advantages if cfg.critic is None else None
@@ -126,6 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.dry_run:
         processes.start(cfg.distributed)  # before anything asks JAX for its devices
     found = card.card_bytes() if args.card_gb is None else int(args.card_gb * 2**30)
+    if not args.dry_run and (said := processes.from_first(lambda: resume.finished(cfg, on_gpu=found is not None))):
+        if processes.is_first():
+            print(said)
+        return 0
     cfg, shared = card.settle(cfg, found)  # a run that does not fit ends here
     if shared is not None and not args.dry_run:
         shared.keep()

@@ -140,6 +140,13 @@ class Checkpoints:
         """Whether the schedule asks for a checkpoint after `step`."""
         return self.config.every > 0 and step % self.config.every == 0
 
+    def extra(self, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
+        """(step, the JSON that was saved with it); of the newest whose own can be read, where no step is named."""
+        for candidate in self.steps()[::-1] if step is None else [step]:
+            with contextlib.suppress(DamagedCheckpointError):
+                return candidate, self._checked(candidate, {})[0]
+        return None
+
     # ----------------------------------------------------------------------------------------------------------- saving
 
     def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> None:
@@ -323,6 +330,11 @@ class Checkpoints:
             return f"There is no checkpoint directory {self.directory}."
         if not self.directory.is_dir():
             return f"{self.directory} is a file, not a directory of checkpoints."
+        if (self.directory / "config.json").is_file():
+            return (
+                f"{self.directory} is a model folder, not a run: evaluate takes it as --model {self.directory}, with"
+                " the --config of a run; train as model.path."
+            )
         return f"{self.directory} holds no checkpoint (no complete step_* directory)."
 
     def _restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:

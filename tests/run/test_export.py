@@ -203,8 +203,8 @@ def test_what_cannot_be_exported_is_told_in_one_sentence_and_leaves_nothing(run,
     said = refused(capsys, "--checkpoint", run.run_dir, "--format", "hf", "--out", used / "file" / "below")
     assert "cannot be written" in said
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["bf16", "used"]
-    (bf16.run_dir / "run.json").write_text('{"starts": []}')
-    assert "holds no config" in refused(capsys, "--checkpoint", bf16.run_dir, "--format", "hf", *to)
+    said = refused(capsys, "--checkpoint", run.model, "--format", "hf", *to)
+    assert "is a model folder, not a run" in said
 
 
 # ---- evaluate ------------------------------------------------------------------------------------------------------
