@@ -187,7 +187,7 @@ def compiled(draw: dict[str, Any]) -> dict[str, Any]:
     size = int(draw["card_gib"] * on_learner.GIB)
     cfg, plan = choose.settle(config.load(CONFIG, draw["overrides"]), size)
     assert plan is not None
-    cfg = planner.on_a_gpu(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, attention="cudnn")))
+    cfg = config.on_a_gpu(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, attention="cudnn")))
     mesh = memory.absent_gpus()
     learner = build.make_learner(cfg, build.policy_graphdef(cfg), mesh)
     resting = ("masters", "optimizer", "QTensors", "QTensors published before")  # counted from shapes, no estimates

@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 
-from qarl_jax.loop import step_metrics
+from qarl_jax.loop import resume, step_metrics
 from qarl_jax.loop.setup import Run
 from qarl_jax.loop.updates import advantages_of
 from qarl_jax.memory import choose, plan
@@ -56,7 +56,8 @@ def run(cfg: RunConfig) -> None:
                 # ---- sample and grade: nothing has changed yet, so an interrupt drops the step -----------------------
                 collected = run.updates.arriving(run.collector.stream(step), run.state, step)
                 if run.interrupt.agreed():
-                    run.save(step)
+                    if step > run.start:
+                        run.save(step)
                     return run.end_interrupted(step)
                 run.collector.keep()
                 if step == run.start:
@@ -75,6 +76,8 @@ def run(cfg: RunConfig) -> None:
                     published = run.publisher.publish(run.state, done)
                 with timer("metrics"):  # what is left to read of them
                     learned = learning.result()
+                if step == run.start:
+                    run.begin_record()
 
             # ---- record and save -------------------------------------------------------------------------------------
             relative = advantages if cfg.critic is None else None
@@ -126,6 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.dry_run:
         processes.start(cfg.distributed)  # before anything asks JAX for its devices
     size = plan.capacity() if args.card_gb is None else int(args.card_gb * 2**30)
+    if not args.dry_run and (said := processes.from_first(lambda: resume.finished(cfg, on_gpu=size is not None))):
+        if processes.is_first():
+            print(said)
+        return 0
     cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
     if made is not None and not args.dry_run:
         made.keep()

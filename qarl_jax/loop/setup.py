@@ -22,10 +22,9 @@ from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.interrupt import Interrupt
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.updates import Updates
-from qarl_jax.numerics.engine import of_profile
 from qarl_jax.observe import recorder
 from qarl_jax.rollout import partial_rollouts
-from qarl_jax.run import build, config, evaluation
+from qarl_jax.run import build, config, evaluation, stamp
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import compilation, processes, startup
@@ -69,10 +68,10 @@ class Run:
         self._held_out = build.eval_prompts(cfg, self.tokenizer) if evaluates else []
 
         # ---- policy, learner, engine ---------------------------------------------------------------------------------
-        resumed = processes.from_first(lambda: self.checkpoints.latest_step() is not None)
-        profile = processes.from_first(lambda: build.numerics_of_run(cfg, cfg.run_dir).profile) if resumed else None
+        saved = processes.from_first(lambda: stamp.of(self.checkpoints.directory))
         self._starting = startup.SideBySide()
-        graphdef = build.policy_graphdef(cfg, of_profile(profile) if profile else None)
+        graphdef = build.policy_graphdef(cfg, stamp.learner_numerics(cfg, saved))
+        self._graphdef = graphdef
         self.learner = build.make_learner(cfg, graphdef, self.mesh)
         # The engine's process starts, and the programs of a step are compiled, while the weights are read.
         schedule = build.make_schedule(cfg)
@@ -80,7 +79,7 @@ class Run:
         self.engine.prepare(build.rollout_graphdef(cfg, graphdef))
         if processes.count() == 1:
             stack.callback(self._starting.wait)
-            first = (self.checkpoints.latest_step() or 0) if resumed else 0
+            first = saved["step"] if saved else 0
             self._starting.background("programs", functools.partial(build.compile_ahead, cfg, self.learner, first))
         with self._starting.span("weights"):
             params = jax.block_until_ready(build.load_masters(cfg, graphdef, self.mesh))
@@ -89,7 +88,7 @@ class Run:
         self.critic = build.make_critic(cfg, graphdef, params, self.mesh)
         self.state = self.learner.init(params)
         del params  # donated with the state from here on
-        self.start, unfinished, ready = 0, None, None
+        self.start, self._changed, unfinished, ready = 0, [], None, None
         restored = resume.restore(cfg, self.checkpoints, self.observer, self._entries())
         if restored is not None:
             self.stream.check_state(restored.extra["data"])
@@ -101,16 +100,12 @@ class Run:
                 self.stream.curriculum.restore(restored.extra["curriculum"])
             unfinished, ready = restored.extra.get("partial"), restored.extra.get("ahead")
             self.observer.say(f"resuming {cfg.run_dir} after step {self.start}")
-            if changed := processes.from_first(lambda: build.changed_settings(cfg)):
-                self.observer.say(f"with other settings than it was last started with: {'; '.join(changed)}")
+            self._changed = stamp.changes(cfg, saved | restored.extra)
+            if self._changed:
+                self.observer.say(f"with settings other than those of step {self.start}: {'; '.join(self._changed)}")
         buffer = partial_rollouts.restore(
             cfg.rollout.partial, unfinished, self.stream, self.start, cfg.rollout.num_samples_per_prompt
         )
-        with processes.together():
-            self.observer.start(config=config.to_dict(cfg), facts=policy_facts(cfg, graphdef, self.state.params))
-            self.observer.write("config.yaml", config.to_yaml(cfg))
-            self.observer.truncate_to(self.start - 1)
-        evaluated = bool(processes.from_first(lambda: evaluation.history(cfg.run_dir, up_to=self.start)))
 
         # ---- the loop's verbs ----------------------------------------------------------------------------------------
         self.timer = recorder.PhaseTimer()
@@ -137,8 +132,26 @@ class Run:
         self.observer.say(startup.words(self.begun))
         if (facts := self.engine.facts) is not None:
             self.observer.say(unequal.promise(cfg, facts.execution))
-        if cfg.eval.at_start and self.start == 0 and not evaluated:
-            self.observer.say(f"held-out reward before training: {self.evaluate(0)['eval/reward/mean']:.3f}")
+        self._at_start = self._measured() if cfg.eval.at_start and self.start == 0 else None
+        if self._at_start is not None:
+            self.observer.say(f"held-out reward before training: {self._at_start['eval/reward/mean']:.3f}")
+
+    def begin_record(self) -> None:
+        """Writes what the run's files say of this start, and drops what they say of steps that it trains again.
+
+        Called once the start has trained a step: one that trains nothing leaves the files as they were.
+        """
+        cfg = self.cfg
+        with processes.together():
+            facts = policy_facts(cfg, self._graphdef, self.state.params)
+            facts |= {"step": self.start, "changed": self._changed}
+            self.observer.start(config=config.to_dict(cfg), facts=facts)
+            self.observer.write("config.yaml", config.to_yaml(cfg))
+            self.observer.truncate_to(self.start - 1)
+            if processes.is_first():
+                evaluation.history(cfg.run_dir, up_to=self.start or -1)
+                if self._at_start is not None:
+                    evaluation.record(cfg.run_dir, 0, self._at_start)
 
     def programs_are_ready(self) -> None:
         """Waits for what is left of the compilation that began beside the start.
@@ -165,8 +178,13 @@ class Run:
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Samples and grades the held-out prompts under the version being served; recorded."""
+        result = self._measured()
+        processes.from_first(lambda: evaluation.record(self.cfg.run_dir, version, result))
+        return result
+
+    def _measured(self) -> dict[str, float]:
         cfg = self.cfg
-        result = evaluation.evaluate(
+        return evaluation.evaluate(
             self.engine,
             self._held_out,
             self.grader,
@@ -176,18 +194,18 @@ class Run:
             key=build.seed_of(cfg.seed, 0, "eval"),
             ks=cfg.eval.ks,
         ).metrics
-        processes.from_first(lambda: evaluation.record(cfg.run_dir, version, result))
-        return result
 
     def save(self, step: int) -> None:
-        """A checkpoint after so many steps: all of the run's state."""
+        """A checkpoint after so many steps: all of the run's state, and the settings it was made with."""
         extra = {"data": self.stream.state(step), "policy_version": step, "seed": self.cfg.seed}
+        extra |= stamp.make(self.cfg, models.config_of(self._graphdef).numerics.profile)
         self.checkpoints.save(step, self._entries(), extra | self.collector.state())
 
     def end_interrupted(self, step: int) -> None:
-        """The last words of a run that was asked to stop and has been saved after so many steps."""
+        """The last words of a run that was asked to stop after so many steps, which are saved unless there is none."""
         self.checkpoints.wait()
-        self.observer.end(f"interrupted: saved after step {step}; the same command resumes")
+        where = f"saved after step {step}; the same command resumes" if step else "the same command begins again"
+        self.observer.end(f"interrupted: {where}")
 
     def _entries(self) -> dict[str, Any]:
         return self.state.entries() | (self.critic.entries() if self.critic is not None else {})

@@ -23,9 +23,9 @@ from qarl_jax.memory import costs, learner
 from qarl_jax.memory.costs import Cost
 from qarl_jax.memory.engine import at_once, engine_parts, kv_bytes
 from qarl_jax.memory.learner import GIB
-from qarl_jax.memory.plan import Plan, make, on_a_gpu, replaced
+from qarl_jax.memory.plan import Plan, make
 from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.run.config import RunConfig
+from qarl_jax.run.config import RunConfig, on_a_gpu, replaced
 from qarl_jax.types import UserError
 
 SHARES = (1.0, 0.5, 0.25, 0.125, 1 / 16, 1 / 32)  # of a step's sequences, that the KV cache has room for

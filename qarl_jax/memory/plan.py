@@ -22,7 +22,6 @@ import dataclasses
 import importlib.util
 import math
 import os
-from collections.abc import Mapping
 
 import jax
 from qarl_bridge.client import sender
@@ -33,7 +32,7 @@ from qarl_jax.memory import engine as on_engine
 from qarl_jax.memory import learner as on_learner
 from qarl_jax.memory.learner import GIB
 from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.run.config import RunConfig
+from qarl_jax.run.config import RunConfig, on_a_gpu
 
 FRACTION, PREALLOCATE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
 # Bytes, an estimate for a Hopper GPU: JAX's CUDA context with its programs and its libraries' workspaces. When vLLM
@@ -197,21 +196,6 @@ def make(cfg: RunConfig, size: int) -> Plan:
     filled = share_bytes + parts["CUDA graphs (estimate)"]
     reserved = max(sum(parts.values()), share_bytes) if engine.kv_cache_gb else filled
     return dataclasses.replace(plan, engine=parts, reserved=reserved, engines=engine.started)
-
-
-def replaced(cfg: Any, changes: Mapping[str, Any]) -> Any:
-    """Replaces dotted fields of a nested frozen dataclass: {"model.remat": "full"}."""
-    for path, value in changes.items():
-        head, _, rest = path.partition(".")
-        cfg = dataclasses.replace(cfg, **{head: replaced(getattr(cfg, head), {rest: value}) if rest else value})
-    return cfg
-
-
-def on_a_gpu(cfg: RunConfig) -> RunConfig:
-    """Resolves `quant.engine=auto` as on a GPU, without asking JAX whether it runs on one."""
-    if cfg.quant.engine != "auto" or not isinstance(cfg.rollout.engine, vllm.Config):
-        return cfg
-    return replaced(cfg, {"quant.engine": "cuda"})
 
 
 def quantized(cfg: RunConfig, *, rollout: bool = False) -> list[str]:

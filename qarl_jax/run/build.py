@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
-import pathlib
-import re
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -24,14 +21,12 @@ from qarl_jax.learning import critic as critics
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_term, loss_from_config
 from qarl_jax.models import invariant_scaling
-from qarl_jax.numerics.engine import of_profile
 from qarl_jax.optim import build
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import RolloutEngine, SamplingConfig
 from qarl_jax.rollout.asynchronous import Schedule, SharedEngine
 from qarl_jax.rollout.turns import TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.run import config
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.runtime import processes
@@ -69,70 +64,6 @@ def make_mesh(cfg: RunConfig) -> Mesh:
 def schemes(cfg: RunConfig, fallback: str) -> list[dict[str, str]]:
     """`quant.rules` with a scheme for everything else, as `models.parse_rules` takes them."""
     return [*(dataclasses.asdict(rule) for rule in cfg.quant.rules), {"match": "", "scheme": fallback}]
-
-
-def run_record(directory: str | os.PathLike[str]) -> tuple[pathlib.Path, dict[str, Any]] | None:
-    """The run.json of a run folder, or of one of its folders: where it is, and what it says; None: there is none.
-
-    Raises:
-      UserError: it is not JSON.
-    """
-    start = pathlib.Path(directory).absolute()
-    for folder in (start, *start.parents[:2]):
-        file = folder / "run.json"
-        if file.is_file():
-            try:
-                return file, json.loads(file.read_text())
-            except ValueError as error:
-                raise UserError(f"{file} is not JSON ({error}).") from None
-    return None
-
-
-def changed_settings(cfg: RunConfig) -> list[str]:
-    """What differs from the config that the run of `cfg.run_dir` was last started with: "optimizer.lr 0.02 -> 0.01"."""
-    found = run_record(cfg.run_dir)
-    before = found[1].get("config") if found and isinstance(found[1], dict) else None
-    if not isinstance(before, dict):
-        return []
-
-    def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for key, value in tree.items():
-            out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
-        return out
-
-    old, new = flat(before), flat(json.loads(json.dumps(config.to_dict(cfg), default=str)))
-    both = [
-        key for key in old if key in new and not key.startswith(("log.", "distributed."))
-    ]  # not: new versions' keys
-    return [f"{key} {old[key]} -> {new[key]}" for key in both if old[key] != new[key]]
-
-
-def recorded_numerics(directory: str | os.PathLike[str]) -> quant.Numerics | None:
-    """What the run of a folder computed in when it was last started; None: nothing says it.
-
-    Raises:
-      UserError: run.json is not JSON, or names a profile that is not one of `quant.PROFILES`.
-    """
-    found = run_record(directory)
-    starts = found[1].get("starts", []) if found else []
-    numerics = starts[-1].get("numerics") if starts else None
-    if isinstance(numerics, dict):
-        return of_profile(numerics.get("profile", ""))
-    # Runs up to November 2026 recorded the object as Python prints it.
-    printed = re.fullmatch(r"Numerics\(profile='(\w+)'\)", str(numerics))
-    return of_profile(printed[1]) if printed else None
-
-
-def numerics_of_run(cfg: RunConfig, directory: str | os.PathLike[str]) -> quant.Numerics:
-    """The learner's arithmetic for a policy that was saved in a run folder, where another run or machine may go on.
-
-    `quant.engine`, if it names one. Under auto, what the run recorded, so that nothing changes in its middle; with vLLM
-    what vLLM computes in on this machine, for it cannot do otherwise.
-    """
-    if cfg.quant.engine != "auto" or cfg.rollout.engine_name == "vllm":
-        return cfg.numerics
-    return recorded_numerics(directory) or cfg.numerics
 
 
 def model_config(

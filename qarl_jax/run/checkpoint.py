@@ -34,7 +34,6 @@ import functools
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 import threading
@@ -55,7 +54,6 @@ from qarl_jax.types import UserError, at_least
 
 log = logging.getLogger(__name__)
 
-_STEP = re.compile(r"step_(\d+)")
 _SAVING = ".saving-"
 
 
@@ -122,7 +120,7 @@ class Checkpoints:
         anything by now, be it the manifest, is damaged, not unfinished."""
         if not self.directory.is_dir():
             return []
-        found = [(_STEP.fullmatch(path.name), path) for path in self.directory.iterdir()]
+        found = [(on_disk.STEP.fullmatch(path.name), path) for path in self.directory.iterdir()]
         return sorted(int(match[1]) for match, path in found if match and path.is_dir())
 
     def latest_step(self) -> int | None:
@@ -141,6 +139,13 @@ class Checkpoints:
     def should_save(self, step: int) -> bool:
         """Whether the schedule asks for a checkpoint after `step`."""
         return self.config.every > 0 and step % self.config.every == 0
+
+    def extra(self, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
+        """(step, the JSON that was saved with it); of the newest whose own can be read, where no step is named."""
+        for candidate in self.steps()[::-1] if step is None else [step]:
+            with contextlib.suppress(DamagedCheckpointError):
+                return candidate, self._checked(candidate, {})[0]
+        return None
 
     # ----------------------------------------------------------------------------------------------------------- saving
 
@@ -325,6 +330,11 @@ class Checkpoints:
             return f"There is no checkpoint directory {self.directory}."
         if not self.directory.is_dir():
             return f"{self.directory} is a file, not a directory of checkpoints."
+        if (self.directory / "config.json").is_file():
+            return (
+                f"{self.directory} is a model folder, not a run: evaluate takes it as --model {self.directory}, with"
+                " the --config of a run; train as model.path."
+            )
         return f"{self.directory} holds no checkpoint (no complete step_* directory)."
 
     def _restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:
@@ -351,8 +361,8 @@ class Checkpoints:
         for name, arrays in wanted.items():
             stored = {on_disk.stored_name(key, manifest["format"]): x for key, x in arrays.items()}
             _check_layout(path, name, manifest["arrays"], stored)
-        needed = ("extra.json", *(f"state/{name}/" for name in wanted))
-        on_disk.verify(path, {file: mark for file, mark in manifest["files"].items() if file.startswith(needed)})
+        others = tuple(f"state/{name}/" for name in manifest["arrays"] if name not in wanted)
+        on_disk.verify(path, {file: mark for file, mark in manifest["files"].items() if not file.startswith(others)})
         return on_disk.load_json(path, "extra.json"), manifest["format"]
 
     def _read(self, item: Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
@@ -425,7 +435,7 @@ def find(path: str | os.PathLike[str]) -> tuple[Checkpoints, int | None]:
       UserError: there is no checkpoint at `path`.
     """
     path = Path(path).absolute()
-    match = _STEP.fullmatch(path.name)
+    match = on_disk.STEP.fullmatch(path.name)
     if match and path.is_dir():
         return Checkpoints(path.parent), int(match[1])
     for directory in (path, path / "checkpoints"):

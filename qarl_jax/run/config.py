@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from qarl_jax import quant
@@ -463,6 +463,21 @@ def load(file: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> 
     if (arm := schema.arm_of(overrides)) and not any(o.startswith("run_dir=") for o in overrides):
         cfg = dataclasses.replace(cfg, run_dir=os.path.join(cfg.run_dir, arm))
     return cfg
+
+
+def replaced(cfg: Any, changes: Mapping[str, Any]) -> Any:
+    """Replaces dotted fields of a nested frozen dataclass: {"model.remat": "full"}."""
+    for path, value in changes.items():
+        head, _, rest = path.partition(".")
+        cfg = dataclasses.replace(cfg, **{head: replaced(getattr(cfg, head), {rest: value}) if rest else value})
+    return cfg
+
+
+def on_a_gpu(cfg: RunConfig) -> RunConfig:
+    """Resolves `quant.engine=auto` as on a GPU, without asking JAX whether it runs on one."""
+    if cfg.quant.engine != "auto" or not isinstance(cfg.rollout.engine, vllm.Config):
+        return cfg
+    return replaced(cfg, {"quant.engine": "cuda"})
 
 
 def from_dict(tree: dict[str, Any], source: str = "config", overrides: Sequence[str] = ()) -> RunConfig:

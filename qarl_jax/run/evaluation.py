@@ -43,7 +43,7 @@ from qarl_jax.data import suites
 from qarl_jax.rewards import Grader, extract
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.run import build, checkpoint, config, export
+from qarl_jax.run import build, checkpoint, config, stamp
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.rollout_config import ENGINE_CONFIGS
 from qarl_jax.types import Parser, Prompt, RolloutGroup, UserError, entry_point
@@ -304,7 +304,8 @@ def run(
         lengths = [len(p.tokens) + limit for each, limit in zip(asked, limits, strict=True) for p in each]
         cfg = with_room(cfg, max(lengths, default=0))
         graders = [stack.enter_context(contextlib.closing(build.make_grader(each))) for each in (cfg, *more)]
-        graphdef, params = build.load_model(cfg, mesh, None if source is None else build.numerics_of_run(cfg, source))
+        numerics = None if source is None else stamp.learner_numerics(cfg, stamp.of(source))
+        graphdef, params = build.load_model(cfg, mesh, numerics)
         version = 0
         if found is not None:
             restored = found[0].restore({"params": params}, step=found[1])
@@ -380,7 +381,7 @@ def _config(args: argparse.Namespace, suite: str | None) -> RunConfig:
     if args.config:
         return config.load(args.config, overrides)
     if args.checkpoint:
-        return export.run_config(args.checkpoint, overrides)
+        return stamp.config_of(args.checkpoint, overrides)
     raise UserError("give --config FILE, --checkpoint RUN or both: nothing says what to evaluate on.")
 
 

@@ -297,13 +297,13 @@ def test_of_all_settings_the_cheapest_that_fit_are_found(tmp_path, seeds):
         cfg = choose.with_engines(cfg)
         combinations = list(everything(cfg, size))
         drawn = [*rng.sample(combinations, 12), combinations[-1]]
-        fitting = [cost for settings, cost in drawn if not plan.make(plan.replaced(cfg, settings), size).missing]
+        fitting = [cost for settings, cost in drawn if not plan.make(config.replaced(cfg, settings), size).missing]
         assert choose.fits(cfg, size) or not fitting, seed
         if not choose.fits(cfg, size):
             continue
         settled, made = choose.settle(cfg, size)
         assert plan.make(settled, size).missing == 0 == made.missing
-        own = next(cost for settings, cost in combinations if plan.replaced(cfg, settings) == settled)
+        own = next(cost for settings, cost in combinations if config.replaced(cfg, settings) == settled)
         assert all(own <= cost for cost in fitting), seed
 
 

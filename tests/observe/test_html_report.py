@@ -257,6 +257,16 @@ def test_curves_lie_inside_their_axes_and_ticks_are_round():
         assert len(html_report._drawn(chart)["y_ticks"]) > 1
 
 
+def test_settings_that_changed_within_a_run_stand_beside_the_step_they_changed_at(tmp_path):
+    run = write_run(tmp_path / "run")
+    record = json.loads((run / "run.json").read_text())
+    first, *_ = record["starts"]
+    later = [{"step": step, "changed": [f"optimizer.lr 0 -> {step}"]} for step in (2, 6, 4, 4)]
+    (run / "run.json").write_text(json.dumps(record | {"starts": [first, *later, {"step": 9, "changed": []}]}))
+    rows = [row for row in html_report._about(run)["rows"] if row[0].startswith("from")]
+    assert rows == [("from step 2", "optimizer.lr 0 -> 2"), ("from step 4", "optimizer.lr 0 -> 4")]  # 6 was made anew
+
+
 def test_broken_files_and_places_are_one_sentence(tmp_path, run):
     (run / "run.json").write_text("{")
     with pytest.raises(UserError, match=r"run\.json is not JSON"):

@@ -9,6 +9,7 @@ import json
 import logging
 import pickle
 import resource
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -259,6 +260,27 @@ def test_damaged_json_is_damage_too(checkpoints, caplog, name):
     truncate(checkpoints.path(2) / name)
     assert checkpoints.restore({"x": jnp.float32(0)}).step == 1
     assert name in caplog.text
+
+
+def test_a_step_s_folder_under_another_step_s_name_is_not_taken_for_that_step(checkpoints, caplog):
+    checkpoints.save(1, {"x": jnp.float32(1)})
+    shutil.copytree(checkpoints.path(1), checkpoints.path(7))
+    assert checkpoints.restore({"x": jnp.float32(0)}).step == 1
+    assert "step_00000007 is damaged: its manifest is that of step 1" in caplog.text
+    with pytest.raises(DamagedCheckpointError, match="copied or renamed"):
+        checkpoints.restore({"x": jnp.float32(0)}, step=7)
+
+
+def test_a_restore_of_everything_reads_no_file_that_it_has_not_compared(checkpoints):
+    checkpoints.save(1, {"params": tree(), "opt_state": tree(5)})
+    wanted = {"params": tree(1), "opt_state": tree(1)}
+    for file in on_disk.files(checkpoints.path(1)):
+        whole = file.read_bytes()
+        file.write_bytes(whole + b"x")
+        with pytest.raises(DamagedCheckpointError, match=file.name):
+            checkpoints.restore(wanted, step=1)
+        file.write_bytes(whole)
+    assert_same_bits(checkpoints.restore(wanted, step=1).state, {"params": tree(), "opt_state": tree(5)})
 
 
 def test_a_step_without_its_manifest_is_damage_and_not_silently_absent(checkpoints, caplog):

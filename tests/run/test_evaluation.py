@@ -252,7 +252,8 @@ def test_a_reader_gets_a_table(run, capsys):
     [
         ([], "give --config FILE, --checkpoint RUN or both"),
         (["--checkpoint", "{run}", "--out", "{run}"], "not a file in a folder that exists"),
-        (["--checkpoint", "{run}/nothing"], "not inside a run folder|no checkpoint"),
+        (["--checkpoint", "{run}/nothing"], "no checkpoint"),
+        (["--checkpoint", "assets/tiny-qwen3"], "evaluate takes it as --model"),
         (["--checkpoint", "{run}", "eval.num_sample=3"], "num_samples"),
         (["--checkpoint", "{run}", "--scheme", "w3a3"], "w3a3"),
     ],
