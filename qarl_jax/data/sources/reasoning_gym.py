@@ -182,8 +182,8 @@ def _make_dataset(name: str, _key: str, config: _Held, seed: int, size: int) -> 
     hashed = [each for each in HASHED if each in f"{name} {config.value}"]
     if hashed and sys.flags.hash_randomization:
         raise UserError(
-            f"data.source: the questions of {hashed[0]} follow Python's hash seed: the scorer and a resumed run would see"
-            " other questions. Start with the environment variable PYTHONHASHSEED=0."
+            f"data.source: the questions of {hashed[0]} follow Python's hash seed: the scorer and a resumed run would"
+            " see other questions. Start with the environment variable PYTHONHASHSEED=0."
         )
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **config.value)
