@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import pickle
+import random
 import signal
 import sys
 import threading
@@ -128,6 +129,7 @@ def load_gym(timeout_s: float, setup: str):
 
     @functools.lru_cache(maxsize=1024)
     def entry(name: str, seed: int, size: int, config: str, index: int):
+        random.seed(index)  # as the source does (`data/sources/reasoning_gym.py`)
         return dataset(name, seed, size, config)[index]
 
     def grade(task):

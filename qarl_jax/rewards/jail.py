@@ -36,7 +36,7 @@ def command() -> list[str]:
 
 def environment() -> dict[str, str]:
     """All environment variables of a jailed process."""
-    kept = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHASHSEED") if name in os.environ}
     return {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "PYTHONPATH": os.pathsep.join(_packages()), **kept}
 
 

@@ -278,8 +278,11 @@ class _Worker:
             self.process.stdin.flush()
         line = self._read_line(timeout_s)
         if line is not None:
-            answer = json.loads(line)
-            return Answer(float(answer["score"]), answer.get("error", ""), value=answer.get("value"))
+            try:
+                answer = json.loads(line)
+                return Answer(float(answer["score"]), answer.get("error", ""), value=answer.get("value"))
+            except (ValueError, KeyError, TypeError, RecursionError):  # written by what it evaluates
+                return Answer(None, "it wrote what is no answer")
         end = self._end()
         return Answer(None, end or f"it took longer than {timeout_s:g} s", ended=bool(end))
 

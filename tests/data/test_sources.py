@@ -3,6 +3,10 @@
 """Prompts are pure functions of their index; the splits share nothing; a broken file is told by line."""
 
 import json
+import os
+import subprocess
+import sys
+import types
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,6 +51,72 @@ def test_the_answer_belongs_to_the_prompt(tokenizer):
         prompt = source.prompt(i)
         assert eval(prompt.text.removesuffix("=")) == int(prompt.answer)
         assert tokenizer.decode(prompt.tokens) == prompt.text
+
+
+def test_an_entry_is_the_same_whenever_it_is_asked_for():
+    dataset = reasoning_gym.make_dataset("list_functions", {}, seed=0, size=60)
+    first = [reasoning_gym.drawn(dataset, i) for i in range(60)]
+    assert first == [reasoning_gym.drawn(dataset, i) for i in range(60)]
+
+
+def test_questions_that_follow_pythons_hash_seed_are_refused_without_one(monkeypatch, tokenizer):
+    monkeypatch.setattr(reasoning_gym, "sys", types.SimpleNamespace(flags=types.SimpleNamespace(hash_randomization=1)))
+    for source in (
+        {"dataset": "word_ladder"},
+        {"dataset": "composite", "config": {"datasets": [{"name": "ransom_note"}]}},
+    ):
+        with pytest.raises(UserError, match="Start with the environment variable PYTHONHASHSEED=0"):
+            data.make_source(gym(**({"config": {}} | source)), tokenizer)
+
+
+# Prints whether the scorer, in a process of its own, gives a right answer of each data set 1.
+RIGHT = """
+from qarl_jax.data.sources.reasoning_gym import drawn, make_dataset
+from qarl_jax.rewards import Sample, reasoning_gym
+from qarl_jax.types import Prompt
+reward = reasoning_gym.Reward(reasoning_gym.Config(workers=1, timeout_s=60.0, extract="whole"), 64)
+samples = []
+for name in ("polynomial_multiplication", "isomorphic_strings", "list_functions"):
+    for index in range(4):
+        origin = {"dataset": name, "config": {}, "seed": 5, "size": 4, "index": index}
+        answer = str(drawn(make_dataset(name, {}, seed=5, size=4), index)["answer"])
+        prompt = Prompt(uid="p", tokens=(1,), text="", answer=answer, meta={"origin": origin})
+        samples.append(Sample(prompt=prompt, text=answer, num_tokens=1))
+print(reward.score(samples).min())
+"""
+
+
+@pytest.mark.slow
+def test_the_scorer_grades_the_question_that_was_asked():
+    environment = os.environ | {"PYTHONHASHSEED": "0", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", RIGHT], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "1.0"
+
+
+ENTRIES = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from reasoning_gym.factory import DATASETS
+from qarl_jax.data.sources.reasoning_gym import HASHED, drawn, make_dataset
+for name in sorted(set(DATASETS) - {*HASHED, "composite"}):
+    dataset = make_dataset(name, {}, seed=3, size=4)
+    entries = [drawn(dataset, i) for i in range(4)]
+    print("ENTRIES", name, json.dumps([[each["question"], str(each["answer"])] for each in entries]))
+"""
+
+
+@pytest.mark.nightly
+def test_every_other_data_set_asks_the_same_in_every_process():
+    def entries(seed):
+        environment = os.environ | {"PYTHONHASHSEED": str(seed), "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(
+            [sys.executable, "-c", ENTRIES], env=environment, capture_output=True, text=True, check=True
+        )
+        return [line for line in done.stdout.splitlines() if line.startswith("ENTRIES")]
+
+    first = entries(1)
+    assert len(first) > 90
+    assert first == entries(2)
 
 
 def test_no_held_out_prompt_is_ever_trained_on(tokenizer):

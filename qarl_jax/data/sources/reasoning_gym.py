@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from qarl_jax.types import Prompt, UserError, at_least, did_you_mean
 
 # Candidates per slot before giving up; a held-out share of 1 % needs a few hundred.
 MAX_CANDIDATES = 2000
+# Draw from sets, in the order of Python's hashes (reasoning-gym 0.1.25).
+HASHED = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,7 @@ class Source:
             block, within = divmod(candidate, self.block)
             size, index = self.block * self.size, i + within * self.size
             seed = self.cfg.seed + block * size
-            entry = make_dataset(task.dataset, task.config, seed=seed, size=size)[index]
+            entry = drawn(make_dataset(task.dataset, task.config, seed=seed, size=size), index)
             text = self.template.render(entry["question"], entry.get("metadata", {}))
             if not wanted(text, self.split, self.holdout):
                 continue
@@ -136,6 +140,16 @@ def make_dataset(name: str, config: dict[str, Any], *, seed: int, size: int) -> 
     return _make_dataset(name, repr(sorted(config.items())), _Held(config), seed, size)
 
 
+def drawn(dataset: Any, index: int) -> dict[str, Any]:
+    """An entry, the same whenever it is asked for: list_functions draws from the module `random`, too."""
+    kept = random.getstate()
+    random.seed(index)  # as the scorer does (`rewards/_worker.py`)
+    try:
+        return dataset[index]
+    finally:
+        random.setstate(kept)
+
+
 class _Held:
     """Passes a dict through a cache that is keyed by the text beside it."""
 
@@ -165,6 +179,12 @@ def _make_dataset(name: str, _key: str, config: _Held, seed: int, size: int) -> 
             raise UserError(
                 f"data.source.config: {name} has no parameter {key!r}.{hint} Known: {', '.join(sorted(known))}."
             )
+    hashed = [each for each in HASHED if each in f"{name} {config.value}"]
+    if hashed and sys.flags.hash_randomization:
+        raise UserError(
+            f"data.source: the questions of {hashed[0]} follow Python's hash seed: the scorer and a resumed run would"
+            " see other questions. Start with the environment variable PYTHONHASHSEED=0."
+        )
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **config.value)
     except (AssertionError, ValueError, TypeError, KeyError) as error:

@@ -10,7 +10,6 @@ files written, none of the user's read, no processes, no network, bounded time a
 import asyncio
 import importlib.util
 import os
-import re
 import time
 
 
@@ -25,9 +24,8 @@ def _load(name):
     return module
 
 
-_sandbox = _load("_sandbox")
+_fences, _sandbox = _load("fences"), _load("_sandbox")
 _sandbox.prepare(1024)  # raises OSError, as the process starts, where no program can be run safely
-_FENCE = re.compile(r"^[ \t]*```(?:python|py)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 
 
 class Environment:
@@ -44,7 +42,7 @@ class Environment:
         return ""
 
     async def step(self, text):
-        blocks = _FENCE.findall(text)
+        blocks = [block for language, block in _fences.blocks(text) if language in ("", *_fences.PYTHON)]
         if not blocks:
             return "", 0.0, True
         said = await asyncio.to_thread(self.run, blocks[-1])
