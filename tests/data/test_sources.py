@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts are pure functions of their index; the splits share nothing; a broken file is told by line."""
 
+import gzip
 import json
 
 import pyarrow as pa
@@ -234,6 +235,14 @@ def test_over_long_rows_are_left_out_and_counted(tokenizer, tmp_path):
     assert (len(source), source.skipped.too_long) == (2, 1)
 
 
+HALVES = [
+    (r'"a \ud83d"', '""'),
+    (r'[{"role": "user", "content": "\ud83d"}]', '""'),
+    ('"a"', r'"\ud83d"'),
+    ('"\xed\xa0\xbd"', '""'),
+]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -250,6 +259,20 @@ def test_over_long_rows_are_left_out_and_counted(tokenizer, tmp_path):
         (['{"prompt": "a", "answer": "1"}\n', '{"prompt": "", "answer": "1"}\n'], r"a.jsonl:2: column 'prompt'"),
         (['{"prompt": "a", "answer": null}\n'], r"a.jsonl:1: column 'answer': expected an answer"),
         (['{"prompt": [{"role": "user"}], "answer": "1"}\n'], r"a.jsonl:1: .* chat messages with"),
+        (
+            ['{"prompt": [{"role": "system", "content": "a"}], "answer": "1"}\n'],
+            "a.jsonl:1: .* last message asks nothing",
+        ),
+        (
+            ['{"prompt": [{"role": "user", "content": " "}], "answer": "1"}\n'],
+            "a.jsonl:1: .* last message asks nothing",
+        ),
+        (['{"prompt": "a", "answer": "so #### "}\n'], "a.jsonl:1: column 'answer': expected an answer"),
+        (['{"prompt": "a", "prompt": "b", "answer": "1"}\n'], "a.jsonl:1: .* the key 'prompt' stands there twice"),
+        *(
+            ([f'{{"prompt": {asked}, "answer": "1", "note": {note}}}\n'], r"a.jsonl:1: '.ud83d' is half of a character")
+            for asked, note in HALVES
+        ),
         (["\xff\xfe\n"], r"a.jsonl:1: not a JSON object"),
         (['{"prompt": "' + "x" * 3000 + '", "answer": "1"}\n'], "none of its 1 rows is usable .*1 longer than"),
     ],
@@ -275,6 +298,12 @@ def test_a_missing_named_column_lists_the_columns(tokenizer, tmp_path):
         ("bad.parquet", b"PAR1 not really", "not a readable parquet file"),
         ("*.parquet", None, "no file matches this pattern"),
         (".", None, "it is a folder"),
+        (
+            "cut.jsonl.gz",
+            gzip.compress(b'{"prompt": "a", "answer": 1}\n')[:-9],
+            "cannot read the data set: .* ended before",
+        ),
+        ("bad.jsonl.gz", gzip.compress(b"a")[:10] + b"\xff" * 9, "cannot read the data set: .* decompressing"),
     ],
 )
 def test_an_unreadable_data_file_is_named(tokenizer, tmp_path, name, content, message):
@@ -282,7 +311,14 @@ def test_an_unreadable_data_file_is_named(tokenizer, tmp_path, name, content, me
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=message):
-        data.make_source(file_config(files.Parquet, path), tokenizer)
+        data.make_source(file_config(files.Jsonl if "jsonl" in name else files.Parquet, path), tokenizer)
+
+
+def test_parquet_text_that_is_no_text_is_refused(tokenizer, tmp_path):
+    broken = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
+    pq.write_table(pa.table({"prompt": broken, "answer": ["1"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"not a readable parquet file: .* can't decode byte"):
+        data.make_source(file_config(files.Parquet, tmp_path / "a.parquet"), tokenizer)
 
 
 def test_a_pattern_reads_files_in_sorted_order(tokenizer, tmp_path):
