@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from qarl_jax import data
-from qarl_jax.data.sources import files, reasoning_gym
+from qarl_jax.data.sources import files, mix, reasoning_gym
 from qarl_jax.data.sources.files import final_answer
 from qarl_jax.data.sources.template import is_heldout
 from qarl_jax.types import UserError
@@ -326,6 +326,41 @@ def test_a_pattern_reads_files_in_sorted_order(tokenizer, tmp_path):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": 1}])
     source = data.make_source(file_config(files.Jsonl, tmp_path / "*.jsonl"), tokenizer)
     assert [source.prompt(i).text for i in range(2)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("names", "uids"),
+    [
+        (("a/train.jsonl", "b/train.jsonl"), ["a/train.jsonl/1", "b/train.jsonl/1"]),
+        (("a/x/train.jsonl", "b/x/train.jsonl", "b/x/test.jsonl"), None),
+        (("a/rows.jsonl", "a/rows.jsonl.gz", "a/rows.json"), None),
+        (("a/one.jsonl", "b/two.jsonl"), ["one/1", "two/1"]),
+    ],
+)
+def test_prompts_of_files_that_share_a_name_have_names_of_their_own(tokenizer, tmp_path, names, uids):
+    row = b'{"prompt": "1", "answer": 1}\n'  # the same row in every file
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"[" + row + b"]" if name.endswith("json") else (gzip.compress(row) if ".gz" in name else row))
+    source = data.make_source(file_config(files.Jsonl, tmp_path / "**" / "*.*"), tokenizer)
+    found = [source.prompt(i).uid for i in range(len(source))]
+    assert len(set(found)) == len(names)
+    assert uids is None or found == uids
+
+
+def test_a_renamed_file_or_an_edited_column_is_other_data(tokenizer, tmp_path):
+    """The name begins the uids, which decide the draws; a column may hold what a reward looks at."""
+    found = set()
+    for name, note in (("a", "x"), ("b", "x"), ("a", "y")):
+        path = write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "1", "answer": 1, "note": note}])
+        found.add(data.make_source(file_config(files.Jsonl, path), tokenizer).fingerprint)
+    assert len(found) == 3
+
+
+def test_parts_of_a_mix_have_names_without_a_slash():
+    with pytest.raises(UserError, match="'a/b' names its prompts"):
+        mix.Config(parts={"a/b": files.Jsonl(path="x")})
 
 
 @pytest.mark.parametrize(("text", "answer"), [("a\n#### 1,234 ", "1234"), ("#### -3", "-3"), (" x + 1 ", "x + 1")])

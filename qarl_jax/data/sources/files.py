@@ -31,7 +31,7 @@ class Jsonl:
     """A file with one JSON object per line (.jsonl, .jsonl.gz), or with one JSON list of them (.json).
 
     Attributes:
-      path: the file, or a pattern such as data/*.jsonl (files in sorted order).
+      path: the file, or a pattern such as data/*.jsonl or data/**/*.jsonl (files in sorted order).
       prompt_key: column with the question (text or a list of chat messages); empty: recognised from the columns.
       answer_key: column with the reference answer; empty: recognised.
       limit: use the first rows only; 0: all.
@@ -75,10 +75,10 @@ class Source:
         self.prompts: list[Prompt] = []
         hasher = hashlib.blake2b(digest_size=8)
         rows = 0
-        for file in _expand(cfg.path):
+        files = _expand(cfg.path)
+        for file, name in zip(files, names(files), strict=True):
             reader = _read_parquet(file) if isinstance(cfg, Parquet) else _read_jsonl(file)
             columns: tuple[str, str] | None = None
-            stem = os.path.splitext(os.path.basename(file))[0]
             for number, place, row in reader:
                 if cfg.limit and rows >= cfg.limit:
                     break
@@ -90,9 +90,9 @@ class Source:
                 rows += 1
                 question, answer, columns = _asked(cfg, row, place, columns)
                 meta = {key: value for key, value in row.items() if isinstance(value, str | int | float)}
-                uid = f"{stem}/{number}"
+                uid = f"{name}/{number}"
                 try:
-                    hasher.update(_written([question, answer, meta]))
+                    hasher.update(_written([uid, question, answer, meta]))
                     text = template.render(question, meta)
                     if not wanted(text, split, holdout):
                         continue
@@ -117,6 +117,16 @@ class Source:
         return self.prompts[i]
 
 
+def names(files: Sequence[str]) -> list[str]:
+    """A name for each file, which begins its prompts' uids: its stem, or, where two share theirs, its path from the
+    folder that holds them all."""
+    stems = [os.path.splitext(os.path.basename(file))[0] for file in files]
+    if len(set(stems)) == len(stems):
+        return stems
+    above = os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in files])
+    return [os.path.relpath(file, above) for file in files]
+
+
 def final_answer(text: str) -> str:
     """GSM8K's "...#### 1,234" -> "1234"; any other answer unchanged.
 
@@ -128,7 +138,7 @@ def final_answer(text: str) -> str:
 
 
 def _expand(path: str) -> list[str]:
-    files = sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.exists(path) else [path]
+    files = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) and not os.path.exists(path) else [path]
     if not files:
         raise UserError(f"{path}: no file matches this pattern.")
     for file in files:

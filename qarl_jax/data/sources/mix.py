@@ -33,6 +33,8 @@ class Config:
     def __post_init__(self) -> None:
         if not self.parts:
             raise UserError("a mix needs at least one source in `parts`.")
+        if slashed := [name for name in self.parts if "/" in name]:
+            raise UserError(f"parts: {slashed[0]!r} names its prompts NAME/..., so it must have no slash.")
 
 
 class Source:
