@@ -174,7 +174,7 @@ LAYOUT_ROWS = {
             "target": [{"role": "assistant", "content": "5"}],
             "reward_model": {"ground_truth": "5"},
         },
-        "2+3?",
+        "Think.\n2+3?",
         "5",
     ),
     "plain": ({"prompt": "2+3?", "answer": 5}, "2+3?", "5"),

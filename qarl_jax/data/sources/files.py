@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qarl_jax.data.sources import layouts
-from qarl_jax.data.sources.template import Skipped, Split, Template, digest, wanted
+from qarl_jax.data.sources.template import Skipped, Split, Template, digest, is_system, wanted
 from qarl_jax.types import Prompt, UserError, at_least
 
 
@@ -71,7 +71,7 @@ class Source:
     """All usable prompts of a split, read and tokenized once (see `PromptSource`)."""
 
     def __init__(self, cfg: Jsonl, template: Template, split: Split, holdout: float):
-        self.skipped = Skipped()
+        self.skipped, self.notes = Skipped(), template.notes
         self.prompts: list[Prompt] = []
         hasher = hashlib.blake2b(digest_size=8)
         rows = 0
@@ -290,7 +290,7 @@ def _question(value: Any, key: str, place: str) -> str | list[dict[str, Any]]:
             raise UserError(f"{place}: column {key!r}: expected chat messages with `role` and `content`.")
         # Parquet fills in keys that a message lacks.
         said = [{k: v for k, v in m.items() if v is not None} | {"role": str(m.get("role") or "user")} for m in value]
-        if said[-1]["role"] == "system" or not said[-1]["content"].strip():
+        if is_system(said[-1]) or not said[-1]["content"].strip():
             raise UserError(f"{place}: column {key!r}: the last message asks nothing.")
         return said
     raise UserError(f"{place}: column {key!r}: expected a question (text or chat messages), got {value!r:.60}.")

@@ -60,6 +60,7 @@ class Source:
             too_long=sum(part.skipped.too_long for part in parts.values()),
             unknown_characters=sum(part.skipped.unknown_characters for part in parts.values()),
         )
+        self.notes = {kind: note for part in parts.values() for kind, note in part.notes.items()}
         self.fingerprint = digest("mix", [(name, part.fingerprint) for name, part in parts.items()])
 
     def __len__(self) -> int:

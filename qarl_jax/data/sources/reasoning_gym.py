@@ -73,7 +73,7 @@ class Source:
         self.template = template
         self.split: Split = split
         self.holdout = holdout
-        self.skipped = Skipped()
+        self.skipped, self.notes = Skipped(), template.notes
         self.size = round(cfg.size * holdout) if split == "heldout" else cfg.size
         self.fingerprint = digest("reasoning_gym", cfg, split, holdout, template.fingerprint())
         # Candidates per reasoning-gym data set: some load word lists when made, some refuse sizes above 20,000.
