@@ -1,15 +1,18 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt loses and doubles no message, begins once and does not end."""
+"""A prompt loses and doubles no message, does not end, and is held out whatever stands around its question."""
 
+import datetime
 import json
 
 import pytest
+import transformers.utils.chat_template_utils as chat_templates
 from tokenizers.processors import TemplateProcessing
 
 from qarl_jax import data
-from qarl_jax.data.sources import files
-from qarl_jax.data.sources.template import Skipped
+from qarl_jax.data.sources import files, reasoning_gym
+from qarl_jax.data.sources.template import Skipped, is_heldout
+from qarl_jax.data.stream import PromptStream
 from qarl_jax.types import UserError
 
 CHARACTERS = "".join(chr(c) for c in range(32, 127)) + "\n"
@@ -124,3 +127,83 @@ def test_a_row_of_megabytes_is_left_out_without_being_read_whole(tokenizer):
     skipped = Skipped()
     assert template.admit("7" * 10_000_000, skipped) is None
     assert (skipped.too_long, max(seen)) == (1, 6400)
+
+
+# ---- the split -----------------------------------------------------------------------------------------------------
+
+
+def rows(folder, count=300):
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"question": f"What is {i}?", "answer": str(i)}) + "\n" for i in range(count)))
+    return files.Jsonl(path=str(file))
+
+
+def held_out(cfg, tokenizer, split="heldout", **settings):
+    source = data.make_source(data.Config(source=cfg, holdout=0.3, **settings), tokenizer, split)
+    return {(prompt.uid, prompt.answer) for prompt in map(source.prompt, range(len(source)))}
+
+
+def test_a_question_is_held_out_whatever_stands_around_it(tokenizer, tmp_path):
+    cfg = rows(tmp_path)
+    found = held_out(cfg, tokenizer)
+    assert 60 < len(found) < 120
+    assert found == {(f"rows/{i + 1}", str(i)) for i in range(300) if is_heldout(f"What is {i}?", 0.3)}
+    for settings in ({"system": "Add."}, {"template": "raw"}, {"template": "{{ question }}\n"}, {"max_prompt_len": 40}):
+        assert held_out(cfg, tokenizer, **settings) == found
+    assert held_out(cfg, tokenizer, "train").isdisjoint(found)
+
+
+def test_a_task_is_held_out_whatever_stands_around_it(tokenizer):
+    cfg = reasoning_gym.Config(dataset="chain_sum", config={"min_terms": 2, "max_terms": 2}, size=60)
+
+    def asked(split, **settings):
+        source = data.make_source(data.Config(source=cfg, holdout=0.3, **settings), tokenizer, split)
+        return [source.prompt(i).meta["question"] for i in range(len(source))]
+
+    plain = asked("heldout")
+    assert asked("heldout", system="Add.") == asked("heldout", template="{{ meta.expression }}=") == plain
+    assert set(asked("train", template="raw")).isdisjoint(plain)
+
+
+def test_a_source_says_what_of_a_task_is_the_question(tokenizer):
+    cfg = reasoning_gym.Config(dataset="chain_sum", config={"max_terms": 3}, size=20, question="{{ meta.expression }}=")
+    source = data.make_source(data.Config(source=cfg, template="chat", holdout=0.5), tokenizer)
+    texts = [source.prompt(i).text for i in range(20)]
+    assert all(text.startswith("[user]") and text.endswith("=[a]") and len(text) < 50 for text in texts)
+    assert not any(is_heldout(text.removeprefix("[user]").removesuffix("[a]"), 0.5) for text in texts)
+
+
+def test_messages_are_held_out_as_their_text_is(tokenizer):
+    questions = [f"What is {i}?" for i in range(50)]
+    expected = [is_heldout(question, 0.5) for question in questions]
+    for around_it in ([], [message("system", "Think.")], [message("developer", "Add.")]):
+        assert [is_heldout([*around_it, message("user", question)], 0.5) for question in questions] == expected
+    turns = [is_heldout([*TURNS, message("user", question)], 0.5) for question in questions]
+    assert turns != expected
+
+
+def test_a_run_goes_on_the_next_day_where_the_template_writes_the_date(tmp_path, monkeypatch):
+    dated = "{{ strftime_now('%d %b %Y') }}" + CHAT
+    tokenizer = data.make_char_tokenizer(CHARACTERS, tmp_path, chat_template=dated)
+
+    class Day(datetime.datetime):
+        number = 26
+
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.datetime(2026, 11, cls.number, 12)
+
+    monkeypatch.setattr(chat_templates, "datetime", Day)
+    cfg = data.Config(source=rows(tmp_path), holdout=0.3)
+    before = data.make_source(cfg, tokenizer)
+    assert "today's date" in before.notes["date"]
+    Day.number = 27
+    after = data.make_source(cfg, tokenizer)
+    assert before.prompt(0).text != after.prompt(0).text
+    PromptStream(after, 0, 8).check_state(PromptStream(before, 0, 8).state(3))
+
+
+def test_another_chat_template_is_other_data(tokenizer, tmp_path):
+    cfg = data.Config(source=rows(tmp_path), holdout=0.3)
+    other = data.make_char_tokenizer(CHARACTERS, tmp_path, chat_template=CHAT + " ")
+    assert data.make_source(cfg, tokenizer).fingerprint != data.make_source(cfg, other).fingerprint

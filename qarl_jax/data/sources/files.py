@@ -93,9 +93,9 @@ class Source:
                 uid = f"{name}/{number}"
                 try:
                     hasher.update(_written([uid, question, answer, meta]))
-                    text = template.render(question, meta)
-                    if not wanted(text, split, holdout):
+                    if not wanted(question, split, holdout):
                         continue
+                    text = template.render(question, meta)
                     tokens = template.admit(text, self.skipped)
                 except UserError as error:
                     raise UserError(f"{place}: {error}") from None

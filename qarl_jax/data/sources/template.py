@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every source of prompts shares: the protocol, templates, the length filter and the train / held-out split.
 
-The split is by content: a prompt is held out when the hash of its text falls under the held-out share. So the two
-splits can have no prompt in common, however often a procedural task repeats itself and whatever order a file is in,
-and the split stays the same when the data set grows.
+The split is by question: a prompt is held out when the hash of its question falls under the held-out share. So the two
+splits can have no question in common, however often a procedural task repeats itself and whatever order a file is in.
+The split stays the same when the data set grows, and under every template, system message and date.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -201,17 +202,30 @@ def is_system(message: Mapping[str, Any]) -> bool:
     return message["role"] in ("system", "developer")
 
 
+def asked(question: str | Messages) -> str:
+    """A question as the split hashes it: its text; of chat messages all but the system's.
+
+    A single message of the user counts as its text.
+    """
+    if isinstance(question, str):
+        return question
+    said = [message for message in question if not is_system(message)]
+    if len(said) == 1 and said[0]["role"] == "user":
+        return said[0]["content"]
+    return json.dumps([[message["role"], message["content"]] for message in said])
+
+
 def digest(*parts: Any) -> str:
     """A short stable hash of printable values."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
-def is_heldout(text: str, share: float) -> bool:
-    """Whether a prompt belongs to the held-out split: a fixed hash of its text, as a fraction, is below `share`."""
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+def is_heldout(question: str | Messages, share: float) -> bool:
+    """Whether a question belongs to the held-out split: a fixed hash of it, as a fraction, is below `share`."""
+    number = int.from_bytes(hashlib.blake2b(asked(question).encode(), digest_size=8).digest(), "big")
     return number < share * 2.0**64
 
 
-def wanted(text: str, split: Split, share: float) -> bool:
-    """Whether a prompt belongs to `split`."""
-    return split == "all" or is_heldout(text, share) == (split == "heldout")
+def wanted(question: str | Messages, split: Split, share: float) -> bool:
+    """Whether a question belongs to `split`."""
+    return split == "all" or is_heldout(question, share) == (split == "heldout")
