@@ -23,7 +23,7 @@ from qarl_jax.loop.interrupt import Interrupt
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.updates import Updates
 from qarl_jax.numerics.engine import of_profile
-from qarl_jax.observe import recorder
+from qarl_jax.observe import recorder, terminal
 from qarl_jax.rollout import partial_rollouts
 from qarl_jax.run import build, config, evaluation, memory_plan
 from qarl_jax.run.checkpoint import Checkpoints
@@ -138,7 +138,7 @@ class Run:
         if (facts := getattr(self.engine, "facts", None)) is not None:
             self.observer.say(unequal.promise(cfg, facts.execution))
         if cfg.eval.at_start and self.start == 0 and not evaluated:
-            self.observer.say(f"held-out reward before training: {self.evaluate(0)['eval/reward/mean']:.3f}")
+            self.evaluate(0)
 
     def programs_are_ready(self) -> None:
         """Waits for what is left of the compilation that began beside the start.
@@ -170,7 +170,7 @@ class Run:
             self.observer.say(f"step {step}: {found}")
 
     def evaluate(self, version: int) -> dict[str, float]:
-        """Samples and grades the held-out prompts under the version being served; recorded."""
+        """Samples and grades the held-out prompts under the version being served; told and recorded."""
         cfg = self.cfg
         result = evaluation.evaluate(
             self.engine,
@@ -183,6 +183,8 @@ class Run:
             ks=cfg.eval.ks,
         ).metrics
         processes.from_first(lambda: evaluation.record(cfg.run_dir, version, result))
+        when = f"of version {version}" if version else "before training"
+        self.observer.say(f"held-out reward {when}: {terminal.held_out_score(result)}")
         return result
 
     def save(self, step: int) -> None:
