@@ -5,7 +5,7 @@
     python -m experiments.alignment.assess --scale cpu --work runs/alignment --base
     python -m experiments.alignment.assess --scale cpu --work runs/alignment [RUN ...]
 
-Splits. The training prompts, and what is held out by a hash of its text (`data.holdout`), have no prompt in common. Of
+Splits. The training prompts, and what is held out by a hash of its question (`data.holdout`), have none in common. Of
 the held-out prompts the first `eval.num_prompts` are the validation split, on which a run evaluates itself as it goes;
 the test split are those after them, without any whose text occurs in the validation split.
 

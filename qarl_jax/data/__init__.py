@@ -44,7 +44,7 @@ class Config:
       system: system message (chat) or leading text (raw).
       chat_args: further arguments of the tokenizer's chat template, for example {enable_thinking: false}.
       max_prompt_len: longer prompts, in tokens, are left out and counted.
-      holdout: share of the prompts, by hash of their text, that is kept for evaluation and never trained on.
+      holdout: share of the prompts, by hash of their question, that is kept for evaluation and never trained on.
     """
 
     source: SourceConfig

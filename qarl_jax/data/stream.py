@@ -119,6 +119,7 @@ class PromptStream:
             "seed": self.seed,
             "prompts_per_step": self.prompts_per_step,
             "size": len(self.source),
+            "held_out_by": "question",
             "fingerprint": self.source.fingerprint
             if self.curriculum is None
             else digest(self.source.fingerprint, self._stages),
@@ -131,6 +132,12 @@ class PromptStream:
           UserError: naming what differs.
         """
         now = self.state(0)
+        if state.get("held_out_by") != now["held_out_by"]:
+            raise UserError(
+                "cannot resume: the checkpoint's prompts were held out by a hash of their rendered text, and this"
+                " version of qarl_jax hashes the question, so the run would train on held-out prompts. Finish it with"
+                " the version that began it, or start a new run_dir."
+            )
         words = {
             "seed": "seed",
             "prompts_per_step": "train.prompts_per_step",

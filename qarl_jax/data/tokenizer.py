@@ -79,6 +79,13 @@ def stop_token_ids(tokenizer: Tokenizer, path: str | os.PathLike[str] | None = N
     return tuple(ids)
 
 
+def leading_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that the tokenizer puts in front of every text: the beginning-of-sequence token, or none."""
+    bare, whole = (list(tokenizer("1", add_special_tokens=added)["input_ids"]) for added in (False, True))
+    starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+    return tuple(whole[: next(starts, 0)])
+
+
 def pad_token_id(tokenizer: Tokenizer) -> int:
     """The id that fills padding positions; any id would do, since padding is masked everywhere."""
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)

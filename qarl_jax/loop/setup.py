@@ -22,7 +22,7 @@ from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.interrupt import Interrupt
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.updates import Updates
-from qarl_jax.observe import recorder
+from qarl_jax.observe import recorder, terminal
 from qarl_jax.rollout import partial_rollouts
 from qarl_jax.run import build, config, evaluation, stamp
 from qarl_jax.run.checkpoint import Checkpoints
@@ -134,7 +134,7 @@ class Run:
             self.observer.say(unequal.promise(cfg, facts.execution))
         self._at_start = self._measured() if cfg.eval.at_start and self.start == 0 else None
         if self._at_start is not None:
-            self.observer.say(f"held-out reward before training: {self._at_start['eval/reward/mean']:.3f}")
+            self._tell(0, self._at_start)
 
     def begin_record(self) -> None:
         """Writes what the run's files say of this start, and drops what they say of steps that it trains again.
@@ -177,8 +177,9 @@ class Run:
             self.observer.say(f"step {step}: {found}")
 
     def evaluate(self, version: int) -> dict[str, float]:
-        """Samples and grades the held-out prompts under the version being served; recorded."""
+        """Samples and grades the held-out prompts under the version being served; told and recorded."""
         result = self._measured()
+        self._tell(version, result)
         processes.from_first(lambda: evaluation.record(self.cfg.run_dir, version, result))
         return result
 
@@ -194,6 +195,10 @@ class Run:
             key=build.seed_of(cfg.seed, 0, "eval"),
             ks=cfg.eval.ks,
         ).metrics
+
+    def _tell(self, version: int, result: dict[str, float]) -> None:
+        when = f"of version {version}" if version else "before training"
+        self.observer.say(f"held-out reward {when}: {terminal.held_out_score(result)}")
 
     def save(self, step: int) -> None:
         """A checkpoint after so many steps: all of the run's state, and the settings it was made with."""

@@ -173,9 +173,8 @@ def summary(cfg: RunConfig) -> str:
     if len(held_out) > 1:
         first, last = held_out[0], held_out[-1]
         lines.append(
-            f"held-out reward   {first['eval/reward/mean']:.3f} (+-{first['eval/reward/stderr']:.3f}, version"
-            f" {first['version']}) -> {last['eval/reward/mean']:.3f} (+-{last['eval/reward/stderr']:.3f}, version"
-            f" {last['version']})"
+            f"held-out reward   version {first['version']}: {terminal.held_out_score(first)} -> version"
+            f" {last['version']}: {terminal.held_out_score(last)}"
         )
     dropped = [record["later/clip/seq_dropped"] for record in records if "later/clip/seq_dropped" in record]
     if dropped:

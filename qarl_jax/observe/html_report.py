@@ -28,6 +28,7 @@ import numpy as np
 
 from qarl_jax.loss.common.token_effects import FATES
 from qarl_jax.observe.recorder import folder_of, lines_of
+from qarl_jax.observe.terminal import held_out_score
 from qarl_jax.types import UserError
 
 TEMPLATE = "report.html.jinja"
@@ -154,8 +155,7 @@ def _about(folder: Path) -> dict[str, Any]:
             ("reward", f"{np.mean(rewards[:5]):.3f} (first five steps) → {np.mean(rewards[-5:]):.3f} (last five)")
         )
     if len(held_out) > 1:
-        first, last = (record["eval/reward/mean"] for record in (held_out[0], held_out[-1]))
-        rows.append(("held out", f"{first:.3f} → {last:.3f}"))
+        rows.append(("held out", f"{held_out_score(held_out[0])} → {held_out_score(held_out[-1])}"))
     if start.get("git"):
         rows.append(("code", start["git"]))
     if start.get("devices"):

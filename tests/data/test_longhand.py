@@ -120,7 +120,7 @@ def test_the_prompt_says_all_that_is_asked():
 def test_the_experiment_asks_in_that_way():
     folder = pathlib.Path(__file__).parents[2] / "experiments" / "alignment"
     for name in ("base_sft.yaml", "rl.yaml"):
-        assert yaml.safe_load((folder / name).read_text())["data"]["template"] == longhand.PROMPT
+        assert yaml.safe_load((folder / name).read_text())["data"]["source"]["question"] == longhand.PROMPT
 
 
 def test_a_task_without_a_longhand_is_refused_by_name():

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts are pure functions of their index; the splits share nothing; a broken file is told by line."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from qarl_jax import data
-from qarl_jax.data.sources import files, reasoning_gym
+from qarl_jax.data.sources import files, mix, reasoning_gym
 from qarl_jax.data.sources.files import final_answer
 from qarl_jax.data.sources.template import is_heldout
 from qarl_jax.types import UserError
@@ -243,7 +244,7 @@ LAYOUT_ROWS = {
             "target": [{"role": "assistant", "content": "5"}],
             "reward_model": {"ground_truth": "5"},
         },
-        "2+3?",
+        "Think.\n2+3?",
         "5",
     ),
     "plain": ({"prompt": "2+3?", "answer": 5}, "2+3?", "5"),
@@ -304,6 +305,14 @@ def test_over_long_rows_are_left_out_and_counted(tokenizer, tmp_path):
     assert (len(source), source.skipped.too_long) == (2, 1)
 
 
+HALVES = [
+    (r'"a \ud83d"', '""'),
+    (r'[{"role": "user", "content": "\ud83d"}]', '""'),
+    ('"a"', r'"\ud83d"'),
+    ('"\xed\xa0\xbd"', '""'),
+]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -320,6 +329,20 @@ def test_over_long_rows_are_left_out_and_counted(tokenizer, tmp_path):
         (['{"prompt": "a", "answer": "1"}\n', '{"prompt": "", "answer": "1"}\n'], r"a.jsonl:2: column 'prompt'"),
         (['{"prompt": "a", "answer": null}\n'], r"a.jsonl:1: column 'answer': expected an answer"),
         (['{"prompt": [{"role": "user"}], "answer": "1"}\n'], r"a.jsonl:1: .* chat messages with"),
+        (
+            ['{"prompt": [{"role": "system", "content": "a"}], "answer": "1"}\n'],
+            "a.jsonl:1: .* last message asks nothing",
+        ),
+        (
+            ['{"prompt": [{"role": "user", "content": " "}], "answer": "1"}\n'],
+            "a.jsonl:1: .* last message asks nothing",
+        ),
+        (['{"prompt": "a", "answer": "so #### "}\n'], "a.jsonl:1: column 'answer': expected an answer"),
+        (['{"prompt": "a", "prompt": "b", "answer": "1"}\n'], "a.jsonl:1: .* the key 'prompt' stands there twice"),
+        *(
+            ([f'{{"prompt": {asked}, "answer": "1", "note": {note}}}\n'], r"a.jsonl:1: '.ud83d' is half of a character")
+            for asked, note in HALVES
+        ),
         (["\xff\xfe\n"], r"a.jsonl:1: not a JSON object"),
         (['{"prompt": "' + "x" * 3000 + '", "answer": "1"}\n'], "none of its 1 rows is usable .*1 longer than"),
     ],
@@ -345,6 +368,12 @@ def test_a_missing_named_column_lists_the_columns(tokenizer, tmp_path):
         ("bad.parquet", b"PAR1 not really", "not a readable parquet file"),
         ("*.parquet", None, "no file matches this pattern"),
         (".", None, "it is a folder"),
+        (
+            "cut.jsonl.gz",
+            gzip.compress(b'{"prompt": "a", "answer": 1}\n')[:-9],
+            "cannot read the data set: .* ended before",
+        ),
+        ("bad.jsonl.gz", gzip.compress(b"a")[:10] + b"\xff" * 9, "cannot read the data set: .* decompressing"),
     ],
 )
 def test_an_unreadable_data_file_is_named(tokenizer, tmp_path, name, content, message):
@@ -352,7 +381,14 @@ def test_an_unreadable_data_file_is_named(tokenizer, tmp_path, name, content, me
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=message):
-        data.make_source(file_config(files.Parquet, path), tokenizer)
+        data.make_source(file_config(files.Jsonl if "jsonl" in name else files.Parquet, path), tokenizer)
+
+
+def test_parquet_text_that_is_no_text_is_refused(tokenizer, tmp_path):
+    broken = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
+    pq.write_table(pa.table({"prompt": broken, "answer": ["1"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"not a readable parquet file: .* can't decode byte"):
+        data.make_source(file_config(files.Parquet, tmp_path / "a.parquet"), tokenizer)
 
 
 def test_a_pattern_reads_files_in_sorted_order(tokenizer, tmp_path):
@@ -360,6 +396,41 @@ def test_a_pattern_reads_files_in_sorted_order(tokenizer, tmp_path):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": 1}])
     source = data.make_source(file_config(files.Jsonl, tmp_path / "*.jsonl"), tokenizer)
     assert [source.prompt(i).text for i in range(2)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("names", "uids"),
+    [
+        (("a/train.jsonl", "b/train.jsonl"), ["a/train.jsonl/1", "b/train.jsonl/1"]),
+        (("a/x/train.jsonl", "b/x/train.jsonl", "b/x/test.jsonl"), None),
+        (("a/rows.jsonl", "a/rows.jsonl.gz", "a/rows.json"), None),
+        (("a/one.jsonl", "b/two.jsonl"), ["one/1", "two/1"]),
+    ],
+)
+def test_prompts_of_files_that_share_a_name_have_names_of_their_own(tokenizer, tmp_path, names, uids):
+    row = b'{"prompt": "1", "answer": 1}\n'  # the same row in every file
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"[" + row + b"]" if name.endswith("json") else (gzip.compress(row) if ".gz" in name else row))
+    source = data.make_source(file_config(files.Jsonl, tmp_path / "**" / "*.*"), tokenizer)
+    found = [source.prompt(i).uid for i in range(len(source))]
+    assert len(set(found)) == len(names)
+    assert uids is None or found == uids
+
+
+def test_a_renamed_file_or_an_edited_column_is_other_data(tokenizer, tmp_path):
+    """The name begins the uids, which decide the draws; a column may hold what a reward looks at."""
+    found = set()
+    for name, note in (("a", "x"), ("b", "x"), ("a", "y")):
+        path = write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "1", "answer": 1, "note": note}])
+        found.add(data.make_source(file_config(files.Jsonl, path), tokenizer).fingerprint)
+    assert len(found) == 3
+
+
+def test_parts_of_a_mix_have_names_without_a_slash():
+    with pytest.raises(UserError, match="'a/b' names its prompts"):
+        mix.Config(parts={"a/b": files.Jsonl(path="x")})
 
 
 @pytest.mark.parametrize(("text", "answer"), [("a\n#### 1,234 ", "1234"), ("#### -3", "-3"), (" x + 1 ", "x + 1")])

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from qarl_jax.data.sources.template import Skipped, Split, Template, digest, wanted
+from qarl_jax.data.sources.template import Skipped, Split, Template, compiled, digest, rendered, wanted
 from qarl_jax.types import Prompt, UserError, at_least, did_you_mean
 
 # Candidates per slot before giving up; a held-out share of 1 % needs a few hundred.
@@ -44,6 +44,8 @@ class Config:
       dataset: name in reasoning-gym, for example chain_sum. Leave empty when `mix` is given.
       config: that data set's own parameters, for example {min_terms: 2, max_terms: 4}.
       mix: several tasks with weights, instead of `dataset`.
+      question: a Jinja template that makes the question from a task's own `question` and `meta`, for example
+        "{{ meta.expression }}="; empty: the task's own.
       size: number of training prompts; the held-out split has size x data.holdout of its own on top.
       seed: of the tasks themselves (their order comes from the run's seed).
     """
@@ -51,6 +53,7 @@ class Config:
     dataset: str = ""
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     mix: tuple[Task, ...] = ()
+    question: str = ""
     size: int = 10_000
     seed: int = 0
 
@@ -77,7 +80,8 @@ class Source:
         self.template = template
         self.split: Split = split
         self.holdout = holdout
-        self.skipped = Skipped()
+        self.skipped, self.notes = Skipped(), template.notes
+        self.question = compiled(cfg.question, "data.source.question")[0] if cfg.question else None
         self.size = round(cfg.size * holdout) if split == "heldout" else cfg.size
         self.fingerprint = digest("reasoning_gym", cfg, split, holdout, template.fingerprint())
         # Candidates per reasoning-gym data set: some load word lists when made, some refuse sizes above 20,000.
@@ -107,9 +111,12 @@ class Source:
             size, index = self.block * self.size, i + within * self.size
             seed = self.cfg.seed + block * size
             entry = drawn(make_dataset(task.dataset, task.config, seed=seed, size=size), index)
-            text = self.template.render(entry["question"], entry.get("metadata", {}))
-            if not wanted(text, self.split, self.holdout):
+            question, facts = entry["question"], entry.get("metadata", {})
+            if self.question is not None:
+                question = rendered(self.question, "data.source.question", question=question, meta=facts)
+            if not wanted(question, self.split, self.holdout):
                 continue
+            text = self.template.render(question, facts)
             tokens = self.template.admit(text, self.skipped)
             if not tokens:
                 continue

@@ -13,7 +13,7 @@ and the answer alone in the last line:
     letter_counting  word by word: every occurrence marked, and the count so far
     number_sorting   the next number, and those that are left
 
-`PROMPT` is a template for `data.template` that writes these questions in a line.
+`PROMPT` is a template for `data.source.question` that writes these questions in a line.
 """
 
 from __future__ import annotations
