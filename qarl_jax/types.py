@@ -122,7 +122,7 @@ class RolloutGroup:
       prompt: the prompt.
       completions: the sampled responses.
       rewards: [len(completions)] float32.
-      texts: decoded responses, special tokens stripped.
+      texts: decoded responses, as rewards see them.
     """
 
     prompt: Prompt

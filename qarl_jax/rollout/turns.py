@@ -21,64 +21,118 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from qarl_jax.data.tokenizer import Tokenizer, decode
+from qarl_jax.data.sources.template import Messages, Template
+from qarl_jax.data.tokenizer import Tokenizer, decode, ends
 from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.environments import Config, Episodes, Said, plain
 from qarl_jax.runtime import processes
 from qarl_jax.types import Completion, Turn, UserError, VersionSpan
 
+_DRAWN, _OBSERVED = "QARL-DRAWN", "QARL-OBSERVED"  # what a chat template is asked to write as a turn, and behind one
+
 
 class Observations:
-    """Observations as tokens that go on behind a turn.
+    """Observations as tokens that go on behind a turn, which ended with a stop token.
+
+    A chat template may write an earlier turn otherwise than it was drawn: Qwen3's drops its thoughts, or gives the last
+    one an empty thought. So the template writes a conversation with a placeholder as the turn, and what stands behind
+    the placeholder follows the tokens that were drawn, up to and with the opening of the next turn.
 
     Args:
       cfg: of the environment.
       tokenizer: the policy's.
       chat: whether they are written by the tokenizer's chat template.
+      chat_args: further arguments of the template, as for prompts.
+
+    Raises:
+      UserError: the chat template cannot go on with a message of `cfg.role`.
     """
 
-    def __init__(self, cfg: Config, tokenizer: Tokenizer, chat: bool):
-        self._cfg, self._tokenizer, self._chat = cfg, tokenizer, chat
+    def __init__(self, cfg: Config, tokenizer: Tokenizer, chat: bool, chat_args: Mapping[str, Any] | None = None):
+        self._cfg, self._tokenizer = cfg, tokenizer
+        self._template = Template(tokenizer, "chat", "", chat_args or {}, 0) if chat else None
+        self._ends = [tokenizer.decode([token]) for token in ends(tokenizer)]
+        self._known: set[str] = set()  # roles that the template writes
         if chat:
-            self._before = self._rendered([], False)
-            # The end of the assistant's turn has been drawn: what the template writes behind it is observed.
-            end = self._before.rfind(tokenizer.eos_token)
-            self._cut = len(self._before) if end < 0 else end + len(tokenizer.eos_token)
+            self._check(cfg.role)
 
     def tokens(self, observation: str | list[dict[str, str]], *, first: bool = False) -> tuple[int, ...]:
         """Token ids; none for an empty observation before the first turn. `first`: nothing was drawn before it.
 
         Raises:
-          UserError: the chat template writes what was said before otherwise once something follows.
+          UserError: the chat template does not write messages of a role.
         """
         if first and not observation:
             return ()
-        if not self._chat or first:
-            text = observation if isinstance(observation, str) else "\n".join(m["content"] for m in observation)
-            text = text if first else f"{self._cfg.before}{text}{self._cfg.after}"
-        else:
-            said = [{"role": self._cfg.role, "content": observation}] if isinstance(observation, str) else observation
-            whole = self._rendered(said, True)
-            if not whole.startswith(self._before):
-                raise UserError(
-                    f"rollout.environment: the tokenizer's chat template cannot be gone on with (role"
-                    f" {self._cfg.role!r}); try another rollout.environment.role, or data.template=raw."
-                )
-            text = whole[self._cut :]
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])[: self._cfg.max_observation_len]
+        messages = observation
+        if isinstance(messages, str):
+            messages = [{"role": self._cfg.role, "content": messages}]
+        messages = self._cut(messages)
+        if self._template is None:
+            text = "\n".join(message["content"] for message in messages)
+            return self._ids(text) if first else self._ids(f"{self._cfg.before}{text}{self._cfg.after}", drawn=True)
+        for message in messages:
+            self._check(message["role"])
+        text = self._behind(messages)
+        if first:  # the policy has said nothing: an empty turn
+            return self._ids(text)
+        for end in self._ends:  # has been drawn
+            if text.lstrip().startswith(end):
+                text = text.lstrip().removeprefix(end)
+                break
+        return self._ids(text, drawn=True)
 
-    def _rendered(self, said: list[dict[str, str]], more: bool) -> str:
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, *said]
+    def _cut(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        """The messages, with what is more than `max_observation_len` tokens cut off: of what was said alone."""
+        out, left = [], self._cfg.max_observation_len
+        for message in messages:
+            content = message["content"]
+            tokens = self._ids(content)
+            if len(tokens) > left:
+                # Without the beginning of a character that takes several tokens.
+                content = self._tokenizer.decode(tokens[:left], clean_up_tokenization_spaces=False).rstrip("\ufffd")
+            left -= min(left, len(tokens))
+            out.append({"role": message["role"], "content": content})
+        return out
+
+    def _ids(self, text: str, *, drawn: bool = False) -> tuple[int, ...]:
+        """Token ids of a text. `drawn`: as they are behind a stop token, where some tokenizers write no first space."""
+        before = self._tokenizer.eos_token if drawn else ""
+        return tuple(self._tokenizer(before + text, add_special_tokens=False)["input_ids"])[drawn:]
+
+    def _behind(self, messages: Messages) -> str:
+        """What the template writes behind a turn that messages follow."""
+        assert self._template is not None
+        drawn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _DRAWN}]
+        _, found, behind = self._template.render([*drawn, *messages], {}).partition(_DRAWN)
+        if not found:
+            raise UserError("it does not write what the assistant said")
+        return behind
+
+    def _check(self, role: str) -> None:
+        if role not in self._known and (fault := self._fault(role)):
+            others = [name for name in ("user", "tool", "system") if name != role and not self._fault(name)]
+            raise UserError(
+                f"rollout.environment: the chat template cannot go on with a message of role {role!r} behind a turn"
+                f" ({fault}); set rollout.environment.role={' or '.join(others)}."
+                if others
+                else f"rollout.environment: the chat template writes no second turn ({fault}); set data.template=raw."
+            )
+        self._known.add(role)
+
+    def _fault(self, role: str) -> str:
+        """Why the template cannot go on with a message of a role; empty where it can."""
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=more)
-        except Exception as error:  # a template is a program, and may fail in any way
-            raise UserError(f"rollout.environment: the chat template fails on a second turn: {error}") from None
+            found = _OBSERVED in self._behind([{"role": role, "content": _OBSERVED}])
+        except UserError as error:
+            return str(error)
+        return "" if found else "it leaves such messages out"
 
 
 @dataclasses.dataclass
@@ -135,7 +189,7 @@ class TurnTaking(RolloutEngine):
       engine: what draws. It is closed with this one.
       cfg: of the environment.
       tokenizer: the policy's.
-      chat: whether prompts are written by the tokenizer's chat template.
+      chat: whether prompts are written by the tokenizer's chat template. chat_args: its further arguments.
       log: is given a line when episodes fail.
     """
 
@@ -146,10 +200,11 @@ class TurnTaking(RolloutEngine):
         tokenizer: Tokenizer,
         *,
         chat: bool,
+        chat_args: Mapping[str, Any] | None = None,
         log: Callable[[str], None] = lambda line: None,
     ):
         self.engine, self._cfg, self._tokenizer, self._log = engine, cfg, tokenizer, log
-        self._observations = Observations(cfg, tokenizer, chat)
+        self._observations = Observations(cfg, tokenizer, chat, chat_args)
         # Over several processes the first asks for all: an environment may answer each of them otherwise.
         self._episodes = Episodes(cfg, log) if processes.is_first() else None
         self._names = itertools.count()

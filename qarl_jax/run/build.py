@@ -239,7 +239,8 @@ def make_engine(cfg: RunConfig, log: Callable[[str], None] = print, schedule: Sc
         return made
     try:
         tokenizer = data.load_tokenizer(cfg.model.path)
-        return TurnTaking(made, cfg.rollout.environment, tokenizer, chat=cfg.data.template == "chat", log=log)
+        chat = cfg.data.template == "chat"
+        return TurnTaking(made, cfg.rollout.environment, tokenizer, chat=chat, chat_args=cfg.data.chat_args, log=log)
     except BaseException:
         made.close()
         raise
@@ -255,6 +256,12 @@ def eval_prompts(cfg: RunConfig, tokenizer: Any) -> list[Any]:
     if cfg.eval.data is None:
         source = data.make_source(cfg.data, tokenizer, "heldout")
     else:
+        of_prompts, of_turns = ((each.template == "chat", dict(each.chat_args)) for each in (cfg.eval.data, cfg.data))
+        if cfg.rollout.environment is not None and of_prompts != of_turns:
+            raise UserError(
+                "rollout.environment: what is observed between turns is written by data.template and data.chat_args;"
+                " give eval.data the same (a suite: data.template=chat), or evaluate without an environment."
+            )
         source = data.make_source(cfg.eval.data, tokenizer, "all")
     if not len(source):
         raise UserError("eval.data has no prompt to evaluate on.")

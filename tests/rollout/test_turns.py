@@ -18,7 +18,7 @@ from qarl_jax.observe import html_report, recorder
 from qarl_jax.rewards import Grader, environment, exact, total
 from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig, dynamic_sampling
 from qarl_jax.rollout.environments import Calculator, Custom
-from qarl_jax.rollout.turns import Observations, TurnTaking
+from qarl_jax.rollout.turns import TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import config
 from qarl_jax.types import Prompt, Turn, UserError
@@ -26,10 +26,6 @@ from tests.reference import tiny
 from tests.reference.rollouts import completion
 
 EOS = 1
-CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 # One point for every turn; fails at "9".
 POINTS = """
 class Points:
@@ -166,28 +162,6 @@ def test_an_episode_whose_environment_fails_is_left_out(play):
 def test_copies_of_a_prompt_go_on_counting_and_groups_keep_their_order(play):
     _, engine = play({"a": ["0"], "b": ["0"]}, samples=2)
     assert [(r.prompt.uid, r.number) for r in engine.asked[0]] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-
-
-# ---- chat templates -------------------------------------------------------------------------------------------------
-
-
-def chat(tokenizer, template, **settings):
-    tokenizer.chat_template = template
-    return Observations(Calculator(**settings), tokenizer, chat=True)
-
-
-def test_a_chat_template_writes_what_follows_the_stop_token(tokenizer):
-    found = chat(tokenizer, CHAT, role="tool").tokens("42")
-    assert tokenizer.decode(list(found)) == "\n<tool>42\n<assistant>"
-    messages = [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]
-    assert tokenizer.decode(list(chat(tokenizer, CHAT).tokens(messages))) == "\n<user>x\n<tool>y\n<assistant>"
-    assert chat(tokenizer, CHAT).tokens("", first=True) == ()
-    assert len(chat(tokenizer, CHAT, max_observation_len=5).tokens("1234567")) == 5
-
-
-def test_a_template_that_rewrites_what_was_said_is_refused(tokenizer):
-    with pytest.raises(UserError, match="cannot be gone on with"):
-        chat(tokenizer, "{{ messages|length }}" + CHAT).tokens("42")
 
 
 # ---- what is made of it ---------------------------------------------------------------------------------------------

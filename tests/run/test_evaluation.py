@@ -12,17 +12,13 @@ from qarl_jax.rewards import Grader, exact, format, total
 from qarl_jax.run import config, evaluation
 from qarl_jax.types import Prompt, UserError
 from tests.reference import tiny
-from tests.reference.rollouts import completion
+from tests.reference.rollouts import Characters, completion
 
 # ---- answers -------------------------------------------------------------------------------------------------------
 
 
 def graded(grader, expected, *rows):
     """Groups and parts for prompts with the answers `expected`; each response is text or (text, finish_reason)."""
-
-    class Characters:
-        def decode(self, tokens, skip_special_tokens):
-            return "".join(map(chr, tokens))
 
     prompts = [Prompt(uid=f"p/{i}", tokens=(1,), text="?", answer=answer) for i, answer in enumerate(expected)]
     completions = []
