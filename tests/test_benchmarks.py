@@ -79,9 +79,7 @@ def test_products_and_layers_are_timed_at_every_shape(capsys):
     lines = printed(capsys)
     assert {line["layer"] for line in lines} == {"q", "kv", "up", "down"}
     assert {line["kind"] for line in lines} >= {"bf16", "int8", "int8_kn", "fp8", "dot/bf16", "dot/w8a8", "dot/w4a16"}
-    refused = [line for line in lines if "refused" in line]
-    assert {(line["layer"], line["kind"]) for line in refused} == {("kv", "dot/w4a8_fp8")}  # N = 64
-    assert all(line["tflops"] > 0 for line in lines if line not in refused)
+    assert all(line["tflops"] > 0 for line in lines)
 
 
 @pytest.mark.slow

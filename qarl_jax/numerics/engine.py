@@ -41,7 +41,6 @@ class Numerics:
       contract_parts: sums of bfloat16 products are made in the contract's parts of K (`of_layer`).
       fp8_divides: fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x).
       fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, where there are such.
-      w4a8_is_fp8: int4 layers with 8-bit activations multiply in e4m3, on a grid of their own (`w4a8_fp8`).
       block_attention: attention meets the keys in blocks, the last one first, and rounds its weights against the
         maximum so far (FlashAttention-3).
       norm_order: how RMSNorm's mean of squares is summed: in float64, in torch's order (8-float vectors on x86; its
@@ -69,7 +68,6 @@ class Numerics:
     contract_parts: bool = False
     fp8_divides: bool = False
     fp8_on_tensor_cores: bool = True
-    w4a8_is_fp8: bool = False
     block_attention: bool = False
     norm_order: NormOrder = "any"
     round_sum_before_norm: bool = False
@@ -112,7 +110,6 @@ CUDA = Numerics(
     profile="cuda",
     contract_parts=True,
     fp8_divides=True,
-    w4a8_is_fp8=True,
     block_attention=True,
     norm_order="float64",
     round_sum_before_norm=True,

@@ -391,16 +391,14 @@ def int4_copies(cfg: RunConfig) -> dict[str, int]:
     """Bytes that a vLLM on CUDA holds beside the published tensors of its int4 layers, by `int4_kernel`.
 
     The bridge's kernels multiply what is made at each load from tensors that stay: words and scales, with room for the
-    largest layer, gate and up, as bf16(q s); and for 8-bit activations one byte per weight. Experts are made in their
-    place.
+    largest layer, gate and up, as bf16(q s). Experts are made in their place.
     """
     qweights = models.by_path(_published(cfg).qweights)
     dense = [(str(q.scheme), q) for path, q in qweights.items() if ".moe." not in path]
     layers = [q for scheme, q in dense if "a16" in scheme]
     largest = max((2 * q.shape[-2] * q.shape[-1] for q in layers), default=0)  # of a matrix, bfloat16
     own = nbytes([q.qvalue for q in layers]) + nbytes([q.scale for q in layers]) + 2 * largest
-    codes = 2 * nbytes([q.qvalue for scheme, q in dense if scheme.startswith("w4a8_fp8")])
-    return {"auto": own + codes, "machete": codes, "marlin": codes}
+    return {"auto": own, "machete": 0, "marlin": 0}
 
 
 def _apart(cfg: RunConfig, engine: vllm.Config) -> list[str]:

@@ -14,7 +14,7 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
     sampled tokens     log-probs of whole sampled responses
 
 The first four are exact or broken. All are where both sides compute by one contract (`contract.left_out`): on a CPU,
-and on a Hopper GPU under bf16, w8a8, fp8, w4a16 and w4a8_fp8; k3 must be 0 there. Elsewhere a linear layer must equal
+and on a Hopper GPU under bf16, w8a8, fp8 and w4a16; k3 must be 0 there. Elsewhere a linear layer must equal
 the engine's as `layers.EQUAL` says; its relative error, and that of a block, must stay below `layers.RELATIVE`. The
 last three are judged by k3 (below) against `--max-k3`, or where the engine's own noise is larger what `allowance` says;
 the last must also beat the unaligned pair.
@@ -419,9 +419,9 @@ def allowance(
     if exact:
         return 0.0
     name = scheme.partition(":")[0]
-    share = {"w8a8": 1 / 20, "w4a8": 1 / 20, "fp8": 1.0, "w4a8_fp8": 1.0, "bf16": 0.0}.get(name, 1 / 100)
+    share = {"w8a8": 1 / 20, "w4a8": 1 / 20, "fp8": 1.0, "bf16": 0.0}.get(name, 1 / 100)
     allowed = [max_k3, share * unaligned["k3"] if unaligned else 0.0]
-    if bf16_pair and name not in ("w8a8", "w4a8", "fp8", "w4a8_fp8", "bf16"):
+    if bf16_pair and name not in ("w8a8", "w4a8", "fp8", "bf16"):
         allowed.append(1.5 * bf16_pair["k3"])
     return max(allowed)
 

@@ -58,7 +58,7 @@ class TestEveryScheme:
 
     def test_what_is_published_stands_for_the_learners_weight(self, config):
         qvalue, scale, qt = arrays(config)
-        value = ref.published_value(qvalue, scale, str(config).partition(":")[0])
+        value = ref.published_value(qvalue, scale)
         np.testing.assert_array_equal(value, np.asarray(quant.dequantize(qt, jnp.float32)))
 
     def test_the_name_may_carry_the_weight_suffix(self, config):

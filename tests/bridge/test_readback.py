@@ -62,53 +62,6 @@ def int4(words, scale):
     return Live(apply, packed=words, scale=scale)
 
 
-def int4_fp8(words, scale):
-    """vLLM's int4 x fp8 layer: scales factored at load, e4m3 activations, float32 sum."""
-    channel, group = quant_reference.factor_scales(scale.float().numpy())
-    codes = quant_reference.unpack(words.numpy()).astype(np.float32)
-    levels = (codes * group.repeat(128, 1)).astype(quant_reference.F8).astype(np.float32)
-
-    def apply(layer, x, bias):
-        x_q, s_x = quant_reference.fp8_rows(x.float().numpy(), "cuda")
-        acc = torch.from_numpy(x_q.astype(np.float32)) @ layer.levels.t()
-        return (layer.channel.t() * (torch.from_numpy(s_x) * acc)).bfloat16()
-
-    return Live(apply, levels=torch.from_numpy(levels), channel=torch.from_numpy(channel))
-
-
-@pytest.mark.parametrize("published", ["ours", "any scales"])
-def test_an_int4_fp8_layer_is_read_back_through_the_engines_own_factors(published):
-    prefix, tensors, words, scales = "model.layers.0.self_attn", {}, [], []
-    for seed, shard in enumerate(("q_proj", "k_proj", "v_proj")):
-        w = 0.02 * np.random.default_rng(seed).standard_normal((128, 256)).astype(np.float32)
-        w[:4] *= 1e-3  # below the engine's smallest channel scale
-        quantized = quant_reference.w4a8_fp8_weight(w) if published == "ours" else quant_reference.int4_weight(w, 128)
-        words.append(torch.from_numpy(quant_reference.pack(quantized[0])))
-        scales.append(torch.from_numpy(quantized[1].view(np.int16)).view(torch.bfloat16))
-        tensors |= {f"{prefix}.{shard}.weight_packed": words[-1], f"{prefix}.{shard}.weight_scale": scales[-1]}
-        tensors[f"{prefix}.{shard}.weight_shape"] = torch.tensor([128, 256])
-    modules = {f"{prefix}.qkv_proj": int4_fp8(torch.cat(words), torch.cat(scales))}
-    assert read_back(modules, tensors, activations="fp8") == (1, 256)
-    name = f"{prefix}.k_proj.weight_packed"
-    tensors[name] = tensors[name].clone()
-    tensors[name][9, 5] ^= 1
-    with pytest.raises(BridgeError, match=r"qkv_proj holds .* at \[137, 40\].*1 of 98304 values differ"):
-        read_back(modules, tensors, activations="fp8")
-
-
-def test_the_scales_of_a_layer_are_factored_once_however_many_rows_are_pushed(monkeypatch):
-    k, made = 5 * readback._CHUNK // 2, []
-    codes, scale = quant_reference.int4_weight(np.random.default_rng(0).standard_normal((128, k)), 128)
-    words = torch.from_numpy(quant_reference.pack(codes))
-    scales = torch.from_numpy(scale.view(np.int16)).view(torch.bfloat16)
-    tensors = {"m.o_proj.weight_packed": words, "m.o_proj.weight_scale": scales}
-    tensors["m.o_proj.weight_shape"] = torch.tensor([128, k])
-    own = readback.factors
-    monkeypatch.setattr(readback, "factors", lambda scale: made.append(scale) or own(scale))
-    assert read_back({"m.o_proj": int4_fp8(words, scales)}, tensors, activations="fp8") == (1, k)
-    assert len(made) == 1
-
-
 def read_back(modules, tensors, mode="full", tied=None, activations="bf16"):
     reader = readback.ReadBack(
         modules, tied or {}, device=torch.device("cpu"), activations=activations, context=contextlib.nullcontext

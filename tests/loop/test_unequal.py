@@ -57,8 +57,6 @@ def test_tokens_of_older_versions_were_drawn_by_another_policy():
         (["quant.forward=w8a8", "quant.engine=plain"], "graphs", "does not round where vLLM does"),
         (["quant.forward=w8a8", "rollout.engine.kernels=vllm"], "graphs", "other kernels than the learner's"),
         (["quant.forward=w8a8", "rollout.engine.split_attention=true"], "graphs", "may split the keys"),
-        (["quant.forward=w4a8"], "graphs", ""),
-        (["quant.forward=w4a8_fp8", "quant.kernels=xla"], "graphs", "quant.kernels=xla"),
         (["quant.forward=w4a16", "rollout.engine.int4_kernel=marlin"], "graphs", "int4_kernel=marlin"),
         (["quant.forward=w4a16:g64"], "graphs", ""),
         (["quant.forward=w8a8", "rollout.engine.int4_kernel=marlin"], "graphs", ""),

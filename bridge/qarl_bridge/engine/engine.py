@@ -38,13 +38,13 @@ from qarl_bridge.server.staged import Copy
 
 
 def _int4_activations(config: Mapping[str, Any]) -> str:
-    """What the int4 layers of this config.json take: "bf16", "int8" (w4a8) or "fp8" (w4a8_fp8); all the same.
+    """What the int4 layers of this config.json take: "bf16" or "int8" (w4a8); all the same.
 
     vLLM's CPU engine runs all int4 layers one way.
     """
     int4 = [g for g in formats.groups_of(config) if g["weights"]["num_bits"] == 4 and g["weights"]["type"] == "int"]
     taken = [g.get("input_activations") for g in int4]
-    found = {"bf16" if a is None else "fp8" if a["type"] == "float" else "int8" for a in taken} or {"bf16"}
+    found = {"bf16" if a is None else "int8" for a in taken} or {"bf16"}
     if len(found) > 1:
         raise BridgeError("w4a16 and w4a8 layers in one model: vLLM's CPU engine runs all int4 layers one way", "setup")
     return found.pop()
@@ -53,16 +53,6 @@ def _int4_activations(config: Mapping[str, Any]) -> str:
 def _has_fp8(config: Mapping[str, Any]) -> bool:
     """Whether any layer of this config.json has fp8 weights."""
     return any(g["weights"]["type"] == "float" for g in formats.groups_of(config))
-
-
-def _check_fp8_device(torch: Any) -> None:
-    """int4 x fp8 needs a GPU of compute capability 9.0, no more and no less."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        raise BridgeError(
-            f"int4 weights with fp8 activations (w4a8_fp8) need a Hopper GPU (sm90), this is {_isa(torch)}: use w4a16, "
-            "or w4a8 on a CPU",
-            "setup",
-        )
 
 
 def _prepare_environment(w4a8: bool) -> None:
@@ -121,9 +111,6 @@ class VllmEngine:
         cpu_build.prepare()
         import torch
 
-        if self._activations == "fp8":
-            _check_fp8_device(torch)
-
         on_gpu = torch.cuda.is_available()
         self._shards = options.tensor_parallel_size
         if self._shards > 1:
@@ -136,8 +123,7 @@ class VllmEngine:
             threads = 0
             if self._activations == "int8":
                 raise BridgeError(
-                    "vLLM on CUDA drops the int8 activations of w4a8: set quant.engine=cuda, which makes them fp8 on a "
-                    "Hopper GPU, or use w4a16",
+                    "vLLM on CUDA drops the int8 activations of w4a8: use w4a16 or fp8, or the embedded sampler",
                     "setup",
                 )
         try:

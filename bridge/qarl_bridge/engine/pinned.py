@@ -5,7 +5,6 @@
     layer                                  vLLM                                  here
     q|k|v, o, gate|up, down in bf16        cuBLAS, order by the number of rows   fixed_order.product
     the same in int4 (w4a16)               Machete or Marlin, likewise           fixed_order.product
-    the same with fp8 inputs (w4a8_fp8)    CUTLASS for mixed inputs              an fp8 layer's (pinned_w4a8.py)
     head                                   cuBLAS, logits rounded to bf16        fixed_order.product, float32 logits
     RMSNorm                                threads by the number of rows         fixed_order.rms_norm
     log-probs                              float32 sums in torch's order         fixed_order.log_softmax
@@ -73,10 +72,9 @@ def install(int4_kernel: str) -> str:
         if hasattr(found, name):
             setattr(found, name, own)
     if torch.cuda.is_available():
-        from qarl_bridge.engine import pinned_experts, pinned_w4a8
+        from qarl_bridge.engine import pinned_experts
 
         pinned_experts.install(_replace, int4)
-        pinned_w4a8.register()
     if int4:
         from qarl_bridge.engine import pinned_int4
 

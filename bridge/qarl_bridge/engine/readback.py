@@ -10,7 +10,6 @@ formula, where the staged tensors are (host or GPU):
     int8, w4a8    s_x = 1/127, x_q = 127: y[n] = bf16((127*q*s_x)*s_w)
     fp8           s_x = 1/448, x_q = 448: y[n] = bf16((448*q*s_x)*s_w)
                   (these two in either order on a GPU; on a CPU in float64, rounded to float32 first)
-    w4a8_fp8      as fp8, with e4m3(q*v) for q and C for s_w, into which vLLM factors the scales (`factors`)
 
 Rows of embeddings, norms and biases are compared as stored. Experts are read back through the fused layer itself
 (readback_experts.py). On a GPU every layer is pushed first and the verdicts are fetched together, so that nothing waits
@@ -69,10 +68,6 @@ class Shard:
         kind = "dense" if weight.ndim == 2 else "stored"
         return Shard(kind, (f"{prefix}.weight", *extra), weight, None, bias, weight.shape[-1])
 
-    def factors(self, activations: str) -> tuple[Any, Any] | None:
-        """What the engine factors the scales of this layer into, if it does: (C [N, 1], v [N, groups]) float32."""
-        return factors(self.scale) if self.kind == "int4" and activations == "fp8" else None
-
 
 class Columns:
     """One-hot rows at some inputs, and what it takes to pick their columns from staged tensors.
@@ -111,14 +106,13 @@ class Columns:
         return torch.cat([scale.index_select(1, self._groups[count]) for scale in tensors]).t().float()
 
 
-def expected(shards: Sequence[Shard], columns: Columns, activations: str, factors: Sequence[Any]) -> list[Any]:
+def expected(shards: Sequence[Shard], columns: Columns, activations: str) -> list[Any]:
     """What one-hot rows must return from a layer of these shards: one alternative [R, N] float32, or two either of
     which is right.
 
     Args:
       shards: of one kind, in row order.
       activations: of int4 layers, see `ReadBack`.
-      factors: `Shard.factors` of each.
     """
     kind = shards[0].kind
     if kind == "dense":
@@ -127,43 +121,23 @@ def expected(shards: Sequence[Shard], columns: Columns, activations: str, factor
         codes = columns.codes([shard.weight for shard in shards])
         if activations == "bf16":
             return [_bf16(codes * columns.scales([shard.scale for shard in shards]))]
-        if activations == "fp8":
-            codes = _e4m3(codes * columns.scales([group for _, group in factors]))
-            scale = torch.cat([channel for channel, _ in factors]).t()
-        else:
-            scale = columns.scales([shard.scale for shard in shards])
+        scale = columns.scales([shard.scale for shard in shards])
     else:
         bytes_ = columns.of([shard.weight.view(torch.uint8) for shard in shards])  # float8 cannot be indexed everywhere
         codes = bytes_.contiguous().view(shards[0].weight.dtype).float()
         scale = torch.cat([shard.scale.float().reshape(1, -1) for shard in shards], dim=1)
-    top = 448.0 if kind == "fp8" or (kind == "int4" and activations == "fp8") else 127.0
+    top = 448.0 if kind == "fp8" else 127.0
     # A float32 tensor: a Python float would be multiplied in float64 on some backends. Both are exact as the kernel
     # has them: |acc| < 2^24.
     x_scale = torch.tensor(1 / top, dtype=torch.float32, device=codes.device)
     acc = codes * top
-    if columns.one_hot.device.type == "cpu" and activations != "fp8":  # the bridge's own layers
+    if columns.one_hot.device.type == "cpu":  # the bridge's own layers
         return [_bf16((acc.double() * scale.double() * x_scale.double()).float())]
     return [_bf16((acc * x_scale) * scale), _bf16((acc * scale) * x_scale)]
 
 
 def _bf16(x: Any) -> Any:
     return x.to(torch.bfloat16).float()
-
-
-def _e4m3(x: Any) -> Any:
-    return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-
-
-def factors(scale: Any) -> tuple[Any, Any]:
-    """What vLLM's int4 x fp8 kernel makes of bfloat16 group scales [N, groups] when it loads them, on any device.
-
-    Float32 C [N, 1] and v [N, groups]: code q stands for C e4m3(q v). The divisors are tensors: by a number, torch on
-    CUDA multiplies with its reciprocal.
-    """
-    scale = scale.float()
-    top = torch.full_like(scale[:, :1], 448.0)
-    c = (scale.amax(1, keepdim=True) / top).clamp_min(1 / (448 * 512))
-    return c * 8, _e4m3(_e4m3(scale / c) * 0.125)
 
 
 class ReadBack:
@@ -173,7 +147,7 @@ class ReadBack:
       modules: every live module by name.
       tied: head -> embedding whose weight it shares.
       device: where the model computes.
-      activations: what int4 layers take: "bf16", "int8" or "fp8".
+      activations: what int4 layers take: "bf16" or "int8".
       context: what a layer's call needs around it (vLLM's config context).
     """
 
@@ -309,23 +283,19 @@ class ReadBack:
                 live, want_bias = live.sort().values, want_bias.sort().values
             verdicts.append((explain_bias, torch.tensor(not torch.equal(live, want_bias))))
 
-        def factored() -> list[tuple[Any, Any] | None]:
-            return [shard.factors(self._activations) for shard in shards]
-
-        def push(columns: Columns, factors: list[tuple[Any, Any] | None]) -> tuple[Any, list[Any], Any]:
+        def push(columns: Columns) -> tuple[Any, list[Any], Any]:
             got = module.quant_method.apply(module, columns.one_hot, None).float()
-            alternatives = [x.to(self._device) for x in expected(shards, columns, self._activations, factors)]
+            alternatives = [x.to(self._device) for x in expected(shards, columns, self._activations)]
             got = got[:, : alternatives[0].shape[1]]  # a padded vocabulary has rows of its own
             wrong = ~torch.isfinite(got)
             return got, alternatives, wrong | functools.reduce(torch.logical_and, (got != a for a in alternatives))
 
-        # `explain` outlives the layer's turn: it holds neither these nor the rows, but makes them anew.
-        factors = factored()
+        # `explain` outlives the layer's turn: it does not hold the rows, but makes them anew.
         for columns in asked:
 
             def explain(picked: np.ndarray = columns.picked) -> None:
                 with torch.inference_mode(), self._context():
-                    got, alternatives, wrong = push(self._columns(picked, shards[0]), factored())
+                    got, alternatives, wrong = push(self._columns(picked, shards[0]))
                 places = wrong.nonzero().cpu()
                 if len(places):
                     row, out = (int(i) for i in places[0])
@@ -336,5 +306,5 @@ class ReadBack:
                     )
                 raise BridgeError(f"read-back: {name} differed, and then did not: its kernel is not stable", "engine")
 
-            verdicts.append((explain, push(columns, factors)[2].any()))
+            verdicts.append((explain, push(columns)[2].any()))
         return verdicts

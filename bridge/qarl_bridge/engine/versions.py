@@ -13,7 +13,6 @@ What the bridge relies on, and where the two differ (read in the sources of both
 | KV cache tensors                | `model_runner.kv_caches`     | the same                                   |
 | `EngineArgs.linear_backend`     | a layer without it: an error | a layer without it: auto, with a warning   |
 | int4 with int8 activations      | none                         | CompressedTensorsWNA8Int                   |
-| int4 with fp8 activations, sm90 | CompressedTensorsW4A8Fp8     | the same                                   |
 | FlashAttention's `num_splits`   | heuristic                    | the same                                   |
 | fp8 products of up to 64 rows   | operands and scales swapped  | the same (sm90)                            |
 | dense models' runner            | v1/worker/gpu ("V2")         | the same                                   |
@@ -198,14 +197,14 @@ def _with_rows(product: Callable[..., Any]) -> Callable[..., Any]:
         rows = A.shape[0]
         if tuple(As.shape) != (rows, 1):  # one scale for all rows: in either order the same
             return product(self, A=A, As=As, output_shape=output_shape, **named)
-        A, As = filled_up(A, As)
+        A, As = _filled_up(A, As)
         y = product(self, A=A, As=As, output_shape=[len(A), output_shape[-1]], **named)[:rows]
         return y.view(*output_shape[:-1], y.shape[-1])
 
     return call
 
 
-def filled_up(codes: Any, scales: Any) -> tuple[Any, Any]:
+def _filled_up(codes: Any, scales: Any) -> tuple[Any, Any]:
     """float8 codes [M, K] and scales [M, 1] of so many rows that fp8's product multiplies in its usual order."""
     rows = len(codes)
     if rows >= _LEAST_FP8_ROWS:
