@@ -7,9 +7,9 @@ scaled, how sums are made, and where the layers in between round. A record of `N
 and nothing else in the project asks what machine this is. A new engine is one record, which lists where the engine
 departs from `PLAIN`; `python -m qarl_jax.numerics` prints all of them as the table in docs/concepts/engines.md.
 
-`CPU` is a contract that both sides keep: vLLM's CPU engine computes with the bridge's own operations (`cpu_kernels.py`,
-`cpu_layers.py`, `cpu_experts.py` there), the same ones on every build. `CUDA` is one for bf16 and int4 products, norms
-and log-probs (`pinned.py` there), and mirrors vLLM 0.25.1's own kernels in the rest, in eager mode or in CUDA graphs.
+`CPU` is batch-invariant on both sides: vLLM's CPU engine computes with the bridge's own operations (`engine/cpu/`
+there), the same ones on every build. So is `CUDA`: the bridge replaces bf16 and int4 products, norms and log-probs
+(`engine/cuda/` there), and the rest mirrors kernels of vLLM 0.25.1 that are batch-invariant as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from qarl_bridge.protocol import contract
+from qarl_bridge.protocol import split_k
 
 from qarl_jax.types import UserError
 
@@ -89,7 +89,7 @@ class Numerics:
         own = self if spread_inputs or self.shards == 1 else dataclasses.replace(self, shards=1)
         if not self.contract_parts:
             return own
-        return dataclasses.replace(own, parts=contract.parts_of(outputs, inputs))
+        return dataclasses.replace(own, parts=split_k.parts_of(outputs, inputs))
 
 
 # No engine: the embedded sampler calls the learner's own functions. float32 inside, one rounding at the end.

@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
-from qarl_bridge.engine import fast_load, readback, versions  # noqa: E402
-from qarl_bridge.engine import readback_experts as experts  # noqa: E402
+from qarl_bridge.engine import fast_load, versions  # noqa: E402
+from qarl_bridge.engine.readback import experts, linear  # noqa: E402
 from qarl_bridge.protocol import formats, messages  # noqa: E402
 from qarl_bridge.protocol.errors import BridgeError  # noqa: E402
 
@@ -63,7 +63,7 @@ def int4(words, scale):
 
 
 def read_back(modules, tensors, mode="full", tied=None, activations="bf16"):
-    reader = readback.ReadBack(
+    reader = linear.ReadBack(
         modules, tied or {}, device=torch.device("cpu"), activations=activations, context=contextlib.nullcontext
     )
     return reader.compare(tensors if isinstance(tensors, list) else [tensors], mode, 0)
@@ -98,7 +98,7 @@ def fused(kind):
 def test_a_layer_that_holds_what_was_published_is_read_back(kind):
     modules, tensors = fused(kind)
     assert read_back(modules, tensors) == (1, 64)
-    assert read_back(modules, tensors, "sampled") == (1, readback.SAMPLED_ROWS)
+    assert read_back(modules, tensors, "sampled") == (1, linear.SAMPLED_ROWS)
 
 
 @pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
@@ -233,7 +233,7 @@ def test_int4_experts_whose_scales_vllm_scrambles_are_refused(width, scheme, ref
             experts.check_groups(config)
     else:
         experts.check_groups(config)
-    experts.check_groups(config, by_contract=True)
+    experts.check_groups(config, batch_invariant=True)
     experts.check_groups(config | {"num_experts": 0})
     experts.check_groups(config | {"hidden_size": 128, "quantization_config": section})
     experts.check_groups(config | {"quantization_config": None})

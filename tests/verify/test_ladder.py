@@ -190,7 +190,7 @@ def test_a_mixture_of_experts_climbs_the_ladder_too(tmp_path, scheme):
     ok = {rung["name"]: rung["ok"] for rung in result["rungs"]}
     assert all(ok[name] for name in ("read-back", "linear layers", "blocks", "sampled tokens"))
     experts = {kernel for kernel in result["kernels"] if "MoE" in kernel}
-    assert experts == {"PortableInt8MoEMethod" if scheme == "w8a8" else "PortableMoEMethod"}
+    assert experts == {"Float64Int8MoEMethod" if scheme == "w8a8" else "Float64MoEMethod"}
     assert result["own_routing"]["tokens"] == result["aligned"]["tokens"]
     assert result["aligned"]["k3"] == result["aligned"]["max_abs"] == 0
     assert result["own_routing"]["max_abs"] == 0

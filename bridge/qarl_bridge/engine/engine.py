@@ -6,15 +6,15 @@ What is pinned, because each choice changes what is computed (and each is assert
 
   * bf16 activations, ops as in eager mode (in CUDA graphs or not): one rounding per op, as the learner mirrors it, and
     no inductor fusions;
-  * on a CPU, every operation whose rounding depends on vLLM's build is the bridge's own (cpu_kernels.py,
-    cpu_layers.py, cpu_experts.py), so that all builds are one engine; `VLLM_CPU_INT4_W4A8` says whether int4
+  * on a CPU, every operation whose rounding depends on vLLM's build is the bridge's own (cpu/linear.py,
+    cpu/layers.py, cpu/experts.py), so that all builds are one engine; `VLLM_CPU_INT4_W4A8` says whether int4
     layers quantize their activations, which vLLM decides by the build otherwise;
   * log-probs of the distribution drawn from (`processed_logprobs`), for the drawn token only;
   * nothing is taken from generation_config.json.
 
 Weights are replaced through vLLM's own `reload_weights`, in checkpoint format, whole fused modules in layer order.
 
-What is held afterwards is proved by the functional read-back (readback.py).
+What is held afterwards is proved by the functional read-back (readback/linear.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from qarl_bridge.engine import cpu_build, readback_experts, shards, versions
+from qarl_bridge.engine import shards, versions
+from qarl_bridge.engine.cpu import build as cpu_build
+from qarl_bridge.engine.readback import experts as readback_experts
 from qarl_bridge.engine.routing_recorder import Recorder
 from qarl_bridge.protocol import expert_stacks, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
@@ -88,7 +90,7 @@ def _torch_view(torch: Any, array: np.ndarray) -> Any:
     return torch.from_numpy(array)
 
 
-_PORTABLE_NOTE = (
+_CPU_NOTE = (
     "linear layers, norms, SwiGLU, RoPE, attention, experts, logits and log-probs are qarl_bridge's own: sums in "
     "float64, one arithmetic for every CPU"
 )
@@ -139,15 +141,15 @@ class VllmEngine:
         notes = versions.untested_note(vllm.__version__)
         if not on_gpu:
             readback_experts.check_shape(config)
-            from qarl_bridge.engine import cpu_experts, cpu_kernels, cpu_layers
+            from qarl_bridge.engine.cpu import experts, layers, linear
 
-            cpu_kernels.register()
-            cpu_layers.register()
-            cpu_experts.register()
-            notes.append(_PORTABLE_NOTE)
+            linear.register()
+            layers.register()
+            experts.register()
+            notes.append(_CPU_NOTE)
         else:
             own = options.kernels == "contract" and options.int4_kernel == "auto"
-            readback_experts.check_groups(config, by_contract=own)
+            readback_experts.check_groups(config, batch_invariant=own)
         arguments = versions.engine_arguments(options, path=path, has_weights=has_weights, on_gpu=on_gpu)
         arguments |= shards.arguments(self._shards)
         execution = versions.execution_of(options, on_gpu)
@@ -155,9 +157,9 @@ class VllmEngine:
         if on_gpu and mirrored and not options.split_attention:
             notes.append(versions.keep_sequences_whole())
         if on_gpu and options.kernels == "contract" and mirrored:
-            from qarl_bridge.engine import pinned
+            from qarl_bridge.engine.cuda import install
 
-            notes.append(pinned.install(options.int4_kernel))
+            notes.append(install.install(options.int4_kernel))
         if on_gpu and mirrored and _has_fp8(config):
             notes.append(versions.keep_fp8_scales_in_order())
         if not mirrored:
@@ -175,7 +177,7 @@ class VllmEngine:
         self._tied = self._tied_heads()
         self._routing: Recorder | None = self._worker.recorder
         self.met = self._worker.met
-        from qarl_bridge.engine.readback import ReadBack
+        from qarl_bridge.engine.readback.linear import ReadBack
         from qarl_bridge.server import staged_gpu
 
         self._readback = ReadBack(
@@ -390,16 +392,16 @@ class VllmEngine:
         """vLLM's CPU products are made from the weights as they are now: of a tied head, too, which no reload names."""
         if self._torch.cuda.is_available():
             return
-        from qarl_bridge.engine.cpu_kernels import PortableLinear
+        from qarl_bridge.engine.cpu.linear import Float64Linear
 
         for module in self._modules.values():
             if hasattr(module, "cpu_linear"):
-                module.cpu_linear = PortableLinear(module)
+                module.cpu_linear = Float64Linear(module)
 
     # Looking inside --------------------------------------------------------------------------------------------------
 
     def read_back(self, parts: Parts, mode: str, seed: int) -> tuple[int, int]:
-        """Compare every live layer with the staged tensors: (layers, one-hot rows); see readback.py."""
+        """Compare every live layer with the staged tensors: (layers, one-hot rows); see readback/linear.py."""
         if self._shards > 1:
             rank, whole = int(os.environ["RANK"]), parts
             parts = Sweeps(lambda: (shards.part_of(part, rank, self._shards) for part in whole), lasts(whole))

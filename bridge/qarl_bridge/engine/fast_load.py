@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from qarl_bridge.engine import marlin_experts, readback_experts
+from qarl_bridge.engine import marlin_experts
+from qarl_bridge.engine.readback import experts as readback_experts
 from qarl_bridge.protocol import fingerprint, messages
 from qarl_bridge.protocol.formats import FUSED
 from qarl_bridge.server import staged_gpu

@@ -12,22 +12,22 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs a program in a process of its own, where vLLM's classes are patched; vLLM is imported once."""
-    imports = INTERPRETED + "from qarl_bridge.engine import fixed_order, pinned_experts, pinned_int4\n" + DECODED
+    imports = INTERPRETED + "from qarl_bridge.engine.cuda import experts as cuda_experts, int4, ops\n" + DECODED
     with forks(imports, tmp_path_factory.mktemp("programs")) as forked:
         yield forked
 
 
 def test_a_tensor_that_is_not_on_a_gpu_is_vllms_own_business(run):
     out = run("""
-        from qarl_bridge.engine import pinned
+        from qarl_bridge.engine.cuda import install
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
         from vllm.model_executor.layers.layernorm import RMSNorm
 
         called = []
         UnquantizedEmbeddingMethod.apply = lambda self, layer, x, bias=None: called.append("head")
         RMSNorm.forward_cuda = lambda self, x, residual=None: called.append("norm")
-        print(pinned.install("auto"))
-        print(pinned.install("auto"))  # a second engine of the process
+        print(install.install("auto"))
+        print(install.install("auto"))  # a second engine of the process
 
         class Layer:
             weight = torch.zeros(16, 8, dtype=torch.bfloat16)
@@ -39,18 +39,18 @@ def test_a_tensor_that_is_not_on_a_gpu_is_vllms_own_business(run):
         assert called == ["head", "norm"], called
     """)
     first, second = out.strip().splitlines()[-2:]
-    assert first == second == "by the contract: bf16 and int4 products, float32 logits, norms, log-probs"
+    assert first == second == "batch-invariant: bf16 and int4 products, float32 logits, norms, log-probs"
 
 
 def test_few_rows_are_multiplied_with_words_and_many_with_what_they_stand_for(run):
     run("""
         torch.manual_seed(0)
-        kind = pinned_int4.FixedOrderInt4LinearKernel
+        kind = int4.BatchInvariantInt4LinearKernel
         kernel = kind.__new__(kind)
         kernel.w_q_name, kernel.w_s_name = "packed", "scale"
         # The interpreter has no bfloat16 arithmetic.
         room = kind.room[torch.device("cpu")] = torch.empty(128 * 256).half()
-        pinned_int4._PACKED_ROWS = 4
+        int4._PACKED_ROWS = 4
         for n, k in ((64, 256), (128, 256), (32, 128)):
             layer = torch.nn.Module()
             words = torch.randint(-(2**31), 2**31 - 1, (n, k // 8)).int()
@@ -74,7 +74,7 @@ def test_int4_experts_are_laid_out_as_they_are_multiplied_however_vllm_holds_the
 
         torch.manual_seed(0)
         D, F, E = 256, 128, 6
-        theirs = pinned_experts.CompressedTensorsWNA16MoEMethod.create_weights
+        theirs = cuda_experts.CompressedTensorsWNA16MoEMethod.create_weights
         loader = lambda *_: None
 
         def transposed(self, layer, *args, **named):
@@ -89,8 +89,8 @@ def test_int4_experts_are_laid_out_as_they_are_multiplied_however_vllm_holds_the
         words = {w: torch.randint(-(2**31), 2**31 - 1, (E, n, k // 8)).int() for w, (n, k) in shapes.items()}
         scales = {w: torch.rand(E, n, k // 32).bfloat16() for w, (n, k) in shapes.items()}
         for create in (theirs, transposed):
-            pinned_experts.CompressedTensorsWNA16MoEMethod.create_weights = create
-            method = pinned_experts.ContractWNA16MoEMethod.__new__(pinned_experts.ContractWNA16MoEMethod)
+            cuda_experts.CompressedTensorsWNA16MoEMethod.create_weights = create
+            method = cuda_experts.BatchInvariantWNA16MoEMethod.__new__(cuda_experts.BatchInvariantWNA16MoEMethod)
             method.moe = types.SimpleNamespace(is_act_and_mul=True, has_bias=False)
             method.strategy, method.num_bits, method.packed_factor, method.group_size = "group", 4, 8, 32
             method.symmetric = True
@@ -104,6 +104,6 @@ def test_int4_experts_are_laid_out_as_they_are_multiplied_however_vllm_holds_the
             method.process_weights_after_loading(layer)
             for which, (n, k) in shapes.items():
                 packed, scale = (getattr(layer, f"{which}_{part}") for part in ("weight_packed", "weight_scale"))
-                assert torch.equal(packed, fixed_order.interleaved(words[which]))
+                assert torch.equal(packed, ops.interleaved(words[which]))
                 assert torch.equal(scale, scales[which].transpose(1, 2))
     """)

@@ -6,7 +6,7 @@ vLLM's own products (cuBLAS, Machete, Marlin) cut their inputs by the number of 
 it, and its logits are rounded to bfloat16. These Triton kernels take their place (`install`); the learner computes the
 same numbers from the same rules:
 
-    product      y = bf16(acc + b), acc in the parts of `contract.parts_of`; weights bfloat16, or int4 as bf16(q * s)
+    product      y = bf16(acc + b), acc in the parts of `split_k.parts_of`; weights bfloat16, or int4 as bf16(q * s)
     logits       the same product, one part, left in float32
     RMSNorm      r = float32(1 / sqrt(sum(x^2) / D + eps)) in float64; y = bf16((x * r) * w), products in float32
     log-probs    float32(z - top - log(sum(exp(z - top)))) in float64, z the float32 logits over temperature
@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qarl_bridge.protocol import contract
+from qarl_bridge.protocol import split_k
 
-_STEP = tl.constexpr(contract.STEP)
+_STEP = tl.constexpr(split_k.STEP)
 _MOST_BLOCKS = 264  # two for each multiprocessor of an H100; of a product whose parts are computed side by side
 
 
@@ -200,21 +200,21 @@ def product(
     tile: tuple[int, int, int, int, int] | None = None,
     split: bool | None = None,
 ) -> torch.Tensor:
-    """x W^T + b of rows x [M, K] bfloat16, in the contract's order.
+    """x W^T + b of rows x [M, K] bfloat16, in an order that depends on the weight's shape alone.
 
     Args:
       weight: bfloat16 [N, K], or int32 [K/128, N, 16] of `interleaved` words.
       scale: of int4 codes, bfloat16 [K/G, N]; G 16, 32, 64, or a multiple of 128; N a multiple of 8.
       bias: [N] or None.
       out_dtype: bfloat16 or float32.
-      parts: None: `contract.parts_of`.
+      parts: None: `split_k.parts_of`.
       tile: (rows, outputs, inputs, warps, stages); None: chosen by the number of rows. split: whether parts are
         computed side by side; None: where there are few tiles. No result depends on these two.
     """
     m, k = x.shape
     bits = 16 if scale is None else 4
     n = weight.shape[0] if bits == 16 else weight.shape[1]
-    parts = contract.parts_of(n, k) if parts is None else parts
+    parts = split_k.parts_of(n, k) if parts is None else parts
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
     if m == 0:
         return y
@@ -232,7 +232,7 @@ def product(
     else:
         w = TensorDescriptor.from_tensor(weight.view(-1, 16), [bn, 16])
         # Flat first: a single group's row may have any stride, but a descriptor's may not.
-        s = TensorDescriptor.from_tensor(scale.view(-1).view(-1, n), [max(1, contract.STEP // group), bn])
+        s = TensorDescriptor.from_tensor(scale.view(-1).view(-1, n), [max(1, split_k.STEP // group), bn])
     _product[(blocks // parts, parts if split else 1)](
         TensorDescriptor.from_tensor(x, [bm, bk]), w, s, bias, y, partial, done, m, n, k,
         PARTS=parts, BITS=bits, GROUP=group, SPLIT=split, BIAS=bias is not None, BM=bm, BN=bn, BK=bk,
@@ -284,7 +284,7 @@ def dequantized(words: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | No
     y = torch.empty((n, k), dtype=torch.bfloat16, device=words.device) if out is None else out
     group = k // scale.shape[0]
     _dequantize[(triton.cdiv(n, 64), k // 128)](
-        words, scale, y, n, k, GROUP=group, GROUPS=max(1, contract.STEP // group), BN=64, num_warps=4
+        words, scale, y, n, k, GROUP=group, GROUPS=max(1, split_k.STEP // group), BN=64, num_warps=4
     )
     return y
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One arithmetic: a mixture of experts on CUDA by the contract, under Triton's interpreter on a CPU (in float16: it has
+"""One arithmetic: a mixture of experts on CUDA, under Triton's interpreter on a CPU (in float16: it has
 no bfloat16), against the same formulas in torch. What tensor cores do is tests/gpu's."""
 
 import subprocess
@@ -17,7 +17,7 @@ COMMON = """
     import os
     os.environ["TRITON_INTERPRET"] = "1"
     import torch
-    from qarl_bridge.engine import fixed_order, fixed_order_experts as own
+    from qarl_bridge.engine.cuda import ops, expert_ops as own
 
     torch.manual_seed(0)
 
@@ -46,7 +46,7 @@ COMMON = """
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs a program after `COMMON` in a process of its own, where the interpreter stays."""
-    preamble = textwrap.dedent(COMMON) + DECODED + "own._finished = fixed_order._finished\n"
+    preamble = textwrap.dedent(COMMON) + DECODED + "own._finished = ops._finished\n"
     with forks(preamble, tmp_path_factory.mktemp("programs")) as forked:
         yield forked
 
@@ -79,7 +79,7 @@ def test_words_are_multiplied_as_what_they_stand_for(run):
         for group in (32, 128):
             scale = torch.randint(2, 9, (E, D // group, F)).bfloat16() / 4  # q s is exact
             served = (codes * scale.transpose(1, 2).float().repeat_interleave(group, -1)).bfloat16().half()
-            mixed = fixed_order.interleaved(words)
+            mixed = ops.interleaved(words)
             found = dict(zip(("copies", "experts", "end"), align(ids, 16, E)))
             options = dict(top=k, number=M * k, height=16, out_dtype=torch.float16)
             got = own.product(x, mixed, scale, **found, **options)
@@ -126,7 +126,7 @@ def test_every_kind_of_product_is_one_chain_of_tensor_core_instructions_on_a_hop
         import triton, triton.language as tl
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
-        from qarl_bridge.engine import fixed_order_experts as own
+        from qarl_bridge.engine.cuda import expert_ops as own
 
         kernel = own._grouped
         names = dict(copies_ptr="*i32", experts_ptr="*i32", end_ptr="*i32", s_x_ptr="*fp32", y_ptr="*bf16",

@@ -1,13 +1,13 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts for vLLM's CPU engine, one arithmetic for every build (`cpu_kernels.py`).
+"""Mixtures of experts for vLLM's CPU engine, one arithmetic for every build (`cpu/linear.py`).
 
 vLLM 0.32 multiplies quantized experts on x86 through AMX tiles only and refuses such a model elsewhere; its kernels for
 bf16 experts round differently from build to build. These methods take their place, expert by expert, with the products
 of the linear layers:
 
     h = product(x[rows of e], w13[e])            bf16: gate and up, side by side
-    a = bf16(f32(silu(gate) * up))               as `cpu_layers.py`
+    a = bf16(f32(silu(gate) * up))               as `cpu/layers.py`
     o = product(a, w2[e])                        bf16
     y = bf16(f32(sum over a token's experts of weight * o))      in float64
 
@@ -34,11 +34,11 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from qarl_bridge.engine import expert_methods
-from qarl_bridge.engine.cpu_kernels import Rows, channel_weight, int4_weight, int8_rows, product
-from qarl_bridge.engine.cpu_layers import silu_and_mul
+from qarl_bridge.engine.cpu.layers import silu_and_mul
+from qarl_bridge.engine.cpu.linear import Rows, channel_weight, int4_weight, int8_rows, product
 
 
-class _Portable(FusedMoEMethodBase):
+class _Float64(FusedMoEMethodBase):
     """The part that does not depend on the format. rows: what makes codes of activations."""
 
     rows: Rows | None = None
@@ -46,7 +46,7 @@ class _Portable(FusedMoEMethodBase):
     def _start(self, moe: Any) -> None:
         FusedMoEMethodBase.__init__(self, moe)
         if moe.has_bias or moe.moe_parallel_config.use_ep or moe.activation != MoEActivation.SILU:
-            raise NotImplementedError("portable experts: no biases, no expert parallelism, SwiGLU only")
+            raise NotImplementedError("float64 experts: no biases, no expert parallelism, SwiGLU only")
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """No kernel of vLLM's reads one."""
@@ -54,7 +54,7 @@ class _Portable(FusedMoEMethodBase):
 
     def _hold(self, layer: Any, name: str, weights: list[torch.Tensor]) -> None:
         """Keep matrix `name` ("w13" or "w2") of every expert, as it is multiplied with."""
-        layer.register_parameter(f"{name}_portable", torch.nn.Parameter(torch.stack(weights), requires_grad=False))
+        layer.register_parameter(f"{name}_float64", torch.nn.Parameter(torch.stack(weights), requires_grad=False))
 
     def apply(
         self,
@@ -69,12 +69,12 @@ class _Portable(FusedMoEMethodBase):
         outputs = torch.zeros((*topk_ids.shape, x.shape[1]), dtype=torch.float64)
         for expert in torch.unique(topk_ids).tolist():
             rows, places = (topk_ids == expert).nonzero(as_tuple=True)
-            hidden = silu_and_mul(product(x[rows], layer.w13_portable[expert], None, self.rows))
-            outputs[rows, places] = product(hidden, layer.w2_portable[expert], None, self.rows).double()
+            hidden = silu_and_mul(product(x[rows], layer.w13_float64[expert], None, self.rows))
+            outputs[rows, places] = product(hidden, layer.w2_float64[expert], None, self.rows).double()
         return (outputs * topk_weights.double().unsqueeze(-1)).sum(dim=1).float().to(x.dtype)
 
 
-class PortableMoEMethod(_Portable, UnquantizedFusedMoEMethod):
+class Float64MoEMethod(_Float64, UnquantizedFusedMoEMethod):
     """bf16 experts; see the module docstring."""
 
     def __init__(self, moe: Any):
@@ -87,7 +87,7 @@ class PortableMoEMethod(_Portable, UnquantizedFusedMoEMethod):
             self._hold(layer, name, list(getattr(layer, f"{name}_weight").data.double()))
 
 
-class PortableInt8MoEMethod(_Portable, CompressedTensorsW8A8Int8MoEMethod):
+class Float64Int8MoEMethod(_Float64, CompressedTensorsW8A8Int8MoEMethod):
     """w8a8 experts; see the module docstring."""
 
     def __init__(self, weight_quant: Any, input_quant: Any, moe: Any):
@@ -103,7 +103,7 @@ class PortableInt8MoEMethod(_Portable, CompressedTensorsW8A8Int8MoEMethod):
             self._hold(layer, name, [channel_weight(q, s) for q, s in zip(codes, scales, strict=True)])
 
 
-class PortableWNA16MoEMethod(_Portable, CompressedTensorsWNA16MoEMethod):
+class Float64WNA16MoEMethod(_Float64, CompressedTensorsWNA16MoEMethod):
     """w4a16 and w4a8 experts; see the module docstring."""
 
     def __init__(self, weight_quant: Any, input_quant: Any, moe: Any):
@@ -125,13 +125,13 @@ class PortableWNA16MoEMethod(_Portable, CompressedTensorsWNA16MoEMethod):
 
 def register() -> None:
     """Let these serve every mixture of experts on a CPU (idempotent)."""
-    expert_methods.serve(PortableMoEMethod, _class_of)
+    expert_methods.serve(Float64MoEMethod, _class_of)
 
 
 def _class_of(weights: Any, inputs: Any, layer: Any) -> type | None:
     del layer
     if weights.num_bits == 8 and inputs is not None:
-        return PortableInt8MoEMethod
+        return Float64Int8MoEMethod
     if weights.num_bits == 4 and weights.symmetric and str(weights.type).endswith("int"):
-        return PortableWNA16MoEMethod
+        return Float64WNA16MoEMethod
     return None

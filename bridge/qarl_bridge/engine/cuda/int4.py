@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's linear kernel interface for w4a16 on CUDA by the contract: y = bf16(x . bf16(q s) + b), in fixed parts.
+"""vLLM's linear kernel interface for w4a16 on CUDA, batch-invariant: y = bf16(x . bf16(q s) + b), split along K.
 
 The weight is held in words, made from the loaded codes at each load. Few rows are multiplied with the words as they
 are, since reading weights is what takes time there. Many are multiplied with bf16(q s), the same numbers to the bit,
@@ -17,16 +17,17 @@ from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MP
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
-from qarl_bridge.engine import fixed_order, versions
+from qarl_bridge.engine import versions
+from qarl_bridge.engine.cuda import ops
 
 _PACKED_ROWS = 512  # the most that are multiplied with words
 
 
-class FixedOrderInt4LinearKernel(MPLinearKernel):
+class BatchInvariantInt4LinearKernel(MPLinearKernel):
     """See the module docstring."""
 
-    WEIGHT = "weight_fixed_order"  # int32 [K/128, N, 16]
-    SCALE = "weight_fixed_order_scale"  # bfloat16 [K/G, N]
+    WEIGHT = "weight_interleaved"  # int32 [K/128, N, 16]
+    SCALE = "weight_interleaved_scale"  # bfloat16 [K/G, N]
     # bf16(q s) of one layer, for the largest: made at a load, since a CUDA graph keeps its place.
     room: ClassVar[dict[torch.device, torch.Tensor]] = {}
 
@@ -50,7 +51,7 @@ class FixedOrderInt4LinearKernel(MPLinearKernel):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Codes and scales -> what is multiplied; the loaded tensors stay, for the next load to be copied into."""
-        words = fixed_order.interleaved(getattr(layer, self.w_q_name).data)
+        words = ops.interleaved(getattr(layer, self.w_q_name).data)
         scales = getattr(layer, self.w_s_name).data.t().contiguous()
         for name, value in ((self.WEIGHT, words), (self.SCALE, scales)):
             layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
@@ -62,13 +63,13 @@ class FixedOrderInt4LinearKernel(MPLinearKernel):
         """[..., K] -> [..., N]."""
         rows, words, scales = x.reshape(-1, x.shape[-1]), getattr(layer, self.WEIGHT), getattr(layer, self.SCALE)
         if len(rows) <= _PACKED_ROWS:
-            y = fixed_order.product(rows, words, scales, bias)
+            y = ops.product(rows, words, scales, bias)
         else:
             room = self.room[words.device][: 8 * words.numel()].view(-1, rows.shape[1])
-            y = fixed_order.product(rows, fixed_order.dequantized(words, scales, out=room), bias=bias)
+            y = ops.product(rows, ops.dequantized(words, scales, out=room), bias=bias)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def register() -> None:
     """Put it first among the GPU's candidates (idempotent)."""
-    versions.put_first(registry._POSSIBLE_KERNELS, PlatformEnum.CUDA, FixedOrderInt4LinearKernel)
+    versions.put_first(registry._POSSIBLE_KERNELS, PlatformEnum.CUDA, BatchInvariantInt4LinearKernel)

@@ -1,15 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the CUDA contract that is a rule and no kernel: into which parts a product's inputs are cut.
+"""Into which parts the inputs of a product are cut on CUDA (split-K), a rule that learner and engine share.
 
-A sum of floats has the bits of its order, and an engine that chooses the order by the number of rows gives a token
-other bits in other company. So the order is fixed here, from the shape of the weight alone, and both sides keep it:
+A sum of floats has the bits of its order. An engine that chooses the order by the number of rows gives a token other
+bits in another batch. So the shape of the weight alone decides the order:
 
     y = sum over parts p, ascending, of acc_p         acc_p: one float32 accumulator of the tensor cores through the
                                                       inputs of part p, ascending
 
-More than one part lets few rows occupy the whole card. The engine computes the parts side by side where there are few
-rows and one after the other where there are many (`fixed_order.py`); the learner adds up products of slices.
+More than one part lets few rows occupy the whole GPU. The engine computes the parts side by side where there are few
+rows and one after the other where there are many (`engine/cuda/ops.py`); the learner adds up products of slices.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What of a vLLM engine on CUDA computes by the contract instead of by vLLM's own choice (kernels: `fixed_order.py`).
+"""Batch-invariant operations in the place of vLLM's own on CUDA (kernels: `cuda/ops.py`).
 
     layer                                  vLLM                                  here
-    q|k|v, o, gate|up, down in bf16        cuBLAS, order by the number of rows   fixed_order.product
-    the same in int4 (w4a16)               Machete or Marlin, likewise           fixed_order.product
-    head                                   cuBLAS, logits rounded to bf16        fixed_order.product, float32 logits
-    RMSNorm                                threads by the number of rows         fixed_order.rms_norm
-    log-probs                              float32 sums in torch's order         fixed_order.log_softmax
-    drawing                                a kernel for each request             fixed_order.draw
-    routers, experts                       cuBLAS; Triton, CUTLASS or Marlin     pinned_experts.py
+    q|k|v, o, gate|up, down in bf16        cuBLAS, order by the number of rows   ops.product
+    the same in int4 (w4a16)               Machete or Marlin, likewise           ops.product
+    head                                   cuBLAS, logits rounded to bf16        ops.product, float32 logits
+    RMSNorm                                threads by the number of rows         ops.rms_norm
+    log-probs                              float32 sums in torch's order         ops.log_softmax
+    drawing                                a kernel for each request             ops.draw
+    routers, experts                       cuBLAS; Triton, CUTLASS or Marlin     cuda/experts.py
 
 `install` replaces methods of vLLM's classes before an engine is built; each replacement hands over to vLLM's own
 wherever it is not on a GPU that has wgmma, or not bfloat16.
@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
-from qarl_bridge.engine import fixed_order
+from qarl_bridge.engine.cuda import ops
 
-# vLLM's dense layers; of others that are not quantized, routers have a rule of their own (`pinned_experts.py`).
+# vLLM's dense layers; of others that are not quantized, routers have a rule of their own (`cuda/experts.py`).
 _DENSE = ("QKVParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear", "ColumnParallelLinear")
 # vLLM's second model runner has a sampler of its own.
 _OF_THE_SECOND_RUNNER = (
-    ("vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs", fixed_order.token_logprobs),
-    ("vllm.v1.worker.gpu.sample.states", "apply_temperature", fixed_order.apply_temperature),
+    ("vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs", ops.token_logprobs),
+    ("vllm.v1.worker.gpu.sample.states", "apply_temperature", ops.apply_temperature),
 )
 _OFFSET = 4  # of a generator, for each draw
 UNKNOWN = "products and norms are vLLM's own: this version's classes are not the ones known here"
@@ -57,12 +57,12 @@ def install(int4_kernel: str) -> str:
     except (ImportError, AttributeError):
         return UNKNOWN
     int4 = int4_kernel == "auto"
-    if getattr(originals[0], "by_contract", False):
+    if getattr(originals[0], "batch_invariant", False):
         return _line(int4)
     _replace(linear, "apply", functools.partial(_product, only=_DENSE))
     _replace(head, "apply", functools.partial(_product, out_dtype=torch.float32, parts=1))
     _replace(norm, "forward_cuda", _norm)
-    sampler.compute_logprobs = staticmethod(fixed_order.log_softmax)
+    sampler.compute_logprobs = staticmethod(ops.log_softmax)
     _replace(top, "forward_native", _top)
     for module, name, own in _OF_THE_SECOND_RUNNER:
         try:
@@ -72,13 +72,13 @@ def install(int4_kernel: str) -> str:
         if hasattr(found, name):
             setattr(found, name, own)
     if torch.cuda.is_available():
-        from qarl_bridge.engine import pinned_experts
+        from qarl_bridge.engine.cuda import experts
 
-        pinned_experts.install(_replace, int4)
+        experts.install(_replace, int4)
     if int4:
-        from qarl_bridge.engine import pinned_int4
+        from qarl_bridge.engine.cuda import int4 as int4_layers
 
-        pinned_int4.register()
+        int4_layers.register()
     return _line(int4)
 
 
@@ -86,15 +86,15 @@ def _line(int4: bool) -> str:
     experts = ", routers, experts" if torch.cuda.is_available() else ""
     if experts and not _has_wgmma():
         own = f"norms, log-probs{experts}"
-        return f"by the contract: {own}; other products are vLLM's: the contract's need a Hopper GPU (sm90)"
+        return f"batch-invariant: {own}; other products are vLLM's: the bridge's need a Hopper GPU (sm90)"
     kinds = "bf16 and int4" if int4 else "bf16"
-    return f"by the contract: {kinds} products, float32 logits, norms, log-probs{experts}"
+    return f"batch-invariant: {kinds} products, float32 logits, norms, log-probs{experts}"
 
 
 def _replace(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     original = getattr(owner, name)
     replacement = functools.wraps(original)(make(original))
-    replacement.by_contract = True  # type: ignore[attr-defined]
+    replacement.batch_invariant = True  # type: ignore[attr-defined]
     setattr(owner, name, replacement)
 
 
@@ -115,7 +115,7 @@ def _product(original: Callable[..., Any], only: tuple[str, ...] = (), **options
         theirs = only and type(layer).__name__ not in only
         if theirs or not _serves(x, layer.weight) or not _has_wgmma():
             return original(self, layer, x, bias)
-        y = fixed_order.product(x.reshape(-1, x.shape[-1]), layer.weight, bias=bias, **options)
+        y = ops.product(x.reshape(-1, x.shape[-1]), layer.weight, bias=bias, **options)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     return apply
@@ -125,19 +125,19 @@ def _norm(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward_cuda(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         if not self.pass_weight or self.variance_size_override is not None or not _serves(x, self.weight):
             return original(self, x, residual)
-        return fixed_order.rms_norm(x, self.weight.data, self.variance_epsilon, residual)
+        return ops.rms_norm(x, self.weight.data, self.variance_epsilon, residual)
 
     return forward_cuda
 
 
 def _top(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Log-probs of what is left after top-k and top-p, by the contract, and what is drawn from them."""
+    """Batch-invariant log-probs of what is left after top-k and top-p, and what is drawn from them."""
 
     def forward_native(self: Any, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> Any:
         if self.logprobs_mode != "processed_logprobs" or not logits.is_cuda:
             return original(self, logits, generators, k, p)
         kept = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler").apply_top_k_top_p(logits, k, p)
-        logprobs = fixed_order.log_softmax(kept)
+        logprobs = ops.log_softmax(kept)
         if len(generators) == logits.shape[0]:
             return _drawn(logprobs, generators), logprobs
         mode, self.logprobs_mode = self.logprobs_mode, "raw_logprobs"  # vLLM's own would be computed for nothing
@@ -165,4 +165,4 @@ def _drawn(logprobs: torch.Tensor, generators: Mapping[int, torch.Generator]) ->
         torch.tensor(values, dtype=dtype, pin_memory=True).to(logprobs.device, non_blocking=True)
         for values, dtype in ((signed, torch.int64), ([offset // _OFFSET for offset in offsets], torch.int32))
     )
-    return fixed_order.draw(logprobs, seeds, draws)
+    return ops.draw(logprobs, seeds, draws)

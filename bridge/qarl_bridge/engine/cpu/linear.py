@@ -111,14 +111,14 @@ def channel_weight(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return codes.float().double() * scale.double().view(-1, 1)
 
 
-_WEIGHT = "weight_portable"  # [N, K] float64 parameter: vLLM's reload copies new values into its storage
+_WEIGHT = "weight_float64"  # [N, K] float64 parameter: vLLM's reload copies new values into its storage
 
 
 def _hold(layer: torch.nn.Module, weight: torch.Tensor) -> None:
     layer.register_parameter(_WEIGHT, torch.nn.Parameter(weight.contiguous(), requires_grad=False))
 
 
-class PortableWNA16LinearKernel(MPLinearKernel):
+class Float64WNA16LinearKernel(MPLinearKernel):
     """w4a16 and w4a8; see the module docstring."""
 
     @classmethod
@@ -130,9 +130,9 @@ class PortableWNA16LinearKernel(MPLinearKernel):
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         """Symmetric int4, any group that divides K."""
         if not current_platform.is_cpu():
-            return False, "PortableWNA16 is for CPUs"
+            return False, "Float64WNA16 is for CPUs"
         if c.weight_type != scalar_types.uint4b8 or c.zero_points:
-            return False, f"PortableWNA16 supports symmetric uint4b8 only, not {c.weight_type}"
+            return False, f"Float64WNA16 supports symmetric uint4b8 only, not {c.weight_type}"
         if c.partition_weight_shape[0] % 8 or (c.group_size > 0 and c.partition_weight_shape[0] % c.group_size):
             return False, f"input size {c.partition_weight_shape[0]} is not a multiple of 8 and of the group size"
         return True, None
@@ -148,19 +148,19 @@ class PortableWNA16LinearKernel(MPLinearKernel):
         return product(x, getattr(layer, _WEIGHT), bias, self.rows)
 
 
-class PortableInt8LinearKernel(Int8ScaledMMLinearKernel):
+class Float64Int8LinearKernel(Int8ScaledMMLinearKernel):
     """w8a8; see the module docstring."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
         """On every CPU."""
-        return current_platform.is_cpu(), "PortableInt8 is for CPUs"
+        return current_platform.is_cpu(), "Float64Int8 is for CPUs"
 
     @classmethod
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
         """Channel weights with dynamic symmetric activations."""
         if c.is_static_input_scheme or not c.input_symmetric or not c.is_channelwise:
-            return False, "PortableInt8 supports channel weights with dynamic symmetric activations only"
+            return False, "Float64Int8 supports channel weights with dynamic symmetric activations only"
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -173,20 +173,20 @@ class PortableInt8LinearKernel(Int8ScaledMMLinearKernel):
         return product(x, getattr(layer, _WEIGHT), bias, int8_rows)
 
 
-class PortableFP8LinearKernel(FP8ScaledMMLinearKernel):
+class Float64FP8LinearKernel(FP8ScaledMMLinearKernel):
     """fp8; see the module docstring."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
         """On every CPU."""
-        return current_platform.is_cpu(), "PortableFP8 is for CPUs"
+        return current_platform.is_cpu(), "Float64FP8 is for CPUs"
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
         """Channel weights with dynamic activations per token."""
         weight, activation = c.weight_quant_key.scale.group_shape, c.activation_quant_key.scale
         if activation.static or not activation.group_shape.is_per_token() or not weight.is_per_channel():
-            return False, "PortableFP8 supports channel weights with dynamic activations per token only"
+            return False, "Float64FP8 supports channel weights with dynamic activations per token only"
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -203,7 +203,7 @@ class PortableFP8LinearKernel(FP8ScaledMMLinearKernel):
         raise NotImplementedError
 
 
-class PortableLinear:
+class Float64Linear:
     """vLLM's `cpu_linear` of one unquantized layer. It converts the weight when first called: make one per load."""
 
     def __init__(self, layer: torch.nn.Module):
@@ -221,15 +221,15 @@ class PortableLinear:
 def _dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
     """In place of vLLM's choice of a product for an unquantized layer, which would pack the weight for its build."""
     del remove_weight  # kept: the product is made from it anew after every load
-    layer.cpu_linear = torch.nn.functional.linear if layer.weight.ndim != 2 else PortableLinear(layer)
+    layer.cpu_linear = torch.nn.functional.linear if layer.weight.ndim != 2 else Float64Linear(layer)
 
 
 def register() -> None:
     """Put these first among the CPU's candidates (idempotent)."""
     for table, kernel in (
-        (registry._POSSIBLE_KERNELS, PortableWNA16LinearKernel),
-        (registry._POSSIBLE_INT8_KERNELS, PortableInt8LinearKernel),
-        (registry._POSSIBLE_FP8_KERNELS, PortableFP8LinearKernel),
+        (registry._POSSIBLE_KERNELS, Float64WNA16LinearKernel),
+        (registry._POSSIBLE_INT8_KERNELS, Float64Int8LinearKernel),
+        (registry._POSSIBLE_FP8_KERNELS, Float64FP8LinearKernel),
     ):
         versions.put_first(table, PlatformEnum.CPU, kernel)
     dispatch.dispatch_cpu_unquantized_gemm = _dispatch

@@ -30,10 +30,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qarl_bridge.engine.fixed_order import _finished, _weights
-from qarl_bridge.protocol import contract
+from qarl_bridge.engine.cuda.ops import _finished, _weights
+from qarl_bridge.protocol import split_k
 
-_STEP = tl.constexpr(contract.STEP)
+_STEP = tl.constexpr(split_k.STEP)
 # (sorted copies, padded with their number, expert of each tile, number of sorted copies) of [M, k] ids in tiles.
 Align = Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -45,7 +45,7 @@ def _grouped(x_ptr, w, s, s_x_ptr, copies_ptr, experts_ptr, end_ptr, y_ptr, COPI
     """One tile [BM copies, BN outputs]; a copy's input is row copy // TOP of x [*, K], its output row copy of y.
 
     w is a descriptor of all experts' weights, of tiles [BN, BK]; of int4 words, and then s too, as in
-    `fixed_order._product`."""
+    `ops._product`."""
     columns = tl.cdiv(N, BN)
     tile = tl.program_id(0) // columns
     if tile * BM >= tl.load(end_ptr):
@@ -117,7 +117,7 @@ def product(
 
     Args:
       x: [number / top, K]: bfloat16, or int8 or e4m3 codes with `x_scale` float32 [number / top, 1].
-      weight: bfloat16, int8 or e4m3 [E, N, K]; or int32 [E, K/128, N, 16] of `fixed_order.interleaved` words.
+      weight: bfloat16, int8 or e4m3 [E, N, K]; or int32 [E, K/128, N, 16] of `ops.interleaved` words.
       scale: of int4 words bfloat16 [E, K/G, N]; of 8-bit codes float32 [E, N, 1]; None.
       copies, experts, end: from an `Align` in tiles of `height`.
       top: copies of a row that follow each other. number: of all copies.
@@ -130,7 +130,7 @@ def product(
     if int4 and scale is not None:
         group = k // scale.shape[1]
         w = TensorDescriptor.from_tensor(weight.view(-1, 16), [tile.n, 16])
-        s = TensorDescriptor.from_tensor(scale.view(-1).view(-1, n), [max(1, contract.STEP // group), tile.n])
+        s = TensorDescriptor.from_tensor(scale.view(-1).view(-1, n), [max(1, split_k.STEP // group), tile.n])
     else:
         w = TensorDescriptor.from_tensor(weight.view(-1, k), [tile.n, tile.k])
     # 8-bit floats are exact in float16 as in bfloat16, and half the work to make.

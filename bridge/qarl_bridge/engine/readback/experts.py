@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qarl_bridge.protocol import contract, formats
+from qarl_bridge.protocol import formats, split_k
 from qarl_bridge.protocol.errors import BridgeError
 
 # How to explain a difference, and whether there is one (a bool tensor, perhaps still on its way).
@@ -62,20 +62,20 @@ def check_shape(config: Mapping[str, Any]) -> None:
 
 
 def in_whole_blocks(hidden: int, width: int) -> bool:
-    """Whether int4 experts of these widths are multiplied by the contract (fixed_order_experts.py)."""
-    return hidden % contract.STEP == 0 and width % contract.STEP == 0
+    """Whether int4 experts of these widths have batch-invariant products (cuda/expert_ops.py)."""
+    return hidden % split_k.STEP == 0 and width % split_k.STEP == 0
 
 
-def check_groups(config: Mapping[str, Any], *, by_contract: bool = False) -> None:
+def check_groups(config: Mapping[str, Any], *, batch_invariant: bool = False) -> None:
     """Refuses, before vLLM starts on a GPU, int4 experts whose scales its Marlin kernel would get in a wrong order.
 
-    by_contract: experts `in_whole_blocks` are not Marlin's.
+    batch_invariant: experts `in_whole_blocks` are the bridge's own, not Marlin's.
 
     vLLM 0.25 orders the group scales of gate and up by the expert's width where the width of their inputs is meant
     (`marlin_moe_permute_scales`, size_k), which matters where one has several groups and the other does not.
     """
     width = config.get("moe_intermediate_size") if config.get("num_experts") else None
-    if not width or (by_contract and in_whole_blocks(config["hidden_size"], width)):
+    if not width or (batch_invariant and in_whole_blocks(config["hidden_size"], width)):
         return
     groups = formats.groups_of(config)
     own = [group for group in groups if any("experts" in target for target in group["targets"])]
@@ -243,9 +243,9 @@ def read_back(
 
 
 def _stored(name: str, module: Any, staged: Staged, which: str, expert: int, w4a8: bool) -> Verdict | None:
-    if not type(module.quant_method).__name__.startswith("Portable"):
+    if not type(module.quant_method).__name__.startswith("Float64"):
         return None
-    live = getattr(module, f"{which}_portable")[expert]
+    live = getattr(module, f"{which}_float64")[expert]
     wanted = staged.matrix(expert, which, functools.partial(staged.multiplied, w4a8=w4a8))
 
     def explain() -> None:

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routers and experts of a vLLM engine on CUDA by the contract (operations: fixed_order_experts.py).
+"""Batch-invariant routers and experts for a vLLM engine on CUDA (operations: cuda/expert_ops.py).
 
 bf16 experts, int8 ones (w8a8), e4m3 ones (fp8) and int4 ones with bf16 activations (w4a16, widths a multiple of 128);
 others stay vLLM's. int4 words are multiplied as they are, interleaved: an expert sees few rows in a decoding step,
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm import _custom_ops as ops
+from vllm import _custom_ops
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
@@ -30,7 +30,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsWNA16MoEMethod,
 )
 
-from qarl_bridge.engine import expert_methods, fixed_order, fixed_order_experts, readback_experts
+from qarl_bridge.engine import expert_methods
+from qarl_bridge.engine.cuda import expert_ops, ops
+from qarl_bridge.engine.readback import experts as readback_experts
 
 
 def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -41,15 +43,15 @@ def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def _int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, scale, _ = ops.scaled_int8_quant(x)
+    codes, scale, _ = _custom_ops.scaled_int8_quant(x)
     return codes, scale
 
 
 def _fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    return _custom_ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
 
 
-class _Contract(FusedMoEMethodBase):
+class _BatchInvariant(FusedMoEMethodBase):
     """The part that does not depend on the format. rows: what makes codes of activations."""
 
     rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -80,38 +82,38 @@ class _Contract(FusedMoEMethodBase):
             for which in ("w13", "w2")
         )
         options: dict[str, Any] = {"align": moe_align_block_size, "activation": _silu_and_mul, "rows": self.rows}
-        return fixed_order_experts.mixture(x, topk_weights, topk_ids, first, second, **options)
+        return expert_ops.mixture(x, topk_weights, topk_ids, first, second, **options)
 
 
-class ContractMoEMethod(_Contract, UnquantizedFusedMoEMethod):
+class BatchInvariantMoEMethod(_BatchInvariant, UnquantizedFusedMoEMethod):
     """bf16 experts."""
 
     def __init__(self, moe: Any):
         UnquantizedFusedMoEMethod.__init__(self, moe)
         if _lacks(moe):
-            raise NotImplementedError("experts by the contract: no biases, no expert parallelism, SwiGLU only")
+            raise NotImplementedError("batch-invariant experts: no biases, no expert parallelism, SwiGLU only")
 
 
-class _Quantized(_Contract):
+class _Quantized(_BatchInvariant):
     def __init__(self, weight_quant: Any, input_quant: Any, moe: Any):
         FusedMoEMethodBase.__init__(self, moe)
         self.weight_quant, self.input_quant = weight_quant, input_quant
         self.static_input_scales, self.block_quant, self.weight_block_size = False, False, None
 
 
-class ContractInt8MoEMethod(_Quantized, CompressedTensorsW8A8Int8MoEMethod):
+class BatchInvariantInt8MoEMethod(_Quantized, CompressedTensorsW8A8Int8MoEMethod):
     """w8a8 experts; their activations are quantized, as everywhere else, which vLLM 0.25's are not."""
 
     rows = staticmethod(_int8_rows)
 
 
-class ContractFp8MoEMethod(_Quantized, CompressedTensorsW8A8Fp8MoEMethod):
+class BatchInvariantFp8MoEMethod(_Quantized, CompressedTensorsW8A8Fp8MoEMethod):
     """fp8 experts."""
 
     rows = staticmethod(_fp8_rows)
 
 
-class ContractWNA16MoEMethod(_Quantized, CompressedTensorsWNA16MoEMethod):
+class BatchInvariantWNA16MoEMethod(_Quantized, CompressedTensorsWNA16MoEMethod):
     """w4a16 experts."""
 
     names = "weight_packed", "weight_scale"
@@ -136,7 +138,7 @@ class ContractWNA16MoEMethod(_Quantized, CompressedTensorsWNA16MoEMethod):
         """Interleaved words [E, K/128, N, 16] and scales [E, K/G, N], in the place of what was loaded."""
         for which in ("w13", "w2"):
             words, scales = (getattr(layer, f"{which}_{name}").data for name in self.names)
-            held = fixed_order.interleaved(words), scales.transpose(1, 2).contiguous()
+            held = ops.interleaved(words), scales.transpose(1, 2).contiguous()
             for name, value in zip(self.names, held, strict=True):
                 setattr(layer, f"{which}_{name}", torch.nn.Parameter(value, requires_grad=False))
 
@@ -152,10 +154,10 @@ def _class_of(weights: Any, inputs: Any, layer: Any, int4: bool) -> type | None:
     kind = str(getattr(weights.type, "value", weights.type))
     per_token = inputs is not None and weights.strategy == "channel" and inputs.strategy == "token" and inputs.dynamic
     if weights.num_bits == 8 and per_token:
-        return ContractFp8MoEMethod if kind == "float" else ContractInt8MoEMethod
+        return BatchInvariantFp8MoEMethod if kind == "float" else BatchInvariantInt8MoEMethod
     served = int4 and readback_experts.in_whole_blocks(moe.hidden_dim, moe.intermediate_size_per_partition)
     if (weights.num_bits, kind, inputs) == (4, "int", None) and served and weights.group_size in (32, 64, 128):
-        return ContractWNA16MoEMethod
+        return BatchInvariantWNA16MoEMethod
     return None
 
 
@@ -166,7 +168,7 @@ def _router(original: Callable[..., Any]) -> Callable[..., Any]:
         is_router = type(layer).__name__ == "ReplicatedLinear" and layer.prefix.endswith(".mlp.gate")
         if not is_router or bias is not None or not x.is_cuda:
             return original(self, layer, x, bias)
-        return fixed_order_experts.router_logits(x, layer.weight)
+        return expert_ops.router_logits(x, layer.weight)
 
     return apply
 
@@ -175,7 +177,7 @@ def _routing(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute(self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **named: Any) -> Any:
         if self.scoring_func != "softmax" or not router_logits.is_cuda or router_logits.dtype != torch.float32:
             return original(self, hidden_states, router_logits, *args, **named)
-        return fixed_order_experts.choose(router_logits, self.top_k, self.renormalize)
+        return expert_ops.choose(router_logits, self.top_k, self.renormalize)
 
     return compute
 
@@ -185,10 +187,10 @@ def install(replace: Callable[[type, str, Callable[..., Any]], None], int4: bool
 
     Args:
       replace: puts a wrapper in the place of a class's method.
-      int4: whether int4 experts are the contract's.
+      int4: whether int4 experts are served.
     """
     linear = importlib.import_module("vllm.model_executor.layers.linear").UnquantizedLinearMethod
     router = importlib.import_module("vllm.model_executor.layers.fused_moe.router.fused_topk_router").FusedTopKRouter
     replace(linear, "apply", _router)
     replace(router, "_compute_routing", _routing)
-    expert_methods.serve(ContractMoEMethod, functools.partial(_class_of, int4=int4))
+    expert_methods.serve(BatchInvariantMoEMethod, functools.partial(_class_of, int4=int4))

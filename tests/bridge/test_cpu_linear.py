@@ -21,15 +21,15 @@ def kernels():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from qarl_bridge.engine import cpu_kernels
-    return cpu_kernels
+        from qarl_bridge.engine.cpu import linear
+    return linear
 
 
 @pytest.fixture(scope="module")
 def layers(kernels):
-    from qarl_bridge.engine import cpu_layers
+    from qarl_bridge.engine.cpu import layers
 
-    return cpu_layers
+    return layers
 
 
 def torch_of(array):
@@ -69,8 +69,8 @@ def int4_kernel(kernels, monkeypatch, n, k, group, w4a8):
         group_size=group,
         zero_points=False,
     )
-    assert kernels.PortableWNA16LinearKernel.can_implement(config) == (True, None)
-    return kernels.PortableWNA16LinearKernel(config, "weight_packed", "weight_scale", "weight_zero_point")
+    assert kernels.Float64WNA16LinearKernel.can_implement(config) == (True, None)
+    return kernels.Float64WNA16LinearKernel(config, "weight_packed", "weight_scale", "weight_zero_point")
 
 
 def int8_kernel(kernels):
@@ -78,7 +78,7 @@ def int8_kernel(kernels):
         is_channelwise=True, is_static_input_scheme=False, input_symmetric=True
     )
     names = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
-    return kernels.PortableInt8LinearKernel(config, names)
+    return kernels.Float64Int8LinearKernel(config, names)
 
 
 def run(kernel, layer, x, bias=None):
@@ -166,7 +166,7 @@ def attention_world(layers, lengths, block=32, heads=4, kv_heads=2, width=32):
     """An attention layer, and queries, keys and values of sequences, with a cache whose blocks are scattered."""
     import torch
 
-    impl = object.__new__(layers.PortableAttentionImpl)
+    impl = object.__new__(layers.Float64AttentionImpl)
     impl.scale = width**-0.5
     rng = torch.Generator().manual_seed(0)
 

@@ -12,7 +12,7 @@ formula, where the staged tensors are (host or GPU):
                   (these two in either order on a GPU; on a CPU in float64, rounded to float32 first)
 
 Rows of embeddings, norms and biases are compared as stored. Experts are read back through the fused layer itself
-(readback_experts.py). On a GPU every layer is pushed first and the verdicts are fetched together, so that nothing waits
+(readback/experts.py). On a GPU every layer is pushed first and the verdicts are fetched together, so that nothing waits
 per layer.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qarl_bridge.engine import readback_experts
+from qarl_bridge.engine.readback import experts as readback_experts
 from qarl_bridge.protocol.errors import BridgeError
 from qarl_bridge.protocol.formats import FUSED
 

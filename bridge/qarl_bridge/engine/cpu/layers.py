@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What lies between the linear layers of vLLM's CPU engine, one arithmetic for every build (`cpu_kernels.py`).
+"""What lies between the linear layers of vLLM's CPU engine, one arithmetic for every build (`cpu/linear.py`).
 
 Each operation is its formula in float64, rounded to float32 and then to the compute dtype, so that neither the order of
 a sum nor a library's exp or cos can be seen in it. bf is that last rounding.
@@ -93,7 +93,7 @@ def attend(
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """[..., V] float32 -> [..., V] float32; the sum leaves out the 1 of the largest (`fixed_order._normalizer`)."""
+    """[..., V] float32 -> [..., V] float32; the sum leaves out the 1 of the largest (`ops._normalizer`)."""
     z = logits.double()
     z = z - z.amax(dim=-1, keepdim=True)
     largest = z == 0
@@ -101,7 +101,7 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     return (z - rest.log1p()).float()
 
 
-class PortableRMSNorm(RMSNorm):
+class Float64RMSNorm(RMSNorm):
     """See the module docstring."""
 
     def forward_cpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
@@ -116,7 +116,7 @@ class PortableRMSNorm(RMSNorm):
     forward_native = forward_cpu
 
 
-class PortableSiluAndMul(SiluAndMul):
+class Float64SiluAndMul(SiluAndMul):
     """See the module docstring."""
 
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ def _rotary(
 ) -> Any:
     """query and key [T, heads * H], rotated; in place of `RotaryEmbedding.forward_cpu`, its subclasses' too."""
     if not hasattr(self, "float_table") or not self.is_neox_style or self.rotary_dim != self.head_size:
-        raise NotImplementedError(f"portable RoPE: whole heads rotated by halves, not {type(self).__name__}")
+        raise NotImplementedError(f"float64 RoPE: whole heads rotated by halves, not {type(self).__name__}")
     table = self.float_table[positions.flatten()]
 
     def of(x: torch.Tensor) -> torch.Tensor:
@@ -163,14 +163,14 @@ def llama3_frequencies(self: Any, base: float) -> torch.Tensor:
     return torch.from_numpy(np.where(wavelength < length / high, frequency, slow))
 
 
-class PortableAttentionImpl(CPUAttentionBackendImpl):
+class Float64AttentionImpl(CPUAttentionBackendImpl):
     """See the module docstring."""
 
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **named)
         plain = (self.logits_soft_cap, self.alibi_slopes, self.sinks) == (0, None, None)
         if not plain or self.sliding_window != -1 or self.is_fp8_kv_cache or self.attn_type != "decoder":
-            raise NotImplementedError("portable attention: causal, whole sequences, no soft cap, no sinks, no ALiBi")
+            raise NotImplementedError("float64 attention: causal, whole sequences, no soft cap, no sinks, no ALiBi")
 
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         """Keys and values [T, K, H] into their slots of the cache [blocks, K, block size, 2 H]."""
@@ -220,13 +220,13 @@ class PortableAttentionImpl(CPUAttentionBackendImpl):
         return output
 
 
-class PortableAttentionBackend(CPUAttentionBackend):
+class Float64AttentionBackend(CPUAttentionBackend):
     """vLLM's own metadata and cache, with the arithmetic above."""
 
     @staticmethod
-    def get_impl_cls() -> type[PortableAttentionImpl]:
+    def get_impl_cls() -> type[Float64AttentionImpl]:
         """The layer."""
-        return PortableAttentionImpl
+        return Float64AttentionImpl
 
 
 def _softmax_topk(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,13 +279,13 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
 def register() -> None:
     """Before an engine starts: its layers are these (idempotent)."""
     for name, op in (
-        ("RMSNorm", PortableRMSNorm),
-        ("SiluAndMul", PortableSiluAndMul),
+        ("RMSNorm", Float64RMSNorm),
+        ("SiluAndMul", Float64SiluAndMul),
     ):
         if name not in op_registry_oot:
             CustomOp.register_oot(op, name=name)
     register_backend(
-        AttentionBackendEnum.CPU_ATTN, f"{PortableAttentionBackend.__module__}.{PortableAttentionBackend.__qualname__}"
+        AttentionBackendEnum.CPU_ATTN, f"{Float64AttentionBackend.__module__}.{Float64AttentionBackend.__qualname__}"
     )
     RotaryEmbeddingBase._compute_inv_freq = _inverse_frequencies
     RotaryEmbeddingBase._compute_cos_sin_cache = _cos_sin_cache
@@ -294,7 +294,7 @@ def register() -> None:
     cpu_router._softmax_topk = _softmax_topk
     Sampler.compute_logprobs = staticmethod(log_softmax)
     draw = TopKTopPSampler.forward_cpu
-    if getattr(draw, "is_portable", False):
+    if getattr(draw, "is_float64", False):
         return
     InputBatch.add_request = _add_request(InputBatch.add_request)
 
@@ -311,5 +311,5 @@ def register() -> None:
             self.logprobs_mode = mode
         return tokens, log_softmax(logits) if mode == "processed_logprobs" else None
 
-    forward_cpu.is_portable = True  # type: ignore[attr-defined]
+    forward_cpu.is_float64 = True  # type: ignore[attr-defined]
     TopKTopPSampler.forward_cpu = forward_cpu

@@ -39,7 +39,7 @@ def learners(x, w, qt, ids):
 
 def engines(x, held, ids, rows):
     import torch
-    from qarl_bridge.engine import fixed_order_experts as own
+    from qarl_bridge.engine.cuda import expert_ops as own
     from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
 
     number = ids.numel()
@@ -57,7 +57,8 @@ def engines(x, held, ids, rows):
 def test_an_experts_product_depends_on_no_other_row_and_is_the_learners(scheme, shape, routed):
     torch = pytest.importorskip("torch")
     pytest.importorskip("vllm")
-    from qarl_bridge.engine import fixed_order, pinned_experts
+    from qarl_bridge.engine.cuda import experts as cuda_experts
+    from qarl_bridge.engine.cuda import ops
 
     n, k = shape
     keys = jax.random.split(jax.random.key(n), 2)
@@ -67,11 +68,11 @@ def test_an_experts_product_depends_on_no_other_row_and_is_the_learners(scheme, 
     qt = None if config is None else quant.quantize(w, config)
     mine = torch.from_dlpack(learners(x, w, qt, jnp.asarray(routed)))
     x_t, ids = torch.from_dlpack(x), torch.from_numpy(routed).cuda()
-    rows = {"w8a8": pinned_experts._int8_rows, "fp8": pinned_experts._fp8_rows}.get(scheme)
+    rows = {"w8a8": cuda_experts._int8_rows, "fp8": cuda_experts._fp8_rows}.get(scheme)
     if qt is None:
         held = torch.from_dlpack(w), None
     elif scheme == "w4a16":
-        words = fixed_order.interleaved(torch.from_dlpack(qt.qvalue).reshape(EXPERTS, n, k // 8))
+        words = ops.interleaved(torch.from_dlpack(qt.qvalue).reshape(EXPERTS, n, k // 8))
         scale = torch.from_dlpack(qt.scale).reshape(EXPERTS, n, -1).transpose(1, 2).contiguous()
         held = words, scale
     else:
@@ -85,7 +86,7 @@ def test_an_experts_product_depends_on_no_other_row_and_is_the_learners(scheme, 
 
 def test_a_routers_choice_its_weights_and_the_weighted_sum_are_the_learners():
     torch = pytest.importorskip("torch")
-    from qarl_bridge.engine import fixed_order_experts as own
+    from qarl_bridge.engine.cuda import expert_ops as own
 
     keys = jax.random.split(jax.random.key(1), 3)
     x = jax.random.normal(keys[0], (ROWS, 2048), jnp.bfloat16)

@@ -5,7 +5,7 @@
 The x86 wheel holds three extensions and picks one by what torch says of the CPU: `_C` (AVX-512 with bf16 instructions;
 AMX is a switch inside it), `_C_AVX512` and `_C_AVX2`. On Arm there is one. `QARL_BRIDGE_CPU_BUILD` names the build to
 run instead of the CPU's own, for a trial of what a lesser machine would do: vLLM, torch, oneDNN and MKL are then all
-kept from the instructions that machine lacks. Every build gives the same bits (`cpu_kernels.py`).
+kept from the instructions that machine lacks. Every build gives the same bits (`cpu/linear.py`).
 """
 
 from __future__ import annotations
