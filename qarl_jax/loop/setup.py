@@ -16,7 +16,7 @@ import jax
 
 from qarl_jax import data
 from qarl_jax.learning.learner import TrainState
-from qarl_jax.loop import first_step, resume, unequal
+from qarl_jax.loop import first_step, resume
 from qarl_jax.loop.ahead import Ahead
 from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.interrupt import Interrupt
@@ -29,6 +29,7 @@ from qarl_jax.run import build, config, evaluation, memory_plan
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import compilation, processes, startup
+from qarl_jax.verify import alignment
 
 
 class Run:
@@ -136,7 +137,7 @@ class Run:
         self.begun = self._starting.seconds() | {k: v for k, v in published.items() if k.startswith("time/start_")}
         self.observer.say(startup.words(self.begun))
         if (facts := getattr(self.engine, "facts", None)) is not None:
-            self.observer.say(unequal.promise(cfg, facts.execution))
+            self.observer.say(f"{alignment.of_run(cfg, facts)} (execution {facts.execution})")
         if cfg.eval.at_start and self.start == 0 and not evaluated:
             self.observer.say(f"held-out reward before training: {self.evaluate(0)['eval/reward/mean']:.3f}")
 
@@ -160,13 +161,12 @@ class Run:
 
     def remark(self, step: int, record: Mapping[str, Any]) -> None:
         """Says so if sampler and learner differ more than they are known to, and where they do first."""
-        facts = getattr(self.engine, "facts", None)
-        execution = "" if facts is None else facts.execution
-        if step == self.start and (said := first_step.remark(self.cfg, record, execution)) is not None:
+        verdict = alignment.of_run(self.cfg, getattr(self.engine, "facts", None))
+        if step == self.start and (said := first_step.remark(self.cfg, record, verdict)) is not None:
             self.observer.say(said)
-        found = self.updates.unequal
-        if found is not None and not unequal.reason(self.cfg, execution):
-            self.observer.unequal(step, dataclasses.asdict(found))
+        found = self.updates.first_mismatch
+        if found is not None and verdict.is_aligned:
+            self.observer.first_mismatch(step, dataclasses.asdict(found))
             self.observer.say(f"step {step}: {found}")
 
     def evaluate(self, version: int) -> dict[str, float]:

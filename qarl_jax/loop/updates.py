@@ -22,7 +22,7 @@ from jaxtyping import Float
 from qarl_jax.data import packing
 from qarl_jax.learning.critic import Critic, Targets
 from qarl_jax.learning.learner import Learner, TrainState
-from qarl_jax.loop import step_metrics, unequal
+from qarl_jax.loop import first_mismatch, step_metrics
 from qarl_jax.loop.early_scores import EarlyScores
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.step_metrics import UpdateMetrics
@@ -124,7 +124,7 @@ class Updates:
         self._reference, self._critic = reference, critic
         self._early: EarlyScores | None = None  # of the step that is being sampled
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="metrics")
-        self.unequal: unequal.Unequal | None = None  # of the last step
+        self.first_mismatch: first_mismatch.FirstMismatch | None = None  # of the last step
 
     def run(
         self,
@@ -159,8 +159,8 @@ class Updates:
         def read() -> Learned:
             with self._timer("metrics"):
                 numbers, histograms = gathered.reduced()
-                found = self._first_unequal(batches, step) if numbers.get("mismatch/exact", 1.0) < 1.0 else None
-                self.unequal = found
+                found = self._first_mismatch(batches, step) if numbers.get("mismatch/exact", 1.0) < 1.0 else None
+                self.first_mismatch = found
                 numbers |= {
                     "train/padding_share": float(np.mean([batch.packed.padding_share for batch in batches])),
                     "train/tokens": float(sum(batch.packed.num_tokens for batch in batches)),
@@ -302,8 +302,8 @@ class Updates:
         return state, inner
 
     @staticmethod
-    def _first_unequal(batches: Sequence[MiniBatch], step: int) -> unequal.Unequal | None:
-        return unequal.first(((b.packed, b.groups, b.scored) for b in batches if len(b.scored)), step)
+    def _first_mismatch(batches: Sequence[MiniBatch], step: int) -> first_mismatch.FirstMismatch | None:
+        return first_mismatch.first(((b.packed, b.groups, b.scored) for b in batches if len(b.scored)), step)
 
     def _flops(self, state: TrainState, packed: packing.Packed) -> float:
         """Model FLOPs of one update on these rows."""

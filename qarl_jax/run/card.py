@@ -210,14 +210,14 @@ def engine_parts(cfg: RunConfig) -> dict[str, int]:
     if model.moe is not None:
         inner = max(inner, model.moe.intermediate_size * model.moe.num_experts_per_tok)
     logits = engine.max_num_seqs * model.vocab_size * 4
-    contract = engine.kernels == "contract" and engine.execution != "compiled"
+    invariant = engine.arithmetic == "batch_invariant"
     return {
         "weights": _published(_relevant(cfg)),
-        "int4 layers as multiplied": _int4_copies(_relevant(cfg))[engine.int4_kernel] if contract else 0,
+        "int4 layers as multiplied": _int4_copies(_relevant(cfg)) if invariant else 0,
         "KV cache": int(engine.kv_cache_gb * GIB) if engine.kv_cache_gb else kv_bytes(cfg, 1),
         # Of a step: gate, up and their product, six residuals; and five float32 copies of all sequences' logits.
         "activations (estimate)": STEP_TOKENS * (4 * inner + 6 * model.hidden_size) * 2 + 5 * logits,
-        "CUDA graphs (estimate)": 0 if engine.execution == "eager" else int(GRAPHS),
+        "CUDA graphs (estimate)": 0 if engine.eager else int(GRAPHS),
         "context (estimate)": int(ENGINE_CONTEXT),
     }
 
@@ -408,7 +408,7 @@ def _parts(cfg: RunConfig) -> dict[str, int]:
 
 
 @_cached
-def _int4_copies(cfg: RunConfig) -> dict[str, int]:
+def _int4_copies(cfg: RunConfig) -> int:
     return memory_plan.int4_copies(_set(cfg, {"model.remat": "full"}))
 
 

@@ -32,6 +32,14 @@ FORMATS = ("hf", "compressed-tensors")
 RECEIPT = "sft.json"  # what `sft` notes of the weights it made
 _OTHERS = ("config.json", RECEIPT)
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".gguf")
+# Settings of `rollout.engine` in older records, with the values of batch-invariant arithmetic; others meant vLLM's own.
+_RETIRED: dict[str, tuple[Any, ...]] = {
+    "execution": ("auto", "eager", "graphs"),
+    "kernels": ("contract",),
+    "int4_kernel": ("auto",),
+    "split_attention": (False,),
+    "loader": ("auto", "vllm"),
+}
 
 
 def run_config(directory: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
@@ -48,11 +56,22 @@ def run_config(directory: str | os.PathLike[str], overrides: Sequence[str] = ())
         file, record = found
         if not isinstance(record, dict) or "config" not in record:
             raise UserError(f"{file} holds no config: it is not the record of a run, or was altered.")
-        return config.from_dict(record["config"], str(file), overrides)
+        return config.from_dict(_as_today(record["config"]), str(file), overrides)
     start = pathlib.Path(directory).absolute()
     if not start.exists():
         raise UserError(f"{start}: no such folder; give the folder of a run, or one step_* of it.")
     raise UserError(f"{start} is not inside a run folder: no run.json in it or in the two folders above it.")
+
+
+def _as_today(recorded: dict[str, Any]) -> dict[str, Any]:
+    """The config of a record, with the settings that have been retired since put into those that took their place."""
+    engine = dict(recorded.get("rollout", {}).get("engine", {}))
+    retired = {name: engine.pop(name) for name in _RETIRED if name in engine}
+    if not retired:
+        return recorded
+    if any(value not in _RETIRED[name] for name, value in retired.items()):
+        engine["arithmetic"] = "vllm"
+    return recorded | {"rollout": recorded["rollout"] | {"engine": engine}}
 
 
 def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: str) -> None:

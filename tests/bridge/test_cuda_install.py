@@ -26,8 +26,8 @@ def test_a_tensor_that_is_not_on_a_gpu_is_vllms_own_business(run):
         called = []
         UnquantizedEmbeddingMethod.apply = lambda self, layer, x, bias=None: called.append("head")
         RMSNorm.forward_cuda = lambda self, x, residual=None: called.append("norm")
-        print(install.install("auto"))
-        print(install.install("auto"))  # a second engine of the process
+        print(repr(install.install()))
+        print(repr(install.install()))  # a second engine of the process
 
         class Layer:
             weight = torch.zeros(16, 8, dtype=torch.bfloat16)
@@ -39,7 +39,7 @@ def test_a_tensor_that_is_not_on_a_gpu_is_vllms_own_business(run):
         assert called == ["head", "norm"], called
     """)
     first, second = out.strip().splitlines()[-2:]
-    assert first == second == "batch-invariant: bf16 and int4 products, float32 logits, norms, log-probs"
+    assert first == second == "''"
 
 
 def test_few_rows_are_multiplied_with_words_and_many_with_what_they_stand_for(run):

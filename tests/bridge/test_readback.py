@@ -368,21 +368,19 @@ def test_engine_arguments_follow_the_options():
     made = arguments()
     assert (made["enforce_eager"], made["kv_cache_memory_bytes"], made["load_format"]) == (True, 1 << 29, "dummy")
     assert "max_model_len" not in made
-    assert "linear_backend" not in made
-    made = arguments(execution="compiled", int4_kernel="marlin", on_gpu=True)
-    assert (made["enforce_eager"], made["linear_backend"]) == (False, "marlin")
+    made = arguments(arithmetic="vllm", on_gpu=True)
+    assert not made["enforce_eager"]
     assert "compilation_config" not in made
-    with pytest.raises(BridgeError, match="leave it at auto on a CPU"):
-        arguments(int4_kernel="machete")
 
 
 def test_a_gpu_runs_eager_ops_in_cuda_graphs_unless_told_otherwise_and_a_cpu_cannot():
     made = arguments(on_gpu=True)
     assert not made["enforce_eager"]
     assert made["compilation_config"] == {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    assert arguments(on_gpu=True, execution="eager")["enforce_eager"]
-    with pytest.raises(BridgeError, match="needs a CUDA GPU"):
-        arguments(execution="graphs")
+    assert arguments(on_gpu=True, eager=True)["enforce_eager"]
+    assert arguments(on_gpu=True, eager=True, arithmetic="vllm")["enforce_eager"]
+    with pytest.raises(BridgeError, match=r"arithmetic=vllm needs a CUDA GPU.*leave .* at batch_invariant"):
+        arguments(arithmetic="vllm")
 
 
 def test_routing_is_recorded_by_a_worker_that_is_ready_before_graphs_are_captured():
@@ -405,7 +403,7 @@ def test_attention_is_told_not_to_split_sequences(monkeypatch):
     backend.flash_attn_varlen_func = lambda *args, **named: calls.append((args, named)) or "out"
     backend.get_scheduler_metadata = lambda **named: calls.append(((), named)) or "schedule"
     monkeypatch.setitem(sys.modules, "some_backend", backend)
-    assert versions.keep_sequences_whole("some_backend") == "attention does not split sequences"
+    assert versions.keep_sequences_whole("some_backend") == ""
     assert backend.flash_attn_varlen_func(1, q=np.zeros((2, 4, 128)), num_splits=0) == "out"
     assert backend.get_scheduler_metadata(batch_size=3) == "schedule"
     assert [call[1]["num_splits"] for call in calls] == [1, 1]
@@ -437,7 +435,7 @@ def test_fp8_products_of_few_rows_are_those_of_many(monkeypatch):
     module.CutlassFP8ScaledMMLinearKernel = Kernel
     monkeypatch.setitem(sys.modules, "some_kernels", module)
     plain = Kernel.apply_scaled_mm
-    assert "filled up to 65" in versions.keep_fp8_scales_in_order("some_kernels")
+    assert versions.keep_fp8_scales_in_order("some_kernels") == ""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(16, 32, generator=generator).to(torch.float8_e4m3fn)
     for rows, filled in ((1, 65), (64, 65), (65, 65), (100, 100)):

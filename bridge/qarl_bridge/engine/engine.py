@@ -148,25 +148,18 @@ class VllmEngine:
             experts.register()
             notes.append(_CPU_NOTE)
         else:
-            own = options.kernels == "contract" and options.int4_kernel == "auto"
-            readback_experts.check_groups(config, batch_invariant=own)
+            readback_experts.check_groups(config, batch_invariant=options.arithmetic == "batch_invariant")
         arguments = versions.engine_arguments(options, path=path, has_weights=has_weights, on_gpu=on_gpu)
         arguments |= shards.arguments(self._shards)
         execution = versions.execution_of(options, on_gpu)
-        mirrored = execution in versions.MIRRORED
-        if on_gpu and mirrored and not options.split_attention:
-            notes.append(versions.keep_sequences_whole())
-        if on_gpu and options.kernels == "contract" and mirrored:
+        departures = ["vLLM's own kernels (rollout.engine.arithmetic=vllm)"] if options.arithmetic == "vllm" else []
+        invariant = on_gpu and not departures
+        if invariant:
             from qarl_bridge.engine.cuda import install
 
-            notes.append(install.install(options.int4_kernel))
-        if on_gpu and mirrored and _has_fp8(config):
-            notes.append(versions.keep_fp8_scales_in_order())
-        if not mirrored:
-            notes.append(
-                f"execution={execution} is not aligned: its fused kernels round otherwise than the learner does; set "
-                "rollout.engine.execution=auto for a rollout that the learner mirrors"
-            )
+            departures += [versions.keep_sequences_whole(), install.install()]
+            departures += [versions.keep_fp8_scales_in_order()] if _has_fp8(config) else []
+            notes.append(install.NOTE)
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except Exception as error:
@@ -174,6 +167,8 @@ class VllmEngine:
         self._worker = versions.Worker(self._engine)
         self._model = self._worker.model
         self._modules = dict(self._model.named_modules())
+        if invariant:
+            departures += install.left_to_vllm(self._modules)
         self._tied = self._tied_heads()
         self._routing: Recorder | None = self._worker.recorder
         self.met = self._worker.met
@@ -190,8 +185,7 @@ class VllmEngine:
         from qarl_bridge.engine.fast_load import WholeModules
 
         # Of whole modules a shard has parts, which vLLM's own loader cuts.
-        fast = options.loader == "auto" and self._shards == 1
-        self._whole = WholeModules(self._model, self._engine.model_config) if fast else None
+        self._whole = WholeModules(self._model, self._engine.model_config) if self._shards == 1 else None
         self._whole_is_proved = False
         self._after_load()
         kernels = self._kernels()
@@ -209,6 +203,7 @@ class VllmEngine:
             pid=os.getpid(),
             notes=notes,
             execution=execution,
+            departures=[departure for departure in departures if departure],
             records_routing=options.record_routing,
             device=staged_gpu.uuid_of_current() if on_gpu else b"",
         )
@@ -307,11 +302,7 @@ class VllmEngine:
     def _prove_whole(self, parts: Parts) -> None:
         """The first load: may it, and the next ones, go module by module? See fast_load.py."""
         assert self._whole is not None
-        sample = self._whole.sample(self.expected)
-        reason = self._compare_whole(parts, sample)
-        if reason and self._whole.did_together:
-            self._whole.together = False
-            reason = self._compare_whole(parts, sample)
+        reason = self._compare_whole(parts, self._whole.sample(self.expected))
         if reason:
             self._whole = None
             self._reload(parts)
@@ -417,7 +408,7 @@ class VllmEngine:
             CUDA graphs, those of a prefill are).
         """
         if self.facts.execution == "compiled":
-            raise BridgeError("modules cannot be probed in a compiled engine: set execution to auto", "limits")
+            raise BridgeError("modules of a compiled engine cannot be probed: leave arithmetic=vllm out", "limits")
         if unknown := [name for name in modules if name not in self._modules]:
             raise BridgeError(f"the engine has no module {unknown[0]!r}", "limits")
         self._worker.forget()  # a cached prefix would not be computed again

@@ -9,7 +9,6 @@ where reading bf16(q s) would take four times as long, and a whole mixture of th
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +54,7 @@ class _BatchInvariant(FusedMoEMethodBase):
     """The part that does not depend on the format. rows: what makes codes of activations."""
 
     rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    is_batch_invariant = True
     names = "weight", "weight_scale"  # of what is multiplied, behind "w13_" and "w2_"
 
     is_monolithic = False  # type: ignore[assignment]  # the router chooses, and may be listened to
@@ -147,7 +147,7 @@ def _lacks(moe: Any) -> bool:
     return moe.has_bias or moe.moe_parallel_config.use_ep or moe.activation != MoEActivation.SILU
 
 
-def _class_of(weights: Any, inputs: Any, layer: Any, int4: bool) -> type | None:
+def _class_of(weights: Any, inputs: Any, layer: Any) -> type | None:
     moe = layer.moe_config
     if _lacks(moe) or not weights.symmetric or getattr(weights, "actorder", None):
         return None
@@ -155,7 +155,7 @@ def _class_of(weights: Any, inputs: Any, layer: Any, int4: bool) -> type | None:
     per_token = inputs is not None and weights.strategy == "channel" and inputs.strategy == "token" and inputs.dynamic
     if weights.num_bits == 8 and per_token:
         return BatchInvariantFp8MoEMethod if kind == "float" else BatchInvariantInt8MoEMethod
-    served = int4 and readback_experts.in_whole_blocks(moe.hidden_dim, moe.intermediate_size_per_partition)
+    served = readback_experts.in_whole_blocks(moe.hidden_dim, moe.intermediate_size_per_partition)
     if (weights.num_bits, kind, inputs) == (4, "int", None) and served and weights.group_size in (32, 64, 128):
         return BatchInvariantWNA16MoEMethod
     return None
@@ -182,15 +182,14 @@ def _routing(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-def install(replace: Callable[[type, str, Callable[..., Any]], None], int4: bool) -> None:
+def install(replace: Callable[[type, str, Callable[..., Any]], None]) -> None:
     """Before an engine is built, once a process.
 
     Args:
       replace: puts a wrapper in the place of a class's method.
-      int4: whether int4 experts are served.
     """
     linear = importlib.import_module("vllm.model_executor.layers.linear").UnquantizedLinearMethod
     router = importlib.import_module("vllm.model_executor.layers.fused_moe.router.fused_topk_router").FusedTopKRouter
     replace(linear, "apply", _router)
     replace(router, "_compute_routing", _routing)
-    expert_methods.serve(BatchInvariantMoEMethod, functools.partial(_class_of, int4=int4))
+    expert_methods.serve(BatchInvariantMoEMethod, _class_of)

@@ -24,8 +24,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
 
 from qarl_bridge.engine.cuda import ops
+from qarl_bridge.engine.readback import experts as readback_experts
 
 # vLLM's dense layers; of others that are not quantized, routers have a rule of their own (`cuda/experts.py`).
 _DENSE = ("QKVParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear", "ColumnParallelLinear")
@@ -36,16 +38,14 @@ _OF_THE_SECOND_RUNNER = (
 )
 _OFFSET = 4  # of a generator, for each draw
 UNKNOWN = "products and norms are vLLM's own: this version's classes are not the ones known here"
+NOTE = "batch-invariant: bf16 and int4 products, float32 logits, norms, log-probs, attention, routers, experts"
 
 
-def install(int4_kernel: str) -> str:
+def install() -> str:
     """Before an engine is built.
 
-    Args:
-      int4_kernel: as in `EngineOptions`; int4 layers are the bridge's unless one of vLLM's kernels is named.
-
     Returns:
-      A line for the facts.
+      What departs from batch-invariance, or "".
     """
     try:
         linear = importlib.import_module("vllm.model_executor.layers.linear").UnquantizedLinearMethod
@@ -56,9 +56,8 @@ def install(int4_kernel: str) -> str:
         originals = [linear.apply, head.apply, norm.forward_cuda, sampler.compute_logprobs, top.forward_native]
     except (ImportError, AttributeError):
         return UNKNOWN
-    int4 = int4_kernel == "auto"
     if getattr(originals[0], "batch_invariant", False):
-        return _line(int4)
+        return _without_wgmma()
     _replace(linear, "apply", functools.partial(_product, only=_DENSE))
     _replace(head, "apply", functools.partial(_product, out_dtype=torch.float32, parts=1))
     _replace(norm, "forward_cuda", _norm)
@@ -74,21 +73,34 @@ def install(int4_kernel: str) -> str:
     if torch.cuda.is_available():
         from qarl_bridge.engine.cuda import experts
 
-        experts.install(_replace, int4)
-    if int4:
-        from qarl_bridge.engine.cuda import int4 as int4_layers
+        experts.install(_replace)
+    from qarl_bridge.engine.cuda import int4
 
-        int4_layers.register()
-    return _line(int4)
+    int4.register()
+    return _without_wgmma()
 
 
-def _line(int4: bool) -> str:
-    experts = ", routers, experts" if torch.cuda.is_available() else ""
-    if experts and not _has_wgmma():
-        own = f"norms, log-probs{experts}"
-        return f"batch-invariant: {own}; other products are vLLM's: the bridge's need a Hopper GPU (sm90)"
-    kinds = "bf16 and int4" if int4 else "bf16"
-    return f"batch-invariant: {kinds} products, float32 logits, norms, log-probs{experts}"
+def _without_wgmma() -> str:
+    if torch.cuda.is_available() and not _has_wgmma():
+        return "linear layers and logits are vLLM's own: the bridge's products need a Hopper GPU (sm90)"
+    return ""
+
+
+def left_to_vllm(modules: Mapping[str, Any]) -> list[str]:
+    """What departs from batch-invariance in a live model: the first layers that the bridge's kernels did not take.
+
+    Args:
+      modules: all of the model's, by name.
+    """
+    kinds: dict[str, str] = {}
+    for name, module in modules.items():
+        method = getattr(module, "quant_method", None)
+        kernel = getattr(getattr(module, "scheme", None), "kernel", None)
+        if readback_experts.is_experts(module) and not getattr(method, "is_batch_invariant", False):
+            kinds.setdefault(f"experts are vLLM's own ({type(method).__name__})", name)
+        elif isinstance(kernel, MPLinearKernel) and not getattr(kernel, "is_batch_invariant", False):
+            kinds.setdefault(f"int4 layers are vLLM's own ({type(kernel).__name__})", name)
+    return [f"{kind}, first: {name}" for kind, name in kinds.items()]
 
 
 def _replace(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -26,6 +26,7 @@ _PACKED_ROWS = 512  # the most that are multiplied with words
 class BatchInvariantInt4LinearKernel(MPLinearKernel):
     """See the module docstring."""
 
+    is_batch_invariant = True
     WEIGHT = "weight_interleaved"  # int32 [K/128, N, 16]
     SCALE = "weight_interleaved_scale"  # bfloat16 [K/G, N]
     # bf16(q s) of one layer, for the largest: made at a load, since a CUDA graph keeps its place.

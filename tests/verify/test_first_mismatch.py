@@ -7,7 +7,7 @@ import json
 import pytest
 
 from qarl_jax import parity
-from qarl_jax.verify import unequal_token
+from qarl_jax.verify import first_mismatch
 
 
 class Recorded:
@@ -28,14 +28,14 @@ class Recorded:
 
 @pytest.mark.parametrize(("where", "code"), [("block 1, from token 3 on", 1), ("", 0)])
 def test_a_token_that_a_run_recorded_is_looked_up_block_by_block(folder, tmp_path, monkeypatch, capsys, where, code):
-    asked, file = [], tmp_path / "unequal.jsonl"
+    asked, file = [], tmp_path / "first_mismatch.jsonl"
 
     def first_difference(probe, weights, sequence):
         asked.append((probe.__self__.config, sequence))
         return where
 
-    monkeypatch.setattr(unequal_token, "VllmEngine", Recorded)
-    monkeypatch.setattr(unequal_token.layers, "first_difference", first_difference)
+    monkeypatch.setattr(first_mismatch, "VllmEngine", Recorded)
+    monkeypatch.setattr(first_mismatch.layers, "first_difference", first_difference)
     command = ["--model", folder, "--scheme", "bf16", "--engine", "cpu", "--at", str(file)]
     assert parity.main(command) == 2, "no such file"
     file.write_text(json.dumps({"step": 1, "uid": "a/0"}) + "\n")
@@ -56,7 +56,7 @@ def test_a_token_that_a_run_recorded_is_looked_up_block_by_block(folder, tmp_pat
 @pytest.mark.nightly
 def test_no_block_of_a_live_engine_differs_where_a_run_would_look(folder, tmp_path, capsys):
     pytest.importorskip("vllm")
-    file = tmp_path / "unequal.jsonl"
+    file = tmp_path / "first_mismatch.jsonl"
     file.write_text(json.dumps({"step": 1, "uid": "a/0", "sequence": list(range(60))}) + "\n")
     command = ["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--threads", "1", "--at", str(file), "--json"]
     assert parity.main(command) == 0

@@ -1,10 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.parity ... --at RUN/unequal.jsonl`: where does a token that a run scored otherwise
-begin to differ?
+"""`python -m qarl_jax.parity ... --at RUN/first_mismatch.jsonl`: which block makes a token's log-prob differ?
 
-The last sequence in which the run met an unequal token (`loop/unequal.py`) is prefilled in a live engine, and the first
-block that differs is named. With that block a report says which operation to look at.
+The last sequence that the run recorded (`loop/first_mismatch.py`) is prefilled in a live engine, and the first block
+that differs is named. With that block a report says which operation to look at.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from qarl_jax.verify import ladder, layers
 
 
 def at(path: str, scheme: str, engine_name: str, options: ladder.Options, file: str) -> dict[str, Any]:
-    """The last unequal token that a run recorded, block by block in a live engine.
+    """Looks up the last mismatch that a run recorded, block by block in a live engine.
 
     Args:
-      path: the policy of that step, exported. file: the run's unequal.jsonl.
+      path: the policy of that step, exported. file: the run's first_mismatch.jsonl.
 
     Returns:
       {"found": the run's record without the sequence, "where": `layers.first_difference`, "first_broken": name or None}
@@ -33,7 +32,7 @@ def at(path: str, scheme: str, engine_name: str, options: ladder.Options, file: 
     """
     records = [record for record in read_lines(file) if record.get("sequence")]
     if not records:
-        raise UserError(f"--at {file}: no record of an unequal token with its sequence")
+        raise UserError(f"--at {file}: no record of a mismatch with its sequence")
     sequence = records[-1].pop("sequence")[:-1]  # a token's log-prob comes from those before it
     if engine_name == "cuda":
         leave_memory_to_vllm()
