@@ -38,7 +38,6 @@ _OF_THE_SECOND_RUNNER = (
 )
 _OFFSET = 4  # of a generator, for each draw
 UNKNOWN = "products and norms are vLLM's own: this version's classes are not the ones known here"
-NOTE = "batch-invariant: bf16 and int4 products, float32 logits, norms, log-probs, attention, routers, experts"
 
 
 def install() -> str:

@@ -4,7 +4,7 @@
 
 import numpy as np
 import pytest
-from qarl_bridge.engine import shards
+from qarl_bridge.engine.shard import Shard
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 
@@ -19,7 +19,8 @@ CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2}
 @pytest.mark.parametrize("scheme", ["w4a16:g16", "w8a8"])
 def test_the_shards_of_a_version_hold_it_all_once(scheme):
     whole = {name: np.asarray(array) for name, array in engine_tensors(weights(0, scheme))}
-    parts = [shards.part_of(whole, rank, 2) for rank in range(2)]
+    parts = [Shard(rank, 2).part_of(whole) for rank in range(2)]
+    assert Shard().part_of(whole) is whole
     cut = {"rows": 0, "columns": 0, "whole": 0}
     for name, array in whole.items():
         one, other = (part[name] for part in parts)
@@ -47,8 +48,9 @@ def test_the_shards_of_a_version_hold_it_all_once(scheme):
 )
 def test_what_is_not_mirrored_is_refused(config, options, on_gpu, said):
     with pytest.raises(BridgeError, match=f"{said}.*set rollout.engine.tensor_parallel_size=1"):
-        shards.check(config, messages.EngineOptions(tensor_parallel_size=2, **options), on_gpu=on_gpu)
-    shards.check(CONFIG, messages.EngineOptions(tensor_parallel_size=2), on_gpu=False)
+        Shard(0, 2).check(config, messages.EngineOptions(tensor_parallel_size=2, **options), on_gpu=on_gpu)
+    Shard(0, 2).check(CONFIG, messages.EngineOptions(tensor_parallel_size=2), on_gpu=False)
+    Shard().check(config, messages.EngineOptions(**options), on_gpu=on_gpu)
 
 
 def test_more_than_two_shards_are_refused_in_the_config():
