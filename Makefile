@@ -102,7 +102,7 @@ test-slow: install
 	QARL_OPTIMIZE=1 $(BIN)/python -m pytest $(STEADY) --reruns 2 --reruns-delay 1 -r aR -m "nightly and not gpu"
 
 # On a GPU host: MODEL is a Hugging Face folder; eight minutes at 1.7B on one card. ARGS="--conditions all": what else
-# a rollout meets. ARGS="--vllm-kernels": a second control, an engine with another option, which must be found.
+# a rollout meets. ARGS="--vllm-arithmetic": a second control, an engine with its own kernels, which must be found.
 gate:
 	@test -n "$(MODEL)" || { echo "which model? make gate MODEL=DIR" >&2; exit 1; }
 	$(or $(wildcard $(BIN)/python),python3) -m benchmarks.gate --model $(MODEL) $(ARGS)

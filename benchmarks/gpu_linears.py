@@ -10,8 +10,7 @@ of Qwen3-0.6B to 8B, rows M from a single decoded token to a prefill.
     w8a8    vllm._custom_ops.scaled_int8_quant, cutlass_scaled_mm (with and without bias)
     fp8     scaled_fp8_quant (per token) + cutlass_scaled_mm, whose accumulation is reduced: reported, never promised
 
-bf16, w4a16 and w4a8_fp8 are not vLLM's own products in the engine: tests/gpu/test_fixed_order.py has the first two, and
-the last is fp8's.
+bf16 and w4a16 are not vLLM's own products in the engine: tests/gpu/test_cuda_ops.py has them.
 
 Printed per case: share of outputs equal to the last bit, largest difference in bf16 ulps, relative L2 error, and for
 the schemes with quantized activations the share of equal codes and scales. Exit code 1 if a promise of PROMISED is

@@ -21,9 +21,8 @@ means over the `--steps` after it: tokens per second of the sampler and of the s
 between sampler and learner, of all tokens of all steps how many have another log-prob in the learner, the share of
 sequences that TBPO drops (after the first update), and what the card's plan said beside the most that JAX held on each
 card (`learner_gib`) and that all processes together did (`most_used_gib`). A run that is cut short after its second
-step still says what its steps did. Every case samples with the same
-execution mode (`--execution`, as in rollout.engine), which the line names. A random policy shows every difference: its
-k3 is no trained model's.
+step still says what its steps did. `--arithmetic` is as in rollout.engine, and the line names it. A random policy shows
+every difference: its k3 is no trained model's.
 
 With `--run-dir` the run is kept in that folder and saved after every step. The same command then goes on where an
 earlier one was cut short, and its line is about all steps; one that began anew or went on is left out of the means.
@@ -83,7 +82,7 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
         "rollout.engine.max_num_seqs": args.batch,
         "rollout.engine.memory": "auto",
         "rollout.engine.transport": "auto",
-        "rollout.engine.execution": args.execution,
+        "rollout.engine.arithmetic": args.arithmetic,
         "optimizer.offload": "auto",
         "train.steps": 1 + args.steps,
         "train.prompts_per_step": prompts,
@@ -179,6 +178,7 @@ def summary(run_dir: pathlib.Path) -> dict[str, Any]:
         found = [record[key] for record in steps if record.get(key) is not None]
         return float(np.mean(found)) if found else None
 
+    mismatches = run_dir / "first_mismatch.jsonl"
     named = sorted(f"time/{name}_s" for name in (*phases(steps[0]), "step"))
     return {
         "tokens_per_s": mean("time/tok_per_s"),
@@ -191,7 +191,7 @@ def summary(run_dir: pathlib.Path) -> dict[str, Any]:
         "max_abs": max(record["mismatch/max_abs"] for record in records[1:]),
         "unequal_tokens": list(unequal_tokens(records)),
         "updates": int(sum(record["train/updates"] for record in records)),
-        "first_unequal": recorder.read_lines(run_dir / "unequal.jsonl") if (run_dir / "unequal.jsonl").exists() else [],
+        "first_mismatches": recorder.read_lines(mismatches) if mismatches.exists() else [],
         "dropped": mean("later/clip/seq_dropped"),
         "model_tflops": mean("perf/model_tflops"),
         "response_tokens": mean("response/tokens"),
@@ -211,7 +211,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--response-len", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=2, help="train.micro_batch_rows")
     parser.add_argument("--steps", type=int, default=2, help="measured, after one that warms up")
-    parser.add_argument("--execution", default="auto", choices=("auto", "eager", "graphs", "compiled"))
+    parser.add_argument("--arithmetic", default="batch_invariant", choices=("batch_invariant", "vllm"))
     parser.add_argument("--deviation", type=float, default=0.02, help="of random weights")
     parser.add_argument("--limit-s", type=float, default=570.0)
     parser.add_argument("--run-dir", default="", help="a folder to keep the run in, and to go on in; empty: none")
@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
             most = [stack.enter_context(most_used(ordinal)) for ordinal in range(args.cards)]
             code = finished(command, log, args.limit_s - (time.perf_counter() - began))
         found: dict[str, Any] = {"case": args.case, "batch": args.batch, "shapes": args.shapes, "code": code}
-        found |= {"cards": args.cards, "layers": args.layers, "execution": args.execution, "planned_gib": plan}
+        found |= {"cards": args.cards, "layers": args.layers, "arithmetic": args.arithmetic, "planned_gib": plan}
         found["most_used_gib"] = [used[0] / GIB for used in most]
         text = pathlib.Path(log).read_text(errors="replace")
         told = ("execution", "publishing over")

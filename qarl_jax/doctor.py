@@ -42,7 +42,7 @@ from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import build, config
 from qarl_jax.run.config import RunConfig
 from qarl_jax.types import Parser, UserError, entry_point
-from qarl_jax.verify import contract, layers, machine
+from qarl_jax.verify import alignment, layers, machine
 from qarl_jax.verify.machine import GIB, Check, Status, amount, check
 
 PROBE_TIMEOUT_S = 60.0
@@ -64,25 +64,20 @@ print(json.dumps({"python": platform.python_version(), "bridge": u.find_spec("qa
 
 
 def numerics(cfg: RunConfig | None) -> Check:
-    """The profile `quant.engine` resolves to here, and whether it is that of the sampler."""
+    """The profile `quant.engine` resolves to here, and whether learner and sampler are aligned by it."""
     engine = "auto" if cfg is None else cfg.quant.engine
     profile = (quant.resolve(engine) if cfg is None else cfg.numerics).profile
     found = f"quant.engine={engine} is {profile} here"
-    if cfg is not None and cfg.rollout.engine_name == "vllm" and profile == "plain":
-        todo = "set quant.engine=auto, so that the learner rounds where vLLM does"
-        return Check(name="numerics", status="warn", found=found + ", but vLLM samples", todo=todo)
-    if cfg is not None and isinstance(cfg.rollout.engine, vllm.Config):
-        execution = cfg.rollout.engine.execution
-        on_gpu = jax.default_backend() == "gpu"
-        mode = execution if execution != "auto" else "graphs" if on_gpu else "eager"
-        found += f", rollout.engine.execution={execution} is {mode}"
-        if mode == "compiled":
-            todo = "set rollout.engine.execution=auto: compiled kernels round otherwise than the learner does"
-            return Check(name="numerics", status="warn", found=found + ", which is not aligned", todo=todo)
-        if mode == "graphs" and not on_gpu and not cfg.rollout.engine.by_hand:
-            todo = "set rollout.engine.execution=auto: CUDA graphs need a CUDA GPU"
-            return Check(name="numerics", status="fail", found=found, todo=todo)
-    return Check(name="numerics", status="ok", found=found)
+    if cfg is None:
+        return Check(name="numerics", status="ok", found=found)
+    settings = cfg.rollout.engine
+    vllms_own = isinstance(settings, vllm.Config) and settings.arithmetic == "vllm" and not settings.by_hand
+    if vllms_own and jax.default_backend() != "gpu":
+        todo = "set rollout.engine.arithmetic=batch_invariant: vLLM's own arithmetic needs a CUDA GPU"
+        return Check(name="numerics", status="fail", found=found, todo=todo)
+    verdict = alignment.of_run(cfg)
+    todo = verdict.remedy if verdict.kind == "apart" else ""
+    return Check(name="numerics", status="warn" if todo else "ok", found=f"{found}; {verdict}", todo=todo)
 
 
 # ---- the bridge ------------------------------------------------------------------------------------------------------
@@ -333,8 +328,9 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
     weights = one_layer(cfg)
     model = models.config_of(weights.graphdef)
     aligned = cfg.quant.rollout_scheme == cfg.quant.forward
+    compiles = settings.arithmetic == "vllm" and not settings.eager
     engine = vllm.VllmEngine(
-        dataclasses.replace(settings, record_routing=model.moe is not None and settings.execution != "compiled"),
+        dataclasses.replace(settings, record_routing=model.moe is not None and not compiles),
         run_id="doctor",
         log=lambda line: None,
     )
@@ -354,18 +350,18 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
         )
         if model.numerics.profile == "plain" or facts.execution == "compiled":
             return  # the learner mirrors no engine, or the engine calls no module by itself
-        exact = not contract.left_out(
-            cfg.quant.forward, model.numerics, attention=cfg.model.attention, int4_kernel=settings.int4_kernel
-        )
+        # The layer has the sampler's scheme, so that of the learner is no matter here.
+        one_scheme = dataclasses.replace(cfg, quant=dataclasses.replace(cfg.quant, forward=cfg.quant.rollout_scheme))
+        verdict = alignment.of_run(one_scheme, facts)
         for what, names, linear in (
             ("live layers", layers.linear_names(model), True),
             ("live blocks", layers.block_names(model), False),
         ):
             if names:
                 compared = layers.compare(weights, engine.probe(PROBE_PROMPT, names), linear)
-                good, found = layers.judge(compared, cfg.quant.rollout_scheme, linear, exact)
+                good, found = layers.judge(compared, verdict.is_aligned)
                 todo = f"the learner computes otherwise than this build: take another scheme, {report}"
-                yield check(what, good, found, todo, "fail" if aligned else "warn")
+                yield check(what, good is not False, found, todo, "fail" if aligned else "warn")
     except vllm.BrokenPromiseError as error:
         facts = engine.facts
         build_ = "" if facts is None else f"{facts.engine} {facts.engine_version}, build {facts.isa}: "

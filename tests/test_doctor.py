@@ -96,10 +96,17 @@ def test_learner_and_sampler_schemes_are_told_apart(world):
 
 
 def test_a_learner_that_does_not_mirror_vllm_is_a_warning(world):
-    cfg = world.changed(rollout={"engine": {"name": "vllm"}}).config
-    assert doctor.numerics(cfg).status == "warn"
-    mirrored = world.changed(rollout={"engine": {"name": "vllm"}}, quant={"engine": "auto"}).config
-    assert doctor.numerics(mirrored).status == "ok"
+    def line(**changed):
+        vllm = world.changed(rollout={"engine": {"name": "vllm"}}, model={"dtype": "bfloat16"})
+        found = doctor.numerics(vllm.changed(**changed).config)
+        return found.status, found.todo
+
+    assert line() == ("warn", "set quant.engine=auto")
+    assert line(quant={"engine": "auto"}) == ("ok", "")
+    assert line(quant={"engine": "auto", "rollout": "w8a8"}) == ("ok", ""), "two schemes by intent"
+    status, todo = line(rollout={"engine": {"name": "vllm", "arithmetic": "vllm"}}, quant={"engine": "auto"})
+    assert status == "fail", "here is no GPU"
+    assert todo.startswith("set rollout.engine.arithmetic=batch_invariant")
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_publish_offers_what_the_config_offers():
     publish = load("publish")
     args = publish.build_parser().parse_args(["--shapes", "8b", "--layers", "2", "--schemes", "w4a16"])
     assert (args.layers, args.schemes) == (2, ["w4a16"])
-    for name in ("transport", "loader", "execution", "int4_kernel", "readback"):
+    for name in ("transport", "readback"):
         assert getattr(args, name) == getattr(Config(), name)
     apart = publish.build_parser().parse_args(["--transport", "nccl", "--engine-device", "1"])
     assert Config(transport=apart.transport, visible_gpus=apart.engine_device).has_own_gpu

@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
 
             engine = FakeEngine(config, expected, has_weights=has_weights, max_model_len=options.max_model_len or 4096)
         elif options.tensor_parallel_size > 1:
-            from qarl_bridge.engine.shards import ShardedEngine
+            from qarl_bridge.engine.tensor_parallel import ShardedEngine
 
             engine = ShardedEngine(args.model, config, expected, has_weights=has_weights, options=options)
         else:

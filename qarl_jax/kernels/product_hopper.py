@@ -13,7 +13,7 @@ other through all of K, and never added up outside. That is what vLLM's CUTLASS 
 bits: the cores keep some 14 bits of a sum (docs/concepts/engines.md). A tile decides none, and neither do zeros after
 the last input, with which CUTLASS fills its own last tile.
 
-bfloat16 products have an accumulator for each part of K (`qarl_bridge.protocol.contract`). All of them are filled in
+bfloat16 products have an accumulator for each part of K (`qarl_bridge.protocol.split_k`). All of them are filled in
 one walk through the inputs and added at the end, in float32: the parts cost no pass over memory.
 """
 
@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Num
-from qarl_bridge.protocol import contract
+from qarl_bridge.protocol import split_k
 
 from qarl_jax.numerics.float32 import fused_multiply_add
 
@@ -258,11 +258,11 @@ def float_product(
 
     Args:
       x, w: bfloat16. bias: float32.
-      parts: one or two (`contract.parts_of`); others as in `product`.
+      parts: one or two (`split_k.parts_of`); others as in `product`.
     """
     if tile is None:
         tile = FLOAT if parts == 1 and w.shape[0] % FLOAT.n == 0 else FLOAT_PARTS
-    multiple = max(1, contract.STEP * parts)  # both parts of the same length: behind the last input there are zeros
+    multiple = max(1, split_k.STEP * parts)  # both parts of the same length: behind the last input there are zeros
     x, w = _filled(x, 1, multiple), _filled(w, 1, multiple)
     return _launch(x, w, (), bias, tile, blocks, interpret, "hopper_bf16", scaled=False, parts=parts)
 

@@ -16,7 +16,7 @@ import jax
 
 from qarl_jax import data, models
 from qarl_jax.learning.learner import TrainState
-from qarl_jax.loop import first_step, resume, unequal
+from qarl_jax.loop import first_mismatch, first_step, resume
 from qarl_jax.loop.ahead import Ahead
 from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.interrupt import Interrupt
@@ -28,6 +28,7 @@ from qarl_jax.run import build, config, evaluation, stamp
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import compilation, processes, startup
+from qarl_jax.verify import alignment
 
 
 class Run:
@@ -131,7 +132,7 @@ class Run:
         self.begun = self._starting.seconds() | {k: v for k, v in published.items() if k.startswith("time/start_")}
         self.observer.say(startup.words(self.begun))
         if (facts := self.engine.facts) is not None:
-            self.observer.say(unequal.promise(cfg, facts.execution))
+            self.observer.say(f"{alignment.of_run(cfg, facts)} (execution {facts.execution})")
         self._at_start = self._measured() if cfg.eval.at_start and self.start == 0 else None
         if self._at_start is not None:
             self._tell(0, self._at_start)
@@ -166,14 +167,13 @@ class Run:
                 self.observer.say(f"not compiled ahead, but when needed: {str(error)[:200]}")
         self.begun = self._starting.seconds() | self.begun
 
-    def remark(self, step: int, record: Mapping[str, Any], found: unequal.Unequal | None) -> None:
+    def remark(self, step: int, record: Mapping[str, Any], found: first_mismatch.FirstMismatch | None) -> None:
         """Says if sampler and learner differ more than they are known to, and at which token (`found`) first."""
-        facts = self.engine.facts
-        execution = "" if facts is None else facts.execution
-        if step == self.start and (said := first_step.remark(self.cfg, record, execution)) is not None:
+        verdict = alignment.of_run(self.cfg, self.engine.facts)
+        if step == self.start and (said := first_step.remark(self.cfg, record, verdict)) is not None:
             self.observer.say(said)
-        if found is not None and not unequal.reason(self.cfg, execution):
-            self.observer.unequal(step, dataclasses.asdict(found))
+        if found is not None and verdict.is_aligned:
+            self.observer.first_mismatch(step, dataclasses.asdict(found))
             self.observer.say(f"step {step}: {found}")
 
     def evaluate(self, version: int) -> dict[str, float]:

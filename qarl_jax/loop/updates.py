@@ -21,7 +21,7 @@ from jaxtyping import Float
 from qarl_jax.data import packing
 from qarl_jax.learning.critic import Critic, Targets
 from qarl_jax.learning.learner import Learner, TrainState
-from qarl_jax.loop import step_metrics, unequal
+from qarl_jax.loop import first_mismatch, step_metrics
 from qarl_jax.loop.pipeline import Scoring, StepStream, drained
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.step_metrics import UpdateMetrics
@@ -50,7 +50,7 @@ class Learned:
 
     metrics: dict[str, float]
     histograms: dict[str, list[int]]
-    first_mismatch: unequal.Unequal | None
+    first_mismatch: first_mismatch.FirstMismatch | None
 
 
 def advantages_of(
@@ -175,7 +175,7 @@ class Updates:
         def read() -> Learned:
             with self._timer("metrics"):
                 numbers, histograms = gathered.reduced()
-                found = self._first_unequal(batches, step) if numbers.get("mismatch/exact", 1.0) < 1.0 else None
+                found = self._first_mismatch(batches, step) if numbers.get("mismatch/exact", 1.0) < 1.0 else None
                 numbers |= {
                     "train/padding_share": float(np.mean([batch.packed.padding_share for batch in batches])),
                     "train/tokens": float(sum(batch.packed.num_tokens for batch in batches)),
@@ -322,8 +322,8 @@ class Updates:
         return state, inner
 
     @staticmethod
-    def _first_unequal(batches: Sequence[MiniBatch], step: int) -> unequal.Unequal | None:
-        return unequal.first(((b.packed, b.groups, b.scored) for b in batches if len(b.scored)), step)
+    def _first_mismatch(batches: Sequence[MiniBatch], step: int) -> first_mismatch.FirstMismatch | None:
+        return first_mismatch.first(((b.packed, b.groups, b.scored) for b in batches if len(b.scored)), step)
 
     def _flops(self, state: TrainState, packed: packing.Packed) -> float:
         """Model FLOPs of one update on these rows."""

@@ -39,20 +39,17 @@ def published_bytes(cfg: RunConfig) -> int:
     return nbytes(weights.qweights) + nbytes(rest, dtype=jnp.bfloat16)
 
 
-def int4_copies(cfg: RunConfig) -> dict[str, int]:
-    """Bytes that a vLLM on CUDA holds beside the published tensors of its int4 layers, by `int4_kernel`.
+def int4_copies(cfg: RunConfig) -> int:
+    """Bytes that a vLLM on CUDA holds beside the published tensors of its int4 layers.
 
-    The bridge's kernels multiply what is made at each load from tensors that stay: words and scales, with room for the
-    largest layer, gate and up, as bf16(q s); and for 8-bit activations one byte per weight. Experts are made in their
-    place.
+    The bridge's kernels multiply copies made at each load from the tensors, which stay: words and scales, with room for
+    the largest layer, gate and up, as bf16(q s). Experts are made in place.
     """
     qweights = models.by_path(_published(cfg).qweights)
     dense = [(str(q.scheme), q) for path, q in qweights.items() if ".moe." not in path]
     layers = [q for scheme, q in dense if "a16" in scheme]
     largest = max((2 * q.shape[-2] * q.shape[-1] for q in layers), default=0)  # of a matrix, bfloat16
-    own = nbytes([q.qvalue for q in layers]) + nbytes([q.scale for q in layers]) + 2 * largest
-    codes = 2 * nbytes([q.qvalue for scheme, q in dense if scheme.startswith("w4a8_fp8")])
-    return {"auto": own + codes, "machete": codes, "marlin": codes}
+    return nbytes([q.qvalue for q in layers]) + nbytes([q.scale for q in layers]) + 2 * largest
 
 
 def staging_bytes(cfg: RunConfig) -> int:
@@ -91,13 +88,13 @@ def engine_parts(cfg: RunConfig) -> dict[str, int]:
     if model.moe is not None:
         inner = max(inner, model.moe.intermediate_size * model.moe.num_experts_per_tok)
     logits = engine.max_num_seqs * model.vocab_size * 4
-    contract = engine.kernels == "contract" and engine.execution != "compiled"
+    invariant = engine.arithmetic == "batch_invariant"
     return {
         "weights": published_bytes(cfg),
-        "int4 layers as multiplied": int4_copies(cfg)[engine.int4_kernel] if contract else 0,
+        "int4 layers as multiplied": int4_copies(cfg) if invariant else 0,
         "KV cache": int(engine.kv_cache_gb * GIB) if engine.kv_cache_gb else kv_bytes(cfg, 1),
         # Of a step: gate, up and their product, six residuals; and five float32 copies of all sequences' logits.
         "activations (estimate)": STEP_TOKENS * (4 * inner + 6 * model.hidden_size) * 2 + 5 * logits,
-        "CUDA graphs (estimate)": 0 if engine.execution == "eager" else int(GRAPHS),
+        "CUDA graphs (estimate)": 0 if engine.eager else int(GRAPHS),
         "context (estimate)": int(CONTEXT),
     }

@@ -7,9 +7,9 @@ scaled, how sums are made, and where the layers in between round. A record of `N
 and nothing else in the project asks what machine this is. A new engine is one record, which lists where the engine
 departs from `PLAIN`; `python -m qarl_jax.numerics` prints all of them as the table in docs/concepts/engines.md.
 
-`CPU` is a contract that both sides keep: vLLM's CPU engine computes with the bridge's own operations (`cpu_kernels.py`,
-`cpu_layers.py`, `cpu_experts.py` there), the same ones on every build. `CUDA` is one for bf16 and int4 products, norms
-and log-probs (`pinned.py` there), and mirrors vLLM 0.25.1's own kernels in the rest, in eager mode or in CUDA graphs.
+`CPU` is batch-invariant on both sides: vLLM's CPU engine computes with the bridge's own operations (`engine/cpu/`
+there), the same ones on every build. So is `CUDA`: the bridge replaces bf16 and int4 products, norms and log-probs
+(`engine/cuda/` there), and the rest mirrors kernels of vLLM 0.25.1 that are batch-invariant as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from qarl_bridge.protocol import contract
+from qarl_bridge.protocol import split_k
 
 from qarl_jax.types import UserError
 
@@ -41,7 +41,6 @@ class Numerics:
       contract_parts: sums of bfloat16 products are made in the contract's parts of K (`of_layer`).
       fp8_divides: fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x).
       fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, where there are such.
-      w4a8_is_fp8: int4 layers with 8-bit activations multiply in e4m3, on a grid of their own (`w4a8_fp8`).
       block_attention: attention meets the keys in blocks, the last one first, and rounds its weights against the
         maximum so far (FlashAttention-3).
       norm_order: how RMSNorm's mean of squares is summed: in float64, in torch's order (8-float vectors on x86; its
@@ -69,7 +68,6 @@ class Numerics:
     contract_parts: bool = False
     fp8_divides: bool = False
     fp8_on_tensor_cores: bool = True
-    w4a8_is_fp8: bool = False
     block_attention: bool = False
     norm_order: NormOrder = "any"
     round_sum_before_norm: bool = False
@@ -91,7 +89,7 @@ class Numerics:
         own = self if spread_inputs or self.shards == 1 else dataclasses.replace(self, shards=1)
         if not self.contract_parts:
             return own
-        return dataclasses.replace(own, parts=contract.parts_of(outputs, inputs))
+        return dataclasses.replace(own, parts=split_k.parts_of(outputs, inputs))
 
 
 # No engine: the embedded sampler calls the learner's own functions. float32 inside, one rounding at the end.
@@ -112,7 +110,6 @@ CUDA = Numerics(
     profile="cuda",
     contract_parts=True,
     fp8_divides=True,
-    w4a8_is_fp8=True,
     block_attention=True,
     norm_order="float64",
     round_sum_before_norm=True,

@@ -344,9 +344,9 @@ class Observer:
         """`total_steps` is for the view ("step 3 of 100"); `stream` is where it writes (None: standard output)."""
         self.run_dir = Path(run_dir).absolute()
         self._step_files = tuple(
-            self.run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "histograms", "unequal")
+            self.run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "histograms", "first_mismatch")
         )
-        self.metrics_path, self.samples_path, self._histograms_path, self._unequal_path = self._step_files
+        self.metrics_path, self.samples_path, self._histograms_path, self._first_mismatch_path = self._step_files
         self.config = config or Config()
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -430,9 +430,9 @@ class Observer:
         if counts:
             self._append(self._histograms_path, [{"step": step, **counts}])
 
-    def unequal(self, step: int, found: Mapping[str, Any]) -> None:
-        """Record the first token of a step that sampler and learner score otherwise (`loop.unequal.Unequal`)."""
-        self._append(self._unequal_path, [{"step": step, **found}])
+    def first_mismatch(self, step: int, found: Mapping[str, Any]) -> None:
+        """Record the first token of a step whose log-prob differs (`loop.first_mismatch.FirstMismatch`)."""
+        self._append(self._first_mismatch_path, [{"step": step, **found}])
 
     def say(self, text: str) -> None:
         """A line for the reader, above the table or among the lines."""
@@ -499,7 +499,7 @@ class Silent:
         return None
 
     start = write = truncate_to = set_aside = latest = log = _nothing
-    samples = histograms = unequal = say = end = _nothing
+    samples = histograms = first_mismatch = say = end = _nothing
 
     def __enter__(self) -> Silent:
         return self

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from aqt.jax.v2 import aqt_dot_general, aqt_tensor
 from jax import lax
-from qarl_bridge.protocol import contract
+from qarl_bridge.protocol import split_k
 
 from qarl_jax.kernels import experts_triton, products
 from qarl_jax.numerics.engine import Numerics
@@ -41,7 +41,7 @@ class Product(Protocol):
     def floating(self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
         """Compute dtype [M, K], any dtype [.., N, K], float32 [1, N] -> [M, N] in x.dtype, or float32, not yet rounded.
 
-        K is cut into `numerics.parts` (`contract.cuts`), each summed by itself and then added in float32, in ascending
+        K is cut into `numerics.parts` (`split_k.cuts`), each summed by itself and then added in float32, in ascending
         order; experts' inputs are not cut, for there are enough experts to fill a card, and they have no bias.
         """
 
@@ -148,7 +148,7 @@ class Dense:
         else:
             sums = [
                 _float_dot_general(x[:, first:end], w[:, first:end], _CONTRACT_LAST, jnp.float32)
-                for first, end in contract.cuts(x.shape[1], numerics.parts)
+                for first, end in split_k.cuts(x.shape[1], numerics.parts)
             ]
             y = round_to(functools.reduce(jnp.add, sums), dtype)
         return y if bias is None else y + bias

@@ -30,7 +30,7 @@ from qarl_jax.numerics.engine import PLAIN, Numerics
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.quant.contractions import Dense, Product, Ragged
 from qarl_jax.quant.qtensor import QTensor, inputs_of
-from qarl_jax.quant.schemes import OfLowBitActivations, dequantize, module_of, multiplied
+from qarl_jax.quant.schemes import OfLowBitActivations, dequantize, module_of
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -46,7 +46,6 @@ def _multiply_fwd(numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor:
     scheme = module_of(qtensor.scheme) if isinstance(qtensor, QTensor) else None
     if isinstance(scheme, OfLowBitActivations):
         used, weight = scheme.activations(x, numerics=numerics), qtensor
-        held = multiplied(qtensor)
 
         def engine(used: Any, qt: QTensor, bias: Any) -> jax.Array:
             y = scheme.multiply(used, qt, bias, numerics=numerics, product=product)
@@ -56,10 +55,10 @@ def _multiply_fwd(numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor:
             codes, scale = used
             return kernels.eight_bit(codes, scale, qt.qvalue, qt.scale, bias, **options)
 
-        if sizes is None and kernels.serves(module_of(held.scheme).NAME, x, held.qvalue.shape, numerics):
-            y = lax.platform_dependent(used, held, bias, cuda=kernel, default=engine)
+        if sizes is None and kernels.serves(scheme.NAME, x, qtensor.qvalue.shape, numerics):
+            y = lax.platform_dependent(used, qtensor, bias, cuda=kernel, default=engine)
         else:
-            y = engine(used, held, bias)
+            y = engine(used, qtensor, bias)
     else:
         used, weight = x, round_to(master, x.dtype) if qtensor is None else qtensor
         plain = weight if scheme is None else round_to(scheme.dequantize(qtensor), jnp.bfloat16)

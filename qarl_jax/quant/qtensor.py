@@ -23,8 +23,7 @@ class QTensor:
       * 4-bit: `qvalue` int32 [..., N, K/8], eight codes+8 to a word, element 8j+i in bits 4i..4i+3 of word j;
         `scale` bfloat16 [..., N, K/G], or [..., N, 1] per channel;
       * `scale` is finite and > 0;
-      * the weight it stands for is code * scale, rounded to bfloat16 for the 4-bit schemes (`dequantize`); under
-        `w4a8_fp8` it is one of the sixteen levels the engine makes of the scale.
+      * the weight it stands for is code * scale, rounded to bfloat16 for the 4-bit schemes (`dequantize`).
 
     Example: quantize([[0.5, -1.0, ...]], w8a8.Config()) -> qvalue [[64, -128, ...]], scale [[1/127.5]].
 

@@ -24,11 +24,18 @@ from qarl_jax.types import UserError
 POLICY = (
     *("model.path", "model.init", "model.dtype", "model.param_dtype"),
     *("quant.forward", "quant.rollout", "quant.group_size", "quant.rules", "quant.uaq_scale", "quant.kernels"),
-    *("rollout.engine.execution", "rollout.engine.kernels", "rollout.engine.int4_kernel"),
-    *("rollout.engine.split_attention", "rollout.engine.tensor_parallel_size"),
+    *("rollout.engine.arithmetic", "rollout.engine.tensor_parallel_size"),
 )
 """Settings that say what a run's policy is, and whether its sampler computes it. The arithmetic that quant.engine and
 rollout.engine.name come to is one more."""
+# Settings of `rollout.engine` in older records, with the values of batch-invariant arithmetic; others meant vLLM's own.
+_RETIRED: dict[str, tuple[Any, ...]] = {
+    "execution": ("auto", "eager", "graphs"),
+    "kernels": ("contract",),
+    "int4_kernel": ("auto",),
+    "split_attention": (False,),
+    "loader": ("auto", "vllm"),
+}
 _UNTOLD = ("log.", "distributed.", "run_dir")  # settings that no number of a run depends on
 
 
@@ -60,7 +67,18 @@ def of(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
         extra = {"config": record["config"], "numerics": starts[-1].get("numerics")}
         if not isinstance(extra["config"], dict):
             raise UserError(f"{file} holds no config: it is not the record of a run, or was altered.")
-    return {"step": step, "config": extra["config"], "numerics": extra["numerics"]}
+    return {"step": step, "config": _as_today(extra["config"]), "numerics": extra["numerics"]}
+
+
+def _as_today(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Translates retired settings of a recorded config into the settings that took their place."""
+    engine = dict(recorded.get("rollout", {}).get("engine", {}))
+    retired = {name: engine.pop(name) for name in _RETIRED if name in engine}
+    if not retired:
+        return recorded
+    if any(value not in _RETIRED[name] for name, value in retired.items()):
+        engine["arithmetic"] = "vllm"
+    return recorded | {"rollout": recorded["rollout"] | {"engine": engine}}
 
 
 def _run_json(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
@@ -145,8 +163,6 @@ def _policy(flat: dict[str, Any]) -> dict[str, Any]:
     out = {key: flat[key] for key in POLICY if key in flat}
     out["model.path"] = os.path.realpath(out["model.path"])
     out["quant.rollout"] = out["quant.rollout"] or out["quant.forward"]
-    if "rollout.engine.execution" in out:
-        out["rollout.engine.execution"] = out["rollout.engine.execution"] == "compiled"  # the others have the same bits
     return out
 
 

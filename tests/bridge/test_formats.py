@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """QTensor bytes <-> checkpoint tensors, and the config section that describes them."""
 
-import dataclasses
 import json
 
 import jax
@@ -58,7 +57,7 @@ class TestEveryScheme:
 
     def test_what_is_published_stands_for_the_learners_weight(self, config):
         qvalue, scale, qt = arrays(config)
-        value = ref.published_value(qvalue, scale, str(config).partition(":")[0])
+        value = ref.published_value(qvalue, scale)
         np.testing.assert_array_equal(value, np.asarray(quant.dequantize(qt, jnp.float32)))
 
     def test_the_name_may_carry_the_weight_suffix(self, config):
@@ -194,24 +193,6 @@ def test_the_learner_and_the_bridge_read_the_same_scheme_names():
         name, group = formats.parse(str(config))
         assert quant.parse_scheme(name, group) == config
     assert formats.parse("w4a16") == formats.parse(str(quant.parse_scheme("w4a16")))
-
-
-def test_the_limits_of_a_kernel_are_fields_of_its_formats_row(monkeypatch):
-    row = dataclasses.replace(
-        formats._LAYOUTS["w4a16"], kernel="a kernel", group_size=64, row_multiple=32, dense_only=True
-    )
-    monkeypatch.setitem(formats._LAYOUTS, "new", row)
-    assert formats.parse("new:g64") == ("new", 64)
-    for suffix in ("", ":g128", ":g-1"):
-        with pytest.raises(BridgeError, match="a kernel has groups of 64 only"):
-            formats.parse(f"new{suffix}")
-    qvalue, scale, _ = arrays(quant.parse_scheme("w4a16:g64"), n=96)
-    assert formats.pack(NAME, qvalue, scale, "new:g64")[f"{NAME}.weight_packed"] is qvalue
-    with pytest.raises(BridgeError, match="N = 80 is not a multiple of 32, as a kernel needs it"):
-        formats.pack(NAME, qvalue[:80], scale[:80], "new:g64")
-    assert formats.quantization_config({NAME: "new:g64"})["format"] == "pack-quantized"
-    with pytest.raises(BridgeError, match=r"experts\.0\.down_proj is new:g64, but a kernel was never mirrored"):
-        formats.quantization_config({"model.layers.0.mlp.experts.0.down_proj": "new:g64"})
 
 
 @pytest.mark.vllm

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qarl_bridge.protocol import contract
+from qarl_bridge.protocol import split_k
 
 from qarl_jax.kernels import product_hopper
 from qarl_jax.kernels.product_hopper import FLOAT, FLOAT_PARTS
@@ -24,7 +24,7 @@ def operands(m, n, k):
 
 def in_parts(x, w, b, parts):
     x, w = (np.asarray(a, np.float32) for a in (x, w))
-    sums = [x[:, first:end] @ w[:, first:end].T for first, end in contract.cuts(x.shape[1], parts)]
+    sums = [x[:, first:end] @ w[:, first:end].T for first, end in split_k.cuts(x.shape[1], parts)]
     return functools.reduce(np.add, sums) + np.asarray(b, np.float32)
 
 

@@ -245,8 +245,7 @@ def test_int4_layers_are_counted_as_multiplied(run):
     # q, k, v, o; gate, up, down: half a byte and a bfloat16 scale of 128; gate and up of one layer once more.
     numbers = 36 * 2560 * (2 * 32 * 128 + 2 * 8 * 128 + 3 * 9728)
     assert held(*w4a16) == numbers // 2 + numbers // 128 * 2 + 2 * (2 * 9728) * 2560
-    assert held(*w4a16, "rollout.engine.int4_kernel=machete") == 0
-    assert held("quant.forward=w4a8", "rollout.engine.memory=auto") == numbers  # a byte each
+    assert held(*w4a16, "rollout.engine.arithmetic=vllm") == 0
     assert held("rollout.engine.memory=auto") == 0  # w8a8
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from qarl_bridge.protocol import contract
+from qarl_bridge.protocol import split_k
 
 from qarl_jax import quant
 from qarl_jax.models.config import ModelConfig
@@ -25,22 +25,22 @@ from tests.reference import quant_reference as ref
 
 
 def test_parts_are_whole_steps_that_cover_all_inputs_in_order():
-    assert contract.cuts(1280, 3) == [(0, 512), (512, 896), (896, 1280)]
+    assert split_k.cuts(1280, 3) == [(0, 512), (512, 896), (896, 1280)]
     for inputs, parts in ((4864, 2), (2000, 3), (9728, 2), (128, 1)):
-        found = contract.cuts(inputs, parts)
+        found = split_k.cuts(inputs, parts)
         assert (found[0][0], found[-1][1], len(found)) == (0, inputs, parts)
-        assert all(a[1] == b[0] and a[1] % contract.STEP == 0 for a, b in itertools.pairwise(found))
+        assert all(a[1] == b[0] and a[1] % split_k.STEP == 0 for a, b in itertools.pairwise(found))
 
 
 def test_only_narrow_layers_with_many_inputs_are_cut():
     # Qwen3-4B, as the engine fuses its layers: o and down are narrow, q|k|v and gate|up are not.
-    assert [contract.parts_of(*shape) for shape in ((2560, 4096), (2560, 9728), (6144, 2560), (19456, 2560))] == [
+    assert [split_k.parts_of(*shape) for shape in ((2560, 4096), (2560, 9728), (6144, 2560), (19456, 2560))] == [
         2,
         2,
         1,
         1,
     ]
-    assert contract.parts_of(896, 896) == 1  # seven steps
+    assert split_k.parts_of(896, 896) == 1  # seven steps
 
 
 # ---- w4a16 in parts --------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def test_a_layer_in_parts_lowers_to_a_float32_product_for_each(bias):
         text = jax.jit(layer, static_argnums=1).trace(x, parts).lower(lowering_platforms=("cuda",)).as_text()
         dots = re.findall(r"stablehlo\.dot_general.*", text)
         inputs = [int(re.search(r"\(tensor<8x(\d+)xbf16>", dot).group(1)) for dot in dots]
-        assert inputs == [b - a for a, b in contract.cuts(1024, parts)]
+        assert inputs == [b - a for a, b in split_k.cuts(1024, parts)]
         assert all(dot.endswith(f"-> tensor<8x16x{result}>") for dot in dots)
 
 
@@ -97,7 +97,7 @@ def test_a_layers_parts_are_those_of_the_weight_the_engine_fuses_it_into():
 
     assert build(dataclasses.replace(config, numerics=resolve("plain"))) == [1] * 5
     # q|k|v 768 outputs and gate|up 8,192; gate alone would be cut.
-    assert contract.parts_of(4096, 1024) == 2
+    assert split_k.parts_of(4096, 1024) == 2
     assert build(config) == [2, 2, 1, 1, 2]
     assert resolve("cuda").of_layer(384, 1024) == dataclasses.replace(resolve("cuda"), parts=2)
     assert resolve("cpu").of_layer(384, 1024) == resolve("cpu")

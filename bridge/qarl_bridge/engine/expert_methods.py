@@ -1,7 +1,7 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How the bridge's own mixtures of experts take the place of vLLM's: on a CPU cpu_experts.py, on CUDA
-pinned_experts.py."""
+"""How the bridge's own mixtures of experts take the place of vLLM's: on a CPU cpu/experts.py, on CUDA
+cuda/experts.py."""
 
 from __future__ import annotations
 

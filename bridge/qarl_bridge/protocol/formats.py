@@ -9,7 +9,6 @@ A linear layer `P` (an HF module path such as model.layers.0.self_attn.q_proj) t
     fp8          float-quantized   P.weight float8_e4m3fn [N, K], P.weight_scale float32 [N, 1]
     w4a16, w4a8  pack-quantized    P.weight_packed int32 [N, K/8], P.weight_scale bfloat16 [N, K/G],
                                    P.weight_shape int64 [2]
-    w4a8_fp8     pack-quantized    as w4a16, G = 128; the engine factors the scales once more
     w3a16, w2a16 pack-quantized    as w4a16: their codes are some of int4's
     bf16         (none)            P.weight bfloat16 [N, K]
 
@@ -44,16 +43,12 @@ _EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.\d+\.(?P<proj>[a-z_]+)$")
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """One row of the table above, and what the kernel that computes with it asks for.
+    """One row of the table above.
 
     Attributes:
       format, weight, activation: of compressed-tensors' config section.
       qvalue, scale: dtypes as they travel.
       grouped: int4 words with scales of groups, or of output channels.
-      kernel: vLLM's kernel as messages name it, where the limits below are its own.
-      group_size: the only one it has; None: any that divides K.
-      row_multiple: what N is a multiple of.
-      dense_only: experts are not served with it.
     """
 
     format: str
@@ -62,10 +57,6 @@ class _Layout:
     qvalue: np.dtype
     scale: np.dtype
     grouped: bool = False
-    kernel: str = ""
-    group_size: int | None = None
-    row_multiple: int = 1
-    dense_only: bool = False
 
 
 def _args(bits: int, kind: str, strategy: str, dynamic: bool) -> dict[str, Any]:
@@ -98,14 +89,6 @@ _LAYOUTS: dict[str, _Layout] = {
     ),
     "w4a16": _INT4,
     "w4a8": dataclasses.replace(_INT4, activation=_args(8, "int", "token", True)),
-    "w4a8_fp8": dataclasses.replace(
-        _INT4,
-        activation=_args(8, "float", "token", True),
-        kernel="vLLM's int4 x fp8 kernel",
-        group_size=128,
-        row_multiple=128,
-        dense_only=True,
-    ),
     # Fewer of int4's codes are int4 codes: the engine cannot tell, and need not.
     "w3a16": _INT4,
     "w2a16": _INT4,
@@ -124,12 +107,7 @@ def parse(scheme: str) -> tuple[str, int | None]:
         raise BridgeError(f"unknown quantization scheme {scheme!r}: use one of {known}", "foreign_scheme")
     if not layout.grouped:
         return name, None
-    group = int(suffix[1:]) if suffix else _DEFAULT_GROUP
-    if layout.group_size not in (None, group):
-        raise BridgeError(
-            f"scheme {scheme!r}: {layout.kernel} has groups of {layout.group_size} only", "foreign_scheme"
-        )
-    return name, group
+    return name, int(suffix[1:]) if suffix else _DEFAULT_GROUP
 
 
 def module_name(name: str) -> str:
@@ -210,8 +188,6 @@ def _check(name: str, qvalue: np.ndarray, scale: np.ndarray, scheme: str, layout
     k = stored * 8 if layout.grouped else stored
     if layout.grouped and group != -1 and k % group:
         fail(f"K = {k} is not a multiple of the group size")
-    if n % layout.row_multiple:
-        fail(f"N = {n} is not a multiple of {layout.row_multiple}, as {layout.kernel} needs it")
     columns = k // group if layout.grouped and group != -1 else 1
     if scale.shape != (n, columns):
         fail(f"scales have shape {scale.shape}, expected {(n, columns)}")
@@ -235,12 +211,10 @@ def quantization_config(schemes: Mapping[str, str], ignore: Iterable[str] = ("lm
       The section, or None where nothing is quantized.
 
     Raises:
-      BridgeError("foreign_scheme"): the parts of a module vLLM fuses (q/k/v, gate/up, all experts of a layer) differ,
-        or experts have a scheme that is mirrored for dense layers only.
+      BridgeError("foreign_scheme"): the parts of a module vLLM fuses (q/k/v, gate/up, all experts of a layer) differ.
     """
     by_module = {module_name(name): _canonical(scheme) for name, scheme in schemes.items()}
     _check_fused(by_module)
-    _check_experts(by_module)
     targets: dict[str, list[str]] = {}
     for module, scheme in by_module.items():
         expert = _EXPERT.match(module)
@@ -293,17 +267,6 @@ def _group(scheme: str, targets: list[str]) -> dict[str, Any]:
         "input_activations": None if layout.activation is None else dict(layout.activation),
         "output_activations": None,
     }
-
-
-def _check_experts(by_module: Mapping[str, str]) -> None:
-    for module, scheme in by_module.items():
-        layout = _LAYOUTS.get(parse(scheme)[0])
-        if layout is not None and layout.dense_only and _EXPERT.match(module):
-            raise BridgeError(
-                f"{module} is {scheme}, but {layout.kernel} was never mirrored for experts; give experts w4a16 or fp8 "
-                "with a rule",
-                "foreign_scheme",
-            )
 
 
 def _check_fused(by_module: Mapping[str, str]) -> None:

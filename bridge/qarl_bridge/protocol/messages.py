@@ -40,7 +40,7 @@ from qarl_bridge.protocol.tensors import dtype_name as dtype_name
 from qarl_bridge.protocol.tensors import model_fingerprint as model_fingerprint
 from qarl_bridge.protocol.tensors import scheme_hash as scheme_hash
 
-PROTOCOL = 11
+PROTOCOL = 12
 MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
 MAX_FRAME = 64 << 20  # of a message: a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights travel in Chunks
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
@@ -256,6 +256,7 @@ class Facts(_Struct):
     pid: Count
     notes: list[Text] = []
     execution: Annotated[str, msgspec.Meta(pattern="^(none|eager|graphs|compiled)$")] = "none"
+    departures: list[Text] = []  # what of the engine's arithmetic is not batch-invariant, and why
     device: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # UUID of the engine's GPU; empty: it runs on a CPU
     records_routing: bool = False  # completions carry the experts of their tokens
     tensor_parallel_size: Count = 1
@@ -275,19 +276,12 @@ class EngineOptions:
       kv_cache_gb: size of the KV cache in GiB; 0: vLLM decides from `gpu_memory_utilization`.
       gpu_memory_utilization: share of the device's memory vLLM may use (on a CPU: of the host's).
       threads: CPU threads of the engine; 0: all that the process may use.
-      execution: "eager" runs op by op; "graphs" runs the same kernels inside CUDA graphs, which gives the same bits
-        sooner; "compiled" is vLLM's own default, whose fused kernels round otherwise than the learner does; "auto" is
-        "graphs" on a CUDA GPU and "eager" on a CPU.
-      kernels: on a CUDA GPU, whose products, norms and log-probs: "contract" is the bridge's own, the same for every
-        number of rows, which the learner mirrors; "vllm" is vLLM's, to measure what the contract costs.
-      int4_kernel: what computes with int4 weights on a CUDA GPU: "auto" is the bridge's kernel; "machete" and "marlin"
-        are vLLM's, whose order of sums depends on the number of rows.
-      split_attention: let FlashAttention share the keys of a long sequence out to idle processors. Faster where a few
-        long sequences are decoded, but a completion then depends on its company, and the learner cannot mirror it.
-      loader: "auto" loads whole modules where the bridge has proved on the engine that this gives what vLLM's loader
-        gives; "vllm" is always vLLM's own.
+      arithmetic: "batch_invariant" gives a token the same bits in every batch, by the bridge's own operations, which
+        the learner mirrors (in CUDA graphs on a GPU); "vllm" is vLLM as it comes, on a CUDA GPU: its compiled kernels,
+        whose roundings and orders of sums depend on the batch, and which no learner mirrors.
+      eager: run a GPU's operations one by one, without graphs or compilation: to look for a fault.
       tensor_parallel_size: shards of the engine, 1 or 2, each a process with its part of every weight (CPU engines).
-      record_routing: return the experts each token was sent to (a mixture of experts, not compiled); a trainer sets it
+      record_routing: return the experts each token was sent to (an MoE model, not compiled); a trainer sets it
         for `rollout.router_replay`. Prompts are then computed for every sample: no prefix cache.
       profile: folder for a profile of every load and read-back in the engine, and of a hundred steps; empty: none.
       seed: of the engine; every draw has its own besides.
@@ -300,11 +294,8 @@ class EngineOptions:
     kv_cache_gb: float = 0.0
     gpu_memory_utilization: float = 0.5
     threads: int = 0
-    execution: Literal["auto", "eager", "graphs", "compiled"] = "auto"
-    kernels: Literal["contract", "vllm"] = "contract"
-    int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
-    split_attention: bool = False
-    loader: Literal["auto", "vllm"] = "auto"
+    arithmetic: Literal["batch_invariant", "vllm"] = "batch_invariant"
+    eager: bool = False
     tensor_parallel_size: int = 1
     record_routing: bool = False
     profile: str = ""
@@ -324,9 +315,10 @@ class EngineOptions:
                 f"tensor_parallel_size must be 1 or 2, got {self.tensor_parallel_size}: a sum over more shards depends "
                 "on its order, which no learner mirrors"
             )
-        if self.record_routing and self.execution == "compiled":
+        if self.record_routing and self.arithmetic == "vllm" and not self.eager:
             raise ValueError(
-                "execution=compiled cannot record routed experts: set it to auto, or rollout.router_replay to false"
+                "arithmetic=vllm compiles the model, and cannot record routed experts: set it to batch_invariant, or "
+                "rollout.router_replay to false"
             )
 
     def to_json(self) -> str:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.quant.contractions import Product
 from qarl_jax.quant.qtensor import QTensor
-from qarl_jax.quant.schemes import fp8, w2a16, w3a16, w4a8, w4a8_fp8, w4a16, w8a8
+from qarl_jax.quant.schemes import fp8, w2a16, w3a16, w4a8, w4a16, w8a8
 from qarl_jax.types import UserError, did_you_mean
 
 
@@ -53,7 +53,7 @@ class OfLowBitActivations(Scheme, Protocol):
         """The engine's layer.
 
         Args:
-          used: from `activations`. qt: from `multiplied`.
+          used: from `activations`. qt: the weight.
           bias: float32 [1, N], or None.
           numerics: the engine mirrored.
           product: contractions with one weight, or with those of experts.
@@ -68,7 +68,6 @@ SCHEMES: dict[type, Scheme | OfLowBitActivations] = {
     fp8.Config: fp8,
     w4a16.Config: w4a16,
     w4a8.Config: w4a8,
-    w4a8_fp8.Config: w4a8_fp8,
     w3a16.Config: w3a16,
     w2a16.Config: w2a16,
 }
@@ -112,19 +111,17 @@ def parse_scheme(text: str, group_size: int | None = None) -> SchemeConfig | Non
 
 
 def on_engine(scheme: SchemeConfig | None, numerics: Numerics) -> SchemeConfig | None:
-    """What a scheme's name means on an engine: `w4a8` is `w4a8_fp8` on CUDA; every other name is itself everywhere.
+    """The scheme, where the mirrored engine serves it.
 
     Raises:
-      UserError: the engine has no such group size.
+      UserError: vLLM on CUDA has no layer of this scheme.
     """
-    if isinstance(scheme, w4a8.Config) and numerics.w4a8_is_fp8:
-        return w4a8_fp8.Config(group_size=scheme.group_size)
+    if isinstance(scheme, w4a8.Config) and numerics.profile == "cuda":
+        raise UserError(
+            "vLLM on CUDA has no layer with int4 weights and int8 activations (w4a8): set quant.forward and"
+            " quant.rollout to w4a16 or fp8, or sample with the embedded sampler (rollout.engine.name=jax)"
+        )
     return scheme
-
-
-def multiplied(qt: QTensor) -> QTensor:
-    """The weight whose codes and scales a layer multiplies with: `qt` itself, or what an engine makes of it."""
-    return w4a8_fp8.as_fp8(qt) if isinstance(qt.scheme, w4a8_fp8.Config) else qt
 
 
 def module_of(scheme: SchemeConfig) -> Scheme:
@@ -181,7 +178,6 @@ def _quantize(w: jax.Array, scheme: SchemeConfig) -> QTensor:
 def dequantize(qt: QTensor, dtype: Any = jnp.bfloat16) -> Float[Array, "*L N K"]:
     """The weight a QTensor stands for, [..., N, K] in `dtype`.
 
-    The values are bf(code * scale) for the 4-bit schemes, the float32 product code * scale for the 8-bit ones, and the
-    engine's own levels for `w4a8_fp8`.
+    The values are bf(code * scale) for the 4-bit schemes and the float32 product code * scale for the 8-bit ones.
     """
     return module_of(qt.scheme).dequantize(qt).astype(dtype)

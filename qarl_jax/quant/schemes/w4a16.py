@@ -10,7 +10,7 @@ scale 2**-7.
 **Product.** w = bf(q * s), then an ordinary product of compute-dtype operands with float32 accumulation, rounded once:
 y = bf(acc + b). Machete, Marlin and Humming on sm90 round the weight to bf(q * s) before they multiply, too; a float32
 q * s would change 33-40 % of the outputs. They cut K by the number of rows, so on CUDA the bridge's product takes their
-place, with parts of K that the weight's shape decides (`qarl_bridge.protocol.contract`); on a CPU the sum is float64.
+place, with parts of K that the weight's shape decides (`qarl_bridge.protocol.split_k`); on a CPU the sum is float64.
 
 **Backward.** Straight through: dX = dY bf(q * s), dMaster = dY^T x.
 

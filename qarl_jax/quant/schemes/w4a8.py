@@ -23,13 +23,11 @@ With the bridge's CPU engine (`quant.engine=cpu`) all groups are one sum in floa
 
 **What vLLM does with the bytes.** The tensors of `w4a16`, with `input_activations` of 8 bits in the config
 (`CompressedTensorsWNA8Int`, 0.32). On CUDA, the same config runs Machete and silently drops the activation
-quantization, so the bridge refuses it there.
+quantization, so learner and bridge refuse it there: on a GPU the embedded sampler alone has this scheme.
 
-**On CUDA** (`quant.engine=cuda`) the name means int4 weights with e4m3 activations, which is what Hopper has a kernel
-for: another grid and another product, `w4a8_fp8`. The embedded sampler and `quant.engine=plain` compute what is written
-here.
-
-**Left out.** Marlin's int8-activation mode (int16 group scales, another grid again).
+**Left out.** Marlin's int8-activation mode (int16 group scales, another grid again). int4 weights with e4m3
+activations, which is what Hopper has a kernel for: it adds in an order of its own. With `fp8`'s product in its place
+the codes take a byte each, beside the words, so such a layer is larger than `fp8`'s, no faster, and on a coarser grid.
 
 Sources: QaRL, arXiv 2604.07853; QQQ, arXiv 2406.09904; vLLM csrc/cpu.
 """
