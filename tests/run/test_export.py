@@ -219,17 +219,3 @@ def test_evaluating_a_checkpoint_repeats_the_runs_own_evaluation(run, capsys):
         assert evaluation.main([*run.command(), *arguments, "--json"]) == 0
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert found == {key: value for key, value in wanted.items() if key.startswith("eval/")}
-
-
-def test_a_record_with_settings_that_were_retired_since_is_read_as_what_they_meant(tmp_path):
-    engine = {"name": "vllm", "execution": "auto", "kernels": "contract", "int4_kernel": "auto", "loader": "auto"}
-    tree = {"model": {"path": "/m"}, "data": {"source": {"name": "jsonl", "path": "/d.jsonl"}}}
-
-    def read(**changed):
-        recorded = tree | {"rollout": {"engine": engine | {"split_attention": False} | changed}}
-        (tmp_path / "run.json").write_text(json.dumps({"config": recorded}))
-        return export.run_config(tmp_path).rollout.engine.arithmetic
-
-    assert read() == read(execution="graphs") == read(loader="vllm") == "batch_invariant"
-    for changed in ({"kernels": "vllm"}, {"execution": "compiled"}, {"split_attention": True}):
-        assert read(**changed) == "vllm"

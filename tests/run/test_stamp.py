@@ -29,10 +29,7 @@ JAX = {
     "rollout.engine": "{name: vllm}",
 }
 VLLM = {
-    "rollout.engine.execution": "compiled",
-    "rollout.engine.kernels": "vllm",
-    "rollout.engine.int4_kernel": "marlin",
-    "rollout.engine.split_attention": "true",
+    "rollout.engine.arithmetic": "vllm",
     "rollout.engine.tensor_parallel_size": "2",
 }
 """Settings that make another policy, of a run with either sampler; each with a value that such a run does not have."""
@@ -124,7 +121,7 @@ def test_what_means_the_same_and_another_machine_are_no_change(worlds):
     found = stamp.of(world.run_dir)
     moved = world.model.parent / "link"
     moved.symlink_to(world.model)
-    same = [f"model.path={moved}", f"quant.rollout={world.config.quant.forward}", "rollout.engine.execution=eager"]
+    same = [f"model.path={moved}", f"quant.rollout={world.config.quant.forward}", "rollout.engine.eager=true"]
     stamp.check_same_policy(config.load(world.command()[1], same), found, on_gpu=False)
     stamp.check_same_policy(world.config, found, on_gpu=True)  # begun on a CPU: auto follows vLLM's machine
     with pytest.raises(UserError, match=r"quant\.engine cpu -> cuda"):
@@ -152,3 +149,23 @@ def test_settings_that_this_version_added_are_no_change(tmp_path):
     del found["config"]["rollout"]["temperature"], found["config"]["quant"]["kernels"]
     other = world.changed(quant={"forward": "w8a8"}, train={"steps": 9}, log={"view": "lines"}).config
     assert stamp.changes(other, found) == ["quant.forward w4a16:g32 -> w8a8", "train.steps 2 -> 9"]
+
+
+def test_settings_that_were_retired_since_are_read_as_what_they_meant(tmp_path):
+    world = tiny.World(tmp_path).changed(rollout={"engine": {"name": "vllm"}})
+    retired = {"execution": "auto", "kernels": "contract", "int4_kernel": "auto", "split_attention": False}
+
+    def read(step, **changed):
+        save(world, step)
+        extra = world.run_dir / "checkpoints" / f"step_{step:08d}" / "extra.json"
+        made = json.loads(extra.read_text())
+        engine = made["config"]["rollout"]["engine"]
+        del engine["arithmetic"]
+        made["config"]["rollout"]["engine"] = engine | retired | {"loader": "auto"} | changed
+        return stamp._as_today(made["config"])["rollout"]["engine"]["arithmetic"]
+
+    assert read(1, kernels="vllm") == read(2, execution="compiled") == read(3, split_attention=True) == "vllm"
+    config_now = stamp._as_today(
+        {"rollout": {"engine": {"name": "vllm", **retired, "execution": "graphs", "loader": "vllm"}}}
+    )
+    assert config_now == {"rollout": {"engine": {"name": "vllm"}}}
