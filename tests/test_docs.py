@@ -32,8 +32,10 @@ GUIDE = "".join((ROOT / page).read_text() for page in PAGES)
 EXPERIMENT = ("experiments/alignment/README.md", "experiments/alignment/PLAN.md")
 GENERATED = ("docs/algorithms.md", "docs/results.md", "docs/appendix/results.md")
 SITE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
-WRITTEN = sorted({*EXPERIMENT, *PAGES, "bridge/README.md", *SITE} - {*GENERATED})
-DOCUMENTS = sorted({*WRITTEN, *GENERATED})
+# A day of the log names what the tree held on that day.
+LOG = [page for page in SITE if re.search(r"log/\d", page)]
+WRITTEN = sorted({*EXPERIMENT, *PAGES, "bridge/README.md", *SITE} - {*GENERATED, *LOG})
+DOCUMENTS = sorted({*WRITTEN, *GENERATED, *LOG})
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 VERBS = sorted({*re.findall(r"python -m qarl_jax\.(\w+)", "".join((ROOT / d).read_text() for d in DOCUMENTS))})
 FOLDERS = ("qarl_jax", "bridge", "configs", "tests", "docs", "examples", "benchmarks", "experiments")
@@ -288,8 +290,7 @@ def test_every_page_is_in_the_navigation_once():
 
 def test_every_page_that_the_index_lists_is_there_and_none_is_left_out():
     named = set(re.findall(r"\]\(([\w/-]+\.md)\)", text_of("docs/index.md")))
-    dated = {page for page in SITE if re.search(r"log/\d", page)}
-    assert {f"docs/{page}" for page in named} == {*SITE} - dated - {"docs/index.md"} - {
+    assert {f"docs/{page}" for page in named} == {*SITE} - {*LOG} - {"docs/index.md"} - {
         page for page in SITE if page.startswith("docs/appendix/")
     }
 
@@ -305,7 +306,7 @@ def test_every_heading_that_a_link_names_is_there(document):
         assert anchor in {slug(heading) for heading in headings}, (target, anchor)
 
 
-@pytest.mark.parametrize("day", [page for page in SITE if re.search(r"log/\d", page)])
+@pytest.mark.parametrize("day", LOG)
 def test_a_page_of_the_log_is_a_day_that_the_index_names(day):
     date = pathlib.Path(day).stem
     assert text_of(day).startswith(f"# {date}\n")
