@@ -388,25 +388,17 @@ class Optimizer(optax.GradientTransformationExtraArgs):
       first: uint32 scalar; the leaf given begins at this of its elements (some layers of a stack). None: at 0.
 
     The state then holds the part's moments, in trees with an `optax.MaskedNode` for every parameter that is elsewhere.
-
-    Attributes:
-      elementwise: (a parameter's path, ndim) -> whether each element's update follows from its own gradient, master and
-        moments, so that any elements of it are a part.
     """
 
-    elementwise: Callable[[Sequence[Any], int], bool]
 
-
-def _in_float32(inner: optax.GradientTransformation, elementwise: Callable[[Sequence[Any], int], bool]) -> Optimizer:
+def _in_float32(inner: optax.GradientTransformation) -> Optimizer:
     """State, gradients and parameters reach `inner` as float32, whatever the master's dtype."""
     inner = optax.with_extra_args_support(inner)
 
     def update(grads: Any, state: Any, params: Any = None, **part: Any) -> tuple[Any, Any]:
         return inner.update(_float32(grads), state, _float32(params), **part)
 
-    made = Optimizer(lambda params: inner.init(_float32(params)), update)
-    made.elementwise = elementwise
-    return made
+    return Optimizer(lambda params: inner.init(_float32(params)), update)
 
 
 def clipping_norm(grads: Any) -> Float[Array, ""]:
@@ -427,12 +419,7 @@ def make_optimizer(cfg: Config, total_updates: int | None = None) -> Optimizer:
     inner = _BUILDERS[type(cfg)](cfg, total_updates)
     if cfg.clip_norm is not None:
         inner = optax.chain(_clip(cfg.clip_norm), inner)
-
-    def elementwise(path: Sequence[Any], ndim: int) -> bool:
-        blocks = "int8" in (cfg.moment_dtype, cfg.second_moment_dtype)
-        return not blocks and (isinstance(cfg, AdamW) or label(path, ndim) == "adamw")
-
-    return _in_float32(inner, elementwise)
+    return _in_float32(inner)
 
 
 class Owner(NamedTuple):
