@@ -231,7 +231,7 @@ def test_settings_may_stand_before_and_behind_options(world):
 
 
 def test_a_config_of_another_command_is_told_apart(refused):
-    assert "a config of another command?" in refused(command=["--config", "configs/tiny_sft.yaml"])
+    assert "a config of another command?" in refused(command=["--config", "assets/make/tiny_qwen3.yaml"])
 
 
 def test_no_config_at_all_shows_the_usage(capsys):

@@ -38,7 +38,7 @@ WRITTEN = sorted({*EXPERIMENT, *PAGES, "bridge/README.md", *SITE} - {*GENERATED,
 DOCUMENTS = sorted({*WRITTEN, *GENERATED, *LOG})
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 VERBS = sorted({*re.findall(r"python -m qarl_jax\.(\w+)", "".join((ROOT / d).read_text() for d in DOCUMENTS))})
-FOLDERS = ("qarl_jax", "bridge", "configs", "tests", "docs", "examples", "benchmarks", "experiments")
+FOLDERS = ("qarl_jax", "assets", "bridge", "configs", "tests", "docs", "examples", "benchmarks", "experiments")
 
 
 def text_of(document):
@@ -253,7 +253,6 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     space = {
         "__name__": "__main__",
         "CONFIG": file,
-        "BASE_CONFIG": "unused.yaml",
         "OVERRIDES": [],
         "SCHEMES": ("w8a8", "w4a16:g32"),
         "STEPS": 3,
