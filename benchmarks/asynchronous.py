@@ -83,7 +83,7 @@ class Run:
     def overrides(self, folder: str, rest: Sequence[str]) -> list[str]:
         """On the experiment's config."""
         endpoints = ", ".join(address(folder, number) for number in range(ENGINES))
-        engine = f"name: vllm, endpoints: [{endpoints}], key_file: {folder}/key, max_model_len: 64, hedge: 0"
+        engine = f"name: vllm, endpoints: [{endpoints}], key_file: {folder}/key, max_model_len: 64"
         return [
             *SCALE,
             f"quant.forward={LEARNERS[self.learner]}",

@@ -405,8 +405,9 @@ def int4_copies(cfg: RunConfig) -> dict[str, int]:
 
 def _apart(cfg: RunConfig, engine: vllm.Config) -> list[str]:
     """Lines on a vLLM with a GPU of its own."""
-    by_hand = ", ".join(engine.named) or engine.endpoints_file
-    where = f"GPU {engine.visible_gpus}" if engine.visible_gpus else f"the GPU of the bridge at {by_hand}"
+    where = (
+        f"GPU {engine.visible_gpus}" if engine.visible_gpus else f"the GPU of the bridge at {', '.join(engine.named)}"
+    )
     lines = [f"vLLM         on {where}: {engine.gpu_memory_utilization:.0%} of it at most (gpu_memory_utilization)"]
     if not engine.stages_on_gpu:
         return [*lines, "  weights go over host memory"]

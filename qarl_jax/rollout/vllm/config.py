@@ -20,18 +20,13 @@ class Config(messages.EngineOptions):
     Attributes:
     python: interpreter that runs the bridge, with qarl_bridge and vLLM installed; empty: this one.
     replicas: engines that the trainer starts, each behind a bridge of its own; 0: one, or none where others are named.
-    launch: what starts them: "process", on this host, or "ray", on the hosts of a Ray cluster (ray_bridge.py).
-    ray_gpus, ray_cpus: what each of them is given there.
     address: a bridge started by hand: a unix socket's path or tcp://host:port; empty: start one.
     endpoints: several of them. One that does not answer yet, or no longer, joins when it does.
-    endpoints_file: a file with one such address per line, read again during the run: lines may come and go.
     key_file: the key of them all (64 hexadecimal digits, mode 0600), needed with addresses.
     visible_gpus: the engine's GPU, as CUDA_VISIBLE_DEVICES names it (a number, or a UUID); empty: what the trainer
       sees, so that they share the first. With `replicas`, one such list per engine, joined by ";": "1;2;3". Those that
       are the learner's: `shares_gpus`.
     shares_gpus: the GPUs of `visible_gpus` are the learner's own, so that a card's plan has to fit both.
-    hedge: requests that take this many times as long as others did are asked of an idle engine as well, and the first
-      answer counts (J. Dean, L. A. Barroso, The Tail at Scale, CACM 56, 2013); 0: off.
     transport: how weights reach the engine: "cuda_ipc" (the engine on a GPU of the learner's: over no host), "nccl" (on
       two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another host), "auto": on one
       host cuda_ipc or nccl, whichever fits, else host. The choice is logged.
@@ -50,16 +45,11 @@ class Config(messages.EngineOptions):
 
     python: str = ""
     replicas: int = 0
-    launch: Literal["process", "ray"] = "process"
-    ray_gpus: float = 1.0
-    ray_cpus: float = 4.0
     address: str = ""
     endpoints: tuple[str, ...] = ()
-    endpoints_file: str = ""
     key_file: str = ""
     visible_gpus: str = ""
     shares_gpus: bool = False
-    hedge: float = 3.0
     transport: Literal["auto", "cuda_ipc", "nccl", "host"] = "auto"
     memory: Literal["given", "auto"] = "given"
     staging_buffers: Literal[0, 1, 2] = 2
@@ -73,28 +63,27 @@ class Config(messages.EngineOptions):
     @property
     def is_fleet(self) -> bool:
         """Whether there may be several engines."""
-        return len(self.named) + self.started > 1 or bool(self.endpoints_file)
+        return len(self.named) + self.started > 1
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Addresses of bridges started by hand, those of `endpoints_file` apart."""
+        """Addresses of bridges started by hand."""
         return (self.address, *self.endpoints) if self.address else self.endpoints
 
     @property
     def by_hand(self) -> str:
         """The option that names bridges started by hand, to speak of; empty: none does."""
-        return next((name for name in ("address", "endpoints", "endpoints_file") if getattr(self, name)), "")
+        return next((name for name in ("address", "endpoints") if getattr(self, name)), "")
 
     @property
     def started(self) -> int:
         """How many engines the trainer starts."""
-        return self.replicas or int(not self.named and not self.endpoints_file)
+        return self.replicas or int(not self.named)
 
     @property
     def is_remote(self) -> bool:
         """Whether some bridge is reached over a network."""
-        is_elsewhere = self.launch == "ray" or bool(self.endpoints_file)
-        return is_elsewhere or any(address.startswith("tcp://") for address in self.named)
+        return any(address.startswith("tcp://") for address in self.named)
 
     @property
     def has_own_gpu(self) -> bool:
@@ -114,7 +103,7 @@ class Config(messages.EngineOptions):
 
     def __post_init__(self) -> None:
         by_hand = self.by_hand
-        if self.address and (self.endpoints or self.endpoints_file):
+        if self.address and self.endpoints:
             raise UserError("rollout.engine.address is for one bridge: put it among rollout.engine.endpoints")
         if by_hand and not self.key_file:
             raise UserError(
@@ -131,11 +120,6 @@ class Config(messages.EngineOptions):
             raise UserError(
                 "rollout.engine.visible_gpus is for a bridge that the trainer starts: start the one at "
                 f"rollout.engine.{by_hand} with CUDA_VISIBLE_DEVICES, and leave visible_gpus empty"
-            )
-        if self.launch == "ray" and (self.visible_gpus or self.log_file):
-            raise UserError(
-                "rollout.engine.launch=ray gives each engine its GPUs, on whichever host: leave visible_gpus and "
-                "log_file empty, and set ray_gpus"
             )
         lists = len(self.visible_gpus.split(";"))
         if lists not in (1, self.started):
@@ -157,7 +141,7 @@ class Config(messages.EngineOptions):
             super().__post_init__()
         except ValueError as error:
             raise UserError(f"rollout.engine.{error}") from None
-        at_least(self, 0, "replicas", "ray_gpus", "ray_cpus", "hedge", "max_restarts", "drain_timeout_s")
+        at_least(self, 0, "replicas", "max_restarts", "drain_timeout_s")
         for name in ("start_timeout_s", "request_timeout_s"):
             if getattr(self, name) <= 0:
                 raise UserError(f"rollout.engine.{name} must be positive, got {getattr(self, name)}")
