@@ -193,7 +193,6 @@ class Run:
             sampling=build.eval_sampling(cfg, self._stop),
             num_samples=cfg.eval.num_samples,
             key=build.seed_of(cfg.seed, 0, "eval"),
-            ks=cfg.eval.ks,
         ).metrics
 
     def _tell(self, version: int, result: dict[str, float]) -> None:

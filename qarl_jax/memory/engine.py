@@ -77,7 +77,7 @@ def at_once(cfg: RunConfig) -> int:
     engine = cfg.rollout.engine
     assert isinstance(engine, vllm.Config)
     sequences = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
-    return min(engine.max_num_seqs, -(-sequences // max(1, engine.started + len(engine.named))))
+    return min(engine.max_num_seqs, -(-sequences // max(1, engine.started + len(engine.endpoints))))
 
 
 def engine_parts(cfg: RunConfig) -> dict[str, int]:
