@@ -34,14 +34,15 @@ from qarl_jax.observe import flops, recorder
 from qarl_jax.observe.token_trace import Follower
 from qarl_jax.run import card, config, memory_plan
 from qarl_jax.run.config import RunConfig
+from qarl_jax.run.prompts import Prompts, open_prompts
 from qarl_jax.runtime import compilation, processes
-from qarl_jax.types import Parser, entry_point
+from qarl_jax.types import Parser, UserError, entry_point
 
 
-def run(cfg: RunConfig) -> None:
+def run(cfg: RunConfig, prompts: Prompts) -> None:
     """One run, from its last checkpoint or from the start, to `train.steps`, an interrupt or an error."""
     with contextlib.ExitStack() as stack:
-        run = Run(cfg, stack)
+        run = Run(cfg, prompts, stack)
         observer, checkpoints, timer = run.observer, run.checkpoints, run.timer
         recompiles, peak_flops = compilation.Recompiles(), flops.of_devices(run.mesh.devices.flat)
 
@@ -125,6 +126,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(args.cards))
     if not args.dry_run:
         processes.start(cfg.distributed)  # before anything asks JAX for its devices
+    try:
+        cfg, prompts = open_prompts(cfg)  # first: it is cheap, can refuse, and sizes the rows
+        lines = prompts.lines
+    except UserError as error:
+        if not args.dry_run:
+            raise
+        lines = [("prompts", f"cannot be read: {error}"), ("evaluation", cfg.eval.words())]
     found = card.card_bytes() if args.card_gb is None else int(args.card_gb * 2**30)
     cfg, shared = card.settle(cfg, found)  # a run that does not fit ends here
     if shared is not None and not args.dry_run:
@@ -134,12 +142,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dry_run:
         print(config.to_yaml(cfg))
     if args.dry_run or processes.is_first():
-        print(config.describe(cfg))
+        print(config.describe(cfg, lines))
         print("\n".join(shared.lines() if shared is not None else ()), end="\n" * (shared is not None))
     if args.dry_run:
         print(memory_plan.describe(cfg, card_planned=shared is not None))
         return 0
-    run(cfg)
+    run(cfg, prompts)
     return 0
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the first step's mismatch says of a run: is it what scheme and execution mode are known for?
+"""What the first step says of a run: is its mismatch what scheme and execution mode are known for, are its rows full?
 
 k3 estimates the KL divergence between sampler and learner at the start of the update (`mismatch/k3`). Under a contract
 (`unequal.reason`) it is 0. The numbers below are for other runs: the largest that were measured, on policies with
@@ -18,6 +18,8 @@ from qarl_jax.run.config import RunConfig
 
 # Learner and sampler under one scheme, in one arithmetic, where no contract holds.
 ALIGNED = 2e-3
+# Share of padding from which on a run is told.
+PADDING = 0.5
 # A bf16 learner beside a quantized sampler, by the sampler's scheme; others were not measured.
 ROLLOUT_ONLY = {"w8a8": 6e-2, "fp8": 3e-1, "w4a16": 1.2}
 
@@ -41,6 +43,19 @@ def remark(cfg: RunConfig, record: Mapping[str, float], execution: str = "") -> 
     most = "exactly 0" if by_contract else f"at most {known:.0e}"
     said = f"mismatch/k3 of the first step is {k3:.1e}, and {rollout} {_words(aligned)} is known for {most}"
     return f"{said}: {_remedy(cfg, execution, aligned)}."
+
+
+def padding(cfg: RunConfig, record: Mapping[str, float]) -> str | None:
+    """One sentence where most of the learner's rows is padding; None: nothing to say. record: of the first step."""
+    share = record.get("train/padding_share", 0.0)
+    if share < PADDING:
+        return None
+    remedies = ["packing=packed"] if cfg.train.packing == "unpacked" else ["a larger max_segments"]
+    remedies += ["fewer micro_batch_rows", f"a row_len below {cfg.row_len}"]
+    return (
+        f"{share:.0%} of the learner's rows is padding, which costs time and memory; less of it: train.* with"
+        f" {', '.join(remedies)} (its least is data.max_prompt_len + rollout.max_response_len)."
+    )
 
 
 def _words(aligned: bool) -> str:
