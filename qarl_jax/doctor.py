@@ -192,7 +192,7 @@ def model_folder(cfg: RunConfig) -> Check:
         return Check(name="model", status="fail", found=str(error), todo=todo)
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
     found = f"{cfg.model.path}: {model.architecture}, {count / 1e6:,.1f} M parameters"
-    longest = cfg.data.max_prompt_len + cfg.rollout.max_response_len
+    longest = cfg.data.prompt_limit + cfg.rollout.max_response_len
     return check(
         "model",
         longest <= model.max_position_embeddings,

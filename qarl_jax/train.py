@@ -35,14 +35,15 @@ from qarl_jax.observe import flops, recorder
 from qarl_jax.observe.token_trace import Follower
 from qarl_jax.run import config
 from qarl_jax.run.config import RunConfig
+from qarl_jax.run.prompts import Prompts, open_prompts
 from qarl_jax.runtime import compilation, processes
-from qarl_jax.types import Parser, entry_point
+from qarl_jax.types import Parser, UserError, entry_point
 
 
-def run(cfg: RunConfig) -> None:
+def run(cfg: RunConfig, prompts: Prompts) -> None:
     """One run, from its last checkpoint or from the start, to `train.steps`, an interrupt or an error."""
     with contextlib.ExitStack() as stack:
-        run = Run(cfg, stack)
+        run = Run(cfg, prompts, stack)
         observer, checkpoints, timer = run.observer, run.checkpoints, run.timer
         recompiles, peak_flops = compilation.Recompiles(), flops.of_devices(run.mesh.devices.flat)
 
@@ -133,18 +134,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         if processes.is_first():
             print(said)
         return 0
+    try:
+        cfg, prompts = open_prompts(cfg)  # first: it is cheap, can refuse, and sizes the rows
+        lines = prompts.lines
+    except UserError as error:
+        if not args.dry_run:
+            raise
+        lines = [("prompts", f"cannot be read: {error}"), ("evaluation", cfg.eval.words())]
     cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
     if made is not None and not args.dry_run:
         made.keep()
     if args.dry_run:
         print(config.to_yaml(cfg))
     if args.dry_run or processes.is_first():
-        print(config.describe(cfg))
+        print(config.describe(cfg, lines))
         print("\n".join(made.lines() if made is not None else ()), end="\n" * (made is not None))
     if args.dry_run:
         print(plan.describe(cfg))
         return 0
-    run(cfg)
+    run(cfg, prompts)
     return 0
 
 

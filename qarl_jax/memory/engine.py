@@ -65,7 +65,7 @@ def kv_bytes(cfg: RunConfig, sequences: int) -> int:
     model = models.read_config(cfg.model.path)
     engine = cfg.rollout.engine
     assert isinstance(engine, vllm.Config)
-    length = cfg.data.max_prompt_len + cfg.rollout.max_response_len
+    length = cfg.data.prompt_limit + cfg.rollout.max_response_len
     if engine.max_model_len:
         length = min(length, engine.max_model_len)
     blocks = -(-length // BLOCK)

@@ -27,6 +27,7 @@ from qarl_jax.rollout import RolloutEngine, SamplingConfig
 from qarl_jax.rollout.asynchronous import Schedule, SharedEngine
 from qarl_jax.rollout.turns import TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.run import estimators
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.runtime import processes
@@ -250,8 +251,12 @@ def no_qweights() -> Any:
     return nnx.State({})
 
 
-def eval_prompts(cfg: RunConfig, tokenizer: Any) -> list[Any]:
-    """The first `eval.num_prompts` prompts to evaluate on (all, where that is 0 or there are fewer)."""
+def eval_prompts(cfg: RunConfig, tokenizer: Any, say: Callable[[str], None] = lambda text: None) -> list[Any]:
+    """The first `eval.num_prompts` prompts to evaluate on (all, where that is 0 or there are fewer).
+
+    Args:
+      say: is told what a reader should know of them.
+    """
     if cfg.eval.data is None:
         source = data.make_source(cfg.data, tokenizer, "heldout")
     else:
@@ -264,7 +269,15 @@ def eval_prompts(cfg: RunConfig, tokenizer: Any) -> list[Any]:
         source = data.make_source(cfg.eval.data, tokenizer, "all")
     if not len(source):
         raise UserError("eval.data has no prompt to evaluate on.")
-    return [source.prompt(i) for i in range(min(cfg.eval.num_prompts or len(source), len(source)))]
+    prompts = [source.prompt(i) for i in range(min(cfg.eval.num_prompts or len(source), len(source)))]
+    if source.skipped.total:
+        say(f"prompts to evaluate on that are left out: {source.skipped}")
+    if (different := len({(prompt.text, prompt.answer) for prompt in prompts})) < estimators.FEW:
+        say(
+            f"different ones are {different}, too few for a score to say much: raise data.holdout, name other data in"
+            f" eval.data, or turn evaluation off with {data.NO_EVALUATION}"
+        )
+    return prompts
 
 
 def eval_sampling(cfg: RunConfig, stop: tuple[int, ...]) -> SamplingConfig:

@@ -32,6 +32,7 @@ from jaxtyping import Float
 
 from qarl_jax import data, models
 from qarl_jax.data import suites
+from qarl_jax.data.stream import OTHER_SPLIT, has_this_split
 from qarl_jax.rewards import Grader, extract
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.vllm import engine as vllm
@@ -228,7 +229,7 @@ def run(
         found = None if source is None else checkpoint.find(source)
         mesh = build.make_mesh(cfg)
         tokenizer = data.load_tokenizer(cfg.model.path)
-        asked = [build.eval_prompts(each, tokenizer) for each in (cfg, *more)]
+        asked = [build.eval_prompts(each, tokenizer, _say) for each in (cfg, *more)]
         limits = [build.eval_sampling(each, ()).max_response_len for each in (cfg, *more)]
         lengths = [len(p.tokens) + limit for each, limit in zip(asked, limits, strict=True) for p in each]
         cfg = with_room(cfg, max(lengths, default=0))
@@ -239,6 +240,11 @@ def run(
         if found is not None:
             restored = found[0].restore({"params": params}, step=found[1])
             params, version = restored.state["params"], restored.step
+            if any(each.eval.data is None for each in (cfg, *more)) and not has_this_split(restored.extra["data"]):
+                raise UserError(
+                    f"{OTHER_SPLIT}, so the policy was trained on most of what is held out by now. Evaluate it on other"
+                    " data (eval.data, --suite), or with the version that trained it."
+                )
         if scheme is None:
             graphdef = build.rollout_graphdef(cfg, graphdef)
         else:
@@ -311,7 +317,13 @@ def _config(args: argparse.Namespace, suite: str | None) -> RunConfig:
     if args.config:
         return config.load(args.config, overrides)
     if args.checkpoint:
-        return stamp.config_of(args.checkpoint, overrides)
+        cfg, share = stamp.config_of(args.checkpoint, overrides), stamp.config_of(args.checkpoint).data.holdout
+        if cfg.eval.data is None and cfg.data.holdout > share:
+            raise UserError(
+                f"data.holdout={cfg.data.holdout:g} is above the run's {share:g}, and so holds prompts that it was"
+                " trained on; lower it, or name other data in eval.data."
+            )
+        return cfg
     raise UserError("give --config FILE, --checkpoint RUN or both: nothing says what to evaluate on.")
 
 

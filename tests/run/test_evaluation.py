@@ -178,6 +178,17 @@ def test_a_reader_gets_a_table(run, capsys):
 
 
 @pytest.mark.slow
+def test_a_policy_that_held_out_other_prompts_is_scored_on_other_data_only(run, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(evaluation, "has_this_split", lambda state: False)  # as of a checkpoint of an older version
+    assert evaluation.main(["--checkpoint", str(run.run_dir)]) == 2
+    assert "trained on most of what is held out by now" in capsys.readouterr().err
+    file = tmp_path / "other.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    other = ["eval.data.source.name=jsonl", f"eval.data.source.path={file}", "eval.data.template=raw"]
+    assert evaluation.main(["--checkpoint", str(run.run_dir), *other]) == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -187,6 +198,7 @@ def test_a_reader_gets_a_table(run, capsys):
         (["--checkpoint", "assets/tiny-qwen3"], "evaluate takes it as --model"),
         (["--checkpoint", "{run}", "eval.num_sample=3"], "num_samples"),
         (["--checkpoint", "{run}", "--scheme", "w3a3"], "w3a3"),
+        (["--checkpoint", "{run}", "data.holdout=0.5"], "data.holdout=0.5 is above the run's 0.2"),
     ],
 )
 def test_mistakes_are_told_in_one_sentence(run, capsys, arguments, says):
