@@ -13,8 +13,8 @@ on as if nothing had happened. Ctrl-C and SIGTERM finish or drop the step in han
 Over several hosts the same command is started once per process (`runtime/processes.py`): all go through this file in
 step, and what leaves the program (files, rewards, the view) is the first one's.
 
-Exit codes: 0 done or interrupted after saving; 1 an error of ours or a diverged run; 2 a mistake in the input, told in
-one sentence.
+Exit codes: 0 done or interrupted after saving; 1 an error of ours, a diverged run, or the end of another process of the
+run; 2 a mistake in the input, told in one sentence.
 """
 
 from __future__ import annotations
