@@ -213,7 +213,7 @@ def engine_parts(cfg: RunConfig) -> dict[str, int]:
     invariant = engine.arithmetic == "batch_invariant"
     return {
         "weights": _published(_relevant(cfg)),
-        "int4 layers as multiplied": _int4_copies(_relevant(cfg)) if invariant else 0,
+        "layers as multiplied": _engine_copies(_relevant(cfg)) if invariant else 0,
         "KV cache": int(engine.kv_cache_gb * GIB) if engine.kv_cache_gb else kv_bytes(cfg, 1),
         # Of a step: gate, up and their product, six residuals; and five float32 copies of all sequences' logits.
         "activations (estimate)": STEP_TOKENS * (4 * inner + 6 * model.hidden_size) * 2 + 5 * logits,
@@ -408,8 +408,8 @@ def _parts(cfg: RunConfig) -> dict[str, int]:
 
 
 @_cached
-def _int4_copies(cfg: RunConfig) -> int:
-    return memory_plan.int4_copies(_set(cfg, {"model.remat": "full"}))
+def _engine_copies(cfg: RunConfig) -> int:
+    return memory_plan.engine_copies(_set(cfg, {"model.remat": "full"}))
 
 
 @_cached

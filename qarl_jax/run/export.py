@@ -95,7 +95,7 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str) -> Non
     checkpoints, step = checkpoint.find(source)
     cfg = run_config(source)
     mesh = build.make_mesh(cfg)
-    # Under auto this machine's arithmetic may be another than the run's, and with it the grid of w4a8.
+    # Under auto this machine's arithmetic may be another than the run's, and may lack its scheme.
     recorded = build.recorded_numerics(source) if cfg.quant.engine == "auto" else None
     graphdef, params = build.load_model(cfg, mesh, recorded)
     state = build.make_learner(cfg, graphdef, mesh).init(params)

@@ -387,17 +387,16 @@ def published_bytes(cfg: RunConfig) -> int:
     return nbytes(weights.qweights) + nbytes(rest, dtype=jnp.bfloat16)
 
 
-def int4_copies(cfg: RunConfig) -> int:
-    """Bytes that a vLLM on CUDA holds beside the published tensors of its int4 layers.
+def engine_copies(cfg: RunConfig) -> int:
+    """Bytes that a vLLM on CUDA holds beside the published tensors of layers that are `held_twice`.
 
-    The bridge's kernels multiply what is made at each load from tensors that stay: words and scales, with room for the
-    largest layer, gate and up, as bf16(q s). Experts are made in their place.
+    The bridge's kernels multiply what is made at each load from tensors that stay: the arrays in another order, with
+    room for the largest layer, gate and up, decoded to bfloat16. Experts are made in their place.
     """
     qweights = models.by_path(_published(cfg).qweights)
-    dense = [(str(q.scheme), q) for path, q in qweights.items() if ".moe." not in path]
-    layers = [q for scheme, q in dense if "a16" in scheme]
+    layers = [q for path, q in qweights.items() if ".moe." not in path and q.scheme.held_twice]
     largest = max((2 * q.shape[-2] * q.shape[-1] for q in layers), default=0)  # of a matrix, bfloat16
-    return nbytes([q.qvalue for q in layers]) + nbytes([q.scale for q in layers]) + 2 * largest
+    return nbytes(layers) + 2 * largest
 
 
 def _apart(cfg: RunConfig, engine: vllm.Config) -> list[str]:
