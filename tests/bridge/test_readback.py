@@ -452,3 +452,10 @@ def test_fp8_products_of_few_rows_are_those_of_many(monkeypatch):
     Kernel().apply_scaled_mm(**one_scale)
     assert given[-1][0] == (3, 16)
     assert "may order scales" in versions.keep_fp8_scales_in_order("no_such_kernels")
+
+
+def test_a_format_that_no_formula_has_is_refused_by_its_tensors():
+    tensors = {"m.o_proj.weight_packed": torch.zeros(8, 4, dtype=torch.uint8), "m.o_proj.weight_scale": bf16(8, 1)}
+    live = dense(bf16(8, 8))
+    with pytest.raises(BridgeError, match=r"no formula for a layer of weight_packed torch.uint8, weight_scale"):
+        read_back({"m.o_proj": live}, tensors)
