@@ -45,9 +45,12 @@ import numpy as np
 
 from benchmarks import random_folder, shapes
 from benchmarks.memory_draws import finished, most_used
+from qarl_jax.memory import choose
+from qarl_jax.memory import plan as planner
+from qarl_jax.memory.learner import GIB
 from qarl_jax.metrics import phases
 from qarl_jax.observe import recorder
-from qarl_jax.run import card, config
+from qarl_jax.run import config
 from qarl_jax.types import UserError
 
 CONFIG = "configs/one_h200_8b.yaml"
@@ -133,9 +136,9 @@ def fitting(words: list[str], size: int | None) -> list[str]:
     if size is None:
         return words
     cfg = config.load(CONFIG, words)
-    if card.fits(cfg, size):
+    if choose.fits(cfg, size):
         return words
-    advised = card.savings(cfg, size)
+    advised = choose.savings(cfg, size)
     if advised is None:
         raise UserError("this case does not fit the card, and no settings were found that do")
     return [*words, *advised]
@@ -145,11 +148,11 @@ def planned(words: list[str], size: int | None) -> dict[str, float]:
     """GiB by part of a card's plan; nothing without a card."""
     if size is None:
         return {}
-    _, plan = card.settle(config.load(CONFIG, words), size)
+    _, plan = choose.settle(config.load(CONFIG, words), size)
     assert plan is not None
     parts = {f"learner: {name}": n for name, n in plan.learner.items()} | {"JAX takes": int(plan.fraction * size)}
     parts |= {"staging": plan.staging} | {f"engine: {name}": n for name, n in plan.engine.items()}
-    return {name: round(n / card.GIB, 3) for name, n in parts.items()}
+    return {name: round(n / GIB, 3) for name, n in parts.items()}
 
 
 def unequal_tokens(records: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
@@ -226,19 +229,19 @@ def main(argv: list[str] | None = None) -> int:
         random_folder.make(folder, args.shapes, args.deviation, layers=args.layers, weights=False)
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = pathlib.Path(args.run_dir or f"{scratch}/run").absolute()
-        words = fitting(overrides(args, str(folder), str(run_dir)), card.card_bytes())
+        words = fitting(overrides(args, str(folder), str(run_dir)), planner.capacity())
         command = [sys.executable, "-m", "qarl_jax.train", "--config", CONFIG, *words]
         log = args.log or f"{scratch}/log"
-        plan = planned(words, card.card_bytes())
+        plan = planned(words, planner.capacity())
         with contextlib.ExitStack() as stack:
             most = [stack.enter_context(most_used(ordinal)) for ordinal in range(args.cards)]
             code = finished(command, log, args.limit_s - (time.perf_counter() - began))
         found: dict[str, Any] = {"case": args.case, "batch": args.batch, "shapes": args.shapes, "code": code}
         found |= {"cards": args.cards, "layers": args.layers, "arithmetic": args.arithmetic, "planned_gib": plan}
-        found["most_used_gib"] = [used[0] / card.GIB for used in most]
+        found["most_used_gib"] = [used[0] / GIB for used in most]
         text = pathlib.Path(log).read_text(errors="replace")
         told = ("execution", "publishing over")
-        said = [one for one in text.splitlines() if one.startswith("card ") or any(word in one for word in told)]
+        said = [one for one in text.splitlines() if one.startswith("device ") or any(word in one for word in told)]
         found["said"] = said[-6:]
         if steps_done(run_dir) > 1:
             found |= summary(run_dir)

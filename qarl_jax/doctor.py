@@ -34,12 +34,12 @@ from flax import nnx
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import data, models, quant
+from qarl_jax.memory import choose, learner, plan
 from qarl_jax.models.hf import weights as hf
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.run import build, card, config
-from qarl_jax.run import memory_plan as plan
+from qarl_jax.run import build, config
 from qarl_jax.run.config import RunConfig
 from qarl_jax.types import Parser, UserError, entry_point
 from qarl_jax.verify import alignment, layers, machine
@@ -71,7 +71,7 @@ def numerics(cfg: RunConfig | None) -> Check:
     if cfg is None:
         return Check(name="numerics", status="ok", found=found)
     settings = cfg.rollout.engine
-    vllms_own = isinstance(settings, vllm.Config) and settings.arithmetic == "vllm" and not settings.by_hand
+    vllms_own = isinstance(settings, vllm.Config) and settings.arithmetic == "vllm" and not settings.endpoints
     if vllms_own and jax.default_backend() != "gpu":
         todo = "set rollout.engine.arithmetic=batch_invariant: vLLM's own arithmetic needs a CUDA GPU"
         return Check(name="numerics", status="fail", found=found, todo=todo)
@@ -107,11 +107,8 @@ def bridge(cfg: RunConfig | None) -> Iterator[Check]:
     """The interpreter that runs vLLM. It fails only for a run that samples with vLLM."""
     needed = cfg is not None and cfg.rollout.engine_name == "vllm"
     settings: Any = cfg.rollout.engine if cfg is not None and needed else None
-    if needed and settings.address:
-        yield Check(name="bridge", status="ok", found=f"started by hand, at {settings.address}")
-        return
-    if needed and settings.engine == "fake":
-        yield Check(name="bridge", status="warn", found="rollout.engine.engine=fake", todo="its samples mean nothing")
+    if needed and settings.endpoints:
+        yield Check(name="bridge", status="ok", found=f"started by hand, at {', '.join(settings.endpoints)}")
         return
     python = (settings.python if settings is not None else "") or sys.executable
     try:
@@ -170,7 +167,7 @@ def run_folder(cfg: RunConfig | None) -> Iterator[Check]:
     wanted, why = GIB, "a run takes about 1 GiB"
     if cfg is not None:
         try:
-            saved = plan.parts(cfg)["masters"] + plan.nbytes(plan.optimizer_states(cfg)["optimizer"][0])
+            saved = learner.parts(cfg)["masters"] + learner.nbytes(learner.optimizer_states(cfg)["optimizer"][0])
         except UserError:
             saved = 0  # told by the check of the model
         kept = cfg.checkpoint.keep or cfg.train.steps // max(1, cfg.checkpoint.every)
@@ -195,7 +192,7 @@ def model_folder(cfg: RunConfig) -> Check:
         return Check(name="model", status="fail", found=str(error), todo=todo)
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
     found = f"{cfg.model.path}: {model.architecture}, {count / 1e6:,.1f} M parameters"
-    longest = cfg.data.max_prompt_len + cfg.rollout.max_response_len
+    longest = cfg.data.prompt_limit + cfg.rollout.max_response_len
     return check(
         "model",
         longest <= model.max_position_embeddings,
@@ -270,28 +267,24 @@ def mesh(cfg: RunConfig) -> Check:
 
 
 def memory_plan(cfg: RunConfig) -> Check:
-    """What one update holds, beside what there is; on a GPU what learner and engine hold of the card together."""
-    if whole := card.card_bytes():
+    """Compares the bytes of the fullest moment with the device, or with the host's memory on a CPU."""
+    size = plan.capacity()
+    if size is not None:
         try:
-            _, made = card.settle(cfg, whole)
+            _, made = choose.settle(cfg, size)
         except UserError as error:
             said, _, todo = str(error).partition(". ")
             return Check(name="memory plan", status="fail", found=said, todo=todo)
         assert made is not None
         return Check(name="memory plan", status="ok", found="; ".join(line.strip() for line in made.lines()))
-    sizes = plan.parts(cfg)
-    total = sum(sizes.values())
-    found = f"{amount(total)}: " + ", ".join(f"{name} {amount(size)}" for name, size in sizes.items())
-    per_device = machine.device_memory_bytes()
-    if per_device:
-        held = sum(plan.parts(cfg, per_device=True).values())
-        found, have = f"{found}; {amount(held)} of {amount(per_device)} on each device", per_device
-    else:
-        held, have = total, machine.host_memory_bytes() or total
-        found = f"{found}; of {amount(have)} available"
+    sizes = learner.parts(cfg)
+    held = sum(sizes.values())
+    have = machine.host_memory_bytes() or held
+    found = f"{amount(held)}: " + ", ".join(f"{name} {amount(size)}" for name, size in sizes.items())
     todo = "lower train.micro_batch_rows or train.logprob_chunk, set model.remat=full, or raise mesh.fsdp"
     # The plan leaves out compiled programs and fragmentation.
-    return check("memory plan", held <= 0.8 * have, found, todo, "warn" if held <= have else "fail")
+    status: Status = "warn" if held <= have else "fail"
+    return check("memory plan", held <= 0.8 * have, f"{found}; of {amount(have)} available", todo, status)
 
 
 def one_layer(cfg: RunConfig) -> PolicyWeights:
@@ -395,7 +388,7 @@ def with_config(cfg: RunConfig) -> Iterator[Check]:
 def _can_be_probed(cfg: RunConfig) -> bool:
     """Whether the run starts a vLLM of its own; one started by hand has its model already."""
     engine = cfg.rollout.engine
-    return isinstance(engine, vllm.Config) and engine.engine == "vllm" and not engine.by_hand
+    return isinstance(engine, vllm.Config) and engine.engine == "vllm" and not engine.endpoints
 
 
 def examine(

@@ -13,10 +13,10 @@ import pytest
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import doctor, models, quant
+from qarl_jax.memory import learner, plan
 from qarl_jax.quant.contractions import Dense
 from qarl_jax.rollout.embedded import engine as jax_sampler
 from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.run import memory_plan
 from qarl_jax.types import UserError
 from qarl_jax.verify import machine
 from tests.reference import tiny
@@ -154,7 +154,11 @@ def test_the_engine_is_started_for_a_run_that_starts_it_and_where_nothing_has_fa
     assert "thirty seconds" in told[0]
     assert list(doctor.examine(vllm_config, probes=False)) == []
     assert list(doctor.examine(None)) == []
-    for engine in (vllm.Config(engine="fake"), vllm.Config(address="/a/socket", key_file="key"), jax_sampler.Config()):
+    for engine in (
+        vllm.Config(engine="fake"),
+        vllm.Config(endpoints=("/a/socket",), key_file="key"),
+        jax_sampler.Config(),
+    ):
         rollout = dataclasses.replace(vllm_config.rollout, engine=engine)
         assert list(doctor.examine(dataclasses.replace(vllm_config, rollout=rollout))) == []
     found.append(doctor.Check(name="bridge", status="fail", found="", todo="x"))
@@ -212,6 +216,16 @@ def test_an_interpreter_that_hangs_is_given_up(monkeypatch, tmp_path):
         doctor.probe(str(python))
 
 
+@pytest.mark.parametrize(("why", "status"), [("", "ok"), ("bubblewrap is not installed", "warn")])
+def test_the_jail_in_force_is_named(monkeypatch, why, status):
+    monkeypatch.setattr(machine.jail, "bubblewrap", lambda: ((), why))
+    line = machine.jail_of_programs()
+    assert line.status == status
+    assert "a filter of system calls" in line.found
+    assert why in line.found
+    assert ("bubblewrap, and in it" in line.found) == (not why)
+
+
 def test_an_inexact_integer_product_fails(monkeypatch):
     exact = Dense.integer
     monkeypatch.setattr(Dense, "integer", lambda self, x, w: exact(self, x, w) + 1)
@@ -240,13 +254,14 @@ def test_amounts_read_well(nbytes, text):
 
 def test_on_an_accelerator_the_plan_is_that_of_one_device(world, monkeypatch):
     cfg = world.changed(mesh={"fsdp": 4}).config
-    own = sum(memory_plan.parts(cfg, per_device=True).values())
+    monkeypatch.setattr(plan, "on_tpu", lambda: True)
+    own = sum(learner.parts(cfg, per_device=True).values())
     statuses = []
     for share in (2.0, 1.1, 0.9):
-        monkeypatch.setattr(machine, "device_memory_bytes", lambda share=share: int(share * own))
+        monkeypatch.setattr(plan, "capacity", lambda share=share: int(share * own))
         statuses.append(doctor.memory_plan(cfg).status)
-    assert statuses == ["ok", "warn", "fail"]
-    assert own < sum(memory_plan.parts(cfg).values())
+    assert statuses == ["ok", "fail", "fail"]
+    assert own < sum(learner.parts(cfg).values())
 
 
 def test_of_a_mesh_over_several_processes_the_devices_of_one_are_here(world):

@@ -30,8 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.alignment import figures, stats
-from experiments.alignment.report import Curve
+from experiments.qwen25_coder import stats
+from experiments.qwen25_coder.curves import Curve, panels
 from qarl_jax import plot
 from qarl_jax.data.suites import IN_GSM_SYMBOLIC
 
@@ -502,7 +502,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write(runs, args.merge)
     elif args.figure is not None:
         found = arms(runs)
-        fig = figures.panels(
+        fig = panels(
             lambda key, held_out: curves(found, key, held_out),
             lambda arm: (plot.COLORS[MAIN.index(arm)], "-"),
             PANELS,

@@ -42,7 +42,7 @@ class Tile:
     group: int = 8
 
 
-# The fastest of those tried at Qwen3-30B-A3B's shapes on an H200 (benchmarks/results/grouped_h200.json).
+# The fastest of those tried at Qwen3-30B-A3B's shapes on an H200 (grouped_h200.json; benchmarks/results/README.md).
 FLOATS, INTEGERS, WEIGHTS = Tile(n=256, warps=8), Tile(stages=4), Tile()
 
 

@@ -173,11 +173,21 @@ def summary(cfg: RunConfig) -> str:
     if len(held_out) > 1:
         first, last = held_out[0], held_out[-1]
         lines.append(
-            f"held-out reward   {first['eval/reward/mean']:.3f} (+-{first['eval/reward/stderr']:.3f}, version"
-            f" {first['version']}) -> {last['eval/reward/mean']:.3f} (+-{last['eval/reward/stderr']:.3f}, version"
-            f" {last['version']})"
+            f"held-out reward   version {first['version']}: {terminal.held_out_score(first)} -> version"
+            f" {last['version']}: {terminal.held_out_score(last)}"
         )
     dropped = [record["later/clip/seq_dropped"] for record in records if "later/clip/seq_dropped" in record]
     if dropped:
         lines.append(f"sequences dropped {np.mean(dropped):.1%} (after each step's first update)")
-    return "\n".join(lines)
+    return "\n".join([*lines, *next_steps(cfg)])
+
+
+def next_steps(cfg: RunConfig) -> list[str]:
+    """The commands that most people want once a run has ended, as lines."""
+    run, name = cfg.run_dir, os.path.basename(os.path.normpath(cfg.run_dir))
+    commands = {
+        f"plot {run}": f"report.html and plots, into {run}",
+        f"evaluate --checkpoint {run}": "its policy on held-out prompts",
+        f"export --checkpoint {run} --format hf --out models/{name}": "as a model folder",
+    }
+    return ["next:", *(f"  python -m qarl_jax.{command}   # {what}" for command, what in commands.items())]

@@ -220,7 +220,12 @@ def silu_and_mul(gate: jax.Array, up: jax.Array, numerics: Numerics = PLAIN) -> 
     return round_to(act * up.astype(jnp.float32), gate.dtype)
 
 
-_float64_swiglu = in_float64(lambda gate, up: gate / (1 + jnp.exp(-gate)) * up)
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return gate / (1 + jnp.exp(-gate)) * up
+
+
+# exp(89) is infinite in float32. Below -80 SiLU is flat: its derivative is under 1e-33.
+_float64_swiglu = in_float64(_swiglu, gradient_of=lambda gate, up: _swiglu(jnp.maximum(gate, -80.0), up))
 
 
 @jax.custom_jvp

@@ -67,8 +67,11 @@ def from_float64(formula: Callable[..., Any], *operands: Any) -> Any:
         return jax.tree.map(lambda y: lax.reduce_precision(y, 8, 23).astype(jnp.float32), results)
 
 
-def in_float64(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """`from_float64` of one result as a function with a gradient: that of the formula in float32."""
+def in_float64(formula: Callable[..., Any], gradient_of: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """`from_float64` of one result as a function with a gradient: that of the formula in float32.
+
+    gradient_of: the formula in a form whose derivative float32 can hold; None: `formula` itself.
+    """
 
     @jax.custom_jvp
     def rounded(*operands: Any) -> Any:
@@ -77,7 +80,7 @@ def in_float64(formula: Callable[..., Any]) -> Callable[..., Any]:
     @rounded.defjvp
     def jvp(primals: Any, tangents: Any) -> Any:
         def in_float32(*operands: Any) -> Any:
-            return formula(*(x.astype(jnp.float32) for x in operands))
+            return (gradient_of or formula)(*(x.astype(jnp.float32) for x in operands))
 
         return rounded(*primals), jax.jvp(in_float32, primals, tangents)[1]
 

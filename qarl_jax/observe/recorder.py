@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run leaves behind. What it shows meanwhile is `terminal.py`.
 
-    <run_dir>/run.json        the resolved config, and one entry per start: time, command, git, versions, devices,
-                              JAX_ and XLA_ variables, facts
+    <run_dir>/run.json        the resolved config, and one entry per start that trained a step: its first step, settings
+                              that changed, time, command, git, versions, devices, JAX_ and XLA_ variables, facts
               config.yaml     the resolved config once more, as a file to start another run from
               metrics.jsonl   one JSON object per step: {"step": 12, "reward/mean": 0.53, ..., "time/rollout_s": 1.2}
               samples.jsonl   a few completions per step, in full, token by token

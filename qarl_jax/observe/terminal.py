@@ -28,7 +28,16 @@ Cells = Sequence[tuple[str, str, str]]
 """(label, metric, format) each; a metric that a record lacks is left out."""
 
 ROWS: Sequence[tuple[str, Cells]] = (
-    ("reward", (("mean", "reward/mean", ".3f"), ("std", "reward/std", ".3f"), ("eval", "eval/reward/mean", ".3f"))),
+    (
+        "reward",
+        (
+            ("mean", "reward/mean", ".3f"),
+            ("std", "reward/std", ".3f"),
+            ("eval", "eval/reward/mean", ".3f"),
+            ("95 % from", "eval/reward/low", ".3f"),
+            ("to", "eval/reward/high", ".3f"),
+        ),
+    ),
     (
         "response",
         (
@@ -123,6 +132,20 @@ def summary_line(record: Mapping[str, Any], total_steps: int | None = None) -> s
     if record.get("nonfinite"):
         cells.append("not finite: " + ", ".join(record["nonfinite"]))
     return " | ".join([step, *cells])
+
+
+def held_out_score(record: Mapping[str, Any]) -> str:
+    """The reward of an evaluation, and how far it can be trusted.
+
+    Example: "0.500 (95 %: 0.237 to 0.763; 10 prompts x 4 samples)". Records of older versions have the mean alone.
+    """
+    text = f"{record['eval/reward/mean']:.3f}"
+    if "eval/reward/low" not in record:
+        return text
+    prompts, different = record["eval/prompts"], record["eval/different_prompts"]
+    apart = f" ({different:.0f} different)" if different < prompts else ""
+    count = f"{prompts:.0f} prompt{'s' * (prompts > 1)}{apart} x {record['eval/responses'] / prompts:.0f} samples"
+    return f"{text} (95 %: {record['eval/reward/low']:.3f} to {record['eval/reward/high']:.3f}; {count})"
 
 
 BARS = "▁▂▃▄▅▆▇█"

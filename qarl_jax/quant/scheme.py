@@ -33,7 +33,7 @@ class Scheme:
       kernel: which kernel of `kernels/products.py` multiplies codes on a Hopper GPU: "int8", "e4m3", or none.
       sums_are_exact: whether the engine's sum has the same bits in every order.
       held_twice: whether the bridge's CUDA engine multiplies a copy of the arrays in a layout of its own, beside the
-        loaded ones, and decodes one layer at a time to bfloat16 (`memory_plan.engine_copies`).
+        loaded ones, and decodes one layer at a time to bfloat16 (`memory.engine.layer_copies`).
       baseline_k3: the largest k3 measured of a bf16 learner beside a sampler of this scheme, on random weights, which
         show every difference; None: not measured.
     """

@@ -8,6 +8,7 @@ a user's function may do anything. It leads a process group of its own, which go
 """
 
 import base64
+import contextlib
 import faulthandler
 import functools
 import importlib
@@ -15,6 +16,7 @@ import importlib.util
 import json
 import os
 import pickle
+import random
 import signal
 import sys
 import threading
@@ -43,6 +45,9 @@ def main() -> None:
         print(json.dumps({"error": told(error)}), file=pipe, flush=True)
         return
     limit_memory(memory_mb)
+    if kind in ("math", "gym"):
+        with contextlib.suppress(OSError):  # no filter on this machine: where the first wall is missing, that is said
+            sandbox().lock_down()
     print(json.dumps({"ready": True}), file=pipe, flush=True)
     for line in tasks:
         task = json.loads(line)
@@ -73,6 +78,7 @@ def end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     end_group()
+    os._exit(1)  # behind a filter that lets no signal pass
 
 
 def end_group() -> None:
@@ -123,6 +129,7 @@ def load_gym(timeout_s: float, setup: str):
 
     @functools.lru_cache(maxsize=1024)
     def entry(name: str, seed: int, size: int, config: str, index: int):
+        random.seed(index)  # as the source does (`data/sources/reasoning_gym.py`)
         return dataset(name, seed, size, config)[index]
 
     def grade(task):
@@ -135,15 +142,23 @@ def load_gym(timeout_s: float, setup: str):
 
 def load_code(timeout_s: float, setup: str):
     """task: a program and its tests (see `_sandbox.passes`) -> 1.0 if it passes them all."""
-    import ctypes
+    passes = prepared(int(setup)).passes
+    return lambda task: passes(task, 0.9 * timeout_s, int(setup))
 
-    sandbox = load_file(os.path.join(os.path.dirname(os.path.abspath(__file__)), "_sandbox.py"))
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: /proc shows a program nothing of this process
-    # Whether programs can be run at all is known before any is.
-    trial = {"program": "def f(): return 1", "test": "def check(f): assert f() == 1", "entry_point": "f"}
-    if not sandbox.passes(trial, 60.0, int(setup)):
-        raise RefusedError("no program can be run: the sandbox needs Linux on x86-64 with seccomp filters")
-    return lambda task: sandbox.passes(task, 0.9 * timeout_s, int(setup))
+
+def prepared(memory_mb: int):
+    """The sandbox, tried: whether programs can be run at all is known before any is."""
+    try:
+        sandbox().prepare(memory_mb)
+    except OSError as error:
+        raise RefusedError(str(error)) from None
+    return sandbox()
+
+
+@functools.cache
+def sandbox():
+    """The module `_sandbox.py` beside this file."""
+    return load_file(os.path.join(os.path.dirname(os.path.abspath(__file__)), "_sandbox.py"))
 
 
 def load_file(path: str):

@@ -7,8 +7,8 @@ interpreter; a user's function may do all of that. So each worker is a process o
 accelerator) and leads a process group. A task that misses its deadline gets no score; its worker is killed with all
 that it started, and replaced. Workers are also replaced after `recycle_after` tasks, because sympy's caches grow.
 
-A worker bounds time and memory. It is not a sandbox: several reasoning-gym scorers evaluate expressions, so grade
-untrusted models where you would also run untrusted code.
+Workers that run or evaluate what a policy wrote are jailed (`jail.py`): programs, and expressions that math-verify and
+reasoning-gym's scorers evaluate. A user's function or environment is not: it may do what its user may do.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import select
@@ -30,6 +31,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from qarl_jax.rewards import jail
+from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import UserError, at_least
 
 _SCRIPT = os.path.join(os.path.dirname(__file__), "_worker.py")
@@ -37,6 +40,14 @@ _SCRIPT = os.path.join(os.path.dirname(__file__), "_worker.py")
 _START_S = 120.0
 # A task that takes longer is spoken of.
 _NOTICE_S = 10.0
+_JAILED = ("math", "gym", "code")
+
+
+@functools.cache
+def _launcher(pid: int) -> concurrent.futures.ThreadPoolExecutor:
+    """The thread that starts all workers of process `pid`. A jail ends with the thread that started it
+    (PR_SET_PDEATHSIG), and this one ends with the trainer."""
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="launcher")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,13 +55,13 @@ class PoolConfig:
     """Attributes:
     workers: processes; 0: one per core, at most 8.
     timeout_s: seconds a single response may take; then it scores 0.
-    recycle_after: tasks after which a worker is replaced; 0: never.
+    recycle_after: tasks after which a worker is replaced; 0: never (not from a config).
     memory_mb: address space of a worker; 0: not limited.
     """
 
     workers: int = 0
     timeout_s: float = 5.0
-    recycle_after: int = 500
+    recycle_after: int = internal(500)
     memory_mb: int = 4096
 
     def __post_init__(self) -> None:
@@ -88,16 +99,27 @@ class WorkerPool:
       setup: what the kind needs to know at its start.
       name: what the graders are called in what is said of them; empty: by their kind.
       say: is given a line when a task takes long.
+      jailed: whether the workers run what a policy wrote; those of math, gym and code always do.
     """
 
     def __init__(
-        self, kind: str, cfg: PoolConfig, *, setup: str = "", name: str = "", say: Callable[[str], None] = _tell
+        self,
+        kind: str,
+        cfg: PoolConfig,
+        *,
+        setup: str = "",
+        name: str = "",
+        say: Callable[[str], None] = _tell,
+        jailed: bool = False,
     ):
         self.kind = kind
         self.cfg = cfg
         self.setup = setup
         self.name = name or f"the {kind} grading process"
         self.say = say
+        self.jailed = jailed or kind in _JAILED
+        if self.jailed:
+            jail.announce(say)
         self.size = cfg.workers or min(8, os.cpu_count() or 1)
         self.restarts = 0
         self._lock = threading.Lock()  # of `restarts`: a thread per worker counts
@@ -227,13 +249,19 @@ class _Worker:
             hidden |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         timeout_s, memory_mb = str(pool.cfg.timeout_s), str(pool.cfg.memory_mb)
         # -P: this folder has a math_verify.py of its own, which must not shadow the package.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", _SCRIPT, pool.kind, timeout_s, memory_mb, pool.setup],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if mine else self.errors,
-            env={**os.environ, **hidden},
-            start_new_session=True,  # Ctrl-C is the trainer's business
+        command = jail.command() if pool.jailed else [sys.executable, "-P"]
+        self.process = (
+            _launcher(os.getpid())
+            .submit(
+                subprocess.Popen,
+                [*command, _SCRIPT, pool.kind, timeout_s, memory_mb, pool.setup],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if mine else self.errors,
+                env={**(jail.environment() if pool.jailed else os.environ), **hidden},
+                start_new_session=True,  # Ctrl-C is the trainer's business
+            )
+            .result()
         )
         self.buffer = b""
         line = self._read_line(_START_S)
@@ -251,8 +279,11 @@ class _Worker:
             self.process.stdin.flush()
         line = self._read_line(timeout_s)
         if line is not None:
-            answer = json.loads(line)
-            return Answer(float(answer["score"]), answer.get("error", ""), value=answer.get("value"))
+            try:
+                answer = json.loads(line)
+                return Answer(float(answer["score"]), answer.get("error", ""), value=answer.get("value"))
+            except (ValueError, KeyError, TypeError, RecursionError):  # written by what it evaluates
+                return Answer(None, "it wrote what is no answer")
         end = self._end()
         return Answer(None, end or f"it took longer than {timeout_s:g} s", ended=bool(end))
 

@@ -22,8 +22,8 @@ class Sample:
 
     Attributes:
       prompt: the task; `prompt.answer` is the reference answer.
-      text: the decoded response (of several turns: the last), special tokens left out. It is model output: never trust
-        it.
+      text: the decoded response (of several turns: the last), tags that are special tokens included, without padding
+        and the stop token at its end. It is model output: never trust it.
       num_tokens: its length in tokens, the end token included.
       finish_reason: "stop", "length" or "abort" (see `Completion`).
       max_tokens: most tokens it could have; 0: the run's `rollout.max_response_len`.

@@ -33,6 +33,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from qarl_jax.runtime import peers
 from qarl_jax.types import UserError, at_least
 
 AUTO = "auto"
@@ -131,6 +132,7 @@ def start(cfg: Config) -> None:
         ) from error
     finally:
         patience.cancel()
+    peers.watch()
 
 
 def count() -> int:

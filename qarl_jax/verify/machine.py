@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from qarl_jax import quant
 from qarl_jax.quant.contractions import Dense
 from qarl_jax.quant.schemes import w8a8
+from qarl_jax.rewards import jail
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -192,6 +193,12 @@ def device_memory_bytes() -> int:
     return int((jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0))
 
 
+def jail_of_programs() -> Check:
+    """The walls around what a policy writes and a reward or an environment runs."""
+    whole, found = jail.walls()
+    return check("jail", whole, found, "install bubblewrap, where namespaces are allowed (SECURITY.md)", "warn")
+
+
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +248,7 @@ def checks() -> Iterator[Check]:
     yield cpu()
     yield host_memory()
     yield shared_memory()
+    yield jail_of_programs()
     found = devices()
     yield found
     if found.status != "fail":

@@ -184,6 +184,17 @@ def test_positive_only_removes_the_push_of_negative_advantages_and_no_denominato
     assert float(mean2.count) == float(mean.count)
 
 
+def test_ten_thousand_nats_between_learner_and_sampler_are_finite(name):
+    batch = make_batch()
+    odd = np.arange(batch.lp.size).reshape(batch.lp.shape) % 2
+    for field in ("lp", "lo", "ls"):
+        for far in (-1e4, 1e4):
+            x = inputs(dataclasses.replace(batch, **{field: getattr(batch, field) - far * odd}))
+            value, grad, _, metrics = value_and_grad(get_loss(name, **CORRECTED), x)
+            assert np.isfinite([value, *(float(m.value) for m in metrics.values())]).all()
+            assert np.isfinite(grad).all()
+
+
 def test_zero_advantages_and_empty_masks_are_zero_not_nan(name):
     loss, batch = get_loss(name, **CORRECTED), make_batch()
     flat = inputs(dataclasses.replace(batch, adv=np.zeros_like(batch.adv)))

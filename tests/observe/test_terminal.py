@@ -7,7 +7,7 @@ import io
 import numpy as np
 
 from qarl_jax.observe.recorder import Config, Observer
-from qarl_jax.observe.terminal import sparkline, summary_line
+from qarl_jax.observe.terminal import held_out_score, sparkline, summary_line
 
 RECORD = {
     "step": 12,
@@ -35,6 +35,13 @@ def test_a_step_s_line_shows_what_there_is_and_fits_a_wide_terminal():
     del everything["nonfinite"]
     assert len(summary_line(everything, 100)) < 150
     assert summary_line({"step": 0}) == "step 0"
+
+
+def test_a_held_out_score_says_of_how_much_and_how_far_it_is_known():
+    record = {"eval/reward/mean": 1.0, "eval/reward/low": 0.2068, "eval/reward/high": 1.0}
+    record |= {"eval/prompts": 1.0, "eval/different_prompts": 1.0, "eval/responses": 4.0}
+    assert held_out_score(record) == "1.000 (95 %: 0.207 to 1.000; 1 prompt x 4 samples)"
+    assert held_out_score({"eval/reward/mean": 0.5}) == "0.500"  # of an older version
 
 
 def test_outside_a_terminal_each_step_is_a_plain_line(tmp_path):

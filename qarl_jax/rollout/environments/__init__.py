@@ -32,14 +32,13 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 from qarl_jax.rewards import pool
 from qarl_jax.rewards.pool import PoolConfig, WorkerPool
 from qarl_jax.types import UserError, at_least
 
 _HERE = os.path.dirname(__file__)
-_SANDBOX = os.path.join(os.path.dirname(pool.__file__), "_sandbox.py")
 _GRACE_S = 5.0  # for a process to say that its calls took too long
 
 
@@ -64,6 +63,7 @@ class Config:
     role: str = "user"
     before: str = "\n"
     after: str = "\n"
+    jailed: ClassVar[bool] = False  # whether its processes run what a policy wrote
     timeout_s: float = 30.0
     workers: int = 1
 
@@ -100,12 +100,13 @@ class Calculator(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Python(Config):
-    """Programs in fenced blocks are run in the sandbox of code evaluation; a turn without one is the answer.
+    """Programs in fenced blocks are run in the jail of code evaluation; a turn without one is the answer.
 
     Attributes:
       program_s: seconds that a program may take. memory_mb: its address space. max_chars: of its output.
     """
 
+    jailed: ClassVar[bool] = True
     program_s: float = 5.0
     memory_mb: int = 1024
     max_chars: int = 4000
@@ -117,7 +118,7 @@ class Python(Config):
 
     def source(self) -> tuple[str, dict[str, Any]]:
         options = {name: getattr(self, name) for name in ("program_s", "memory_mb", "max_chars")}
-        return f"{_HERE}/_python.py:Environment", {"sandbox": _SANDBOX, **options}
+        return f"{_HERE}/_python.py:Environment", options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,7 +179,8 @@ class Episodes:
         host = os.path.join(_HERE, "_host.py")
         setup = base64.b64encode(pickle.dumps((search, host, path, options, cfg.timeout_s))).decode()
         limits = PoolConfig(workers=cfg.workers, timeout_s=cfg.timeout_s + _GRACE_S, recycle_after=0, memory_mb=0)
-        self._pool = WorkerPool("environment", limits, setup=setup, name=f"environment {path}", say=say)
+        name = f"environment {path}"
+        self._pool = WorkerPool("environment", limits, setup=setup, name=name, say=say, jailed=cfg.jailed)
         self._pool.start()
         self._waiting: queue.SimpleQueue[tuple[Call, Future[Said]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="environment", daemon=True)
