@@ -91,14 +91,14 @@ class Kernels:
 
     def w8a8(self, qtensor: Any, x: Any, bias: Any) -> Any:
         x_q, x_s, _ = self.ops.scaled_int8_quant(x, None, None, symmetric=True)
-        weight, scale = to_torch(self.torch, qtensor.qvalue), to_torch(self.torch, qtensor.scale)
+        weight, scale = to_torch(self.torch, qtensor.codes), to_torch(self.torch, qtensor.scales)
         return self.ops.cutlass_scaled_mm(
             x_q, weight.t(), scale_a=x_s, scale_b=scale, out_dtype=self.torch.bfloat16, bias=bias
         )
 
     def fp8(self, qtensor: Any, x: Any, bias: Any) -> Any:
         x_q, x_s = self.ops.scaled_fp8_quant(x, None, use_per_token_if_dynamic=True)
-        weight, scale = to_torch(self.torch, qtensor.qvalue), to_torch(self.torch, qtensor.scale)
+        weight, scale = to_torch(self.torch, qtensor.codes), to_torch(self.torch, qtensor.scales)
         return self.ops.cutlass_scaled_mm(
             x_q, weight.t(), scale_a=x_s, scale_b=scale, out_dtype=self.torch.bfloat16, bias=bias
         )

@@ -150,8 +150,8 @@ class JaxEngine:
                 like = variable.get_value()
                 if isinstance(like, QTensor):
                     path = ".".join(map(str, (*keys[:-1], "kernel")))
-                    codes, scales = array(path, "qvalue", like.qvalue), array(path, "scale", like.scale)
-                    out[keys] = variable.replace(QTensor(codes, scales, like.scheme))
+                    held = {name: array(path, name, one).reshape(one.shape) for name, one in like.arrays.items()}
+                    out[keys] = variable.replace(QTensor(held, like.scheme))
                 else:
                     out[keys] = variable.replace(array(".".join(map(str, keys)), "master", like))
             return nnx.from_flat_state(out)

@@ -239,7 +239,8 @@ def test_a_rounded_scale_fails(monkeypatch):
 
     def off_by_an_ulp(w, scheme):
         qt = good(w, scheme)
-        return quant.QTensor(qt.qvalue, np.nextafter(np.asarray(qt.scale), np.float32(9)), scheme)
+        off = np.nextafter(np.asarray(qt.scales), np.float32(9))
+        return quant.QTensor(qt.arrays | {"scales": off}, scheme)
 
     assert machine.weight_grid().status == "ok"
     monkeypatch.setattr(machine.quant, "quantize", off_by_an_ulp)

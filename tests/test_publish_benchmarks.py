@@ -46,7 +46,7 @@ def test_the_learners_half_of_gpu_linears_runs_here():
         w, x, bias = gpu.inputs(256, 128, 5, 0)
         y, qtensor = gpu.learner(scheme, w, x, bias)
         assert y.shape == (5, 128)
-        assert isinstance(qtensor.qvalue, np.ndarray)
+        assert isinstance(qtensor.codes, np.ndarray)
         exact = x.astype(np.float32) @ w.astype(np.float32).T + bias.astype(np.float32)
         assert np.linalg.norm(y.astype(np.float32) - exact) < 0.2 * np.linalg.norm(exact)
 

@@ -36,29 +36,29 @@ from qarl_jax.runtime.mesh import BATCH_AXES, is_hopper, on_one_device
 LEAST_ROWS = 512
 # vLLM gives other N and K than multiples of this to another kernel than CUTLASS'.
 _CUTLASS = 16
-SERVED = ("w8a8", "fp8", "bf16")
+SERVED = ("int8", "e4m3", "bf16")
 
 _BATCH = PartitionSpec(BATCH_AXES, None)
 _WEIGHT = PartitionSpec("tensor", None)
 
 
-def serves(scheme: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics) -> bool:
+def serves(kind: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics) -> bool:
     """Whether kernels are to take a layer on this host's devices.
 
     Args:
-      scheme: by name; "bf16" stands for unquantized weights, and for w4a16's as bf16(q s).
+      kind: of the operands: "int8" or "e4m3" codes (`Scheme.kernel`), or "bf16".
       x: activations [M, K] in compute dtype.
       weight: its shape, (N, K).
       numerics: the arithmetic in use.
     """
-    if scheme not in SERVED or not numerics.own_kernels or not is_hopper() or x.dtype != jnp.bfloat16:
+    if kind not in SERVED or not numerics.own_kernels or not is_hopper() or x.dtype != jnp.bfloat16:
         return False
     split = _split(x.shape[0], weight[0])
     if split is None:
         return False
-    if scheme == "bf16":
+    if kind == "bf16":
         return numerics.contract_parts
-    if scheme == "fp8":
+    if kind == "e4m3":
         return numerics.fp8_on_tensor_cores and all(size % _CUTLASS == 0 for size in weight)
     if numerics.float64:
         return False

@@ -127,15 +127,13 @@ def code_flips(before: Any, after: Any) -> Mean:
     changed, count = jnp.zeros((), jnp.float32), 0
     pairs = zip(jax.tree.leaves(before, is_leaf=is_qtensor), jax.tree.leaves(after, is_leaf=is_qtensor), strict=True)
     for old, new in pairs:
-        if old.qvalue.dtype == jnp.int32:  # eight 4-bit codes to a word
-            bits = jax.lax.bitwise_xor(old.qvalue, new.qvalue)
-            nibbles = [jax.lax.shift_right_logical(bits, jnp.full_like(bits, 4 * i)) & 15 for i in range(8)]
-            changed += sum((nibble != 0).astype(jnp.float32).sum() for nibble in nibbles)
-            count += 8 * old.qvalue.size
-        else:
-            codes = [jax.lax.bitcast_convert_type(x.qvalue, jnp.uint8) for x in (old, new)]
-            changed += (codes[0] != codes[1]).astype(jnp.float32).sum()
-            count += old.qvalue.size
+        together = old.scheme.wire.codes.inputs  # codes to a word
+        width = 8 * old.codes.dtype.itemsize // together
+        words = [jax.lax.bitcast_convert_type(x.codes, f"uint{width * together}") for x in (old, new)]
+        bits = jax.lax.bitwise_xor(*words)
+        codes = [jax.lax.shift_right_logical(bits, jnp.full_like(bits, width * i)) for i in range(together)]
+        changed += sum((code & (2**width - 1) != 0).astype(jnp.float32).sum() for code in codes)
+        count += together * old.codes.size
     return Mean(changed, jnp.float32(count))
 
 

@@ -135,13 +135,15 @@ def test_the_table(recorded, theta, head_dim, name):
 
 def int8_layer(recorded):
     scheme = quant.parse_scheme("w8a8")
-    return quant.QTensor(qvalue=jnp.asarray(recorded["int8_w"]), scale=jnp.asarray(recorded["int8_ws"]), scheme=scheme)
+    return quant.QTensor(
+        {"codes": jnp.asarray(recorded["int8_w"]), "scales": jnp.asarray(recorded["int8_ws"])}, scheme=scheme
+    )
 
 
 @pytest.mark.parametrize("bias", [None, "int8_b"])
 def test_int8_layers_are_equal_to_the_last_bit(recorded, bias):
     weight = int8_layer(recorded)
-    master = jnp.zeros(weight.qvalue.shape, jnp.float32)
+    master = jnp.zeros(weight.codes.shape, jnp.float32)
     run = jax.jit(lambda x, b: quant.dot(x, master, weight, b, numerics=CUDA))
     y = run(recorded["int8_x"], None if bias is None else jnp.asarray(recorded[bias]))
     assert equal(y, recorded["int8_y" if bias is None else "int8_yb"]) == 1

@@ -124,7 +124,8 @@ def fp8_layer(m, n, k):
 
 def fp8_product(x, qt):
     numerics = resolve("cuda")
-    return fp8.multiply(fp8.activations(x, numerics=numerics), qt, None, numerics=numerics, product=Dense())
+    used = qt.scheme.activations(x, numerics=numerics)
+    return qt.scheme.multiply(used, qt, None, numerics=numerics, product=Dense())
 
 
 @pytest.mark.slow
