@@ -181,9 +181,9 @@ class Run:
             num_samples=cfg.eval.num_samples,
             key=build.seed_of(cfg.seed, 0, "eval"),
             ks=cfg.eval.ks,
-        ).metrics
+        )
         processes.from_first(lambda: evaluation.record(cfg.run_dir, version, result))
-        return result
+        return result.metrics
 
     def save(self, step: int) -> None:
         """A checkpoint after so many steps: all of the run's state."""
