@@ -1,0 +1,18 @@
+# The 1.5B's plan, as far as time goes: three runs a GPU, of which the third begins when the first two end. While the
+# model arrives, two runs of one step with random weights and short responses compile what the runs will need.
+model=$MODELS/qwen25-coder-1.5b
+until [ -e "$SITE/installed" ]; do sleep 0.5; done
+for warm in 0:qarl_w4a16 1:rollout_w4a16_grpo; do
+  CUDA_VISIBLE_DEVICES=${warm%:*} timeout -s KILL 110 python3 -m qarl_jax.train \
+    --config "configs/qwen25_coder_0p5b/${warm#*:}.yaml" model.path="$model" model.init=random run_dir="/tmp/warm/$warm" \
+    train.steps=1 rollout.max_response_len=32 eval.at_start=false eval.at_end=false eval.every=0 \
+    checkpoint.every=0 checkpoint.at_end=false log.view=lines >"$QUEUE/warm_$warm.log" 2>&1 &
+done
+wait
+until [ -e "$model/ready" ]; do sleep 0.5; done
+gpus=$(nvidia-smi --list-gpus | wc -l) runs=()
+for seed in $(seq 1 $((3 * gpus / 2))); do runs+=("qarl_w4a16:$seed" "rollout_w4a16_grpo:$seed"); done
+for these in "${runs[*]}" "base:w4a16 base:bf16"; do
+  # shellcheck disable=SC2086
+  MODEL=$model bash experiments/qwen25_coder/plan_1p5b.sh "$RESULTS/pay" $(($(bash benchmarks/offline_host.sh left) - 5)) $these
+done
