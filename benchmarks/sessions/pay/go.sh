@@ -4,9 +4,8 @@ set -euo pipefail
 export TREE=$PWD
 host=benchmarks/offline_host.sh model=/tmp/models/qwen25-coder-1.5b
 bash $host unpack /tmp/in /tmp/p/a?
-mkdir -p $model /tmp/results/pay /tmp/m
+mkdir -p $model /tmp/m
 tar xJf /tmp/in/model.tar.xz -C $model
-cp /tmp/in/questions.jsonl /tmp/results/pay/
 bash $host begin "$(bash $host left)" benchmarks/sessions/pay
 bash $host install /tmp/in
 touch /tmp/site/installed
