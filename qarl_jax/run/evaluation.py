@@ -281,9 +281,10 @@ def _records(path: Path, up_to: int | None) -> list[dict[str, Any]]:
 def record(run_dir: str | os.PathLike[str], version: int, result: Evaluation) -> None:
     """Appends an evaluation of policy `version` to `FILES`: its metrics, and each prompt's correct responses by uid."""
     correct = {prompt["uid"]: prompt["num_correct"] for prompt in result.prompts}
-    for name, content in zip(FILES, (result.metrics, {"num_correct": correct}), strict=True):
+    of_version: dict[str, Any] = {"version": version}
+    for name, line in zip(FILES, (of_version | result.metrics, of_version | {"num_correct": correct}), strict=True):
         with (Path(run_dir) / name).open("a") as file:
-            file.write(json.dumps({"version": version, **content}) + "\n")
+            file.write(json.dumps(line) + "\n")
 
 
 # ---- command line --------------------------------------------------------------------------------------------------
