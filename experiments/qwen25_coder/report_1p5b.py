@@ -19,9 +19,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.alignment import figures, stats
-from experiments.alignment.report import Curve
-from experiments.qwen25_coder import report
+from experiments.qwen25_coder import report, stats
+from experiments.qwen25_coder.curves import Curve, panels
 from experiments.qwen25_coder.report import BF16, QARL, ROLLOUT, ROLLOUT_TBPO, Run
 from qarl_jax import plot
 from qarl_jax.data.suites import IN_GSM_SYMBOLIC
@@ -222,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     planned = report.read([head])
     if args.figure is not None:
         look = {arm: (plot.COLORS[number], "-") for number, arm in enumerate(PLANNED)}
-        fig = figures.panels(lambda key, _: curves(planned_arms(planned), key), look.__getitem__, PANELS)
+        fig = panels(lambda key, _: curves(planned_arms(planned), key), look.__getitem__, PANELS)
         fig.savefig(args.figure, dpi=90, metadata={"Software": None})
         return 0
     print(page(planned, report.read(rest)), end="")
