@@ -82,6 +82,8 @@ def test_log_probs_and_entropies_are_finite_with_huge_logits(numerics):
 @of_every_record
 @pytest.mark.parametrize("name", scheme_names())
 def test_layers_of_every_scheme_are_finite_with_rows_of_zeros_and_huge_rows(numerics, name):
+    if name == "w4a8" and numerics.profile == "cuda":
+        pytest.skip("this engine multiplies no layers of this scheme")
     scheme = on_engine(parse_scheme(name), numerics)
     x = jnp.tile(jnp.asarray([0.0, 1e-30, 1.0, 1e4, -1e4], jnp.bfloat16)[:, None], 128).at[3, ::2].set(0)
     master = jnp.tile(jnp.asarray([0.0, 1e4, 1.0, 1e-30])[:, None], (32, 128))
