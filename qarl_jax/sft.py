@@ -149,7 +149,7 @@ def fingerprint(cfg: Config) -> str:
 
 
 def is_done(cfg: Config) -> bool:
-    """Whether `cfg.out` already holds the result of this very config."""
+    """Tells whether `cfg.out` already holds the result of this very config."""
     try:
         with open(os.path.join(cfg.out, RECEIPT), encoding="utf-8") as handle:
             return json.load(handle).get("fingerprint") == fingerprint(cfg)

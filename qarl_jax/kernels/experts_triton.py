@@ -27,7 +27,7 @@ from qarl_jax.runtime.mesh import on_one_device
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """What a program computes and how: [m, n] of a result at a time, over k inputs at a time; powers of two.
+    """The tile of a program: [m, n] of a result at a time, over k inputs at a time; powers of two.
 
     Attributes:
       warps, stages: of Triton; stages: tiles of inputs in flight.
@@ -47,8 +47,8 @@ FLOATS, INTEGERS, WEIGHTS = Tile(n=256, warps=8), Tile(stages=4), Tile()
 
 
 def serves(*operands: jax.Array) -> bool:
-    """Whether the kernels take these operands: 16 or 8 bits wide, and all on one device, since nothing can be cut out
-    of a kernel but by hand (`jax.shard_map`)."""
+    """Tells whether the kernels take these operands: 16 or 8 bits wide, and all on one device, since nothing can be
+    cut out of a kernel but by hand (`jax.shard_map`)."""
     return on_one_device() and all(x.dtype in (jnp.bfloat16, jnp.int8) for x in operands)
 
 

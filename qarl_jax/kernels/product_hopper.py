@@ -45,7 +45,7 @@ _COPY_REGISTERS = 40  # of a thread that only starts copies; the others take wha
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """What a block computes and how; no result depends on it.
+    """The tile of a block; no result depends on it.
 
     wgmma wants parts of a multiple of 64 rows and of 8 outputs, 256 at most.
 
@@ -142,7 +142,7 @@ def _kernel(*refs: Any, tile: Tile, scaled: bool, bias: bool, splits: int = 1, i
         )
 
     def nothing(*_: Any, **__: Any) -> None:
-        """What a pipeline allocates does not depend on what it does."""
+        """Does nothing: the allocations of a pipeline do not depend on its body."""
 
     def walk(allocations: Any, out_smem: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")

@@ -43,7 +43,7 @@ _WEIGHT = PartitionSpec("tensor", None)
 
 
 def serves(kind: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics) -> bool:
-    """Whether kernels are to take a layer on this host's devices.
+    """Tells whether kernels are to take a layer on this host's devices.
 
     Args:
       kind: of the operands: "int8" or "e4m3" codes (`Scheme.kernel`), or "bf16".

@@ -179,9 +179,9 @@ class Run:
         result = self._measured()
         self._tell(version, result)
         processes.from_first(lambda: evaluation.record(self.cfg.run_dir, version, result))
-        return result
+        return result.metrics
 
-    def _measured(self) -> dict[str, float]:
+    def _measured(self) -> evaluation.Evaluation:
         cfg = self.cfg
         return evaluation.evaluate(
             self.engine,
@@ -191,11 +191,11 @@ class Run:
             sampling=build.eval_sampling(cfg, self._stop),
             num_samples=cfg.eval.num_samples,
             key=build.seed_of(cfg.seed, 0, "eval"),
-        ).metrics
+        )
 
-    def _tell(self, version: int, result: dict[str, float]) -> None:
+    def _tell(self, version: int, result: evaluation.Evaluation) -> None:
         when = f"of version {version}" if version else "before training"
-        self.observer.say(f"held-out reward {when}: {terminal.held_out_score(result)}")
+        self.observer.say(f"held-out reward {when}: {terminal.held_out_score(result.metrics)}")
 
     def save(self, step: int) -> None:
         """A checkpoint after so many steps: all of the run's state, and the settings it was made with."""

@@ -86,7 +86,7 @@ def packed_rows(cfg: RunConfig, groups: list[RolloutGroup], advantages: np.ndarr
 
 @dataclasses.dataclass
 class MiniBatch:
-    """What one optimizer update is made from.
+    """The responses and arrays of one optimizer update.
 
     Attributes:
       packed: its rows, on the host. groups: that they were packed from.

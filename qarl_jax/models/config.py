@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is, as one frozen, hashable record: static under jit, and all that its structure depends on."""
+"""The description of a model as one frozen, hashable record, static under jit: all that its structure depends on."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class ModelConfig:
         return hf_template(own, self.architecture).format(layer=layer, expert=0).removesuffix(".weight")
 
     def signature(self, layer: int) -> tuple[Any, ...]:
-        """What must be equal for layers to share a stack: the kind of MLP and the scheme of every kernel."""
+        """Returns the key by which layers share a stack: the kind of MLP and the scheme of every kernel."""
         is_moe = layer in self.moe_layers
         kernels = [
             *(f"attn.{x}.kernel" for x in "qkvo"),

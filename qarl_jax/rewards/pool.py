@@ -303,7 +303,8 @@ class _Worker:
         return line
 
     def _end(self) -> str:
-        """How the process ended, if it did. It is not reaped: as long as it is there, its number is nobody else's."""
+        """Says how the process ended, if it did. It is not reaped: as long as it is there, its number is nobody
+        else's."""
         for _ in range(20):  # the pipe closes a moment before
             ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is not None:

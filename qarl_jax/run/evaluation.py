@@ -42,6 +42,7 @@ from qarl_jax.run.estimators import default_ks, interval, maj_at_k, majority, pa
 from qarl_jax.run.rollout_config import ENGINE_CONFIGS
 from qarl_jax.types import Parser, Prompt, RolloutGroup, UserError, entry_point
 
+FILES = ("eval.jsonl", "eval_correct.jsonl")  # of a run: see `record`
 # Rewards that say whether an answer is right; the others shape it.
 OWN = "own"  # among the names of --suite: the data of the config
 VERIFIERS = ("exact", "math_verify", "reasoning_gym", "code", "python")
@@ -186,9 +187,13 @@ def history(run_dir: str | os.PathLike[str], up_to: int | None = None) -> list[d
 
     Args:
       run_dir: the run.
-      up_to: drop records of later versions from the file first (a run that resumes at this version); None: only read.
+      up_to: drop records of later versions from both files first (a run that resumes at this version); None: only read.
     """
-    path = Path(run_dir) / "eval.jsonl"
+    records, _ = (_records(Path(run_dir) / name, up_to) for name in FILES)
+    return records
+
+
+def _records(path: Path, up_to: int | None) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
@@ -203,10 +208,13 @@ def history(run_dir: str | os.PathLike[str], up_to: int | None = None) -> list[d
     return records
 
 
-def record(run_dir: str | os.PathLike[str], version: int, result: dict[str, float]) -> None:
-    """Appends an evaluation of policy `version` to eval.jsonl."""
-    with (Path(run_dir) / "eval.jsonl").open("a") as file:
-        file.write(json.dumps({"version": version, **result}) + "\n")
+def record(run_dir: str | os.PathLike[str], version: int, result: Evaluation) -> None:
+    """Appends an evaluation of policy `version` to `FILES`: its metrics, and each prompt's correct responses by uid."""
+    correct = {prompt["uid"]: prompt["num_correct"] for prompt in result.prompts}
+    of_version: dict[str, Any] = {"version": version}
+    for name, line in zip(FILES, (of_version | result.metrics, of_version | {"num_correct": correct}), strict=True):
+        with (Path(run_dir) / name).open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 # ---- command line --------------------------------------------------------------------------------------------------

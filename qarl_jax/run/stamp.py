@@ -38,7 +38,7 @@ _ARITHMETIC: dict[str, tuple[Any, ...]] = {
     "loader": ("auto", "vllm"),
 }
 _RETIRED = (
-    *("checkpoint.asynchronous", "checkpoint.keep_every", "eval.ks", "eval.top_k"),
+    *("checkpoint.keep_every", "eval.ks", "eval.top_k"),
     *("reward.recycle_after", "train.error_prob", "train.histograms"),
     *("train.shuffle_advantages", "rollout.engine.address", "rollout.engine.drain_timeout_s"),
     *("rollout.engine.endpoints_file", "rollout.engine.engine", "rollout.engine.hedge", "rollout.engine.launch"),

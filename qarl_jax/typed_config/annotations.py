@@ -1,7 +1,7 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the annotations of a config's dataclasses say: which keys there are, which sections are chosen by a `name` key,
-and a type in words for messages. `load.py` reads and writes configs by them."""
+"""Readers of the annotations of a config's dataclasses: which keys there are, which sections are chosen by a `name`
+key, and a type in words for messages. `load.py` reads and writes configs by them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def nested(hint: Any) -> list[tuple[type, bool]]:
 
 
 def holds_variants(cls: type, path: Sequence[str]) -> bool:
-    """Whether the section at `path` of a config of type `cls` is chosen by a `name` key."""
+    """Tells whether the section at `path` of a config of type `cls` is chosen by a `name` key."""
     hints: list[Any] = [cls]
     for key in path:
         below: list[Any] = []
@@ -131,7 +131,7 @@ def type_words(hint: Any) -> str:
 
 
 def field_default(cls: type, name: str) -> Any:
-    """What a field is when nobody sets it; `dataclasses.MISSING`: it must be set."""
+    """Returns the default of a field; `dataclasses.MISSING`: it must be set."""
     field = next(field for field in dataclasses.fields(cls) if field.name == name)
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()

@@ -98,6 +98,14 @@ def test_impossible_evaluations_are_refused(tmp_path, section, says):
         config.from_dict(tree)
 
 
+def test_a_run_that_resumes_forgets_the_evaluations_of_later_versions(tmp_path):
+    for version in (0, 2, 4):
+        evaluation.record(tmp_path, version, evaluation.Evaluation(metrics={"eval/x": 1.0}, prompts=[]))
+    assert [one["version"] for one in evaluation.history(tmp_path, up_to=2)] == [0, 2]
+    for name in evaluation.FILES:
+        assert [json.loads(line)["version"] for line in (tmp_path / name).read_text().splitlines()] == [0, 2]
+
+
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +143,9 @@ def test_a_run_is_evaluated_as_it_evaluated_itself(run, capsys, tmp_path):
     rewards = [[response["reward"] for response in record["responses"]] for record in records]
     assert np.shape(rewards) == (4, 4)
     assert np.mean(rewards) == pytest.approx(found["eval/reward/mean"])
+    correct = run.records("eval_correct")
+    assert [one["version"] for one in correct] == [one["version"] for one in run.records("eval")]
+    assert correct[-1]["num_correct"] == {record["uid"]: record["num_correct"] for record in records}
 
 
 @pytest.mark.slow

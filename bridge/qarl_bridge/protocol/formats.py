@@ -56,7 +56,7 @@ class Array:
     is_scale: bool = False
 
     def shape(self, n: int, k: int) -> tuple[int, int]:
-        """Of a weight [n, k], as a QTensor holds it."""
+        """Computes the shape of a weight [n, k] in a QTensor."""
         return n if self.per_output else 1, k // self.inputs if self.inputs else 1
 
     def sent(self, held: tuple[int, ...]) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the weights of one scheme travel.
+    """The wire layout of one scheme's weights.
 
     Attributes:
       scheme: as the learner prints it, for messages.

@@ -60,7 +60,7 @@ class Config(messages.EngineOptions):
 
     @property
     def is_fleet(self) -> bool:
-        """Whether there may be several engines."""
+        """Tells whether there may be several engines."""
         return len(self.endpoints) + self.started > 1
 
     @property
@@ -70,18 +70,18 @@ class Config(messages.EngineOptions):
 
     @property
     def is_remote(self) -> bool:
-        """Whether some bridge is reached over a network."""
+        """Tells whether some bridge is reached over a network."""
         return any(address.startswith("tcp://") for address in self.endpoints)
 
     @property
     def has_own_gpu(self) -> bool:
-        """Whether the engine is meant for another GPU than the learner's."""
+        """Tells whether the engine is meant for another GPU than the learner's."""
         apart = bool(self.visible_gpus) or self.transport == "nccl" or self.is_remote
         return apart and self.transport != "cuda_ipc" and not self.shares_gpus
 
     @property
     def stages_on_gpu(self) -> bool:
-        """Whether versions are staged in the learner's GPU, if it has one."""
+        """Tells whether versions are staged in the learner's GPU, if it has one."""
         return self.transport == "nccl" or (self.transport != "host" and not self.is_remote)
 
     def gpus_of(self, number: int) -> str:

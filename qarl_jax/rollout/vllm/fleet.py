@@ -191,7 +191,7 @@ class Fleet:
             return report | ({"replicas": float(len(serving))} if self._config.is_fleet else {})
 
     def _is_awaited(self, replica: Replica, is_first: bool, began: float) -> bool:
-        """Whether a publish waits for an engine: for those that are up, and those that are started here."""
+        """Tells whether a publish waits for an engine: for those that are up, and those that are started here."""
         if replica.task is None:
             return False
         grace = is_first and time.monotonic() < began + GRACE_S
@@ -507,8 +507,8 @@ class Fleet:
 
 
 def _is_fault(error: BridgeError, replica: Replica) -> bool:
-    """Whether a bridge is to be replaced: it is gone or silent, or refused a handshake after it had taken one, which
-    is what a death in the middle of one looks like."""
+    """Tells whether a bridge is to be replaced: it is gone or silent, or refused a handshake after it had taken one,
+    which is what a death in the middle of one looks like."""
     return error.code in ("dead", "timeout") or (error.code == "auth" and replica.has_held_lease)
 
 

@@ -97,11 +97,11 @@ class Replica:
 
     @property
     def has_room(self) -> bool:
-        """Whether more draws would be begun soon: some may wait, so that none has to be waited for."""
+        """Tells whether more draws would be begun soon: some may wait, so that none has to be waited for."""
         return self.requests < MOST_REQUESTS and 4 * self.draws < 5 * self._config.max_num_seqs
 
     def serves(self, version: sender.Version | None) -> bool:
-        """Whether requests may be sent."""
+        """Tells whether requests may be sent."""
         return self.trouble is None and self.error is None and version is not None and self.holds is version
 
     # ---- to life, with the lease -------------------------------------------------------------------------------------
