@@ -14,7 +14,7 @@ its routers are products of cuBLAS. These operations take their place, and the l
               y = bf16(float32(sum over a token's experts of weight * o)) in float64
 
 The products are grouped: copies of tokens are sorted by expert (`moe_align_block_size`, vLLM's), and a program
-multiplies a tile of copies of one expert. Enough experts are asked for in a decoding step to fill the card, so inputs
+multiplies a tile of copies of one expert. Enough experts are asked for in a decoding step to fill the GPU, so inputs
 are not cut into parts.
 
 What is left out: expert and tensor parallelism, biases, activations other than SwiGLU.
