@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts on CUDA whose result for a token does not depend on the other tokens of a step.
+"""Experts on CUDA whose result for a token does not depend on the other tokens of a step.
 
 vLLM's experts add with atomics (int4), choose tiles by the number of rows, and round a weighted output before they sum;
 its routers are products of cuBLAS. These operations take their place, and the learner computes the same
@@ -206,7 +206,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (x.double() @ weight.double().t()).float()
 
 
-def mixture(
+def experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,

@@ -82,7 +82,7 @@ class _BatchInvariant(FusedMoEMethodBase):
             for which in ("w13", "w2")
         )
         options: dict[str, Any] = {"align": moe_align_block_size, "activation": _silu_and_mul, "rows": self.rows}
-        return expert_ops.mixture(x, topk_weights, topk_ids, first, second, **options)
+        return expert_ops.experts(x, topk_weights, topk_ids, first, second, **options)
 
 
 class BatchInvariantMoEMethod(_BatchInvariant, UnquantizedFusedMoEMethod):
