@@ -132,7 +132,7 @@ def expert_dot(
     *,
     numerics: Numerics = PLAIN,
 ) -> Float[Array, "M N"]:
-    """`dot` for mixture-of-experts: row m is multiplied with the weight of the expert whose group it falls into.
+    """`dot` for the experts of a MoE layer: row m is multiplied with the weight of its group's expert.
 
     Args:
       x, master, qtensor: as in `dot`, the rows sorted by expert.

@@ -27,12 +27,12 @@ class Config(messages.EngineOptions):
     visible_gpus: the engine's GPU, as CUDA_VISIBLE_DEVICES names it (a number, or a UUID); empty: what the trainer
       sees, so that they share the first. With `replicas`, one such list per engine, joined by ";": "1;2;3". Those that
       are the learner's: `shares_gpus`.
-    shares_gpus: the GPUs of `visible_gpus` are the learner's own, so that a card's plan has to fit both.
+    shares_gpus: the GPUs of `visible_gpus` are the learner's own, so that a GPU's plan has to fit both.
     transport: how weights reach the engine: "cuda_ipc" (the engine on a GPU of the learner's: over no host), "nccl" (on
       two GPUs, also of two hosts; not encrypted), "host" (shared memory, or the socket to another host), "auto": on one
       host cuda_ipc or nccl, whichever fits, else host. The choice is logged.
     memory: "given", the engine takes what `kv_cache_gb` and `gpu_memory_utilization` say; "auto", both are chosen
-      before a training run starts: a KV cache for the sequences of a step, or less where the card is too small for it.
+      before a training run starts: a KV cache for the sequences of a step, or less where the GPU is too small for it.
     staging_buffers: versions that are held on the GPU where they are staged there: 2, the one that serves and the next;
       1, the next overwrites it, so that an engine that fails to load it has nothing to go back to; 0, the next goes
       through a window of 2 GiB, layers after layers, to an engine on the learner's own GPU.

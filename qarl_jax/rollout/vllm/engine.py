@@ -94,8 +94,8 @@ class BrokenPromiseError(UserError):
 
 
 def leave_memory_to_vllm() -> None:
-    """Call before JAX first asks for its devices: on a card shared with vLLM it must take memory as it needs it, not
-    three quarters of the card at once. What the user has set stays."""
+    """Call before JAX first asks for its devices: on a GPU shared with vLLM it must take memory as it needs it, not
+    three quarters of the GPU at once. What the user has set stays."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in a live vLLM: which it can serve, and how they are read back.
+"""Experts in a live vLLM: which it can serve, and how they are read back.
 
 Read-back. An expert's two products have a nonlinearity between them, so one-hot rows do not return a weight. Instead:
 
