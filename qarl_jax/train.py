@@ -121,12 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file (see configs/)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plans, then stop")
     parser.add_argument("--card-gb", type=float, help="with --dry-run: plan for a card of that many GiB")
-    parser.add_argument("--cards", type=int, help="with --dry-run: plan for so many cards, where the mesh asks for all")
+    parser.add_argument("--cards", type=int, help="with --dry-run: plan for so many cards (all of mesh.fsdp=-1)")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides)
     if args.dry_run and args.cards is not None:
         cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(args.cards))
+        if (needed := cfg.mesh.size) > args.cards:
+            raise UserError(f"--cards {args.cards}: the mesh has {needed} devices; set mesh.fsdp=-1 to take all cards.")
     if not args.dry_run:
         processes.start(cfg.distributed)  # before anything asks JAX for its devices
     size = plan.capacity() if args.card_gb is None else int(args.card_gb * 2**30)

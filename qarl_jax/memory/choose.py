@@ -23,7 +23,7 @@ from qarl_jax.memory import costs, learner
 from qarl_jax.memory.costs import Cost
 from qarl_jax.memory.engine import at_once, engine_parts, kv_bytes
 from qarl_jax.memory.learner import GIB
-from qarl_jax.memory.plan import Plan, make
+from qarl_jax.memory.plan import Plan, make, spread
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run.config import RunConfig, on_a_gpu, replaced
 from qarl_jax.types import UserError
@@ -33,15 +33,24 @@ SHARES = (1.0, 0.5, 0.25, 0.125, 1 / 16, 1 / 32)  # of a step's sequences, that 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Settings, by dotted field, and their cost; `notes` say what else they mean."""
+    """Settings, by dotted field, and their cost; `notes` say what else they mean, `parts` what they are a sum of."""
 
     settings: Mapping[str, Any]
     cost: Cost = dataclasses.field(default_factory=Cost)
     notes: tuple[str, ...] = ()
+    parts: tuple[Choice, ...] = ()
 
     def __add__(self, other: Choice) -> Choice:
-        settings = {**self.settings, **other.settings}
-        return Choice(settings=settings, cost=self.cost + other.cost, notes=self.notes + other.notes)
+        settings, cost = {**self.settings, **other.settings}, self.cost + other.cost
+        return Choice(settings=settings, cost=cost, parts=(*(self.parts or (self,)), *(other.parts or (other,))))
+
+    def lines(self) -> list[str]:
+        """Words each part: its settings, and what they cost."""
+        return [
+            f"{_words(part.settings)}: {'; '.join((*costs.in_words(part.cost), *part.notes))}"
+            for part in self.parts or (self,)
+            if part.settings
+        ]
 
 
 Knob = list[Choice]
@@ -53,6 +62,8 @@ def settle(cfg: RunConfig, size: int | None) -> tuple[RunConfig, Plan | None]:
     `model.remat`, `optimizer.offload`, `train.grad_dtype` and `rollout.engine.memory` may be auto. Without a device's
     size (on a CPU) nothing is planned: everything is recomputed, nothing offloaded, and gradients are float32.
 
+    A mesh axis of -1 becomes the number of devices here.
+
     Args:
       size: bytes of a device (`plan.capacity`).
 
@@ -61,14 +72,12 @@ def settle(cfg: RunConfig, size: int | None) -> tuple[RunConfig, Plan | None]:
     """
     if size is None:
         return replaced(cfg, _without_plan(cfg)), None
-    cfg = with_engines(cfg)
-    found = search(cfg, size, automatic(cfg, size))
+    cfg = with_engines(spread(cfg))
+    found = search(on_a_gpu(cfg), size, automatic(on_a_gpu(cfg), size))  # JAX is not asked whether it is one
     if found is None:
         raise UserError(refusal(cfg, size))
     choice, plan = found
-    chosen = [f"{key}={_word(value)}" for key, value in choice.settings.items()]
-    lines = [*([f"{' '.join(chosen)}: {costs.in_words(choice.cost)}"] if chosen else []), *choice.notes]
-    return replaced(cfg, choice.settings), dataclasses.replace(plan, chosen=tuple(lines))
+    return replaced(cfg, choice.settings), dataclasses.replace(plan, chosen=tuple(choice.lines()))
 
 
 def _without_plan(cfg: RunConfig) -> dict[str, Any]:
@@ -94,13 +103,13 @@ def with_engines(cfg: RunConfig) -> RunConfig:
 
 def fits(cfg: RunConfig, size: int) -> bool:
     """Tells whether any choice of the run's "auto" settings fits."""
-    cfg = with_engines(cfg)
+    cfg = on_a_gpu(with_engines(cfg))
     return search(cfg, size, automatic(cfg, size)) is not None
 
 
 def savings(cfg: RunConfig, size: int) -> list[str] | None:
     """Finds the cheapest overrides under which the run fits; None: there are none."""
-    cfg = with_engines(cfg)
+    cfg = on_a_gpu(with_engines(cfg))
     found = search(cfg, size, allowed(cfg, size))
     if found is None:
         return None
@@ -114,11 +123,12 @@ def savings(cfg: RunConfig, size: int) -> list[str] | None:
         rest = {other: value for other, value in changed.items() if other != key}
         if fits(replaced(cfg, rest), size):
             changed = rest
-    return [f"{key}={_word(value)}" for key, value in changed.items()]
+    return _words(changed).split()
 
 
 def refusal(cfg: RunConfig, size: int) -> str:
     """Says by how much a run does not fit as it is, and which overrides make it fit."""
+    cfg = on_a_gpu(cfg)
     plans = [plan for _, plan in _plans(cfg, size, automatic(cfg, size))]
     overrides = savings(cfg, size)
     advice = "No settings fit: use larger devices, more of them (mesh.fsdp), or a smaller model."
@@ -134,6 +144,10 @@ def _at(cfg: Any, path: str) -> Any:
 
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _words(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={_word(value)}" for key, value in settings.items())
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -202,7 +216,7 @@ def automatic(cfg: RunConfig, size: int) -> Knobs:
 
 def allowed(cfg: RunConfig, size: int) -> Knobs:
     """All knobs. The run's own settings cost nothing."""
-    ours = [_remat(cfg), _offload(cfg), _rows(cfg), _grad_dtype(), _moments(cfg), _masters(cfg)]
+    ours = [_remat(cfg), _offload(cfg), _rows(cfg), _code_flips(), _grad_dtype(), _moments(cfg), _masters(cfg)]
     theirs = []
     engine = cfg.rollout.engine
     if isinstance(engine, vllm.Config):
@@ -239,6 +253,11 @@ def _rows(cfg: RunConfig) -> Knob:
     while rows[-1] % 2 == 0 and rows[-1] // 2 % shards == 0:
         rows.append(rows[-1] // 2)
     return [Choice(settings={"train.micro_batch_rows": n}, cost=Cost(seconds=0.1 * i)) for i, n in enumerate(rows)]
+
+
+def _code_flips() -> Knob:
+    off = Choice(settings={"quant.code_flips": False}, notes=("the metric quant/code_flips is left out",))
+    return [Choice(settings={"quant.code_flips": True}), off]
 
 
 def _grad_dtype() -> Knob:

@@ -76,8 +76,8 @@ def staging_seconds(cfg: RunConfig, buffers: int | None) -> float:
     return 0.0 if buffers else published_bytes(cfg) / HOST_BYTES
 
 
-def in_words(cost: Cost) -> str:
-    """Words a cost."""
-    if cost.bits:
-        return "rounds otherwise"
-    return f"{cost.seconds:+.1f} s a step (estimate)" if cost.seconds >= 0.05 else "costs no time"
+def in_words(cost: Cost) -> tuple[str, ...]:
+    """Words a cost: its seconds, then its rounding."""
+    words = [f"{cost.seconds:+.1f} s a step (estimate)"] if cost.seconds >= 0.05 else []
+    words += ["rounds otherwise"] if cost.bits else []
+    return tuple(words) or ("costs no time",)

@@ -48,8 +48,7 @@ def capacity() -> int | None:
 
     A GPU is asked through CUDA: JAX fixes how it allocates when it is first asked for its devices.
     """
-    gpu = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-    if gpu and on_platform("cuda", "gpu"):
+    if on_gpu():
         try:
             return sender.gpu_memory(0)[1]
         except BridgeError:
@@ -57,6 +56,23 @@ def capacity() -> int | None:
     if on_tpu():
         return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return None
+
+
+def spread(cfg: RunConfig) -> RunConfig:
+    """Replaces a mesh axis of -1 by the devices that are here. A run of one process counts GPUs through CUDA."""
+    if -1 not in dataclasses.asdict(cfg.mesh).values():
+        return cfg
+    try:
+        count = sender.gpu_count() if on_gpu() and not cfg.distributed.is_on else jax.device_count()
+    except BridgeError:
+        count = jax.device_count()
+    return dataclasses.replace(cfg, mesh=cfg.mesh.over(count))
+
+
+def on_gpu() -> bool:
+    """Tells whether JAX will run on GPUs if there are any; JAX is not asked."""
+    plugin = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    return plugin and on_platform("cuda", "gpu")
 
 
 def on_tpu() -> bool:

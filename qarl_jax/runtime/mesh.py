@@ -79,6 +79,11 @@ class Config:
         if sum(size == -1 for size in sizes.values()) > 1:
             raise UserError("only one mesh axis may be -1 (all devices that are left).")
 
+    @property
+    def size(self) -> int:
+        """Number of devices; negative, where an axis takes all that are left."""
+        return math.prod(dataclasses.asdict(self).values())
+
     def over(self, devices: int) -> Config:
         """The same with -1 replaced, where there are that many devices."""
         sizes = dataclasses.asdict(self)

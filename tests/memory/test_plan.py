@@ -217,8 +217,35 @@ def test_a_dry_run_says_for_any_card_whether_the_run_fits(overrides, capsys):
     assert re.search(r"device +140.4 GiB: fits; JAX takes \d+\.\d% of it at once", out)
     assert "engine: KV cache                    20.00 GiB" in out
     assert plan.FRACTION not in out  # nothing else says what JAX takes
+    spread = [*command, "--card-gb", "140.4", "mesh.fsdp=-1", "rollout.engine.memory=auto"]
+    assert train.main([*spread, "--cards", "2"]) == 0
+    assert "2 such devices, an engine on each" in capsys.readouterr().out
+    assert train.main([*command, "--card-gb", "140.4", "--cards", "1", "mesh.fsdp=2"]) == 2
+    assert "set mesh.fsdp=-1" in capsys.readouterr().err
     assert train.main([*command, "--card-gb", "79.6"]) == 2
     assert "It fits with: " in capsys.readouterr().err
+
+
+def test_a_mesh_of_all_gpus_is_laid_out_with_an_engine_on_each(run, monkeypatch):
+    monkeypatch.setattr(plan, "on_gpu", lambda: True)
+    monkeypatch.setattr(plan.sender, "gpu_count", lambda: 2)
+    settled, made = choose.settle(run("mesh.fsdp=-1", "rollout.engine.memory=auto"), H200)
+    assert (settled.mesh.fsdp, made.devices, made.engines) == (2, 2, 2)
+    assert settled.rollout.engine.visible_gpus == "0;1"
+    monkeypatch.setattr(plan.sender, "gpu_count", lambda: 3)
+    with pytest.raises(UserError, match=r"micro_batch_rows=2 is not a multiple of .* = 3"):
+        choose.settle(run("mesh.fsdp=-1"), H200)
+
+
+def test_every_choice_says_what_it_costs(run):
+    auto = ("model.remat=auto", "optimizer.offload=auto", "train.grad_dtype=auto", "rollout.engine.memory=auto")
+    _, made = choose.settle(run(*auto, "rollout.engine.max_num_seqs=256"), int(66 * GIB))
+    cost = {line.split("=")[0]: line.partition(": ")[2] for line in made.chosen}
+    assert set(cost) == {"model.remat", "optimizer.offload", "train.grad_dtype", "rollout.engine.kv_cache_gb",
+                         "rollout.engine.staging_buffers"}  # fmt: skip
+    assert re.fullmatch(r"\+\d+\.\d s a step \(estimate\)", cost["optimizer.offload"])
+    assert cost["train.grad_dtype"] in ("costs no time", "rounds otherwise; gradients add up in bfloat16")
+    assert "sequences of full length at once" in cost["rollout.engine.kv_cache_gb"]
 
 
 @pytest.mark.slow
@@ -228,7 +255,9 @@ def test_planning_asks_jax_for_no_device(overrides):
 from jax._src import xla_bridge
 from qarl_jax.memory import choose
 from qarl_jax.run import config
-cfg = config.load("configs/one_h200_8b.yaml", {overrides!r})
+from qarl_jax.memory import plan
+plan.on_gpu, plan.sender.gpu_count = lambda: True, lambda: 2
+cfg = config.load("configs/one_h200_8b.yaml", {[*overrides, "mesh.fsdp=-1", "rollout.engine.memory=auto"]!r})
 choose.settle(cfg, {H200})
 raise SystemExit(xla_bridge.backends_are_initialized())
 """

@@ -164,6 +164,11 @@ def gpu_memory(ordinal: int, library: str = "libcuda.so.1") -> tuple[int, int]:
     return cuda_ipc.Device(ordinal, cuda_ipc.load(library)).memory()
 
 
+def gpu_count(library: str = "libcuda.so.1") -> int:
+    """Number of GPUs of this process; BridgeError("unshared") where there is none."""
+    return cuda_ipc.count(cuda_ipc.load(library))
+
+
 def align(offset: int) -> int:
     """Rounds an offset up to one at which a tensor of a staged version may begin."""
     return -(-offset // messages.ALIGNMENT) * messages.ALIGNMENT

@@ -289,13 +289,19 @@ class Mappings:
             self._device.close_mapping(self._held.pop(handle).pointer)
 
 
+def count(library: Any = None) -> int:
+    """Number of GPUs that this process sees."""
+    cuda = load() if library is None else library
+    found = _INT()
+    if code := cuda.cuDeviceGetCount(ctypes.byref(found)):
+        raise BridgeError(f"the CUDA driver cannot count GPUs: {_name(cuda, code)}", "unshared")
+    return found.value
+
+
 def find(uuid: bytes, library: Any = None) -> Device:
     """The GPU with that UUID among those this process sees; BridgeError("unshared") if it is not there."""
     cuda = load() if library is None else library
-    count = _INT()
-    if code := cuda.cuDeviceGetCount(ctypes.byref(count)):
-        raise BridgeError(f"the CUDA driver cannot count GPUs: {_name(cuda, code)}", "unshared")
-    for ordinal in range(count.value):
+    for ordinal in range(count(cuda)):
         device = _device(cuda, ordinal)
         if device.uuid == uuid:
             return device
