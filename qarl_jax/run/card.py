@@ -105,6 +105,11 @@ class CardPlan:
         return int(min(self.card - self.reserved - self.staging - self.context, self.allowed * self.card))
 
     @property
+    def taken(self) -> int:
+        """Bytes that the run takes of the card."""
+        return self.needed + self.reserved + self.staging + self.context
+
+    @property
     def missing(self) -> int:
         """Bytes by which it does not fit; 0: it fits."""
         short = self.needed - self.available
@@ -239,42 +244,46 @@ def settle(cfg: RunConfig, card: int | None) -> tuple[RunConfig, CardPlan | None
     """
     if card is None:
         return _set(cfg, {"optimizer.offload": False} if cfg.optimizer.offload == "auto" else {}), None
-    first: CardPlan | None = None
-    for choice in _choices(cfg, card):
-        made = make(choice, card)
-        if not made.missing:
-            return choice, made
-        first = first or made
-    assert first is not None
-    raise UserError(f"This run does not fit the card: {first.words()}. {advice(cfg, card)}")
+    choice, made = _best(cfg, card)
+    if not made.missing:
+        return choice, made
+    raise UserError(f"This run does not fit the card: {made.words()}. {advice(cfg, card)}")
 
 
 def fits(cfg: RunConfig, card: int) -> bool:
     """Whether any choice of its "auto"s fits the card."""
-    return not _least_missing(cfg, card)
+    return not _best(cfg, card)[1].missing
 
 
-def _least_missing(cfg: RunConfig, card: int) -> int:
-    """Bytes by which the smallest choice of its "auto"s does not fit; 0: one fits."""
-    least: int | None = None
+def _best(cfg: RunConfig, card: int) -> tuple[RunConfig, CardPlan]:
+    """The first choice of its "auto"s that fits, and its plan; where none does, the one that lacks least."""
+    best: tuple[RunConfig, CardPlan] | None = None
     for choice in _choices(cfg, card):
-        missing = make(choice, card).missing
-        least = missing if least is None else min(least, missing)
-        if not least:
+        made = make(choice, card)
+        if best is None or made.missing < best[1].missing:
+            best = choice, made
+        if not made.missing:
             break
-    return least or 0
+    assert best is not None
+    return best
 
 
 def advice(cfg: RunConfig, card: int) -> str:
-    """A sentence with overrides under which the run fits."""
-    found = savings(cfg, card)
+    """Overrides under which the run fits, and what it then takes of the card."""
+    found = _saved(cfg, card)
     if found is None:
         return "No settings were found that fit: use a larger card, a smaller model, or more of them (mesh.fsdp)."
-    return f"It fits with: {' '.join(found)}"
+    taken = _best(_set(cfg, found), card)[1].taken
+    return f"Smaller settings take {taken / GIB:.1f} GiB of it. It fits with: {' '.join(_words(found))}"
 
 
 def savings(cfg: RunConfig, card: int) -> list[str] | None:
     """As few overrides as were found to be enough, of the known ways to save memory; None: all are not enough."""
+    found = _saved(cfg, card)
+    return None if found is None else _words(found)
+
+
+def _saved(cfg: RunConfig, card: int) -> dict[str, Any] | None:
     taken: list[dict[str, Any]] = []
     best = cfg
     for change in _savings(cfg):
@@ -282,7 +291,9 @@ def savings(cfg: RunConfig, card: int) -> list[str] | None:
             changed = _set(cfg, _merged([*taken, change]))
         except UserError:  # it does not go with the rest of the run
             continue
-        if _least_missing(changed, card) > _least_missing(best, card):  # several micro-batches add up their gradients
+        if (
+            _best(changed, card)[1].missing > _best(best, card)[1].missing
+        ):  # several micro-batches add up their gradients
             continue
         best = changed
         taken.append(change)
@@ -294,7 +305,7 @@ def savings(cfg: RunConfig, card: int) -> list[str] | None:
         rest = [x for x in taken if x is not change]
         if fits(_set(cfg, _merged(rest)), card):
             taken = rest
-    return [f"{key}={_word(value)}" for key, value in _merged(taken).items()]
+    return _merged(taken)
 
 
 def _choices(cfg: RunConfig, card: int) -> Iterator[RunConfig]:
@@ -361,8 +372,10 @@ def _merged(changes: list[dict[str, Any]]) -> dict[str, Any]:
     return functools.reduce(lambda a, b: a | b, changes, {})
 
 
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+def _words(changes: dict[str, Any]) -> list[str]:
+    """As overrides."""
+    texts = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in changes.items()}
+    return [f"{key}={text.lower() if isinstance(changes[key], bool) else text}" for key, text in texts.items()]
 
 
 def _set(cfg: Any, changes: dict[str, Any]) -> Any:

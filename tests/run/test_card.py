@@ -72,6 +72,9 @@ def test_on_a_smaller_card_it_is_refused_with_settings_that_fit(run):
         card.settle(run(), H100)
     assert "\n" not in str(caught.value)
     advised = str(caught.value).split("It fits with: ")[1].split()
+    taken = float(re.search(r"Smaller settings take (\d+\.\d) GiB of it\. It fits", str(caught.value))[1])
+    assert taken == pytest.approx(card.settle(run(*advised), H100)[1].taken / GIB, abs=0.05)
+    assert taken <= H100 / GIB
     assert advised, caught.value
     _, made = card.settle(run(*advised), H100)
     assert made.missing == 0
@@ -163,6 +166,14 @@ def test_a_version_in_parts_takes_a_window_of_the_card(run):
     least = next(size for size in range(40 * GIB, H200, GIB // 2) if card.fits(run(*small, in_parts), size))
     assert card.savings(run(*small), least) == [in_parts]
     assert card.savings(run(*small), least - GIB) == ["rollout.engine.transport=host"]
+
+
+def test_what_a_run_lacks_is_what_it_lacks_as_it_is_and_not_what_its_largest_choice_does(run):
+    autos = ("model.remat=auto", "optimizer.offload=auto", "rollout.engine.memory=auto")
+    small = int(20 * GIB)
+    least = min(card.make(choice, small).missing for choice in card._choices(run(*autos), small))
+    with pytest.raises(UserError, match=rf"it needs {least / GIB:.1f} GiB more than the 20\.0 there are"):
+        card.settle(run(*autos), small)
 
 
 def test_what_makes_it_worse_is_not_advised(run):
