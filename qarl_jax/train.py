@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 
+from qarl_jax import doctor
 from qarl_jax.loop import resume, step_metrics
 from qarl_jax.loop.setup import Run
 from qarl_jax.loop.updates import advantages_of
@@ -133,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if processes.is_first():
             print(said)
         return 0
+    if not args.dry_run:
+        doctor.ask(cfg)
     cfg, shared = card.settle(cfg, found)  # a run that does not fit ends here
     if shared is not None and not args.dry_run:
         shared.keep()
