@@ -8,6 +8,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS)
+SUITS := 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))'
 MANIFESTS := pyproject.toml bridge/pyproject.toml
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -29,8 +30,7 @@ help:
 	@echo "make docs             the documents as a site, in site/; fails on a link that leads nowhere"
 
 $(VENV)/.base: $(MANIFESTS)
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
-	  { echo "$(PYTHON) is not Python 3.11 to 3.13: add PYTHON=python3.13, say" >&2; exit 1; }
+	$(if $(shell $(PYTHON) -c $(SUITS) && echo yes),,$(error $(PYTHON) is not Python 3.11 to 3.13: add PYTHON=python3.13, say))
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e ./bridge -e .
 	touch $@

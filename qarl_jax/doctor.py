@@ -16,9 +16,13 @@ importing them.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import glob
 import json
+import logging
 import math
+import os
 import pathlib
 import shutil
 import subprocess
@@ -34,16 +38,23 @@ from flax import nnx
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import data, models, quant
+from qarl_jax.data.sources import files, mix
 from qarl_jax.memory import choose, learner, plan
 from qarl_jax.models.hf import weights as hf
 from qarl_jax.models.transformer import quantizable
+from qarl_jax.optim import build as optimizer
 from qarl_jax.rollout import PolicyWeights
+from qarl_jax.rollout.environments import Episodes
 from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm.config import check_length
 from qarl_jax.run import build, config
+from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
 from qarl_jax.types import Parser, UserError, entry_point
 from qarl_jax.verify import alignment, layers, machine
 from qarl_jax.verify.machine import GIB, Check, Status, amount, check
+
+log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 60.0
 PROBE_VOCAB = 512
@@ -152,45 +163,57 @@ def _existing_parent(path: pathlib.Path) -> pathlib.Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
-def run_folder(cfg: RunConfig | None) -> Iterator[Check]:
-    """Write permission and space where the run writes; tried in the nearest folder that exists."""
-    target = pathlib.Path("runs" if cfg is None else cfg.run_dir).absolute()
-    folder = _existing_parent(target)
+def run_folder(cfg: RunConfig | None) -> Check:
+    """Write permission where the run writes; tried in the nearest folder that exists."""
+    target = _run_dir(cfg)
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        yield Check(name="run_dir", status="ok", found=f"{target} can be written")
+        with tempfile.TemporaryFile(dir=_existing_parent(target)):
+            return Check(name="run_dir", status="ok", found=f"{target} can be written")
     except OSError as error:
-        found = f"{folder} cannot be written: {error.strerror or error}"
-        yield Check(name="run_dir", status="fail", found=found, todo="set run_dir to a folder of yours")
-    free = shutil.disk_usage(folder).free
+        found = f"{target} cannot be written: {error.strerror or error}"
+        return Check(name="run_dir", status="fail", found=found, todo="set run_dir to a folder of yours")
+
+
+def disk(cfg: RunConfig | None) -> Check:
+    """Space where the run writes. Too little for all checkpoints is a warning, too little for one a failure."""
+    free, needed = shutil.disk_usage(_existing_parent(_run_dir(cfg))).free, 0
     wanted, why = GIB, "a run takes about 1 GiB"
     if cfg is not None:
-        try:
-            saved = learner.parts(cfg)["masters"] + learner.nbytes(learner.optimizer_states(cfg)["optimizer"][0])
-        except UserError:
-            saved = 0  # told by the check of the model
+        with contextlib.suppress(UserError):  # told by the check of the model
+            model = models.read_config(cfg.model.path, param_dtype=cfg.model.param_dtype)
+            params = models.split(models.abstract_model(model))[1]
+            state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
+            needed = learner.nbytes(params) + learner.nbytes(state)
         kept = cfg.checkpoint.keep or cfg.train.steps // max(1, cfg.checkpoint.every)
         # One more than is kept: the new step is whole before the oldest goes.
-        wanted = (kept + 1) * saved + GIB / 4
-        why = f"{kept} checkpoints and one being written take {amount(wanted)}"
-    yield check("disk", free >= wanted, f"{amount(free)} free", f"free some space: {why}", "warn")
+        missing = max(0, kept - len(Checkpoints(_run_dir(cfg) / "checkpoints").steps())) + 1
+        wanted = missing * needed + GIB / 4
+        why = f"{kept} checkpoints and one being written take {amount(wanted)} more"
+    fails = cfg is not None and (cfg.checkpoint.every or cfg.checkpoint.at_end) and free < needed
+    return check("disk", free >= wanted, f"{amount(free)} free", f"free some space: {why}", "fail" if fails else "warn")
+
+
+def _run_dir(cfg: RunConfig | None) -> pathlib.Path:
+    return pathlib.Path("runs" if cfg is None else cfg.run_dir).absolute()
 
 
 # ---- what a config asks for ------------------------------------------------------------------------------------------
 
 
 def model_folder(cfg: RunConfig) -> Check:
-    """config.json and the headers of the safetensors files: every tensor there, none left over."""
+    """config.json and the headers of the safetensors files: every tensor there in its shape, none left over."""
     try:
-        checkpoint = hf.Checkpoint(cfg.model.path)
         model = models.read_config(cfg.model.path)
-        hf.check_names(model, set(checkpoint), cfg.model.path)
-        _, params, _ = models.split(models.abstract_model(model))
+        if cfg.model.init == "pretrained":
+            hf.check_weights(cfg.model.path, model)
+        if cfg.critic is not None and cfg.critic.path is not None:
+            hf.check_weights(cfg.critic.path, models.read_config(cfg.critic.path))
+        if isinstance(cfg.rollout.engine, vllm.Config):
+            check_length(cfg.rollout.engine, model.max_position_embeddings)
     except UserError as error:
         todo = "give model.path a Hugging Face folder; some configs name in their header the command that makes it"
         return Check(name="model", status="fail", found=str(error), todo=todo)
-    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(models.split(models.abstract_model(model))[1]))
     found = f"{cfg.model.path}: {model.architecture}, {count / 1e6:,.1f} M parameters"
     longest = cfg.data.prompt_limit + cfg.rollout.max_response_len
     return check(
@@ -218,6 +241,29 @@ def tokenizer(cfg: RunConfig) -> Check:
         f"{len(loaded)} entries (model: {vocab}), end token(s) {', '.join(map(str, stop)) or 'none'}",
         "this tokenizer is not the model's, or names no end token",
     )
+
+
+def data_files(cfg: RunConfig) -> Check:
+    """The files that prompts come from; their rows are looked at when they are read."""
+    sources = [each.source for each in (cfg.data, cfg.eval.data) if each is not None]
+    parts = [part for one in sources for part in (one.parts.values() if isinstance(one, mix.Config) else [one])]
+    paths = [part.path for part in parts if isinstance(part, files.Jsonl)]
+    missing = [path for path in paths if not (os.path.exists(path) or glob.glob(path))]
+    found = f"{', '.join(missing)}: no such file" if missing else ", ".join(paths) or "made by a program"
+    return check("data", not missing, found, "see data.source.path; `make data` downloads those of configs/")
+
+
+def rewards(cfg: RunConfig) -> Iterator[Check]:
+    """Programs of the user's: a reward, an environment. They are started, and called with nothing."""
+    starts: dict[str, Callable[[], Any]] = {"reward": lambda: build.make_grader(cfg)}
+    if (environment := cfg.rollout.environment) is not None:
+        starts["environment"] = lambda: Episodes(environment)
+    for name, start in starts.items():
+        try:
+            start().close()
+            yield Check(name=name, status="ok", found="it starts")
+        except UserError as error:
+            yield Check(name=name, status="fail", found=str(error), todo="mend it, and start again")
 
 
 def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
@@ -371,12 +417,36 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
         engine.close()
 
 
-def with_config(cfg: RunConfig) -> Iterator[Check]:
-    """Everything only a config can tell."""
-    folder = model_folder(cfg)
-    yield folder
+def before_a_run(cfg: RunConfig) -> Iterator[Check]:
+    """What keeps a run from starting, as far as seconds can tell it, from cheap to dear. JAX is asked for no device."""
+    yield (folder := run_folder(cfg))
+    yield data_files(cfg)
+    yield (model := model_folder(cfg))
     if folder.status != "fail":
+        yield disk(cfg)
+    if model.status != "fail":
+        yield from bridge(cfg)
         yield tokenizer(cfg)
+
+
+def ask(cfg: RunConfig) -> None:
+    """What a run does before anything is started or compiled: warns of what `before_a_run` finds, or refuses it.
+
+    Raises:
+      UserError: a check failed.
+    """
+    for line in before_a_run(cfg):
+        told = f"{line.name}: {line.found.rstrip('.')}. {line.todo[:1].upper()}{line.todo[1:]}."
+        if line.status == "fail":
+            raise UserError(told)
+        if line.status == "warn":
+            log.warning("%s", told)
+
+
+def with_config(cfg: RunConfig) -> Iterator[Check]:
+    """What takes longer, or the devices."""
+    yield from rewards(cfg)
+    if model_folder(cfg).status != "fail":
         weights = list(quantized_weights(cfg))
         yield from weights
         layout = mesh(cfg)
@@ -416,9 +486,13 @@ def _machine_and_config(cfg: RunConfig | None) -> Iterator[Check]:
         yield line
     if computes:
         yield numerics(cfg)
-    yield from bridge(cfg)
-    yield from run_folder(cfg)
-    if cfg is not None and computes:
+    if cfg is None:
+        yield from bridge(None)
+        yield run_folder(None)
+        yield disk(None)
+        return
+    yield from before_a_run(cfg)
+    if computes:
         yield from with_config(cfg)
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 
+from qarl_jax import doctor
 from qarl_jax.loop import resume, step_metrics
 from qarl_jax.loop.setup import Run
 from qarl_jax.loop.updates import advantages_of
@@ -143,6 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.dry_run:
             raise
         lines = [("prompts", f"cannot be read: {error}"), ("evaluation", cfg.eval.words())]
+    if not args.dry_run:
+        doctor.ask(cfg)
     cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
     if made is not None and not args.dry_run:
         made.keep()

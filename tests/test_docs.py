@@ -143,7 +143,7 @@ def test_every_make_target_named_exists():
 
 
 def test_every_verb_has_a_main_and_is_in_the_readme():
-    verbs = {path.stem for path in (ROOT / "qarl_jax").glob("*.py") if "__main__" in path.read_text()}
+    verbs = {path.stem for path in (ROOT / "qarl_jax").glob("[a-z]*.py") if "__main__" in path.read_text()}
     assert {"train", "sft", "evaluate", "export", "plot", "doctor"} <= verbs
     assert not [verb for verb in sorted(verbs) if f"python -m qarl_jax.{verb}" not in GUIDE]
 
@@ -213,7 +213,7 @@ def test_every_extra_named_exists(document):
 
 def test_the_tree_names_every_package_and_verb_and_nothing_else():
     tree = next(block for block in blocks(README, "") if block.startswith("qarl_jax/"))
-    verbs = [path.name for path in (ROOT / "qarl_jax").glob("*.py") if "__main__" in path.read_text()]
+    verbs = [path.name for path in (ROOT / "qarl_jax").glob("[a-z]*.py") if "__main__" in path.read_text()]
     packages = [f"{path.parent.name}/" for path in (ROOT / "qarl_jax").glob("*/__init__.py")]
     assert not [name for name in sorted(verbs + packages) if name not in tree]
     named = re.findall(r"\b([a-z_]+\.py)\b", tree)

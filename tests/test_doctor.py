@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 
@@ -11,8 +12,9 @@ import jax
 import numpy as np
 import pytest
 from qarl_bridge.protocol.messages import BridgeError
+from safetensors.numpy import load_file, save_file
 
-from qarl_jax import doctor, models, quant
+from qarl_jax import doctor, models, quant, train
 from qarl_jax.memory import learner, plan
 from qarl_jax.quant.contractions import Dense
 from qarl_jax.rollout.embedded import engine as jax_sampler
@@ -71,6 +73,13 @@ def test_lines_end_in_a_count(world, capsys):
         ("quant.forward=w4a16:g48", "quantized", "model.layers.{0..1}.self_attn"),
         ("rollout.engine={name: vllm, python: /no/such/python}", "bridge", "/no/such/python"),
         ("run_dir=/proc/run", "run_dir", "/proc"),
+        ("data.source.path=/no/such.jsonl", "data", "/no/such.jsonl: no such file"),
+        (
+            "reward.options={bonus: 1}",
+            "reward",
+            "is called with (text, answer, meta, bonus=...) and takes (text",
+        ),
+        ("rollout.environment={name: custom, path: 'json:JSONDecoder'}", "environment", "has no method 'reset'"),
     ],
 )
 def test_what_would_stop_a_run_fails_and_is_named(world, capsys, override, name, says):
@@ -79,6 +88,69 @@ def test_what_would_stop_a_run_fails_and_is_named(world, capsys, override, name,
     failed = {key for key, line in lines.items() if line["status"] == "fail"}
     assert failed == {name}
     assert says in lines[name]["found"]
+
+
+def starve(world, monkeypatch):
+    usage = shutil.disk_usage(world.folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+
+
+def drop_a_tensor(world, monkeypatch):
+    tensors = load_file(world.model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, world.model / "model.safetensors")
+
+
+def reshape_a_tensor(world, monkeypatch):
+    tensors = load_file(world.model / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
+    save_file(tensors, world.model / "model.safetensors")
+
+
+def shrink_the_vocabulary(world, monkeypatch):
+    file = world.model / "tokenizer.json"
+    values = json.loads(file.read_text())
+    values["model"]["vocab"]["Z"] = 30
+    file.write_text(json.dumps(values))
+
+
+VLLM = "rollout.engine={name: vllm, max_model_len: %d, python: %s}"
+TOLD_FIRST = {
+    "data": ("data.source.path=/no/such.jsonl", None, "/no/such.jsonl: cannot read the data set: no such file"),
+    "no weights": ("", lambda world, patch: (world.model / "model.safetensors").unlink(), "no weights there"),
+    "a tensor is missing": ("", drop_a_tensor, "model.norm.weight"),
+    "a tensor of another shape": ("", reshape_a_tensor, "has shape (63,), but config.json asks for (64,)"),
+    "tokenizer": ("", shrink_the_vocabulary, "31 entries (model: 30)"),
+    "positions": (VLLM % (129, sys.executable), None, "max_model_len=129 is more than the model's 128 positions"),
+    "no vLLM": (VLLM % (128, "/nowhere/python"), None, "/nowhere/python cannot be asked for its packages"),
+    "run_dir": ("run_dir=/proc/run", None, "Set run_dir to a folder of yours"),
+    "disk": ("", starve, "0 MiB free. Free some space: 2 checkpoints and one being written take"),
+}
+
+
+@pytest.mark.parametrize("case", TOLD_FIRST)
+def test_a_run_is_told_what_keeps_it_from_starting_before_anything_is_made(tmp_path, monkeypatch, capsys, case):
+    override, spoil, says = TOLD_FIRST[case]
+    world = tiny.World(tmp_path)
+    if spoil is not None:
+        spoil(world, monkeypatch)
+    monkeypatch.setattr(train, "run", lambda cfg: pytest.fail("begun"))
+    assert train.main(world.command(*filter(None, [override]))) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1
+    assert says in told
+    assert not world.run_dir.exists()
+
+
+def test_a_run_of_fresh_masters_needs_no_weights(world):
+    fresh = world.changed(model=world.tree["model"] | {"init": "random"}).config
+    (world.model / "model.safetensors").rename(world.folder / "aside")
+    try:
+        assert doctor.model_folder(fresh).status == "ok"
+        assert doctor.model_folder(world.config).status == "fail"
+    finally:
+        (world.folder / "aside").rename(world.model / "model.safetensors")
 
 
 def test_a_bad_config_is_one_sentence(world, capsys):

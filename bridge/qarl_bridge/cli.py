@@ -79,6 +79,11 @@ def _log(line: str) -> None:
     print(f"[qarl_bridge] {line}", file=sys.stderr, flush=True)
 
 
+def _told(error: BridgeError) -> str:
+    """Makes one line of an error of any number of lines: a trainer looks for it in the log."""
+    return f"error: {' '.join(str(error).split())}"
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Command line of `python -m qarl_bridge`."""
     parser = argparse.ArgumentParser(
@@ -116,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
         config, expected, has_weights = read_folder(args.model)
         listener = Listener(args.socket, key)  # before the slow part: a taken address fails at once
     except BridgeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(_told(error), file=sys.stderr)
         return 2
     bridge: Bridge | None = None
     stopped = False
@@ -155,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
         bridge.serve(listener)
         return bridge.run()
     except BridgeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(_told(error), file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "vllm"):

@@ -72,7 +72,9 @@ class Run:
         self.learner = build.make_learner(cfg, graphdef, self.mesh)
         # The engine's process starts, and the programs of a step are compiled, while the weights are read.
         schedule = build.make_schedule(cfg)
-        self.engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, self.observer.say, schedule)))
+        log_file = os.path.join(cfg.run_dir, "engine.log")
+        made = build.make_engine(cfg, self.observer.say, schedule, log_file)
+        self.engine = stack.enter_context(contextlib.closing(made))
         self.engine.prepare(build.rollout_graphdef(cfg, graphdef))
         if processes.count() == 1:
             stack.callback(self._starting.wait)

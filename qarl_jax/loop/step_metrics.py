@@ -165,7 +165,7 @@ def summary(cfg: RunConfig) -> str:
     records = recorder.read_lines(os.path.join(cfg.run_dir, "metrics.jsonl"))
     rewards = [record["reward/mean"] for record in records]
     lines = [
-        f"done: {cfg.run_dir}",
+        f"done: {cfg.run_dir}, its numbers in metrics.jsonl, its policy in checkpoints/",
         f"reward/mean       {np.mean(rewards[:5]):.3f} (first five steps) -> {np.mean(rewards[-5:]):.3f} (last five)",
         f"                  {terminal.sparkline(rewards)}",
     ]
@@ -190,4 +190,5 @@ def next_steps(cfg: RunConfig) -> list[str]:
         f"evaluate --checkpoint {run}": "its policy on held-out prompts",
         f"export --checkpoint {run} --format hf --out models/{name}": "as a model folder",
     }
-    return ["next:", *(f"  python -m qarl_jax.{command}   # {what}" for command, what in commands.items())]
+    width = max(map(len, commands))
+    return ["next:", *(f"  python -m qarl_jax.{command:<{width}}   # {what}" for command, what in commands.items())]

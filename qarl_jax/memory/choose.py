@@ -108,7 +108,12 @@ def fits(cfg: RunConfig, size: int) -> bool:
 
 
 def savings(cfg: RunConfig, size: int) -> list[str] | None:
-    """Finds the cheapest overrides under which the run fits; None: there are none."""
+    """Words the cheapest overrides under which the run fits; None: there are none."""
+    found = _saved(cfg, size)
+    return None if found is None else _words(found).split()
+
+
+def _saved(cfg: RunConfig, size: int) -> dict[str, Any] | None:
     cfg = on_a_gpu(with_engines(cfg))
     found = search(cfg, size, allowed(cfg, size))
     if found is None:
@@ -123,17 +128,19 @@ def savings(cfg: RunConfig, size: int) -> list[str] | None:
         rest = {other: value for other, value in changed.items() if other != key}
         if fits(replaced(cfg, rest), size):
             changed = rest
-    return _words(changed).split()
+    return changed
 
 
 def refusal(cfg: RunConfig, size: int) -> str:
     """Says by how much a run does not fit as it is, and which overrides make it fit."""
     cfg = on_a_gpu(cfg)
     plans = [plan for _, plan in _plans(cfg, size, automatic(cfg, size))]
-    overrides = savings(cfg, size)
+    overrides = _saved(cfg, size)
     advice = "No settings fit: use larger devices, more of them (mesh.fsdp), or a smaller model."
     if overrides is not None:
-        advice = f"It fits with: {' '.join(overrides)}"
+        _, plan = settle(replaced(cfg, overrides), size)
+        assert plan is not None
+        advice = f"Smaller settings take {plan.taken / GIB:.1f} GiB of it. It fits with: {_words(overrides)}"
     return f"This run does not fit the device: {min(plans, key=lambda plan: plan.missing).words()}. {advice}"
 
 

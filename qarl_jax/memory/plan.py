@@ -131,6 +131,11 @@ class Plan:
         return int(min(self.size - self.reserved - self.staging - self.context, self.allowed * self.size))
 
     @property
+    def taken(self) -> int:
+        """Bytes that the run takes of the device."""
+        return self.needed + self.reserved + self.staging + self.context
+
+    @property
     def missing(self) -> int:
         """Bytes by which it does not fit; 0: it fits."""
         short = self.needed - self.available

@@ -197,6 +197,7 @@ class _Table:
         from rich.live import Live
 
         self._name, self._total = name, total_steps
+        self._last: Mapping[str, Any] = {}
         self._rewards: deque[float] = deque(maxlen=40)
         self._seconds: deque[float] = deque(maxlen=20)
         self._console = Console(file=stream)
@@ -209,15 +210,16 @@ class _Table:
             self._rewards.append(record["reward/mean"])
         if isinstance(record.get(f"{TIME}step_s"), float):
             self._seconds.append(record[f"{TIME}step_s"])
+        self._last = record
         self._live.update(self._render(record), refresh=True)
 
-    def _render(self, record: Mapping[str, Any]) -> Any:
+    def _render(self, record: Mapping[str, Any], *, ended: bool = False) -> Any:
         from rich import box
         from rich.table import Table
 
         title = f"{self._name}  step {record['step']}" + (f" of {self._total}" if self._total else "")
-        if self._total and self._seconds:
-            left = (self._total - record["step"]) * sum(self._seconds) / len(self._seconds)
+        if self._total and self._seconds and not ended:
+            left = (self._total - record["step"] - 1) * sum(self._seconds) / len(self._seconds)
             title += f"  {datetime.timedelta(seconds=round(max(left, 0)))} left"
         table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE, pad_edge=False)
         table.add_column(style="bold")
@@ -235,6 +237,9 @@ class _Table:
         self._console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
+        if self._last:
+            self._live.update(self._render(self._last, ended=True))
+            self._last = {}
         self._live.stop()
 
 

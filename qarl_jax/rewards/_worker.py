@@ -14,6 +14,7 @@ import functools
 import glob
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import pickle
@@ -213,13 +214,35 @@ def load_function(timeout_s: float, setup: str):
     """task {"call": (text, answer, meta)} -> what the user's function says. The trainer sends pickles, in base64."""
     sys.path[:], path, options = pickle.loads(base64.b64decode(setup))
     function = find_function(path)
+    check_call(path, function, ("text", "answer", "meta"), options)
     return lambda task: function(*pickle.loads(base64.b64decode(task["call"])), **options)
 
 
 def load_environment(timeout_s: float, setup: str):
-    """What serves episodes on the two pipes (rollout/environments/_host.py, by its path)."""
+    """Serves episodes on the two pipes (rollout/environments/_host.py, by its path)."""
     sys.path[:], host, path, options, *limits = pickle.loads(base64.b64decode(setup))
-    return load_file(host).Host(find_function(path), options, *limits, children).serve
+    made = find_function(path)
+    check_call(path, made, (), options)
+    if isinstance(made, type):
+        for name, argument in (("reset", "task"), ("step", "text")):
+            if not callable(getattr(made, name, None)):
+                raise RefusedError(f"{path} has no method {name!r}")
+            if inspect.isfunction(inspect.getattr_static(made, name)):  # with the episode before its argument
+                check_call(f"{path}.{name}", getattr(made, name), ("self", argument), {})
+    return load_file(host).Host(made, options, *limits, children).serve
+
+
+def check_call(path: str, function, arguments: tuple, options: dict) -> None:
+    """Refuses a function that cannot be called with these arguments, before a policy has been sampled."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of builtins: not known
+        return
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        call = ", ".join([*arguments, *(f"{name}=..." for name in options)])
+        raise RefusedError(f"{path} is called with ({call}) and takes {signature}: {error}") from None
 
 
 def find_function(path: str):

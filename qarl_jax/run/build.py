@@ -221,15 +221,23 @@ def make_schedule(cfg: RunConfig) -> Schedule | None:
     return Schedule(ahead.max_staleness, cfg.is_lockstep, cfg.train.steps) if ahead.is_on else None
 
 
-def make_engine(cfg: RunConfig, log: Callable[[str], None] = print, schedule: Schedule | None = None) -> RolloutEngine:
+def make_engine(
+    cfg: RunConfig, log: Callable[[str], None] = print, schedule: Schedule | None = None, log_file: str = ""
+) -> RolloutEngine:
     """The rollout engine; `log` gets a line when a bridge is started or replaced. `schedule`: two threads will use it.
+
+    log_file: for the output of the bridges that it starts on this host, unless the config names one.
 
     A bridge knows the run by its folder: a resumed trainer is the same run, a second one is refused.
     """
     options: dict[str, Any] = {}
     engine = cfg.rollout.engine
     if cfg.rollout.engine_name == "vllm":
-        engine = dataclasses.replace(engine, record_routing=cfg.rollout.router_replay or engine.record_routing)
+        engine = dataclasses.replace(
+            engine,
+            record_routing=cfg.rollout.router_replay or engine.record_routing,
+            log_file=engine.log_file or (log_file if engine.launch == "process" else ""),
+        )
         folder = os.path.abspath(cfg.run_dir)
         options = {"run_id": hashlib.blake2b(folder.encode(), digest_size=8).hexdigest(), "log": log}
     made = rollout.make_engine(cfg.rollout.engine_name, engine, **options)

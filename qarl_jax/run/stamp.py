@@ -163,7 +163,8 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
     """
     old, new = _flat(found["config"]), _flat(_plain(cfg))
     before, now = _policy(old), _policy(new)
-    held = [f"{key} {old[key]} -> {new[key]}" for key in before if key in now and before[key] != now[key]]
+    other = [key for key in before if key in now and before[key] != now[key] and old[key] != new[key]]
+    held = [f"{key} {old[key]} -> {new[key]}" for key in other]
     if any(old.get(key) != new[key] for key in ("quant.engine", "rollout.engine.name")):
         was, planned = numerics_of(found), config.on_a_gpu(cfg) if on_gpu else cfg
         if was is not None and was.profile != (profile := learner_numerics(planned, found).profile):

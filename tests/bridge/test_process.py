@@ -17,12 +17,14 @@ import jax
 import msgspec
 import numpy as np
 import pytest
+from qarl_bridge import cli
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 
+from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, make_engine
-from qarl_jax.rollout.vllm import replica
+from qarl_jax.rollout.vllm import process, replica
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, draw_seed, engine_config, engine_tensors
 from qarl_jax.rollout.vllm.fleet import batches
 from qarl_jax.types import Prompt, UserError
@@ -92,6 +94,31 @@ def test_a_bridge_that_ends_before_the_first_publish_is_told_in_its_own_words():
         e.prepare(weights(0).graphdef)
         with pytest.raises(UserError, match="did not start"):
             e.publish(weights(0), 0)
+
+
+def test_a_bridge_s_reason_is_told_whole_with_the_log_and_not_that_of_an_earlier_start(tmp_path):
+    reason = "1 validation error for ModelConfig\n  Value error, max_model_len is too long"
+    told = cli._told(BridgeError(reason))
+    assert told == "error: 1 validation error for ModelConfig Value error, max_model_len is too long"
+    log, python = tmp_path / "engine.log", tmp_path / "python"
+    log.write_text("error: an earlier one\n")
+    for words, expected in ((told, "is too long"), ("", "no output")):
+        python.write_text(f"#!/bin/sh\necho '{words}' | grep .\nexit 2\n")
+        python.chmod(0o755)
+        says = rf"did not start: .*{expected} \(all that it said: {log}\)"
+        starts = dataclasses.replace(FAKE, engine="vllm", python=str(python), log_file=str(log))
+        with engine(starts) as e, pytest.raises(UserError, match=says):
+            e.publish(weights(0), 0)
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused_before_vllm_is_started(monkeypatch):
+    monkeypatch.setattr(process.BridgeProcess, "start", lambda *args: pytest.fail("started"))
+    model = weights(0)
+    positions = models.config_of(model.graphdef).max_position_embeddings
+    with engine(dataclasses.replace(FAKE, engine="vllm", max_model_len=positions + 1)) as e:
+        for begin in (lambda: e.prepare(model.graphdef), lambda: e.publish(model, 0)):
+            with pytest.raises(UserError, match=f"max_model_len={positions + 1} is more than the model's {positions}"):
+                begin()
 
 
 def test_it_is_the_registrys_vllm_engine():
@@ -369,6 +396,7 @@ def test_a_trainer_that_was_killed_leaves_its_lease_to_the_next_at_once(tmp_path
         connected(address, key_file).close()
         code = f"""
 import time
+from qarl_bridge import cli
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import messages
 client = sender.Client({address!r}, messages.read_key({key_file!r}))
@@ -443,6 +471,7 @@ def test_a_trainer_killed_in_the_middle_of_a_publish_leaves_the_engine_as_it_was
         (tmp_path / "tensors").write_bytes(pickle.dumps(list(engine_tensors(weights(1)))))
         code = f"""
 import pickle, time
+from qarl_bridge import cli
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import messages
 from qarl_bridge.transport import shm

@@ -75,6 +75,9 @@ def test_on_a_smaller_card_it_is_refused_with_settings_that_fit(run):
         choose.settle(run(), H100)
     assert "\n" not in str(caught.value)
     advised = str(caught.value).split("It fits with: ")[1].split()
+    taken = float(re.search(r"Smaller settings take (\d+\.\d) GiB of it\. It fits", str(caught.value))[1])
+    assert taken == pytest.approx(choose.settle(run(*advised), H100)[1].taken / GIB, abs=0.05)
+    assert taken <= H100 / GIB + 0.05  # of a number with one decimal
     assert advised, caught.value
     _, made = choose.settle(run(*advised), H100)
     assert made.missing == 0
@@ -168,6 +171,14 @@ def test_a_version_in_parts_takes_a_window_of_the_card(run):
     assert [(engine.transport, engine.staging_buffers) for engine in engines] == [
         ("host", 2), ("auto", 0), ("auto", 1), ("auto", 2)
     ]  # fmt: skip
+
+
+def test_what_a_run_lacks_is_what_it_lacks_as_it_is_and_not_what_its_largest_choice_does(run):
+    autos = ("model.remat=auto", "optimizer.offload=auto", "rollout.engine.memory=auto")
+    small, cfg = 20 * GIB, run(*autos)
+    least = min(made.missing for _, made in choose._plans(cfg, small, choose.automatic(cfg, small)))
+    with pytest.raises(UserError, match=rf"it needs {least / GIB:.1f} GiB more than the 20\.0 there are"):
+        choose.settle(cfg, small)
 
 
 def test_what_makes_it_worse_is_not_advised(run):

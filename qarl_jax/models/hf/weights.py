@@ -171,6 +171,20 @@ def check_names(config: ModelConfig, found: set[str], where: str) -> None:
         raise UserError(f"{where}: {len(extra)} tensor(s) that config.json leaves no place for: {listed(extra)}")
 
 
+def check_weights(folder: str | pathlib.Path, config: ModelConfig) -> None:
+    """Compares names, shapes and dtypes of a folder's tensors with what `config` asks for; reads no weight.
+
+    Raises:
+      UserError: as `load_masters`, but for weights that are not finite.
+    """
+    checkpoint = Checkpoint(folder)
+    check_names(config, set(checkpoint), str(folder))
+    names = hf_names(config)
+    for path, like in by_path(split(abstract_model(config))[1]).items():
+        for name in names[path].reshape(-1):
+            checkpoint.tensor(str(name), like.shape[names[path].ndim :])
+
+
 def load_hf(
     path: str | pathlib.Path,
     dtype: Any = "float32",

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Literal
 
 from qarl_bridge.protocol import messages
@@ -40,7 +41,8 @@ class Config(messages.EngineOptions):
     start_timeout_s: longest start of the engine.
     request_timeout_s: longest silence of the bridge before it is taken for dead (it reports every 2 s).
     max_restarts: bridge deaths survived in a row, without a successful call in between (not from a config).
-    log_file: where the bridge's output goes; empty: in a temporary folder, shown when it fails.
+    log_file: the bridge's output; empty: engine.log in the folder of a training run, with other commands a temporary
+      folder.
     """
 
     python: str = ""
@@ -130,3 +132,13 @@ class Config(messages.EngineOptions):
         for name in ("start_timeout_s", "request_timeout_s"):
             if getattr(self, name) <= 0:
                 raise UserError(f"rollout.engine.{name} must be positive, got {getattr(self, name)}")
+
+
+def check_length(config: Config, positions: int) -> None:
+    """Refuses an engine that is to be started for longer sequences than its model has positions, as vLLM would."""
+    beyond = config.max_model_len > positions and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
+    if beyond and config.started and config.engine == "vllm":
+        raise UserError(
+            f"rollout.engine.max_model_len={config.max_model_len} is more than the model's {positions} positions"
+            " (max_position_embeddings in its config.json): lower it, or set 0, what the model allows"
+        )

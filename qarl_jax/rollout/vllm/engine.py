@@ -36,7 +36,7 @@ from qarl_jax import models
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
-from qarl_jax.rollout.vllm.config import Config
+from qarl_jax.rollout.vllm.config import Config, check_length
 from qarl_jax.rollout.vllm.fleet import USER_CODES, Fleet
 from qarl_jax.rollout.vllm.gpu_staging import DeviceStager, gpus_of, layout
 from qarl_jax.types import Completion, UserError, VersionSpan
@@ -209,6 +209,7 @@ class VllmEngine(RolloutEngine):
         """
         if not self._config.started:
             return
+        check_length(self._config, models.config_of(graphdef).max_position_embeddings)
         _, params, _ = models.split(models.abstract_model(models.config_of(graphdef)))
         qweights = jax.eval_shape(functools.partial(models.quantize_params, graphdef), params)
         places = layout(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights))
@@ -227,6 +228,7 @@ class VllmEngine(RolloutEngine):
             )
         self._model, self._model_json = identity, model_json
         config = models.config_of(weights.graphdef)
+        check_length(self._config, config.max_position_embeddings)
         self._numerics, self._shards = config.numerics.profile, config.numerics.shards
         self._schemes = _schemes(config)
         try:

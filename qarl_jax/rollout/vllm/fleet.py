@@ -262,7 +262,8 @@ class Fleet:
         cause = replica.bury(error)
         replica.deaths += 1
         if replica.deaths > self._config.max_restarts:
-            raise UserError(f"{replica.name} died {replica.deaths} times in a row; last: {cause}") from error
+            words = "" if replica.address else f". It said: {replica.bridge.last_words()}"
+            raise UserError(f"{replica.name} died {replica.deaths} times in a row; last: {cause}{words}") from error
         replica.restarts += 1
         again = "calling it again" if replica.address else "starting it again"
         self._log(f"{replica.name} died ({cause}); {again}")
