@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -76,7 +77,8 @@ def _use_as_temporary(folder: str) -> None:
 
 
 def _log(line: str) -> None:
-    print(f"[qarl_bridge] {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk behind it ends no engine
+        print(f"[qarl_bridge] {line}", file=sys.stderr, flush=True)
 
 
 def build_parser() -> argparse.ArgumentParser:
