@@ -117,6 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         key = messages.read_key(args.key_file)
         config, expected, has_weights = read_folder(args.model)
         listener = Listener(args.socket, key)  # before the slow part: a taken address fails at once
+        scratch = messages.Scratch("qarl-engine-")  # vLLM leaves files in the temporary directory when it is killed
     except BridgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -133,9 +134,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, stop)
     if args.parent_pid:
         _watch_parent(args.parent_pid, stop)
-    scratch = messages.Scratch("qarl-engine-")  # vLLM leaves files in the temporary directory when it is killed
-    _use_as_temporary(scratch.path)
     try:
+        _use_as_temporary(scratch.path)
         started = time.perf_counter()
         engine: Engine
         if options.engine == "fake":
