@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -76,7 +77,8 @@ def _use_as_temporary(folder: str) -> None:
 
 
 def _log(line: str) -> None:
-    print(f"[qarl_bridge] {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk behind it ends no engine
+        print(f"[qarl_bridge] {line}", file=sys.stderr, flush=True)
 
 
 def _told(error: BridgeError) -> str:
@@ -120,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         key = messages.read_key(args.key_file)
         config, expected, has_weights = read_folder(args.model)
         listener = Listener(args.socket, key)  # before the slow part: a taken address fails at once
+        scratch = messages.Scratch("qarl-engine-")  # vLLM leaves files in the temporary directory when it is killed
     except BridgeError as error:
         print(_told(error), file=sys.stderr)
         return 2
@@ -136,9 +139,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, stop)
     if args.parent_pid:
         _watch_parent(args.parent_pid, stop)
-    scratch = messages.Scratch("qarl-engine-")  # vLLM leaves files in the temporary directory when it is killed
-    _use_as_temporary(scratch.path)
     try:
+        _use_as_temporary(scratch.path)
         started = time.perf_counter()
         engine: Engine
         if options.engine == "fake":

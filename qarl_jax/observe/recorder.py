@@ -44,6 +44,7 @@ import jax
 
 from qarl_jax.data.tokenizer import Tokenizer, decode
 from qarl_jax.metrics import TIME, Max, Mean, phases
+from qarl_jax.observe.tensorboard import EventFile
 from qarl_jax.observe.terminal import make_view
 from qarl_jax.types import Completion, RolloutGroup, Turn, UserError, at_least
 
@@ -358,8 +359,9 @@ class Observer:
             ) from None
         self._last_step: int | None = None
         self._resumed = -1
-        self._tensorboard: Any = None
-        self._view = make_view(self.config.view, self.run_dir.name, total_steps, stream or sys.stdout)
+        self._tensorboard: EventFile | None = None
+        self._stream = stream or sys.stdout
+        self._view = make_view(self.config.view, self.run_dir.name, total_steps, self._stream)
 
     # ------------------------------------------------------------------------------------------------------------ files
 
@@ -409,8 +411,9 @@ class Observer:
         self._append(self.metrics_path, [record])
         self._last_step = step
         if self.config.tensorboard:
-            self._to_tensorboard(record)
-        self._view.show(record)
+            self._tensorboard = self._tensorboard or EventFile(self.run_dir / "tensorboard", self._resumed + 1)
+            self._tensorboard.write(record)
+        self._show(self._view.show, record)
         return record
 
     def samples(
@@ -436,19 +439,18 @@ class Observer:
 
     def say(self, text: str) -> None:
         """A line for the reader, above the table or among the lines."""
-        self._view.say(text)
+        self._show(self._view.say, text)
 
     def end(self, text: str) -> None:
         """The last word of a run, below the table; nothing is shown after it."""
-        self._view.close()
-        self._view.say(text)
+        self._show(self._view.close)
+        self._show(self._view.say, text)
 
     def close(self) -> None:
         """Finish the view and the event files, and let go of the directory."""
-        self._view.close()
+        self._show(self._view.close)
         if self._tensorboard is not None:
             self._tensorboard.close()
-            self._tensorboard = None
         self._lock.close()
 
     def __enter__(self) -> Observer:
@@ -467,7 +469,8 @@ class Observer:
         data = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
         with self._disk_errors(path), path.open("ab", buffering=0) as file:
             # Unbuffered: the line is with the operating system when we return, so SIGKILL cannot take it.
-            file.write(data)
+            while data:  # a disk with too little room takes a part, and refuses the rest
+                data = data[file.write(data) :]
 
     @contextlib.contextmanager
     def _disk_errors(self, path: Path) -> Iterator[None]:
@@ -476,20 +479,15 @@ class Observer:
         except OSError as error:
             raise UserError(f"Cannot write {path}: {error.strerror or error}.") from error
 
-    def _to_tensorboard(self, record: Mapping[str, Any]) -> None:
-        if self._tensorboard is None:
-            try:
-                from tensorboardX import SummaryWriter
-            except ImportError:
-                raise UserError(
-                    "tensorboardX is missing: pip install tensorboardX, or set log.tensorboard=false."
-                ) from None
-            # purge_step hides the events that the resumed run is about to write again.
-            purge = self._resumed + 1 if self._resumed > 0 else None
-            self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge)
-        for key, value in record.items():
-            if isinstance(value, (int, float)) and key != "step":
-                self._tensorboard.add_scalar(key, value, record["step"])
+    def _show(self, act: Callable[..., None], *args: Any) -> None:
+        """Something for the view. A pipe that was closed or a full disk behind it ends the view, not the run."""
+        try:
+            act(*args)
+        except OSError as error:
+            log.warning("Cannot show progress any more: %s. The run goes on.", error.strerror or error)
+            self._view = make_view("off", "", None, self._stream)
+            with contextlib.suppress(OSError, ValueError, AttributeError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())  # what is still buffered, too
 
 
 class Silent:

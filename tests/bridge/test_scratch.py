@@ -3,19 +3,55 @@
 """What a killed process leaves in the temporary directory goes with the next start of its kind; nothing else does."""
 
 import os
+import pathlib
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
+import uuid
 
 import pytest
+from qarl_bridge.protocol import scratch
+from qarl_bridge.protocol.errors import BridgeError
 from qarl_bridge.protocol.scratch import Scratch
+
+from qarl_jax.rollout.vllm.process import BridgeProcess
+from qarl_jax.types import UserError
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+def temporary(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # unlike tmp_path, short
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield pathlib.Path(folder)
+
+
+@pytest.fixture
+def long(temporary, monkeypatch):
+    """A temporary directory whose name leaves no room for that of a socket; `temporary` stands for /tmp."""
+    folder = temporary / ("x" * 80)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(scratch, "_FALLBACK", str(temporary))
+    return folder
+
+
+def test_a_long_temporary_directory_is_not_used_for_sockets(long, temporary):
+    mine = Scratch("qarl-engine-")
+    assert os.path.dirname(mine.path) == str(temporary)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.join(mine.path, str(uuid.uuid4())))  # as vLLM names its own
+    mine.close()
+    assert list(temporary.iterdir()) == [long]
+
+
+def test_where_no_folder_is_short_enough_the_error_says_what_to_set(long, monkeypatch):
+    monkeypatch.setattr(scratch, "_FALLBACK", "/proc/none")
+    with pytest.raises(BridgeError, match=r"too long for unix sockets.* set TMPDIR to a folder of at most 49 bytes"):
+        Scratch("qarl-engine-")
+    with pytest.raises(UserError, match=r"cannot start the vLLM bridge: .*TMPDIR"):
+        BridgeProcess(arguments=[]).start({}, [])
 
 
 def test_a_folder_is_ones_own_and_goes_when_it_is_closed():

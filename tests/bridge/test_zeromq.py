@@ -15,7 +15,7 @@ import zmq
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
-from qarl_bridge.transport import zeromq
+from qarl_bridge.transport import strangers, zeromq
 
 from tests.reference.bridge_world import PATIENCE_S, staged, wait_for, world
 
@@ -216,6 +216,43 @@ def test_a_stranger_cannot_make_the_bridge_hold_a_large_command():
             with contextlib.suppress(ConnectionResetError):
                 while stranger.recv(64):  # its own greeting, then it hangs up without waiting for the rest
                     pass
+
+
+def test_a_crowd_of_strangers_is_bounded_and_a_trainer_comes_in_meanwhile(monkeypatch):
+    given_back = threading.Event()
+    monkeypatch.setattr(strangers, "give_back", given_back.set)
+    monkeypatch.setattr(strangers, "QUIET_MS", 50)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    hello = greeting + b"\x06" + struct.pack(">Q", zeromq.MAX_PART) + bytes(1000)  # of a megabyte: the rest never comes
+    with listening("tcp://127.0.0.1:0") as (listener, _, _), contextlib.ExitStack() as stack:
+        _, where = messages.parse_address(listener.address)
+        early = stack.enter_context(contextlib.closing(zeromq.Channel(listener.address, KEY, PATIENCE_S)))
+        assert isinstance(asked(early), messages.Ok)
+        crowd = [stack.enter_context(socket.create_connection(where)) for _ in range(200)]
+        for stranger in crowd:
+            stranger.setblocking(False)
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(hello)
+        late = stack.enter_context(contextlib.closing(zeromq.Channel(listener.address, KEY, PATIENCE_S)))
+        assert isinstance(asked(late), messages.Ok)
+        wait_for(lambda: sum(map(is_open, crowd)) <= strangers.MOST)
+        assert is_open(crowd[-1])
+        assert isinstance(asked(early), messages.Ok)
+        for stranger in crowd:
+            stranger.close()
+        assert given_back.wait(PATIENCE_S)
+
+
+def is_open(connection):
+    """Whether the other side has not hung up yet."""
+    try:
+        while connection.recv(64):
+            pass
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        pass
+    return False
 
 
 def test_a_bridge_whose_queue_of_connections_is_full_is_waited_for(tmp_path):

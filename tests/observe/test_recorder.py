@@ -3,11 +3,15 @@
 """Claims about what a run leaves behind: valid JSON, nothing torn, nothing twice, and comparable after a resume."""
 
 import errno
+import io
 import json
+import os
+import re
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -264,6 +268,71 @@ def test_tensorboard_shows_the_same_numbers_and_forgets_steps_that_are_run_again
         observer.log(2, {"a": 0.25})
     marks = [e for e in events(tmp_path / "tensorboard") if e[0] == 2]
     assert marks == [(2, "session", 1), (2, "a", 0.25)]  # 1 = START: readers drop older events from step 2 on
+
+
+# ------------------------------------------------------------------------------------------------------------ full disk
+
+
+def fill_the_disk(monkeypatch, pattern, room=0):
+    """Files whose names match take `room` more bytes: as on Linux a write is first cut short, and then refused."""
+    real, left = open, [room]
+
+    class Full(io.FileIO):
+        def write(self, data):
+            if not left[0]:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            taken = bytes(data[: left[0]])
+            left[0] -= len(taken)
+            return super().write(taken)
+
+    def opened(path, mode="r", buffering=-1, **options):
+        if "b" not in mode or not re.search(pattern, str(path)):
+            return real(path, mode, buffering, **options)
+        raw = Full(path, mode.replace("b", ""))
+        return raw if buffering == 0 else io.BufferedWriter(raw)
+
+    monkeypatch.setattr("builtins.open", opened)
+    monkeypatch.setattr(Path, "open", opened)
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_a_record_that_does_not_fit_on_the_disk_ends_the_run_in_one_sentence(room, tmp_path, monkeypatch):
+    with Observer(tmp_path, Config(view="off")) as observer:
+        observer.log(0, {"a": 0.5})
+        with monkeypatch.context() as patched:
+            fill_the_disk(patched, r"metrics\.jsonl|tfevents", room)
+            with pytest.raises(UserError, match=r"Cannot write .*metrics.jsonl: No space left on device"):
+                observer.log(1, {"a": 0.25})
+    with Observer(tmp_path, QUIET) as observer:  # with room again it goes on, whatever part of a line was written
+        observer.truncate_to(observer.latest())
+        observer.log(1, {"a": 0.25})
+        assert [record["step"] for record in read_lines(observer.metrics_path)] == [0, 1]
+
+
+def test_a_run_goes_on_without_event_files_that_cannot_be_written(tmp_path, monkeypatch, caplog):
+    fill_the_disk(monkeypatch, "tfevents", room=2000)
+    with Observer(tmp_path, Config(view="off")) as observer:
+        for step in range(200):  # as many as filled the queue of a writer whose thread is gone
+            observer.log(step, {f"a{i}": 0.5 for i in range(20)})
+        assert len(read_lines(observer.metrics_path)) == 200
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1
+    assert "No space left on device. The run goes on without TensorBoard's files" in told[0]
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_shows(tmp_path, caplog):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with (
+        open(writing, "w") as stream,
+        Observer(tmp_path, Config(view="lines", tensorboard=False), stream=stream) as observer,
+    ):
+        for step in range(3):
+            observer.log(step, {"a": 0.5})
+        observer.end("done")
+        print("what others print there is lost, too", file=stream)
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 3
+    assert [r.getMessage() for r in caplog.records] == ["Cannot show progress any more: Broken pipe. The run goes on."]
 
 
 # ----------------------------------------------------------------------------------------------------------- PhaseTimer

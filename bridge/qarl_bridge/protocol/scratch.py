@@ -14,20 +14,31 @@ import os
 import shutil
 import tempfile
 
+from qarl_bridge.protocol.errors import BridgeError
+
 _LOCK = ".lock"
+_FALLBACK = "/tmp"
+_SOCKET_PATH = 107
+"""Bytes of a unix socket's path, on Linux."""
+_SOCKET_NAME = 37
+"""Of "/" and the longest name that a socket gets in such a folder: a UUID, by vLLM."""
 
 
 class Scratch:
-    """A new folder of mode 0700 in the temporary directory, `path`; its name is short, as unix sockets demand.
+    """A new folder of mode 0700, `path`, short enough for unix sockets in it.
 
     Args:
       kind: the beginning of its name, e.g. "qarl-bridge-". Folders of this kind that nobody holds are removed.
+
+    Raises:
+      BridgeError("setup"): TMPDIR is too long, and /tmp cannot be used.
     """
 
     def __init__(self, kind: str):
-        sweep(kind)
+        folder = _short(kind)
+        sweep(kind, folder)
         # Locked before it has a name that a sweep looks at.
-        hidden = tempfile.mkdtemp(prefix=f".{kind}")
+        hidden = tempfile.mkdtemp(prefix=f".{kind}", dir=folder)
         self._lock = os.open(os.path.join(hidden, _LOCK), os.O_CREAT | os.O_RDWR, 0o600)
         with contextlib.suppress(OSError):  # a file system without locks: then nobody sweeps there either
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -43,9 +54,24 @@ class Scratch:
             self._lock = -1
 
 
-def sweep(kind: str) -> None:
-    """Remove this user's folders of a kind that no process holds."""
-    for entry in os.scandir(tempfile.gettempdir()):
+def _short(kind: str) -> str:
+    """The temporary directory; /tmp where that leaves no room for a socket's name."""
+    folder = tempfile.gettempdir()
+    most = _SOCKET_PATH - _SOCKET_NAME - len(f"/{kind}12345678")
+    if len(os.fsencode(folder)) <= most:
+        return folder
+    if os.access(_FALLBACK, os.W_OK | os.X_OK):
+        return _FALLBACK
+    raise BridgeError(
+        f"the temporary directory {folder} is too long for unix sockets in it, and {_FALLBACK} cannot be written: set"
+        f" TMPDIR to a folder of at most {most} bytes",
+        "setup",
+    )
+
+
+def sweep(kind: str, folder: str) -> None:
+    """Remove this user's folders of a kind in `folder` that no process holds."""
+    for entry in os.scandir(folder):
         if not entry.name.startswith(kind) or entry.is_symlink() or entry.stat().st_uid != os.getuid():
             continue
         try:

@@ -4,7 +4,8 @@
 
 A message is msgpack (messages.py), and for a Chunk raw bytes besides. A trainer's message travels in frames of at most
 MAX_PART bytes, with an empty one between msgpack and raw bytes; that, and _HANDSHAKE_MS, bounds what a stranger who
-never completes a handshake can make the bridge hold. A reply is one frame; an empty one is a sign of life, no more.
+never completes a handshake can make the bridge hold; `strangers` bounds how many there are. A reply is one frame; an
+empty one is a sign of life, no more.
 
 Authentication. Both ends derive the same two CURVE key pairs from the one 32-byte key, the bridge's and the trainer's.
 A trainer without the key does not know the bridge's public key and cannot even begin the handshake; what it presents is
@@ -33,6 +34,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -41,6 +43,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.transport.strangers import Strangers
 
 SWEEP_S = 5.0
 LINGER_MS = 1000  # for the last replies of a bridge that stops
@@ -191,8 +194,11 @@ class Listener:
             raise BridgeError(f"cannot listen on {address}: {os.strerror(error.errno or 0)}", "setup") from None
         finally:
             os.umask(mask)
-        if self.kind == "tcp":  # the port, where 0 was asked for
-            self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._strangers: Strangers | None = None
+        if self.kind == "tcp":
+            self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)  # the port, where 0 was asked for
+            self._strangers = Strangers(self._router, int(self.address.rpartition(":")[2]))
+            self._strangers.start()
 
     def start(
         self, *, on_peer: Callable[[Peer], None], on_gone: Callable[[Peer], None], on_end: Callable[[], None]
@@ -238,6 +244,8 @@ class Listener:
             peer.gone = True
             peer.inbox.put(None)
         self._closed.set()
+        if self._strangers is not None:
+            self._strangers.join()
         self._authenticator.stop()
         self._context.term()
         if self.kind == "unix":
@@ -276,11 +284,13 @@ class Listener:
     def _take(self, on_peer: Callable[[Peer], None]) -> None:
         """One message, handed to its peer's thread."""
         try:
-            identity, *frames = self._receive()
+            connection, identity, *frames = self._receive()
         except zmq.Again:  # what was there went with its sender
             return
         peer = self._peers.get(identity)
         if peer is None:
+            if self._strangers is not None:
+                self._strangers.heard(connection)
             self._probe()  # the new one may be the successor of a dead one
             peer = Peer(self, identity)
             if len(self._peers) >= MAX_PEERS:
@@ -296,9 +306,10 @@ class Listener:
             return
         peer.inbox.put(frames)
 
-    def _receive(self) -> list[bytes]:
-        """[identity, message] or [identity, message, data]; the identity alone if that is too long."""
-        identity = self._router.recv(zmq.NOBLOCK)  # ROUTER hands out whole messages only: the rest is there
+    def _receive(self) -> tuple[Any, ...]:
+        """descriptor of the connection, identity, message, data if there is any; no message if that is too long."""
+        first = self._router.recv(zmq.NOBLOCK, copy=False)  # ROUTER hands out whole messages only: the rest is there
+        origin = first.get(zmq.SRCFD), first.bytes
         frames: list[bytes] = []
         total = 0
         while self._router.getsockopt(zmq.RCVMORE):
@@ -308,7 +319,7 @@ class Listener:
                 frames.append(part)
             else:
                 frames.clear()
-        return [identity, *_joined(frames)] if frames else [identity]
+        return (*origin, *_joined(frames)) if frames else origin
 
     def _transmit(self, peer: Peer, payload: bytes) -> None:
         try:

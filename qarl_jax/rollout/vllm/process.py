@@ -60,11 +60,14 @@ class BridgeProcess:
           config: the model's config.json. expected: every tensor of a version.
 
         Raises:
-          UserError: there is no such interpreter.
+          UserError: there is no such interpreter; no folder is short enough for a unix socket.
         """
         self.stop()
         if self._scratch is None:
-            self._scratch = messages.Scratch("qarl-bridge-")
+            try:
+                self._scratch = messages.Scratch("qarl-bridge-")
+            except messages.BridgeError as error:
+                raise UserError(f"cannot start the vLLM bridge: {error}") from None
         assert self.folder is not None
         model, address, key_file = (os.path.join(self.folder, name) for name in ("model", "socket", "key"))
         if self._host:
