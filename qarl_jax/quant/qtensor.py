@@ -76,5 +76,6 @@ def inputs_of(whole: Any, shard: int, shards: int) -> Any:
 
     if not isinstance(whole, QTensor):
         return None if whole is None else own(whole)
-    arrays = {name: array if array.shape[-1] == 1 else own(array) for name, array in whole.arrays.items()}
+    cut = {array.name for array in whole.scheme.wire.arrays if array.inputs}
+    arrays = {name: own(array) if name in cut else array for name, array in whole.arrays.items()}
     return QTensor(arrays, whole.scheme)

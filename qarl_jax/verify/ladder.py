@@ -36,9 +36,10 @@ What is left out: single modules of a compiled engine (they are not called one b
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -310,78 +311,93 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
     weights = load(path, scheme, engine_name, options.attention, options.tensor_parallel_size)
     config = models.config_of(weights.graphdef)
     scheme = str(quant.on_engine(quant.parse_scheme(scheme), config.numerics) or "bf16")  # as that engine has it
-    rungs: list[Rung] = []
-
-    def add(rung: Rung) -> None:
-        rungs.append(rung)
-        show(rung)
-
     result: dict[str, Any] = {
         "model": path,
         "scheme": scheme,
         "profile": config.numerics.profile,
         "attention": config.attention,
     }
-    for rung in exact_rungs(weights):
-        add(rung)
-    prompts = random_prompts(config.vocab_size, options.prompts, options.prompt_len, options.seed)
-    sampling = SamplingConfig(max_response_len=options.response_len)
-    engine_config = options.engine(config)
-    engine = VllmEngine(engine_config, run_id="parity")
-    try:
-        for rung in published(engine, weights):
-            add(rung)
-        if all(rung.ok is not False for rung in rungs):
-            facts = engine.facts
-            assert facts is not None
-            result["engine"] = f"{facts.engine} {facts.engine_version} {facts.isa}"
-            result["kernels"] = sorted(set(facts.kernels.values()))
-            result["execution"] = facts.execution
-            verdict = alignment.judge(
-                alignment.Pair(
-                    engine=engine_config,
-                    learner=scheme,
-                    sampler=scheme,
-                    numerics=config.numerics,
-                    attention=config.attention,
-                    path=path,
-                    facts=facts,
-                )
-            )
-            said = f"{facts.execution}, {facts.engine} {facts.engine_version} on {facts.isa}"
-            said += "" if verdict.is_aligned else f"; not aligned: {verdict.reason}; {verdict.remedy}"
-            add(Rung("alignment", True if verdict.is_aligned else None, said))
-            for rung in module_rungs(engine, weights, prompts[0].tokens, aligned=verdict.is_aligned):
-                add(rung)
-            first = Sampled.of(flat(engine.generate(prompts, num_samples=4, sampling=ONE_TOKEN, key=options.seed)))
-            logprobs, entropy = score(weights, first, replay=True)
-            result["prefill"] = mismatch(logprobs, first.logprobs, entropy, first.response)
-            result["decode_prefill"] = decode_and_prefill(engine, prompts[:8], min(options.response_len, 16))
-            sampled = Sampled.of(flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
-    finally:
-        engine.close()
-    if all(rung.ok is not False for rung in rungs[:4]):
-        logprobs, entropy = score(weights, sampled, replay=True)
-        if sampled.routed is not None:
-            own, own_entropy = score(weights, sampled)
-            result["own_routing"] = mismatch(own, sampled.logprobs, own_entropy, sampled.response)
-        result["aligned"] = aligned = mismatch(logprobs, sampled.logprobs, entropy, sampled.response)
-        if options.unaligned and scheme != "bf16":
-            usual, usual_entropy = score(load(path, "bf16", "plain"), sampled)
-            result["unaligned"] = mismatch(usual, sampled.logprobs, usual_entropy, sampled.response)
-        beaten = "unaligned" not in result or aligned["k3"] < result["unaligned"]["k3"]
-
-        def judged(stats: dict[str, float], also: bool = True) -> bool | None:
-            return stats["k3"] == 0 and also if verdict.is_aligned else None
-
-        prefill, inside = result["prefill"], result["decode_prefill"]
-        add(Rung("prefill", judged(prefill), line(prefill)))
-        detail = f"k3 {inside['k3']:.1e}, max {inside['max_abs']:.1e}, {inside['equal']:.1%} equal"
-        add(Rung("decode, prefill", judged(inside), detail))
-        add(Rung("sampled tokens", judged(aligned, beaten), line(aligned)))
+    rungs: list[Rung] = []
+    with contextlib.closing(_rungs(weights, path, scheme, options, result)) as found:
+        for rung in found:
+            rungs.append(rung)
+            show(rung)
     result["rungs"] = [dataclasses.asdict(rung) for rung in rungs]
     result["first_broken"] = next((rung.name for rung in rungs if rung.ok is False), None)
     return result
+
+
+def _rungs(
+    weights: PolicyWeights, path: str, scheme: str, options: Options, result: dict[str, Any]
+) -> Generator[Rung, None, None]:
+    """Every rung in order; what was measured goes into `result`. Ends where a weight is not the published one."""
+    config = models.config_of(weights.graphdef)
+    prompts = random_prompts(config.vocab_size, options.prompts, options.prompt_len, options.seed)
+    sampling = SamplingConfig(max_response_len=options.response_len)
+    exact = list(exact_rungs(weights))
+    yield from exact
+    engine_config = options.engine(config)
+    engine = VllmEngine(engine_config, run_id="parity")
+    try:
+        exact += (live := published(engine, weights))
+        yield from live
+        if any(rung.ok is False for rung in exact):
+            return
+        facts = engine.facts
+        assert facts is not None
+        result["engine"] = f"{facts.engine} {facts.engine_version} {facts.isa}"
+        result["kernels"] = sorted(set(facts.kernels.values()))
+        result["execution"] = facts.execution
+        verdict = alignment.judge(
+            alignment.Pair(
+                engine=engine_config,
+                learner=scheme,
+                sampler=scheme,
+                numerics=config.numerics,
+                attention=config.attention,
+                path=path,
+                facts=facts,
+            )
+        )
+        said = f"{facts.execution}, {facts.engine} {facts.engine_version} on {facts.isa}"
+        said += "" if verdict.is_aligned else f"; not aligned: {verdict.reason}; {verdict.remedy}"
+        yield Rung("alignment", True if verdict.is_aligned else None, said)
+        yield from module_rungs(engine, weights, prompts[0].tokens, aligned=verdict.is_aligned)
+        first = Sampled.of(flat(engine.generate(prompts, num_samples=4, sampling=ONE_TOKEN, key=options.seed)))
+        logprobs, entropy = score(weights, first, replay=True)
+        result["prefill"] = mismatch(logprobs, first.logprobs, entropy, first.response)
+        result["decode_prefill"] = decode_and_prefill(engine, prompts[:8], min(options.response_len, 16))
+        sampled = Sampled.of(flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
+    finally:
+        engine.close()
+    _score_samples(weights, sampled, path if options.unaligned and scheme != "bf16" else None, result)
+    yield from _logprob_rungs(result, aligned=verdict.is_aligned)
+
+
+def _score_samples(weights: PolicyWeights, sampled: Sampled, unaligned: str | None, result: dict[str, Any]) -> None:
+    """Adds the mismatch of whole responses; `unaligned`: the model folder of the bf16 learner to compare, if any."""
+    logprobs, entropy = score(weights, sampled, replay=True)
+    if sampled.routed is not None:
+        own, own_entropy = score(weights, sampled)
+        result["own_routing"] = mismatch(own, sampled.logprobs, own_entropy, sampled.response)
+    result["aligned"] = mismatch(logprobs, sampled.logprobs, entropy, sampled.response)
+    if unaligned is not None:
+        usual, usual_entropy = score(load(unaligned, "bf16", "plain"), sampled)
+        result["unaligned"] = mismatch(usual, sampled.logprobs, usual_entropy, sampled.response)
+
+
+def _logprob_rungs(result: dict[str, Any], *, aligned: bool) -> Iterator[Rung]:
+    """Log-probs out of a prefill, inside the engine, and of whole responses."""
+
+    def judged(stats: dict[str, float], also: bool = True) -> bool | None:
+        return stats["k3"] == 0 and also if aligned else None
+
+    prefill, inside, responses = result["prefill"], result["decode_prefill"], result["aligned"]
+    yield Rung("prefill", judged(prefill), line(prefill))
+    detail = f"k3 {inside['k3']:.1e}, max {inside['max_abs']:.1e}, {inside['equal']:.1%} equal"
+    yield Rung("decode, prefill", judged(inside), detail)
+    beaten = "unaligned" not in result or responses["k3"] < result["unaligned"]["k3"]
+    yield Rung("sampled tokens", judged(responses, beaten), line(responses))
 
 
 def line(stats: dict[str, float]) -> str:

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs a program in a process of its own."""
-    imports = INTERPRETED + "from qarl_bridge.engine.cuda import ops\n" + DECODED
+    imports = INTERPRETED + "from qarl_bridge.engine.cuda import ops, sampling\n" + DECODED
     with forks(imports, tmp_path_factory.mktemp("programs")) as forked:
         yield forked
 
@@ -42,22 +42,22 @@ def test_log_probs_are_float64s_rounded_once(run):
         z = torch.randn(3, 5000) * 5
         z[:, 7] = -torch.inf  # as top-k leaves it
         want = z.double().log_softmax(-1).float()
-        assert torch.equal(ops.log_softmax(z), want)
+        assert torch.equal(sampling.log_softmax(z), want)
         tokens = torch.tensor([[0, 4999], [1, 2], [3, 4]])
-        assert torch.equal(ops.token_logprobs(z, tokens), want.gather(1, tokens))
+        assert torch.equal(sampling.token_logprobs(z, tokens), want.gather(1, tokens))
 
         # Tokens that are all but certain: no order of the sum moves the last bit of log-probs of 1e-4 to 1e-14.
         z = torch.randn(64, 5000)
         z[:, 11] += torch.linspace(15, 40, 64)
         z[5, 12] = z[5, 11]  # two largest
         first = torch.full((64, 1), 11)
-        got = ops.token_logprobs(z, first)
+        got = sampling.token_logprobs(z, first)
         others = z.double() - z.double().amax(-1, keepdim=True)
         rest = others.exp().masked_fill(torch.arange(5000) == 11, 0).sum(-1, keepdim=True)
         assert torch.equal(got, -rest.log1p().float())
         mixed = torch.randperm(5000)
-        assert torch.equal(ops.token_logprobs(z[:, mixed], (mixed == 11).nonzero().expand(64, 1)), got)
-        assert torch.equal(ops.log_softmax(z).gather(1, first), got)
+        assert torch.equal(sampling.token_logprobs(z[:, mixed], (mixed == 11).nonzero().expand(64, 1)), got)
+        assert torch.equal(sampling.log_softmax(z).gather(1, first), got)
     """)
 
 
@@ -68,16 +68,16 @@ def test_a_draw_is_a_function_of_its_seed_and_number_and_follows_the_distributio
         z[:, 7:8200] = -torch.inf  # as top-k leaves it
         logprobs = z.log_softmax(-1)
         seeds, draws = torch.tensor([5, -6, 5]), torch.tensor([0, 3, 9], dtype=torch.int32)
-        together = ops.draw(logprobs, seeds, draws)
+        together = sampling.draw(logprobs, seeds, draws)
         for row in (2, 0, 1):
             one = slice(row, row + 1)
-            assert torch.equal(ops.draw(logprobs[one], seeds[one], draws[one]), together[one])
+            assert torch.equal(sampling.draw(logprobs[one], seeds[one], draws[one]), together[one])
 
         few = torch.tensor([0.5, 0.3, 0.0, 0.199, 0.001]).log()
         for over_seeds in (True, False):
             n = torch.arange(400)
             seeds, draws = (n * 2**33 if over_seeds else n * 0), (n * 0 if over_seeds else n)
-            drawn = ops.draw(few.expand(400, 5).contiguous(), seeds, draws.int())
+            drawn = sampling.draw(few.expand(400, 5).contiguous(), seeds, draws.int())
             counts = torch.bincount(drawn, minlength=5).double()
             expected = 400 * few.double().exp()
             assert counts[2] == 0

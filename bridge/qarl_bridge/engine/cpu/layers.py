@@ -93,7 +93,7 @@ def attend(
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """[..., V] float32 -> [..., V] float32; the sum leaves out the 1 of the largest (`ops._normalizer`)."""
+    """[..., V] float32 -> [..., V] float32; the sum leaves out the 1 of the largest (`sampling._normalizer`)."""
     z = logits.double()
     z = z - z.amax(dim=-1, keepdim=True)
     largest = z == 0

@@ -1,14 +1,14 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Batch-invariant operations in the place of vLLM's own on CUDA (kernels: `cuda/ops.py`).
+"""Batch-invariant operations in the place of vLLM's own on CUDA (kernels: `cuda/ops.py`, `cuda/sampling.py`).
 
     layer                                  vLLM                                  here
     q|k|v, o, gate|up, down in bf16        cuBLAS, order by the number of rows   ops.product
     the same in int4 (w4a16)               Machete or Marlin, likewise           ops.product
     head                                   cuBLAS, logits rounded to bf16        ops.product, float32 logits
     RMSNorm                                threads by the number of rows         ops.rms_norm
-    log-probs                              float32 sums in torch's order         ops.log_softmax
-    drawing                                a kernel for each request             ops.draw
+    log-probs                              float32 sums in torch's order         sampling.log_softmax
+    drawing                                a kernel for each request             sampling.draw
     routers, experts                       cuBLAS; Triton, CUTLASS or Marlin     cuda/experts.py
 
 `install` replaces methods of vLLM's classes before an engine is built; each replacement hands over to vLLM's own
@@ -26,15 +26,15 @@ from typing import Any
 import torch
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
 
-from qarl_bridge.engine.cuda import ops
+from qarl_bridge.engine.cuda import ops, sampling
 from qarl_bridge.engine.readback import experts as readback_experts
 
 # vLLM's dense layers; of others that are not quantized, routers have a rule of their own (`cuda/experts.py`).
 _DENSE = ("QKVParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear", "ColumnParallelLinear")
 # vLLM's second model runner has a sampler of its own.
 _OF_THE_SECOND_RUNNER = (
-    ("vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs", ops.token_logprobs),
-    ("vllm.v1.worker.gpu.sample.states", "apply_temperature", ops.apply_temperature),
+    ("vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs", sampling.token_logprobs),
+    ("vllm.v1.worker.gpu.sample.states", "apply_temperature", sampling.apply_temperature),
 )
 _OFFSET = 4  # of a generator, for each draw
 UNKNOWN = "products and norms are vLLM's own: this version's classes are not the ones known here"
@@ -60,7 +60,7 @@ def install() -> str:
     _replace(linear, "apply", functools.partial(_product, only=_DENSE))
     _replace(head, "apply", functools.partial(_product, out_dtype=torch.float32, splits=1))
     _replace(norm, "forward_cuda", _norm)
-    sampler.compute_logprobs = staticmethod(ops.log_softmax)
+    sampler.compute_logprobs = staticmethod(sampling.log_softmax)
     _replace(top, "forward_native", _top)
     for module, name, own in _OF_THE_SECOND_RUNNER:
         try:
@@ -148,7 +148,7 @@ def _top(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.logprobs_mode != "processed_logprobs" or not logits.is_cuda:
             return original(self, logits, generators, k, p)
         kept = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler").apply_top_k_top_p(logits, k, p)
-        logprobs = ops.log_softmax(kept)
+        logprobs = sampling.log_softmax(kept)
         if len(generators) == logits.shape[0]:
             return _drawn(logprobs, generators), logprobs
         mode, self.logprobs_mode = self.logprobs_mode, "raw_logprobs"  # vLLM's own would be computed for nothing
@@ -176,4 +176,4 @@ def _drawn(logprobs: torch.Tensor, generators: Mapping[int, torch.Generator]) ->
         torch.tensor(values, dtype=dtype, pin_memory=True).to(logprobs.device, non_blocking=True)
         for values, dtype in ((signed, torch.int64), ([offset // _OFFSET for offset in offsets], torch.int32))
     )
-    return ops.draw(logprobs, seeds, draws)
+    return sampling.draw(logprobs, seeds, draws)
