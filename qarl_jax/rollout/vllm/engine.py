@@ -297,7 +297,7 @@ class VllmEngine(RolloutEngine):
         if self._stager is None:
             gpus = gpus_of(weights, [self._config.gpus_of(number) for number in range(self._config.started)])
             pools = [sender.gpu_buffers(gpu) for gpu in gpus]
-            self._stager = DeviceStager(pools, self._transport, in_parts=self._config.staging_buffers == 0)
+            self._stager = DeviceStager(pools, self._transport, chunked=self._config.staging_buffers == 0)
         return self._stager
 
     def status(self) -> messages.StatusReply:

@@ -273,13 +273,13 @@ class DeviceStager:
     Args:
       pools: the buffers of each GPU an engine is on; the weights are on all of these GPUs, whole or in parts.
       transport: how versions travel, see `sender.DeviceVersion`.
-      in_parts: a buffer holds a part of a version (`sender.WindowVersion`), and is written when it is asked for.
+      chunked: a buffer has one part of a version (`sender.ChunkedVersion`), written when the bridge asks for it.
     """
 
-    def __init__(self, pools: Sequence[Any], transport: str = "auto", *, in_parts: bool = False):
+    def __init__(self, pools: Sequence[Any], transport: str = "auto", *, chunked: bool = False):
         self._pools = pools
         self._transport = transport
-        self._in_parts = in_parts
+        self._chunked = chunked
         self._layouts: dict[Any, list[_Place]] = {}
         self._turn = threading.Lock()
         # Engines ask for the same parts at almost the same time: what was joined last is kept for the others.
@@ -288,8 +288,8 @@ class DeviceStager:
     def stage(
         self, weights: PolicyWeights, *, version: messages.Version, model: bytes, scheme: bytes
     ) -> sender.DeviceVersion:
-        """A version in buffers of its own, complete when this returns, unless it goes `in_parts`: then `weights` must
-        stay alive until it is published. Arguments as in `sender.stage`.
+        """A version in buffers of its own, complete when this returns, unless the stager is `chunked`: then `weights`
+        must stay alive until the version is published. Arguments as in `sender.stage`.
 
         Raises:
           BridgeError: "limits", the GPU has no room for the buffer.
@@ -298,12 +298,12 @@ class DeviceStager:
         if weights.graphdef not in self._layouts:
             self._layouts[weights.graphdef] = layout(weights)
         places = self._layouts[weights.graphdef]
-        ends = parts_of(places) if self._in_parts else [len(places)]
+        ends = parts_of(places) if self._chunked else [len(places)]
         spans = spans_of(places, ends)
         buffers: list[Any] = []
         try:
             buffers += (pool.take(sender.align(max(size for _, size in spans))) for pool in self._pools)
-            digests = self._stage([] if self._in_parts else buffers, places, weights)
+            digests = self._stage([] if self._chunked else buffers, places, weights)
         except BaseException:
             for buffer in buffers:
                 buffer.release()
@@ -315,7 +315,7 @@ class DeviceStager:
             for p, digest in zip(places, digests, strict=True)
         ]
         manifest = sender.manifest_of(entries, version=version, model=model, scheme=scheme)
-        if not self._in_parts:
+        if not self._chunked:
             return sender.DeviceVersion(manifest, buffers, time.perf_counter() - start, self._transport)
         held = _Held(weights)
 
@@ -329,7 +329,7 @@ class DeviceStager:
             buffer.device.synchronize()
             del tensors  # not before they are copied
 
-        return sender.WindowVersion(manifest, buffers, time.perf_counter() - start, self._transport, ends, write)
+        return sender.ChunkedVersion(manifest, buffers, time.perf_counter() - start, self._transport, ends, write)
 
     def _stage(self, buffers: Sequence[Any], places: Sequence[_Place], weights: PolicyWeights) -> list[bytes]:
         """Write a version into each of some buffers, if any, and return its tensors' fingerprints."""
