@@ -17,7 +17,7 @@ from qarl_bridge.transport import cuda_ipc
 
 from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights
-from qarl_jax.rollout.vllm import gpu_staging, join
+from qarl_jax.rollout.vllm import all_gather, gpu_staging
 from qarl_jax.rollout.vllm.engine import engine_tensors
 from tests.reference import bridge_world
 from tests.reference.device_versions import identity, policy, read, spread
@@ -73,7 +73,7 @@ def test_the_parts_in_the_buffer_make_the_version_of_the_host(stager, scheme):
 
 @pytest.mark.slow
 def test_a_learner_on_a_mesh_writes_parts_on_each_of_its_gpus(monkeypatch, library_path):
-    monkeypatch.setattr(join, "PIECE_BYTES", 2**12)
+    monkeypatch.setattr(all_gather, "PIECE_BYTES", 2**12)
     monkeypatch.setattr(gpu_staging, "WINDOW_BYTES", 2**14)
     weights = policy("w8a8", moe=True)
     host = sender.stage(engine_tensors(weights, stacked=True), **identity())
@@ -87,9 +87,9 @@ def test_a_learner_on_a_mesh_writes_parts_on_each_of_its_gpus(monkeypatch, libra
     version = stager.stage(placed, **identity())
     assert version.manifest == host.manifest
     starts = [host.manifest.tensors[first].offset for first in [0, *version.ends[:-1]]]
-    joined, made = join.joined, []
-    monkeypatch.setattr(join, "joined", lambda pieces: made.append(len(pieces)) or joined(pieces))
-    # The second is a part behind, as engines are at times: what was joined for the first is still there.
+    gathered, made = all_gather.gathered, []
+    monkeypatch.setattr(all_gather, "gathered", lambda pieces: made.append(len(pieces)) or gathered(pieces))
+    # The second is a part behind, as engines are at times: what was gathered for the first is still there.
     turns = [(number, part) for part in range(len(starts) + 1) for number in (0, 1)]
     for number, turn in turns:
         part = turn - number
