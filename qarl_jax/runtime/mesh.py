@@ -39,19 +39,19 @@ BATCH_AXES = ("data", "fsdp")
 _LAUNCHING = threading.RLock()
 
 
-def turn(devices: int) -> contextlib.AbstractContextManager[Any]:
-    """Around the launch of a program over so many devices: threads take turns, where they are several.
+def launch_lock(devices: int) -> contextlib.AbstractContextManager[Any]:
+    """Serializes launches of programs over several devices between threads; a program over one device needs no lock.
 
-    Programs that send between the same devices must reach all of them in one order, and JAX promises none between
-    threads: of two that are launched at once, each could wait on one device for what stands behind the other there.
+    Programs that communicate over the same devices must reach all devices in one order. JAX promises no order between
+    threads. Of two programs launched at once, each could wait on one device for a program queued behind the other.
     """
     return _LAUNCHING if devices > 1 else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def launching(mesh: Mesh) -> Iterator[None]:
-    """`turn`, for a program over `mesh`, which is the ambient one meanwhile."""
-    with turn(mesh.size), jax.set_mesh(mesh):
+    """Holds the launch lock for a program over `mesh`, and makes `mesh` the ambient mesh."""
+    with launch_lock(mesh.size), jax.set_mesh(mesh):
         yield
 
 

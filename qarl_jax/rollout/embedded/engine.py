@@ -348,7 +348,7 @@ class JaxSampler(RolloutEngine):
         return functools.partial(self._launch, self._programs[name])
 
     def _launch(self, program: Any, *arguments: Any) -> Any:
-        with mesh.turn(self._devices):  # a learner may train in another thread
+        with mesh.launch_lock(self._devices):  # a learner may train in another thread
             return program(*arguments)
 
     def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:

@@ -117,7 +117,7 @@ def gathered(pieces: Sequence[Piece]) -> list[dict[int, jax.Array]]:
             together.setdefault(_places(stack)[1], []).append(number)
     for place, numbers in together.items():
         mine = [pieces[number] for number in numbers]
-        with sharding.turn(1 if place is None else place.mesh.size):
+        with sharding.launch_lock(1 if place is None else place.mesh.size):
             made = _cut(
                 [stack.array for stack, _ in mine],
                 [jnp.uint32(wanted.start if stack.lead else 0) for stack, wanted in mine],
