@@ -311,7 +311,7 @@ class Bridge:
         self._let_go_soon(copy.close, str(copy.manifest.version))
 
     def _let_go_soon(self, close: Callable[[], None], what: str) -> None:
-        """On the engine thread, which may be reading it."""
+        """Closes a copy on the engine thread, which may be reading it."""
 
         def job() -> None:
             try:

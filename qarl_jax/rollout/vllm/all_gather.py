@@ -32,17 +32,17 @@ class Stack(NamedTuple):
 
     @property
     def tensors(self) -> int:
-        """How many it has."""
+        """The number of tensors."""
         return self.array.shape[0] if self.lead else 1
 
     @property
     def nbytes(self) -> int:
-        """Of all of it, as it travels."""
+        """Bytes of the stack, as it travels."""
         return self.array.size * self.dtype.itemsize
 
     @property
     def is_there(self) -> bool:
-        """On one GPU and as it travels: it needs no copy."""
+        """Tells whether the array is on one GPU in the dtype that travels, so that it needs no copy."""
         return len(self.array.devices()) == 1 and self.array.dtype == self.dtype
 
 

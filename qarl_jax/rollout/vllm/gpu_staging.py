@@ -146,7 +146,7 @@ _Tensors = Sequence[tuple[Key, all_gather.Piece, Mapping[int, jax.Array]]]  # an
 
 
 def _wanted(places: Sequence[_Place], weights: PolicyWeights) -> dict[Key, all_gather.Piece]:
-    """What tensors of the wire are made of: for each source the first to the last that is needed."""
+    """Lists the sources of published tensors: for each source the first to the last tensor that is needed."""
     tensors: dict[str, Any] = models.by_path(weights.params) | models.by_path(weights.qweights)
     names = models.hf_names(models.config_of(weights.graphdef))
     indices: dict[Key, list[int]] = {}
@@ -229,11 +229,11 @@ def gpus_of(weights: PolicyWeights, engines: Sequence[str], platform: str = "gpu
 
 
 WINDOW_BYTES = 2 * 2**30
-"""Of a buffer through which a version goes part by part. A layer that is larger is a part nevertheless."""
+"""Size of the buffer of a chunked version. A larger layer is a part all the same."""
 
 
 def parts_of(places: Sequence[_Place], limit: int | None = None) -> list[int]:
-    """Where the parts of a version end: as many whole layers in each as `limit` bytes hold, one at least.
+    """Cuts a version into parts: each has as many whole layers as fit `limit` bytes, one at least. Returns their ends.
 
     Args:
       limit: WINDOW_BYTES, if not given.

@@ -30,7 +30,7 @@ _LOG_TAIL_BYTES = 3000
 
 
 class BridgeProcess:
-    """At most one `python -m qarl_bridge` at a time.
+    """Runs at most one `python -m qarl_bridge` at a time.
 
     Args:
       arguments: of its command line, beside what is in the folder.
@@ -96,7 +96,7 @@ class BridgeProcess:
 
     @property
     def folder(self) -> str | None:
-        """Where it lives, from the first start to the end."""
+        """The bridge's folder, from the first start to the end."""
         return None if self._scratch is None else self._scratch.path
 
     @property
