@@ -45,7 +45,7 @@ def test_a_part_has_as_many_whole_layers_as_the_buffer_holds(pages, ends):
 @pytest.fixture
 def stager(gpu, monkeypatch):
     """A chunked stager whose buffer holds a layer, or the embedding."""
-    monkeypatch.setattr(gpu_staging, "WINDOW_BYTES", 2**14)
+    monkeypatch.setattr(gpu_staging, "CHUNK_BYTES", 2**14)
     stager = gpu_staging.DeviceStager([cuda_ipc.Buffers(gpu)], chunked=True)
     yield stager
     stager.close()
@@ -74,7 +74,7 @@ def test_the_parts_in_the_buffer_make_the_version_of_the_host(stager, scheme):
 @pytest.mark.slow
 def test_a_learner_on_a_mesh_writes_parts_on_each_of_its_gpus(monkeypatch, library_path):
     monkeypatch.setattr(all_gather, "PIECE_BYTES", 2**12)
-    monkeypatch.setattr(gpu_staging, "WINDOW_BYTES", 2**14)
+    monkeypatch.setattr(gpu_staging, "CHUNK_BYTES", 2**14)
     weights = policy("w8a8", moe=True)
     host = sender.stage(engine_tensors(weights, stacked=True), **identity())
     pools = []

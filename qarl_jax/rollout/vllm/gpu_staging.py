@@ -228,7 +228,7 @@ def gpus_of(weights: PolicyWeights, engines: Sequence[str], platform: str = "gpu
     return sorted({number(engine) for engine in engines} & set(numbers)) or numbers[:1]
 
 
-WINDOW_BYTES = 2 * 2**30
+CHUNK_BYTES = 2 * 2**30
 """Size of the buffer of a chunked version. A larger layer is a part all the same."""
 
 
@@ -236,9 +236,9 @@ def parts_of(places: Sequence[_Place], limit: int | None = None) -> list[int]:
     """Cuts a version into parts: each has as many whole layers as fit `limit` bytes, one at least. Returns their ends.
 
     Args:
-      limit: WINDOW_BYTES, if not given.
+      limit: CHUNK_BYTES, if not given.
     """
-    limit = WINDOW_BYTES if limit is None else limit
+    limit = CHUNK_BYTES if limit is None else limit
     layers = [list(group) for _, group in itertools.groupby(range(len(places)), lambda n: _layer_of(places[n].name))]
     ends: list[int] = []
     start = 0
