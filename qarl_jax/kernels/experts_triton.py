@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products for mixtures of experts on a GPU, in Pallas' Triton: rows sorted by expert, each times its weight.
+"""Grouped products for MoE models on a GPU, in Pallas' Triton: rows sorted by expert, each times its weight.
 
 `jax.lax.ragged_dot` has no kernel on a GPU: XLA writes every row once per expert, zeros for all but its own, and
 multiplies that. At Qwen3-30B-A3B's shapes and 16,384 tokens the copies of one product take 69 GB. Here a program has a

@@ -1,7 +1,7 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
 """Products in Pallas' Mosaic GPU, for Hopper alone: of 8-bit codes with their rescale (`w8a8`, `fp8`), and of bfloat16
-in the contract's parts of K (`float_product`).
+in fixed parts of K (`float_product`).
 
 A persistent kernel, one block of three warpgroups per multiprocessor: one copies tiles of activations and weights by
 TMA, ahead of the two that multiply them (wgmma), each its half of the block's tile. Those two wait for inputs but not
@@ -254,7 +254,7 @@ def float_product(
     blocks: int | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """bf16(acc + b): float32 sums of the contract's `parts` of K, added in ascending order.
+    """bf16(acc + b): float32 sums of the `parts` of K, added in ascending order.
 
     Args:
       x, w: bfloat16. bias: float32.

@@ -8,8 +8,8 @@ alone: every form is equal to the bit. In a step of Qwen3-8B (16,384 tokens, one
 ms of 1.41 s, 1,490 TFLOP/s; with XLA's it was 1.53 s, when more of the rest was in the way
 (docs/operations/performance.md).
 
-**bf16, and w4a16's bf16(q s).** By the contract alone: the kernel adds K up in its parts for any number of rows, where
-XLA's library cuts K by a rule of its own when rows are few, and passes over memory once a part.
+**bf16, and w4a16's bf16(q s).** Under `Numerics.split_k` alone: the kernel adds K up in fixed parts for any number of
+rows. XLA's library cuts K by a rule of its own when rows are few, and passes over memory once a part.
 
 **fp8.** The kernel changes bits: it accumulates as the engine's does (`product_hopper.py`), which XLA's products of few
 rows do not. Under `plain` it makes few and many rows alike, which XLA's are not.
@@ -57,7 +57,7 @@ def serves(kind: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics)
     if split is None:
         return False
     if kind == "bf16":
-        return numerics.contract_parts
+        return numerics.split_k
     if kind == "e4m3":
         return numerics.fp8_on_tensor_cores and all(size % _CUTLASS == 0 for size in weight)
     if numerics.float64:
@@ -138,7 +138,7 @@ def floating(
     parts: int,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """bf(acc + b) of bfloat16 operands and a float32 bias, acc in the contract's `parts` of K."""
+    """bf(acc + b) of bfloat16 operands and a float32 bias, acc in `parts` of K."""
     from qarl_jax.kernels import product_hopper
 
     kernel = functools.partial(product_hopper.float_product, parts=parts, interpret=interpret)

@@ -38,7 +38,7 @@ class Numerics:
         float32 once, so that its order, the vector width and the library cannot be seen in it. Rescaling is part of it:
         f32(s_x * (s_w * acc)); otherwise it is two float32 products, in that order.
       amax_floor: lower bound put under a row's absmax before its int8 scale is taken; 0: none.
-      contract_parts: sums of bfloat16 products are made in the contract's parts of K (`of_layer`).
+      split_k: sums of bfloat16 products are made in fixed parts of K (`of_layer`).
       fp8_divides: fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x).
       fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, where there are such.
       block_attention: attention meets the keys in blocks, the last one first, and rounds its weights against the
@@ -59,13 +59,13 @@ class Numerics:
         inputs are spread (o and down). There each takes its own scale of its inputs, where these are quantized, and
         rounds its own sum; what the layer returns is their sum, rounded once. 1 for layers whose rows are spread.
       own_kernels: whether a Hopper GPU computes layers by `kernels/products.py`, which is a run's choice
-        (`quant.kernels`); otherwise by XLA's operations, which have other last bits for fp8 and for `contract_parts`.
+        (`quant.kernels`); otherwise by XLA's operations, which have other last bits for fp8 and for `split_k`.
     """
 
     profile: str = "plain"
     float64: bool = False
     amax_floor: float = 0.0
-    contract_parts: bool = False
+    split_k: bool = False
     fp8_divides: bool = False
     fp8_on_tensor_cores: bool = True
     block_attention: bool = False
@@ -87,7 +87,7 @@ class Numerics:
         spread_inputs: a tensor-parallel engine gives each shard some inputs of it; otherwise some outputs.
         """
         own = self if spread_inputs or self.shards == 1 else dataclasses.replace(self, shards=1)
-        if not self.contract_parts:
+        if not self.split_k:
             return own
         return dataclasses.replace(own, parts=split_k.parts_of(outputs, inputs))
 
@@ -105,10 +105,10 @@ CPU = Numerics(
     float64_experts=True,
     float64_log_softmax=True,
 )
-# vLLM CUDA: CUTLASS for 8-bit codes, FlashAttention-3, and the bridge's kernels for the rest (`contract`).
+# vLLM CUDA: CUTLASS for 8-bit codes, FlashAttention-3, and the bridge's batch-invariant kernels for the rest.
 CUDA = Numerics(
     profile="cuda",
-    contract_parts=True,
+    split_k=True,
     fp8_divides=True,
     block_attention=True,
     norm_order="float64",

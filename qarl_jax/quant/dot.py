@@ -132,7 +132,7 @@ def expert_dot(
     *,
     numerics: Numerics = PLAIN,
 ) -> Float[Array, "M N"]:
-    """`dot` for mixture-of-experts: row m is multiplied with the weight of the expert whose group it falls into.
+    """`dot` for MoE layers: row m is multiplied with the weight of the expert whose group it falls into.
 
     Args:
       x, master, qtensor: as in `dot`, the rows sorted by expert.

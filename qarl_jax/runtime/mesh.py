@@ -7,7 +7,7 @@ Four mesh axes, all `Auto` (the partitioner fills in what is not said here):
     data     batch rows; weights are replicated over it
     fsdp     batch rows too, and weights are stored sharded over it
     tensor   output features of every matrix, attention heads
-    expert   experts of a mixture-of-experts layer
+    expert   experts of an MoE layer
 
 Weights are stored [N, K] = [out, in] and sharded on N alone, experts by the expert. No contraction is ever split over
 devices in the forward pass, so a mesh changes neither the order of a sum nor a quantization group (groups lie along K):

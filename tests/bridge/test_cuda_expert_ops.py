@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One arithmetic: a mixture of experts on CUDA, under Triton's interpreter on a CPU (in float16: it has
+"""One arithmetic: an MoE model on CUDA, under Triton's interpreter on a CPU (in float16: it has
 no bfloat16), against the same formulas in torch. What tensor cores do is tests/gpu's."""
 
 import subprocess
@@ -51,7 +51,7 @@ def run(tmp_path_factory):
         yield forked
 
 
-def test_a_mixture_is_its_experts_products_weighted_in_float64(run):
+def test_an_moe_model_is_its_experts_products_weighted_in_float64(run):
     run("""
         x = torch.randn(M, D).half()
         w13, w2 = (torch.randn(E, 2 * F, D) * 0.1).half(), (torch.randn(E, D, F) * 0.1).half()

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One arithmetic: bfloat16 products in the parts of K of the contract, under the interpreter of Pallas (numpy adds up
+"""One arithmetic: bfloat16 products in fixed parts of K, under the interpreter of Pallas (numpy adds up
 a part there), and as programs lowered for a GPU."""
 
 import functools

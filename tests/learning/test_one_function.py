@@ -1,7 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One arithmetic: the learner is one function of the tokens. Under an engine's contract a response's log-probs have the
-same bits however a run cuts its batch, its layers' memory or its devices (tests/gpu has the same on a GPU)."""
+"""One arithmetic: the learner is one function of the tokens. Under batch-invariant arithmetic a response's
+log-probs have the same bits however a run cuts its batch, its layers' memory or its devices (tests/gpu
+asks a GPU)."""
 
 import functools
 
@@ -67,7 +68,7 @@ def test_log_probs_do_not_depend_on_how_a_batch_is_cut(scheme, way):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", one_function.WAYS)
-def test_nor_do_those_of_a_mixture(way):
+def test_nor_do_those_of_an_moe_model(way):
     wanted = found("w8a8", "", mixture=True)
     assert np.std(np.concatenate(wanted)) > 0.1
     assert one_function.differing(found("w8a8", way, mixture=True), wanted) == 0

@@ -8,7 +8,7 @@
 
 A run with one engine is a fleet of one. What a completion is depends on the weights, its prompt and its seed alone, so
 that it does not matter who draws it, how often, or in which order answers come in: where the engine's arithmetic does
-not depend on a request's company (the contract's kernels), a fleet's run equals the one-engine run, to the bit.
+not depend on the rest of the batch (batch-invariant kernels), a fleet's run equals the one-engine run, to the bit.
 
 | what happens                         | what the fleet does                                                           |
 |--------------------------------------|-------------------------------------------------------------------------------|
