@@ -40,7 +40,7 @@ Answers = Callable[[Sequence[Prompt], np.random.Generator], Sequence[str]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """Where training starts: exactly one of `path` and `init`.
+    """The model to start from: exactly one of `path` and `init`.
 
     Attributes:
       path: a Hugging Face model folder, tokenizer included.
@@ -62,7 +62,13 @@ class Tokenizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-    """How long. Attributes: updates: optimizer updates. rows: examples per update. row_len: tokens per row."""
+    """The length of the training.
+
+    Attributes:
+      updates: optimizer updates.
+      rows: examples per update.
+      row_len: tokens per row.
+    """
 
     updates: int = 100
     rows: int = 128

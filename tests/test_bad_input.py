@@ -168,7 +168,7 @@ def refused(world, capsys):
             ["rollout.engine.name=vllm", "rollout.router_replay=true", "rollout.partial.over_provision=2"],
             ["router_replay=true", "partial rollouts"],
         ),
-        (["rollout.engine.name=vllm", "rollout.router_replay=true"], ["router_replay=true", "no mixture of experts"]),
+        (["rollout.engine.name=vllm", "rollout.router_replay=true"], ["router_replay=true", "no MoE model"]),
         (["mesh.fsdp=3"], ["train.micro_batch_rows=4", "3"]),
         (["loss.name=ppo"], ["loss.name=ppo", "set advantage.name=gae and `critic: {}`"]),
         (

@@ -138,7 +138,7 @@ def test_a_step_that_a_process_began_with_counts_for_no_mean(tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.nightly
-def test_the_contracts_price_is_the_ratio_of_two_live_engines(capsys):
+def test_the_price_of_batch_invariance_is_the_ratio_of_two_live_engines(capsys):
     pytest.importorskip("vllm")
     sizes = ["--shapes", "tiny", "--schemes", "w8a8", "--sequences", "2", "4", "--response-len", "8"]
     assert engine_price.main(sizes) == 0

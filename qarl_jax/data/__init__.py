@@ -39,7 +39,7 @@ SourceConfig = Annotated[Any, Variants(SOURCE_NAMES)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Where prompts come from and how they are written.
+    """Sources of prompts, and their templates.
 
     Attributes:
       source: reasoning_gym, jsonl or parquet, with their own settings, or a mix of these.

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which source a step's prompts come from, stage by stage (`data.stages`): math first, then code (AceReason-Nemotron,
+"""Chooses the source of a step's prompts, stage by stage (`data.stages`): math first, then code (AceReason-Nemotron,
 arXiv 2505.16400), or any weights.
 
     data:
@@ -65,7 +65,7 @@ def check(stages: Sequence[Stage], names: Sequence[str]) -> None:
 
 
 class Curriculum:
-    """Where a run is in its stages: a function of the config, and of the rewards that it is told.
+    """A run's place in its stages: a function of the config and of the rewards of its steps.
 
     Args:
       stages: in order; the last one has no end.
@@ -128,11 +128,11 @@ class Curriculum:
             self._forget()
 
     def _forget(self) -> None:
-        """What was worked out for later steps, which are of another stage now."""
+        """Drops the counts of later steps, after the stage has changed."""
         self._counts, self._carry = self._counts[:0], np.zeros(len(self._names))
 
     def state(self) -> dict[str, Any]:
-        """As JSON, for a checkpoint."""
+        """Returns the state as JSON, for a checkpoint."""
         return {"reached": {str(k): v for k, v in self.reached.items()}, "rewards": list(self._rewards)}
 
     def restore(self, state: Mapping[str, Any]) -> None:

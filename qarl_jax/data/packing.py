@@ -33,7 +33,7 @@ _MINI_BATCH = 0xBA7C4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Where one response went.
+    """The place of one response in a batch.
 
     Attributes:
       group, sample: the response is groups[group].completions[sample].

@@ -1,8 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which prompts a step trains on: a pure function of (seed, step), so a resumed run needs only its step number.
+"""Chooses the prompts of a step: a pure function of (seed, step), so a resumed run needs only its step number.
 
-With stages (`curriculum.py`) it depends on the stage as well, which the rewards of earlier steps may have ended.
+With stages (`curriculum.py`) the choice depends on the stage as well, and so on the rewards of earlier steps.
 
 Epoch e visits the source in the order permutation(seed, e); step s takes positions [s*P, (s+1)*P) of the endless
 sequence epoch 0, epoch 1, ... A step may straddle two epochs; nothing is dropped at the border, and there is no
@@ -32,7 +32,7 @@ OTHER_SPLIT = (
 
 
 def has_this_split(state: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's data state is of a run that held prompts out as this version does."""
+    """Tells whether the run of a checkpoint split train and held-out prompts as this version does."""
     return state.get("held_out_by") == "question"
 
 
@@ -120,11 +120,11 @@ class PromptStream:
         return [self.source.prompt(i) for i in self.indices(step)]
 
     def epoch(self, step: int) -> float:
-        """How many times the source has been visited before `step`, parts of a visit included."""
+        """Returns the visits of the source before `step`, fractions included."""
         return step * self.prompts_per_step / len(self.source)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps: enough to check that a resumed run sees the same data."""
+        """Returns the checkpoint's record, with which a resumed run checks that it sees the same data."""
         return {
             "step": step,
             "seed": self.seed,

@@ -46,7 +46,7 @@ class Publisher:
         qweights = self.qweights(state) if self._quantize is None else self._quantize(state.params)
         weights = PolicyWeights(graphdef=self.graphdef, params=state.params, qweights=qweights)
         report = timed(self.engine.publish(weights, version))
-        with sharding.turn(self.learner.mesh.size):
+        with sharding.launch_lock(self.learner.mesh.size):
             if jax.tree.leaves(qweights):
                 error = invariant_scaling.quantization_error(state.params, qweights)
                 report["quant/error"] = float(jax.device_get(error))

@@ -25,7 +25,7 @@ def _published(cfg: RunConfig) -> PolicyWeights:
     return PolicyWeights(graphdef=made.served, params=made.params, qweights=made.published)
 
 
-def window_bytes(cfg: RunConfig) -> int:
+def chunk_bytes(cfg: RunConfig) -> int:
     """Bytes of the buffer of a chunked weight transfer (`rollout.engine.staging_buffers=0`)."""
     places = gpu_staging.layout(_published(cfg))
     return max(size for _, size in gpu_staging.spans_of(places, gpu_staging.parts_of(places)))
@@ -56,7 +56,7 @@ def staging_bytes(cfg: RunConfig) -> int:
     engine = cfg.rollout.engine
     if not isinstance(engine, vllm.Config) or not engine.stages_on_gpu:
         return 0
-    return engine.staging_buffers * published_bytes(cfg) or window_bytes(cfg)
+    return engine.staging_buffers * published_bytes(cfg) or chunk_bytes(cfg)
 
 
 def kv_bytes(cfg: RunConfig, sequences: int) -> int:

@@ -7,7 +7,7 @@ scales once, before training: for every norm that feeds linear maps directly,
 
     gain <- s gain        W <- W / s        s = 1.5
 
-    attention norm -> q, k, v          MLP norm -> gate, up, and in a mixture of experts the router, which reads it too
+    attention norm -> q, k, v          MLP norm -> gate, up, and in an MoE model the router, which reads it too
 
 The function stays the same (logits equal to float32 rounding), the matrices shrink by s, and an optimizer whose step
 does not scale with the gradient (Adam, Muon) then moves them s times as far relative to their size. The s^2 of the

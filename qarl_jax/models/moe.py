@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture of experts: token-choice top-k routing, dropless, with shapes that do not depend on the routing.
+"""The MoE (mixture-of-experts) layer: token-choice top-k routing, dropless, with shapes independent of the routing.
 
 Every token is copied to its k experts, the [M * k] copies are sorted by expert, and each expert multiplies its
 contiguous run of rows (`quant.expert_dot`, a ragged product). Nothing is dropped and no capacity is chosen. Padding

@@ -48,7 +48,7 @@ def peak(device_kind: str) -> float | None:
 
 
 def active_parameters(model: models.ModelConfig, params: Any) -> float:
-    """Parameters that a token meets: all of them, of a mixture's experts the share it is routed to.
+    """Parameters that a token meets: all of them, and of an MoE model's experts the share it is routed to.
 
     Args:
       params: of the model, abstract or not.

@@ -65,7 +65,7 @@ class SamplingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyWeights:
-    """What is published: a model split at the border, its QTensors already made under `quant.rollout`.
+    """The policy to publish: a split model (`models.split`), with QTensors made under `quant.rollout`.
 
     Attributes:
       graphdef: the model's static half (`models.split`), carrying config and scheme.
@@ -98,7 +98,7 @@ class Request:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """What the next token is drawn after."""
+        """The tokens before the next token."""
         return (*self.prompt.tokens, *self.tokens)
 
 

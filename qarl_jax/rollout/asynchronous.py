@@ -65,7 +65,7 @@ class StoppedError(Exception):
 
 
 class Schedule:
-    """What the two threads wait for. All of it is under one condition.
+    """The conditions that the two threads wait for, under one lock.
 
     Args:
       max_staleness: k.

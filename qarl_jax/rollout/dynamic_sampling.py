@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which sampled responses a step trains on: dynamic sampling and overlong filtering (DAPO, arXiv 2503.14476, sec. 3).
+"""Chooses a step's responses: dynamic sampling and overlong filtering (DAPO, arXiv 2503.14476, sec. 3).
 
 Dynamic sampling. A group whose rewards are all alike has no gradient. Such groups are left out, and more prompts are
 sampled until the step is full or `max_batches` batches have been drawn; then the step is cut to its size. Where even
@@ -58,7 +58,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What a step sampled.
+    """The sampled groups of a step.
 
     Attributes:
       groups: those to train on, as many as a step has prompts.

@@ -129,7 +129,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """What a step hands to the next: groups in hand, oldest first, and how many prompts of the stream were begun."""
+    """The state between two steps: unfinished groups, oldest first, and the number of prompts begun in the stream."""
 
     begun: int = 0
     groups: tuple[Group, ...] = ()

@@ -94,7 +94,7 @@ def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> A
     model = model_config(cfg, cfg.quant.forward, numerics, cfg.model.attention)
     if cfg.rollout.router_replay and model.moe is None:
         raise UserError(
-            f"rollout.router_replay=true, but {cfg.model.path} is no mixture of experts: there is no routing to replay."
+            f"rollout.router_replay=true, but {cfg.model.path} is no MoE model: there is no routing to replay."
         )
     return models.split(models.abstract_model(model))[0]
 

@@ -7,7 +7,7 @@ Four mesh axes, all `Auto` (the partitioner fills in what is not said here):
     data     batch rows; weights are replicated over it
     fsdp     batch rows too, and weights are stored sharded over it
     tensor   output features of every matrix, attention heads
-    expert   experts of a mixture-of-experts layer
+    expert   experts of an MoE layer
 
 Weights are stored [N, K] = [out, in] and sharded on N alone, experts by the expert. No contraction is ever split over
 devices in the forward pass, so a mesh changes neither the order of a sum nor a quantization group (groups lie along K):
@@ -39,19 +39,19 @@ BATCH_AXES = ("data", "fsdp")
 _LAUNCHING = threading.RLock()
 
 
-def turn(devices: int) -> contextlib.AbstractContextManager[Any]:
-    """Around the launch of a program over so many devices: threads take turns, where they are several.
+def launch_lock(devices: int) -> contextlib.AbstractContextManager[Any]:
+    """Serializes launches of programs over several devices between threads; a program over one device needs no lock.
 
-    Programs that send between the same devices must reach all of them in one order, and JAX promises none between
-    threads: of two that are launched at once, each could wait on one device for what stands behind the other there.
+    Programs that communicate over the same devices must reach all devices in one order. JAX promises no order between
+    threads. Of two programs launched at once, each could wait on one device for a program queued behind the other.
     """
     return _LAUNCHING if devices > 1 else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def launching(mesh: Mesh) -> Iterator[None]:
-    """`turn`, for a program over `mesh`, which is the ambient one meanwhile."""
-    with turn(mesh.size), jax.set_mesh(mesh):
+    """Holds the launch lock for a program over `mesh`, and makes `mesh` the ambient mesh."""
+    with launch_lock(mesh.size), jax.set_mesh(mesh):
         yield
 
 

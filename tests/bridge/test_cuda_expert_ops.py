@@ -51,7 +51,7 @@ def run(tmp_path_factory):
         yield forked
 
 
-def test_a_mixture_is_its_experts_products_weighted_in_float64(run):
+def test_an_moe_model_is_its_experts_products_weighted_in_float64(run):
     run("""
         x = torch.randn(M, D).half()
         w13, w2 = (torch.randn(E, 2 * F, D) * 0.1).half(), (torch.randn(E, D, F) * 0.1).half()

@@ -17,7 +17,7 @@ from qarl_bridge.protocol import fingerprint, messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.transport import cuda_ipc
 
-from qarl_jax.rollout.vllm import gpu_staging, join
+from qarl_jax.rollout.vllm import all_gather, gpu_staging
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, engine_tensors
 from qarl_jax.types import UserError
 from tests.reference import bridge_world
@@ -187,7 +187,7 @@ def test_a_version_staged_on_the_device_is_that_of_the_host(gpu, scheme, moe):
 def test_a_learner_on_a_mesh_stages_whole_versions_on_any_of_its_gpus(
     monkeypatch, library_path, scheme, sizes, numbers
 ):
-    monkeypatch.setattr(join, "PIECE_BYTES", 2**12)  # less than a layer of some stacks, more than all of others
+    monkeypatch.setattr(all_gather, "PIECE_BYTES", 2**12)  # less than a layer of some stacks, more than all of others
     weights = policy(scheme, moe=True)
     host = sender.stage(engine_tensors(weights, stacked=True), **identity())
     pools = []

@@ -430,7 +430,7 @@ def test_an_engine_on_another_gpu_is_published_to_over_nccl(folder, gpu, library
 def test_one_staging_buffer_serves_every_version_and_survives_a_dead_engine(
     folder, gpu, library, monkeypatch, tmp_path, count
 ):
-    monkeypatch.setattr(gpu_staging, "WINDOW_BYTES", 2**14)
+    monkeypatch.setattr(gpu_staging, "CHUNK_BYTES", 2**14)
     with engine(folder, gpu, library, monkeypatch, tmp_path, visible_gpus="s", staging_buffers=count) as (e, _):
         for step in range(3):
             weights = policy(step)  # which a learner holds while it samples

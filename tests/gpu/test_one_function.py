@@ -33,7 +33,7 @@ DENSE = {
     "rope_theta": 1e6,
     "initializer_range": 0.03,
 }
-MIXTURE = DENSE | {
+MOE = DENSE | {
     "architecture": "Qwen3MoeForCausalLM",
     "num_heads": 32,
     "num_kv_heads": 4,
@@ -47,7 +47,7 @@ WAYS = one_function.WAYS | one_function.MORE_WAYS
 @functools.cache
 def policy(kind, scheme):
     config = models.ModelConfig(
-        **(MIXTURE if kind == "mixture" else DENSE),
+        **(MOE if kind == "moe" else DENSE),
         compute_dtype="bfloat16",
         quant=models.parse_rules(scheme),
         numerics=quant.resolve("cuda"),
@@ -62,7 +62,7 @@ def found(kind, scheme, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("kind", "scheme"), [(kind, s) for kind in ("dense", "mixture") for s in SCHEMES])
+@pytest.mark.parametrize(("kind", "scheme"), [(kind, s) for kind in ("dense", "moe") for s in SCHEMES])
 def test_log_probs_do_not_depend_on_how_a_batch_is_cut(kind, scheme, way):
     if math.prod(WAYS[way].mesh.values()) > jax.device_count():
         pytest.skip("one GPU")

@@ -78,7 +78,7 @@ def test_the_train_step_lowers_for_every_platform(platform):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", pytest.param("tpu", marks=pytest.mark.nightly)])
-def test_the_train_step_of_a_mixture_of_experts_lowers_on_a_mesh(platform):
+def test_the_train_step_of_an_moe_model_lowers_on_a_mesh(platform):
     quantize, accumulate, *_ = lowered("Qwen3-30B-A3B", "w8a8", {"fsdp": 2, "expert": 4}, platform)
     assert "sharding" in accumulate
     assert "xi8>" in quantize

@@ -67,7 +67,7 @@ def test_log_probs_do_not_depend_on_how_a_batch_is_cut(scheme, way):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", one_function.WAYS)
-def test_nor_do_those_of_a_mixture(way):
+def test_nor_do_those_of_an_moe_model(way):
     wanted = found("w8a8", "", mixture=True)
     assert np.std(np.concatenate(wanted)) > 0.1
     assert one_function.differing(found("w8a8", way, mixture=True), wanted) == 0

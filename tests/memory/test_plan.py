@@ -154,13 +154,13 @@ def test_a_learner_on_two_cards_with_an_engine_on_each_has_half_of_its_weights_o
     assert "2 such devices, an engine on each" in both.lines()[0]
 
 
-def test_a_version_in_parts_takes_a_window_of_the_card(run):
-    in_parts = "rollout.engine.staging_buffers=0"
-    whole, parts = plan.make(run("rollout.engine.staging_buffers=1"), H200), plan.make(run(in_parts), H200)
-    assert 0 < parts.staging <= max(gpu_staging.WINDOW_BYTES, whole.staging / 10)
+def test_a_chunked_version_takes_one_buffer_of_the_gpu(run):
+    chunked = "rollout.engine.staging_buffers=0"
+    whole, parts = plan.make(run("rollout.engine.staging_buffers=1"), H200), plan.make(run(chunked), H200)
+    assert 0 < parts.staging <= max(gpu_staging.CHUNK_BYTES, whole.staging / 10)
     assert parts.learner == whole.learner
     assert parts.available - whole.available == whole.staging - parts.staging
-    assert plan.make(run(in_parts, "rollout.engine.transport=host"), H200).staging == 0
+    assert plan.make(run(chunked, "rollout.engine.transport=host"), H200).staging == 0
     # It is chosen where it is enough, before the host's memory is.
     small = (
         "model.remat=full", "train.micro_batch_rows=1", "train.grad_dtype=bfloat16", "optimizer.offload=true",

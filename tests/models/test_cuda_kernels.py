@@ -68,7 +68,7 @@ def test_rms_norm_with_and_without_the_residual(recorded, width):
 
 
 @pytest.mark.parametrize("width", [30, 128, 896, 2560])
-def test_a_norm_by_the_contract_is_the_same_in_every_order(width):
+def test_a_batch_invariant_norm_is_the_same_in_every_order(width):
     """The formula in numpy; and with its inputs in another order, which a float32 sum does not survive."""
     x = np.random.default_rng(width).standard_normal((2000, width)).astype(ml_dtypes.bfloat16).astype(np.float32)
     mine = jax.jit(functools.partial(layers.inverse_rms, eps=1e-6, order="float64"))

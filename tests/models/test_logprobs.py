@@ -284,7 +284,7 @@ def test_what_precedes_a_token_is_found_one_position_before_it_in_its_own_segmen
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled_as_a_run")
-def test_log_probs_by_the_contract_are_float64s_rounded_once_and_the_same_in_every_order():
+def test_batch_invariant_log_probs_are_float64s_rounded_once_and_the_same_in_every_order():
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.standard_normal((2, 40, 16)), jnp.bfloat16)
     head = jnp.asarray(rng.standard_normal((500, 16)) * 2, jnp.float32)

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts on a mesh: each device sorts its own tokens, the bits are one device's, the wire is low-bit."""
+"""An MoE model on a mesh: each device sorts its own tokens, the bits are one device's, the wire is low-bit."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ MESHES = {
 
 @functools.lru_cache
 def block(scheme, dtype):
-    """A mixture: its structure, masters, QTensors."""
+    """An MoE model: its structure, masters, QTensors."""
     moe = MoE(config=dataclasses.replace(CONFIG, compute_dtype=dtype), rngs=nnx.Rngs(0), stack={})
     config = quant.parse_scheme(scheme)
     for linear in (moe.gate, moe.up, moe.down) if config else ():

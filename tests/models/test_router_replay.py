@@ -25,7 +25,7 @@ B, T = 2, 6
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Two of its three layers are mixtures."""
+    """Two of its three layers are MoE models."""
     folder = tmp_path_factory.mktemp("moe")
     shape = dict(SHAPES["moe-mlp-only-layers"])
     shape.pop("model")

@@ -31,7 +31,7 @@ def test_a_dense_step_is_counted_by_the_formula():
     assert flops.training(config, count, [2048] * 8) == wanted - 4 * 6 * 36 * 32 * 128 * 4096**2 / 2
 
 
-def test_of_a_mixture_only_the_routed_experts_count():
+def test_of_an_moe_model_only_the_routed_experts_count():
     config, params = published("Qwen3-30B-A3B")
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     experts = 48 * 128 * 3 * 768 * 2048  # layers, experts, matrices, F, D

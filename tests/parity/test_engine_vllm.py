@@ -43,8 +43,8 @@ def test_a_failure_in_the_middle_of_a_load_brings_the_last_good_version_back_wit
 
 def test_a_version_that_comes_layer_by_layer_is_the_one_that_comes_whole(found):
     """By either loader; of a layer nothing is left when the next one comes."""
-    assert found["whole_in_parts"]
-    assert found["vllm_in_parts"]
+    assert found["whole_chunked"]
+    assert found["vllm_chunked"]
     assert len(set(found["parts"])) == 1, "as many layers are read back as of a whole version"
 
 

@@ -25,7 +25,7 @@ def test_no_token_differs_whatever_a_rollout_meets(scheme, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("replay", [["--replay"], []], ids=["the engine's experts", "the learner's own"])
-def test_no_token_of_a_mixture_differs(replay, tmp_path):
+def test_no_token_of_an_moe_model_differs(replay, tmp_path):
     pytest.importorskip("vllm")
     random_folder.make(tmp_path / "model", "tiny-moe", deviation=0.06)
     conditions = ["--conditions", "plain", "samples", "preempted"]

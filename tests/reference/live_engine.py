@@ -94,7 +94,7 @@ def half_way(copy: Any) -> Any:
 
 
 @contextlib.contextmanager
-def in_parts() -> Iterator[None]:
+def chunked() -> Iterator[None]:
     """Versions come layer by layer meanwhile, and of a layer nothing is left when the next one is asked for."""
 
     def layers(sweep: Any) -> Any:
@@ -140,17 +140,17 @@ def scenario(trainer: Trainer, engine: VllmEngine) -> dict[str, Any]:
     found["whole_failure"], found["whole_recovery_s"] = refusal(trainer, 0)
     fast_load._assemble = assemble
     found["restored_after_whole"] = trainer.draw() == one
-    with in_parts():
+    with chunked():
         engine._whole_is_proved = False  # as if it were the first
         found["parts"] = [trainer.publish(which)["weights_read_back"] for which in (0, 1, 0)]
-        found["whole_in_parts"] = trainer.draw() == zero and engine._whole_is_proved
+        found["whole_chunked"] = trainer.draw() == zero and engine._whole_is_proved
     # Now vLLM's own loader, for the same versions.
     engine._whole = None
     found["vllm_load_s"] = trainer.publish(1)["load_s"]
     found["loaders_agree"] = trainer.draw() == one
-    with in_parts():
+    with chunked():
         trainer.publish(0)
-        found["vllm_in_parts"] = trainer.draw() == zero
+        found["vllm_chunked"] = trainer.draw() == zero
     found["parts"].append(trainer.publish(1)["weights_read_back"])
     at_the_door = staged.HostCopy.at_the_door
     calls = []

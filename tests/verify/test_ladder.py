@@ -168,7 +168,7 @@ def test_a_llama_with_stretched_frequencies_climbs_the_ladder_too(tmp_path):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", [pytest.param("bf16", marks=pytest.mark.nightly), "w8a8"])
-def test_a_mixture_of_experts_climbs_the_ladder_too(tmp_path, scheme):
+def test_an_moe_model_climbs_the_ladder_too(tmp_path, scheme):
     """vLLM's CPU engine must pack bf16 experts anew at every load; quantized ones run through the bridge's methods."""
     pytest.importorskip("vllm")
     model = SMALL | {

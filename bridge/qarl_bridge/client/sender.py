@@ -135,19 +135,19 @@ class DeviceVersion:
 
 
 @dataclasses.dataclass
-class WindowVersion(DeviceVersion):
-    """A version whose parts are written, one after the other, into a buffer smaller than it, on each of some GPUs.
+class ChunkedVersion(DeviceVersion):
+    """A version that is written part by part into a buffer smaller than the version, on each of some GPUs.
 
     Attributes:
       ends: where parts end, see messages.DeviceMemory.
-      write: (part, buffer) -> puts that part into the buffer; BridgeError("bad_state") if the version is gone.
+      write: (part, buffer) -> writes that part into the buffer; BridgeError("bad_state") if the version is gone.
     """
 
     ends: list[int] = dataclasses.field(default_factory=list)
     write: Callable[[int, cuda_ipc.Buffer], None] = lambda part, buffer: None
 
     def memory(self, device: bytes = b"") -> messages.DeviceMemory:
-        """The window on that GPU."""
+        """The buffer on that GPU."""
         return msgspec.structs.replace(super().memory(device), ends=self.ends)
 
 
@@ -374,7 +374,7 @@ class Client:
         if isinstance(staged, StagedVersion):
             return "host"
         same = staged.lies_on(self.facts.device)
-        if isinstance(staged, WindowVersion) and not same:
+        if isinstance(staged, ChunkedVersion) and not same:
             raise BridgeError(
                 "versions that are not staged whole are read on the learner's own GPU: with the engine elsewhere set "
                 "rollout.engine.staging_buffers to 1 or 2",
@@ -425,7 +425,7 @@ class Client:
             return done
 
     def _filler(self, staged: Version) -> Callable[[int], None] | None:
-        if not isinstance(staged, WindowVersion):
+        if not isinstance(staged, ChunkedVersion):
             return None
         return lambda part: staged.write(part, staged.buffer(self.facts.device))
 

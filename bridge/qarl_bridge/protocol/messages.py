@@ -144,9 +144,9 @@ class HostMemory(_Struct, tag_field="t", tag=True):
 class DeviceMemory(_Struct, tag_field="t", tag=True):
     """A buffer on a GPU that another process of this host may map: CUDA's handle for it, and the GPU by its UUID.
 
-    With `ends` it is a window: smaller than the version, which comes through it part by part. A part is some tensors of
-    the manifest in their order; `ends` says where each ends (the last: how many there are). The bridge asks for a part
-    with Fill, whenever it reads one."""
+    With `ends` the transfer is chunked: a version comes part by part through a buffer smaller than the version. A part
+    is some tensors of the manifest in their order. `ends` has the index where each part ends; the last is the number
+    of tensors. The bridge asks for each part with Fill."""
 
     device: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
@@ -376,20 +376,20 @@ class Announce(_Message):
 
 class Stage(_Message):
     """The announced bytes are complete: in a sealed memory file of the trainer's, in a buffer of its on the engine's
-    GPU or on another, or (None, Changes) in the Chunks before this; or they come through a window. Every fingerprint
-    and every float is checked. Reply: Staged; Error "unshared" if the memory cannot be reached, or the changes are to
+    GPU or on another, or (None, Changes) in the Chunks before this; or they come chunked. Every fingerprint and
+    every float is checked. Reply: Staged; Error "unshared" if the memory cannot be reached, or the changes are to
     another version."""
 
     memory: HostMemory | DeviceMemory | NcclMemory | Changes | None
 
 
 class Cancel(_Message):
-    """The sender of a NcclMemory has given up: any message does that ends the bridge's waiting; this one does no more.
-    Reply: Ok, after the reply to Stage. In answer to Fill: its sender has given up; the reply is the request's."""
+    """The trainer gives up. Ends the bridge's wait for an NCCL transfer (reply: Ok, after the reply to Stage) or for a
+    Filled (reply: that of the pending request)."""
 
 
 class Filled(_Message):
-    """The part that Fill asked for lies in the window. Reply: another Fill, or that of Stage or Commit."""
+    """The buffer has the part of Fill. Reply: another Fill, or that of Stage or Commit."""
 
     part: Count
 
@@ -537,8 +537,8 @@ class Progress(_Message):
 
 
 class Fill(_Message):
-    """Write this part of the version into the window, then say Filled (or Cancel, to give up). Comes while a Stage or a
-    Commit of a window runs."""
+    """Write this part of the version into the buffer, then send Filled (or Cancel, to give up). Comes while a Stage or
+    Commit of a chunked version runs."""
 
     part: Count
 

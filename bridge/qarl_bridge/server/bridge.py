@@ -43,13 +43,13 @@ from typing import Any
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.manifest import check_manifest
 from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server.chunked import ChunkedCopy
 from qarl_bridge.server.engine_api import Engine, Sweeps
 from qarl_bridge.server.incoming import Pending, Spare
 from qarl_bridge.server.lease import Lease
 from qarl_bridge.server.profiling import Steps, profiled
 from qarl_bridge.server.requests import Batch, Draws
 from qarl_bridge.server.staged import Copy, HostCopy
-from qarl_bridge.server.window import WindowCopy
 from qarl_bridge.transport import shm
 from qarl_bridge.transport.zeromq import Listener, Peer
 
@@ -210,7 +210,7 @@ class Bridge:
             self._committing = False
         with self._lock:
             before_this, self._good, self._good_owner = self._good, copy, owner
-            if isinstance(copy, WindowCopy):  # nothing is left of it
+            if isinstance(copy, ChunkedCopy):  # nothing is left of it
                 self._good = self._good_owner = None
             self.version, self.state, self._serving = version, "serving", copy.manifest.digest
         if before_this is not None and before_this is not copy:
@@ -311,7 +311,7 @@ class Bridge:
         self._let_go_soon(copy.close, str(copy.manifest.version))
 
     def _let_go_soon(self, close: Callable[[], None], what: str) -> None:
-        """On the engine thread, which may be reading it."""
+        """Closes a copy on the engine thread, which may be reading it."""
 
         def job() -> None:
             try:
@@ -403,7 +403,7 @@ class Bridge:
 
     def _reading(self, copy: Copy, peer: Peer, start: Callable[[], concurrent.futures.Future]) -> Any:
         """The result of what reads a version: meanwhile the client brings its parts, if it has any."""
-        if not isinstance(copy, WindowCopy):
+        if not isinstance(copy, ChunkedCopy):
             return self._wait(peer, start())
         fetches = copy.fetches
         fetches.begin()
@@ -421,7 +421,7 @@ class Bridge:
                 peer.send(messages.Fill(part=part))
                 fetches.bring(self._filled(peer, copy, part))
         finally:
-            fetches.end(_ClientGoneError("the trainer is not there to fill the window", "dead"))
+            fetches.end(_ClientGoneError("the trainer is not there to fill the buffer", "dead"))
 
     def _filled(self, peer: Peer, copy: Copy, part: int) -> BridgeError | None:
         """Reads the client's reply to Fill: nothing, or the reason why the part does not come."""
@@ -571,7 +571,7 @@ class Bridge:
             raise BridgeError("memory is shared on one host only: send Chunks", "unshared")
         if isinstance(memory, messages.DeviceMemory):
             if memory.ends:
-                return WindowCopy(manifest, memory.ends, lambda part: self._engine.open_device(part, memory))
+                return ChunkedCopy(manifest, memory.ends, lambda part: self._engine.open_device(part, memory))
             return self._engine.open_device(manifest, memory)
         if memory is not None:
             fd = shm.open_located(memory)
@@ -622,7 +622,7 @@ class Bridge:
 
 
 def _sweeps(copy: Copy, begin: Callable[[], Iterator[Mapping[str, Any]]]) -> Sweeps:
-    return Sweeps(begin, lasting=not isinstance(copy, WindowCopy))
+    return Sweeps(begin, lasting=not isinstance(copy, ChunkedCopy))
 
 
 def _decode(frames: list[bytes]) -> tuple[messages.Request, bytes]:

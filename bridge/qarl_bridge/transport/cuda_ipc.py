@@ -331,7 +331,7 @@ class Buffer:
         return self.device.export(self.pointer)
 
     def release(self) -> None:
-        """To be written again. Idempotent."""
+        """Gives the buffer back, to be written again. Idempotent."""
         self._pool.give_back(self)
 
 

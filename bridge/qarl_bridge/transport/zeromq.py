@@ -124,7 +124,7 @@ class Peer:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether memory files can be shared: the peer is on this host."""
+        """Tells whether memory files can be shared: the peer is on this host."""
         return self._listener.kind == "unix"
 
     def receive(self) -> list[bytes] | None:
@@ -388,7 +388,7 @@ def _left_ms(deadline: float) -> int:
 
 
 def _is_crowded(address: str) -> bool:
-    """Whether somebody listens on a unix socket after all: a full queue of connections refuses as if nobody did."""
+    """Tells whether a unix socket that refuses has a listener all the same: one with a full queue of connections."""
     kind, where = messages.parse_address(address)
     if kind != "unix":
         return False  # over TCP the kernel tries again by itself
@@ -471,7 +471,7 @@ class Channel:
         return int(recv_monitor_message(self._monitor)["event"])
 
     def _patience_ms(self, deadline: float) -> int:
-        """How long to wait before looking around again. BridgeError: dead, it is over."""
+        """Returns milliseconds until the next look. Raises BridgeError("dead") if the connection is over."""
         if self.is_over():
             raise BridgeError(f"the connection to {self._address} was given up", "dead")
         return min(_left_ms(deadline), _LOOK_AROUND_MS)

@@ -219,7 +219,7 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _written(parts: Sequence[Any]) -> bytes:
-    """What is used of a row, as bytes that tell its changes."""
+    """Encodes the used fields of a row as bytes, for a fingerprint."""
     try:
         return json.dumps(parts, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:

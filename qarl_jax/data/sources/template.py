@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What every source of prompts shares: the protocol, templates, the length filter and the train / held-out split.
+"""Parts shared by every source of prompts: the protocol, templates, the length filter and the train / held-out split.
 
 The split is by question: a prompt is held out when the hash of its question falls under the held-out share. So the two
 splits can have no question in common, however often a procedural task repeats itself and whatever order a file is in.
@@ -25,14 +25,14 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclasses.dataclass
 class Skipped:
-    """How many candidate prompts were left out, and why. Printed at start, so that no prompt vanishes in silence."""
+    """Counts of skipped prompts by reason. A run prints them at its start, so that no prompt vanishes in silence."""
 
     too_long: int = 0
     unknown_characters: int = 0
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all reasons."""
         return self.too_long + self.unknown_characters
 
     def __str__(self) -> str:
@@ -200,7 +200,7 @@ def rendered(template: Any, name: str, **values: Any) -> str:
 
 
 def is_system(message: Mapping[str, Any]) -> bool:
-    """Whether a chat message is an instruction and no part of what is asked."""
+    """Tells whether a chat message is an instruction, no part of the question."""
     return message["role"] in ("system", "developer")
 
 
@@ -223,11 +223,11 @@ def digest(*parts: Any) -> str:
 
 
 def is_heldout(question: str | Messages, share: float) -> bool:
-    """Whether a question belongs to the held-out split: a fixed hash of it, as a fraction, is below `share`."""
+    """Tells whether a question belongs to the held-out split: its fixed hash, as a fraction, is below `share`."""
     number = int.from_bytes(hashlib.blake2b(asked(question).encode(), digest_size=8).digest(), "big")
     return number < share * 2.0**64
 
 
 def wanted(question: str | Messages, split: Split, share: float) -> bool:
-    """Whether a question belongs to `split`."""
+    """Tells whether a question belongs to `split`."""
     return split == "all" or is_heldout(question, share) == (split == "heldout")

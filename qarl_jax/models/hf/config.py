@@ -14,7 +14,7 @@ from qarl_jax.types import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The mixture-of-experts block (Qwen3-MoE; token-choice top-k routing, no shared expert).
+    """The MoE (mixture-of-experts) block (Qwen3-MoE; token-choice top-k routing, no shared expert).
 
     Attributes:
       num_experts: E. num_experts_per_tok: experts each token visits (top-k).

@@ -87,7 +87,7 @@ class Config:
 def footprint(
     config: Config, graphdef: Any, params: Any, qweights: Any, *, prompt_len: int, response_len: int, sequences: int
 ) -> tuple[Any, Any]:
-    """What a sampler holds at most, as shapes: its copy of the policy, and the keys and values of a full batch.
+    """Returns the shapes of a sampler's largest state: its copy of the policy, and the keys and values of a full batch.
 
     Args:
       graphdef, params, qweights: a split model, shapes in place of arrays.
@@ -178,9 +178,9 @@ def _draw_next(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Arrivals:
-    """What `_insert` starts, by slot. row: [B] int32, row of the prefilled pool, -1 = keep what the slot holds.
+    """Responses that `_insert` starts, by slot. row: [B] int32, row of the prefilled pool, -1: the slot stays as it is.
     key: [B, 2] uint32. prompt: [B, 2] uint32, fingerprint of the prompt. sample: [B] int32, number of the sample.
-    start: [B] int32, tokens of the response that the pool already holds. limit: [B] int32, most tokens to add."""
+    start: [B] int32, tokens of the response that are in the pool. limit: [B] int32, most tokens to add."""
 
     row: Any
     key: Any
@@ -314,11 +314,11 @@ class JaxSampler(RolloutEngine):
 
     @property
     def compiled_programs(self) -> int:
-        """How many programs were compiled so far; a test asks whether shapes are shared."""
+        """Counts the compiled programs; a test asks whether shapes are shared."""
         return sum(program._cache_size() for program in self._programs.values())
 
     def prepare(self, graphdef: Any) -> None:
-        """Nothing can be started before the weights are here."""
+        """Does nothing: the sampler starts with its weights."""
 
     def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
         """Takes a copy of the policy. Returns `rollout/publish_s`."""
@@ -348,7 +348,7 @@ class JaxSampler(RolloutEngine):
         return functools.partial(self._launch, self._programs[name])
 
     def _launch(self, program: Any, *arguments: Any) -> Any:
-        with mesh.turn(self._devices):  # a learner may train in another thread
+        with mesh.launch_lock(self._devices):  # a learner may train in another thread
             return program(*arguments)
 
     def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:

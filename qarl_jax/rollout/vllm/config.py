@@ -67,7 +67,7 @@ class Config(messages.EngineOptions):
 
     @property
     def started(self) -> int:
-        """How many engines the trainer starts."""
+        """The number of engines that the trainer starts."""
         return self.replicas or int(not self.endpoints)
 
     @property

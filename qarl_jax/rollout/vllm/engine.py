@@ -193,12 +193,12 @@ class VllmEngine(RolloutEngine):
 
     @property
     def facts(self) -> messages.Facts | None:
-        """What the connected engine says of itself: versions, ISA, kernels, arithmetic profile."""
+        """The connected engine's facts: versions, ISA, kernels, arithmetic profile."""
         return None if self.fleet.first is None else self.fleet.first.facts
 
     @property
     def restarts(self) -> int:
-        """How often a bridge was replaced."""
+        """The number of bridges that were replaced."""
         return self.fleet.restarts
 
     def prepare(self, graphdef: Any) -> None:
@@ -299,17 +299,17 @@ class VllmEngine(RolloutEngine):
         if self._stager is None:
             gpus = gpus_of(weights, [self._config.gpus_of(number) for number in range(self._config.started)])
             pools = [sender.gpu_buffers(gpu) for gpu in gpus]
-            self._stager = DeviceStager(pools, self._transport, in_parts=self._config.staging_buffers == 0)
+            self._stager = DeviceStager(pools, self._transport, chunked=self._config.staging_buffers == 0)
         return self._stager
 
     def status(self) -> messages.StatusReply:
-        """What the bridge says of itself and its engine now."""
+        """Returns the state of the bridge and its engine."""
         if self._staged is None:
             raise UserError("status: nothing was published yet")
         return self.fleet.ask(lambda client: client.status())
 
     def probe(self, prompt: Sequence[int], modules: Sequence[str]) -> list[messages.Recorded]:
-        """What goes into and comes out of live modules of the engine (its names) while `prompt` is prefilled."""
+        """Records inputs and outputs of live modules (the engine's names) while the engine prefills `prompt`."""
         if self._staged is None:
             raise UserError("probe: nothing was published yet")
         return self.fleet.ask(lambda client: client.probe([int(t) for t in prompt], list(modules)))
@@ -408,7 +408,7 @@ class VllmEngine(RolloutEngine):
             )
 
     def _broken_promise(self, error: BridgeError, facts: messages.Facts | None) -> Exception | None:
-        """What is raised for a bridge that did not take a version, if it is one of the promises."""
+        """Returns the error for a version that a bridge refused, if the refusal breaks a promise; else None."""
         if error.code not in _PROMISES:
             return None
         try:

@@ -8,7 +8,7 @@
 
 A run with one engine is a fleet of one. What a completion is depends on the weights, its prompt and its seed alone, so
 that it does not matter who draws it, how often, or in which order answers come in: where the engine's arithmetic does
-not depend on a request's company (batch-invariant kernels), a fleet's run equals the one-engine run, to the bit.
+not depend on the rest of the batch (batch-invariant kernels), a fleet's run equals the one-engine run, to the bit.
 
 | what happens                         | what the fleet does                                                           |
 |--------------------------------------|-------------------------------------------------------------------------------|
@@ -132,7 +132,7 @@ class Fleet:
 
     @property
     def restarts(self) -> int:
-        """How often a bridge was replaced."""
+        """The number of bridges that were replaced."""
         return sum(replica.restarts for replica in self.replicas)
 
     @property
@@ -258,7 +258,7 @@ class Fleet:
                 return self._leave_out(replica, error)
 
     def _mourn(self, replica: Replica, error: BridgeError) -> None:
-        """Of a bridge that is to be replaced."""
+        """Counts the death of a bridge, and logs its replacement. Raises UserError after too many in a row."""
         cause = replica.bury(error)
         replica.deaths += 1
         if replica.deaths > self._config.max_restarts:
@@ -279,7 +279,7 @@ class Fleet:
         )
 
     def _told(self, error: BridgeError, replica: Replica) -> Exception:
-        """What is raised for what a bridge said."""
+        """Translates a bridge's error into the exception to raise."""
         if error.code in USER_CODES:
             told: Exception = UserError(f"vLLM bridge: {error}")
             told.__cause__ = error
@@ -469,7 +469,7 @@ class Fleet:
     # ---- the rest ----------------------------------------------------------------------------------------------------
 
     def ask(self, call: Callable[[sender.Client], Any]) -> Any:
-        """What `call` makes of a connection to an engine that serves; one that dies meanwhile is replaced."""
+        """Returns `call` of a connection to a serving engine; replaces an engine that dies meanwhile."""
         while True:
             with self._changed:
                 while True:

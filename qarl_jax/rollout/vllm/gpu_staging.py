@@ -12,7 +12,7 @@ norms, head, all of a bf16 policy) are cast to bfloat16 first, some layers at a 
 jitted program from the stacks themselves, not from the copy: what the bridge checks is what the learner computes with.
 
 Two buffers are held, one of which the serving version lies in; or one, which the next version overwrites
-(`staging_buffers`). A learner that is spread over several GPUs joins its parts, some layers at a time, over the
+(`staging_buffers`). A learner that is spread over several GPUs all-gathers its shards, some layers at a time, over the
 wire between them, on each GPU where an engine is, for it holds whole matrices; no host has any.
 """
 
@@ -42,7 +42,7 @@ from qarl_bridge.protocol.messages import BridgeError
 from qarl_jax import models
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights
-from qarl_jax.rollout.vllm import join
+from qarl_jax.rollout.vllm import all_gather
 
 Key = tuple[str, str]  # (path of a parameter, name of an array of its QTensor, or "master")
 
@@ -142,11 +142,11 @@ def _lead(names: np.ndarray) -> int:
     return min(1, names.ndim)
 
 
-_Tensors = Sequence[tuple[Key, join.Piece, Mapping[int, jax.Array]]]  # and where the piece is, by the GPU
+_Tensors = Sequence[tuple[Key, all_gather.Piece, Mapping[int, jax.Array]]]  # and where the piece is, by the GPU
 
 
-def _wanted(places: Sequence[_Place], weights: PolicyWeights) -> dict[Key, join.Piece]:
-    """What tensors of the wire are made of: for each source the first to the last that is needed."""
+def _wanted(places: Sequence[_Place], weights: PolicyWeights) -> dict[Key, all_gather.Piece]:
+    """Lists the sources of published tensors: for each source the first to the last tensor that is needed."""
     tensors: dict[str, Any] = models.by_path(weights.params) | models.by_path(weights.qweights)
     names = models.hf_names(models.config_of(weights.graphdef))
     indices: dict[Key, list[int]] = {}
@@ -157,13 +157,13 @@ def _wanted(places: Sequence[_Place], weights: PolicyWeights) -> dict[Key, join.
     for (path, part), found in indices.items():
         own = tensors[path] if part == "master" else tensors[path].arrays[part]
         dtype = np.dtype(jnp.bfloat16 if part == "master" else own.dtype)
-        stack = join.Stack(own, dtype, _lead(names[path]))
-        wanted[path, part] = join.Piece(stack, range(0 if stack.is_there else min(found), max(found) + 1))
+        stack = all_gather.Stack(own, dtype, _lead(names[path]))
+        wanted[path, part] = all_gather.Piece(stack, range(0 if stack.is_there else min(found), max(found) + 1))
     return wanted
 
 
-def _join(batch: Sequence[tuple[Key, join.Piece]]) -> _Tensors:
-    made = join.joined([piece for _, piece in batch])
+def _gather(batch: Sequence[tuple[Key, all_gather.Piece]]) -> _Tensors:
+    made = all_gather.gathered([piece for _, piece in batch])
     return [(key, piece, on) for (key, piece), on in zip(batch, made, strict=True)]
 
 
@@ -228,17 +228,17 @@ def gpus_of(weights: PolicyWeights, engines: Sequence[str], platform: str = "gpu
     return sorted({number(engine) for engine in engines} & set(numbers)) or numbers[:1]
 
 
-WINDOW_BYTES = 2 * 2**30
-"""Of a buffer through which a version goes part by part. A layer that is larger is a part nevertheless."""
+CHUNK_BYTES = 2 * 2**30
+"""Size of the buffer of a chunked version. A larger layer is a part all the same."""
 
 
 def parts_of(places: Sequence[_Place], limit: int | None = None) -> list[int]:
-    """Where the parts of a version end: as many whole layers in each as `limit` bytes hold, one at least.
+    """Cuts a version into parts: each has as many whole layers as fit `limit` bytes, one at least. Returns their ends.
 
     Args:
-      limit: WINDOW_BYTES, if not given.
+      limit: CHUNK_BYTES, if not given.
     """
-    limit = WINDOW_BYTES if limit is None else limit
+    limit = CHUNK_BYTES if limit is None else limit
     layers = [list(group) for _, group in itertools.groupby(range(len(places)), lambda n: _layer_of(places[n].name))]
     ends: list[int] = []
     start = 0
@@ -273,23 +273,23 @@ class DeviceStager:
     Args:
       pools: the buffers of each GPU an engine is on; the weights are on all of these GPUs, whole or in parts.
       transport: how versions travel, see `sender.DeviceVersion`.
-      in_parts: a buffer holds a part of a version (`sender.WindowVersion`), and is written when it is asked for.
+      chunked: a buffer has one part of a version (`sender.ChunkedVersion`), written when the bridge asks for it.
     """
 
-    def __init__(self, pools: Sequence[Any], transport: str = "auto", *, in_parts: bool = False):
+    def __init__(self, pools: Sequence[Any], transport: str = "auto", *, chunked: bool = False):
         self._pools = pools
         self._transport = transport
-        self._in_parts = in_parts
+        self._chunked = chunked
         self._layouts: dict[Any, list[_Place]] = {}
         self._turn = threading.Lock()
-        # Engines ask for the same parts at almost the same time: what was joined last is kept for the others.
-        self._joined: collections.deque[tuple[Any, _Tensors]] = collections.deque(maxlen=2 if len(pools) > 1 else 0)
+        # Engines ask for the same parts at almost the same time: the last gathered tensors are kept for the others.
+        self._gathered: collections.deque[tuple[Any, _Tensors]] = collections.deque(maxlen=2 if len(pools) > 1 else 0)
 
     def stage(
         self, weights: PolicyWeights, *, version: messages.Version, model: bytes, scheme: bytes
     ) -> sender.DeviceVersion:
-        """A version in buffers of its own, complete when this returns, unless it goes `in_parts`: then `weights` must
-        stay alive until it is published. Arguments as in `sender.stage`.
+        """A version in buffers of its own, complete when this returns, unless the stager is `chunked`: then `weights`
+        must stay alive until the version is published. Arguments as in `sender.stage`.
 
         Raises:
           BridgeError: "limits", the GPU has no room for the buffer.
@@ -298,12 +298,12 @@ class DeviceStager:
         if weights.graphdef not in self._layouts:
             self._layouts[weights.graphdef] = layout(weights)
         places = self._layouts[weights.graphdef]
-        ends = parts_of(places) if self._in_parts else [len(places)]
+        ends = parts_of(places) if self._chunked else [len(places)]
         spans = spans_of(places, ends)
         buffers: list[Any] = []
         try:
             buffers += (pool.take(sender.align(max(size for _, size in spans))) for pool in self._pools)
-            digests = self._stage([] if self._in_parts else buffers, places, weights)
+            digests = self._stage([] if self._chunked else buffers, places, weights)
         except BaseException:
             for buffer in buffers:
                 buffer.release()
@@ -315,7 +315,7 @@ class DeviceStager:
             for p, digest in zip(places, digests, strict=True)
         ]
         manifest = sender.manifest_of(entries, version=version, model=model, scheme=scheme)
-        if not self._in_parts:
+        if not self._chunked:
             return sender.DeviceVersion(manifest, buffers, time.perf_counter() - start, self._transport)
         held = _Held(weights)
 
@@ -329,7 +329,7 @@ class DeviceStager:
             buffer.device.synchronize()
             del tensors  # not before they are copied
 
-        return sender.WindowVersion(manifest, buffers, time.perf_counter() - start, self._transport, ends, write)
+        return sender.ChunkedVersion(manifest, buffers, time.perf_counter() - start, self._transport, ends, write)
 
     def _stage(self, buffers: Sequence[Any], places: Sequence[_Place], weights: PolicyWeights) -> list[bytes]:
         """Write a version into each of some buffers, if any, and return its tensors' fingerprints."""
@@ -337,14 +337,14 @@ class DeviceStager:
             if buffer.fresh:  # the same in every version: written once
                 _write_constants(buffer, places, 0)
         sums: dict[Key, list[jax.Array]] = {}
-        for batch in join.batches(_wanted(places, weights)):
-            tensors = _join(batch)
+        for batch in all_gather.batches(_wanted(places, weights)):
+            tensors = _gather(batch)
             for key, piece, on in tensors:
                 sums.setdefault(key, []).append(row_sums(next(iter(on.values())), piece.stack.lead))
             for buffer in buffers:
                 _write(buffer, places, tensors, 0)
             for buffer in buffers:
-                buffer.device.synchronize()  # what was joined is freed with this turn of the loop
+                buffer.device.synchronize()  # frees the gathered tensors in this iteration
             del tensors
         for buffer in buffers:
             buffer.fresh = False
@@ -360,17 +360,17 @@ class DeviceStager:
     def _part(self, key: Any, places: Sequence[_Place], held: _Held) -> _Tensors:
         """The tensors of a part, on every GPU."""
         with self._turn:
-            for known, tensors in self._joined:
+            for known, tensors in self._gathered:
                 if known == key:
                     return tensors
-            tensors = _join(list(_wanted(places, held.weights(key[0])).items()))
-            self._joined.append((key, tensors))
+            tensors = _gather(list(_wanted(places, held.weights(key[0])).items()))
+            self._gathered.append((key, tensors))
             return tensors
 
     def forget(self) -> None:
-        """Let go of the parts that were joined last: no engine is being brought to a version any more."""
+        """Frees the parts that were gathered last, after the last engine has them."""
         with self._turn:
-            self._joined.clear()
+            self._gathered.clear()
 
     def close(self) -> None:
         """Free the buffers; no version in them may be in use. Idempotent."""

@@ -31,7 +31,7 @@ _MOST_WORDS = 2000  # characters of a sentence
 
 
 class BridgeProcess:
-    """At most one `python -m qarl_bridge` at a time.
+    """Runs at most one `python -m qarl_bridge` at a time.
 
     Args:
       arguments: of its command line, beside what is in the folder.
@@ -102,7 +102,7 @@ class BridgeProcess:
 
     @property
     def folder(self) -> str | None:
-        """Where it lives, from the first start to the end."""
+        """The bridge's folder, from the first start to the end."""
         return None if self._scratch is None else self._scratch.path
 
     @property

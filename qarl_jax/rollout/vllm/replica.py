@@ -36,7 +36,7 @@ MOST_REQUESTS = 16  # at once, each with a connection (a bridge takes zeromq.MAX
 
 @dataclasses.dataclass(eq=False)
 class Life:
-    """From a start, or a first contact, to a death."""
+    """The time of one bridge process, from its start or first contact to its death."""
 
     is_over: bool = False
 
@@ -195,7 +195,7 @@ class Replica:
         return self.client.publish(staged, readback=self._config.readback)
 
     def ask(self, call: Callable[[sender.Client], Any]) -> Any:
-        """What `call` makes of a connection that no other request is on."""
+        """Returns `call` of a connection that no other request uses."""
         life = self.life
 
         def is_over() -> bool:

@@ -1,9 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Stacks of weights as they travel to engines: cast, and joined on every GPU where they are spread over several.
+"""Casts stacks of weights to the dtypes that travel, and all-gathers them where they are spread over several GPUs.
 
-Some tensors of some stacks are cast and joined by one program (`joined`). How many at once is the caller's choice
-(`batches`), since a GPU holds them twice meanwhile, and a program's start takes longer than a small stack's way.
+One program casts and gathers some tensors of some stacks (`gathered`). The caller chooses how many at once (`batches`):
+a GPU has them twice meanwhile, and starting a program takes longer than copying a small stack.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qarl_jax.runtime import mesh as sharding
 
 PIECE_BYTES = 2**30
-"""What is cast or joined at once while a version is staged whole, in the type that travels; one tensor at least."""
+"""Most bytes cast or gathered at once while a version is staged whole, as they travel; at least one tensor."""
 
 
 class Stack(NamedTuple):
@@ -32,17 +32,17 @@ class Stack(NamedTuple):
 
     @property
     def tensors(self) -> int:
-        """How many it has."""
+        """The number of tensors."""
         return self.array.shape[0] if self.lead else 1
 
     @property
     def nbytes(self) -> int:
-        """Of all of it, as it travels."""
+        """Bytes of the stack, as it travels."""
         return self.array.size * self.dtype.itemsize
 
     @property
     def is_there(self) -> bool:
-        """On one GPU and as it travels: it needs no copy."""
+        """Tells whether the array is on one GPU in the dtype that travels, so that it needs no copy."""
         return len(self.array.devices()) == 1 and self.array.dtype == self.dtype
 
 
@@ -91,7 +91,7 @@ def _cut(
     """`sizes` of the arrays' first dimensions from `starts` on, in `dtypes`.
 
     Args:
-      parts: how each cut lies on the GPUs before it is joined: as its array does.
+      parts: the sharding of each cut before the all-gather, which is its array's.
       place: how it lies on them afterwards; None: they are on one.
     """
 
@@ -99,13 +99,13 @@ def _cut(
         x = lax.dynamic_slice_in_dim(x, start, size).astype(dtype)
         if place is None:
             return x
-        x = lax.with_sharding_constraint(x, part)  # else the compiler joins the whole array, and cuts then
+        x = lax.with_sharding_constraint(x, part)  # else the compiler gathers the whole array, and cuts then
         return lax.with_sharding_constraint(x, place)
 
     return [one(*each) for each in zip(arrays, starts, sizes, dtypes, parts, strict=True)]
 
 
-def joined(pieces: Sequence[Piece]) -> list[dict[int, jax.Array]]:
+def gathered(pieces: Sequence[Piece]) -> list[dict[int, jax.Array]]:
     """Each piece by the number of the GPU, on each of those that its stack is spread over, once it is there."""
     found: list[dict[int, jax.Array]] = [{} for _ in pieces]
     together: dict[Any, list[int]] = {}  # by where they are to be: the pieces that one program makes
@@ -117,7 +117,7 @@ def joined(pieces: Sequence[Piece]) -> list[dict[int, jax.Array]]:
             together.setdefault(_places(stack)[1], []).append(number)
     for place, numbers in together.items():
         mine = [pieces[number] for number in numbers]
-        with sharding.turn(1 if place is None else place.mesh.size):
+        with sharding.launch_lock(1 if place is None else place.mesh.size):
             made = _cut(
                 [stack.array for stack, _ in mine],
                 [jnp.uint32(wanted.start if stack.lead else 0) for stack, wanted in mine],
@@ -133,7 +133,7 @@ def joined(pieces: Sequence[Piece]) -> list[dict[int, jax.Array]]:
 
 
 def _places(stack: Stack) -> tuple[NamedSharding | None, NamedSharding | None]:
-    """How a cut lies on the GPUs: in parts, as each of its stack's tensors does, and joined. None: it is on one."""
+    """Returns the shardings of a cut before the all-gather (its stack's) and after it. None: one GPU."""
     lies = stack.array.sharding
     if not isinstance(lies, NamedSharding):
         return None, None

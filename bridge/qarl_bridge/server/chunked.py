@@ -1,12 +1,13 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A version that comes part by part through a window: a buffer on the engine's GPU that is smaller than the version.
+"""Chunked weight transfer: a version comes part by part through a buffer on the engine's GPU, smaller than the version.
 
-A part holds whole layers. Whoever reads the version asks for one part after the other; the trainer writes it into the
-window, and says so. It is asked three times: to check every byte and value before anything is replaced (`validate`), to
-load, and to read back. A part that is read again must be the one that was checked (`staged.Copy.confirm`).
+A part has whole layers. The reader of the version asks for one part after the other. The trainer writes the part into
+the buffer and answers. The bridge reads a version three times: to check every byte and value before anything is
+replaced (`validate`), to load, and to read back. A part that is read again must equal the part that was checked
+(`staged.Copy.confirm`).
 
-Nothing is kept of such a version: an engine that fails to load it has nothing to go back to.
+The bridge keeps nothing of a chunked version, so it cannot restore one after a failed load.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from qarl_bridge.server.staged import Copy
 
 
 class Fetches:
-    """Parts wanted by the thread that reads a version, and brought by the one that talks to the trainer."""
+    """A queue of parts between the thread that reads a version and the thread that asks the trainer."""
 
     _error: BridgeError | None
 
     def __init__(self) -> None:
         self.begin()
-        self._error = BridgeError("a version that came through a window cannot be read again", "dead")
+        self._error = BridgeError("a chunked version cannot be read again", "dead")
 
     def fetch(self, part: int) -> None:
-        """Returns when the part lies in the window.
+        """Returns when the buffer has the part.
 
         Raises:
           BridgeError: the trainer gave up, or is gone.
@@ -56,26 +57,26 @@ class Fetches:
         return self._wanted.get(timeout=timeout_s)
 
     def stop(self) -> None:
-        """Nothing more is wanted."""
+        """Ends `wanted`."""
         self._wanted.put(None)
 
     def bring(self, error: BridgeError | None = None) -> None:
-        """The wanted part is there, or why it never will be."""
+        """Reports that the buffer has the wanted part, or the error that keeps it away."""
         self._brought.put(error)
 
     def end(self, error: BridgeError) -> None:
-        """Nobody listens any more: who waits, and who asks later, gets the error."""
+        """Stops listening: a waiting `fetch` and later ones raise the error."""
         self._error = error
         self._brought.put(error)
 
 
-class WindowCopy:
+class ChunkedCopy:
     """Implements staged.Copy.
 
     Args:
       manifest: checked already (`manifest.check_manifest`).
       ends: where parts end, see messages.DeviceMemory.
-      open_part: a part's manifest -> a copy that lies in the window.
+      open_part: a part's manifest -> a copy in the buffer.
     """
 
     borrowed = True
@@ -87,7 +88,7 @@ class WindowCopy:
         self.fetches = Fetches()
         parts = _parts(manifest, ends)
         opened: dict[int, Copy] = {}
-        try:  # the largest first: the window is mapped once, as far as that reaches
+        try:  # the largest first: the buffer is mapped once, at that size
             for number in sorted(range(len(parts)), key=lambda i: -parts[i].total_bytes):
                 opened[number] = open_part(parts[number])
         except BaseException:
@@ -123,7 +124,7 @@ class WindowCopy:
 
 
 def _parts(manifest: messages.Manifest, ends: Sequence[int]) -> list[messages.Manifest]:
-    """Each part as a version of its own, from the window's first byte on."""
+    """Returns each part as a version of its own, from the buffer's first byte on."""
     tensors, parts = manifest.tensors, []
     if any(b <= a for a, b in itertools.pairwise([0, *ends])) or [*ends][-1:] != [len(tensors)]:
         raise BridgeError(f"the parts of {manifest.version} do not make the version", "torn")

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Versions that go to an engine part by part, through a window on its GPU."""
+"""Chunked weight transfer: versions that go to an engine part by part, through a buffer on its GPU."""
 
 import ctypes
 import os
@@ -12,12 +12,12 @@ import pytest
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
-from qarl_bridge.server import window
+from qarl_bridge.server import chunked
 from qarl_bridge.transport import cuda_ipc
 
 from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights
-from qarl_jax.rollout.vllm import gpu_staging, join
+from qarl_jax.rollout.vllm import all_gather, gpu_staging
 from qarl_jax.rollout.vllm.engine import engine_tensors
 from tests.reference import bridge_world
 from tests.reference.device_versions import identity, policy, read, spread
@@ -34,7 +34,7 @@ def places(*layers, nbytes=4096):
 @pytest.mark.parametrize(
     ("pages", "ends"), [(100, [8]), (3, [3, 6, 8]), (2, [1, 3, 6, 8]), (1, [1, 3, 6, 7, 8]), (4, [3, 7, 8])]
 )
-def test_a_part_has_as_many_whole_layers_as_the_window_holds(pages, ends):
+def test_a_part_has_as_many_whole_layers_as_the_buffer_holds(pages, ends):
     found = places(2, 3, 1)
     assert gpu_staging.parts_of(found, 4096 * pages) == ends
     spans = gpu_staging.spans_of(found, ends)
@@ -43,20 +43,20 @@ def test_a_part_has_as_many_whole_layers_as_the_window_holds(pages, ends):
 
 
 @pytest.fixture
-def in_parts(gpu, monkeypatch):
-    """A stager whose window holds a layer, or the embedding."""
-    monkeypatch.setattr(gpu_staging, "WINDOW_BYTES", 2**14)
-    stager = gpu_staging.DeviceStager([cuda_ipc.Buffers(gpu)], in_parts=True)
+def stager(gpu, monkeypatch):
+    """A chunked stager whose buffer holds a layer, or the embedding."""
+    monkeypatch.setattr(gpu_staging, "CHUNK_BYTES", 2**14)
+    stager = gpu_staging.DeviceStager([cuda_ipc.Buffers(gpu)], chunked=True)
     yield stager
     stager.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w4a16:g32", pytest.param("bf16", marks=pytest.mark.nightly)])
-def test_the_parts_in_the_window_make_the_version_of_the_host(in_parts, scheme):
+def test_the_parts_in_the_buffer_make_the_version_of_the_host(stager, scheme):
     weights = policy(scheme, moe=True)
     host = sender.stage(engine_tensors(weights, stacked=True), **identity())
-    version = in_parts.stage(weights, **identity())
+    version = stager.stage(weights, **identity())
     assert version.manifest == host.manifest
     assert len(version.ends) > 2
     (buffer,) = version.buffers
@@ -73,8 +73,8 @@ def test_the_parts_in_the_window_make_the_version_of_the_host(in_parts, scheme):
 
 @pytest.mark.slow
 def test_a_learner_on_a_mesh_writes_parts_on_each_of_its_gpus(monkeypatch, library_path):
-    monkeypatch.setattr(join, "PIECE_BYTES", 2**12)
-    monkeypatch.setattr(gpu_staging, "WINDOW_BYTES", 2**14)
+    monkeypatch.setattr(all_gather, "PIECE_BYTES", 2**12)
+    monkeypatch.setattr(gpu_staging, "CHUNK_BYTES", 2**14)
     weights = policy("w8a8", moe=True)
     host = sender.stage(engine_tensors(weights, stacked=True), **identity())
     pools = []
@@ -82,14 +82,14 @@ def test_a_learner_on_a_mesh_writes_parts_on_each_of_its_gpus(monkeypatch, libra
         gpu = cuda_ipc.Device(0, cuda_ipc.load(library_path))
         gpu.ordinal, gpu.uuid = number, bytes([number]) * 16
         pools.append(cuda_ipc.Buffers(gpu))
-    stager = gpu_staging.DeviceStager(pools, in_parts=True)
+    stager = gpu_staging.DeviceStager(pools, chunked=True)
     placed = spread(weights, fsdp=2)
     version = stager.stage(placed, **identity())
     assert version.manifest == host.manifest
     starts = [host.manifest.tensors[first].offset for first in [0, *version.ends[:-1]]]
-    joined, made = join.joined, []
-    monkeypatch.setattr(join, "joined", lambda pieces: made.append(len(pieces)) or joined(pieces))
-    # The second is a part behind, as engines are at times: what was joined for the first is still there.
+    gathered, made = all_gather.gathered, []
+    monkeypatch.setattr(all_gather, "gathered", lambda pieces: made.append(len(pieces)) or gathered(pieces))
+    # The second is a part behind, as engines are at times: what was gathered for the first is still there.
     turns = [(number, part) for part in range(len(starts) + 1) for number in (0, 1)]
     for number, turn in turns:
         part = turn - number
@@ -108,12 +108,12 @@ def test_a_learner_on_a_mesh_writes_parts_on_each_of_its_gpus(monkeypatch, libra
 
 
 @pytest.mark.slow
-def test_versions_go_through_the_window_and_nothing_can_be_restored(served, in_parts):
+def test_versions_go_through_the_buffer_and_nothing_can_be_restored(served, stager):
     w, _ = served
     client = w.trainer()
     for step in range(2):
         weights = policy("w8a8", seed=step)
-        version = in_parts.stage(weights, **identity(step))
+        version = stager.stage(weights, **identity(step))
         report = client.publish(version, readback="full")
         assert (report["tensors"], report["bytes"]) == (len(version.manifest.tensors), version.manifest.total_bytes)
         assert report["weights_read_back"] == len(version.manifest.tensors)
@@ -123,7 +123,7 @@ def test_versions_go_through_the_window_and_nothing_can_be_restored(served, in_p
     client.publish(version)  # the same again, as after a failure elsewhere
     w.engine.fail_load = 1
     weights = policy("w8a8", seed=2)
-    version = in_parts.stage(weights, **identity(2))
+    version = stager.stage(weights, **identity(2))
     with pytest.raises(BridgeError, match="no earlier version to restore"):
         client.publish(version)
     assert client.status().state == "fenced"
@@ -133,8 +133,8 @@ def test_versions_go_through_the_window_and_nothing_can_be_restored(served, in_p
         client.read_back()
 
 
-def through_a_window(version, torch, spoil=lambda sweep, part, buffer: None):
-    """A WindowCopy of a host version whose window is a tensor of torch's, and a thread that fills it."""
+def through_a_buffer(version, torch, spoil=lambda sweep, part, buffer: None):
+    """A ChunkedCopy of a host version whose buffer is a tensor of torch's, and a thread that fills it."""
     from qarl_bridge.server import staged_gpu
 
     tensors = version.manifest.tensors
@@ -145,7 +145,7 @@ def through_a_window(version, torch, spoil=lambda sweep, part, buffer: None):
     def open_part(part):
         return staged_gpu.DeviceCopy(part, buffer[: staged_gpu.whole_rows(part.total_bytes)])
 
-    copy = window.WindowCopy(version.manifest, ends, open_part)
+    copy = chunked.ChunkedCopy(version.manifest, ends, open_part)
     copy.fetches.begin()
     fetched = []
 
@@ -167,7 +167,7 @@ def through_a_window(version, torch, spoil=lambda sweep, part, buffer: None):
 def test_parts_are_checked_on_the_engines_side_each_time_they_are_read():
     torch = pytest.importorskip("torch")
     version = bridge_world.staged(3)
-    copy, fetched, thread = through_a_window(version, torch)
+    copy, fetched, thread = through_a_buffer(version, torch)
     copy.validate()
     for sweep in (copy.at_the_door, copy.parts):
         found = {name: tensor.clone() for part in sweep() for name, tensor in part.items()}
@@ -185,7 +185,7 @@ def test_parts_are_checked_on_the_engines_side_each_time_they_are_read():
         if (sweep, part) == (1, 1):
             buffer[7] ^= 1
 
-    copy, fetched, thread = through_a_window(version, torch, another_byte)
+    copy, fetched, thread = through_a_buffer(version, torch, another_byte)
     copy.validate()
     with pytest.raises(BridgeError, match=r"torn.*after it was staged"):
         list(copy.at_the_door())
@@ -200,18 +200,18 @@ def test_parts_that_do_not_make_the_version_are_refused(ends):
     version = bridge_world.staged(3)
     assert len(version.manifest.tensors) == 5
     with pytest.raises(BridgeError, match="do not make the version"):
-        window.WindowCopy(version.manifest, ends, lambda part: None)
+        chunked.ChunkedCopy(version.manifest, ends, lambda part: None)
 
 
 @pytest.mark.slow
-def test_a_part_that_is_not_what_was_announced_is_found_before_anything_is_replaced(served, in_parts):
+def test_a_part_that_is_not_what_was_announced_is_found_before_anything_is_replaced(served, stager):
     w, _ = served
     client = w.trainer()
     weights = policy("w8a8")
-    client.publish(in_parts.stage(weights, **identity(0)))
+    client.publish(stager.stage(weights, **identity(0)))
     loaded = dict(w.engine.held)
     other = policy("w8a8", seed=1)
-    version = in_parts.stage(other, **identity(1))
+    version = stager.stage(other, **identity(1))
     write, entry = version.write, version.manifest.tensors[version.ends[0]]
 
     def torn(part, buffer):
@@ -229,13 +229,13 @@ def test_a_part_that_is_not_what_was_announced_is_found_before_anything_is_repla
 
 
 @pytest.mark.slow
-def test_a_version_whose_weights_are_gone_is_given_up_and_the_engine_serves_on(served, in_parts):
+def test_a_version_whose_weights_are_gone_is_given_up_and_the_engine_serves_on(served, stager):
     w, _ = served
     client = w.trainer()
     weights = policy("w8a8")
-    client.publish(in_parts.stage(weights, **identity(0)))
+    client.publish(stager.stage(weights, **identity(0)))
     graphdef, params, qweights = models.split(models.random_model(models.config_of(weights.graphdef), 7))
-    version = in_parts.stage(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights), **identity(1))
+    version = stager.stage(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights), **identity(1))
     for leaf in jax.tree.leaves((params, qweights)):
         leaf.delete()  # as an update does that takes the old ones' memory
     with pytest.raises(BridgeError, match="the learner holds the weights of run/1/1 no longer") as error:
@@ -246,11 +246,11 @@ def test_a_version_whose_weights_are_gone_is_given_up_and_the_engine_serves_on(s
 
 
 @pytest.mark.slow
-def test_a_trainer_that_dies_while_its_parts_are_loaded_leaves_an_engine_that_is_fenced(served, in_parts):
+def test_a_trainer_that_dies_while_its_parts_are_loaded_leaves_an_engine_that_is_fenced(served, stager):
     w, _ = served
     client = w.trainer()
     weights = policy("w8a8")
-    version = in_parts.stage(weights, **identity(0))
+    version = stager.stage(weights, **identity(0))
     write, calls = version.write, []
 
     def dying(part, buffer):
@@ -268,13 +268,13 @@ def test_a_trainer_that_dies_while_its_parts_are_loaded_leaves_an_engine_that_is
     bridge_world.wait_for(lambda: other.status().state == "fenced")
     other.acquire("run", 2)
     again = {"version": messages.Version(run_id="run", incarnation=2, step=0)}
-    other.publish(in_parts.stage(weights, **(identity(0) | again)))
+    other.publish(stager.stage(weights, **(identity(0) | again)))
     assert other.status().state == "serving"
 
 
-def test_an_engine_elsewhere_takes_no_parts(gpu, in_parts):
+def test_an_engine_elsewhere_takes_no_parts(gpu, stager):
     client = sender.Client.__new__(sender.Client)
     client.facts = type("Facts", (), {"device": b"another GPU....."})()
     with pytest.raises(BridgeError, match="staging_buffers to 1 or 2") as error:
-        client.route(in_parts.stage(policy("bf16"), **identity()))
+        client.route(stager.stage(policy("bf16"), **identity()))
     assert error.value.code == "unshared"
