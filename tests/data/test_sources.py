@@ -370,10 +370,10 @@ def test_a_missing_named_column_lists_the_columns(tokenizer, tmp_path):
         (".", None, "it is a folder"),
         (
             "cut.jsonl.gz",
-            gzip.compress(b'{"prompt": "a", "answer": 1}\n')[:-9],
+            gzip.compress(b'{"prompt": "a", "answer": 1}\n', mtime=0)[:-9],
             "cannot read the data set: .* ended before",
         ),
-        ("bad.jsonl.gz", gzip.compress(b"a")[:10] + b"\xff" * 9, "cannot read the data set: .* decompressing"),
+        ("bad.jsonl.gz", gzip.compress(b"a", mtime=0)[:10] + b"\xff" * 9, "cannot read the data set: .* decompressing"),
     ],
 )
 def test_an_unreadable_data_file_is_named(tokenizer, tmp_path, name, content, message):
