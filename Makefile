@@ -8,6 +8,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS)
+SUITS := 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))'
 MANIFESTS := pyproject.toml bridge/pyproject.toml
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -25,12 +26,11 @@ help:
 	@echo "make test-slow        further cases of the same questions; the last run is recorded in docs/log/"
 	@echo "make gate MODEL=DIR   on a GPU: fails on a single sampled token that the learner scores otherwise"
 	@echo "make chaos            an hour of killed processes, full disks, damaged files and bad input (docs/faults.md)"
-	@echo "make lint             ruff, import contracts, type checks"
+	@echo "make lint             ruff, import contracts, type checks, prose"
 	@echo "make docs             the documents as a site, in site/; fails on a link that leads nowhere"
 
 $(VENV)/.base: $(MANIFESTS)
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
-	  { echo "$(PYTHON) is not Python 3.11 to 3.13: add PYTHON=python3.13, say" >&2; exit 1; }
+	$(if $(shell $(PYTHON) -c $(SUITS) && echo yes),,$(error $(PYTHON) is not Python 3.11 to 3.13: add PYTHON=python3.13, say))
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e ./bridge -e .
 	touch $@
@@ -102,7 +102,7 @@ test-slow: install
 	QARL_OPTIMIZE=1 $(BIN)/python -m pytest $(STEADY) --reruns 2 --reruns-delay 1 -r aR -m "nightly and not gpu"
 
 # On a GPU host: MODEL is a Hugging Face folder; eight minutes at 1.7B on one card. ARGS="--conditions all": what else
-# a rollout meets. ARGS="--vllm-kernels": a second control, an engine with another option, which must be found.
+# a rollout meets. ARGS="--vllm-arithmetic": a second control, an engine with its own kernels, which must be found.
 gate:
 	@test -n "$(MODEL)" || { echo "which model? make gate MODEL=DIR" >&2; exit 1; }
 	$(or $(wildcard $(BIN)/python),python3) -m benchmarks.gate --model $(MODEL) $(ARGS)
@@ -116,6 +116,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python docs/prose.py
 
 # In an environment of its own, so that no tool of the site can break a test. mkdocstrings reads sources and imports nothing.
 .venv-docs/.done: pyproject.toml

@@ -1,16 +1,16 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the contract costs the engine: tokens per second with the bridge's kernels, and with vLLM's own.
+"""What batch-invariance costs the engine: tokens per second with the bridge's kernels, and of vLLM as it comes.
 
     python -m benchmarks.engine_price --shapes 4b --schemes w8a8 fp8 w4a16 bf16 --sequences 64 128 256 --out FILE
 
-Random weights of a Qwen3's shapes, drawn on the card, are published into two live engines that share it, one with
-`kernels=contract` and one with `kernels=vllm`, both in the same execution mode. They sample in turn, never at once:
-`--response-len` tokens for every sequence, `--repeats` times. A line of JSON per scheme and number of sequences has the
-most tokens per second of either, and their ratio: 1 is a contract that costs nothing. `--apart` starts one engine after
-the other, where a card has no room for two; `--transport host` stages no version on the card.
+Random weights of a Qwen3's shapes, drawn on the GPU, are published into two live engines that share it, one with
+`arithmetic=batch_invariant` (CUDA graphs) and one with `arithmetic=vllm` (compiled). They sample in turn, never at
+once: `--response-len` tokens for every sequence, `--repeats` times. A line of JSON per scheme and number of sequences
+has the most tokens per second of either, and their ratio: 1 is a batch-invariance that costs nothing. `--apart` starts
+one engine after the other, where a GPU has no room for two; `--transport host` stages no version on the GPU.
 
-On a CPU both are vLLM's CPU build: `--shapes tiny --schemes w8a8 --sequences 4 --response-len 8 --execution eager`.
+A CPU has one arithmetic, and both are that: `--shapes tiny --schemes w8a8 --sequences 4 --response-len 8`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from qarl_jax.rollout.vllm.engine import Config, VllmEngine, leave_memory_to_vll
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.verify import ladder
 
-KERNELS = ("contract", "vllm")
+ARITHMETICS = ("batch_invariant", "vllm")
 PROMPT_LEN = 64
 
 
@@ -47,14 +47,13 @@ def policy(name: str, layers: int, scheme: str) -> PolicyWeights:
     return PolicyWeights(graphdef=graphdef, params=params, qweights=quantized)
 
 
-def engine_config(kernels: str, config: models.ModelConfig, args: argparse.Namespace) -> Config:
+def engine_config(arithmetic: str, config: models.ModelConfig, args: argparse.Namespace) -> Config:
     """An engine that holds all sequences at once."""
     longest = PROMPT_LEN + args.response_len
     pages = -(-longest // 128)  # of at most 128 tokens
     token = 4 * config.num_layers * config.num_kv_heads * config.head_dim  # bytes: a key and a value, two bytes each
     return Config(
-        kernels=kernels,  # type: ignore[arg-type]
-        execution=args.execution,
+        arithmetic=arithmetic if jax.default_backend() == "gpu" else "batch_invariant",  # type: ignore[arg-type]
         max_model_len=longest,
         max_num_seqs=max(args.sequences),
         kv_cache_gb=1.1 * token * 128 * pages * max(args.sequences) / 2**30,
@@ -62,7 +61,7 @@ def engine_config(kernels: str, config: models.ModelConfig, args: argparse.Names
         staging_buffers=1,
         transport=args.transport,
         readback="off",
-        log_file=f"{args.engine_log}.{kernels}" if args.engine_log else "",
+        log_file=f"{args.engine_log}.{arithmetic}" if args.engine_log else "",
     )
 
 
@@ -96,9 +95,8 @@ def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A line for each number of sequences."""
     weights = policy(args.shapes, args.layers, scheme)
     vocab = models.config_of(weights.graphdef).vocab_size
-    best: dict[int, dict[str, float]] = {n: dict.fromkeys(KERNELS, 0.0) for n in args.sequences}
-    execution = ""
-    for names in [[name] for name in KERNELS] if args.apart else [list(KERNELS)]:
+    best: dict[int, dict[str, float]] = {n: dict.fromkeys(ARITHMETICS, 0.0) for n in args.sequences}
+    for names in [[name] for name in ARITHMETICS] if args.apart else [list(ARITHMETICS)]:
         with engines_of(weights, names, args) as engines:
             for repeat in range(args.repeats + 1):  # the first warms up
                 for n in args.sequences:
@@ -107,11 +105,10 @@ def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                             engine, vocab, n, args.response_len if repeat else min(16, args.response_len), repeat
                         )
                         best[n][name] = max(best[n][name], found) if repeat else 0.0
-            execution = next(engine.facts.execution for engine in engines.values() if engine.facts)
     for n in args.sequences:
-        ratio = round(best[n]["contract"] / best[n]["vllm"], 3)
-        yield {"shapes": args.shapes, "scheme": scheme, "sequences": n, "execution": execution} | {
-            "contract_tok_per_s": round(best[n]["contract"]),
+        ratio = round(best[n]["batch_invariant"] / best[n]["vllm"], 3)
+        yield {"shapes": args.shapes, "scheme": scheme, "sequences": n} | {
+            "batch_invariant_tok_per_s": round(best[n]["batch_invariant"]),
             "vllm_tok_per_s": round(best[n]["vllm"]),
             "ratio": ratio,
         }
@@ -125,10 +122,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sequences", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--response-len", type=int, default=384)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--execution", default="auto", choices=("auto", "eager", "graphs", "compiled"))
     parser.add_argument("--apart", action="store_true", help="one engine after the other")
     parser.add_argument("--transport", default="auto", choices=("auto", "host"), help="as in rollout.engine")
-    parser.add_argument("--engine-log", default="", help="file for what the engines say, with their kernels' name")
+    parser.add_argument("--engine-log", default="", help="file for what the engines say, with their arithmetic's name")
     parser.add_argument("--out", help="a file that the lines are appended to")
     args = parser.parse_args(argv)
     leave_memory_to_vllm()

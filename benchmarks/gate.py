@@ -7,8 +7,8 @@
 For every scheme: the learner's tensors are published into a live vLLM, which samples; the learner scores every token;
 the two float32 log-probs must be equal to the bit. Then the masters are moved a little, as an optimizer would, and it
 starts again with the next version. Two negative controls must find differences: one weight of the learner's is changed
-by a single step of its grid; and, with `--vllm-kernels`, the engine computes with vLLM's own kernels instead of the
-contract's. Exit code 0: every token equal and every control found; 1: not.
+by a single step of its grid; and, with `--vllm-arithmetic`, the engine computes with vLLM's own kernels, op by op, so
+that blocks can be compared. Exit code 0: every token equal and every control found; 1: not.
 
 What requests meet (`--conditions`); the engine counts what it did to them, and a condition that did not come about
 fails, too:
@@ -24,7 +24,7 @@ fails, too:
 A sequence that differs is prefilled once more (`layers.first_difference`): the first block whose outputs differ on the
 engine's own inputs is named; where no block does, decoding differs from prefilling.
 
-On a CPU it runs, too, against vLLM's CPU build and by the CPU's contract (tests/parity/test_gate_vllm.py).
+On a CPU it runs, too, against vLLM's CPU build (tests/parity/test_gate_vllm.py).
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from qarl_jax.rollout.vllm.engine import Config, VllmEngine, leave_memory_to_vll
 from qarl_jax.types import Prompt, entry_point
 from qarl_jax.verify import ladder, layers
 
+INVARIANT = "batch_invariant"
 SAMPLES = 8  # of a prompt, in `samples`
 _BLOCK = 128  # tokens to a page of the KV cache, at most
 
@@ -99,7 +100,7 @@ def sampling_of(name: str, vocab: int, args: argparse.Namespace) -> SamplingConf
     return SamplingConfig(max_response_len=args.response_len, temperature=temperature, stop_token_ids=stop)
 
 
-def engine_of(tight: bool, config: models.ModelConfig, kernels: str, args: argparse.Namespace) -> Config:
+def engine_of(tight: bool, config: models.ModelConfig, arithmetic: str, args: argparse.Namespace) -> Config:
     """The engine's options; tight: a quarter of the sequences at a time, a KV cache for three of five of these."""
     length = max(args.prompt_len, args.long_prompt) + args.response_len
     room: dict[str, Any] = {"kv_cache_gb": args.kv_cache_gb, "max_num_seqs": args.sequences}
@@ -117,7 +118,8 @@ def engine_of(tight: bool, config: models.ModelConfig, kernels: str, args: argpa
         gpu_memory_utilization=args.gpu_memory_utilization,
         max_model_len=length,
         readback="off",
-        kernels=kernels,  # type: ignore[arg-type]
+        arithmetic=arithmetic,  # type: ignore[arg-type]
+        eager=arithmetic != INVARIANT,
         record_routing=args.replay,
         threads=args.threads,
         log_file=args.engine_log,
@@ -161,13 +163,13 @@ def one_weight_changed(weights: PolicyWeights) -> PolicyWeights:
         if done:
             return q
         done = True
-        at = (0,) * q.qvalue.ndim
-        code = q.qvalue[at]
-        if q.qvalue.dtype == jnp.float8_e4m3fn:
+        at = (0,) * q.codes.ndim
+        code = q.codes[at]
+        if q.codes.dtype == jnp.float8_e4m3fn:
             code = (code.astype(jnp.float32) * 1.125 + 0.5).astype(code.dtype)
         else:
             code = code ^ jnp.ones((), code.dtype)
-        return dataclasses.replace(q, qvalue=q.qvalue.at[at].set(code))
+        return dataclasses.replace(q, arrays=q.arrays | {"codes": q.codes.at[at].set(code)})
 
     return dataclasses.replace(weights, qweights=jax.tree.map(change, weights.qweights, is_leaf=is_weight))
 
@@ -197,24 +199,24 @@ def observed(
     return sampled, sampling.temperature, row
 
 
-def run(path: str, scheme: str, args: argparse.Namespace, kernels: str, tight: bool) -> Iterator[dict[str, Any]]:
+def run(path: str, scheme: str, args: argparse.Namespace, arithmetic: str, tight: bool) -> Iterator[dict[str, Any]]:
     """One engine under one scheme: the rows of its conditions, and one of the control."""
     begun = time.time()
     weights = ladder.load(path, scheme, resolve("auto").profile)
-    config = engine_of(tight, models.config_of(weights.graphdef), kernels, args)
+    config = engine_of(tight, models.config_of(weights.graphdef), arithmetic, args)
     names = [name for name in args.conditions if CONDITIONS[name].tight == tight]
-    same = {"scheme": scheme, "kernels": kernels, "engine": "tight" if tight else "roomy"}
+    same = {"scheme": scheme, "arithmetic": arithmetic, "engine": "tight" if tight else "roomy"}
     engine = VllmEngine(config, run_id="gate")
     try:
         for version in range(args.updates + 1):
             if version:
                 weights = moved(weights, jax.random.key(version))
             engine.publish(weights, version)
-            for name in names if kernels == "contract" else ["plain"]:
+            for name in names if arithmetic == INVARIANT else ["plain"]:
                 sampled, temperature, row = observed(engine, weights, name, args, args.seed + version)
                 needed = [m for m in CONDITIONS[name].met if not (m == "cached_tokens" and args.replay)]
                 missing = [m for m in needed if not row["met"][m]]
-                row["ok"] = (row["unequal"] == 0) == (kernels == "contract") and not missing
+                row["ok"] = (row["unequal"] == 0) == (arithmetic == INVARIANT) and not missing
                 yield same | row | ({"did_not_come_about": missing} if missing else {})
         found = int(unequal(one_weight_changed(weights), sampled, temperature, replay=args.replay).sum())
         execution = engine.facts.execution if engine.facts else ""
@@ -241,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv-cache-gb", type=float, default=14.0)
     parser.add_argument("--threads", type=int, default=0, help="of an engine on a CPU; 0: all")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
-    parser.add_argument("--vllm-kernels", action="store_true", help="the second negative control, one more engine")
+    parser.add_argument("--vllm-arithmetic", action="store_true", help="the second negative control, one more engine")
     parser.add_argument("--engine-log", default="", help="file for what the engine says")
     parser.add_argument("--json", help="write the rows there")
     args = parser.parse_args(argv)
@@ -250,11 +252,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     leave_memory_to_vllm()
     rows = []
     engines = sorted({CONDITIONS[name].tight for name in args.conditions})
-    runs = [(scheme, "contract", tight) for scheme in args.schemes for tight in engines]
-    if args.vllm_kernels:
+    runs = [(scheme, INVARIANT, tight) for scheme in args.schemes for tight in engines]
+    if args.vllm_arithmetic:
         runs.append((args.schemes[-1], "vllm", False))
-    for scheme, kernels, tight in runs:
-        for row in run(args.model, scheme, args, kernels, tight):
+    for scheme, arithmetic, tight in runs:
+        for row in run(args.model, scheme, args, arithmetic, tight):
             rows.append(row)
             print(json.dumps(row), flush=True)
     if args.json:

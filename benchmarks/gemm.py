@@ -90,7 +90,7 @@ def measure(model: str, tokens: int, repeats: int) -> list[dict[str, Any]]:
             config = quant.parse_scheme(scheme, 128 if k % 128 == 0 else 32)
             try:
                 qt = None if config is None else quant.quantize(w, config)
-            except UserError as problem:  # a kernel that does not take this shape, e.g. w4a8_fp8's N
+            except UserError as problem:  # a scheme that does not take this shape
                 print(json.dumps({"layer": name, "kind": f"dot/{scheme}", "refused": str(problem)}), flush=True)
                 continue
             line(f"dot/{scheme}", seconds(lambda x=x, w=w, qt=qt: quant.dot(x, w, qt), repeats))

@@ -6,7 +6,7 @@
 
 XLA compiles the update of Qwen3 shapes ahead of time for an H200 (`--mixtures`: of Qwen3-30B-A3B for two) and says what
 it will hold: arguments, results that share no buffer with them, and temporaries. `plan.update_parts` computes the same
-from shapes alone. One JSON line per case; `tests/run/test_memory_plan.py` holds the prediction to the recorded ones.
+from shapes alone. One JSON line per case; `tests/memory/test_learner.py` holds the prediction to the recorded ones.
 
 What is needed is jax's CUDA plugin (`pip install "jax[cuda12]"`) and, where there is no GPU,
 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu. Kernels are not autotuned: that takes the device itself, and moves
@@ -42,7 +42,7 @@ from jax.sharding import AxisType, Mesh
 from benchmarks import shapes
 from benchmarks.shapes import Setting
 from qarl_jax.learning.learner import Learner, TrainState
-from qarl_jax.run import memory_plan
+from qarl_jax.memory import learner as on_learner
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.types import TrainBatch
 
@@ -145,8 +145,8 @@ def lower(case: Setting, mesh: Mesh) -> list[tuple[Any, int]]:
         if not case.offload:
             traces = [(made._update.trace(state, *rest), 0)]
         else:
-            beside = memory_plan.nbytes(qweights, mesh)
-            traces = [(made._grads.trace(state.params, *rest), memory_plan.nbytes(params, mesh) + beside)]
+            beside = on_learner.nbytes(qweights, mesh)
+            traces = [(made._grads.trace(state.params, *rest), on_learner.nbytes(params, mesh) + beside)]
             traces += streamed(made, state, beside, mesh)
         return [(trace.lower(lowering_platforms=("cuda",)), held) for trace, held in traces]
 
@@ -160,9 +160,9 @@ def streamed(made: Learner, state: TrainState, beside: int, mesh: Mesh) -> list[
     grads = [x.update(dtype=made.grad_dtype) for x in params]
     counters = [moments[i] for i in layout.counters]
     norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=made.replicated)
-    held = memory_plan.nbytes(state.params, mesh) + beside
-    held += sum(jax.tree.leaves(memory_plan.bytes_of_each(state.params, mesh, made.grad_dtype)))
-    sizes = [sum(jax.tree.leaves(x)) for x in layout.leaves(memory_plan.bytes_of_each(state.opt_state, mesh))]
+    held = on_learner.nbytes(state.params, mesh) + beside
+    held += sum(jax.tree.leaves(on_learner.bytes_of_each(state.params, mesh, made.grad_dtype)))
+    sizes = [sum(jax.tree.leaves(x)) for x in layout.leaves(on_learner.bytes_of_each(state.opt_state, mesh))]
     visits = [sum(sizes[i] for i in group.moments) for group in layout.groups]
     traces = []
     for number, (group, program) in enumerate(zip(layout.groups, programs, strict=True)):

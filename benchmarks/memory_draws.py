@@ -37,7 +37,10 @@ from typing import Any
 import jax
 
 from benchmarks import memory
-from qarl_jax.run import build, card, config, memory_plan
+from qarl_jax.memory import choose
+from qarl_jax.memory import learner as on_learner
+from qarl_jax.memory import plan as planner
+from qarl_jax.run import build, config
 from qarl_jax.types import UserError
 
 CONFIG = "configs/one_h200_8b.yaml"
@@ -97,13 +100,13 @@ def draws(model: str, count: int, seed: int, size: int) -> Iterator[dict[str, An
         except UserError:  # the draw makes no sense for a reason of its own
             continue
         try:
-            card.settle(cfg, size)
+            choose.settle(cfg, size)
             fits, said = True, ""
         except UserError as error:
             fits, said = False, str(error)
         if left[fits]:
             left[fits] -= 1
-            yield {"fits": fits, "said": said, "card_gib": size / card.GIB, "overrides": words}
+            yield {"fits": fits, "said": said, "card_gib": size / on_learner.GIB, "overrides": words}
 
 
 def used_bytes(ordinal: int = 0) -> int:
@@ -170,21 +173,27 @@ def run(draw: dict[str, Any], limit_s: float) -> dict[str, Any]:
         seconds = time.perf_counter() - start
         stepped = os.path.exists(f"{folder}/r/metrics.jsonl") and os.path.getsize(f"{folder}/r/metrics.jsonl") > 0
     kept = (code == 0 and stepped) if draw["fits"] else (code == 2 and not stepped)
-    return draw | {"kept": kept, "code": code, "seconds": seconds, "most_used_gib": most[0] / card.GIB, "tail": tail}
+    return draw | {
+        "kept": kept,
+        "code": code,
+        "seconds": seconds,
+        "most_used_gib": most[0] / on_learner.GIB,
+        "tail": tail,
+    }
 
 
 def compiled(draw: dict[str, Any]) -> dict[str, Any]:
     """What XLA holds at the fullest moment of a draw's step, on a card that is absent, beside its plan; GiB."""
-    size = int(draw["card_gib"] * card.GIB)
-    cfg, plan = card.settle(config.load(CONFIG, draw["overrides"]), size)
+    size = int(draw["card_gib"] * on_learner.GIB)
+    cfg, plan = choose.settle(config.load(CONFIG, draw["overrides"]), size)
     assert plan is not None
-    cfg = card.on_a_gpu(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, attention="cudnn")))
+    cfg = config.on_a_gpu(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, attention="cudnn")))
     mesh = memory.absent_gpus()
     learner = build.make_learner(cfg, build.policy_graphdef(cfg), mesh)
     resting = ("masters", "optimizer", "QTensors", "QTensors published before")  # counted from shapes, no estimates
     held = sum(plan.learner.get(part, 0) for part in resting)
     if not learner.options.one_program:
-        held += memory_plan.nbytes(learner.abstract_state().params, mesh, learner.grad_dtype)
+        held += on_learner.nbytes(learner.abstract_state().params, mesh, learner.grad_dtype)
     sizes = [program.memory_analysis() for program in build.compile_ahead(cfg, learner, 0)]
     most = max(
         max(held, one.argument_size_in_bytes)
@@ -198,8 +207,8 @@ def compiled(draw: dict[str, Any]) -> dict[str, Any]:
     return draw | {
         "remat": cfg.model.remat,
         "offload": cfg.optimizer.offload,
-        "planned_gib": round(planned / card.GIB, 2),
-        "compiled_gib": round(most / card.GIB, 2),
+        "planned_gib": round(planned / on_learner.GIB, 2),
+        "compiled_gib": round(most / on_learner.GIB, 2),
         "jax_takes_gib": round(plan.fraction * draw["card_gib"], 2),
         "planned_over_compiled": round(planned / most, 3),
         "kept": most <= plan.fraction * size,
@@ -222,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     running.add_argument("--limit-s", type=float, default=280.0)
     args = parser.parse_args(argv)
     if args.verb == "draw":
-        size = card.card_bytes() if args.card_gb is None else int(args.card_gb * card.GIB)
+        size = planner.capacity() if args.card_gb is None else int(args.card_gb * on_learner.GIB)
         if size is None:
             parser.error("there is no GPU here: say --card-gb")
         for draw in draws(args.model, args.count, args.seed, size):

@@ -125,9 +125,6 @@ def engine_for(args: argparse.Namespace, log: list[str]) -> VllmEngine:
             readback=args.readback,
             transport=args.transport,
             visible_gpus=args.engine_device,
-            loader=args.loader,
-            int4_kernel=args.int4_kernel,
-            execution=args.execution,
             threads=args.threads,
             gpu_memory_utilization=args.gpu_memory_utilization,
             profile=args.profile,
@@ -278,16 +275,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--readback", default="sampled", choices=("off", "sampled", "full"))
     parser.add_argument("--transport", default="auto", choices=("auto", "cuda_ipc", "nccl", "host"))
     parser.add_argument("--engine-device", default="", help="the engine's GPU, as CUDA_VISIBLE_DEVICES names it")
-    parser.add_argument("--loader", default="auto", choices=("auto", "vllm"))
-    parser.add_argument("--int4-kernel", default="auto", choices=("auto", "machete", "marlin"))
-    parser.add_argument("--execution", default="auto", choices=("auto", "eager", "graphs", "compiled"))
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--kv-cache-gb", type=float, default=0.1)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
     parser.add_argument("--profile", default="", help="folder for profiles of the engine's loads")
     parser.add_argument("--log-file", default="", help="where the bridge's output goes")
     parser.add_argument("--python", default="", help="interpreter of the bridge")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/publish_cpu.json"))
+    parser.add_argument("--out", type=Path, default=Path("publish.json"))
     return parser
 
 

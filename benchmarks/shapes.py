@@ -15,9 +15,9 @@ from jax.sharding import AbstractMesh, Mesh
 from qarl_jax import models
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_loss
+from qarl_jax.memory import learner as on_learner
 from qarl_jax.optim import build as optimizer
 from qarl_jax.quant import resolve
-from qarl_jax.run import memory_plan
 from qarl_jax.runtime.mesh import MESH_AXES
 from qarl_jax.types import TrainBatch
 
@@ -150,7 +150,7 @@ def opt_state_of(setting: Setting, params: Any) -> Any:
 def host_bytes(setting: Setting) -> int:
     """Bytes of the optimizer state that rest on the host."""
     params = models.split(models.abstract_model(model_config(setting)))[1]
-    return memory_plan.nbytes(opt_state_of(setting, params)) if setting.offload else 0
+    return on_learner.nbytes(opt_state_of(setting, params)) if setting.offload else 0
 
 
 def planned(setting: Setting) -> dict[str, int]:
@@ -158,7 +158,7 @@ def planned(setting: Setting) -> dict[str, int]:
     graphdef, params, qweights = models.split(models.abstract_model(model_config(setting)))
     opt_state = opt_state_of(setting, params)
     mesh = AbstractMesh((1, setting.cards, 1, 1), MESH_AXES)
-    return memory_plan.update_parts(
+    return on_learner.update_parts(
         models.config_of(graphdef),
         params,
         qweights,

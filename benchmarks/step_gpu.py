@@ -21,9 +21,8 @@ means over the `--steps` after it: tokens per second of the sampler and of the s
 between sampler and learner, of all tokens of all steps how many have another log-prob in the learner, the share of
 sequences that TBPO drops (after the first update), and what the card's plan said beside the most that JAX held on each
 card (`learner_gib`) and that all processes together did (`most_used_gib`). A run that is cut short after its second
-step still says what its steps did. Every case samples with the same
-execution mode (`--execution`, as in rollout.engine), which the line names. A random policy shows every difference: its
-k3 is no trained model's.
+step still says what its steps did. `--arithmetic` is as in rollout.engine, and the line names it. A random policy shows
+every difference: its k3 is no trained model's.
 
 With `--run-dir` the run is kept in that folder and saved after every step. The same command then goes on where an
 earlier one was cut short, and its line is about all steps; one that began anew or went on is left out of the means.
@@ -46,9 +45,12 @@ import numpy as np
 
 from benchmarks import random_folder, shapes
 from benchmarks.memory_draws import finished, most_used
+from qarl_jax.memory import choose
+from qarl_jax.memory import plan as planner
+from qarl_jax.memory.learner import GIB
 from qarl_jax.metrics import phases
 from qarl_jax.observe import recorder
-from qarl_jax.run import card, config
+from qarl_jax.run import config
 from qarl_jax.types import UserError
 
 CONFIG = "configs/one_h200_8b.yaml"
@@ -80,7 +82,7 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
         "rollout.engine.max_num_seqs": args.batch,
         "rollout.engine.memory": "auto",
         "rollout.engine.transport": "auto",
-        "rollout.engine.execution": args.execution,
+        "rollout.engine.arithmetic": args.arithmetic,
         "optimizer.offload": "auto",
         "train.steps": 1 + args.steps,
         "train.prompts_per_step": prompts,
@@ -134,9 +136,9 @@ def fitting(words: list[str], size: int | None) -> list[str]:
     if size is None:
         return words
     cfg = config.load(CONFIG, words)
-    if card.fits(cfg, size):
+    if choose.fits(cfg, size):
         return words
-    advised = card.savings(cfg, size)
+    advised = choose.savings(cfg, size)
     if advised is None:
         raise UserError("this case does not fit the card, and no settings were found that do")
     return [*words, *advised]
@@ -146,11 +148,11 @@ def planned(words: list[str], size: int | None) -> dict[str, float]:
     """GiB by part of a card's plan; nothing without a card."""
     if size is None:
         return {}
-    _, plan = card.settle(config.load(CONFIG, words), size)
+    _, plan = choose.settle(config.load(CONFIG, words), size)
     assert plan is not None
     parts = {f"learner: {name}": n for name, n in plan.learner.items()} | {"JAX takes": int(plan.fraction * size)}
     parts |= {"staging": plan.staging} | {f"engine: {name}": n for name, n in plan.engine.items()}
-    return {name: round(n / card.GIB, 3) for name, n in parts.items()}
+    return {name: round(n / GIB, 3) for name, n in parts.items()}
 
 
 def unequal_tokens(records: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
@@ -176,6 +178,7 @@ def summary(run_dir: pathlib.Path) -> dict[str, Any]:
         found = [record[key] for record in steps if record.get(key) is not None]
         return float(np.mean(found)) if found else None
 
+    mismatches = run_dir / "first_mismatch.jsonl"
     named = sorted(f"time/{name}_s" for name in (*phases(steps[0]), "step"))
     return {
         "tokens_per_s": mean("time/tok_per_s"),
@@ -188,7 +191,7 @@ def summary(run_dir: pathlib.Path) -> dict[str, Any]:
         "max_abs": max(record["mismatch/max_abs"] for record in records[1:]),
         "unequal_tokens": list(unequal_tokens(records)),
         "updates": int(sum(record["train/updates"] for record in records)),
-        "first_unequal": recorder.read_lines(run_dir / "unequal.jsonl") if (run_dir / "unequal.jsonl").exists() else [],
+        "first_mismatches": recorder.read_lines(mismatches) if mismatches.exists() else [],
         "dropped": mean("later/clip/seq_dropped"),
         "model_tflops": mean("perf/model_tflops"),
         "response_tokens": mean("response/tokens"),
@@ -208,7 +211,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--response-len", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=2, help="train.micro_batch_rows")
     parser.add_argument("--steps", type=int, default=2, help="measured, after one that warms up")
-    parser.add_argument("--execution", default="auto", choices=("auto", "eager", "graphs", "compiled"))
+    parser.add_argument("--arithmetic", default="batch_invariant", choices=("batch_invariant", "vllm"))
     parser.add_argument("--deviation", type=float, default=0.02, help="of random weights")
     parser.add_argument("--limit-s", type=float, default=570.0)
     parser.add_argument("--run-dir", default="", help="a folder to keep the run in, and to go on in; empty: none")
@@ -226,19 +229,19 @@ def main(argv: list[str] | None = None) -> int:
         random_folder.make(folder, args.shapes, args.deviation, layers=args.layers, weights=False)
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = pathlib.Path(args.run_dir or f"{scratch}/run").absolute()
-        words = fitting(overrides(args, str(folder), str(run_dir)), card.card_bytes())
+        words = fitting(overrides(args, str(folder), str(run_dir)), planner.capacity())
         command = [sys.executable, "-m", "qarl_jax.train", "--config", CONFIG, *words]
         log = args.log or f"{scratch}/log"
-        plan = planned(words, card.card_bytes())
+        plan = planned(words, planner.capacity())
         with contextlib.ExitStack() as stack:
             most = [stack.enter_context(most_used(ordinal)) for ordinal in range(args.cards)]
             code = finished(command, log, args.limit_s - (time.perf_counter() - began))
         found: dict[str, Any] = {"case": args.case, "batch": args.batch, "shapes": args.shapes, "code": code}
-        found |= {"cards": args.cards, "layers": args.layers, "execution": args.execution, "planned_gib": plan}
-        found["most_used_gib"] = [used[0] / card.GIB for used in most]
+        found |= {"cards": args.cards, "layers": args.layers, "arithmetic": args.arithmetic, "planned_gib": plan}
+        found["most_used_gib"] = [used[0] / GIB for used in most]
         text = pathlib.Path(log).read_text(errors="replace")
         told = ("execution", "publishing over")
-        said = [one for one in text.splitlines() if one.startswith("card ") or any(word in one for word in told)]
+        said = [one for one in text.splitlines() if one.startswith("device ") or any(word in one for word in told)]
         found["said"] = said[-6:]
         if steps_done(run_dir) > 1:
             found |= summary(run_dir)

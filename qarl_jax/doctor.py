@@ -16,9 +16,13 @@ importing them.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import glob
 import json
+import logging
 import math
+import os
 import pathlib
 import shutil
 import subprocess
@@ -34,16 +38,23 @@ from flax import nnx
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import data, models, quant
+from qarl_jax.data.sources import files, mix
+from qarl_jax.memory import choose, learner, plan
 from qarl_jax.models.hf import weights as hf
 from qarl_jax.models.transformer import quantizable
+from qarl_jax.optim import build as optimizer
 from qarl_jax.rollout import PolicyWeights
+from qarl_jax.rollout.environments import Episodes
 from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.run import build, card, config
-from qarl_jax.run import memory_plan as plan
+from qarl_jax.rollout.vllm.config import check_length
+from qarl_jax.run import build, config
+from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
 from qarl_jax.types import Parser, UserError, entry_point
-from qarl_jax.verify import contract, layers, machine
+from qarl_jax.verify import alignment, layers, machine
 from qarl_jax.verify.machine import GIB, Check, Status, amount, check
+
+log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 60.0
 PROBE_VOCAB = 512
@@ -64,25 +75,20 @@ print(json.dumps({"python": platform.python_version(), "bridge": u.find_spec("qa
 
 
 def numerics(cfg: RunConfig | None) -> Check:
-    """The profile `quant.engine` resolves to here, and whether it is that of the sampler."""
+    """The profile `quant.engine` resolves to here, and whether learner and sampler are aligned by it."""
     engine = "auto" if cfg is None else cfg.quant.engine
     profile = (quant.resolve(engine) if cfg is None else cfg.numerics).profile
     found = f"quant.engine={engine} is {profile} here"
-    if cfg is not None and cfg.rollout.engine_name == "vllm" and profile == "plain":
-        todo = "set quant.engine=auto, so that the learner rounds where vLLM does"
-        return Check(name="numerics", status="warn", found=found + ", but vLLM samples", todo=todo)
-    if cfg is not None and isinstance(cfg.rollout.engine, vllm.Config):
-        execution = cfg.rollout.engine.execution
-        on_gpu = jax.default_backend() == "gpu"
-        mode = execution if execution != "auto" else "graphs" if on_gpu else "eager"
-        found += f", rollout.engine.execution={execution} is {mode}"
-        if mode == "compiled":
-            todo = "set rollout.engine.execution=auto: compiled kernels round otherwise than the learner does"
-            return Check(name="numerics", status="warn", found=found + ", which is not aligned", todo=todo)
-        if mode == "graphs" and not on_gpu and not cfg.rollout.engine.by_hand:
-            todo = "set rollout.engine.execution=auto: CUDA graphs need a CUDA GPU"
-            return Check(name="numerics", status="fail", found=found, todo=todo)
-    return Check(name="numerics", status="ok", found=found)
+    if cfg is None:
+        return Check(name="numerics", status="ok", found=found)
+    settings = cfg.rollout.engine
+    vllms_own = isinstance(settings, vllm.Config) and settings.arithmetic == "vllm" and not settings.endpoints
+    if vllms_own and jax.default_backend() != "gpu":
+        todo = "set rollout.engine.arithmetic=batch_invariant: vLLM's own arithmetic needs a CUDA GPU"
+        return Check(name="numerics", status="fail", found=found, todo=todo)
+    verdict = alignment.of_run(cfg)
+    todo = verdict.remedy if verdict.kind == "apart" else ""
+    return Check(name="numerics", status="warn" if todo else "ok", found=f"{found}; {verdict}", todo=todo)
 
 
 # ---- the bridge ------------------------------------------------------------------------------------------------------
@@ -112,11 +118,8 @@ def bridge(cfg: RunConfig | None) -> Iterator[Check]:
     """The interpreter that runs vLLM. It fails only for a run that samples with vLLM."""
     needed = cfg is not None and cfg.rollout.engine_name == "vllm"
     settings: Any = cfg.rollout.engine if cfg is not None and needed else None
-    if needed and settings.address:
-        yield Check(name="bridge", status="ok", found=f"started by hand, at {settings.address}")
-        return
-    if needed and settings.engine == "fake":
-        yield Check(name="bridge", status="warn", found="rollout.engine.engine=fake", todo="its samples mean nothing")
+    if needed and settings.endpoints:
+        yield Check(name="bridge", status="ok", found=f"started by hand, at {', '.join(settings.endpoints)}")
         return
     python = (settings.python if settings is not None else "") or sys.executable
     try:
@@ -160,47 +163,59 @@ def _existing_parent(path: pathlib.Path) -> pathlib.Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
-def run_folder(cfg: RunConfig | None) -> Iterator[Check]:
-    """Write permission and space where the run writes; tried in the nearest folder that exists."""
-    target = pathlib.Path("runs" if cfg is None else cfg.run_dir).absolute()
-    folder = _existing_parent(target)
+def run_folder(cfg: RunConfig | None) -> Check:
+    """Write permission where the run writes; tried in the nearest folder that exists."""
+    target = _run_dir(cfg)
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        yield Check(name="run_dir", status="ok", found=f"{target} can be written")
+        with tempfile.TemporaryFile(dir=_existing_parent(target)):
+            return Check(name="run_dir", status="ok", found=f"{target} can be written")
     except OSError as error:
-        found = f"{folder} cannot be written: {error.strerror or error}"
-        yield Check(name="run_dir", status="fail", found=found, todo="set run_dir to a folder of yours")
-    free = shutil.disk_usage(folder).free
+        found = f"{target} cannot be written: {error.strerror or error}"
+        return Check(name="run_dir", status="fail", found=found, todo="set run_dir to a folder of yours")
+
+
+def disk(cfg: RunConfig | None) -> Check:
+    """Space where the run writes. Too little for all checkpoints is a warning, too little for one a failure."""
+    free, needed = shutil.disk_usage(_existing_parent(_run_dir(cfg))).free, 0
     wanted, why = GIB, "a run takes about 1 GiB"
     if cfg is not None:
-        try:
-            saved = plan.parts(cfg)["masters"] + plan.nbytes(plan.optimizer_states(cfg)["optimizer"][0])
-        except UserError:
-            saved = 0  # told by the check of the model
+        with contextlib.suppress(UserError):  # told by the check of the model
+            model = models.read_config(cfg.model.path, param_dtype=cfg.model.param_dtype)
+            params = models.split(models.abstract_model(model))[1]
+            state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
+            needed = learner.nbytes(params) + learner.nbytes(state)
         kept = cfg.checkpoint.keep or cfg.train.steps // max(1, cfg.checkpoint.every)
         # One more than is kept: the new step is whole before the oldest goes.
-        wanted = (kept + 1) * saved + GIB / 4
-        why = f"{kept} checkpoints and one being written take {amount(wanted)}"
-    yield check("disk", free >= wanted, f"{amount(free)} free", f"free some space: {why}", "warn")
+        missing = max(0, kept - len(Checkpoints(_run_dir(cfg) / "checkpoints").steps())) + 1
+        wanted = missing * needed + GIB / 4
+        why = f"{kept} checkpoints and one being written take {amount(wanted)} more"
+    fails = cfg is not None and (cfg.checkpoint.every or cfg.checkpoint.at_end) and free < needed
+    return check("disk", free >= wanted, f"{amount(free)} free", f"free some space: {why}", "fail" if fails else "warn")
+
+
+def _run_dir(cfg: RunConfig | None) -> pathlib.Path:
+    return pathlib.Path("runs" if cfg is None else cfg.run_dir).absolute()
 
 
 # ---- what a config asks for ------------------------------------------------------------------------------------------
 
 
 def model_folder(cfg: RunConfig) -> Check:
-    """config.json and the headers of the safetensors files: every tensor there, none left over."""
+    """config.json and the headers of the safetensors files: every tensor there in its shape, none left over."""
     try:
-        checkpoint = hf.Checkpoint(cfg.model.path)
         model = models.read_config(cfg.model.path)
-        hf.check_names(model, set(checkpoint), cfg.model.path)
-        _, params, _ = models.split(models.abstract_model(model))
+        if cfg.model.init == "pretrained":
+            hf.check_weights(cfg.model.path, model)
+        if cfg.critic is not None and cfg.critic.path is not None:
+            hf.check_weights(cfg.critic.path, models.read_config(cfg.critic.path))
+        if isinstance(cfg.rollout.engine, vllm.Config):
+            check_length(cfg.rollout.engine, model.max_position_embeddings)
     except UserError as error:
         todo = "give model.path a Hugging Face folder; some configs name in their header the command that makes it"
         return Check(name="model", status="fail", found=str(error), todo=todo)
-    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(models.split(models.abstract_model(model))[1]))
     found = f"{cfg.model.path}: {model.architecture}, {count / 1e6:,.1f} M parameters"
-    longest = cfg.data.max_prompt_len + cfg.rollout.max_response_len
+    longest = cfg.data.prompt_limit + cfg.rollout.max_response_len
     return check(
         "model",
         longest <= model.max_position_embeddings,
@@ -226,6 +241,29 @@ def tokenizer(cfg: RunConfig) -> Check:
         f"{len(loaded)} entries (model: {vocab}), end token(s) {', '.join(map(str, stop)) or 'none'}",
         "this tokenizer is not the model's, or names no end token",
     )
+
+
+def data_files(cfg: RunConfig) -> Check:
+    """The files that prompts come from; their rows are looked at when they are read."""
+    sources = [each.source for each in (cfg.data, cfg.eval.data) if each is not None]
+    parts = [part for one in sources for part in (one.parts.values() if isinstance(one, mix.Config) else [one])]
+    paths = [part.path for part in parts if isinstance(part, files.Jsonl)]
+    missing = [path for path in paths if not (os.path.exists(path) or glob.glob(path))]
+    found = f"{', '.join(missing)}: no such file" if missing else ", ".join(paths) or "made by a program"
+    return check("data", not missing, found, "see data.source.path; `make data` downloads those of configs/")
+
+
+def rewards(cfg: RunConfig) -> Iterator[Check]:
+    """Programs of the user's: a reward, an environment. They are started, and called with nothing."""
+    starts: dict[str, Callable[[], Any]] = {"reward": lambda: build.make_grader(cfg)}
+    if (environment := cfg.rollout.environment) is not None:
+        starts["environment"] = lambda: Episodes(environment)
+    for name, start in starts.items():
+        try:
+            start().close()
+            yield Check(name=name, status="ok", found="it starts")
+        except UserError as error:
+            yield Check(name=name, status="fail", found=str(error), todo="mend it, and start again")
 
 
 def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
@@ -275,28 +313,24 @@ def mesh(cfg: RunConfig) -> Check:
 
 
 def memory_plan(cfg: RunConfig) -> Check:
-    """What one update holds, beside what there is; on a GPU what learner and engine hold of the card together."""
-    if whole := card.card_bytes():
+    """Compares the bytes of the fullest moment with the device, or with the host's memory on a CPU."""
+    size = plan.capacity()
+    if size is not None:
         try:
-            _, made = card.settle(cfg, whole)
+            _, made = choose.settle(cfg, size)
         except UserError as error:
             said, _, todo = str(error).partition(". ")
             return Check(name="memory plan", status="fail", found=said, todo=todo)
         assert made is not None
         return Check(name="memory plan", status="ok", found="; ".join(line.strip() for line in made.lines()))
-    sizes = plan.parts(cfg)
-    total = sum(sizes.values())
-    found = f"{amount(total)}: " + ", ".join(f"{name} {amount(size)}" for name, size in sizes.items())
-    per_device = machine.device_memory_bytes()
-    if per_device:
-        held = sum(plan.parts(cfg, per_device=True).values())
-        found, have = f"{found}; {amount(held)} of {amount(per_device)} on each device", per_device
-    else:
-        held, have = total, machine.host_memory_bytes() or total
-        found = f"{found}; of {amount(have)} available"
+    sizes = learner.parts(cfg)
+    held = sum(sizes.values())
+    have = machine.host_memory_bytes() or held
+    found = f"{amount(held)}: " + ", ".join(f"{name} {amount(size)}" for name, size in sizes.items())
     todo = "lower train.micro_batch_rows or train.logprob_chunk, set model.remat=full, or raise mesh.fsdp"
     # The plan leaves out compiled programs and fragmentation.
-    return check("memory plan", held <= 0.8 * have, found, todo, "warn" if held <= have else "fail")
+    status: Status = "warn" if held <= have else "fail"
+    return check("memory plan", held <= 0.8 * have, f"{found}; of {amount(have)} available", todo, status)
 
 
 def one_layer(cfg: RunConfig) -> PolicyWeights:
@@ -337,8 +371,9 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
     weights = one_layer(cfg)
     model = models.config_of(weights.graphdef)
     aligned = cfg.quant.rollout_scheme == cfg.quant.forward
+    compiles = settings.arithmetic == "vllm" and not settings.eager
     engine = vllm.VllmEngine(
-        dataclasses.replace(settings, record_routing=model.moe is not None and settings.execution != "compiled"),
+        dataclasses.replace(settings, record_routing=model.moe is not None and not compiles),
         run_id="doctor",
         log=lambda line: None,
     )
@@ -358,18 +393,18 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
         )
         if model.numerics.profile == "plain" or facts.execution == "compiled":
             return  # the learner mirrors no engine, or the engine calls no module by itself
-        exact = not contract.left_out(
-            cfg.quant.forward, model.numerics, attention=cfg.model.attention, int4_kernel=settings.int4_kernel
-        )
+        # The layer has the sampler's scheme, so that of the learner is no matter here.
+        one_scheme = dataclasses.replace(cfg, quant=dataclasses.replace(cfg.quant, forward=cfg.quant.rollout_scheme))
+        verdict = alignment.of_run(one_scheme, facts)
         for what, names, linear in (
             ("live layers", layers.linear_names(model), True),
             ("live blocks", layers.block_names(model), False),
         ):
             if names:
                 compared = layers.compare(weights, engine.probe(PROBE_PROMPT, names), linear)
-                good, found = layers.judge(compared, cfg.quant.rollout_scheme, linear, exact)
+                good, found = layers.judge(compared, verdict.is_aligned)
                 todo = f"the learner computes otherwise than this build: take another scheme, {report}"
-                yield check(what, good, found, todo, "fail" if aligned else "warn")
+                yield check(what, good is not False, found, todo, "fail" if aligned else "warn")
     except vllm.BrokenPromiseError as error:
         facts = engine.facts
         build_ = "" if facts is None else f"{facts.engine} {facts.engine_version}, build {facts.isa}: "
@@ -382,12 +417,36 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
         engine.close()
 
 
-def with_config(cfg: RunConfig) -> Iterator[Check]:
-    """Everything only a config can tell."""
-    folder = model_folder(cfg)
-    yield folder
+def before_a_run(cfg: RunConfig) -> Iterator[Check]:
+    """What keeps a run from starting, as far as seconds can tell it, from cheap to dear. JAX is asked for no device."""
+    yield (folder := run_folder(cfg))
+    yield data_files(cfg)
+    yield (model := model_folder(cfg))
     if folder.status != "fail":
+        yield disk(cfg)
+    if model.status != "fail":
+        yield from bridge(cfg)
         yield tokenizer(cfg)
+
+
+def ask(cfg: RunConfig) -> None:
+    """What a run does before anything is started or compiled: warns of what `before_a_run` finds, or refuses it.
+
+    Raises:
+      UserError: a check failed.
+    """
+    for line in before_a_run(cfg):
+        told = f"{line.name}: {line.found.rstrip('.')}. {line.todo[:1].upper()}{line.todo[1:]}."
+        if line.status == "fail":
+            raise UserError(told)
+        if line.status == "warn":
+            log.warning("%s", told)
+
+
+def with_config(cfg: RunConfig) -> Iterator[Check]:
+    """What takes longer, or the devices."""
+    yield from rewards(cfg)
+    if model_folder(cfg).status != "fail":
         weights = list(quantized_weights(cfg))
         yield from weights
         layout = mesh(cfg)
@@ -399,7 +458,7 @@ def with_config(cfg: RunConfig) -> Iterator[Check]:
 def _can_be_probed(cfg: RunConfig) -> bool:
     """Whether the run starts a vLLM of its own; one started by hand has its model already."""
     engine = cfg.rollout.engine
-    return isinstance(engine, vllm.Config) and engine.engine == "vllm" and not engine.by_hand
+    return isinstance(engine, vllm.Config) and engine.engine == "vllm" and not engine.endpoints
 
 
 def examine(
@@ -427,9 +486,13 @@ def _machine_and_config(cfg: RunConfig | None) -> Iterator[Check]:
         yield line
     if computes:
         yield numerics(cfg)
-    yield from bridge(cfg)
-    yield from run_folder(cfg)
-    if cfg is not None and computes:
+    if cfg is None:
+        yield from bridge(None)
+        yield run_folder(None)
+        yield disk(None)
+        return
+    yield from before_a_run(cfg)
+    if computes:
         yield from with_config(cfg)
 
 

@@ -3,7 +3,7 @@
 """`python -m qarl_jax.plot RUN [RUN ...] [--out DIR]`: curves of one or more runs from their metrics.jsonl.
 
 Writes <out>/curves.png, <out>/report.html, and where runs recorded histograms or tokens <out>/ratios.png and
-<out>/probabilities.png.
+<out>/probabilities.png. <out> is the run's folder, and for several runs figures/.
 
 Curves: one panel per question a run raises (does it learn, how long does it answer, does it still
 explore, how far are learner and sampler apart, how much does the loss clip, is training steady), one colour per run.
@@ -19,7 +19,7 @@ lie by their probability before and after the updates of a step, and the ratio o
 The report (`html_report.py`) is for a browser: the curves once more, and samples whose tokens are shaded by ratio,
 weight and probability, with what the loss dropped marked.
 
-Needs matplotlib (`pip install qarl-jax[plot]`).
+The figures need matplotlib (`pip install qarl-jax[plot]`); the report is written without it, too.
 """
 
 from __future__ import annotations
@@ -228,21 +228,25 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def _panels(runs: Sequence[Run], extra: Sequence[str]) -> list[Panel]:
-    """Those in which not everything is zero, and those of the metrics that were asked for."""
+    """Picks the panels with a nonzero value, and the panels of the metrics that were asked for."""
     asked = [Panel(metric, {metric: ""}) for metric in extra]
     return [panel for panel in PANELS if any(panel.values(runs))] + [panel for panel in asked if panel.values(runs)]
+
+
+class NoMatplotlibError(UserError):
+    """Figures cannot be drawn here."""
 
 
 def _blank(width: float, height: float) -> Any:
     """A figure of so many inches.
 
     Raises:
-      UserError: matplotlib is missing.
+      NoMatplotlibError: matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("Plots need matplotlib: pip install qarl-jax[plot].") from None
+        raise NoMatplotlibError("Plots need matplotlib: pip install qarl-jax[plot].") from None
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -465,7 +469,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m qarl_jax.plot", description="Curves of runs, side by side.")
     parser.add_argument("runs", nargs="+", help="run directories")
-    parser.add_argument("--out", default="figures", help="directory for figures and report (default: figures)")
+    parser.add_argument("--out", help="directory for figures and report (default: the run's; of several runs, figures)")
     parser.add_argument("--window", type=int, default=5, help="steps of the running mean (default: 5)")
     parser.add_argument("--metric", action="append", default=[], help="one more metric to show; may be repeated")
     parser.add_argument(
@@ -477,15 +481,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.report_steps < 0:
         raise UserError(f"--report-steps must be 0 or more, got {args.report_steps}.")
     runs = load_runs(args.runs)
-    figures = {"curves.png": figure(runs, window=args.window, extra=args.metric)}
-    counts = {run.name: load_histograms(path) for run, path in zip(runs, args.runs, strict=True)}
-    if any(counts.values()):
-        figures["ratios.png"] = ratio_figure(counts)
-    tokens = {run.name: load_tokens(path) for run, path in zip(runs, args.runs, strict=True)}
-    if any(tokens.values()):
-        figures["probabilities.png"] = probability_figure(tokens)
+    out = Path(args.out or (folder_of(args.runs[0]) if len(args.runs) == 1 else "figures"))
+    figures = {}
+    try:
+        figures["curves.png"] = figure(runs, window=args.window, extra=args.metric)
+        counts = {run.name: load_histograms(path) for run, path in zip(runs, args.runs, strict=True)}
+        if any(counts.values()):
+            figures["ratios.png"] = ratio_figure(counts)
+        tokens = {run.name: load_tokens(path) for run, path in zip(runs, args.runs, strict=True)}
+        if any(tokens.values()):
+            figures["probabilities.png"] = probability_figure(tokens)
+    except NoMatplotlibError as missing:
+        print(f"the report alone: {missing}", file=sys.stderr)
     for name, fig in figures.items():
-        target = Path(args.out) / name
+        target = out / name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             fig.savefig(target, dpi=150)
@@ -493,9 +502,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"Cannot write {target}: {error.strerror or error}.") from None
     names = {run.name: path for run, path in zip(runs, args.runs, strict=True)}
     page = html_report.render(names, charts(runs, window=args.window, extra=args.metric), steps=args.report_steps)
-    html_report.write(Path(args.out) / "report.html", page)
+    html_report.write(out / "report.html", page)
     for name in [*figures, "report.html"]:
-        print(Path(args.out) / name)
+        print(out / name)
     return 0
 
 

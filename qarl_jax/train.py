@@ -27,21 +27,24 @@ from typing import Any
 
 import jax
 
-from qarl_jax.loop import step_metrics
+from qarl_jax import doctor
+from qarl_jax.loop import resume, step_metrics
 from qarl_jax.loop.setup import Run
 from qarl_jax.loop.updates import advantages_of
+from qarl_jax.memory import choose, plan
 from qarl_jax.observe import flops, recorder
 from qarl_jax.observe.token_trace import Follower
-from qarl_jax.run import card, config, memory_plan
+from qarl_jax.run import config
 from qarl_jax.run.config import RunConfig
+from qarl_jax.run.prompts import Prompts, open_prompts
 from qarl_jax.runtime import compilation, processes
-from qarl_jax.types import Parser, entry_point
+from qarl_jax.types import Parser, UserError, entry_point
 
 
-def run(cfg: RunConfig) -> None:
+def run(cfg: RunConfig, prompts: Prompts) -> None:
     """One run, from its last checkpoint or from the start, to `train.steps`, an interrupt or an error."""
     with contextlib.ExitStack() as stack:
-        run = Run(cfg, stack)
+        run = Run(cfg, prompts, stack)
         observer, checkpoints, timer = run.observer, run.checkpoints, run.timer
         recompiles, peak_flops = compilation.Recompiles(), flops.of_devices(run.mesh.devices.flat)
 
@@ -53,17 +56,17 @@ def run(cfg: RunConfig) -> None:
                 recompiles.take()  # a process's first step warms up
             with profiled(cfg, step):
                 # ---- sample and grade: nothing has changed yet, so an interrupt drops the step -----------------------
-                run.score_early(step)
-                collected = run.collector.collect(step)
+                collected = run.updates.arriving(run.collector.stream(step), run.state, step)
                 if run.interrupt.agreed():
-                    run.save(step)
+                    if step > run.start:
+                        run.save(step)
                     return run.end_interrupted(step)
                 run.collector.keep()
                 if step == run.start:
                     run.programs_are_ready()
 
                 # ---- learn, publish ----------------------------------------------------------------------------------
-                groups, advantages = advantages_of(cfg, collected.groups, step)
+                groups, advantages = advantages_of(cfg, collected.groups)
                 follow = Follower(
                     recorder.picks(groups, cfg.log.samples_per_step),
                     run.learner.loss_fn,
@@ -74,12 +77,14 @@ def run(cfg: RunConfig) -> None:
                 with timer("publish"):
                     published = run.publisher.publish(run.state, done)
                 with timer("metrics"):  # what is left to read of them
-                    learned, histograms = learning()
+                    learned = learning.result()
+                if step == run.start:
+                    run.begin_record()
 
             # ---- record and save -------------------------------------------------------------------------------------
             relative = advantages if cfg.critic is None else None
             record = step_metrics.rollout_metrics(collected.sampled, collected.parts, relative) | collected.metrics
-            record |= learned | published | (run.begun if step == run.start else {})
+            record |= learned.metrics | published | (run.begun if step == run.start else {})
             if (cfg.eval.every and done % cfg.eval.every == 0 and not last) or (last and cfg.eval.at_end):
                 with timer("eval"), recompiles.paused():
                     record |= run.evaluate(done)
@@ -91,8 +96,8 @@ def run(cfg: RunConfig) -> None:
                 speed = step_metrics.speed(record, timer.take(), run.mesh.devices.size, peak_flops)
                 observer.log(step, record | speed)
                 observer.samples(step, collected.groups, traces, run.tokenizer)
-                observer.histograms(step, histograms)
-            run.remark(step, record)
+                observer.histograms(step, learned.histograms)
+            run.remark(step, record, learned.first_mismatch)
             stopping = run.interrupt.agreed()
             if checkpoints.should_save(done) or (last and cfg.checkpoint.at_end) or stopping:
                 with recompiles.paused():
@@ -117,29 +122,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file (see configs/)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plans, then stop")
     parser.add_argument("--card-gb", type=float, help="with --dry-run: plan for a card of that many GiB")
-    parser.add_argument("--cards", type=int, help="with --dry-run: plan for so many cards, where the mesh asks for all")
+    parser.add_argument("--cards", type=int, help="with --dry-run: plan for so many cards (all of mesh.fsdp=-1)")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides)
     if args.dry_run and args.cards is not None:
         cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(args.cards))
+        if (needed := cfg.mesh.size) > args.cards:
+            raise UserError(f"--cards {args.cards}: the mesh has {needed} devices; set mesh.fsdp=-1 to take all cards.")
     if not args.dry_run:
         processes.start(cfg.distributed)  # before anything asks JAX for its devices
-    found = card.card_bytes() if args.card_gb is None else int(args.card_gb * 2**30)
-    cfg, shared = card.settle(cfg, found)  # a run that does not fit ends here
-    if shared is not None and not args.dry_run:
-        shared.keep()
-    if cfg.model.remat == "auto":  # only then: a dry run of any other config leaves the device alone
-        cfg = memory_plan.with_remat(cfg, memory_plan.device_bytes(cfg))
+    size = plan.capacity() if args.card_gb is None else int(args.card_gb * 2**30)
+    if not args.dry_run and (said := processes.from_first(lambda: resume.finished(cfg, on_gpu=size is not None))):
+        if processes.is_first():
+            print(said)
+        return 0
+    try:
+        cfg, prompts = open_prompts(cfg)  # first: it is cheap, can refuse, and sizes the rows
+        lines = prompts.lines
+    except UserError as error:
+        if not args.dry_run:
+            raise
+        lines = [("prompts", f"cannot be read: {error}"), ("evaluation", cfg.eval.words())]
+    if not args.dry_run:
+        doctor.ask(cfg)
+    cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
+    if made is not None and not args.dry_run:
+        made.keep()
     if args.dry_run:
         print(config.to_yaml(cfg))
     if args.dry_run or processes.is_first():
-        print(config.describe(cfg))
-        print("\n".join(shared.lines() if shared is not None else ()), end="\n" * (shared is not None))
+        print(config.describe(cfg, lines))
+        print("\n".join(made.lines() if made is not None else ()), end="\n" * (made is not None))
     if args.dry_run:
-        print(memory_plan.describe(cfg, card_planned=shared is not None))
+        print(plan.describe(cfg))
         return 0
-    run(cfg)
+    run(cfg, prompts)
     return 0
 
 

@@ -122,7 +122,7 @@ class RolloutGroup:
       prompt: the prompt.
       completions: the sampled responses.
       rewards: [len(completions)] float32.
-      texts: decoded responses, special tokens stripped.
+      texts: decoded responses, as rewards see them.
     """
 
     prompt: Prompt
@@ -166,7 +166,7 @@ class TrainBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """What every objective sees (DESIGN: one signature).
+    """The inputs of every objective.
 
     Values outside `loss_mask` may be anything, NaN included; they never reach a sum or a gradient.
 

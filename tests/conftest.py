@@ -108,7 +108,7 @@ COMPILED_AS_A_RUN = (
     "numerics",
     "optim/test_by_stack.py",
     "parity",
-    "run/test_memory_plan.py",
+    "memory/test_learner.py",
     "runtime/test_collectives.py",
     "runtime/test_compilation.py",
     "verify",

@@ -79,9 +79,7 @@ def test_products_and_layers_are_timed_at_every_shape(capsys):
     lines = printed(capsys)
     assert {line["layer"] for line in lines} == {"q", "kv", "up", "down"}
     assert {line["kind"] for line in lines} >= {"bf16", "int8", "int8_kn", "fp8", "dot/bf16", "dot/w8a8", "dot/w4a16"}
-    refused = [line for line in lines if "refused" in line]
-    assert {(line["layer"], line["kind"]) for line in refused} == {("kv", "dot/w4a8_fp8")}  # N = 64
-    assert all(line["tflops"] > 0 for line in lines if line not in refused)
+    assert all(line["tflops"] > 0 for line in lines)
 
 
 @pytest.mark.slow
@@ -107,7 +105,7 @@ def test_whole_steps_are_run_through_the_live_engine(capsys, tmp_path):
     assert line["tokens_per_s"] * line["seconds"]["step"] == pytest.approx(line["response_tokens"])
     assert line["k3"] == 0
     assert line["unequal_tokens"][0] == 0 < line["unequal_tokens"][1]
-    assert (line["updates"], line["first_unequal"]) == (4, [])
+    assert (line["updates"], line["first_mismatches"]) == (4, [])
     assert any("execution eager" in said for said in line["said"])
 
 
@@ -143,11 +141,11 @@ def test_a_step_that_a_process_began_with_counts_for_no_mean(tmp_path):
 def test_the_contracts_price_is_the_ratio_of_two_live_engines(capsys):
     pytest.importorskip("vllm")
     sizes = ["--shapes", "tiny", "--schemes", "w8a8", "--sequences", "2", "4", "--response-len", "8"]
-    assert engine_price.main([*sizes, "--execution", "eager"]) == 0
+    assert engine_price.main(sizes) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [line["sequences"] for line in lines] == [2, 4]
     for line in lines:
-        assert line["ratio"] == pytest.approx(line["contract_tok_per_s"] / line["vllm_tok_per_s"], rel=0.1)
+        assert line["ratio"] == pytest.approx(line["batch_invariant_tok_per_s"] / line["vllm_tok_per_s"], rel=0.1)
 
 
 def test_a_random_folder_is_a_model_whose_matrices_are_as_wide_as_asked(tmp_path):

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tomllib
 import typing
+from dataclasses import is_dataclass
 from xml.etree import ElementTree
 
 import pytest
@@ -26,7 +27,7 @@ from qarl_jax import data, loss, metrics, quant, rewards, rollout, sft
 from qarl_jax.models import MODELS
 from qarl_jax.rewards import extract
 from qarl_jax.run import config
-from qarl_jax.typed_config import load
+from qarl_jax.typed_config import annotations, load
 from tests.reference import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -37,11 +38,14 @@ GUIDE = "".join((ROOT / page).read_text() for page in PAGES)
 EXPERIMENT = ("experiments/alignment/README.md", "experiments/alignment/PLAN.md")
 GENERATED = ("docs/algorithms.md", "docs/results.md", "docs/appendix/results.md")
 SITE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
-WRITTEN = sorted({*EXPERIMENT, *PAGES, "bridge/README.md", *SITE} - {*GENERATED})
-DOCUMENTS = sorted({*WRITTEN, *GENERATED})
+# A day of the log names what the tree held on that day.
+LOG = [page for page in SITE if re.search(r"log/\d", page)]
+WRITTEN = sorted({*EXPERIMENT, *PAGES, "bridge/README.md", *SITE} - {*GENERATED, *LOG})
+DOCUMENTS = sorted({*WRITTEN, *GENERATED, *LOG})
+PRESENT = [page for page in WRITTEN if not page.startswith("docs/log/")]  # the log states its day
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 VERBS = sorted({*re.findall(r"python -m qarl_jax\.(\w+)", "".join((ROOT / d).read_text() for d in DOCUMENTS))})
-FOLDERS = ("qarl_jax", "bridge", "configs", "tests", "docs", "examples", "benchmarks", "experiments")
+FOLDERS = ("qarl_jax", "assets", "bridge", "configs", "tests", "docs", "examples", "benchmarks", "experiments")
 
 
 def text_of(document):
@@ -81,7 +85,7 @@ def test_the_readme_names_all_that_may_differ_after_a_resume():
         assert f"`{prefix}*`" in paragraph
 
 
-@pytest.mark.parametrize("document", WRITTEN)
+@pytest.mark.parametrize("document", PRESENT)
 def test_every_file_named_in_the_text_exists(document):
     paths = {span for span in code_spans(text_of(document)) if span.split("/")[0] in FOLDERS and "/" in span}
     paths = {path.split(":")[0].split("::")[0] for path in paths if "<" not in path and " " not in path}
@@ -89,14 +93,14 @@ def test_every_file_named_in_the_text_exists(document):
     assert not [path for path in sorted(paths) if not (ROOT / path).exists()]
 
 
-@pytest.mark.parametrize("document", WRITTEN)
+@pytest.mark.parametrize("document", PRESENT)
 def test_every_test_named_in_the_text_exists(document):
     named = {span for span in code_spans(text_of(document)) if re.fullmatch(r"test_\w+", span)}
     written = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
     assert not [name for name in sorted(named) if f"def {name}(" not in written]
 
 
-@pytest.mark.parametrize("document", WRITTEN)
+@pytest.mark.parametrize("document", PRESENT)
 def test_every_setting_named_in_the_text_exists(document):
     known = set(load.dotted_keys(config.RunConfig))
     sections = {key.split(".")[0] for key in known if "." in key}
@@ -107,6 +111,24 @@ def test_every_setting_named_in_the_text_exists(document):
     assert not [
         name for name in sorted(named) if name not in known and not any(k.startswith(f"{name}.") for k in known)
     ]
+
+
+def sections(cls):
+    """The dataclasses that a config of type `cls` is made of."""
+    for hint in annotations.field_types(cls).values():
+        items = [part for part in typing.get_args(hint) if isinstance(part, type)]  # of a tuple
+        for nested, _ in (found for part in (hint, *items) for found in annotations.nested(part)):
+            if nested is not cls:
+                yield from (nested, *sections(nested))
+
+
+def test_every_option_of_a_run_is_on_a_page():
+    page, losses = text_of("docs/options.md"), text_of("docs/algorithms.md")
+    for cls in {*sections(config.RunConfig)}:
+        pages = losses if cls.__module__.startswith("qarl_jax.loss.") else "".join(b.__doc__ or "" for b in cls.__mro__)
+        assert not [name for name in annotations.field_types(cls) if not re.search(rf"\b{name}\b", pages)], cls
+        listed = [f"::: {base.__module__}.{base.__qualname__}\n" in page for base in cls.__mro__ if is_dataclass(base)]
+        assert all(listed) or pages is losses, cls
 
 
 def test_every_metric_named_in_the_readme_is_logged():
@@ -125,7 +147,7 @@ def test_every_make_target_named_exists():
 
 
 def test_every_verb_has_a_main_and_is_in_the_readme():
-    verbs = {path.stem for path in (ROOT / "qarl_jax").glob("*.py") if "__main__" in path.read_text()}
+    verbs = {path.stem for path in (ROOT / "qarl_jax").glob("[a-z]*.py") if "__main__" in path.read_text()}
     assert {"train", "sft", "evaluate", "export", "plot", "doctor"} <= verbs
     assert not [verb for verb in sorted(verbs) if f"python -m qarl_jax.{verb}" not in GUIDE]
 
@@ -195,7 +217,7 @@ def test_every_extra_named_exists(document):
 
 def test_the_tree_names_every_package_and_verb_and_nothing_else():
     tree = next(block for block in blocks(README, "") if block.startswith("qarl_jax/"))
-    verbs = [path.name for path in (ROOT / "qarl_jax").glob("*.py") if "__main__" in path.read_text()]
+    verbs = [path.name for path in (ROOT / "qarl_jax").glob("[a-z]*.py") if "__main__" in path.read_text()]
     packages = [f"{path.parent.name}/" for path in (ROOT / "qarl_jax").glob("*/__init__.py")]
     assert not [name for name in sorted(verbs + packages) if name not in tree]
     named = re.findall(r"\b([a-z_]+\.py)\b", tree)
@@ -301,7 +323,6 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     space = {
         "__name__": "__main__",
         "CONFIG": file,
-        "BASE_CONFIG": "unused.yaml",
         "OVERRIDES": [],
         "SCHEMES": ("w8a8", "w4a16:g32"),
         "STEPS": 3,
@@ -368,8 +389,7 @@ def test_every_page_is_in_the_navigation_once():
 
 def test_every_page_that_the_index_lists_is_there_and_none_is_left_out():
     named = set(re.findall(r"\]\(([\w/-]+\.md)\)", text_of("docs/index.md")))
-    dated = {page for page in SITE if re.search(r"log/\d", page)}
-    assert {f"docs/{page}" for page in named} == {*SITE} - dated - {"docs/index.md"} - {
+    assert {f"docs/{page}" for page in named} == {*SITE} - {*LOG} - {"docs/index.md"} - {
         page for page in SITE if page.startswith("docs/appendix/")
     }
 
@@ -385,7 +405,7 @@ def test_every_heading_that_a_link_names_is_there(document):
         assert anchor in {slug(heading) for heading in headings}, (target, anchor)
 
 
-@pytest.mark.parametrize("day", [page for page in SITE if re.search(r"log/\d", page)])
+@pytest.mark.parametrize("day", LOG)
 def test_a_page_of_the_log_is_a_day_that_the_index_names(day):
     date = pathlib.Path(day).stem
     assert text_of(day).startswith(f"# {date}\n")

@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 
@@ -11,12 +12,13 @@ import jax
 import numpy as np
 import pytest
 from qarl_bridge.protocol.messages import BridgeError
+from safetensors.numpy import load_file, save_file
 
-from qarl_jax import doctor, models, quant
+from qarl_jax import doctor, models, quant, train
+from qarl_jax.memory import learner, plan
 from qarl_jax.quant.contractions import Dense
 from qarl_jax.rollout.embedded import engine as jax_sampler
 from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.run import memory_plan
 from qarl_jax.types import UserError
 from qarl_jax.verify import machine
 from tests.reference import tiny
@@ -71,6 +73,13 @@ def test_lines_end_in_a_count(world, capsys):
         ("quant.forward=w4a16:g48", "quantized", "model.layers.{0..1}.self_attn"),
         ("rollout.engine={name: vllm, python: /no/such/python}", "bridge", "/no/such/python"),
         ("run_dir=/proc/run", "run_dir", "/proc"),
+        ("data.source.path=/no/such.jsonl", "data", "/no/such.jsonl: no such file"),
+        (
+            "reward.options={bonus: 1}",
+            "reward",
+            "is called with (text, answer, meta, bonus=...) and takes (text",
+        ),
+        ("rollout.environment={name: custom, path: 'json:JSONDecoder'}", "environment", "has no method 'reset'"),
     ],
 )
 def test_what_would_stop_a_run_fails_and_is_named(world, capsys, override, name, says):
@@ -79,6 +88,69 @@ def test_what_would_stop_a_run_fails_and_is_named(world, capsys, override, name,
     failed = {key for key, line in lines.items() if line["status"] == "fail"}
     assert failed == {name}
     assert says in lines[name]["found"]
+
+
+def starve(world, monkeypatch):
+    usage = shutil.disk_usage(world.folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+
+
+def drop_a_tensor(world, monkeypatch):
+    tensors = load_file(world.model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, world.model / "model.safetensors")
+
+
+def reshape_a_tensor(world, monkeypatch):
+    tensors = load_file(world.model / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
+    save_file(tensors, world.model / "model.safetensors")
+
+
+def shrink_the_vocabulary(world, monkeypatch):
+    file = world.model / "tokenizer.json"
+    values = json.loads(file.read_text())
+    values["model"]["vocab"]["Z"] = 30
+    file.write_text(json.dumps(values))
+
+
+VLLM = "rollout.engine={name: vllm, max_model_len: %d, python: %s}"
+TOLD_FIRST = {
+    "data": ("data.source.path=/no/such.jsonl", None, "/no/such.jsonl: cannot read the data set: no such file"),
+    "no weights": ("", lambda world, patch: (world.model / "model.safetensors").unlink(), "no weights there"),
+    "a tensor is missing": ("", drop_a_tensor, "model.norm.weight"),
+    "a tensor of another shape": ("", reshape_a_tensor, "has shape (63,), but config.json asks for (64,)"),
+    "tokenizer": ("", shrink_the_vocabulary, "31 entries (model: 30)"),
+    "positions": (VLLM % (129, sys.executable), None, "max_model_len=129 is more than the model's 128 positions"),
+    "no vLLM": (VLLM % (128, "/nowhere/python"), None, "/nowhere/python cannot be asked for its packages"),
+    "run_dir": ("run_dir=/proc/run", None, "Set run_dir to a folder of yours"),
+    "disk": ("", starve, "0 MiB free. Free some space: 2 checkpoints and one being written take"),
+}
+
+
+@pytest.mark.parametrize("case", TOLD_FIRST)
+def test_a_run_is_told_what_keeps_it_from_starting_before_anything_is_made(tmp_path, monkeypatch, capsys, case):
+    override, spoil, says = TOLD_FIRST[case]
+    world = tiny.World(tmp_path)
+    if spoil is not None:
+        spoil(world, monkeypatch)
+    monkeypatch.setattr(train, "run", lambda cfg: pytest.fail("begun"))
+    assert train.main(world.command(*filter(None, [override]))) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1
+    assert says in told
+    assert not world.run_dir.exists()
+
+
+def test_a_run_of_fresh_masters_needs_no_weights(world):
+    fresh = world.changed(model=world.tree["model"] | {"init": "random"}).config
+    (world.model / "model.safetensors").rename(world.folder / "aside")
+    try:
+        assert doctor.model_folder(fresh).status == "ok"
+        assert doctor.model_folder(world.config).status == "fail"
+    finally:
+        (world.folder / "aside").rename(world.model / "model.safetensors")
 
 
 def test_a_bad_config_is_one_sentence(world, capsys):
@@ -96,10 +168,17 @@ def test_learner_and_sampler_schemes_are_told_apart(world):
 
 
 def test_a_learner_that_does_not_mirror_vllm_is_a_warning(world):
-    cfg = world.changed(rollout={"engine": {"name": "vllm"}}).config
-    assert doctor.numerics(cfg).status == "warn"
-    mirrored = world.changed(rollout={"engine": {"name": "vllm"}}, quant={"engine": "auto"}).config
-    assert doctor.numerics(mirrored).status == "ok"
+    def line(**changed):
+        vllm = world.changed(rollout={"engine": {"name": "vllm"}}, model={"dtype": "bfloat16"})
+        found = doctor.numerics(vllm.changed(**changed).config)
+        return found.status, found.todo
+
+    assert line() == ("warn", "set quant.engine=auto")
+    assert line(quant={"engine": "auto"}) == ("ok", "")
+    assert line(quant={"engine": "auto", "rollout": "w8a8"}) == ("ok", ""), "two schemes by intent"
+    status, todo = line(rollout={"engine": {"name": "vllm", "arithmetic": "vllm"}}, quant={"engine": "auto"})
+    assert status == "fail", "here is no GPU"
+    assert todo.startswith("set rollout.engine.arithmetic=batch_invariant")
 
 
 @pytest.fixture
@@ -147,7 +226,11 @@ def test_the_engine_is_started_for_a_run_that_starts_it_and_where_nothing_has_fa
     assert "thirty seconds" in told[0]
     assert list(doctor.examine(vllm_config, probes=False)) == []
     assert list(doctor.examine(None)) == []
-    for engine in (vllm.Config(engine="fake"), vllm.Config(address="/a/socket", key_file="key"), jax_sampler.Config()):
+    for engine in (
+        vllm.Config(engine="fake"),
+        vllm.Config(endpoints=("/a/socket",), key_file="key"),
+        jax_sampler.Config(),
+    ):
         rollout = dataclasses.replace(vllm_config.rollout, engine=engine)
         assert list(doctor.examine(dataclasses.replace(vllm_config, rollout=rollout))) == []
     found.append(doctor.Check(name="bridge", status="fail", found="", todo="x"))
@@ -205,6 +288,16 @@ def test_an_interpreter_that_hangs_is_given_up(monkeypatch, tmp_path):
         doctor.probe(str(python))
 
 
+@pytest.mark.parametrize(("why", "status"), [("", "ok"), ("bubblewrap is not installed", "warn")])
+def test_the_jail_in_force_is_named(monkeypatch, why, status):
+    monkeypatch.setattr(machine.jail, "bubblewrap", lambda: ((), why))
+    line = machine.jail_of_programs()
+    assert line.status == status
+    assert "a filter of system calls" in line.found
+    assert why in line.found
+    assert ("bubblewrap, and in it" in line.found) == (not why)
+
+
 def test_an_inexact_integer_product_fails(monkeypatch):
     exact = Dense.integer
     monkeypatch.setattr(Dense, "integer", lambda self, x, w: exact(self, x, w) + 1)
@@ -218,7 +311,8 @@ def test_a_rounded_scale_fails(monkeypatch):
 
     def off_by_an_ulp(w, scheme):
         qt = good(w, scheme)
-        return quant.QTensor(qt.qvalue, np.nextafter(np.asarray(qt.scale), np.float32(9)), scheme)
+        off = np.nextafter(np.asarray(qt.scales), np.float32(9))
+        return quant.QTensor(qt.arrays | {"scales": off}, scheme)
 
     assert machine.weight_grid().status == "ok"
     monkeypatch.setattr(machine.quant, "quantize", off_by_an_ulp)
@@ -232,13 +326,14 @@ def test_amounts_read_well(nbytes, text):
 
 def test_on_an_accelerator_the_plan_is_that_of_one_device(world, monkeypatch):
     cfg = world.changed(mesh={"fsdp": 4}).config
-    own = sum(memory_plan.parts(cfg, per_device=True).values())
+    monkeypatch.setattr(plan, "on_tpu", lambda: True)
+    own = sum(learner.parts(cfg, per_device=True).values())
     statuses = []
     for share in (2.0, 1.1, 0.9):
-        monkeypatch.setattr(machine, "device_memory_bytes", lambda share=share: int(share * own))
+        monkeypatch.setattr(plan, "capacity", lambda share=share: int(share * own))
         statuses.append(doctor.memory_plan(cfg).status)
-    assert statuses == ["ok", "warn", "fail"]
-    assert own < sum(memory_plan.parts(cfg).values())
+    assert statuses == ["ok", "fail", "fail"]
+    assert own < sum(learner.parts(cfg).values())
 
 
 def test_of_a_mesh_over_several_processes_the_devices_of_one_are_here(world):

@@ -3,10 +3,14 @@
 """What a command tells its user: mistakes and warnings as sentences on stderr, without a library's decoration."""
 
 import logging
+import shutil
+import subprocess
+import sys
 
 import pytest
 
 from qarl_jax.types import UserError, entry_point
+from tests.reference.tiny import ROOT
 
 
 @pytest.fixture
@@ -41,3 +45,24 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(capsys):
 
     assert main() == 2
     assert capsys.readouterr().err == "error: train.steps: expected an integer\n"
+
+
+def test_the_package_lists_its_commands():
+    done = subprocess.run([sys.executable, "-m", "qarl_jax"], capture_output=True, text=True, check=True)
+    called = [line.split()[2] for line in done.stdout.splitlines() if line.startswith("python -m ")]
+    verbs = ("train", "convert", "doctor", "evaluate", "export", "parity", "plot", "sft")
+    assert called == [f"qarl_jax.{verb}" for verb in verbs]
+
+
+def test_make_tells_an_unfit_python_in_a_line_and_makes_nothing(tmp_path):
+    for name in ("Makefile", "pyproject.toml", "bridge/pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    done = subprocess.run(
+        ["make", "quickstart", "PYTHON=false"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "false is not Python 3.11 to 3.13: add PYTHON=python3.13, say" in line
+    assert not (tmp_path / ".venv").exists()

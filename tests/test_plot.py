@@ -4,6 +4,7 @@
 
 import builtins
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -168,8 +169,9 @@ def test_mistakes_are_one_sentence_and_exit_code_2(tmp_path, capsys):
         assert error.count("\n") == 1
 
 
-def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
-    runs = plot.load_runs([write_run(tmp_path / "a")])
+def test_without_matplotlib_the_report_is_written_and_the_extra_is_named(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / "a")
+    runs = plot.load_runs([run])
     real = builtins.__import__
 
     def missing(name, *args, **kwargs):
@@ -180,6 +182,21 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(UserError, match=r"qarl-jax\[plot\]"):
         plot.figure(runs)
+    assert plot.main([str(run)]) == 0
+    told = capsys.readouterr()
+    assert told.out == f"{run / 'report.html'}\n"
+    assert "qarl-jax[plot]" in told.err
+    assert (run / "report.html").is_file()
+
+
+def test_a_run_s_plots_lie_in_its_folder_and_those_of_several_beside_them(tmp_path, monkeypatch, capsys):
+    one, other = (str(write_run(tmp_path / name)) for name in "ab")
+    monkeypatch.chdir(tmp_path)
+    drawn = SimpleNamespace(savefig=lambda target, dpi: target.touch())
+    monkeypatch.setattr(plot, "figure", lambda *args, **options: drawn)
+    for paths, folder in (([one], one), ([f"{one}/metrics.jsonl"], one), ([one, other], "figures")):
+        assert plot.main(paths) == 0
+        assert capsys.readouterr().out.split() == [f"{folder}/curves.png", f"{folder}/report.html"]
 
 
 # ---- histograms ----------------------------------------------------------------------------------------------------

@@ -6,14 +6,18 @@ The runs share one folder of compiled programs, because most of their time is XL
 """
 
 import json
+import shutil
+import signal
 
 import numpy as np
 import pytest
 
 from qarl_jax import train
 from qarl_jax.loop import updates
+from qarl_jax.loop.collector import Collector
 from qarl_jax.observe import recorder
-from qarl_jax.run import build, config
+from qarl_jax.run import build, config, stamp
+from qarl_jax.types import UserError
 from tests.reference import rewards, tiny
 
 
@@ -121,12 +125,42 @@ def test_run_json_holds_the_resolved_config_and_the_facts(run):
     assert start["versions"]["jax"]
 
 
+def files(folder):
+    """Every file of a run but its lock, and what is in it."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
 @pytest.mark.slow
-def test_a_finished_run_started_again_does_nothing(run):
-    before = (run.run_dir / "metrics.jsonl").read_bytes()
-    assert train.main(run.command()) == 0
-    assert (run.run_dir / "metrics.jsonl").read_bytes() == before
-    assert len(json.loads((run.run_dir / "run.json").read_text())["starts"]) > 1
+@pytest.mark.parametrize("ends", ["finished", "fails", "interrupted"])
+def test_a_start_that_trains_nothing_writes_nothing(run, ends, monkeypatch, capsys):
+    def fails(self, step):
+        raise UserError("no engine")
+
+    def is_interrupted(self, step):
+        signal.raise_signal(signal.SIGTERM)
+        yield from ()
+
+    before, more = files(run.run_dir), ["train.steps=3", "optimizer.lr=0.5"]
+    if ends == "finished":
+        assert train.main(run.command("optimizer.lr=0.5")) == 0
+        assert f"done: {run.run_dir} has trained step 2" in capsys.readouterr().out
+    else:
+        monkeypatch.setattr(Collector, "stream", fails if ends == "fails" else is_interrupted)
+        assert train.main(run.command(*more)) == (2 if ends == "fails" else 0)
+    assert files(run.run_dir) == before
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_says_from_which_step_on_a_setting_changed(run):
+    gone_on = run.changed(run_dir=str(run.folder / "gone_on"))
+    shutil.copytree(run.run_dir, gone_on.run_dir)
+    assert train.main(gone_on.command("train.steps=3", "optimizer.lr=0.5")) == 0
+    starts = json.loads((gone_on.run_dir / "run.json").read_text())["starts"]
+    assert [start["step"] for start in starts] == [0, 2]
+    assert starts[1]["changed"] == ["optimizer.lr 0.02 -> 0.5", "train.steps 2 -> 3"]
+    assert [record["step"] for record in gone_on.records()] == [0, 1, 2]
+    assert [record["version"] for record in gone_on.records("eval")] == [0, 2, 3]
+    assert stamp.config_of(gone_on.run_dir / "checkpoints" / "step_00000002").optimizer.lr == 0.02
 
 
 # ---- variants ------------------------------------------------------------------------------------------------------
@@ -148,7 +182,8 @@ def test_the_limit_grows_by_stages_and_a_resumed_run_is_at_its_place(world, monk
         return pack(*args, **options)
 
     def grading(self, tokenizer, prompts, completions, max_response_len=0):
-        limits.append(max_response_len)
+        if max_response_len not in limits:  # a step's groups may be graded in several calls
+            limits.append(max_response_len)
         return grade(self, tokenizer, prompts, completions, max_response_len)
 
     monkeypatch.setattr(updates.packing, "pack", packing)
@@ -185,14 +220,6 @@ def test_a_single_update_per_step_needs_no_scoring_pass(world, run):
         assert line["train/updates"] == 1
         assert line["proximal/max_abs"] == 0
         assert line["mismatch/max_abs"] < 1e-5
-
-
-@pytest.mark.slow
-def test_shuffled_advantages_change_the_update_but_not_the_samples(world, run):
-    plain, shuffled = run.records(), other(world, "shuffled", train={"shuffle_advantages": True})
-    assert shuffled[0]["reward/mean"] == plain[0]["reward/mean"]
-    assert shuffled[0]["optim/grad_norm"] != plain[0]["optim/grad_norm"]
-    assert shuffled[1]["reward/mean"] != plain[1]["reward/mean"]
 
 
 @pytest.mark.slow

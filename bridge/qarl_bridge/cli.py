@@ -81,6 +81,11 @@ def _log(line: str) -> None:
         print(f"[qarl_bridge] {line}", file=sys.stderr, flush=True)
 
 
+def _told(error: BridgeError) -> str:
+    """Makes one line of an error of any number of lines: a trainer looks for it in the log."""
+    return f"error: {' '.join(str(error).split())}"
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Command line of `python -m qarl_bridge`."""
     parser = argparse.ArgumentParser(
@@ -119,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
         listener = Listener(args.socket, key)  # before the slow part: a taken address fails at once
         scratch = messages.Scratch("qarl-engine-")  # vLLM leaves files in the temporary directory when it is killed
     except BridgeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(_told(error), file=sys.stderr)
         return 2
     bridge: Bridge | None = None
     stopped = False
@@ -143,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
 
             engine = FakeEngine(config, expected, has_weights=has_weights, max_model_len=options.max_model_len or 4096)
         elif options.tensor_parallel_size > 1:
-            from qarl_bridge.engine.shards import ShardedEngine
+            from qarl_bridge.engine.tensor_parallel import ShardedEngine
 
             engine = ShardedEngine(args.model, config, expected, has_weights=has_weights, options=options)
         else:
@@ -157,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         bridge.serve(listener)
         return bridge.run()
     except BridgeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(_told(error), file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "vllm"):

@@ -20,7 +20,8 @@ Rules, with whose they are:
              mended). Left out: OlympiadBench's tolerances, and Minerva's of 1e-4 in Qwen2.5-Math's own grader.
     choice   the letter in the last \\boxed{}, else MMLU-Pro's own order: the first "answer is (X)", the last
              "Answer: X", the last capital letter that stands alone. MMLU-Pro's and GPQA's own graders read no boxes.
-    code     the program in the last fenced block passes the problem's tests in a sandbox (`rewards.code`).
+             Beside theirs, a small letter counts in a box, in brackets, at a line's end, and as the whole response.
+    code     the program passes the problem's tests in a sandbox; `rewards.code` says which block is the program.
 
 Presets, as the papers evaluate (QaRL arXiv 2604.07853, QeRL arXiv 2510.11696, QuRL):
 

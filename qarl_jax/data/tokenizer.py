@@ -57,6 +57,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise UserError(
             f"{folder}: the tokenizer has no eos_token, so no response could ever end; set it in its config."
         )
+    tokenizer.ends = stop_token_ids(tokenizer, folder)
     return tokenizer
 
 
@@ -79,14 +80,32 @@ def stop_token_ids(tokenizer: Tokenizer, path: str | os.PathLike[str] | None = N
     return tuple(ids)
 
 
+def leading_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that the tokenizer puts in front of every text: the beginning-of-sequence token, or none."""
+    bare, whole = (list(tokenizer("1", add_special_tokens=added)["input_ids"]) for added in (False, True))
+    starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+    return tuple(whole[: next(starts, 0)])
+
+
 def pad_token_id(tokenizer: Tokenizer) -> int:
     """The id that fills padding positions; any id would do, since padding is masked everywhere."""
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
 
 
+def ends(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The stop tokens, as `stop_token_ids` found them where `load_tokenizer` read the tokenizer; else its eos token."""
+    return getattr(tokenizer, "ends", None) or (int(tokenizer.eos_token_id),)
+
+
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Text of a response, special tokens left out."""
-    return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    """Text of a response for rewards, environments and records: without the stop tokens at its end, and padding.
+
+    Other special tokens are text: a tokenizer may declare tags such as <think> or <tool_call> special.
+    """
+    kept = [token for token in tokens if token != tokenizer.pad_token_id]
+    while kept and kept[-1] in ends(tokenizer):
+        kept.pop()
+    return tokenizer.decode(kept, clean_up_tokenization_spaces=False)
 
 
 _LONGEST = 8  # tokens waited for; a character has at most four bytes, garbage never becomes one

@@ -21,8 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from qarl_jax.data import PromptStream
+from qarl_jax.loop import pipeline
 from qarl_jax.observe.recorder import PhaseTimer
-from qarl_jax.rollout import dynamic_sampling, partial_rollouts
+from qarl_jax.rollout import continuation, dynamic_sampling
 from qarl_jax.rollout.asynchronous import Schedule, StoppedError
 from qarl_jax.rollout.dynamic_sampling import Collected
 from qarl_jax.types import Prompt, RolloutGroup, UserError
@@ -31,7 +32,7 @@ _PATIENCE_S = 60.0  # for the thread, at the end of a run
 
 
 class Collects(Protocol):
-    """What a step trains on, by its number."""
+    """A source of the groups that a step trains on."""
 
     def collect(self, step: int) -> Collected:
         """The graded groups that step `step` trains on. Steps are asked for in order."""
@@ -40,7 +41,7 @@ class Collects(Protocol):
         """The step's groups were trained on: what was left over for later steps becomes state of the run."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold to go on after the last step kept, as JSON."""
+        """Returns the state after the last step kept as JSON, for a checkpoint."""
 
 
 class Ahead:
@@ -84,8 +85,13 @@ class Ahead:
         if self._ready:
             schedule.end(self._next - 1)
 
+    def stream(self, step: int) -> pipeline.StepStream:
+        """Yields nothing early: a batch is ready as a whole. Returns as `collect` does."""
+        yield from ()
+        return self.collect(step)
+
     def collect(self, step: int) -> Collected:
-        """The step's groups. Until `keep` they stay in hand: a step may be dropped.
+        """Returns the step's groups. Until `keep` they stay in hand: a step may be dropped.
 
         Raises:
           whatever ended the sampling.
@@ -104,7 +110,7 @@ class Ahead:
             raise RuntimeError(f"the batch of step {step} holds tokens older than train.asynchronous.max_staleness")
         self._at = step
         responses = [completion for group in batch.groups for completion in group.completions]
-        more = partial_rollouts.lags(responses, step) | {"time/ahead_batches": float(waiting)}
+        more = continuation.lags(responses, step) | {"time/ahead_batches": float(waiting)}
         return dataclasses.replace(batch, metrics=batch.metrics | more)
 
     def keep(self) -> None:
@@ -113,7 +119,7 @@ class Ahead:
             del self._ready[self._at]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it: the batches that are ready."""
+        """Returns the batches that are ready, for a checkpoint."""
         with self._schedule.changed:
             ready, behind = dict(self._ready), self._collector.state()
         return behind | {"ahead": {str(step): saved(*batch) for step, batch in ready.items()}}
@@ -161,7 +167,7 @@ def saved(batch: Collected, indices: Mapping[str, int]) -> dict[str, Any]:
                 "index": indices[group.prompt.uid],
                 "rewards": [float(reward) for reward in group.rewards],
                 "texts": list(group.texts),
-                "responses": [partial_rollouts.response_state(completion) for completion in group.completions],
+                "responses": [continuation.response_state(completion) for completion in group.completions],
             }
             for group in batch.sampled
         ],
@@ -172,7 +178,7 @@ def saved(batch: Collected, indices: Mapping[str, int]) -> dict[str, Any]:
 
 
 def restored(stream: PromptStream, step: int, state: Mapping[str, Any]) -> tuple[Collected, dict[str, int]]:
-    """What `saved` was given.
+    """Restores a batch from the JSON of `saved`.
 
     Raises:
       UserError: its responses are to prompts that the source does not have.
@@ -185,7 +191,7 @@ def restored(stream: PromptStream, step: int, state: Mapping[str, Any]) -> tuple
         sampled.append(
             RolloutGroup(
                 prompt=prompt,
-                completions=tuple(partial_rollouts.response_of(prompt, one) for one in entry["responses"]),
+                completions=tuple(continuation.response_of(prompt, one) for one in entry["responses"]),
                 rewards=np.array(entry["rewards"], np.float32),
                 texts=tuple(entry["texts"]),
             )

@@ -1,32 +1,30 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a step trains on: prompts, their sampled responses, graded.
+"""Collects the groups that a step trains on: prompts and their sampled, graded responses.
 
-One interface, `Collector.collect(step)`, whatever stands behind it: every group of the step's prompts, those of several
-batches that have a signal (`rollout/dynamic_sampling.py`), or what is finished of more prompts than a step needs
-(`rollout/partial_rollouts.py`).
+`Collector.stream(step)` yields graded groups while the engine decodes the others, and returns what the step trains on:
+all groups of its prompts, the groups of several batches that have a signal (`rollout/dynamic_sampling.py`), or the
+finished groups of more prompts than a step needs (`rollout/partial_rollouts.py`). The latter two yield nothing early.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from qarl_jax.data import PromptStream
 from qarl_jax.data.tokenizer import Tokenizer
-from qarl_jax.loop.early_grades import EarlyGrades
+from qarl_jax.loop import pipeline
 from qarl_jax.observe.recorder import PhaseTimer
 from qarl_jax.rewards import Grader
-from qarl_jax.rollout import Request, RolloutEngine, dynamic_sampling, partial_rollouts
+from qarl_jax.rollout import Request, RolloutEngine, dynamic_sampling, partial_rollouts, requests_for
 from qarl_jax.rollout.dynamic_sampling import Collected, Parts
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
-from qarl_jax.runtime import processes
 from qarl_jax.types import Completion, Prompt, RolloutGroup
 
 
@@ -42,10 +40,7 @@ class Collector:
       stream: the prompts.
       buffer: responses an earlier step left unfinished, where `rollout.partial` is on: state of the run as much as the
         weights are.
-      timer: is told how long sampling and grading take.
-
-    Attributes:
-      on_graded: is told of groups (number in the step, and group) that are graded while others are drawn.
+      timer: measures sampling and grading.
     """
 
     def __init__(
@@ -62,21 +57,33 @@ class Collector:
         self._cfg, self._engine, self._grader, self._tokenizer = cfg, engine, grader, tokenizer
         self._stop, self._stream, self._timer = stop, stream, timer
         self._buffer = self._left = buffer
-        # Over several processes the first grades for all, which none may do by itself.
-        self.on_graded: Callable[[int, RolloutGroup], None] | None = None
-        self._grades_early = getattr(engine, "tells_groups", False) and processes.count() == 1
-        self._told = 0, 0.0
+        self._mean_reward = 0, 0.0  # of the step collected last
 
     def collect(self, step: int) -> Collected:
-        """The step's groups. Until `keep`, nothing of the run has changed: a step may be dropped."""
-        collected = self._collected(step)
-        self._told = step, float(np.mean([group.rewards.mean() for group in collected.sampled]))
+        """Returns the step's groups. Until `keep`, nothing of the run has changed: a step may be dropped."""
+        return pipeline.drained(self.stream(step))
+
+    def stream(self, step: int) -> pipeline.StepStream:
+        """Yields (number of the prompt in the step, graded group); returns the step's groups, as `collect` does."""
+        rollout = self._cfg.rollout
+        if rollout.partial.is_on:
+            collected = self._continued(step)
+        elif rollout.dynamic.max_batches > 1:
+            collected = dynamic_sampling.collect(
+                rollout.dynamic,
+                self._stream,
+                step,
+                lambda prompts, batch: pipeline.drained(self._sampled(step, prompts, batch)),
+            )
+        else:
+            prompts = [self._stream.source.prompt(i) for i in self._stream.indices(step)]
+            groups, parts = yield from self._sampled(step, prompts, 0)
+            collected = Collected(groups=groups, sampled=groups, parts=dict(parts), metrics={})
+        self._mean_reward = step, float(np.mean([group.rewards.mean() for group in collected.sampled]))
         return collected
 
-    def _collected(self, step: int) -> Collected:
+    def _continued(self, step: int) -> Collected:
         rollout = self._cfg.rollout
-        if not rollout.partial.is_on:
-            return dynamic_sampling.collect(rollout.dynamic, self._stream, step, functools.partial(self._sample, step))
         collected, self._left = partial_rollouts.collect(
             rollout.partial,
             rollout.dynamic,
@@ -95,35 +102,20 @@ class Collector:
         """The step just collected is trained on: what it left unfinished is the run's from here on."""
         self._buffer = self._left
         if self._stream.curriculum is not None:
-            self._stream.curriculum.tell(*self._told)
+            self._stream.curriculum.tell(*self._mean_reward)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Returns the collector's state for a checkpoint."""
         curriculum = self._stream.curriculum
         state = {} if curriculum is None else {"curriculum": curriculum.state()}
         return state | ({"partial": self._buffer.state()} if self._cfg.rollout.partial.is_on else {})
 
-    def _sample(self, step: int, prompts: list[Prompt], batch: int) -> tuple[list[RolloutGroup], Parts]:
-        limit = self._cfg.rollout.max_response_len_at(step)
-
-        def grade(some: Sequence[Prompt], drawn: Sequence[Sequence[Completion]]) -> tuple[list[RolloutGroup], Parts]:
-            with self._timer("reward"):
-                return self._grader.grade(self._tokenizer, some, drawn, limit)
-
-        early = EarlyGrades(prompts, grade, self.on_graded)
-        told: dict[str, Any] = {"on_group": early.add} if self._grades_early else {}
-        with contextlib.closing(early):
-            with self._timer("rollout"):
-                completions = self._engine.generate(
-                    prompts,
-                    num_samples=self._cfg.rollout.num_samples_at(step),
-                    sampling=self._cfg.rollout.sampling(self._stop, step),
-                    key=build.seed_of(self._cfg.seed, step, f"rollout/{batch}" if batch else "rollout"),
-                    **told,
-                )
-            with self._timer("reward"):
-                graded = early.finish(completions)
-        return graded
+    def _sampled(self, step: int, prompts: Sequence[Prompt], batch: int) -> pipeline.GroupStream[pipeline.Graded]:
+        num_samples, sampling = self._cfg.rollout.num_samples_at(step), self._cfg.rollout.sampling(self._stop, step)
+        key = build.seed_of(self._cfg.seed, step, f"rollout/{batch}" if batch else "rollout")
+        requests = requests_for(prompts, num_samples=num_samples, sampling=sampling, key=key)
+        completions = self._engine.draw(requests, sampling=sampling)
+        return pipeline.graded(completions, prompts, num_samples, functools.partial(self._grade, step), self._timer)
 
     def _extend(self, step: int, requests: list[Request]) -> list[Completion]:
         sampling = self._cfg.rollout.sampling(self._stop, step)
@@ -132,7 +124,7 @@ class Collector:
             return self._engine.extend(requests, sampling=dataclasses.replace(sampling, max_response_len=chunk))
 
     def _grade(
-        self, step: int, prompts: list[Prompt], completions: Sequence[Sequence[Completion]]
+        self, step: int, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> tuple[list[RolloutGroup], Parts]:
         with self._timer("reward"):
             limit = self._cfg.rollout.max_response_len_at(step)

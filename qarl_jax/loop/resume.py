@@ -1,16 +1,46 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run goes on: its newest whole checkpoint, or step 0 and why."""
+"""The place at which a run goes on: its newest whole checkpoint, or step 0 and why; or that there is nothing left to
+train."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from qarl_jax.loop import step_metrics
 from qarl_jax.observe import recorder
+from qarl_jax.run import on_disk, stamp
 from qarl_jax.run.checkpoint import Checkpoints, DamagedCheckpointError, Restored
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import processes
 from qarl_jax.types import UserError
+
+
+def finished(cfg: RunConfig, *, on_gpu: bool) -> str:
+    """The last word of a run that has trained all of its steps; empty: there are steps to train. Writes nothing.
+
+    Args:
+      on_gpu: whether the learner runs on a GPU; JAX is not asked.
+
+    Raises:
+      UserError: the run cannot go on under these settings (`stamp.check_same_policy`).
+    """
+    checkpoints = Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint)
+    saved = stamp.of(checkpoints.directory)
+    if saved is None:
+        return ""
+    stamp.check_same_policy(cfg, saved, on_gpu=on_gpu)
+    if saved["step"] < cfg.train.steps or not on_disk.is_sound(checkpoints.path(saved["step"]), contents=False):
+        return ""
+    ignored = [change for change in stamp.changes(cfg, saved) if not change.startswith("train.steps")]
+    return "\n".join(
+        [
+            f"done: {cfg.run_dir} has trained step {saved['step']}, its last; a larger train.steps goes on from there",
+            *([f"not of its policy, and written nowhere: {'; '.join(ignored)}"] if ignored else []),
+            *step_metrics.next_steps(cfg),
+        ]
+    )
 
 
 def restore(

@@ -14,28 +14,29 @@ from typing import Any
 
 import jax
 
-from qarl_jax import data
+from qarl_jax import data, models
 from qarl_jax.learning.learner import TrainState
-from qarl_jax.loop import first_step, resume, unequal
+from qarl_jax.loop import first_mismatch, first_step, resume
 from qarl_jax.loop.ahead import Ahead
 from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.interrupt import Interrupt
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.updates import Updates
-from qarl_jax.numerics.engine import of_profile
-from qarl_jax.observe import recorder
+from qarl_jax.observe import recorder, terminal
 from qarl_jax.rollout import partial_rollouts
-from qarl_jax.run import build, config, evaluation, memory_plan
+from qarl_jax.run import build, config, evaluation, stamp
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
+from qarl_jax.run.prompts import Prompts
 from qarl_jax.runtime import compilation, processes, startup
+from qarl_jax.verify import alignment
 
 
 class Run:
     """A run's parts. What is cheap and can refuse is made first, before what takes minutes.
 
     Args:
-      cfg: the run's.
+      cfg: the run's. prompts: those of `cfg`.
       stack: ends what the parts have begun.
 
     Attributes:
@@ -44,7 +45,7 @@ class Run:
       begun: seconds that each part of the start took, for the first step's record.
     """
 
-    def __init__(self, cfg: RunConfig, stack: contextlib.ExitStack):
+    def __init__(self, cfg: RunConfig, prompts: Prompts, stack: contextlib.ExitStack):
         self.cfg = cfg
         processes.start(cfg.distributed)
         self.interrupt = stack.enter_context(Interrupt())
@@ -59,28 +60,25 @@ class Run:
         self.checkpoints = stack.enter_context(Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint))
         self.mesh = build.make_mesh(cfg)  # first: before it, nothing may ask JAX for its devices
         compilation.enable_cache(cfg.train.compile_cache)
-        self.tokenizer = data.load_tokenizer(cfg.model.path)
+        self.tokenizer, self._held_out = prompts.tokenizer, prompts.held_out
         self._stop = data.stop_token_ids(self.tokenizer, cfg.model.path)
-        source = data.make_source(cfg.data, self.tokenizer, "train")
-        self.stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
-        if source.skipped.total:
-            self.observer.say(f"prompts left out: {source.skipped}")
-        evaluates = cfg.eval.every or cfg.eval.at_start or cfg.eval.at_end
-        self._held_out = build.eval_prompts(cfg, self.tokenizer) if evaluates else []
+        self.stream = data.PromptStream(prompts.train, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
 
         # ---- policy, learner, engine ---------------------------------------------------------------------------------
-        resumed = processes.from_first(lambda: self.checkpoints.latest_step() is not None)
-        profile = processes.from_first(lambda: build.numerics_of_run(cfg, cfg.run_dir).profile) if resumed else None
+        saved = processes.from_first(lambda: stamp.of(self.checkpoints.directory))
         self._starting = startup.SideBySide()
-        graphdef = build.policy_graphdef(cfg, of_profile(profile) if profile else None)
+        graphdef = build.policy_graphdef(cfg, stamp.learner_numerics(cfg, saved))
+        self._graphdef = graphdef
         self.learner = build.make_learner(cfg, graphdef, self.mesh)
         # The engine's process starts, and the programs of a step are compiled, while the weights are read.
         schedule = build.make_schedule(cfg)
-        self.engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, self.observer.say, schedule)))
+        log_file = os.path.join(cfg.run_dir, "engine.log")
+        made = build.make_engine(cfg, self.observer.say, schedule, log_file)
+        self.engine = stack.enter_context(contextlib.closing(made))
         self.engine.prepare(build.rollout_graphdef(cfg, graphdef))
         if processes.count() == 1:
             stack.callback(self._starting.wait)
-            first = (self.checkpoints.latest_step() or 0) if resumed else 0
+            first = saved["step"] if saved else 0
             self._starting.background("programs", functools.partial(build.compile_ahead, cfg, self.learner, first))
         with self._starting.span("weights"):
             params = jax.block_until_ready(build.load_masters(cfg, graphdef, self.mesh))
@@ -89,7 +87,7 @@ class Run:
         self.critic = build.make_critic(cfg, graphdef, params, self.mesh)
         self.state = self.learner.init(params)
         del params  # donated with the state from here on
-        self.start, unfinished, ready = 0, None, None
+        self.start, self._changed, unfinished, ready = 0, [], None, None
         restored = resume.restore(cfg, self.checkpoints, self.observer, self._entries())
         if restored is not None:
             self.stream.check_state(restored.extra["data"])
@@ -101,16 +99,12 @@ class Run:
                 self.stream.curriculum.restore(restored.extra["curriculum"])
             unfinished, ready = restored.extra.get("partial"), restored.extra.get("ahead")
             self.observer.say(f"resuming {cfg.run_dir} after step {self.start}")
-            if changed := processes.from_first(lambda: build.changed_settings(cfg)):
-                self.observer.say(f"with other settings than it was last started with: {'; '.join(changed)}")
+            self._changed = stamp.changes(cfg, saved | restored.extra)
+            if self._changed:
+                self.observer.say(f"with settings other than those of step {self.start}: {'; '.join(self._changed)}")
         buffer = partial_rollouts.restore(
             cfg.rollout.partial, unfinished, self.stream, self.start, cfg.rollout.num_samples_per_prompt
         )
-        with processes.together():
-            self.observer.start(config=config.to_dict(cfg), facts=memory_plan.facts(cfg, graphdef))
-            self.observer.write("config.yaml", config.to_yaml(cfg))
-            self.observer.truncate_to(self.start - 1)
-        evaluated = bool(processes.from_first(lambda: evaluation.history(cfg.run_dir, up_to=self.start)))
 
         # ---- the loop's verbs ----------------------------------------------------------------------------------------
         self.timer = recorder.PhaseTimer()
@@ -135,10 +129,28 @@ class Run:
             published = self.publisher.publish(self.state, self.start)
         self.begun = self._starting.seconds() | {k: v for k, v in published.items() if k.startswith("time/start_")}
         self.observer.say(startup.words(self.begun))
-        if (facts := getattr(self.engine, "facts", None)) is not None:
-            self.observer.say(unequal.promise(cfg, facts.execution))
-        if cfg.eval.at_start and self.start == 0 and not evaluated:
-            self.observer.say(f"held-out reward before training: {self.evaluate(0)['eval/reward/mean']:.3f}")
+        if (facts := self.engine.facts) is not None:
+            self.observer.say(f"{alignment.of_run(cfg, facts)} (execution {facts.execution})")
+        self._at_start = self._measured() if cfg.eval.at_start and self.start == 0 else None
+        if self._at_start is not None:
+            self._tell(0, self._at_start)
+
+    def begin_record(self) -> None:
+        """Writes what the run's files say of this start, and drops what they say of steps that it trains again.
+
+        Called once the start has trained a step: one that trains nothing leaves the files as they were.
+        """
+        cfg = self.cfg
+        with processes.together():
+            facts = policy_facts(cfg, self._graphdef, self.state.params)
+            facts |= {"step": self.start, "changed": self._changed}
+            self.observer.start(config=config.to_dict(cfg), facts=facts)
+            self.observer.write("config.yaml", config.to_yaml(cfg))
+            self.observer.truncate_to(self.start - 1)
+            if processes.is_first():
+                evaluation.history(cfg.run_dir, up_to=self.start or -1)
+                if self._at_start is not None:
+                    evaluation.record(cfg.run_dir, 0, self._at_start)
 
     def programs_are_ready(self) -> None:
         """Waits for what is left of the compilation that began beside the start.
@@ -153,26 +165,27 @@ class Run:
                 self.observer.say(f"not compiled ahead, but when needed: {str(error)[:200]}")
         self.begun = self._starting.seconds() | self.begun
 
-    def score_early(self, step: int) -> None:
-        """Before a step is collected: whole mini-batches of it are scored while others are drawn."""
-        if isinstance(self.collector, Collector):  # others sample under older versions, too
-            self.collector.on_graded = self.updates.ahead(self.state, step)
-
-    def remark(self, step: int, record: Mapping[str, Any]) -> None:
-        """Says so if sampler and learner differ more than they are known to, and where they do first."""
-        facts = getattr(self.engine, "facts", None)
-        execution = "" if facts is None else facts.execution
-        if step == self.start and (said := first_step.remark(self.cfg, record, execution)) is not None:
-            self.observer.say(said)
-        found = self.updates.unequal
-        if found is not None and not unequal.reason(self.cfg, execution):
-            self.observer.unequal(step, dataclasses.asdict(found))
+    def remark(self, step: int, record: Mapping[str, Any], found: first_mismatch.FirstMismatch | None) -> None:
+        """Says if sampler and learner differ more than they are known to, and at which token (`found`) first."""
+        verdict = alignment.of_run(self.cfg, self.engine.facts)
+        if step == self.start:
+            for said in (first_step.remark(self.cfg, record, verdict), first_step.padding(self.cfg, record)):
+                if said is not None:
+                    self.observer.say(said)
+        if found is not None and verdict.is_aligned:
+            self.observer.first_mismatch(step, dataclasses.asdict(found))
             self.observer.say(f"step {step}: {found}")
 
     def evaluate(self, version: int) -> dict[str, float]:
-        """Samples and grades the held-out prompts under the version being served; recorded."""
+        """Samples and grades the held-out prompts under the version being served; told and recorded."""
+        result = self._measured()
+        self._tell(version, result)
+        processes.from_first(lambda: evaluation.record(self.cfg.run_dir, version, result))
+        return result.metrics
+
+    def _measured(self) -> evaluation.Evaluation:
         cfg = self.cfg
-        result = evaluation.evaluate(
+        return evaluation.evaluate(
             self.engine,
             self._held_out,
             self.grader,
@@ -180,20 +193,23 @@ class Run:
             sampling=build.eval_sampling(cfg, self._stop),
             num_samples=cfg.eval.num_samples,
             key=build.seed_of(cfg.seed, 0, "eval"),
-            ks=cfg.eval.ks,
-        ).metrics
-        processes.from_first(lambda: evaluation.record(cfg.run_dir, version, result))
-        return result
+        )
+
+    def _tell(self, version: int, result: evaluation.Evaluation) -> None:
+        when = f"of version {version}" if version else "before training"
+        self.observer.say(f"held-out reward {when}: {terminal.held_out_score(result.metrics)}")
 
     def save(self, step: int) -> None:
-        """A checkpoint after so many steps: all of the run's state."""
+        """A checkpoint after so many steps: all of the run's state, and the settings it was made with."""
         extra = {"data": self.stream.state(step), "policy_version": step, "seed": self.cfg.seed}
+        extra |= stamp.make(self.cfg, models.config_of(self._graphdef).numerics.profile)
         self.checkpoints.save(step, self._entries(), extra | self.collector.state())
 
     def end_interrupted(self, step: int) -> None:
-        """The last words of a run that was asked to stop and has been saved after so many steps."""
+        """The last words of a run that was asked to stop after so many steps, which are saved unless there is none."""
         self.checkpoints.wait()
-        self.observer.end(f"interrupted: saved after step {step}; the same command resumes")
+        where = f"saved after step {step}; the same command resumes" if step else "the same command begins again"
+        self.observer.end(f"interrupted: {where}")
 
     def _entries(self) -> dict[str, Any]:
         return self.state.entries() | (self.critic.entries() if self.critic is not None else {})
@@ -204,3 +220,14 @@ def same_config(cfg: RunConfig) -> None:
     values = config.to_dict(cfg)
     del values["distributed"]
     processes.check_same(json.dumps(values, sort_keys=True, default=str).encode(), "the config's values")
+
+
+def policy_facts(cfg: RunConfig, graphdef: Any, params: Any) -> dict[str, Any]:
+    """Describes the policy for run.json, as it is resolved at the start."""
+    return {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "numerics": {"profile": models.config_of(graphdef).numerics.profile},  # the rest is a layer's own
+        "devices": [str(device) for device in jax.devices()],
+        "forward": cfg.quant.forward,
+        "rollout": cfg.quant.rollout_scheme,
+    }

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a step reports: of its responses, of its updates, of its seconds; and a whole run in a few lines."""
+"""Metrics of a step's responses, updates and seconds, and a summary of a run in a few lines."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def quantiles(histograms: dict[str, list[int]]) -> dict[str, float]:
 def rollout_metrics(
     groups: list[RolloutGroup], parts: dict[str, np.ndarray], advantages: np.ndarray | None
 ) -> dict[str, float]:
-    """What was sampled and how it was graded. `advantages`: where they are relative to a group."""
+    """Measures sampled responses and their grades. `advantages`: where they are relative to a group."""
     rewards = np.stack([group.rewards for group in groups]).astype(np.float64)
     completions = [completion for group in groups for completion in group.completions]
     lengths = np.array([int(completion.drawn.sum()) for completion in completions])
@@ -104,7 +104,7 @@ def rollout_metrics(
 
 
 def _source_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
-    """Of a mix, by part: its share of the prompts, and their mean reward."""
+    """Measures each part of a mix: its share of the prompts, and their mean reward."""
     names = [group.prompt.meta.get("mix_part") for group in groups]
     out: dict[str, float] = {}
     for name in dict.fromkeys(names):
@@ -114,7 +114,7 @@ def _source_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
 
 
 def _turn_metrics(completions: list[Completion]) -> dict[str, float]:
-    """Of responses of several turns; nothing of others."""
+    """Measures responses of several turns; others give no metric."""
     turns = np.array([len(completion.turns) for completion in completions if completion.finish_reason != "abort"])
     if not turns.any():
         return {}
@@ -165,7 +165,7 @@ def summary(cfg: RunConfig) -> str:
     records = recorder.read_lines(os.path.join(cfg.run_dir, "metrics.jsonl"))
     rewards = [record["reward/mean"] for record in records]
     lines = [
-        f"done: {cfg.run_dir}",
+        f"done: {cfg.run_dir}, its numbers in metrics.jsonl, its policy in checkpoints/",
         f"reward/mean       {np.mean(rewards[:5]):.3f} (first five steps) -> {np.mean(rewards[-5:]):.3f} (last five)",
         f"                  {terminal.sparkline(rewards)}",
     ]
@@ -173,11 +173,22 @@ def summary(cfg: RunConfig) -> str:
     if len(held_out) > 1:
         first, last = held_out[0], held_out[-1]
         lines.append(
-            f"held-out reward   {first['eval/reward/mean']:.3f} (+-{first['eval/reward/stderr']:.3f}, version"
-            f" {first['version']}) -> {last['eval/reward/mean']:.3f} (+-{last['eval/reward/stderr']:.3f}, version"
-            f" {last['version']})"
+            f"held-out reward   version {first['version']}: {terminal.held_out_score(first)} -> version"
+            f" {last['version']}: {terminal.held_out_score(last)}"
         )
     dropped = [record["later/clip/seq_dropped"] for record in records if "later/clip/seq_dropped" in record]
     if dropped:
         lines.append(f"sequences dropped {np.mean(dropped):.1%} (after each step's first update)")
-    return "\n".join(lines)
+    return "\n".join([*lines, *next_steps(cfg)])
+
+
+def next_steps(cfg: RunConfig) -> list[str]:
+    """The commands that most people want once a run has ended, as lines."""
+    run, name = cfg.run_dir, os.path.basename(os.path.normpath(cfg.run_dir))
+    commands = {
+        f"plot {run}": f"report.html and plots, into {run}",
+        f"evaluate --checkpoint {run}": "its policy on held-out prompts",
+        f"export --checkpoint {run} --format hf --out models/{name}": "as a model folder",
+    }
+    width = max(map(len, commands))
+    return ["next:", *(f"  python -m qarl_jax.{command:<{width}}   # {what}" for command, what in commands.items())]

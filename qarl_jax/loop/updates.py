@@ -10,9 +10,8 @@ one.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -22,8 +21,8 @@ from jaxtyping import Float
 from qarl_jax.data import packing
 from qarl_jax.learning.critic import Critic, Targets
 from qarl_jax.learning.learner import Learner, TrainState
-from qarl_jax.loop import step_metrics, unequal
-from qarl_jax.loop.early_scores import EarlyScores
+from qarl_jax.loop import first_mismatch, step_metrics
+from qarl_jax.loop.pipeline import Scoring, StepStream, drained
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.step_metrics import UpdateMetrics
 from qarl_jax.loss.advantages import finite, group_advantages, padded, turn_advantages
@@ -32,17 +31,29 @@ from qarl_jax.observe import flops
 from qarl_jax.observe.recorder import PhaseTimer
 from qarl_jax.observe.token_trace import LOGPROBS, Follower
 from qarl_jax.rollout import dynamic_sampling
-from qarl_jax.run import build
+from qarl_jax.rollout.dynamic_sampling import Collected
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import processes
 from qarl_jax.types import DivergedError, RolloutGroup, TrainBatch
 
-# A step's reduced metrics, and its histograms.
-Learned = tuple[dict[str, float], dict[str, list[int]]]
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """The outcome of a step's updates.
+
+    Attributes:
+      metrics: reduced, by name.
+      histograms: counts, by name.
+      first_mismatch: the first token whose log-prob differs between learner and sampler; None: no token does.
+    """
+
+    metrics: dict[str, float]
+    histograms: dict[str, list[int]]
+    first_mismatch: first_mismatch.FirstMismatch | None
 
 
 def advantages_of(
-    cfg: RunConfig, groups: list[RolloutGroup], step: int
+    cfg: RunConfig, groups: list[RolloutGroup]
 ) -> tuple[list[RolloutGroup], Float[np.ndarray, "g n *turns"]]:
     """The groups as they are trained on, and an advantage per response, or per turn where the run has it so; with a
     critic the reward itself, of which the critic makes an advantage per token."""
@@ -56,9 +67,6 @@ def advantages_of(
             advantages = turn_advantages(rewards, cfg.advantage.name, valid=valid)
         else:
             advantages = group_advantages(advantages, cfg.advantage.name, valid=valid)
-    if cfg.train.shuffle_advantages:
-        rng = np.random.default_rng(build.seed_of(cfg.seed, step, "shuffle"))
-        advantages = rng.permutation(advantages.reshape(-1, *advantages.shape[2:])).reshape(advantages.shape)
     if cfg.train.mask_truncated:
         groups = dynamic_sampling.without_truncated(groups)
     return groups, advantages
@@ -78,7 +86,7 @@ def packed_rows(cfg: RunConfig, groups: list[RolloutGroup], advantages: np.ndarr
 
 @dataclasses.dataclass
 class MiniBatch:
-    """What one optimizer update is made from.
+    """The responses and arrays of one optimizer update.
 
     Attributes:
       packed: its rows, on the host. groups: that they were packed from.
@@ -122,9 +130,8 @@ class Updates:
     ):
         self._cfg, self._learner, self._publisher, self._timer = cfg, learner, publisher, timer
         self._reference, self._critic = reference, critic
-        self._early: EarlyScores | None = None  # of the step that is being sampled
+        self._scoring: Scoring | None = None  # of the step that is being sampled
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="metrics")
-        self.unequal: unequal.Unequal | None = None  # of the last step
 
     def run(
         self,
@@ -133,9 +140,14 @@ class Updates:
         advantages: Float[np.ndarray, "g n *turns"],
         step: int,
         follow: Follower | None = None,
-    ) -> tuple[TrainState, Callable[[], Learned]]:
-        """The new state, and what waits for the step's reduced metrics and its histograms: they are read in a thread,
-        while the state is published. `follow`: is told what happens to responses.
+    ) -> tuple[TrainState, Future[Learned]]:
+        """Makes the step's updates. Returns the new state, and the outcome that a thread reads while the state is
+        published.
+
+        Args:
+          state: the learner's.
+          groups, advantages: of `advantages_of`.
+          follow: records what happens to single responses.
 
         Raises:
           DivergedError: a gradient is not finite; names the step and the update, and leaves the last checkpoint
@@ -159,19 +171,19 @@ class Updates:
         def read() -> Learned:
             with self._timer("metrics"):
                 numbers, histograms = gathered.reduced()
-                found = self._first_unequal(batches, step) if numbers.get("mismatch/exact", 1.0) < 1.0 else None
-                self.unequal = found
+                found = self._first_mismatch(batches, step) if numbers.get("mismatch/exact", 1.0) < 1.0 else None
                 numbers |= {
                     "train/padding_share": float(np.mean([batch.packed.padding_share for batch in batches])),
                     "train/tokens": float(sum(batch.packed.num_tokens for batch in batches)),
                     "train/updates": 0.0 if warming else float(len(batches)),
                     "train/flops": 0.0 if warming else sum(self._flops(state, batch.packed) for batch in batches),
                 }
-                return numbers | judged | step_metrics.quantiles(histograms), histograms
+                return Learned(numbers | judged | step_metrics.quantiles(histograms), histograms, found)
 
+        learned = self._reading.submit(read)
         if processes.count() > 1:  # all of them ask their devices for the same in the same order
-            return state, functools.partial(lambda learned: learned, read())
-        return state, self._reading.submit(read).result
+            wait([learned])
+        return state, learned
 
     def prepare(
         self,
@@ -182,33 +194,38 @@ class Updates:
     ) -> list[MiniBatch]:
         """Packs the step's mini-batches, over all its epochs."""
         train, batches = self._cfg.train, []
-        early, self._early = self._early, None
+        scoring, self._scoring = self._scoring, None
         with self._timer("pack"):
             for epoch in range(train.update_epochs):
                 for chosen in self._mini_batches(len(groups), step, epoch):
                     own = [groups[i] for i in chosen]
                     made = None
-                    if early is not None and not epoch:
-                        with self._timer(early.phase):
-                            made = early.take(own, advantages[chosen])
+                    if scoring is not None and not epoch:
+                        with self._timer(scoring.phase):
+                            made = scoring.take(own, advantages[chosen])
                     batches.append(made or self._packed(own, advantages[chosen], step))
                     if follow is not None:
                         follow.packed(chosen, batches[-1].packed)
-        if early is not None:
-            early.close()
+        if scoring is not None:
+            scoring.close()
         return batches
 
-    def ahead(self, state: TrainState, step: int) -> Callable[[int, RolloutGroup], None] | None:
-        """What to tell of every graded group of a step that is being sampled, so that whole mini-batches are packed and
-        scored meanwhile; None: not in this run. The next `run` takes them.
+    def arriving(self, stream: StepStream, state: TrainState, step: int) -> Collected:
+        """Collects a step's groups. Whole mini-batches are packed and scored while others are still sampled; the next
+        `run` takes them.
 
         Args:
+          stream: of the collector.
           state: the learner's, as `run` will be given it.
         """
+        if self._scoring is not None:  # of a step that was dropped
+            self._scoring.close()
+        self._scoring = self._scoring_of(state, step)
+        return drained(stream, None if self._scoring is None else self._scoring.add)
+
+    def _scoring_of(self, state: TrainState, step: int) -> Scoring | None:
+        """None: the run does not know a step's mini-batches before all of its groups are there."""
         cfg = self._cfg
-        if self._early is not None:  # of a step that was dropped
-            self._early.close()
-            self._early = None
         once = cfg.rollout.dynamic.max_batches == 1 and not cfg.rollout.partial.is_on
         if processes.count() > 1 or self._critic is not None or not once:
             return None
@@ -216,7 +233,7 @@ class Updates:
         several = len(chosen) * cfg.train.update_epochs > 1
 
         def make(groups: list[RolloutGroup]) -> tuple[np.ndarray, MiniBatch]:
-            _, advantages = advantages_of(cfg, groups, step)
+            _, advantages = advantages_of(cfg, groups)
             with self._timer("pack"):
                 batch = self._packed(groups, advantages, step)
             if several:
@@ -225,8 +242,7 @@ class Updates:
                     jax.block_until_ready(batch.old)
             return advantages, batch
 
-        self._early = EarlyScores(chosen, make, "old_logprobs" if several else "pack")
-        return self._early.add
+        return Scoring(chosen, make, "old_logprobs" if several else "pack")
 
     def _mini_batches(self, prompts: int, step: int, epoch: int) -> list[np.ndarray]:
         size, seed = self._cfg.train.mini_batch_prompts, self._cfg.seed
@@ -302,8 +318,8 @@ class Updates:
         return state, inner
 
     @staticmethod
-    def _first_unequal(batches: Sequence[MiniBatch], step: int) -> unequal.Unequal | None:
-        return unequal.first(((b.packed, b.groups, b.scored) for b in batches if len(b.scored)), step)
+    def _first_mismatch(batches: Sequence[MiniBatch], step: int) -> first_mismatch.FirstMismatch | None:
+        return first_mismatch.first(((b.packed, b.groups, b.scored) for b in batches if len(b.scored)), step)
 
     def _flops(self, state: TrainState, packed: packing.Packed) -> float:
         """Model FLOPs of one update on these rows."""

@@ -7,9 +7,9 @@ scaled, how sums are made, and where the layers in between round. A record of `N
 and nothing else in the project asks what machine this is. A new engine is one record, which lists where the engine
 departs from `PLAIN`; `python -m qarl_jax.numerics` prints all of them as the table in docs/concepts/engines.md.
 
-`CPU` is a contract that both sides keep: vLLM's CPU engine computes with the bridge's own operations (`cpu_kernels.py`,
-`cpu_layers.py`, `cpu_experts.py` there), the same ones on every build. `CUDA` is one for bf16 and int4 products, norms
-and log-probs (`pinned.py` there), and mirrors vLLM 0.25.1's own kernels in the rest, in eager mode or in CUDA graphs.
+`CPU` is batch-invariant on both sides: vLLM's CPU engine computes with the bridge's own operations (`engine/cpu/`
+there), the same ones on every build. So is `CUDA`: the bridge replaces bf16 and int4 products, norms and log-probs
+(`engine/cuda/` there), and the rest mirrors kernels of vLLM 0.25.1 that are batch-invariant as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from qarl_bridge.protocol import contract
+from qarl_bridge.protocol.split_k import splits_of
 
 from qarl_jax.types import UserError
 
@@ -38,10 +38,9 @@ class Numerics:
         float32 once, so that its order, the vector width and the library cannot be seen in it. Rescaling is part of it:
         f32(s_x * (s_w * acc)); otherwise it is two float32 products, in that order.
       amax_floor: lower bound put under a row's absmax before its int8 scale is taken; 0: none.
-      contract_parts: sums of bfloat16 products are made in the contract's parts of K (`of_layer`).
+      split_k: sums of bfloat16 products are split along K, as the shape of the weight says (`of_layer`).
       fp8_divides: fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x).
       fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, where there are such.
-      w4a8_is_fp8: int4 layers with 8-bit activations multiply in e4m3, on a grid of their own (`w4a8_fp8`).
       block_attention: attention meets the keys in blocks, the last one first, and rounds its weights against the
         maximum so far (FlashAttention-3).
       norm_order: how RMSNorm's mean of squares is summed: in float64, in torch's order (8-float vectors on x86; its
@@ -55,21 +54,20 @@ class Numerics:
         outputs are computed in float64 and rounded to float32 once (part of `float64`); otherwise in float32.
       float64_log_softmax: log-probs are computed in float64 from the float32 logits, and rounded once (part of
         `float64`).
-      parts: of K, in which a layer's sum of bfloat16 products is made. A layer's own.
+      splits: parts of K in which a layer's sum of bfloat16 products is made. A layer's own.
       shards: of a tensor-parallel engine. Each has its part of every weight: rows, or columns of the layers whose
         inputs are spread (o and down). There each takes its own scale of its inputs, where these are quantized, and
         rounds its own sum; what the layer returns is their sum, rounded once. 1 for layers whose rows are spread.
       own_kernels: whether a Hopper GPU computes layers by `kernels/products.py`, which is a run's choice
-        (`quant.kernels`); otherwise by XLA's operations, which have other last bits for fp8 and for `contract_parts`.
+        (`quant.kernels`); otherwise by XLA's operations, which have other last bits for fp8 and for `split_k`.
     """
 
     profile: str = "plain"
     float64: bool = False
     amax_floor: float = 0.0
-    contract_parts: bool = False
+    split_k: bool = False
     fp8_divides: bool = False
     fp8_on_tensor_cores: bool = True
-    w4a8_is_fp8: bool = False
     block_attention: bool = False
     norm_order: NormOrder = "any"
     round_sum_before_norm: bool = False
@@ -79,7 +77,7 @@ class Numerics:
     rope_on_device: bool = False
     float64_experts: bool = False
     float64_log_softmax: bool = False
-    parts: int = 1
+    splits: int = 1
     shards: int = 1
     own_kernels: bool = True
 
@@ -89,9 +87,9 @@ class Numerics:
         spread_inputs: a tensor-parallel engine gives each shard some inputs of it; otherwise some outputs.
         """
         own = self if spread_inputs or self.shards == 1 else dataclasses.replace(self, shards=1)
-        if not self.contract_parts:
+        if not self.split_k:
             return own
-        return dataclasses.replace(own, parts=contract.parts_of(outputs, inputs))
+        return dataclasses.replace(own, splits=splits_of(outputs, inputs))
 
 
 # No engine: the embedded sampler calls the learner's own functions. float32 inside, one rounding at the end.
@@ -107,12 +105,11 @@ CPU = Numerics(
     float64_experts=True,
     float64_log_softmax=True,
 )
-# vLLM CUDA: CUTLASS for 8-bit codes, FlashAttention-3, and the bridge's kernels for the rest (`contract`).
+# vLLM CUDA: CUTLASS for 8-bit codes, FlashAttention-3, and the bridge's kernels for the rest.
 CUDA = Numerics(
     profile="cuda",
-    contract_parts=True,
+    split_k=True,
     fp8_divides=True,
-    w4a8_is_fp8=True,
     block_attention=True,
     norm_order="float64",
     round_sum_before_norm=True,
@@ -147,7 +144,7 @@ def table() -> str:
     def cell(value: object) -> str:
         return {True: "yes", False: ""}[value] if isinstance(value, bool) else str(value)
 
-    own = ("profile", "parts", "shards", "own_kernels")  # a layer's or a run's, not an engine's
+    own = ("profile", "splits", "shards", "own_kernels")  # a layer's or a run's, not an engine's
     names = [f.name for f in dataclasses.fields(Numerics) if f.name not in own]
     rows = [[f"`{name}`", *(cell(getattr(record, name)) for record in RECORDS.values())] for name in names]
     lines = [["", *(f"`{profile}`" for profile in PROFILES)], ["---"] * (1 + len(PROFILES)), *rows]

@@ -28,6 +28,7 @@ import numpy as np
 
 from qarl_jax.loss.common.token_effects import FATES
 from qarl_jax.observe.recorder import folder_of, lines_of
+from qarl_jax.observe.terminal import held_out_score
 from qarl_jax.types import UserError
 
 TEMPLATE = "report.html.jinja"
@@ -120,7 +121,7 @@ def spread(values: Sequence[int], most: int) -> list[int]:
 
 
 def _about(folder: Path) -> dict[str, Any]:
-    """What stands at the head of a run: (label, text) rows, and its resolved config."""
+    """Describes a run at the head of the report: (label, text) rows, and its resolved config."""
     records = lines_of(folder, "metrics.jsonl")
     rewards = [record["reward/mean"] for record in records if isinstance(record.get("reward/mean"), float)]
     held_out = lines_of(folder, "eval.jsonl")
@@ -146,6 +147,7 @@ def _about(folder: Path) -> dict[str, Any]:
     if loss:
         options = ", ".join(f"{key} {number(value)}" for key, value in loss.items() if key in _OPTIONS and value)
         rows.append(("loss", f"{loss['name']} ({options})" if options else loss["name"]))
+    rows += [(f"from step {step}", "; ".join(changed)) for step, changed in _changes(manifest.get("starts") or [])]
     if records:
         rows.append(("steps", str(len(records))))
     if rewards:
@@ -153,8 +155,7 @@ def _about(folder: Path) -> dict[str, Any]:
             ("reward", f"{np.mean(rewards[:5]):.3f} (first five steps) → {np.mean(rewards[-5:]):.3f} (last five)")
         )
     if len(held_out) > 1:
-        first, last = (record["eval/reward/mean"] for record in (held_out[0], held_out[-1]))
-        rows.append(("held out", f"{first:.3f} → {last:.3f}"))
+        rows.append(("held out", f"{held_out_score(held_out[0])} → {held_out_score(held_out[-1])}"))
     if start.get("git"):
         rows.append(("code", start["git"]))
     if start.get("devices"):
@@ -162,6 +163,15 @@ def _about(folder: Path) -> dict[str, Any]:
         rows.append(("devices", devices if isinstance(devices, str) else ", ".join(devices)))
     file = folder / "config.yaml"
     return {"rows": rows, "config": file.read_text() if file.is_file() else ""}
+
+
+def _changes(starts: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[str]]]:
+    """(step, settings that changed with it) of the starts whose steps no later start trained anew."""
+    out: list[tuple[int, list[str]]] = []
+    for start in starts:
+        step = start.get("step", 0)
+        out = [*(one for one in out if one[0] < step), (step, start.get("changed") or [])]
+    return [one for one in out if one[1]]
 
 
 _OPTIONS = ("clip_low", "clip_high", "neg_clip_low", "neg_clip_high", "dual_clip", "mismatch", "mismatch_cap", "w_mode")
@@ -244,7 +254,7 @@ _JOINERS = "\u200c\u200d"  # part of words in some scripts, and of emoji
 
 
 def scales(columns: Iterable[Mapping[str, Sequence[float | None]]]) -> dict[str, float]:
-    """How far from its neutral value a quantity gets the full colour: the 95th percentile over all tokens shown.
+    """Finds the distance from its neutral value at which a quantity gets the full colour: the 95th percentile.
 
     Log-ratios for `ratio`, `mismatch` and `weight` (at least 1e-3: what is smaller is noise and stays pale), and the
     push A gain.

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run leaves behind. What it shows meanwhile is `terminal.py`.
 
-    <run_dir>/run.json        the resolved config, and one entry per start: time, command, git, versions, devices,
-                              JAX_ and XLA_ variables, facts
+    <run_dir>/run.json        the resolved config, and one entry per start that trained a step: its first step, settings
+                              that changed, time, command, git, versions, devices, JAX_ and XLA_ variables, facts
               config.yaml     the resolved config once more, as a file to start another run from
               metrics.jsonl   one JSON object per step: {"step": 12, "reward/mean": 0.53, ..., "time/rollout_s": 1.2}
               samples.jsonl   a few completions per step, in full, token by token
@@ -345,9 +345,9 @@ class Observer:
         """`total_steps` is for the view ("step 3 of 100"); `stream` is where it writes (None: standard output)."""
         self.run_dir = Path(run_dir).absolute()
         self._step_files = tuple(
-            self.run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "histograms", "unequal")
+            self.run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "histograms", "first_mismatch")
         )
-        self.metrics_path, self.samples_path, self._histograms_path, self._unequal_path = self._step_files
+        self.metrics_path, self.samples_path, self._histograms_path, self._first_mismatch_path = self._step_files
         self.config = config or Config()
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -392,7 +392,7 @@ class Observer:
     def set_aside(self) -> None:
         """Keep what an earlier run recorded here under other names, `metrics.jsonl.old-1` and so on."""
         number = 1 + sum(1 for _ in self.run_dir.glob("metrics.jsonl.old-*"))
-        for path in (*self._step_files, self.run_dir / "eval.jsonl"):
+        for path in (*self._step_files, *self.run_dir.glob("eval*.jsonl")):
             with self._disk_errors(path), contextlib.suppress(FileNotFoundError):
                 path.rename(path.with_name(f"{path.name}.old-{number}"))
         self._last_step = None
@@ -433,9 +433,9 @@ class Observer:
         if counts:
             self._append(self._histograms_path, [{"step": step, **counts}])
 
-    def unequal(self, step: int, found: Mapping[str, Any]) -> None:
-        """Record the first token of a step that sampler and learner score otherwise (`loop.unequal.Unequal`)."""
-        self._append(self._unequal_path, [{"step": step, **found}])
+    def first_mismatch(self, step: int, found: Mapping[str, Any]) -> None:
+        """Record the first token of a step whose log-prob differs (`loop.first_mismatch.FirstMismatch`)."""
+        self._append(self._first_mismatch_path, [{"step": step, **found}])
 
     def say(self, text: str) -> None:
         """A line for the reader, above the table or among the lines."""
@@ -497,7 +497,7 @@ class Silent:
         return None
 
     start = write = truncate_to = set_aside = latest = log = _nothing
-    samples = histograms = unequal = say = end = _nothing
+    samples = histograms = first_mismatch = say = end = _nothing
 
     def __enter__(self) -> Silent:
         return self

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows while it runs: a table that stays at the bottom of a terminal, or a line per step.
+"""The live view of a run: a table at the bottom of a terminal, or a line per step.
 
     view = make_view("auto", name="quickstart", total_steps=40, stream=sys.stdout)
     view.show({"step": 12, "reward/mean": 0.53, ..., "time/rollout_s": 1.2})     # a record of metrics.jsonl
@@ -28,7 +28,16 @@ Cells = Sequence[tuple[str, str, str]]
 """(label, metric, format) each; a metric that a record lacks is left out."""
 
 ROWS: Sequence[tuple[str, Cells]] = (
-    ("reward", (("mean", "reward/mean", ".3f"), ("std", "reward/std", ".3f"), ("eval", "eval/reward/mean", ".3f"))),
+    (
+        "reward",
+        (
+            ("mean", "reward/mean", ".3f"),
+            ("std", "reward/std", ".3f"),
+            ("eval", "eval/reward/mean", ".3f"),
+            ("95 % from", "eval/reward/low", ".3f"),
+            ("to", "eval/reward/high", ".3f"),
+        ),
+    ),
     (
         "response",
         (
@@ -125,6 +134,20 @@ def summary_line(record: Mapping[str, Any], total_steps: int | None = None) -> s
     return " | ".join([step, *cells])
 
 
+def held_out_score(record: Mapping[str, Any]) -> str:
+    """The reward of an evaluation, and how far it can be trusted.
+
+    Example: "0.500 (95 %: 0.237 to 0.763; 10 prompts x 4 samples)". Records of older versions have the mean alone.
+    """
+    text = f"{record['eval/reward/mean']:.3f}"
+    if "eval/reward/low" not in record:
+        return text
+    prompts, different = record["eval/prompts"], record["eval/different_prompts"]
+    apart = f" ({different:.0f} different)" if different < prompts else ""
+    count = f"{prompts:.0f} prompt{'s' * (prompts > 1)}{apart} x {record['eval/responses'] / prompts:.0f} samples"
+    return f"{text} (95 %: {record['eval/reward/low']:.3f} to {record['eval/reward/high']:.3f}; {count})"
+
+
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -174,6 +197,7 @@ class _Table:
         from rich.live import Live
 
         self._name, self._total = name, total_steps
+        self._last: Mapping[str, Any] = {}
         self._rewards: deque[float] = deque(maxlen=40)
         self._seconds: deque[float] = deque(maxlen=20)
         self._console = Console(file=stream)
@@ -186,15 +210,16 @@ class _Table:
             self._rewards.append(record["reward/mean"])
         if isinstance(record.get(f"{TIME}step_s"), float):
             self._seconds.append(record[f"{TIME}step_s"])
+        self._last = record
         self._live.update(self._render(record), refresh=True)
 
-    def _render(self, record: Mapping[str, Any]) -> Any:
+    def _render(self, record: Mapping[str, Any], *, ended: bool = False) -> Any:
         from rich import box
         from rich.table import Table
 
         title = f"{self._name}  step {record['step']}" + (f" of {self._total}" if self._total else "")
-        if self._total and self._seconds:
-            left = (self._total - record["step"]) * sum(self._seconds) / len(self._seconds)
+        if self._total and self._seconds and not ended:
+            left = (self._total - record["step"] - 1) * sum(self._seconds) / len(self._seconds)
             title += f"  {datetime.timedelta(seconds=round(max(left, 0)))} left"
         table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE, pad_edge=False)
         table.add_column(style="bold")
@@ -212,6 +237,9 @@ class _Table:
         self._console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
+        if self._last:
+            self._live.update(self._render(self._last, ended=True))
+            self._last = {}
         self._live.stop()
 
 

@@ -25,8 +25,7 @@ class Config:
     """The section `quant`: which low-bit tensors the learner and the sampler compute with.
 
     Attributes:
-      forward: the learner's scheme (bf16, w8a8, w4a16, ...; "w4a16:g64" sets a group size). Under engine=cuda, w4a8 is
-        w4a8_fp8.
+      forward: the learner's scheme (bf16, w8a8, w4a16, ...; "w4a16:g64" sets a group size).
       rollout: the sampler's scheme; null: the learner's, which is QaRL. forward=bf16 with rollout=w4a16 is the
         quantized-rollout baseline.
       group_size: weights per scale along the input dimension, for schemes with groups written without one.

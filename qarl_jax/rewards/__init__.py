@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 from jaxtyping import Float
 
+from qarl_jax.data.tokenizer import decode
 from qarl_jax.rewards import total
 from qarl_jax.rewards.sample import BaseReward, Sample
 from qarl_jax.runtime import processes
@@ -88,15 +89,14 @@ class Grader:
           One RolloutGroup per prompt, and the terms over all samples, flat in the order of prompts and completions.
         """
         pairs = list(zip(prompts, completions, strict=True))
-        flat = [list(completion.tokens) for _, group in pairs for completion in group]
-        texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in flat]
+        texts = [decode(tokenizer, completion.tokens) for _, group in pairs for completion in group]
         samples: list[Sample] = []
         for prompt, group in pairs:
             for completion in group:
                 text = texts[len(samples)]
                 if completion.turns:  # what the environment said is not to be taken for the policy's answer
                     last = completion.turns[-1]
-                    text = tokenizer.decode(completion.tokens[last.start : last.end], skip_special_tokens=True)
+                    text = decode(tokenizer, completion.tokens[last.start : last.end])
                 samples.append(
                     Sample(
                         prompt=prompt,

@@ -7,17 +7,14 @@ writes to its standard output. The tests run in the other, the grading process, 
 in the program's reach: it can neither announce success nor return an object that claims to equal everything, because
 only plain data (numbers, text, lists, tuples, dicts, sets) comes back, exact types alone.
 
-What the program's process may do is a list of system calls (seccomp), and everything else is refused with EPERM:
+Where bubblewrap works, both processes are in a jail (`jail.py`), which is the first wall. The second is `lock_down`:
 
-    files      open for reading; none is created, written, renamed or removed
-    processes  none is started or signalled; threads are allowed
-    network    no sockets
-    limits     CPU seconds, address space, open files, no core dump; it cannot raise them (prlimit is refused)
-    memory     no capabilities and no ptrace; the grading process is not dumpable, so that /proc shows nothing of it
-    output     read up to a limit, then the process is killed
-
-What is left: it can read files that its user can read. It has no way to send them anywhere but into its own output,
-which the run writes down.
+    system calls   a list (seccomp), with the arguments of open, clone, fcntl and ioctl; all else is refused with EPERM:
+                   no file is written, no process started or signalled, no socket opened; threads are allowed
+    files          what Python reads by itself (Landlock): the interpreter and its packages
+    processes      nothing of any other is read (Landlock); no capabilities, no ptrace
+    limits         CPU seconds, address space, open files, no core dump; prlimit is refused
+    output         is read up to a limit, then the process is killed
 """
 
 import base64
@@ -26,6 +23,7 @@ import io
 import json
 import os
 import select
+import site
 import struct
 import subprocess
 import sys
@@ -33,69 +31,121 @@ import time
 
 MAX_ANSWER = 1 << 20  # bytes of an answer, or of a program's standard output
 MAX_DEPTH = 50
+NEEDS = "no program can be run: the sandbox needs Linux on x86-64 with seccomp filters"
 
 # ---- the program's process ---------------------------------------------------------------------------------------
 
 # Numbers of x86-64 (the kernel's arch/x86/entry/syscalls/syscall_64.tbl).
 ALLOWED = {
     "read": 0, "write": 1, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "poll": 7, "lseek": 8, "mmap": 9,
-    "mprotect": 10, "munmap": 11, "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "ioctl": 16,
+    "mprotect": 10, "munmap": 11, "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15,
     "pread64": 17, "readv": 19, "writev": 20, "access": 21, "pipe": 22, "select": 23, "sched_yield": 24, "mremap": 25,
-    "madvise": 28, "dup": 32, "dup2": 33, "nanosleep": 35, "getpid": 39, "exit": 60, "uname": 63, "fcntl": 72,
-    "getcwd": 79, "readlink": 89, "gettimeofday": 96, "getrusage": 98, "sysinfo": 99, "times": 100, "getuid": 102,
-    "getgid": 104, "geteuid": 107, "getegid": 108, "getppid": 110, "sigaltstack": 131, "arch_prctl": 158, "gettid": 186,
-    "time": 201, "futex": 202, "sched_getaffinity": 204, "getdents64": 217, "restart_syscall": 219,
-    "clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230, "exit_group": 231, "newfstatat": 262,
-    "readlinkat": 267, "faccessat": 269, "pselect6": 270, "ppoll": 271, "set_robust_list": 273, "dup3": 292,
-    "pipe2": 293, "getrandom": 318, "membarrier": 324, "statx": 332, "rseq": 334, "faccessat2": 439,
+    "madvise": 28, "dup": 32, "dup2": 33, "nanosleep": 35, "getitimer": 36, "alarm": 37, "setitimer": 38, "getpid": 39,
+    "exit": 60, "uname": 63, "getcwd": 79, "readlink": 89, "gettimeofday": 96, "getrusage": 98, "sysinfo": 99,
+    "times": 100, "getuid": 102, "getgid": 104, "geteuid": 107, "getegid": 108, "getppid": 110, "sigaltstack": 131,
+    "arch_prctl": 158, "gettid": 186, "time": 201, "futex": 202, "sched_getaffinity": 204, "getdents64": 217,
+    "restart_syscall": 219, "clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230, "exit_group": 231,
+    "newfstatat": 262, "readlinkat": 267, "faccessat": 269, "pselect6": 270, "ppoll": 271, "set_robust_list": 273,
+    "dup3": 292, "pipe2": 293, "getrandom": 318, "membarrier": 324, "statx": 332, "rseq": 334, "faccessat2": 439,
 }  # fmt: skip
-OPEN, OPENAT, CLONE, CLONE3 = 2, 257, 56, 435
+OPEN, IOCTL, CLONE, FCNTL, OPENAT, CLONE3 = 2, 16, 56, 72, 257, 435
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CLONE_THREAD = 0x10000
+# F_SETFL is allowed without O_ASYNC. F_SETOWN, F_SETSIG and the like let the kernel signal any process of the user.
+F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC = 0, 1, 2, 3, 4, 1030
+TCGETS, TIOCGWINSZ, FIONREAD, FIONCLEX, FIOCLEX = 0x5401, 0x5413, 0x541B, 0x5450, 0x5451
 X86_64 = 0xC000003E
+HAS_FILTER = sys.platform == "linux" and os.uname().machine == "x86_64"
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 LOAD, EQUAL, SET, RETURN = 0x20, 0x15, 0x45, 0x06  # BPF: load word, jump if equal, jump if any bit set, return
+Step = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
 def filter_program() -> bytes:
-    """The seccomp filter: an array of sock_filter (code, jump if true, jump if false, operand)."""
+    """The seccomp filter: an array of sock_filter."""
 
-    def step(code: int, operand: int, yes: int = 0, no: int = 0) -> tuple[int, int, int, int]:
-        return code, yes, no, operand
+    def argument(number: int) -> Step:
+        return LOAD, 0, 0, 16 + 8 * number
 
-    steps = [step(LOAD, 4), step(EQUAL, X86_64, 1), step(RETURN, KILL), step(LOAD, 0)]
-    for number, argument in ((OPEN, 1), (OPENAT, 2)):  # flags without a bit that writes
-        load = step(LOAD, 16 + 8 * argument)
-        steps += [step(EQUAL, number, 0, 4), load, step(SET, WRITES, 1), step(RETURN, ALLOW), step(RETURN, EPERM)]
-    threads = [step(LOAD, 16), step(SET, CLONE_THREAD, 0, 1), step(RETURN, ALLOW), step(RETURN, EPERM)]
-    steps += [step(EQUAL, CLONE, 0, 4), *threads, step(EQUAL, CLONE3, 0, 1), step(RETURN, ENOSYS)]
-    for number in ALLOWED.values():
-        steps += [step(EQUAL, number, 0, 1), step(RETURN, ALLOW)]
-    steps.append(step(RETURN, EPERM))
-    return b"".join(struct.pack("HBBI", *each) for each in steps)
+    def when(operand: int, then: list[Step], test: int = EQUAL) -> list[Step]:
+        return [(test, 0, len(then), operand), *then]
+
+    def allow(*values: int) -> list[Step]:
+        return [step for value in values for step in when(value, [(RETURN, 0, 0, ALLOW)])]
+
+    refuse, otherwise_allow = (RETURN, 0, 0, EPERM), (RETURN, 0, 0, ALLOW)
+    set_flags = [argument(2), *when(os.O_ASYNC, [refuse], SET), otherwise_allow]
+    steps: list[Step] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, X86_64), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    steps += when(OPEN, [argument(1), *when(WRITES, [refuse], SET), otherwise_allow])
+    steps += when(OPENAT, [argument(2), *when(WRITES, [refuse], SET), otherwise_allow])
+    steps += when(CLONE, [argument(0), *when(CLONE_THREAD, [otherwise_allow], SET), refuse])
+    steps += when(CLONE3, [(RETURN, 0, 0, ENOSYS)])
+    steps += when(IOCTL, [argument(1), *allow(TCGETS, TIOCGWINSZ, FIONREAD, FIONCLEX, FIOCLEX), refuse])
+    flags_alone = allow(F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC)
+    steps += when(FCNTL, [argument(1), *flags_alone, *when(F_SETFL, set_flags), refuse])
+    steps += [*allow(*ALLOWED.values()), refuse]
+    return b"".join(struct.pack("HBBI", *step) for step in steps)
 
 
-def lock_down(memory_mb: int, cpu_s: int) -> None:
-    """Gives up everything but computing. Raises OSError where the kernel cannot do it."""
+def readable(packages: list[str]) -> list[str]:
+    """Lists the paths that Python reads by itself: its libraries, `packages`, what the C library looks for."""
+    libraries = [f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64", "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
+    libraries += [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), "/nix/store", "/etc/ld.so.cache"]
+    found = [*libraries, "/usr/share/zoneinfo", *packages]
+    return [path for path in dict.fromkeys(found) if path and os.path.exists(path)]
+
+
+def landlock_abi() -> int:
+    """Version of the kernel's Landlock; 0: it has none."""
+    return max(0, _libc().syscall(444, None, ctypes.c_long(0), 1)) if sys.platform == "linux" else 0
+
+
+def lock_down() -> None:
+    """Gives up everything but computing and reading what Python reads. Raises OSError where the kernel cannot do it."""
+    if sys.platform != "linux":
+        raise OSError(NEEDS)
+    no_capabilities = (struct.pack("II", 0x20080522, 0), struct.pack("6I", *[0] * 6))
+    _checked(_libc().capset(*no_capabilities))
+    _checked(_libc().prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
+    if abi := landlock_abi():
+        _read_alone(readable([*sys.path, "/dev/null", "/dev/urandom"]), abi)
+    if not HAS_FILTER:
+        raise OSError(NEEDS)
+    code = ctypes.create_string_buffer(filter_program())
+    program = struct.pack("HxxxxxxQ", (len(code) - 1) // 8, ctypes.addressof(code))
+    _checked(_libc().prctl(22, 2, ctypes.c_char_p(program), 0, 0))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+def _read_alone(paths: list[str], abi: int) -> None:
+    """Landlock: no file but for reading below `paths`, nothing of other processes, no TCP (4), no signals (6)."""
+    # All of the first version's accesses; binding and connecting; signals and abstract sockets.
+    handled = struct.pack("3Q", 0x1FFF, 3, 3)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    ruleset = _checked(_libc().syscall(444, handled, ctypes.c_long(len(handled)), 0))
+    for path in paths:
+        beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = struct.pack("=Qi", 4 | 8 if os.path.isdir(path) else 4, beneath)  # read files, and list folders
+        _checked(_libc().syscall(445, ruleset, 1, rule, 0))
+        os.close(beneath)
+    _checked(_libc().syscall(446, ruleset, 0))
+    os.close(ruleset)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), NEEDS)
+    return result
+
+
+def _limit(memory_mb: int, cpu_s: int) -> None:
     import resource
-
-    if sys.platform != "linux" or os.uname().machine != "x86_64":
-        raise OSError("running a model's programs needs Linux on x86-64")
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def checked(result: int) -> None:
-        if result:
-            raise OSError(ctypes.get_errno(), "this kernel has no seccomp filters, without which nothing is run")
 
     limits = {"AS": memory_mb << 20, "CPU": cpu_s, "FSIZE": 0, "NOFILE": 32, "CORE": 0, "STACK": 64 << 20}
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-    no_capabilities = (struct.pack("II", 0x20080522, 0), struct.pack("6I", *[0] * 6))
-    checked(libc.capset(*no_capabilities))
-    checked(libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
-    code = ctypes.create_string_buffer(filter_program())
-    program = struct.pack("HxxxxxxQ", (len(code) - 1) // 8, ctypes.addressof(code))
-    checked(libc.prctl(22, 2, ctypes.c_char_p(program), 0, 0))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
 def child() -> None:
@@ -110,16 +160,19 @@ def child() -> None:
     if "stdin" not in task:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.setrecursionlimit(20_000)
-    lock_down(task["memory_mb"], task["cpu_s"])
+    _limit(task["memory_mb"], task["cpu_s"])
+    lock_down()
+    site.setquit()  # exit() and quit(), which Python has without -S
     names: dict = {"__name__": "__main__" if "stdin" in task else "solution"}
     if "stdin" in task:
         sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
         try:
             exec(compile(task["program"], "program", "exec"), names)
-        except Exception as error:
+        except BaseException as error:
             if not task.get("tell"):
                 raise
-            print(f"{type(error).__name__}: {error}")
+            if not isinstance(error, SystemExit) or error.code:
+                print(f"{type(error).__name__}: {error}")
         sys.stdout.flush()
         return
 
@@ -174,7 +227,7 @@ def encode(value: object, depth: int = 0) -> object:
 
 
 def decode(value: object) -> object:
-    """What `encode` wrote. Raises ValueError for anything else."""
+    """Decodes a text of `encode`. Raises ValueError for any other text."""
     if value is None or isinstance(value, bool | str):
         return value
     if not isinstance(value, dict) or len(value) != 1:
@@ -295,8 +348,22 @@ class EndedError(FailedError, EOFError):
     """The program's process is gone."""
 
 
+def prepare(memory_mb: int) -> None:
+    """Makes this process ready to run programs, and tries two. Raises OSError: no program can be run safely here."""
+    _libc().prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nothing of this process is read, even without Landlock
+    trial = {"program": "def f(): return 1", "test": "def check(f): assert f() == 1", "entry_point": "f"}
+    if not passes(trial, 60.0, memory_mb):
+        raise OSError(NEEDS)
+    reads = f"def f(): open('/proc/{os.getppid()}/environ').read(1)"
+    if passes(trial | {"program": reads, "test": "def check(f): f()"}, 60.0, memory_mb):
+        raise OSError(
+            "no program is run: it could read the trainer's environment and memory; install bubblewrap"
+            " (apt install bubblewrap), or take a kernel with Landlock (5.13 or later)"
+        )
+
+
 def passes(task: dict, timeout_s: float, memory_mb: int) -> bool:
-    """Whether a program passes its tests.
+    """Tells whether a program passes its tests.
 
     task: {"program", and one of
            "test": text that defines check(candidate), "entry_point": name, "preamble": text that it may need;
@@ -306,7 +373,7 @@ def passes(task: dict, timeout_s: float, memory_mb: int) -> bool:
     deadline = time.monotonic() + timeout_s
     try:
         if "test" in task:
-            return _checked(task, deadline, memory_mb)
+            return _check_holds(task, deadline, memory_mb)
         for given, expected in zip(task["inputs"], task["outputs"], strict=True):
             if task.get("function"):
                 program = Program(task["program"], deadline, memory_mb)
@@ -327,8 +394,8 @@ def passes(task: dict, timeout_s: float, memory_mb: int) -> bool:
         return False
 
 
-def _checked(task: dict, deadline: float, memory_mb: int) -> bool:
-    """Whether check(candidate) ends without an error; it runs here, and `candidate` in the program's process."""
+def _check_holds(task: dict, deadline: float, memory_mb: int) -> bool:
+    """Tells whether check(candidate) ends without an error; it runs here, and `candidate` in the program's process."""
     names: dict = {"__name__": "check"}
     exec(compile(task.get("preamble", ""), "preamble", "exec"), names)
     exec(compile(task["test"], "test", "exec"), names)

@@ -8,13 +8,17 @@ a user's function may do anything. It leads a process group of its own, which go
 """
 
 import base64
+import contextlib
 import faulthandler
 import functools
+import glob
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import pickle
+import random
 import signal
 import sys
 import threading
@@ -43,14 +47,19 @@ def main() -> None:
         print(json.dumps({"error": told(error)}), file=pipe, flush=True)
         return
     limit_memory(memory_mb)
+    if kind in ("math", "gym"):
+        with contextlib.suppress(OSError):  # no filter on this machine: where the first wall is missing, that is said
+            sandbox().lock_down()
     print(json.dumps({"ready": True}), file=pipe, flush=True)
+    if kind == "environment":
+        grade(tasks.fileno(), pipe)
+        end_group()
     for line in tasks:
         task = json.loads(line)
         # Ends this process from a native thread, even if the trainer has died and the interpreter is stuck.
         faulthandler.dump_traceback_later(4 * timeout_s + 1, exit=True, file=sys.stderr)
         try:
-            found = grade(task)
-            answer: dict = {"score": 0.0, "value": found} if kind == "environment" else {"score": float(found)}
+            answer: dict = {"score": float(grade(task))}
         except MemoryError:
             os._exit(3)
         except BaseException as error:  # sys.exit() in a user's function among them
@@ -73,12 +82,44 @@ def end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     end_group()
+    os._exit(1)  # behind a filter that lets no signal pass
 
 
 def end_group() -> None:
     """Ends this process and what it started."""
+    end_started(os.getpid())
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    """The children of a process; none where /proc does not tell."""
+    found: list[int] = []
+    for path in glob.glob(f"/proc/{pid}/task/*/children"):
+        try:
+            with open(path) as file:
+                found += map(int, file.read().split())
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def end_started(pid: int) -> None:
+    """Ends what a process started, sessions of their own included."""
+    for _ in range(100):
+        left, alive = children(pid), 0
+        for each in left:
+            left += children(each)
+            try:
+                with open(f"/proc/{each}/stat") as file:
+                    if file.read().rpartition(")")[2].split()[0] != "Z":
+                        os.kill(each, signal.SIGKILL)
+                        alive += 1
+            except OSError:  # it has ended
+                continue
+        if not alive:
+            return
+        time.sleep(0.001)
 
 
 def limit_memory(megabytes: int) -> None:
@@ -123,6 +164,7 @@ def load_gym(timeout_s: float, setup: str):
 
     @functools.lru_cache(maxsize=1024)
     def entry(name: str, seed: int, size: int, config: str, index: int):
+        random.seed(index)  # as the source does (`data/sources/reasoning_gym.py`)
         return dataset(name, seed, size, config)[index]
 
     def grade(task):
@@ -135,15 +177,23 @@ def load_gym(timeout_s: float, setup: str):
 
 def load_code(timeout_s: float, setup: str):
     """task: a program and its tests (see `_sandbox.passes`) -> 1.0 if it passes them all."""
-    import ctypes
+    passes = prepared(int(setup)).passes
+    return lambda task: passes(task, 0.9 * timeout_s, int(setup))
 
-    sandbox = load_file(os.path.join(os.path.dirname(os.path.abspath(__file__)), "_sandbox.py"))
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: /proc shows a program nothing of this process
-    # Whether programs can be run at all is known before any is.
-    trial = {"program": "def f(): return 1", "test": "def check(f): assert f() == 1", "entry_point": "f"}
-    if not sandbox.passes(trial, 60.0, int(setup)):
-        raise RefusedError("no program can be run: the sandbox needs Linux on x86-64 with seccomp filters")
-    return lambda task: sandbox.passes(task, 0.9 * timeout_s, int(setup))
+
+def prepared(memory_mb: int):
+    """The sandbox, tried: whether programs can be run at all is known before any is."""
+    try:
+        sandbox().prepare(memory_mb)
+    except OSError as error:
+        raise RefusedError(str(error)) from None
+    return sandbox()
+
+
+@functools.cache
+def sandbox():
+    """The module `_sandbox.py` beside this file."""
+    return load_file(os.path.join(os.path.dirname(os.path.abspath(__file__)), "_sandbox.py"))
 
 
 def load_file(path: str):
@@ -164,13 +214,35 @@ def load_function(timeout_s: float, setup: str):
     """task {"call": (text, answer, meta)} -> what the user's function says. The trainer sends pickles, in base64."""
     sys.path[:], path, options = pickle.loads(base64.b64decode(setup))
     function = find_function(path)
+    check_call(path, function, ("text", "answer", "meta"), options)
     return lambda task: function(*pickle.loads(base64.b64decode(task["call"])), **options)
 
 
 def load_environment(timeout_s: float, setup: str):
-    """task {"calls": [...]} -> what the episodes answer, in order (rollout/environments/_host.py, by its path)."""
-    sys.path[:], host, path, options, step_s = pickle.loads(base64.b64decode(setup))
-    return load_file(host).Host(find_function(path), options, step_s).answer
+    """Serves episodes on the two pipes (rollout/environments/_host.py, by its path)."""
+    sys.path[:], host, path, options, *limits = pickle.loads(base64.b64decode(setup))
+    made = find_function(path)
+    check_call(path, made, (), options)
+    if isinstance(made, type):
+        for name, argument in (("reset", "task"), ("step", "text")):
+            if not callable(getattr(made, name, None)):
+                raise RefusedError(f"{path} has no method {name!r}")
+            if inspect.isfunction(inspect.getattr_static(made, name)):  # with the episode before its argument
+                check_call(f"{path}.{name}", getattr(made, name), ("self", argument), {})
+    return load_file(host).Host(made, options, *limits, children).serve
+
+
+def check_call(path: str, function, arguments: tuple, options: dict) -> None:
+    """Refuses a function that cannot be called with these arguments, before a policy has been sampled."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of builtins: not known
+        return
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        call = ", ".join([*arguments, *(f"{name}=..." for name in options)])
+        raise RefusedError(f"{path} is called with ({call}) and takes {signature}: {error}") from None
 
 
 def find_function(path: str):

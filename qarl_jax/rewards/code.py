@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """1 where the program in a response passes the problem's tests, else 0. Linux on x86-64 only.
 
-The program is the last fenced block that defines the function asked for, else the last fenced block, else the whole
-response as a continuation of the prompt's code. It runs in a sandbox (`_sandbox.py`), apart from the process that runs
-the tests. Which tests, the prompt's row says, in one of three layouts:
+The program is the last fenced block that defines the function asked for, else the last one labelled as Python, else the
+last without a label, else the last (`fences.py`). A response without a block continues the prompt's code. The program
+runs in a sandbox (`_sandbox.py`), apart from the process that runs the tests. The prompt's row has the tests, in one of
+three layouts:
 
     HumanEval       columns prompt, entry_point and test, which defines check(candidate) (arXiv 2107.03374)
     LiveCodeBench   columns public_test_cases, private_test_cases, metadata (arXiv 2403.07974)
@@ -26,12 +27,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from qarl_jax.rewards import fences
 from qarl_jax.rewards.pool import PoolConfig, WorkerPool
 from qarl_jax.rewards.sample import BaseReward, Sample
 from qarl_jax.types import UserError
 
-MAX_CHARS = 50_000
-_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+MAX_CHARS = 50_000  # of a program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,20 +72,22 @@ def program(text: str, name: str, before: str = "") -> str:
       text: the response. name: the function it should define; empty: any program.
       before: code that the prompt ends with, which a response without a fenced block goes on with.
     """
-    blocks = [match[1] for match in _FENCE.finditer(text[-MAX_CHARS:])]
-    defining = [block for block in blocks if name and re.search(rf"^\s*def {re.escape(name)}\b", block, re.MULTILINE)]
-    if defining:
+    blocks = fences.blocks(text)
+    head = re.compile(rf"^\s*(async )?def {re.escape(name)}\b", re.MULTILINE)
+    if defining := [block for _, block in blocks if name and head.search(block)]:
         return defining[-1]
     if blocks:
+        labelled = [block for language, block in blocks if language in fences.PYTHON]
+        last = (labelled or [block for language, block in blocks if not language] or [blocks[-1][1]])[-1]
         # A body without its head: it belongs under the prompt's.
-        return before + blocks[-1] if before and name else blocks[-1]
-    if name and re.search(rf"^def {re.escape(name)}\b", text, re.MULTILINE):
+        return before + last if before and name else last
+    if name and head.search(text):
         return text
     return before + text
 
 
 def task(text: str, meta: Mapping[str, Any], uid: str) -> dict[str, Any]:
-    """What the sandbox is asked (`_sandbox.passes`).
+    """Makes the request to the sandbox (`_sandbox.passes`).
 
     Raises:
       UserError: the row has no tests, or broken ones.

@@ -10,12 +10,31 @@ from typing import Literal
 
 Extraction = Literal["auto", "whole", "last_line", "last_number", "number", "choice", "tag", "boxed"]
 
-_NUMBER = re.compile(r"[-+\u2212]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
-_PLAIN = re.compile(r"([-+]?)(\d{0,300})(?:\.(\d{1,300}))?(?:/(\d{1,300}))?")
-_IS_LETTER = re.compile(r"answer is:? ?\**\(?([A-Z])\b", re.IGNORECASE)
-_ANSWER_LETTER = re.compile(r"answer:\s*\**\s*\(?([A-Z])\b", re.IGNORECASE)
+_MINUS = re.compile("[\u2212\u2013]")  # a typographic minus, and an en dash in its place
+# Groups of three digits, with commas, LaTeX's {,} and \, or spaces that do not break between them.
+_GROUPS = r"(?<!\d)\d{1,3}(?:(?:,|\{,\}|\\[,;! ]|[\u00a0\u2009\u202f])\d{3})+(?!\d)"
+_FRACTION = r"\\[dt]?frac *(?:\{ *\d{1,300} *\} *\{ *\d{1,300} *\}|\d\d)"
+# Behind a letter, a digit or a closing bracket, a minus is a hyphen or an operator.
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\]}])[-+\u2212\u2013]\$?)?"
+    rf"(?:(?:\d{{1,20}} ?)?{_FRACTION}|\d{{1,20}} \d+/\d+|(?:{_GROUPS}|\d+)(?:\.\d+)?(?:/\d+)?|\.\d+)"
+)
+_GROUPED = re.compile(_GROUPS.replace(r"\u00a0", r" \u00a0"))  # in what is one number, any space
+_MIXED = re.compile(rf"(\d{{0,300}}) ?({_FRACTION})")
+_PLAIN = re.compile(
+    r"(?:(\d{1,300}) (?=\d+/))?(\d{0,300})(?:\.(\d{0,300})(?:\\overline\{(\d{1,100})\})?)?(?:/(\d{1,300}))?"
+)
+_UNIT = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\{?\d\}?)?")
+_AROUND = [("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ('"', '"'), ("'", "'"), ("`", "`"), ("“", "”"), ("‘", "’")]
+_AROUND += [("**", "**"), ("*", "*"), ("__", "__"), ("_", "_")]
+STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox) ?\{([^{}]*)\}")
+# A small letter counts in brackets or at a line's end: "the answer is a bit ..." names no choice.
+_LETTER = r"(?:\(?([A-Z])\b|\(([a-j])\)|([a-j])(?=[.* ]*$))"
+_IS_LETTER = re.compile(rf"(?i:answer is):? ?\**{_LETTER}", re.MULTILINE)
+_ANSWER_LETTER = re.compile(rf"(?i:answer):\s*\**\s*{_LETTER}", re.MULTILINE)
 _LONE_LETTER = re.compile(r"\b[A-J]\b")
-_ANSWER_MARKS = ("####", "answer is", "answer:")
+_ONE_LETTER = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
+_ANSWER_MARKS = ("####", "answer is", "answer:", "answer**:")
 
 
 def extract(text: str, how: Extraction = "auto") -> str | None:
@@ -25,7 +44,8 @@ def extract(text: str, how: Extraction = "auto") -> str | None:
       how: "whole" the text; "last_line" its last non-empty line; "last_number" the last number in it; "number"
         the last number in the last \\boxed{...}, else the first after the last "####" (GSM8K's mark), else the last;
         "choice" the letter of a multiple-choice answer: in the last \\boxed{...}, else MMLU-Pro's order: the first
-        "answer is (X)", the last "Answer: X", the last capital letter from A to J that stands alone;
+        "answer is (X)", the last "Answer: X", the last capital letter from A to J that stands alone; before the last,
+        a response of one letter;
         "tag" what the last <answer>...</answer> holds; "boxed" what the last \\boxed{...} holds; "auto" the first of
         boxed, tag, the rest of the line after "####", "answer is" or "answer:", and the last line that gives something.
         An \\fbox{...} is a \\boxed{...}, as in MATH's own code.
@@ -37,8 +57,7 @@ def extract(text: str, how: Extraction = "auto") -> str | None:
     if how == "last_number":
         return _number(text, -1)
     if how == "number":
-        _, mark, marked = text.rpartition("####")
-        return _number(_boxed(text) or "", -1) or (_number(marked, 0) if mark else None) or _number(text, -1)
+        return _last_or_marked_number(text)
     if how == "choice":
         return _letter(text[-10_000:])
     if how == "tag":
@@ -54,8 +73,17 @@ def extract(text: str, how: Extraction = "auto") -> str | None:
         if at >= 0:
             rest = text[at + len(mark) :].strip()
             if rest:
-                return rest.splitlines()[0].strip(" :*") or None
-    return _last_line(text)
+                return _unbold(rest.splitlines()[0].strip(" :")).strip(" :") or None
+    return _unbold(_last_line(text) or "") or None
+
+
+def _unbold(line: str) -> str:
+    """A line without the bold type around it, a half of which may lie before the line."""
+    if line.count("**") % 2:
+        line = line.removeprefix("**") if line.startswith("**") else line.removesuffix("**")
+    if line.startswith("**") and line.removesuffix(".").endswith("**"):
+        line = line.removesuffix(".")[2:-2]
+    return line.strip()
 
 
 def _last_line(text: str) -> str | None:
@@ -63,19 +91,38 @@ def _last_line(text: str) -> str | None:
     return stripped[max(stripped.rfind("\n"), stripped.rfind("\r")) + 1 :].strip() or None
 
 
+def _last_or_marked_number(text: str) -> str | None:
+    if boxed := _boxed(text):
+        if number(boxed) is not None:
+            return boxed
+        if found := _number(_UNIT.sub(" ", boxed), -1) or _number(boxed, -1):
+            return found
+    _, mark, marked = text.rpartition("####")
+    if mark:
+        line = (marked.strip().splitlines() or [""])[0].rstrip(" .")
+        if found := line if number(line) is not None else _number(marked, 0):
+            return found
+    return _number(text, -1)
+
+
 def _number(text: str, which: int) -> str | None:
     found = _NUMBER.findall(text[-10_000:])
-    return found[which].rstrip(",") if found else None
+    return found[which] if found else None
 
 
 def _letter(text: str) -> str | None:
     boxed = _boxed(text)
     if boxed is not None:
-        found = re.findall(r"\b[A-Z]\b", boxed)
-        return found[0] if found else None
-    for said in (_IS_LETTER.search(text), *list(_ANSWER_LETTER.finditer(text))[-1:]):
+        words = re.findall(r"[A-Za-z]+", re.sub(r"\\[A-Za-z]+", " ", boxed))
+        letters = [word for word in words if len(word) == 1 and word.isupper()]
+        if len(set(letters)) > 1 and all(word in (*letters, "and", "or") for word in words):
+            return None  # two choices are none
+        if not letters and len(words) == 1 and len(words[0]) == 1:
+            return words[0].upper()
+        return letters[0] if letters else None
+    for said in (_IS_LETTER.search(text), *list(_ANSWER_LETTER.finditer(text))[-1:], _ONE_LETTER.fullmatch(text)):
         if said:
-            return said[1].upper()
+            return next(filter(None, said.groups())).upper()
     lone = _LONE_LETTER.findall(text)
     return lone[-1] if lone else None
 
@@ -87,10 +134,9 @@ def _tag(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if start < 0:
+    begin = max((match.end() for match in re.finditer(r"\\f?box(?:ed)? ?\{", text)), default=0)
+    if not begin:
         return None
-    begin = text.index("{", start) + 1
     depth = 1
     for i in range(begin, len(text)):
         if text[i] == "{":
@@ -103,36 +149,53 @@ def _boxed(text: str) -> str | None:
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of a plain number ("1,234.50", "-3/4", "$5", "12%" as 12), or None.
+    """The exact value of a number as people write it, or None.
 
-    No exponents and at most 300 digits: 1e999999999 would be a denial of service.
+    Examples: "1,234.50", "1{,}234", "-3/4", "2 1/2", "\\frac{1}{2}", "0.\\overline{3}", "$5", "12%" as 12. No
+    exponents and at most 300 digits: 1e999999999 would be a denial of service.
     """
-    cleaned = text.strip().strip("$%").strip().replace(",", "").replace("\u2212", "-")
-    match = _PLAIN.fullmatch(cleaned) if len(cleaned) <= 1000 and cleaned.isascii() else None
-    if match is None:
+    if len(text) > 1000:
         return None
-    sign, whole, decimals, under = match.groups()
-    if not whole and not decimals:
+    cleaned = _MINUS.sub("-", text).replace("\\$", "$").replace("\\%", "%").strip("$€£¥% ")
+    is_negative, cleaned = cleaned.startswith("-"), cleaned[cleaned.startswith(("-", "+")) :].lstrip("$€£¥ ")
+    cleaned = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), cleaned)
+    if not cleaned.isascii():
         return None
-    value = Fraction(int((whole or "0") + (decimals or "")), 10 ** len(decimals or ""))
-    if under is not None:
-        if int(under) == 0:
-            return None
-        value /= int(under)
-    return -value if sign == "-" else value
+    repeated = None
+    if mixed := _MIXED.fullmatch(cleaned):
+        whole, decimals = mixed[1], ""
+        digits, under = re.findall(r"\d+" if "{" in mixed[2] else r"\d", mixed[2])
+    elif plain := _PLAIN.fullmatch(cleaned):
+        whole, digits, decimals, repeated, under = plain.groups("")
+    else:
+        return None
+    if not (digits or decimals or repeated) or (under and int(under) == 0):
+        return None
+    value = Fraction(int((digits or "0") + decimals), 10 ** len(decimals))
+    if repeated:
+        value += Fraction(int(repeated), 10 ** len(decimals) * (10 ** len(repeated) - 1))
+    value = int(whole or "0") + value / int(under or "1")
+    return -value if is_negative else value
 
 
 def normalize(text: str, *, ignore_case: bool = True) -> str:
-    """Text for comparison: single spaces, no surrounding $...$ or quotes, no final full stop."""
+    """Text for comparison: single spaces; no quotes, type or mathematics marks around it; no final full stop."""
     out = " ".join(text.split())
-    if len(out) >= 2 and out[0] == out[-1] and out[0] in "$\"'`":
-        out = out[1:-1].strip()
-    out = out.removesuffix(".").rstrip()
+    for _ in range(8):
+        before = out
+        out = out.removesuffix(".").rstrip()
+        for opening, closing in _AROUND:
+            if len(out) > len(opening + closing) and out.startswith(opening) and out.endswith(closing):
+                out = out[len(opening) : -len(closing)].strip()
+        if styled := STYLED.fullmatch(out):
+            out = styled[1].strip()
+        if out == before:
+            break
     return out.casefold() if ignore_case else out
 
 
 def same(given: str, expected: str, *, ignore_case: bool = True) -> bool:
-    """Whether two answers are equal as numbers, or else as normalised text."""
+    """Tells whether two answers are equal as numbers, or else as normalised text."""
     left, right = normalize(given, ignore_case=ignore_case), normalize(expected, ignore_case=ignore_case)
     if left == right:
         return True

@@ -8,6 +8,11 @@ already equal as text or as plain numbers do not go through a worker.
 Where math-verify 0.9.0 is wrong, and what is done about it here:
 
     several boxes                  it takes them for one set of answers: it is given the last alone
+    no box, <answer>42</answer>    it reads the tags as mathematics: it is given what they hold
+    \\textbf{(C)}\\ 42              it finds no 42: the label is taken off, or compared alone where the reference is one
+    \\ge 5; 1,\\ldots,5              it takes both for 5, and 5\\text{ hours }30 too: no numbers, here
+    0.\\overline{3} = 1/3           it says no: compared exactly, here
+    42\\degree, 5^{\\text{th}}, \\varnothing, \\text{18 units}: it does not know them, and is given what they mean
     \\fbox{42}                      it sees no box: read as \\boxed{42}
     4.5e33 = 4.5 \\times 10^{33}    it says no, and calls 1.6 and 1.7 \\times 10^{-19} equal: compared exactly, here
     4210_5 = 4210_7                it says yes: two numbers with a base are equal where both parts are, here
@@ -37,7 +42,16 @@ _SCIENTIFIC = re.compile(
     r"(?P<digits>[^eE\\\s]{1,100}?)\s*(?:[eE]|\\(?:times|cdot)\s*10\^)\{?(?P<exponent>[-+]?\d{1,3})\}?"
     r"\s*(?:\\(?:text|mathrm)\{[^{}]{0,100}\})?"
 )
-_BASED = re.compile(r"([0-9A-Za-z]{1,100})_\{?(\d{1,3})\}?")
+_BASED = re.compile(r"(?:\\(?:text|mathrm)\{)?([0-9A-Za-z]{1,100})\}?_\{?(\d{1,3})\}?")
+# "(C) 42", "\\textbf{(C)}\\ 42": a choice's letter, and what follows it.
+_LABELLED = re.compile(r"(?:\\(?:text|textbf|mathrm) ?\{ *)?\(([A-J])\)(?:[ }~]|\\[ ,;:]|\\q?quad)+(.+)", re.DOTALL)
+# A relation in front, dots, a unit between two numbers.
+_MANY = re.compile(
+    r"^\\(?:geq?|leq?|neq?|neg|sim)\b|\\[lc]?dots"
+    r"|\d *\\(?:text|mathrm)\{ *(?!and\b|or\b)[^{}A-Za-z]*[A-Za-z][^{}]*\} *\d"
+)
+_WRITTEN = {"\u2212": "-", "\\degree": "^\\circ", "\\varnothing": "\\emptyset"}
+_ORDINAL = re.compile(r"\^(?:\{\\text\{(?:st|nd|rd|th)\}\}|\\text\{(?:st|nd|rd|th)\})")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,12 +79,14 @@ class Reward(BaseReward):
         for i, sample in enumerate(samples):
             if (not sample.finished and self.cfg.truncated == "zero") or not sample.text.strip():
                 continue
-            boxed, answer = extract.extract(sample.text, "boxed"), sample.prompt.answer
-            verdict = None if boxed is None else settled(boxed, answer)
+            answer, boxed = sample.prompt.answer, extract.extract(sample.text, "boxed")
+            boxed = boxed and _one_answer(boxed, answer)
+            found = boxed or extract.extract(sample.text, "tag")
+            verdict = settled(found, answer) if found else None
             if verdict is None:
-                text = sample.text if boxed is None else f"\\boxed{{{boxed}}}"
+                text = f"\\boxed{{{boxed}}}" if boxed else found or sample.text
                 hard.append(i)
-                tasks.append({"text": _ascii_minus(text[-MAX_CHARS:]), "answer": _ascii_minus(answer)})
+                tasks.append({"text": _rewritten(text[-MAX_CHARS:]), "answer": _rewritten(answer)})
             else:
                 out[i] = verdict
         for i, value in zip(hard, self.pool.map(tasks), strict=True):
@@ -78,13 +94,26 @@ class Reward(BaseReward):
         return out
 
 
+def _one_answer(boxed: str, expected: str) -> str:
+    """A boxed answer without the label of a choice, or the label alone where the reference is a letter."""
+    if found := _LABELLED.fullmatch(boxed):
+        letter = re.sub(r"\\[a-z]+|[^A-Za-z]", "", expected)
+        rest = found[2].removesuffix("}") if found[2].count("}") > found[2].count("{") else found[2]
+        return found[1] if len(letter) == 1 and letter in "ABCDEFGHIJ" else rest
+    styled = extract.STYLED.fullmatch(boxed)
+    return styled[1] if styled and styled[1].strip()[:1].isdigit() else boxed
+
+
 def settled(given: str, expected: str) -> bool | None:
-    """Whether two answers are equal, where that takes no algebra or math-verify would be wrong; None elsewhere."""
+    """Tells whether two answers are equal, where that takes no algebra or math-verify would be wrong; None
+    elsewhere."""
     if extract.same(given, expected):
         return True
     based = [_BASED.fullmatch(text.strip()) for text in (given, expected)]
     if based[0] and based[1]:
         return based[0].groups() == based[1].groups()
+    if extract.number(expected) is not None and _MANY.search(given[:MAX_CHARS].strip()):
+        return False
     exact = [_scientific(text) for text in (given, expected)]
     if exact != [None, None]:
         a, b = (extract.number(text) if x is None else x for x, text in zip(exact, (given, expected), strict=True))
@@ -94,10 +123,12 @@ def settled(given: str, expected: str) -> bool | None:
 
 def _scientific(text: str) -> Fraction | None:
     """The value of 4.5e33 or 4.5 \\times 10^{33}, a unit in \\text{} aside; None of anything else."""
-    found = _SCIENTIFIC.fullmatch(_ascii_minus(text).strip())
+    found = _SCIENTIFIC.fullmatch(_rewritten(text).strip())
     digits = extract.number(found["digits"]) if found else None
     return digits * Fraction(10) ** int(found["exponent"]) if found and digits is not None else None
 
 
-def _ascii_minus(text: str) -> str:
-    return text.replace("\u2212", "-")
+def _rewritten(text: str) -> str:
+    for written, meant in _WRITTEN.items():
+        text = text.replace(written, meant)
+    return _ORDINAL.sub("", text)

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a reward sees, and what it must offer."""
+"""The input of a reward, and the interface of a reward."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Sample:
 
     Attributes:
       prompt: the task; `prompt.answer` is the reference answer.
-      text: the decoded response (of several turns: the last), special tokens left out. It is model output: never trust
-        it.
+      text: the decoded response (of several turns: the last), tags that are special tokens included, without padding
+        and the stop token at its end. It is model output: never trust it.
       num_tokens: its length in tokens, the end token included.
       finish_reason: "stop", "length" or "abort" (see `Completion`).
       max_tokens: most tokens it could have; 0: the run's `rollout.max_response_len`.
@@ -39,7 +39,7 @@ class Sample:
 
     @property
     def finished(self) -> bool:
-        """Whether the response ended by itself, rather than at the length limit."""
+        """Tells whether the response ended by itself, rather than at the length limit."""
         return self.finish_reason == "stop"
 
 

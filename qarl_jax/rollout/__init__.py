@@ -17,8 +17,9 @@ battery in tests/rollout/test_protocol.py greets it.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from qarl_jax.types import Completion, Prompt, UserError
@@ -58,7 +59,7 @@ class SamplingConfig:
 
     @property
     def is_full_support(self) -> bool:
-        """Whether every token can be drawn, so that log-probs are those of the policy at this temperature."""
+        """Tells whether every token can be drawn, so that log-probs are those of the policy at this temperature."""
         return self.temperature > 0 and self.top_p == 1 and self.top_k == 0
 
 
@@ -102,8 +103,14 @@ class Request:
 
 
 def requests_for(prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int) -> list[Request]:
-    """What `RolloutEngine.generate` asks for, prompt by prompt. A prompt given twice goes on counting, so that its
-    copies differ."""
+    """Lists the requests of `RolloutEngine.generate`, prompt by prompt. The samples of a prompt that is given twice are
+    numbered on, so that its copies differ.
+
+    Raises:
+      UserError: `num_samples` is below 1.
+    """
+    if num_samples < 1:
+        raise UserError(f"rollout: num_samples must be at least 1, got {num_samples}")
     seen: collections.Counter[str] = collections.Counter()
     requests = []
     for prompt in prompts:
@@ -113,22 +120,32 @@ def requests_for(prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampl
     return requests
 
 
+# Completions as they end, each with the index of its request.
+Drawn = Generator[tuple[int, Completion], None, None]
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Samples completions under the last published version.
 
-    `publish` returns metrics such as seconds spent; afterwards the engine holds no reference to the caller's arrays, so
-    that the learner may donate them. `generate` returns one list per prompt with `num_samples` completions each, in
-    order; it raises `UserError` before anything was published. `key` is any int in [0, 2**63): equal keys, weights and
-    prompts give equal completions.
+    An engine implements `draw`; `generate` and `extend` collect it. After `publish` the engine holds no reference to
+    the caller's arrays, so the learner may donate them. Equal keys, weights and prompts give equal completions; `key`
+    is any int in [0, 2**63).
 
-    `extend` adds to responses: its completions, in the order of the requests, hold the tokens added alone, "length"
-    meaning that the request's `max_tokens` (or the limit of `sampling`) was reached. Begun with the key and number of
-    `generate`, a response draws as it does there. Whether one made in pieces equals one made at once is the engine's:
-    the embedded sampler's does, under equal weights; vLLM's randomness starts anew with every piece.
+    A request with tokens continues a response. Begun with the key and number of `generate`, a response draws as it does
+    there. Whether a response made in pieces equals one made at once depends on the engine: the embedded sampler's does
+    under equal weights; vLLM's randomness starts anew with every piece.
+
+    Attributes:
+      version: the version being served; -1: nothing was published.
     """
 
     version: int
+
+    @property
+    def facts(self) -> Any:
+        """The report of a live vLLM about itself (`qarl_bridge.protocol.messages.Facts`); None where there is none."""
+        return None
 
     def prepare(self, graphdef: Any) -> None:
         """The weights of this model will be published: what can be started before them may be. Returns at once."""
@@ -143,17 +160,30 @@ class RolloutEngine(Protocol):
           UserError: the model or its schemes are not those of the first publish, or the engine cannot serve them.
         """
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int
-    ) -> list[list[Completion]]:
-        """`num_samples` completions of every prompt, in the order of the prompts.
+    def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:
+        """Yields (index of the request, its completion) once per request, as completions end, in any order.
+
+        A completion holds the tokens added alone; "length" means that the request's `max_tokens`, or the limit of
+        `sampling`, was reached.
 
         Raises:
           UserError: nothing was published yet, or a prompt has a token that the model does not know.
         """
 
     def extend(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> list[Completion]:
-        """The tokens added to each response, in the order of the requests. Raises as `generate` does."""
+        """Returns the completions of `draw`, in the order of the requests."""
+        found: dict[int, Completion] = {}
+        with contextlib.closing(self.draw(requests, sampling=sampling)) as drawn:
+            found.update(drawn)
+        return [found[index] for index in range(len(requests))]
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int
+    ) -> list[list[Completion]]:
+        """Returns `num_samples` completions of every prompt, in the order of the prompts. Raises as `draw` does."""
+        requests = requests_for(prompts, num_samples=num_samples, sampling=sampling, key=key)
+        drawn = self.extend(requests, sampling=sampling)
+        return [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
 
     def close(self) -> None:
         """Lets go of weights, programs and processes. May be called twice."""

@@ -27,8 +27,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig, partial_rollouts, requests_for
-from qarl_jax.types import Completion, Prompt, UserError
+from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig, continuation
+from qarl_jax.types import Completion, UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Config:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is sampled ahead."""
+        """Tells whether anything is sampled ahead."""
         return self.max_staleness > 0
 
 
@@ -116,7 +116,7 @@ class Schedule:
                 raise StoppedError
 
 
-class SharedEngine:
+class SharedEngine(RolloutEngine):
     """A RolloutEngine for two threads: one call at a time, and a publish before whatever else waits.
 
     Args:
@@ -128,14 +128,12 @@ class SharedEngine:
     def __init__(self, engine: RolloutEngine, schedule: Schedule, chunk: int = 0):
         self.engine, self.schedule, self._chunk = engine, schedule, chunk
         self.version = engine.version
-        self.tells_groups = not chunk and getattr(engine, "tells_groups", False)
         self._free = threading.Condition()
         self._taken, self._urgent = False, 0
 
     @property
     def facts(self) -> Any:
-        """The engine's, where it has any."""
-        return getattr(self.engine, "facts", None)
+        return self.engine.facts
 
     @contextlib.contextmanager
     def _alone(self, *, urgent: bool = False) -> Iterator[None]:
@@ -162,38 +160,18 @@ class SharedEngine:
         self.schedule.published(version)
         return report
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int, **told: Any
-    ) -> list[list[Completion]]:
-        if not self._chunk:
-            with self._alone():
-                return self.engine.generate(prompts, num_samples=num_samples, sampling=sampling, key=key, **told)
-        requests = requests_for(prompts, num_samples=num_samples, sampling=sampling, key=key)
-        drawn = self.extend(requests, sampling=sampling)
-        return [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
+    def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:
+        if self._chunk:
+            yield from continuation.in_chunks(self._piece, requests, sampling, self._chunk)
+            return
+        with self._alone(), contextlib.closing(self.engine.draw(requests, sampling=sampling)) as drawn:
+            yield from drawn
 
-    def extend(self, requests: Sequence[Request], *, sampling: SamplingConfig, **told: Any) -> list[Completion]:
-        if not self._chunk:
-            with self._alone():
-                return self.engine.extend(requests, sampling=sampling, **told)
-        limits = [min(request.max_tokens, sampling.max_response_len) for request in requests]
-        out = [partial_rollouts.begin(request.prompt) for request in requests]
-        while waiting := [i for i, one in enumerate(out) if not partial_rollouts.is_over(one)]:
-            if self.schedule.stopped and threading.current_thread() is not threading.main_thread():
-                raise StoppedError
-            pieces = [
-                dataclasses.replace(
-                    requests[i],
-                    tokens=requests[i].tokens + out[i].tokens,
-                    max_tokens=min(self._chunk, limits[i] - len(out[i].tokens)),
-                )
-                for i in waiting
-            ]
-            with self._alone():
-                added = self.engine.extend(pieces, sampling=dataclasses.replace(sampling, max_response_len=self._chunk))
-            for i, more in zip(waiting, added, strict=True):
-                out[i] = partial_rollouts.joined(out[i], more, limits[i])
-        return out
+    def _piece(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
+        if self.schedule.stopped and threading.current_thread() is not threading.main_thread():
+            raise StoppedError
+        with self._alone():
+            return self.engine.extend(requests, sampling=sampling)
 
     def close(self) -> None:
         self.engine.close()

@@ -121,8 +121,6 @@ def collect(cfg: Config, stream: PromptStream, step: int, sample: Sampler) -> Co
     while True:
         groups, parts = sample(prompts, batches)
         batches += 1
-        if cfg.max_batches == 1:
-            return Collected(groups=groups, sampled=groups, parts=dict(parts), metrics={})
         useful = informative(groups, parts, cfg.metric)
         kept += [len(sampled) + int(i) for i in np.flatnonzero(useful)]
         sampled += groups

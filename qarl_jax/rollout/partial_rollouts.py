@@ -34,7 +34,6 @@ the age of a group against its length; routed experts of a response in pieces.
 
 from __future__ import annotations
 
-import base64
 import collections
 import dataclasses
 import math
@@ -44,14 +43,14 @@ from typing import Any
 import numpy as np
 
 from qarl_jax.data import PromptStream
-from qarl_jax.rollout import Request, dynamic_sampling
+from qarl_jax.rollout import Request, continuation, dynamic_sampling
+from qarl_jax.rollout.continuation import UNFINISHED
 from qarl_jax.rollout.dynamic_sampling import Collected, Parts
-from qarl_jax.types import Completion, Prompt, RolloutGroup, Turn, UserError, VersionSpan
+from qarl_jax.types import Completion, Prompt, RolloutGroup, UserError
 
 Extend = Callable[[list[Request]], list[Completion]]
 Grade = Callable[[list[Prompt], list[tuple[Completion, ...]]], tuple[list[RolloutGroup], Parts]]
 
-_UNFINISHED = "abort"
 _PIECES = 8  # chunks of the longest response, where `chunk` is not set
 
 
@@ -87,7 +86,7 @@ class Config:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is interrupted."""
+        """Tells whether anything is interrupted."""
         return self.over_provision > 1
 
     def groups(self, prompts_per_step: int) -> int:
@@ -119,8 +118,8 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every response has ended."""
-        return all(response.finish_reason != _UNFINISHED for response in self.responses)
+        """Tells whether every response has ended."""
+        return all(continuation.is_over(response) for response in self.responses)
 
     @property
     def name(self) -> tuple[int, int, int]:
@@ -144,7 +143,7 @@ class Buffer:
                     "index": group.index,
                     "step": group.step,
                     "first": group.first,
-                    "responses": [response_state(response) for response in group.responses],
+                    "responses": [continuation.response_state(response) for response in group.responses],
                 }
                 for group in self.groups
             ],
@@ -172,7 +171,7 @@ def restore(cfg: Config, state: Mapping[str, Any] | None, stream: PromptStream, 
                 f"cannot resume: the checkpoint holds unfinished groups of {len(entry['responses'])} responses, and"
                 f" rollout.num_samples_per_prompt is {num_samples}. Restore it, or start a new run_dir."
             )
-        responses = tuple(response_of(prompt, response) for response in entry["responses"])
+        responses = tuple(continuation.response_of(prompt, response) for response in entry["responses"])
         groups.append(
             Group(index=entry["index"], prompt=prompt, step=entry["step"], first=entry["first"], responses=responses)
         )
@@ -198,9 +197,9 @@ def collect(
       cfg, dynamic: partial rollouts, and dynamic sampling.
       stream: the prompts.
       step: the step, and the version that samples.
-      buffer: what the step before left.
+      buffer: the buffer that the step before left.
       num_samples: responses per prompt.
-      max_response_len: the step's limit on a response.
+      max_response_len: the step's limit on a response, in tokens.
       key: step a group was begun in -> key of its draws.
       extend: the engine's, see `RolloutEngine`.
       grade: (prompts, their completions) -> their groups and the reward terms over all their samples.
@@ -208,205 +207,137 @@ def collect(
     Returns:
       The groups to train on, and the buffer for the next step. `buffer` itself stays as it is: a step may be dropped.
     """
-    size, limit = stream.prompts_per_step, max_response_len
-    chunk = cfg.tokens(limit)
-    is_dynamic = dynamic.max_batches > 1
-    # A limit that has come down (`rollout.stages`) ends what has reached it.
-    pool = [
-        dataclasses.replace(group, responses=tuple(_ended(r, limit) for r in group.responses))
-        for group in buffer.groups
-    ]
-    begun = buffer.begun
-    copies: collections.Counter[str] = collections.Counter()
-    graded: dict[tuple[int, int, int], tuple[RolloutGroup, Parts]] = {}
-    idle: list[Group] = []
-    unfinished = sum(r.finish_reason == _UNFINISHED for group in pool for r in group.responses)
-    rounds = drawn = 0
-
-    def judge(groups: Sequence[Group]) -> None:
-        new = [group for group in groups if group.name not in graded]
-        if new:
-            found, parts = grade([group.prompt for group in new], [group.responses for group in new])
-            for i, group in enumerate(new):
-                mine = slice(i * num_samples, (i + 1) * num_samples)
-                graded[group.name] = found[i], {term: values[mine] for term, values in parts.items()}
-
-    while True:
-        # ---- look ----------------------------------------------------------------------------------------------------
-        if is_dynamic:
-            complete = [group for group in pool if group.is_complete]
-            judge(complete)
-            useless = {
-                g.name for g in complete if not dynamic_sampling.informative(*_one(graded[g.name]), dynamic.metric)[0]
-            }
-            idle += [group for group in pool if group.name in useless]
-            pool = [group for group in pool if group.name not in useless]
-        overdue = any(not group.is_complete and step - group.step >= cfg.max_lag for group in pool)
-        if sum(group.is_complete for group in pool) >= size and not overdue:
-            break
-        # ---- fill up -------------------------------------------------------------------------------------------------
-        room = cfg.groups(size) - len(pool)
-        if is_dynamic:
-            room = min(room, dynamic.max_batches * size - (begun - buffer.begun))
-        for index in stream.positions(begun, max(0, room)):
-            prompt = stream.source.prompt(index)
-            first = num_samples * copies[prompt.uid]
-            copies[prompt.uid] += 1
-            empty = (begin(prompt),) * num_samples
-            pool.append(Group(index=index, prompt=prompt, step=step, first=first, responses=empty))
-            begun += 1
-        # ---- draw ----------------------------------------------------------------------------------------------------
-        places = [
-            (i, j)
-            for i, group in enumerate(pool)
-            for j, response in enumerate(group.responses)
-            if response.finish_reason == _UNFINISHED
-        ]
-        if not places:
+    pool = Pool(cfg, dynamic, stream, step, buffer, num_samples, max_response_len, grade)
+    while not pool.is_ready():
+        pool.fill_up()
+        requests = pool.requests(key)
+        if not requests:
             break  # dynamic sampling has reached its bound
-        requests = []
-        for i, j in places:
-            group, so_far = pool[i], pool[i].responses[j].tokens
-            requests.append(
-                Request(
-                    prompt=group.prompt,
-                    number=group.first + j,
-                    key=key(group.step),
-                    tokens=so_far,
-                    max_tokens=min(chunk, limit - len(so_far)),
-                )
-            )
-        added = extend(requests)
-        longer = [list(group.responses) for group in pool]
-        for (i, j), more in zip(places, added, strict=True):
-            longer[i][j] = joined(longer[i][j], more, limit)
-            drawn += len(more.tokens)
-        pool = [dataclasses.replace(g, responses=tuple(r)) for g, r in zip(pool, longer, strict=True)]
-        rounds += 1
+        pool.add(extend(requests))
+    return pool.take()
 
-    # ---- take the oldest, keep the others ----------------------------------------------------------------------------
-    chosen = [group for group in pool if group.is_complete][:size]
-    short = size - len(chosen)
-    trained, spare = [*chosen, *idle[:short]], idle[short:]
-    judge([*trained, *spare])
-    taken = {group.name for group in chosen}
-    left = tuple(group for group in pool if group.name not in taken)
-    sampled = [graded[group.name] for group in [*trained, *spare]]
-    metrics = {
-        "rollout/partial_rounds": float(rounds),
-        "rollout/partial_tokens": float(drawn),
-        "rollout/partial_continued": float(unfinished if rounds else 0),
-        "rollout/partial_buffered": float(sum(r.finish_reason == _UNFINISHED for g in left for r in g.responses)),
-        **lags([response for group in trained for response in group.responses], step),
-    }
-    if is_dynamic:
-        metrics |= {
-            "rollout/batches": (begun - buffer.begun) / size,
-            "rollout/groups_dropped": len(idle) / len(sampled),
-            "rollout/groups_filled": short / size,
+
+class Pool:
+    """The groups in hand while a step samples. Arguments as of `collect`."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        dynamic: dynamic_sampling.Config,
+        stream: PromptStream,
+        step: int,
+        buffer: Buffer,
+        num_samples: int,
+        limit: int,
+        grade: Grade,
+    ):
+        self._cfg, self._dynamic, self._stream, self._step = cfg, dynamic, stream, step
+        self._num_samples, self._limit, self._grade = num_samples, limit, grade
+        self._size, self._is_dynamic = stream.prompts_per_step, dynamic.max_batches > 1
+        # A limit that has come down (`rollout.stages`) ends the responses that have reached it.
+        self._groups = [
+            dataclasses.replace(group, responses=tuple(continuation.ended(r, limit) for r in group.responses))
+            for group in buffer.groups
+        ]
+        self._before, self._begun = buffer.begun, buffer.begun
+        self._copies: collections.Counter[str] = collections.Counter()
+        self._graded: dict[tuple[int, int, int], tuple[RolloutGroup, Parts]] = {}
+        self._idle: list[Group] = []  # complete, without a signal
+        self._places: list[tuple[int, int]] = []  # (group, response) of the requests being drawn
+        self._continued = _unfinished(self._groups)
+        self._rounds = self._drawn = 0
+
+    def is_ready(self) -> bool:
+        """Tells whether the step has enough complete groups and none is overdue; sets groups without a signal aside."""
+        if self._is_dynamic:
+            complete = [group for group in self._groups if group.is_complete]
+            self._judge(complete)
+            useless = {group.name for group in complete if not self._has_signal(group)}
+            self._idle += [group for group in self._groups if group.name in useless]
+            self._groups = [group for group in self._groups if group.name not in useless]
+        overdue = any(not g.is_complete and self._step - g.step >= self._cfg.max_lag for g in self._groups)
+        return sum(group.is_complete for group in self._groups) >= self._size and not overdue
+
+    def fill_up(self) -> None:
+        """Begins groups of the stream's next prompts as long as there is room."""
+        room = self._cfg.groups(self._size) - len(self._groups)
+        if self._is_dynamic:
+            room = min(room, self._dynamic.max_batches * self._size - (self._begun - self._before))
+        for index in self._stream.positions(self._begun, max(0, room)):
+            prompt = self._stream.source.prompt(index)
+            first = self._num_samples * self._copies[prompt.uid]
+            self._copies[prompt.uid] += 1
+            empty = (continuation.begin(prompt),) * self._num_samples
+            self._groups.append(Group(index=index, prompt=prompt, step=self._step, first=first, responses=empty))
+            self._begun += 1
+
+    def requests(self, key: Callable[[int], int]) -> list[Request]:
+        """Asks for a chunk of every unfinished response."""
+        chunk, requests = self._cfg.tokens(self._limit), []
+        self._places = []
+        for i, group in enumerate(self._groups):
+            for j, response in enumerate(group.responses):
+                if not continuation.is_over(response):
+                    begun = Request(prompt=group.prompt, number=group.first + j, key=key(group.step), max_tokens=chunk)
+                    room = self._limit - len(response.tokens)
+                    requests.append(continuation.continued(begun, response, min(chunk, room)))
+                    self._places.append((i, j))
+        return requests
+
+    def add(self, drawn: Sequence[Completion]) -> None:
+        """Appends the pieces drawn for the last `requests`, in their order."""
+        longer = [list(group.responses) for group in self._groups]
+        for (i, j), more in zip(self._places, drawn, strict=True):
+            longer[i][j] = continuation.joined(longer[i][j], more, self._limit)
+            self._drawn += len(more.tokens)
+        self._groups = [
+            dataclasses.replace(group, responses=tuple(responses))
+            for group, responses in zip(self._groups, longer, strict=True)
+        ]
+        self._rounds += 1
+
+    def take(self) -> tuple[Collected, Buffer]:
+        """Returns the oldest complete groups for the step, and the buffer of the rest."""
+        chosen = [group for group in self._groups if group.is_complete][: self._size]
+        short = self._size - len(chosen)
+        trained, unused = [*chosen, *self._idle[:short]], self._idle[short:]
+        self._judge([*trained, *unused])
+        taken = {group.name for group in chosen}
+        left = tuple(group for group in self._groups if group.name not in taken)
+        sampled = [self._graded[group.name] for group in [*trained, *unused]]
+        metrics = {
+            "rollout/partial_rounds": float(self._rounds),
+            "rollout/partial_tokens": float(self._drawn),
+            "rollout/partial_continued": float(self._continued if self._rounds else 0),
+            "rollout/partial_buffered": float(_unfinished(left)),
+            **continuation.lags([response for group in trained for response in group.responses], self._step),
         }
-    collected = Collected(
-        groups=[group for group, _ in sampled[:size]],
-        sampled=[group for group, _ in sampled],
-        parts={term: np.concatenate([parts[term] for _, parts in sampled]) for term in sampled[0][1]},
-        metrics=metrics,
-    )
-    return collected, Buffer(begun=begun, groups=left)
+        if self._is_dynamic:
+            metrics |= {
+                "rollout/batches": (self._begun - self._before) / self._size,
+                "rollout/groups_dropped": len(self._idle) / len(sampled),
+                "rollout/groups_filled": short / self._size,
+            }
+        collected = Collected(
+            groups=[group for group, _ in sampled[: self._size]],
+            sampled=[group for group, _ in sampled],
+            parts={term: np.concatenate([parts[term] for _, parts in sampled]) for term in sampled[0][1]},
+            metrics=metrics,
+        )
+        return collected, Buffer(begun=self._begun, groups=left)
+
+    def _judge(self, groups: Sequence[Group]) -> None:
+        new = [group for group in groups if group.name not in self._graded]
+        if new:
+            found, parts = self._grade([group.prompt for group in new], [group.responses for group in new])
+            for i, group in enumerate(new):
+                mine = slice(i * self._num_samples, (i + 1) * self._num_samples)
+                self._graded[group.name] = found[i], {term: values[mine] for term, values in parts.items()}
+
+    def _has_signal(self, group: Group) -> bool:
+        graded, parts = self._graded[group.name]
+        return bool(dynamic_sampling.informative([graded], parts, self._dynamic.metric)[0])
 
 
-def begin(prompt: Prompt) -> Completion:
-    """A response of which nothing has been drawn."""
-    return Completion(
-        prompt_tokens=tuple(prompt.tokens),
-        tokens=(),
-        logprobs=np.zeros(0, np.float32),
-        finish_reason=_UNFINISHED,
-        versions=(),
-    )
-
-
-def is_over(response: Completion) -> bool:
-    """Whether nothing is to be added to it."""
-    return response.finish_reason != _UNFINISHED
-
-
-def response_state(response: Completion) -> dict[str, Any]:
-    """A response as JSON, for a checkpoint; every number comes back to the bit."""
-    state: dict[str, Any] = {
-        "tokens": _text(np.asarray(response.tokens, "<i4")),
-        "logprobs": _text(np.asarray(response.logprobs, "<f4")),
-        "finish_reason": response.finish_reason,
-        "versions": [[span.version, span.start, span.end] for span in response.versions],
-    }
-    if response.turns:
-        state["turns"] = [[turn.start, turn.end, turn.reward] for turn in response.turns]
-    if response.routed_experts is not None:
-        state["routed"] = _text(response.routed_experts.astype("<i2"))
-        state["routed_shape"] = list(response.routed_experts.shape)
-    return state
-
-
-def response_of(prompt: Prompt, state: Mapping[str, Any]) -> Completion:
-    """What `response_state` wrote of a response to this prompt."""
-    routed = _array(state["routed"], "<i2").reshape(state["routed_shape"]) if "routed" in state else None
-    return Completion(
-        prompt_tokens=tuple(prompt.tokens),
-        tokens=tuple(_array(state["tokens"], "<i4").tolist()),
-        logprobs=_array(state["logprobs"], "<f4").astype(np.float32),
-        finish_reason=state["finish_reason"],
-        versions=tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in state["versions"]),
-        routed_experts=routed,
-        turns=tuple(Turn(start=s, end=e, reward=r) for s, e, r in state.get("turns", ())),
-    )
-
-
-def joined(before: Completion, added: Completion, max_response_len: int) -> Completion:
-    """A response and what was added to it, as one; unfinished below the limit, unless it stopped by itself."""
-    if not added.tokens:
-        raise RuntimeError("the engine added no token to a response that it was asked to go on with")
-    start = len(before.tokens)
-    spans = list(before.versions)
-    for span in added.versions:
-        moved = VersionSpan(version=span.version, start=start + span.start, end=start + span.end)
-        if spans and spans[-1].version == moved.version:
-            moved = dataclasses.replace(moved, start=spans.pop().start)
-        spans.append(moved)
-    whole = dataclasses.replace(
-        before,
-        tokens=before.tokens + added.tokens,
-        logprobs=np.concatenate([before.logprobs, added.logprobs]),
-        finish_reason="stop" if added.finish_reason == "stop" else _UNFINISHED,
-        versions=tuple(spans),
-    )
-    return _ended(whole, max_response_len)
-
-
-def _ended(response: Completion, max_response_len: int) -> Completion:
-    """The response, ended where it is unfinished at the limit."""
-    if response.finish_reason != _UNFINISHED or len(response.tokens) < max_response_len:
-        return response
-    return dataclasses.replace(response, finish_reason="length")
-
-
-def _one(graded: tuple[RolloutGroup, Parts]) -> tuple[list[RolloutGroup], Parts]:
-    return [graded[0]], graded[1]
-
-
-def lags(completions: Sequence[Completion], step: int) -> dict[str, float]:
-    """How many versions ago the tokens trained on were drawn: `rollout/lag_mean`, `rollout/lag_max`."""
-    spans = [span for completion in completions for span in completion.versions]
-    tokens = np.array([span.end - span.start for span in spans])
-    ages = np.array([step - span.version for span in spans])
-    return {
-        "rollout/lag_mean": float((tokens * ages).sum() / max(tokens.sum(), 1)),
-        "rollout/lag_max": float(ages.max(initial=0)),
-    }
-
-
-def _text(array: np.ndarray) -> str:
-    """Bytes as text: a third longer than the numbers themselves, where JSON's digits would be three times as long."""
-    return base64.b64encode(array.tobytes()).decode("ascii")
-
-
-def _array(text: str, dtype: str) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text), dtype)
+def _unfinished(groups: Sequence[Group]) -> int:
+    return sum(response.finish_reason == UNFINISHED for group in groups for response in group.responses)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several turns: an engine whose responses go on after what an environment says.
 
-    engine = TurnTaking(engine, cfg, tokenizer, chat=True)      # an engine as any other; `generate` plays episodes
+    engine = TurnTaking(engine, cfg, tokenizer, chat=True)      # an engine as any other; `draw` plays episodes
 
     prompt | turn 0 | observation | turn 1 | observation | turn 2
              drawn                  drawn                  drawn        -> Completion.turns, the rest is not trained on
@@ -13,89 +13,144 @@ Every turn is a request with the whole context before it (`RolloutEngine.extend`
 place in the response. So with the embedded sampler an episode is a function of (weights, key, prompt, sample's number,
 environment), and vLLM finds the context in its prefix cache.
 
-All turns of one number are drawn together. Where the engine tells of turns that have ended while others are drawn, the
-environment answers them meanwhile.
+All turns of one number are drawn together. The environment answers a turn that has ended while others are still drawn.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from qarl_jax.data.tokenizer import Tokenizer, decode
-from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig, requests_for
+from qarl_jax.data.sources.template import Messages, Template
+from qarl_jax.data.tokenizer import Tokenizer, decode, ends
+from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.environments import Config, Episodes, Said, plain
 from qarl_jax.runtime import processes
-from qarl_jax.types import Completion, Prompt, Turn, UserError, VersionSpan
+from qarl_jax.types import Completion, Turn, UserError, VersionSpan
 
-OnGroup = Callable[[int, list[Completion]], None]
+_NOTICE_S = 10.0  # a call that takes longer is spoken of
+
+_DRAWN, _OBSERVED = "QARL-DRAWN", "QARL-OBSERVED"  # what a chat template is asked to write as a turn, and behind one
 
 
 class Observations:
-    """Observations as tokens that go on behind a turn.
+    """Observations as tokens that go on behind a turn, which ended with a stop token.
+
+    A chat template may write an earlier turn otherwise than it was drawn: Qwen3's drops its thoughts, or gives the last
+    one an empty thought. So the template writes a conversation with a placeholder as the turn, and what stands behind
+    the placeholder follows the tokens that were drawn, up to and with the opening of the next turn.
 
     Args:
       cfg: of the environment.
       tokenizer: the policy's.
       chat: whether they are written by the tokenizer's chat template.
+      chat_args: further arguments of the template, as for prompts.
+
+    Raises:
+      UserError: the chat template cannot go on with a message of `cfg.role`.
     """
 
-    def __init__(self, cfg: Config, tokenizer: Tokenizer, chat: bool):
-        self._cfg, self._tokenizer, self._chat = cfg, tokenizer, chat
+    def __init__(self, cfg: Config, tokenizer: Tokenizer, chat: bool, chat_args: Mapping[str, Any] | None = None):
+        self._cfg, self._tokenizer = cfg, tokenizer
+        self._template = Template(tokenizer, "chat", "", chat_args or {}, 0) if chat else None
+        self._ends = [tokenizer.decode([token]) for token in ends(tokenizer)]
+        self._known: set[str] = set()  # roles that the template writes
         if chat:
-            self._before = self._rendered([], False)
-            # The end of the assistant's turn has been drawn: what the template writes behind it is observed.
-            end = self._before.rfind(tokenizer.eos_token)
-            self._cut = len(self._before) if end < 0 else end + len(tokenizer.eos_token)
+            self._check(cfg.role)
 
     def tokens(self, observation: str | list[dict[str, str]], *, first: bool = False) -> tuple[int, ...]:
         """Token ids; none for an empty observation before the first turn. `first`: nothing was drawn before it.
 
         Raises:
-          UserError: the chat template writes what was said before otherwise once something follows.
+          UserError: the chat template does not write messages of a role.
         """
         if first and not observation:
             return ()
-        if not self._chat or first:
-            text = observation if isinstance(observation, str) else "\n".join(m["content"] for m in observation)
-            text = text if first else f"{self._cfg.before}{text}{self._cfg.after}"
-        else:
-            said = [{"role": self._cfg.role, "content": observation}] if isinstance(observation, str) else observation
-            whole = self._rendered(said, True)
-            if not whole.startswith(self._before):
-                raise UserError(
-                    f"rollout.environment: the tokenizer's chat template cannot be gone on with (role"
-                    f" {self._cfg.role!r}); try another rollout.environment.role, or data.template=raw."
-                )
-            text = whole[self._cut :]
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])[: self._cfg.max_observation_len]
+        messages = observation
+        if isinstance(messages, str):
+            messages = [{"role": self._cfg.role, "content": messages}]
+        messages = self._cut(messages)
+        if self._template is None:
+            text = "\n".join(message["content"] for message in messages)
+            return self._ids(text) if first else self._ids(f"{self._cfg.before}{text}{self._cfg.after}", drawn=True)
+        for message in messages:
+            self._check(message["role"])
+        text = self._behind(messages)
+        if first:  # the policy has said nothing: an empty turn
+            return self._ids(text)
+        for end in self._ends:  # has been drawn
+            if text.lstrip().startswith(end):
+                text = text.lstrip().removeprefix(end)
+                break
+        return self._ids(text, drawn=True)
 
-    def _rendered(self, said: list[dict[str, str]], more: bool) -> str:
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, *said]
+    def _cut(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        """The messages, with what is more than `max_observation_len` tokens cut off: of what was said alone."""
+        out, left = [], self._cfg.max_observation_len
+        for message in messages:
+            content = message["content"]
+            tokens = self._ids(content)
+            if len(tokens) > left:
+                # Without the beginning of a character that takes several tokens.
+                content = self._tokenizer.decode(tokens[:left], clean_up_tokenization_spaces=False).rstrip("\ufffd")
+            left -= min(left, len(tokens))
+            out.append({"role": message["role"], "content": content})
+        return out
+
+    def _ids(self, text: str, *, drawn: bool = False) -> tuple[int, ...]:
+        """Token ids of a text. `drawn`: as they are behind a stop token, where some tokenizers write no first space."""
+        before = self._tokenizer.eos_token if drawn else ""
+        return tuple(self._tokenizer(before + text, add_special_tokens=False)["input_ids"])[drawn:]
+
+    def _behind(self, messages: Messages) -> str:
+        """What the template writes behind a turn that messages follow."""
+        assert self._template is not None
+        drawn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _DRAWN}]
+        _, found, behind = self._template.render([*drawn, *messages], {}).partition(_DRAWN)
+        if not found:
+            raise UserError("it does not write what the assistant said")
+        return behind
+
+    def _check(self, role: str) -> None:
+        if role not in self._known and (fault := self._fault(role)):
+            others = [name for name in ("user", "tool", "system") if name != role and not self._fault(name)]
+            raise UserError(
+                f"rollout.environment: the chat template cannot go on with a message of role {role!r} behind a turn"
+                f" ({fault}); set rollout.environment.role={' or '.join(others)}."
+                if others
+                else f"rollout.environment: the chat template writes no second turn ({fault}); set data.template=raw."
+            )
+        self._known.add(role)
+
+    def _fault(self, role: str) -> str:
+        """Why the template cannot go on with a message of a role; empty where it can."""
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=more)
-        except Exception as error:  # a template is a program, and may fail in any way
-            raise UserError(f"rollout.environment: the chat template fails on a second turn: {error}") from None
+            found = _OBSERVED in self._behind([{"role": role, "content": _OBSERVED}])
+        except UserError as error:
+            return str(error)
+        return "" if found else "it leaves such messages out"
 
 
 @dataclasses.dataclass
 class Episode:
-    """One response in the making. `number`: of the sample among its prompt's; `name`: among all episodes."""
+    """One response in the making. `index`: of its request in the call; `name`: among all episodes."""
 
-    prompt: Prompt
-    number: int
+    request: Request
+    index: int
     name: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
     versions: list[VersionSpan] = dataclasses.field(default_factory=list)
     turns: list[Turn] = dataclasses.field(default_factory=list)
     finish_reason: str = ""
-    error: str = ""
+    error: str = ""  # with the turn that it came behind
 
     def draw(self, drawn: Completion) -> None:
         """A turn."""
@@ -114,14 +169,15 @@ class Episode:
 
     def fail(self, error: str) -> None:
         """The environment failed: nothing of the episode is trained on."""
-        self.finish_reason, self.error = "abort", error
+        place = f"turn {len(self.turns)}" if self.turns else "before the first turn"
+        self.finish_reason, self.error = "abort", f"prompt {self.request.prompt.uid}, {place}: {error}"
         self.tokens, self.logprobs, self.versions, self.turns = [], [], [], []
 
     @property
     def completion(self) -> Completion:
         """The episode as one response: drawn and observed tokens in order, versions and turns by position."""
         return Completion(
-            prompt_tokens=tuple(self.prompt.tokens),
+            prompt_tokens=tuple(self.request.prompt.tokens),
             tokens=tuple(self.tokens),
             logprobs=np.concatenate([np.zeros(0, np.float32), *self.logprobs]),
             finish_reason=self.finish_reason,
@@ -130,14 +186,14 @@ class Episode:
         )
 
 
-class TurnTaking:
-    """A RolloutEngine whose `generate` plays episodes; the rest is the engine's own.
+class TurnTaking(RolloutEngine):
+    """A RolloutEngine whose `draw` plays episodes.
 
     Args:
       engine: what draws. It is closed with this one.
       cfg: of the environment.
       tokenizer: the policy's.
-      chat: whether prompts are written by the tokenizer's chat template.
+      chat: whether prompts are written by the tokenizer's chat template. chat_args: its further arguments.
       log: is given a line when episodes fail.
     """
 
@@ -148,20 +204,20 @@ class TurnTaking:
         tokenizer: Tokenizer,
         *,
         chat: bool,
+        chat_args: Mapping[str, Any] | None = None,
         log: Callable[[str], None] = lambda line: None,
     ):
         self.engine, self._cfg, self._tokenizer, self._log = engine, cfg, tokenizer, log
-        self._observations = Observations(cfg, tokenizer, chat)
+        self._name = f"environment {cfg.source()[0]}"
+        self._observations = Observations(cfg, tokenizer, chat, chat_args)
         # Over several processes the first asks for all: an environment may answer each of them otherwise.
         self._episodes = Episodes(cfg, log) if processes.is_first() else None
         self._names = itertools.count()
-        self.tells_groups = True
         self.version = engine.version
 
     @property
     def facts(self) -> Any:
-        """The engine's, where it has any."""
-        return getattr(self.engine, "facts", None)
+        return self.engine.facts
 
     def prepare(self, graphdef: Any) -> None:
         self.engine.prepare(graphdef)
@@ -171,90 +227,74 @@ class TurnTaking:
         self.version = self.engine.version
         return report
 
-    def extend(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> list[Completion]:
-        return self.engine.extend(requests, sampling=sampling)
-
     def close(self) -> None:
         if self._episodes is not None:
             self._episodes.close()
         self.engine.close()
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_samples: int,
-        sampling: SamplingConfig,
-        key: int,
-        on_group: OnGroup | None = None,
-    ) -> list[list[Completion]]:
-        """`num_samples` responses of several turns to each prompt, in order; see `RolloutEngine`.
-
-        Args:
-          on_group: is called with (number of a prompt, its responses) when all of these have ended.
+    def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:
+        """Yields responses of several turns, each as soon as the turn that ends it is answered; see `RolloutEngine`.
 
         Raises:
           UserError: the environment failed in every one of them.
         """
-        asked = requests_for(prompts, num_samples=num_samples, sampling=sampling, key=key)
-        episodes = [Episode(prompt=one.prompt, number=one.number, name=next(self._names)) for one in asked]
-        groups = [episodes[i : i + num_samples] for i in range(0, len(episodes), num_samples)]
-        told: set[int] = set()
-        self._begin(episodes, sampling.max_response_len)
-        while live := [episode for episode in episodes if not episode.finish_reason]:
-            self._turn(live, sampling, key)
-            for number, group in enumerate(groups):
-                if on_group is not None and number not in told and all(episode.finish_reason for episode in group):
-                    told.add(number)
-                    on_group(number, [episode.completion for episode in group])
-        failed = [episode for episode in episodes if episode.error]
-        if failed:
-            which = f"{failed[0].prompt.uid}: {failed[0].error}"
-            if len(failed) == len(episodes):
-                raise UserError(f"rollout.environment failed in all {len(failed)} episodes of a batch; first {which}")
-            self._log(f"the environment failed in {len(failed)} of {len(episodes)} episodes; first {which}")
-        return [[episode.completion for episode in group] for group in groups]
+        episodes = [Episode(request=one, index=i, name=next(self._names)) for i, one in enumerate(requests)]
+        live = episodes
+        try:
+            self._begin(episodes, sampling.max_response_len)
+            while live:
+                yield from ((one.index, one.completion) for one in live if one.finish_reason)
+                live = [one for one in live if not one.finish_reason]
+                if live:
+                    self._turn(live, sampling)
+        finally:  # an engine may fail, too
+            for episode in episodes:
+                if not episode.finish_reason:
+                    self._fail(episode, "the turn was not drawn")
+        self._tell(episodes)
+
+    def _tell(self, episodes: Sequence[Episode]) -> None:
+        """Says which episodes failed. Raises UserError where all did."""
+        errors = [episode.error for episode in episodes if episode.error]
+        if not errors:
+            return
+        line = f"{self._name} failed in {len(errors)} of {len(episodes)} episodes; first {errors[0]}"
+        if len(errors) == len(episodes):
+            raise UserError(f"{line}. Mend it, and let `step` answer what a policy does wrong (docs/turns.md).")
+        self._log(f"{line}. Their responses are left out.")
 
     def _begin(self, episodes: Sequence[Episode], limit: int) -> None:
         calls = []
         for episode in episodes:
-            prompt = episode.prompt
+            prompt = episode.request.prompt
             task = {"uid": prompt.uid, "text": prompt.text, "answer": prompt.answer, "meta": plain(prompt.meta)}
             calls.append({"episode": episode.name, "reset": task})
         for episode, said in zip(episodes, self._answers(list(map(self._ask, calls))), strict=True):
-            if "error" in said:
-                episode.fail(said["error"])
-                continue
-            episode.observe(self._observations.tokens(said["observation"], first=True))
-            if len(episode.tokens) >= limit:
-                episode.fail(f"what it says before the first turn leaves no room in {limit} tokens")
+            observed = self._observed(episode, said, first=True)
+            if observed is not None:
+                episode.observe(observed)
+                if len(observed) >= limit:
+                    self._fail(episode, f"what reset says leaves no room in rollout.max_response_len={limit} tokens")
 
-    def _turn(self, live: Sequence[Episode], sampling: SamplingConfig, key: int) -> None:
+    def _turn(self, live: Sequence[Episode], sampling: SamplingConfig) -> None:
         """Draws a turn of every episode, and lets the environment answer."""
         limit = sampling.max_response_len
         longest = min(self._cfg.max_turn_len or limit, limit)
         requests = [
-            Request(
-                prompt=episode.prompt,
-                number=episode.number,
-                key=key,
-                tokens=tuple(episode.tokens),
-                max_tokens=min(longest, limit - len(episode.tokens)),
+            dataclasses.replace(
+                episode.request, tokens=tuple(episode.tokens), max_tokens=min(longest, limit - len(episode.tokens))
             )
             for episode in live
         ]
+        turns: dict[int, Completion] = {}
         asked: dict[int, Future[Said] | None] = {}
-
-        def ended(index: int, drawn: Completion) -> None:
-            if index not in asked:  # an engine may tell of it again
-                asked[index] = self._ask(self._step(live[index], drawn))
-
-        told: dict[str, Any] = {"on_ended": ended} if getattr(self.engine, "tells_groups", False) else {}
-        turns = self.engine.extend(requests, sampling=dataclasses.replace(sampling, max_response_len=longest), **told)
-        for index, drawn in enumerate(turns):
-            ended(index, drawn)
-        answers = self._answers([asked[index] for index in range(len(live))])
-        for episode, drawn, said in zip(live, turns, answers, strict=True):
+        sampling = dataclasses.replace(sampling, max_response_len=longest)
+        with contextlib.closing(self.engine.draw(requests, sampling=sampling)) as ended:
+            for index, drawn in ended:
+                turns[index], asked[index] = drawn, self._ask(self._step(live[index], drawn))
+        order = range(len(live))
+        answers = self._answers([asked[index] for index in order])
+        for episode, drawn, said in zip(live, (turns[index] for index in order), answers, strict=True):
             episode.draw(drawn)
             self._answered(episode, drawn, said, limit)
 
@@ -266,7 +306,7 @@ class TurnTaking:
 
     def _answered(self, episode: Episode, drawn: Completion, said: Said, limit: int) -> None:
         if "error" in said:
-            episode.fail(said["error"])
+            self._fail(episode, said["error"])
         elif drawn.finish_reason != "stop":
             episode.finish_reason = "length"
         else:
@@ -274,18 +314,44 @@ class TurnTaking:
             if said["done"]:
                 episode.finish_reason = "stop"
                 return
-            observed = self._observations.tokens(said["observation"])
+            observed = self._observed(episode, said)
+            if observed is None:
+                return
             if not observed:
-                episode.fail("it is not done, and said nothing to go on with")
-                self._ask({"episode": episode.name})
+                self._fail(episode, "it is not done, and said nothing to go on with")
             elif len(episode.turns) < self._cfg.max_turns and len(episode.tokens) + len(observed) < limit:
                 episode.observe(observed)
             else:
                 episode.finish_reason = "length"
                 self._ask({"episode": episode.name})
 
+    def _observed(self, episode: Episode, said: Said, *, first: bool = False) -> tuple[int, ...] | None:
+        """Tokens of what the environment said; None where it failed, or cannot be gone on with."""
+        try:
+            if "error" not in said:
+                return self._observations.tokens(said["observation"], first=first)
+            self._fail(episode, said["error"])
+        except UserError as error:
+            self._fail(episode, str(error))
+        return None
+
+    def _fail(self, episode: Episode, error: str) -> None:
+        episode.fail(error)
+        self._ask({"episode": episode.name})
+
     def _ask(self, call: dict[str, Any]) -> Future[Said] | None:
         return None if self._episodes is None else self._episodes.ask(call)
 
     def _answers(self, asked: Sequence[Future[Said] | None]) -> list[Said]:
-        return processes.from_first(lambda: [dict(future.result()) for future in asked if future is not None])
+        def wait() -> list[Said]:
+            futures = [future for future in asked if future is not None]
+            left = concurrent.futures.wait(futures, timeout=_NOTICE_S).not_done
+            if left:
+                self._log(f"waiting for {len(left)} answers of {self._name}, for {_NOTICE_S:g} s by now")
+            while left:
+                done, left = concurrent.futures.wait(left, timeout=self._cfg.timeout_s + _NOTICE_S)
+                if not done and self._episodes is not None:  # a call has a time limit: nobody holds them to it
+                    self._episodes.close()
+            return [dict(future.result()) for future in futures]
+
+        return processes.from_first(wait)

@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
-import pathlib
-import re
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -24,14 +21,13 @@ from qarl_jax.learning import critic as critics
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_term, loss_from_config
 from qarl_jax.models import invariant_scaling
-from qarl_jax.numerics.engine import of_profile
 from qarl_jax.optim import build
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import RolloutEngine, SamplingConfig
 from qarl_jax.rollout.asynchronous import Schedule, SharedEngine
 from qarl_jax.rollout.turns import TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.run import config
+from qarl_jax.run import estimators
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.runtime import processes
@@ -69,70 +65,6 @@ def make_mesh(cfg: RunConfig) -> Mesh:
 def schemes(cfg: RunConfig, fallback: str) -> list[dict[str, str]]:
     """`quant.rules` with a scheme for everything else, as `models.parse_rules` takes them."""
     return [*(dataclasses.asdict(rule) for rule in cfg.quant.rules), {"match": "", "scheme": fallback}]
-
-
-def run_record(directory: str | os.PathLike[str]) -> tuple[pathlib.Path, dict[str, Any]] | None:
-    """The run.json of a run folder, or of one of its folders: where it is, and what it says; None: there is none.
-
-    Raises:
-      UserError: it is not JSON.
-    """
-    start = pathlib.Path(directory).absolute()
-    for folder in (start, *start.parents[:2]):
-        file = folder / "run.json"
-        if file.is_file():
-            try:
-                return file, json.loads(file.read_text())
-            except ValueError as error:
-                raise UserError(f"{file} is not JSON ({error}).") from None
-    return None
-
-
-def changed_settings(cfg: RunConfig) -> list[str]:
-    """What differs from the config that the run of `cfg.run_dir` was last started with: "optimizer.lr 0.02 -> 0.01"."""
-    found = run_record(cfg.run_dir)
-    before = found[1].get("config") if found and isinstance(found[1], dict) else None
-    if not isinstance(before, dict):
-        return []
-
-    def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for key, value in tree.items():
-            out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
-        return out
-
-    old, new = flat(before), flat(json.loads(json.dumps(config.to_dict(cfg), default=str)))
-    both = [
-        key for key in old if key in new and not key.startswith(("log.", "distributed."))
-    ]  # not: new versions' keys
-    return [f"{key} {old[key]} -> {new[key]}" for key in both if old[key] != new[key]]
-
-
-def recorded_numerics(directory: str | os.PathLike[str]) -> quant.Numerics | None:
-    """What the run of a folder computed in when it was last started; None: nothing says it.
-
-    Raises:
-      UserError: run.json is not JSON, or names a profile that is not one of `quant.PROFILES`.
-    """
-    found = run_record(directory)
-    starts = found[1].get("starts", []) if found else []
-    numerics = starts[-1].get("numerics") if starts else None
-    if isinstance(numerics, dict):
-        return of_profile(numerics.get("profile", ""))
-    # Runs up to November 2026 recorded the object as Python prints it.
-    printed = re.fullmatch(r"Numerics\(profile='(\w+)'\)", str(numerics))
-    return of_profile(printed[1]) if printed else None
-
-
-def numerics_of_run(cfg: RunConfig, directory: str | os.PathLike[str]) -> quant.Numerics:
-    """The learner's arithmetic for a policy that was saved in a run folder, where another run or machine may go on.
-
-    `quant.engine`, if it names one. Under auto, what the run recorded, so that nothing changes in its middle; with vLLM
-    what vLLM computes in on this machine, for it cannot do otherwise.
-    """
-    if cfg.quant.engine != "auto" or cfg.rollout.engine_name == "vllm":
-        return cfg.numerics
-    return recorded_numerics(directory) or cfg.numerics
 
 
 def model_config(
@@ -221,15 +153,14 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
         options=Options(
             temperature=cfg.rollout.temperature,
             logprob_chunk=cfg.train.logprob_chunk,
-            grad_dtype=cfg.train.grad_dtype,
+            grad_dtype=cfg.train.grad_dtype_or_float32,
             one_program=cfg.micro_batches_per_update[1] == 1,
             offload=cfg.optimizer.offload is True,
             max_segments=max_segments(cfg),
             entropy_coef=cfg.train.entropy_coef,
             kl_coef=cfg.kl.coef,
             kl=get_term("kl", kind=cfg.kl.kind, aggregation=cfg.kl.aggregation),
-            error_prob=cfg.train.error_prob,
-            histograms=cfg.train.histograms,
+            diagnostics=True,
             token_logprobs=bool(cfg.log.samples_per_step and cfg.log.sample_tokens),
         ),
     )
@@ -290,15 +221,23 @@ def make_schedule(cfg: RunConfig) -> Schedule | None:
     return Schedule(ahead.max_staleness, cfg.is_lockstep, cfg.train.steps) if ahead.is_on else None
 
 
-def make_engine(cfg: RunConfig, log: Callable[[str], None] = print, schedule: Schedule | None = None) -> RolloutEngine:
+def make_engine(
+    cfg: RunConfig, log: Callable[[str], None] = print, schedule: Schedule | None = None, log_file: str = ""
+) -> RolloutEngine:
     """The rollout engine; `log` gets a line when a bridge is started or replaced. `schedule`: two threads will use it.
+
+    log_file: for the output of the bridges that it starts on this host, unless the config names one.
 
     A bridge knows the run by its folder: a resumed trainer is the same run, a second one is refused.
     """
     options: dict[str, Any] = {}
     engine = cfg.rollout.engine
     if cfg.rollout.engine_name == "vllm":
-        engine = dataclasses.replace(engine, record_routing=cfg.rollout.router_replay or engine.record_routing)
+        engine = dataclasses.replace(
+            engine,
+            record_routing=cfg.rollout.router_replay or engine.record_routing,
+            log_file=engine.log_file or (log_file if engine.launch == "process" else ""),
+        )
         folder = os.path.abspath(cfg.run_dir)
         options = {"run_id": hashlib.blake2b(folder.encode(), digest_size=8).hexdigest(), "log": log}
     made = rollout.make_engine(cfg.rollout.engine_name, engine, **options)
@@ -308,7 +247,8 @@ def make_engine(cfg: RunConfig, log: Callable[[str], None] = print, schedule: Sc
         return made
     try:
         tokenizer = data.load_tokenizer(cfg.model.path)
-        return TurnTaking(made, cfg.rollout.environment, tokenizer, chat=cfg.data.template == "chat", log=log)
+        chat = cfg.data.template == "chat"
+        return TurnTaking(made, cfg.rollout.environment, tokenizer, chat=chat, chat_args=cfg.data.chat_args, log=log)
     except BaseException:
         made.close()
         raise
@@ -319,15 +259,33 @@ def no_qweights() -> Any:
     return nnx.State({})
 
 
-def eval_prompts(cfg: RunConfig, tokenizer: Any) -> list[Any]:
-    """The first `eval.num_prompts` prompts to evaluate on (all, where that is 0 or there are fewer)."""
+def eval_prompts(cfg: RunConfig, tokenizer: Any, say: Callable[[str], None] = lambda text: None) -> list[Any]:
+    """The first `eval.num_prompts` prompts to evaluate on (all, where that is 0 or there are fewer).
+
+    Args:
+      say: is told what a reader should know of them.
+    """
     if cfg.eval.data is None:
         source = data.make_source(cfg.data, tokenizer, "heldout")
     else:
+        of_prompts, of_turns = ((each.template == "chat", dict(each.chat_args)) for each in (cfg.eval.data, cfg.data))
+        if cfg.rollout.environment is not None and of_prompts != of_turns:
+            raise UserError(
+                "rollout.environment: what is observed between turns is written by data.template and data.chat_args;"
+                " give eval.data the same (a suite: data.template=chat), or evaluate without an environment."
+            )
         source = data.make_source(cfg.eval.data, tokenizer, "all")
     if not len(source):
         raise UserError("eval.data has no prompt to evaluate on.")
-    return [source.prompt(i) for i in range(min(cfg.eval.num_prompts or len(source), len(source)))]
+    prompts = [source.prompt(i) for i in range(min(cfg.eval.num_prompts or len(source), len(source)))]
+    if source.skipped.total:
+        say(f"prompts to evaluate on that are left out: {source.skipped}")
+    if (different := len({(prompt.text, prompt.answer) for prompt in prompts})) < estimators.FEW:
+        say(
+            f"different ones are {different}, too few for a score to say much: raise data.holdout, name other data in"
+            f" eval.data, or turn evaluation off with {data.NO_EVALUATION}"
+        )
+    return prompts
 
 
 def eval_sampling(cfg: RunConfig, stop: tuple[int, ...]) -> SamplingConfig:
@@ -336,6 +294,5 @@ def eval_sampling(cfg: RunConfig, stop: tuple[int, ...]) -> SamplingConfig:
         max_response_len=cfg.eval.max_response_len or cfg.rollout.max_response_len,
         temperature=cfg.eval.temperature,
         top_p=cfg.eval.top_p,
-        top_k=cfg.eval.top_k,
         stop_token_ids=stop,
     )

@@ -34,7 +34,6 @@ import functools
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 import threading
@@ -55,7 +54,6 @@ from qarl_jax.types import UserError, at_least
 
 log = logging.getLogger(__name__)
 
-_STEP = re.compile(r"step_(\d+)")
 _SAVING = ".saving-"
 
 
@@ -67,9 +65,8 @@ class Config:
       every: save after every so many steps; 0: never on a schedule (only when asked, e.g. at the end or on Ctrl-C).
       at_end: save after the last step.
       keep: how many of the newest whole steps stay; null: all. A damaged one does not count, and stays.
-      keep_every: steps that are multiples of this stay for good, on top of `keep`; null: none.
       asynchronous: write in the background while training goes on; a failure is then told at the next step. On a CPU
-        this holds a copy of the state until it is written.
+        this holds a copy of the state until it is written (not from a config).
       start_over: begin at step 0 where a run has records but no whole checkpoint, with the old records kept aside;
         false: refuse.
     """
@@ -77,14 +74,12 @@ class Config:
     every: int = 50
     at_end: bool = True
     keep: int | None = 3
-    keep_every: int | None = None
     asynchronous: bool = True
     start_over: bool = False
 
     def __post_init__(self) -> None:
         at_least(self, 0, "every", note="; 0 means never")
         at_least(self, 1, "keep", note="; null keeps all")
-        at_least(self, 1, "keep_every", note="; null means none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +117,7 @@ class Checkpoints:
         anything by now, be it the manifest, is damaged, not unfinished."""
         if not self.directory.is_dir():
             return []
-        found = [(_STEP.fullmatch(path.name), path) for path in self.directory.iterdir()]
+        found = [(on_disk.STEP.fullmatch(path.name), path) for path in self.directory.iterdir()]
         return sorted(int(match[1]) for match, path in found if match and path.is_dir())
 
     def latest_step(self) -> int | None:
@@ -141,6 +136,13 @@ class Checkpoints:
     def should_save(self, step: int) -> bool:
         """Whether the schedule asks for a checkpoint after `step`."""
         return self.config.every > 0 and step % self.config.every == 0
+
+    def extra(self, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
+        """(step, the JSON that was saved with it); of the newest whose own can be read, where no step is named."""
+        for candidate in self.steps()[::-1] if step is None else [step]:
+            with contextlib.suppress(DamagedCheckpointError):
+                return candidate, self._checked(candidate, {})[0]
+        return None
 
     # ----------------------------------------------------------------------------------------------------------- saving
 
@@ -283,8 +285,6 @@ class Checkpoints:
             return
         newer = 0
         for step in reversed(self.steps()):
-            if newer >= self.config.keep and self.config.keep_every and step % self.config.keep_every == 0:
-                continue
             # Sizes are compared every time, contents once in a process: reading all that is kept at every save is dear.
             if not on_disk.is_sound(self.path(step), contents=step not in self._read_whole):
                 continue
@@ -325,6 +325,11 @@ class Checkpoints:
             return f"There is no checkpoint directory {self.directory}."
         if not self.directory.is_dir():
             return f"{self.directory} is a file, not a directory of checkpoints."
+        if (self.directory / "config.json").is_file():
+            return (
+                f"{self.directory} is a model folder, not a run: evaluate takes it as --model {self.directory}, with"
+                " the --config of a run; train as model.path."
+            )
         return f"{self.directory} holds no checkpoint (no complete step_* directory)."
 
     def _restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:
@@ -351,8 +356,8 @@ class Checkpoints:
         for name, arrays in wanted.items():
             stored = {on_disk.stored_name(key, manifest["format"]): x for key, x in arrays.items()}
             _check_layout(path, name, manifest["arrays"], stored)
-        needed = ("extra.json", *(f"state/{name}/" for name in wanted))
-        on_disk.verify(path, {file: mark for file, mark in manifest["files"].items() if file.startswith(needed)})
+        others = tuple(f"state/{name}/" for name in manifest["arrays"] if name not in wanted)
+        on_disk.verify(path, {file: mark for file, mark in manifest["files"].items() if not file.startswith(others)})
         return on_disk.load_json(path, "extra.json"), manifest["format"]
 
     def _read(self, item: Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
@@ -425,7 +430,7 @@ def find(path: str | os.PathLike[str]) -> tuple[Checkpoints, int | None]:
       UserError: there is no checkpoint at `path`.
     """
     path = Path(path).absolute()
-    match = _STEP.fullmatch(path.name)
+    match = on_disk.STEP.fullmatch(path.name)
     if match and path.is_dir():
         return Checkpoints(path.parent), int(match[1])
     for directory in (path, path / "checkpoints"):

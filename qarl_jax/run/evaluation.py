@@ -12,20 +12,12 @@ or of a public benchmark (--suite; see `suites.py`), and any of them can be over
 object; --out FILE.jsonl holds one line per prompt with every response. `train.py` calls `evaluate` itself at the start,
 the end and in between.
 
-Of n responses to a prompt, c of them correct:
-
-    avg@n    c / n
-    pass@k   1 - C(n-c, k) / C(n, k): whether one of k is correct, unbiased (arXiv 2107.03374, eq. 1)
-    maj@k    whether the most frequent answer of k responses is correct: a mean over the n // k disjoint runs of k
-             responses, unbiased too. Of equally frequent answers the one that came first is taken.
-
-Each is a mean over prompts, with its standard error over prompts.
+What each number means, and how far it can be trusted: `run/estimators.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import json
@@ -36,84 +28,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 
 from qarl_jax import data, models
 from qarl_jax.data import suites
+from qarl_jax.data.stream import OTHER_SPLIT, has_this_split
 from qarl_jax.rewards import Grader, extract
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.run import build, checkpoint, config, export
+from qarl_jax.run import build, checkpoint, config, stamp
 from qarl_jax.run.config import RunConfig
+from qarl_jax.run.estimators import default_ks, interval, maj_at_k, majority, pass_at_k
 from qarl_jax.run.rollout_config import ENGINE_CONFIGS
 from qarl_jax.types import Parser, Prompt, RolloutGroup, UserError, entry_point
 
+FILES = ("eval.jsonl", "eval_correct.jsonl")  # of a run: see `record`
 # Rewards that say whether an answer is right; the others shape it.
 OWN = "own"  # among the names of --suite: the data of the config
 VERIFIERS = ("exact", "math_verify", "reasoning_gym", "code", "python")
-
-
-# ---- estimators ----------------------------------------------------------------------------------------------------
-
-
-def pass_at_k(num_correct: Int[np.ndarray, " P"], num_samples: int, k: int) -> Float[np.ndarray, " P"]:
-    """Probability that k of a prompt's responses, drawn without replacement, hold a correct one.
-
-    Args:
-      num_correct: correct responses of each prompt.
-      num_samples: n, responses per prompt.
-      k: in 1..n.
-
-    Raises:
-      ValueError: k out of range.
-    """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} needs at least {k} samples and k >= 1; there are {num_samples}.")
-    missing = num_samples - np.asarray(num_correct, np.int64)
-    # C(n-c, k) / C(n, k) as a product of k factors, which neither overflows nor cancels; a factor of 0 ends it.
-    steps = np.arange(k)
-    factors = np.maximum(missing[:, None] - steps, 0) / (num_samples - steps)
-    return 1.0 - factors.prod(1)
-
-
-def majority(votes: Sequence[Hashable | None]) -> int | None:
-    """Index of the first vote for the most frequent answer; of equally frequent ones, the one that came first.
-
-    None is no vote; None is returned where nobody votes. Example: majority(["7", None, "5", "5"]) = 2.
-    """
-    counts = collections.Counter(vote for vote in votes if vote is not None)
-    return votes.index(counts.most_common(1)[0][0]) if counts else None  # of equals, Counter names the first
-
-
-def maj_at_k(
-    votes: Sequence[Sequence[Hashable | None]], correct: Bool[np.ndarray, "P n"], k: int
-) -> Float[np.ndarray, " P"]:
-    """Share of the n // k disjoint runs of k responses whose majority answer is correct; no vote at all is wrong.
-
-    Args:
-      votes: [P][n] answers; equal answers are equal (hashable) values, None where a response has none.
-      correct: whether each response was graded correct. That of the first vote for an answer speaks for the answer.
-      k: in 1..n.
-
-    Raises:
-      ValueError: k out of range.
-    """
-    num_samples = correct.shape[1]
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"maj@{k} needs at least {k} samples and k >= 1; there are {num_samples}.")
-    out = np.zeros(len(votes))
-    starts = range(0, num_samples - k + 1, k)
-    for prompt, answers in enumerate(votes):
-        for start in starts:
-            chosen = majority(answers[start : start + k])
-            out[prompt] += 0.0 if chosen is None else float(correct[prompt, start + chosen])
-    return out / len(starts)
-
-
-def default_ks(num_samples: int) -> tuple[int, ...]:
-    """Powers of two up to n, and n. Example: default_ks(12) = (1, 2, 4, 8, 12)."""
-    powers = [1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples]
-    return (*powers, num_samples)
 
 
 # ---- an evaluation -------------------------------------------------------------------------------------------------
@@ -143,21 +75,14 @@ def evaluate(
     sampling: SamplingConfig,
     num_samples: int,
     key: int,
-    ks: Sequence[int] = (),
 ) -> Evaluation:
-    """Samples and grades `prompts` under the engine's published version.
-
-    Args:
-      ks: the k of pass@k and maj@k, each at most `num_samples`; empty: `default_ks`.
-    """
+    """Samples and grades `prompts` under the engine's published version."""
     completions = engine.generate(prompts, num_samples=num_samples, sampling=sampling, key=key)
     groups, parts = grader.grade(tokenizer, prompts, completions)
-    return measure(groups, parts, grader, ks)
+    return measure(groups, parts, grader)
 
 
-def measure(
-    groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, " n"]], grader: Grader, ks: Sequence[int] = ()
-) -> Evaluation:
+def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, " n"]], grader: Grader) -> Evaluation:
     """Graded responses, equally many for every prompt -> metrics and records.
 
     Correct is a response to which the reward's verifier (the first of `VERIFIERS` in a sum) gives 1 or more; where
@@ -165,9 +90,10 @@ def measure(
 
     Returns:
       Evaluation, with metrics: eval/reward/mean and eval/reward/best (mean over prompts of the best response);
-      eval/avg_at_<n>, eval/pass_at_<k>, eval/maj_at_<k> (k > 1), each with `/stderr`, as has eval/reward;
-      eval/response_len/mean (tokens), eval/truncated (share of responses without an end token), eval/no_answer (share
-      that casts no vote), eval/prompts.
+      eval/avg_at_<n>, eval/pass_at_<k>, eval/maj_at_<k> (k > 1), each with `/low`, `/high` (`interval`) and `/stderr`
+      (not of one prompt), as has eval/reward; eval/response_len/mean (tokens), eval/truncated (share of responses
+      without an end token), eval/no_answer (share that casts no vote), eval/prompts, eval/different_prompts and
+      eval/responses.
     """
     rewards = np.array([group.rewards for group in groups], np.float64)
     num_samples = rewards.shape[1]
@@ -178,29 +104,34 @@ def measure(
     answers = [[_answer(group, i, settings) for i in range(num_samples)] for group in groups]
     votes = [[_vote(answer, settings) for answer in row] for row in answers]
 
+    different = len({(group.prompt.text, group.prompt.answer) for group in groups})
+
+    def mean(name: str, per_prompt: Float[np.ndarray, " P"], suffix: str = "") -> dict[str, float]:
+        low, high = interval(per_prompt, different, num_samples)
+        found = {f"{name}{suffix}": float(per_prompt.mean()), f"{name}/low": low, f"{name}/high": high}
+        if len(per_prompt) > 1:
+            found[f"{name}/stderr"] = float(per_prompt.std(ddof=1) / np.sqrt(len(per_prompt)))
+        return found
+
     flat = [completion for group in groups for completion in group.completions]
     num_correct = correct.sum(1)
     metrics = {
-        **_mean("eval/reward", rewards.mean(1), suffix="/mean"),
+        **mean("eval/reward", rewards.mean(1), suffix="/mean"),
         "eval/reward/best": float(rewards.max(1).mean()),
         "eval/response_len/mean": float(np.mean([len(c.tokens) for c in flat])),
         "eval/truncated": float(np.mean([c.finish_reason != "stop" for c in flat])),
         "eval/no_answer": float(np.mean([vote is None for row in votes for vote in row])),
         "eval/prompts": float(len(groups)),
-        **_mean(f"eval/avg_at_{num_samples}", num_correct / num_samples),
+        "eval/different_prompts": float(different),
+        "eval/responses": float(len(flat)),
+        **mean(f"eval/avg_at_{num_samples}", num_correct / num_samples),
     }
-    for k in ks or default_ks(num_samples):
-        metrics |= _mean(f"eval/pass_at_{k}", pass_at_k(num_correct, num_samples, k))
+    for k in default_ks(num_samples):
+        metrics |= mean(f"eval/pass_at_{k}", pass_at_k(num_correct, num_samples, k))
         if k > 1:
-            metrics |= _mean(f"eval/maj_at_{k}", maj_at_k(votes, correct, k))
+            metrics |= mean(f"eval/maj_at_{k}", maj_at_k(votes, correct, k))
     records = [_record(group, answers[i], votes[i], [bool(x) for x in correct[i]]) for i, group in enumerate(groups)]
     return Evaluation(metrics=metrics, prompts=records)
-
-
-def _mean(name: str, per_prompt: Float[np.ndarray, " P"], suffix: str = "") -> dict[str, float]:
-    """Mean over prompts and its standard error (0 where there is one prompt)."""
-    spread = per_prompt.std(ddof=1) / np.sqrt(len(per_prompt)) if len(per_prompt) > 1 else 0.0
-    return {f"{name}{suffix}": float(per_prompt.mean()), f"{name}/stderr": float(spread)}
 
 
 def _answer(group: RolloutGroup, index: int, settings: Any) -> str | None:
@@ -256,9 +187,13 @@ def history(run_dir: str | os.PathLike[str], up_to: int | None = None) -> list[d
 
     Args:
       run_dir: the run.
-      up_to: drop records of later versions from the file first (a run that resumes at this version); None: only read.
+      up_to: drop records of later versions from both files first (a run that resumes at this version); None: only read.
     """
-    path = Path(run_dir) / "eval.jsonl"
+    records, _ = (_records(Path(run_dir) / name, up_to) for name in FILES)
+    return records
+
+
+def _records(path: Path, up_to: int | None) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
@@ -273,10 +208,13 @@ def history(run_dir: str | os.PathLike[str], up_to: int | None = None) -> list[d
     return records
 
 
-def record(run_dir: str | os.PathLike[str], version: int, result: dict[str, float]) -> None:
-    """Appends an evaluation of policy `version` to eval.jsonl."""
-    with (Path(run_dir) / "eval.jsonl").open("a") as file:
-        file.write(json.dumps({"version": version, **result}) + "\n")
+def record(run_dir: str | os.PathLike[str], version: int, result: Evaluation) -> None:
+    """Appends an evaluation of policy `version` to `FILES`: its metrics, and each prompt's correct responses by uid."""
+    correct = {prompt["uid"]: prompt["num_correct"] for prompt in result.prompts}
+    of_version: dict[str, Any] = {"version": version}
+    for name, line in zip(FILES, (of_version | result.metrics, of_version | {"num_correct": correct}), strict=True):
+        with (Path(run_dir) / name).open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 # ---- command line --------------------------------------------------------------------------------------------------
@@ -299,16 +237,22 @@ def run(
         found = None if source is None else checkpoint.find(source)
         mesh = build.make_mesh(cfg)
         tokenizer = data.load_tokenizer(cfg.model.path)
-        asked = [build.eval_prompts(each, tokenizer) for each in (cfg, *more)]
+        asked = [build.eval_prompts(each, tokenizer, _say) for each in (cfg, *more)]
         limits = [build.eval_sampling(each, ()).max_response_len for each in (cfg, *more)]
         lengths = [len(p.tokens) + limit for each, limit in zip(asked, limits, strict=True) for p in each]
         cfg = with_room(cfg, max(lengths, default=0))
         graders = [stack.enter_context(contextlib.closing(build.make_grader(each))) for each in (cfg, *more)]
-        graphdef, params = build.load_model(cfg, mesh, None if source is None else build.numerics_of_run(cfg, source))
+        numerics = None if source is None else stamp.learner_numerics(cfg, stamp.of(source))
+        graphdef, params = build.load_model(cfg, mesh, numerics)
         version = 0
         if found is not None:
             restored = found[0].restore({"params": params}, step=found[1])
             params, version = restored.state["params"], restored.step
+            if any(each.eval.data is None for each in (cfg, *more)) and not has_this_split(restored.extra["data"]):
+                raise UserError(
+                    f"{OTHER_SPLIT}, so the policy was trained on most of what is held out by now. Evaluate it on other"
+                    " data (eval.data, --suite), or with the version that trained it."
+                )
         if scheme is None:
             graphdef = build.rollout_graphdef(cfg, graphdef)
         else:
@@ -330,7 +274,6 @@ def run(
                 sampling=sampling,
                 num_samples=each.eval.num_samples,
                 key=build.seed_of(each.seed, 0, "eval"),
-                ks=each.eval.ks,
             )
             yield result, version
 
@@ -338,7 +281,7 @@ def run(
 def with_room(cfg: RunConfig, longest: int) -> RunConfig:
     """With an engine that takes so many tokens of prompt and response, where the config's has fewer for training."""
     engine = cfg.rollout.engine
-    if not isinstance(engine, vllm.Config) or engine.by_hand or not 0 < engine.max_model_len < longest:
+    if not isinstance(engine, vllm.Config) or engine.endpoints or not 0 < engine.max_model_len < longest:
         return cfg
     _say(f"rollout.engine.max_model_len={longest} for the longest prompt and response, not {engine.max_model_len}")
     engine = dataclasses.replace(engine, max_model_len=longest)
@@ -347,11 +290,13 @@ def with_room(cfg: RunConfig, longest: int) -> RunConfig:
 
 def table(metrics: dict[str, float]) -> str:
     """The metrics as lines for a reader."""
-    rows = [("", "mean", "stderr")]
+    rows = [("", "mean", "stderr", "95 %")]
 
     def add(label: str, key: str, spec: str = ".4f") -> None:
-        error = metrics.get(f"{key.removesuffix('/mean')}/stderr") if not key.endswith("/best") else None
-        rows.append((label, format(metrics[key], spec), "" if error is None else format(error, spec)))
+        name = key.removesuffix("/mean")
+        error, low, high = (metrics.get(f"{name}/{part}") for part in ("stderr", "low", "high"))
+        between = "" if low is None or high is None else f"{low:{spec}} to {high:{spec}}"
+        rows.append((label, format(metrics[key], spec), "" if error is None else format(error, spec), between))
 
     add("reward", "eval/reward/mean")
     add("best reward", "eval/reward/best")
@@ -362,7 +307,7 @@ def table(metrics: dict[str, float]) -> str:
     add("response length", "eval/response_len/mean", ".1f")
     add("truncated", "eval/truncated")
     add("no answer", "eval/no_answer")
-    return "\n".join(f"{label:<16}{mean:>10}{error:>10}" for label, mean, error in rows)
+    return "\n".join(f"{label:<16}{mean:>10}{error:>10}{between:>20}".rstrip() for label, mean, error, between in rows)
 
 
 def _say(text: str) -> None:
@@ -380,7 +325,13 @@ def _config(args: argparse.Namespace, suite: str | None) -> RunConfig:
     if args.config:
         return config.load(args.config, overrides)
     if args.checkpoint:
-        return export.run_config(args.checkpoint, overrides)
+        cfg, share = stamp.config_of(args.checkpoint, overrides), stamp.config_of(args.checkpoint).data.holdout
+        if cfg.eval.data is None and cfg.data.holdout > share:
+            raise UserError(
+                f"data.holdout={cfg.data.holdout:g} is above the run's {share:g}, and so holds prompts that it was"
+                " trained on; lower it, or name other data in eval.data."
+            )
+        return cfg
     raise UserError("give --config FILE, --checkpoint RUN or both: nothing says what to evaluate on.")
 
 

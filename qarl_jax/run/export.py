@@ -23,36 +23,18 @@ from qarl_jax import models
 from qarl_jax.models.hf import safetensors
 from qarl_jax.models.hf.safetensors import MAX_SHARD_BYTES
 from qarl_jax.rollout import PolicyWeights
-from qarl_jax.run import build, checkpoint, config, on_disk
-from qarl_jax.run.config import RunConfig
+from qarl_jax.run import build, checkpoint, on_disk, stamp
 from qarl_jax.types import UserError, entry_point
 
 FORMATS = ("hf", "compressed-tensors")
-# Of a model folder, what the weights do not replace: tokenizer, chat template, generation settings.
 RECEIPT = "sft.json"  # what `sft` notes of the weights it made
-_OTHERS = ("config.json", RECEIPT)
-_WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".gguf")
-
-
-def run_config(directory: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
-    """The resolved config of the run that a run folder, checkpoints folder or step folder belongs to.
-
-    Args:
-      directory: one of these. overrides: "section.field=value" strings laid over it.
-
-    Raises:
-      UserError: no run.json at or above the folder.
-    """
-    found = build.run_record(directory)
-    if found is not None:
-        file, record = found
-        if not isinstance(record, dict) or "config" not in record:
-            raise UserError(f"{file} holds no config: it is not the record of a run, or was altered.")
-        return config.from_dict(record["config"], str(file), overrides)
-    start = pathlib.Path(directory).absolute()
-    if not start.exists():
-        raise UserError(f"{start}: no such folder; give the folder of a run, or one step_* of it.")
-    raise UserError(f"{start} is not inside a run folder: no run.json in it or in the two folders above it.")
+# Of the base model's folder, what an export takes along; whatever else lies there is no part of the policy.
+KEPT = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tokenizer.model.v3"),
+    *("spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "chat_template.jinja", "chat_template.json"),
+    "additional_chat_templates",
+)
 
 
 def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: str) -> None:
@@ -74,17 +56,18 @@ def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: st
 def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str) -> None:
     """`export` into an existing folder."""
     checkpoints, step = checkpoint.find(source)
-    cfg = run_config(source)
+    cfg = stamp.config_of(source)
     mesh = build.make_mesh(cfg)
-    # Under auto this machine's arithmetic may be another than the run's, and with it the grid of w4a8.
-    recorded = build.recorded_numerics(source) if cfg.quant.engine == "auto" else None
-    graphdef, params = build.load_model(cfg, mesh, recorded)
+    # Under auto this machine's arithmetic may be another than the policy's, and may lack its scheme.
+    graphdef, params = build.load_model(cfg, mesh, stamp.numerics_of(stamp.of(source)))
     state = build.make_learner(cfg, graphdef, mesh).init(params)
     # The whole state is named, so that a checkpoint of another model is refused rather than half read.
     params = checkpoints.restore(state.entries(), step=step).state["params"]
-    for file in sorted(pathlib.Path(cfg.model.path).iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _OTHERS:
-            shutil.copy2(file, out / file.name)
+    for kept in (pathlib.Path(cfg.model.path, name) for name in KEPT):
+        if kept.is_dir():
+            shutil.copytree(kept, out / kept.name)
+        elif kept.is_file():
+            shutil.copy2(kept, out / kept.name)
     if kind == "hf":
         models.save_hf(models.merge(models.with_scheme(graphdef, "bf16"), params, build.no_qweights()), out)
     else:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from qarl_jax.types import UserError
 log = logging.getLogger(__name__)
 
 DELETING = ".deleting-"
+STEP = re.compile(r"step_(\d+)")
 FORMAT = 3
 """2: a stack of layers was called a segment. 1: and a manifest had no sum of its own."""
 
@@ -111,8 +113,20 @@ def read_manifest(step: Path) -> dict[str, Any]:
     """The manifest, its own sum checked first: what an altered one says of model or format would mislead.
 
     Raises:
-      DamagedCheckpointError: it is missing or altered. UserError: a later version of this program wrote it.
+      DamagedCheckpointError: it is missing, altered, or that of another step, whose folder was copied or renamed.
+      UserError: a later version of this program wrote it.
     """
+    manifest = _whole_manifest(step)
+    named = STEP.fullmatch(step.name)
+    if named and manifest.get("step") != int(named[1]):
+        raise DamagedCheckpointError(
+            f"The checkpoint {step} is damaged: its manifest is that of step {manifest.get('step')}, so the folder was"
+            " copied or renamed. Give it its own name."
+        )
+    return manifest
+
+
+def _whole_manifest(step: Path) -> dict[str, Any]:
     manifest = load_json(step, "manifest.json")
     damaged = DamagedCheckpointError(f"The checkpoint {step} is damaged: the contents of manifest.json have changed.")
     if not isinstance(manifest, dict):

@@ -77,11 +77,11 @@ class Layer:
     source: str
 
     def where(self, path: Path) -> str:
-        """The origin of the longest known prefix of `path`."""
-        for end in range(len(path), -1, -1):
-            if path[:end] in self.origins:
-                return self.origins[path[:end]]
-        return self.source
+        """The origin of `path`, else of a key below it, else of its longest known prefix."""
+        if path in self.origins:
+            return self.origins[path]
+        within = [origin for known, origin in self.origins.items() if known[: len(path)] == path]
+        return within[0] if within else self.where(path[:-1]) if path else self.source
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -325,7 +325,7 @@ class _Builder:
         self.layer = layer
 
     def section(self, path: Path) -> str:
-        """Where the values of a section come from, its overrides included, as a prefix."""
+        """Names the sources of a section's values, overrides included, as a prefix."""
         inside = {
             o: None for p, o in self.layer.origins.items() if p[: len(path)] == path and o.startswith("override ")
         }
@@ -474,7 +474,8 @@ class _Builder:
         allowed = typing.get_args(hint)
         plain = self.plain(value)
         text = value.text if isinstance(value, _Text) else plain
-        for candidate in (text, plain):
+        read_as = ("on", "yes", "true") if plain is True else ("off", "no", "false") if plain is False else ()
+        for candidate in (text, plain, *read_as):  # YAML 1.1 reads a bare `off` as false
             for option in allowed:
                 if type(option) is type(candidate) and option == candidate:
                     return option

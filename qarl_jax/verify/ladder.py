@@ -13,40 +13,39 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
     decode, prefill    inside the engine: each token of a greedy response, decoded and then prefilled again
     sampled tokens     log-probs of whole sampled responses
 
-The first four are exact or broken. All are where both sides compute by one contract (`contract.left_out`): on a CPU,
-and on a Hopper GPU under bf16, w8a8, fp8, w4a16 and w4a8_fp8; k3 must be 0 there. Elsewhere a linear layer must equal
-the engine's as `layers.EQUAL` says; its relative error, and that of a block, must stay below `layers.RELATIVE`. The
-last three are judged by k3 (below) against `--max-k3`, or where the engine's own noise is larger what `allowance` says;
-the last must also beat the unaligned pair.
+The first four are exact or broken, always. The rest must be equal to the last bit where learner and engine are aligned
+(`alignment.py`), and k3 (below) must be 0; elsewhere they are measured and nothing is promised, which the rung
+"alignment" says with its reason.
 Run it on your own model before a long run.
 
 The same samples are then scored by an unaligned learner (bf16, plain arithmetic), which is what quantized rollouts
-usually meet; and, for scale, a bf16 learner scores a bf16 engine's samples of the same prompts and seeds. With
-d = log p_learner - log p_engine over positions whose entropy exceeds 0.5 nat (elsewhere everything agrees):
+usually meet, and which the aligned one must beat. With d = log p_learner - log p_engine over positions whose entropy
+exceeds 0.5 nat (elsewhere everything agrees):
 
     k1 = mean(-d)      k3 = mean(exp(d) - 1 - d)  >= 0      both estimate KL(engine || learner) (J. Schulman, 2020)
 
-In a mixture of experts the tokens are scored with the experts the engine sent them to (`rollout.router_replay`), and
-once more with the learner's own choice, which is the engine's where both keep a contract.
+In an MoE model the tokens are scored with the experts the engine sent them to (`rollout.router_replay`), and once more
+with the learner's own choice, which is the engine's where both are aligned.
 
-The engine runs as a run's does (CUDA graphs on a GPU, eagerly on a CPU; the ladder says which) and with the kernels it
-chooses; `--execution` and `--int4-kernel` compare others. Two questions of the same command stand apart:
-`--execution eager,graphs` in `modes.py`, `--at RUN/unequal.jsonl` in `unequal_token.py`.
+The engine runs as a run's does (CUDA graphs on a GPU, op by op on a CPU; the ladder says which); `--eager` and
+`--arithmetic vllm` compare others. Two questions of the same command stand apart: `--modes` in `modes.py`,
+`--at RUN/first_mismatch.jsonl` in `first_mismatch.py`.
 
 What is left out: single modules of a compiled engine (they are not called one by one), and top-p or top-k sampling.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from qarl_bridge.protocol import formats, messages
+from qarl_bridge.protocol import formats
 
 from qarl_jax import models, quant
 from qarl_jax.kernels.attention_vendor import flash3_lacks
@@ -55,13 +54,10 @@ from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
 from qarl_jax.rollout.vllm.engine import BrokenPromiseError, Config, VllmEngine, leave_memory_to_vllm
 from qarl_jax.types import Completion, Prompt, UserError
-from qarl_jax.verify import contract
-from qarl_jax.verify import layers as live_layers
+from qarl_jax.verify import alignment, layers
 
 ENTROPY_FLOOR = 0.5  # nat
 _BATCH = 16  # rows scored at once
-Mode = Literal["auto", "eager", "graphs", "compiled"]
-MODES: tuple[str, ...] = get_args(Mode)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,15 +182,14 @@ def exact_rungs(weights: PolicyWeights) -> Iterator[Rung]:
     again = models.quantize_params(weights.graphdef, rounded)
     pairs = list(zip(jax.tree.leaves(weights.qweights), jax.tree.leaves(again), strict=True))
     wrong = sum(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
-    yield Rung("quantize", wrong == 0, f"{len(pairs)} stacked code and scale arrays, {wrong} differ")
+    yield Rung("quantize", wrong == 0, f"{len(pairs)} stacked arrays, {wrong} differ")
     count = wrong = 0
     for name, tensor in models.export_tensors(weights.params, weights.qweights, config):
         if isinstance(tensor, QTensor):
-            scheme = str(tensor.scheme)
-            qvalue, scale = np.asarray(tensor.qvalue), np.asarray(tensor.scale)
-            back = formats.unpack(name, formats.pack(name, qvalue, scale, scheme), scheme)
+            layout, arrays = tensor.scheme.wire, {key: np.asarray(array) for key, array in tensor.arrays.items()}
+            back = formats.unpack(name, formats.pack(name, arrays, layout), layout)
             count += 1
-            wrong += (back[0].tobytes(), back[1].tobytes()) != (qvalue.tobytes(), scale.tobytes())
+            wrong += any(back[key].tobytes() != array.tobytes() for key, array in arrays.items())
     yield Rung("pack, unpack", wrong == 0, f"{count} weights, {wrong} differ")
 
 
@@ -218,24 +213,19 @@ def published(engine: VllmEngine, weights: PolicyWeights) -> list[Rung]:
     ]
 
 
-def module_rungs(
-    engine: VllmEngine, weights: PolicyWeights, scheme: str, prompt: Sequence[int], *, exact: bool
-) -> Iterator[Rung]:
-    """Live linear layers and blocks against the learner's, on what the engine itself feeds them.
-
-    exact: both keep one contract.
-    """
+def module_rungs(engine: VllmEngine, weights: PolicyWeights, prompt: Sequence[int], *, aligned: bool) -> Iterator[Rung]:
+    """Live linear layers and blocks against the learner's, on what the engine itself feeds them."""
     config = models.config_of(weights.graphdef)
     for name, names, linear in (
-        ("linear layers", live_layers.linear_names(config), True),
-        ("blocks", live_layers.block_names(config), False),
+        ("linear layers", layers.linear_names(config), True),
+        ("blocks", layers.block_names(config), False),
     ):
         try:
-            found = live_layers.compare(weights, engine.probe(prompt, names), linear)
+            found = layers.compare(weights, engine.probe(prompt, names), linear)
         except UserError as error:  # a compiled engine, or a reply too large: not a broken promise
             yield Rung(name, None, str(error))
             continue
-        yield Rung(name, *live_layers.judge(found, scheme, linear, exact))
+        yield Rung(name, *layers.judge(found, aligned))
 
 
 ONE_TOKEN = SamplingConfig(max_response_len=1)
@@ -277,39 +267,35 @@ def decode_and_prefill(engine: VllmEngine, prompts: Sequence[Prompt], length: in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Attributes: prompts, prompt_len, response_len: size of the comparison. max_k3: see the module docstring.
-    attention: as in model.attention; "engine" mirrors the engine's kernel: flash3 where it can be had, else xla.
-    execution, int4_kernel, kv_cache_gb, gpu_memory_utilization: as in rollout.engine. unaligned, bf16_pair: whether to
-    measure these two baselines."""
+    """Attributes: prompts, prompt_len, response_len: size of the comparison. attention: as in model.attention; "engine"
+    mirrors the engine's kernel: flash3 where it can be had, else xla. arithmetic, eager, kv_cache_gb,
+    gpu_memory_utilization, tensor_parallel_size: as in rollout.engine. unaligned: whether to measure this baseline."""
 
     prompts: int = 64
     prompt_len: int = 16
     response_len: int = 64
     seed: int = 0
-    max_k3: float = 1e-4
     threads: int = 0
     attention: Literal["engine", "auto", "xla", "cudnn", "flash3"] = "engine"
-    execution: Mode = "auto"
-    int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
+    arithmetic: Literal["batch_invariant", "vllm"] = "batch_invariant"
+    eager: bool = False
     kv_cache_gb: float = 0.25
     gpu_memory_utilization: float = 0.5
     tensor_parallel_size: int = 1
     unaligned: bool = True
-    bf16_pair: bool = True
 
-    def engine(self, model: models.ModelConfig, **changes: Any) -> Config:
+    def engine(self, model: models.ModelConfig) -> Config:
         """How the engine under comparison is started."""
-        execution = changes.get("execution", self.execution)
         return Config(
             kv_cache_gb=self.kv_cache_gb,
             gpu_memory_utilization=self.gpu_memory_utilization,
             max_num_seqs=max(64, self.prompts),
             readback="full",
             threads=self.threads,
-            execution=execution,
-            int4_kernel=self.int4_kernel,
+            arithmetic=self.arithmetic,
+            eager=self.eager,
             tensor_parallel_size=self.tensor_parallel_size,
-            record_routing=model.moe is not None and execution != "compiled",
+            record_routing=model.moe is not None and (self.eager or self.arithmetic == "batch_invariant"),
             max_model_len=self.prompt_len + self.response_len,
         )
 
@@ -318,127 +304,100 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
     """Climbs the ladder.
 
     Returns:
-      {"rungs": [...], "aligned": mismatch, "unaligned": mismatch, "bf16": mismatch, "first_broken": name or None, ...}
+      {"rungs": [...], "aligned": mismatch, "unaligned": mismatch, "first_broken": name or None, ...}
     """
     if engine_name == "cuda":
         leave_memory_to_vllm()
     weights = load(path, scheme, engine_name, options.attention, options.tensor_parallel_size)
     config = models.config_of(weights.graphdef)
     scheme = str(quant.on_engine(quant.parse_scheme(scheme), config.numerics) or "bf16")  # as that engine has it
-    rungs: list[Rung] = []
-
-    def add(rung: Rung) -> None:
-        rungs.append(rung)
-        show(rung)
-
     result: dict[str, Any] = {
         "model": path,
         "scheme": scheme,
         "profile": config.numerics.profile,
         "attention": config.attention,
     }
-    for rung in exact_rungs(weights):
-        add(rung)
-    prompts = random_prompts(config.vocab_size, options.prompts, options.prompt_len, options.seed)
-    sampling = SamplingConfig(max_response_len=options.response_len)
-    engine_config = options.engine(config)
-    engine = VllmEngine(engine_config, run_id="parity")
-    try:
-        for rung in published(engine, weights):
-            add(rung)
-        if all(rung.ok is not False for rung in rungs):
-            facts = engine.facts
-            assert facts is not None
-            result["engine"] = f"{facts.engine} {facts.engine_version} {facts.isa}"
-            result["kernels"] = sorted(set(facts.kernels.values()))
-            result["execution"] = facts.execution
-            add(execution_rung(facts))
-            exact = facts.execution != "compiled" and not contract.left_out(
-                scheme, config.numerics, attention=config.attention, int4_kernel=options.int4_kernel
-            )
-            for rung in module_rungs(engine, weights, scheme, prompts[0].tokens, exact=exact):
-                add(rung)
-            first = Sampled.of(flat(engine.generate(prompts, num_samples=4, sampling=ONE_TOKEN, key=options.seed)))
-            logprobs, entropy = score(weights, first, replay=True)
-            result["prefill"] = mismatch(logprobs, first.logprobs, entropy, first.response)
-            result["decode_prefill"] = decode_and_prefill(engine, prompts[:8], min(options.response_len, 16))
-            sampled = Sampled.of(flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
-    finally:
-        engine.close()
-    if all(rung.ok is not False for rung in rungs[:4]):
-        logprobs, entropy = score(weights, sampled, replay=True)
-        if sampled.routed is not None:
-            own, own_entropy = score(weights, sampled)
-            result["own_routing"] = mismatch(own, sampled.logprobs, own_entropy, sampled.response)
-        result["aligned"] = aligned = mismatch(logprobs, sampled.logprobs, entropy, sampled.response)
-        if options.unaligned and scheme != "bf16":
-            usual, usual_entropy = score(load(path, "bf16", "plain"), sampled)
-            result["unaligned"] = mismatch(usual, sampled.logprobs, usual_entropy, sampled.response)
-        if options.bf16_pair:
-            result["bf16"] = (
-                aligned
-                if scheme == "bf16"
-                else _bf16_pair(path, engine_name, prompts, sampling, engine_config, options)
-            )
-        pairs = result.get("unaligned"), result.get("bf16")
-        result["allowed_k3"] = allowed = allowance(scheme, options.max_k3, *pairs, exact=exact)
-        prefill, inside = result["prefill"], result["decode_prefill"]
-        add(Rung("prefill", prefill["k3"] <= allowed, line(prefill)))
-        detail = f"k3 {inside['k3']:.1e}, max {inside['max_abs']:.1e}, {inside['equal']:.1%} equal"
-        add(Rung("decode, prefill", inside["k3"] <= allowed, detail))
-        beaten = "unaligned" not in result or aligned["k3"] < result["unaligned"]["k3"]
-        add(Rung("sampled tokens", aligned["k3"] <= allowed and beaten, f"{line(aligned)}, k3 allowed {allowed:.1e}"))
+    rungs: list[Rung] = []
+    with contextlib.closing(_rungs(weights, path, scheme, options, result)) as found:
+        for rung in found:
+            rungs.append(rung)
+            show(rung)
     result["rungs"] = [dataclasses.asdict(rung) for rung in rungs]
     result["first_broken"] = next((rung.name for rung in rungs if rung.ok is False), None)
     return result
 
 
-def execution_rung(facts: messages.Facts) -> Rung:
-    """Which execution mode everything below was measured in; a compiled engine promises nothing."""
-    if facts.execution == "compiled":
-        return Rung("execution", None, "compiled: not aligned; its modules are not called one by one and not compared")
-    return Rung("execution", None, f"{facts.execution}, {facts.engine} {facts.engine_version} on {facts.isa}")
-
-
-def allowance(
-    scheme: str,
-    max_k3: float,
-    unaligned: dict[str, float] | None,
-    bf16_pair: dict[str, float] | None,
-    *,
-    exact: bool = False,
-) -> float:
-    """The largest k3 that keeps the promise: 0 where it is `exact` (a contract's).
-
-    Elsewhere `max_k3`, or more where the engine's own noise is more: half as much again as a bf16 learner and a bf16
-    engine have between them. Where those two agree to the last bit (a Hopper GPU) that says nothing of an int4 kernel,
-    which cuts long sums by its own rule: there it is a hundredth of the unaligned learner's k3. Under quantized
-    activations an ulp moves codes, and the measure is a twentieth. Products of e4m3, which the engine sums in reduced
-    precision, have to beat the unaligned learner only.
-    """
-    if exact:
-        return 0.0
-    name = scheme.partition(":")[0]
-    share = {"w8a8": 1 / 20, "w4a8": 1 / 20, "fp8": 1.0, "w4a8_fp8": 1.0, "bf16": 0.0}.get(name, 1 / 100)
-    allowed = [max_k3, share * unaligned["k3"] if unaligned else 0.0]
-    if bf16_pair and name not in ("w8a8", "w4a8", "fp8", "w4a8_fp8", "bf16"):
-        allowed.append(1.5 * bf16_pair["k3"])
-    return max(allowed)
-
-
-def _bf16_pair(
-    path: str, engine_name: str, prompts: list[Prompt], sampling: SamplingConfig, config: Config, options: Options
-) -> dict[str, float]:
-    """A bf16 learner on a bf16 engine's samples: the noise that quantization has nothing to do with."""
-    weights = load(path, "bf16", engine_name, options.attention, options.tensor_parallel_size)
-    engine = VllmEngine(dataclasses.replace(config, readback="off"), run_id="parity-bf16")
+def _rungs(
+    weights: PolicyWeights, path: str, scheme: str, options: Options, result: dict[str, Any]
+) -> Generator[Rung, None, None]:
+    """Every rung in order; what was measured goes into `result`. Ends where a weight is not the published one."""
+    config = models.config_of(weights.graphdef)
+    prompts = random_prompts(config.vocab_size, options.prompts, options.prompt_len, options.seed)
+    sampling = SamplingConfig(max_response_len=options.response_len)
+    exact = list(exact_rungs(weights))
+    yield from exact
+    engine_config = options.engine(config)
+    engine = VllmEngine(engine_config, run_id="parity")
     try:
-        engine.publish(weights, 0)
+        exact += (live := published(engine, weights))
+        yield from live
+        if any(rung.ok is False for rung in exact):
+            return
+        facts = engine.facts
+        assert facts is not None
+        result["engine"] = f"{facts.engine} {facts.engine_version} {facts.isa}"
+        result["kernels"] = sorted(set(facts.kernels.values()))
+        result["execution"] = facts.execution
+        verdict = alignment.judge(
+            alignment.Pair(
+                engine=engine_config,
+                learner=scheme,
+                sampler=scheme,
+                numerics=config.numerics,
+                attention=config.attention,
+                path=path,
+                facts=facts,
+            )
+        )
+        said = f"{facts.execution}, {facts.engine} {facts.engine_version} on {facts.isa}"
+        said += "" if verdict.is_aligned else f"; not aligned: {verdict.reason}; {verdict.remedy}"
+        yield Rung("alignment", True if verdict.is_aligned else None, said)
+        yield from module_rungs(engine, weights, prompts[0].tokens, aligned=verdict.is_aligned)
+        first = Sampled.of(flat(engine.generate(prompts, num_samples=4, sampling=ONE_TOKEN, key=options.seed)))
+        logprobs, entropy = score(weights, first, replay=True)
+        result["prefill"] = mismatch(logprobs, first.logprobs, entropy, first.response)
+        result["decode_prefill"] = decode_and_prefill(engine, prompts[:8], min(options.response_len, 16))
         sampled = Sampled.of(flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
     finally:
         engine.close()
+    _score_samples(weights, sampled, path if options.unaligned and scheme != "bf16" else None, result)
+    yield from _logprob_rungs(result, aligned=verdict.is_aligned)
+
+
+def _score_samples(weights: PolicyWeights, sampled: Sampled, unaligned: str | None, result: dict[str, Any]) -> None:
+    """Adds the mismatch of whole responses; `unaligned`: the model folder of the bf16 learner to compare, if any."""
     logprobs, entropy = score(weights, sampled, replay=True)
-    return mismatch(logprobs, sampled.logprobs, entropy, sampled.response)
+    if sampled.routed is not None:
+        own, own_entropy = score(weights, sampled)
+        result["own_routing"] = mismatch(own, sampled.logprobs, own_entropy, sampled.response)
+    result["aligned"] = mismatch(logprobs, sampled.logprobs, entropy, sampled.response)
+    if unaligned is not None:
+        usual, usual_entropy = score(load(unaligned, "bf16", "plain"), sampled)
+        result["unaligned"] = mismatch(usual, sampled.logprobs, usual_entropy, sampled.response)
+
+
+def _logprob_rungs(result: dict[str, Any], *, aligned: bool) -> Iterator[Rung]:
+    """Log-probs out of a prefill, inside the engine, and of whole responses."""
+
+    def judged(stats: dict[str, float], also: bool = True) -> bool | None:
+        return stats["k3"] == 0 and also if aligned else None
+
+    prefill, inside, responses = result["prefill"], result["decode_prefill"], result["aligned"]
+    yield Rung("prefill", judged(prefill), line(prefill))
+    detail = f"k3 {inside['k3']:.1e}, max {inside['max_abs']:.1e}, {inside['equal']:.1%} equal"
+    yield Rung("decode, prefill", judged(inside), detail)
+    beaten = "unaligned" not in result or responses["k3"] < result["unaligned"]["k3"]
+    yield Rung("sampled tokens", judged(responses, beaten), line(responses))
 
 
 def line(stats: dict[str, float]) -> str:

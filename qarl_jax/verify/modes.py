@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.parity ... --execution eager,graphs`: do engines in different execution modes compute the same?
+"""`python -m qarl_jax.parity ... --modes`: does an engine compute the same op by op and in CUDA graphs?
 
 From the same weights, prompts and seeds, every number must come out the same to the last bit: what goes into and comes
 out of every block, log-probs of first tokens, and responses whose batch passes through every size.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -114,31 +114,29 @@ def compare_modes(
     scheme: str,
     engine_name: str,
     options: ladder.Options,
-    modes: Sequence[str],
     show: Any = lambda rung: None,
 ) -> dict[str, Any]:
-    """The same policy in an engine of each mode, one after the other; every later one against the first.
+    """The same policy in two engines, one after the other: op by op, and as a run has it (op by op again on a CPU).
 
     Returns:
-      {"rungs": [...], "tokens_per_s": {mode: N}, "first_broken": name or None, ...}; a rung is named after its mode.
+      {"rungs": [...], "modes": [...], "tokens_per_s": [...], "first_broken": name or None, ...}
     """
     if engine_name == "cuda":
         leave_memory_to_vllm()
     weights = ladder.load(path, scheme, engine_name, options.attention, options.tensor_parallel_size)
-    rungs: list[ladder.Rung] = []
-    seen: list[Observed] = []
-    for mode in modes:
-        seen.append(observe(weights, options.engine(models.config_of(weights.graphdef), execution=mode), options))
-        show(ladder.Rung(f"{mode}", None, f"{seen[-1].tokens_per_s:,.0f} tokens/s with {options.prompts} sequences"))
-        if len(seen) > 1:
-            for rung in same_bits(seen[0], seen[-1]):
-                rungs.append(dataclasses.replace(rung, name=f"{mode}: {rung.name}"))
-                show(rungs[-1])
+    model, seen = models.config_of(weights.graphdef), []
+    for eager in (True, False):
+        seen.append(observe(weights, dataclasses.replace(options, eager=eager).engine(model), options))
+        speed = f"{seen[-1].tokens_per_s:,.0f} tokens/s with {options.prompts} sequences"
+        show(ladder.Rung(seen[-1].execution, None, speed))
+    rungs = list(same_bits(*seen))
+    for rung in rungs:
+        show(rung)
     return {
         "model": path,
         "scheme": scheme,
         "modes": [x.execution for x in seen],
-        "tokens_per_s": {mode: x.tokens_per_s for mode, x in zip(modes, seen, strict=True)},
+        "tokens_per_s": [x.tokens_per_s for x in seen],
         "rungs": [dataclasses.asdict(rung) for rung in rungs],
         "first_broken": next((rung.name for rung in rungs if rung.ok is False), None),
     }

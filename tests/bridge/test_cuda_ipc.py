@@ -52,6 +52,16 @@ device.close_mapping(pointer)
     gpu.free(pointer)
 
 
+def test_gpus_are_counted_without_touching_one(library_path, monkeypatch):
+    assert sender.gpu_count(library_path) == 1
+    monkeypatch.setenv("FAKE_CUDA_GPUS", "8")  # of which only the first could be opened
+    assert sender.gpu_count(library_path) == 8
+    monkeypatch.setenv("FAKE_CUDA_GPUS", "0")
+    with pytest.raises(BridgeError, match="cannot count GPUs") as error:
+        sender.gpu_count(library_path)
+    assert error.value.code == "unshared"
+
+
 def test_errors_of_the_driver_are_named(gpu, library_path, monkeypatch):
     with pytest.raises(BridgeError, match="cuMemFree_v2 failed on GPU 0: CUDA_ERROR_INVALID_VALUE"):
         gpu.free(12345)

@@ -186,7 +186,7 @@ def test_expected_tensors_are_read_from_a_safetensors_header(tmp_path):
 
 
 def test_engine_options_cross_as_json_and_a_subclass_adds_nothing():
-    options = messages.EngineOptions(max_num_seqs=8, kv_cache_gb=20, execution="graphs", record_routing=True)
+    options = messages.EngineOptions(max_num_seqs=8, kv_cache_gb=20, eager=True, record_routing=True)
     assert messages.EngineOptions.from_json(options.to_json()) == options
     assert messages.EngineOptions.from_json("{}") == messages.EngineOptions()
     config = Config(transport="host", profile="/p")
@@ -198,9 +198,9 @@ def test_engine_options_cross_as_json_and_a_subclass_adds_nothing():
     [
         ("{", "engine options"),
         ('{"max_num_seq": 3}', "there is no 'max_num_seq'"),
-        ('{"execution": "fast"}', "execution"),
+        ('{"arithmetic": "fast"}', "arithmetic"),
         ('{"max_num_seqs": 0}', "must be positive"),
-        ('{"record_routing": true, "execution": "compiled"}', "cannot record routed experts"),
+        ('{"record_routing": true, "arithmetic": "vllm"}', "cannot record routed experts"),
     ],
 )
 def test_engine_options_that_cannot_be_meant_are_refused(text, said):

@@ -17,12 +17,14 @@ import jax
 import msgspec
 import numpy as np
 import pytest
+from qarl_bridge import cli
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 
+from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, make_engine
-from qarl_jax.rollout.vllm import replica
+from qarl_jax.rollout.vllm import process, replica
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, draw_seed, engine_config, engine_tensors
 from qarl_jax.rollout.vllm.fleet import batches
 from qarl_jax.types import Prompt, UserError
@@ -92,6 +94,31 @@ def test_a_bridge_that_ends_before_the_first_publish_is_told_in_its_own_words():
         e.prepare(weights(0).graphdef)
         with pytest.raises(UserError, match="did not start"):
             e.publish(weights(0), 0)
+
+
+def test_a_bridge_s_reason_is_told_whole_with_the_log_and_not_that_of_an_earlier_start(tmp_path):
+    reason = "1 validation error for ModelConfig\n  Value error, max_model_len is too long"
+    told = cli._told(BridgeError(reason))
+    assert told == "error: 1 validation error for ModelConfig Value error, max_model_len is too long"
+    log, python = tmp_path / "engine.log", tmp_path / "python"
+    log.write_text("error: an earlier one\n")
+    for words, expected in ((told, "is too long"), ("", "no output")):
+        python.write_text(f"#!/bin/sh\necho '{words}' | grep .\nexit 2\n")
+        python.chmod(0o755)
+        says = rf"did not start: .*{expected} \(all that it said: {log}\)"
+        starts = dataclasses.replace(FAKE, engine="vllm", python=str(python), log_file=str(log))
+        with engine(starts) as e, pytest.raises(UserError, match=says):
+            e.publish(weights(0), 0)
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused_before_vllm_is_started(monkeypatch):
+    monkeypatch.setattr(process.BridgeProcess, "start", lambda *args: pytest.fail("started"))
+    model = weights(0)
+    positions = models.config_of(model.graphdef).max_position_embeddings
+    with engine(dataclasses.replace(FAKE, engine="vllm", max_model_len=positions + 1)) as e:
+        for begin in (lambda: e.prepare(model.graphdef), lambda: e.publish(model, 0)):
+            with pytest.raises(UserError, match=f"max_model_len={positions + 1} is more than the model's {positions}"):
+                begin()
 
 
 def test_it_is_the_registrys_vllm_engine():
@@ -307,7 +334,7 @@ def test_the_exported_config_lists_the_scheme_and_the_tensors_fit_it(scheme):
 
 def test_bad_settings_are_refused():
     for options in (
-        {"address": "tcp://h:1"},
+        {"endpoints": ("tcp://h:1",)},
         {"gpu_memory_utilization": 0.0},
         {"max_num_seqs": 0},
         {"threads": -1},
@@ -345,7 +372,7 @@ def by_hand(tmp_path, *extra, address=None):
 def test_a_bridge_started_by_hand_serves_trainers_and_outlives_them(tmp_path):
     with by_hand(tmp_path) as (process, address, key_file):
         connected(address, key_file).close()
-        config = dataclasses.replace(FAKE, address=address, key_file=key_file)
+        config = dataclasses.replace(FAKE, endpoints=(address,), key_file=key_file)
         with engine(config, run_id="a", incarnation=1) as e:
             e.publish(weights(0), 5)
             before = generate(e)
@@ -369,6 +396,7 @@ def test_a_trainer_that_was_killed_leaves_its_lease_to_the_next_at_once(tmp_path
         connected(address, key_file).close()
         code = f"""
 import time
+from qarl_bridge import cli
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import messages
 client = sender.Client({address!r}, messages.read_key({key_file!r}))
@@ -406,12 +434,12 @@ def test_over_tcp_the_key_is_a_must_and_bytes_travel_in_chunks(tmp_path):
     messages.create_key(str(tmp_path / "key"))
     with by_hand(tmp_path, address=address) as (process, _, key_file):
         connected(address, key_file).close()
-        with engine(dataclasses.replace(FAKE, address=address, key_file=key_file)) as e:
+        with engine(dataclasses.replace(FAKE, endpoints=(address,), key_file=key_file)) as e:
             e.publish(weights(0), 0)
             generate(e)
         wrong = tmp_path / "wrong"
         messages.create_key(str(wrong))
-        config = dataclasses.replace(FAKE, address=address, key_file=str(wrong))
+        config = dataclasses.replace(FAKE, endpoints=(address,), key_file=str(wrong))
         with engine(config) as e, pytest.raises(UserError, match="does not hold this bridge's key"):
             e.publish(weights(0), 0)
 
@@ -436,13 +464,14 @@ def test_a_taken_socket_a_bad_folder_and_an_open_key_exit_with_two_and_a_sentenc
 def test_a_trainer_killed_in_the_middle_of_a_publish_leaves_the_engine_as_it_was(tmp_path, stage):
     with by_hand(tmp_path) as (_, address, key_file):
         connected(address, key_file).close()
-        config = dataclasses.replace(FAKE, address=address, key_file=key_file)
+        config = dataclasses.replace(FAKE, endpoints=(address,), key_file=key_file)
         with engine(config, run_id="run", incarnation=1) as e:
             e.publish(weights(0), 0)
             before = tokens(generate(e))
         (tmp_path / "tensors").write_bytes(pickle.dumps(list(engine_tensors(weights(1)))))
         code = f"""
 import pickle, time
+from qarl_bridge import cli
 from qarl_bridge.client import sender
 from qarl_bridge.protocol import messages
 from qarl_bridge.transport import shm
@@ -496,10 +525,10 @@ def test_an_address_where_nobody_listens_is_spoken_of_with_the_time_left(tmp_pat
     said = []
     key = tmp_path / "key"
     messages.create_key(str(key))
-    config = Config(address=str(tmp_path / "mistyped"), key_file=str(key), start_timeout_s=1.0)
+    config = Config(endpoints=(str(tmp_path / "mistyped"),), key_file=str(key), start_timeout_s=1.0)
     with engine(config, log=said.append) as e, pytest.raises(UserError, match=r"nobody is listening .*waited 1 s"):
         e.publish(weights(), 0)
-    where = f"{tmp_path}/mistyped (rollout.engine.address)"
+    where = f"{tmp_path}/mistyped (rollout.engine.endpoints)"
     assert said[1:] == [f"waiting for the bridge at {where} to answer: 1 s left (rollout.engine.start_timeout_s)"]
 
 

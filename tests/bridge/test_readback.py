@@ -11,11 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
-from qarl_bridge.engine import fast_load, readback, versions  # noqa: E402
-from qarl_bridge.engine import readback_experts as experts  # noqa: E402
+from qarl_bridge.engine import fast_load, versions  # noqa: E402
+from qarl_bridge.engine.readback import experts, linear  # noqa: E402
 from qarl_bridge.protocol import formats, messages  # noqa: E402
 from qarl_bridge.protocol.errors import BridgeError  # noqa: E402
 
+from qarl_jax import quant  # noqa: E402
 from tests.reference import quant_reference  # noqa: E402
 
 
@@ -62,55 +63,8 @@ def int4(words, scale):
     return Live(apply, packed=words, scale=scale)
 
 
-def int4_fp8(words, scale):
-    """vLLM's int4 x fp8 layer: scales factored at load, e4m3 activations, float32 sum."""
-    channel, group = quant_reference.factor_scales(scale.float().numpy())
-    codes = quant_reference.unpack(words.numpy()).astype(np.float32)
-    levels = (codes * group.repeat(128, 1)).astype(quant_reference.F8).astype(np.float32)
-
-    def apply(layer, x, bias):
-        x_q, s_x = quant_reference.fp8_rows(x.float().numpy(), "cuda")
-        acc = torch.from_numpy(x_q.astype(np.float32)) @ layer.levels.t()
-        return (layer.channel.t() * (torch.from_numpy(s_x) * acc)).bfloat16()
-
-    return Live(apply, levels=torch.from_numpy(levels), channel=torch.from_numpy(channel))
-
-
-@pytest.mark.parametrize("published", ["ours", "any scales"])
-def test_an_int4_fp8_layer_is_read_back_through_the_engines_own_factors(published):
-    prefix, tensors, words, scales = "model.layers.0.self_attn", {}, [], []
-    for seed, shard in enumerate(("q_proj", "k_proj", "v_proj")):
-        w = 0.02 * np.random.default_rng(seed).standard_normal((128, 256)).astype(np.float32)
-        w[:4] *= 1e-3  # below the engine's smallest channel scale
-        quantized = quant_reference.w4a8_fp8_weight(w) if published == "ours" else quant_reference.int4_weight(w, 128)
-        words.append(torch.from_numpy(quant_reference.pack(quantized[0])))
-        scales.append(torch.from_numpy(quantized[1].view(np.int16)).view(torch.bfloat16))
-        tensors |= {f"{prefix}.{shard}.weight_packed": words[-1], f"{prefix}.{shard}.weight_scale": scales[-1]}
-        tensors[f"{prefix}.{shard}.weight_shape"] = torch.tensor([128, 256])
-    modules = {f"{prefix}.qkv_proj": int4_fp8(torch.cat(words), torch.cat(scales))}
-    assert read_back(modules, tensors, activations="fp8") == (1, 256)
-    name = f"{prefix}.k_proj.weight_packed"
-    tensors[name] = tensors[name].clone()
-    tensors[name][9, 5] ^= 1
-    with pytest.raises(BridgeError, match=r"qkv_proj holds .* at \[137, 40\].*1 of 98304 values differ"):
-        read_back(modules, tensors, activations="fp8")
-
-
-def test_the_scales_of_a_layer_are_factored_once_however_many_rows_are_pushed(monkeypatch):
-    k, made = 5 * readback._CHUNK // 2, []
-    codes, scale = quant_reference.int4_weight(np.random.default_rng(0).standard_normal((128, k)), 128)
-    words = torch.from_numpy(quant_reference.pack(codes))
-    scales = torch.from_numpy(scale.view(np.int16)).view(torch.bfloat16)
-    tensors = {"m.o_proj.weight_packed": words, "m.o_proj.weight_scale": scales}
-    tensors["m.o_proj.weight_shape"] = torch.tensor([128, k])
-    own = readback.factors
-    monkeypatch.setattr(readback, "factors", lambda scale: made.append(scale) or own(scale))
-    assert read_back({"m.o_proj": int4_fp8(words, scales)}, tensors, activations="fp8") == (1, k)
-    assert len(made) == 1
-
-
 def read_back(modules, tensors, mode="full", tied=None, activations="bf16"):
-    reader = readback.ReadBack(
+    reader = linear.ReadBack(
         modules, tied or {}, device=torch.device("cpu"), activations=activations, context=contextlib.nullcontext
     )
     return reader.compare(tensors if isinstance(tensors, list) else [tensors], mode, 0)
@@ -145,7 +99,7 @@ def fused(kind):
 def test_a_layer_that_holds_what_was_published_is_read_back(kind):
     modules, tensors = fused(kind)
     assert read_back(modules, tensors) == (1, 64)
-    assert read_back(modules, tensors, "sampled") == (1, readback.SAMPLED_ROWS)
+    assert read_back(modules, tensors, "sampled") == (1, linear.SAMPLED_ROWS)
 
 
 @pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
@@ -260,6 +214,10 @@ def test_wrong_experts_are_found(what):
         read_back({f"{LAYER}.routed_experts": live}, tensors, "full")
 
 
+def section_of(schemes):
+    return formats.quantization_config({name: quant.parse_scheme(scheme).wire for name, scheme in schemes.items()})
+
+
 @pytest.mark.parametrize(
     ("width", "scheme", "refused"),
     [
@@ -273,19 +231,19 @@ def test_wrong_experts_are_found(what):
     ],
 )
 def test_int4_experts_whose_scales_vllm_scrambles_are_refused(width, scheme, refused):
-    section = formats.quantization_config({"model.layers.0.mlp.experts.0.up_proj": scheme})
+    section = section_of({"model.layers.0.mlp.experts.0.up_proj": scheme})
     config = {"num_experts": 8, "moe_intermediate_size": width, "hidden_size": 256, "quantization_config": section}
     if refused:
         with pytest.raises(BridgeError, match="experts of 128 features with int4 groups of 128"):
             experts.check_groups(config)
     else:
         experts.check_groups(config)
-    experts.check_groups(config, by_contract=True)
+    experts.check_groups(config, batch_invariant=True)
     experts.check_groups(config | {"num_experts": 0})
     experts.check_groups(config | {"hidden_size": 128, "quantization_config": section})
     experts.check_groups(config | {"quantization_config": None})
     rules = {"model.layers.0.mlp.experts.0.up_proj": "w8a8", "a.q_proj": "w4a16", "a.k_proj": "w4a16", "b": "w4a16"}
-    experts.check_groups(config | {"quantization_config": formats.quantization_config(rules | {"a.v_proj": "w4a16"})})
+    experts.check_groups(config | {"quantization_config": section_of(rules | {"a.v_proj": "w4a16"})})
 
 
 def test_parts_of_a_version_are_read_back_as_the_whole_is():
@@ -415,21 +373,19 @@ def test_engine_arguments_follow_the_options():
     made = arguments()
     assert (made["enforce_eager"], made["kv_cache_memory_bytes"], made["load_format"]) == (True, 1 << 29, "dummy")
     assert "max_model_len" not in made
-    assert "linear_backend" not in made
-    made = arguments(execution="compiled", int4_kernel="marlin", on_gpu=True)
-    assert (made["enforce_eager"], made["linear_backend"]) == (False, "marlin")
+    made = arguments(arithmetic="vllm", on_gpu=True)
+    assert not made["enforce_eager"]
     assert "compilation_config" not in made
-    with pytest.raises(BridgeError, match="leave it at auto on a CPU"):
-        arguments(int4_kernel="machete")
 
 
 def test_a_gpu_runs_eager_ops_in_cuda_graphs_unless_told_otherwise_and_a_cpu_cannot():
     made = arguments(on_gpu=True)
     assert not made["enforce_eager"]
     assert made["compilation_config"] == {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    assert arguments(on_gpu=True, execution="eager")["enforce_eager"]
-    with pytest.raises(BridgeError, match="needs a CUDA GPU"):
-        arguments(execution="graphs")
+    assert arguments(on_gpu=True, eager=True)["enforce_eager"]
+    assert arguments(on_gpu=True, eager=True, arithmetic="vllm")["enforce_eager"]
+    with pytest.raises(BridgeError, match=r"arithmetic=vllm needs a CUDA GPU.*leave .* at batch_invariant"):
+        arguments(arithmetic="vllm")
 
 
 def test_routing_is_recorded_by_a_worker_that_is_ready_before_graphs_are_captured():
@@ -452,7 +408,7 @@ def test_attention_is_told_not_to_split_sequences(monkeypatch):
     backend.flash_attn_varlen_func = lambda *args, **named: calls.append((args, named)) or "out"
     backend.get_scheduler_metadata = lambda **named: calls.append(((), named)) or "schedule"
     monkeypatch.setitem(sys.modules, "some_backend", backend)
-    assert versions.keep_sequences_whole("some_backend") == "attention does not split sequences"
+    assert versions.keep_sequences_whole("some_backend") == ""
     assert backend.flash_attn_varlen_func(1, q=np.zeros((2, 4, 128)), num_splits=0) == "out"
     assert backend.get_scheduler_metadata(batch_size=3) == "schedule"
     assert [call[1]["num_splits"] for call in calls] == [1, 1]
@@ -484,7 +440,7 @@ def test_fp8_products_of_few_rows_are_those_of_many(monkeypatch):
     module.CutlassFP8ScaledMMLinearKernel = Kernel
     monkeypatch.setitem(sys.modules, "some_kernels", module)
     plain = Kernel.apply_scaled_mm
-    assert "filled up to 65" in versions.keep_fp8_scales_in_order("some_kernels")
+    assert versions.keep_fp8_scales_in_order("some_kernels") == ""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(16, 32, generator=generator).to(torch.float8_e4m3fn)
     for rows, filled in ((1, 65), (64, 65), (65, 65), (100, 100)):
@@ -496,3 +452,10 @@ def test_fp8_products_of_few_rows_are_those_of_many(monkeypatch):
     Kernel().apply_scaled_mm(**one_scale)
     assert given[-1][0] == (3, 16)
     assert "may order scales" in versions.keep_fp8_scales_in_order("no_such_kernels")
+
+
+def test_a_format_that_no_formula_has_is_refused_by_its_tensors():
+    tensors = {"m.o_proj.weight_packed": torch.zeros(8, 4, dtype=torch.uint8), "m.o_proj.weight_scale": bf16(8, 1)}
+    live = dense(bf16(8, 8))
+    with pytest.raises(BridgeError, match=r"no formula for a layer of weight_packed torch.uint8, weight_scale"):
+        read_back({"m.o_proj": live}, tensors)

@@ -2,14 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts are pure functions of their index; the splits share nothing; a broken file is told by line."""
 
+import gzip
 import json
+import os
+import subprocess
+import sys
+import types
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from qarl_jax import data
-from qarl_jax.data.sources import files, reasoning_gym
+from qarl_jax.data.sources import files, mix, reasoning_gym
 from qarl_jax.data.sources.files import final_answer
 from qarl_jax.data.sources.template import is_heldout
 from qarl_jax.types import UserError
@@ -47,6 +52,72 @@ def test_the_answer_belongs_to_the_prompt(tokenizer):
         prompt = source.prompt(i)
         assert eval(prompt.text.removesuffix("=")) == int(prompt.answer)
         assert tokenizer.decode(prompt.tokens) == prompt.text
+
+
+def test_an_entry_is_the_same_whenever_it_is_asked_for():
+    dataset = reasoning_gym.make_dataset("list_functions", {}, seed=0, size=60)
+    first = [reasoning_gym.drawn(dataset, i) for i in range(60)]
+    assert first == [reasoning_gym.drawn(dataset, i) for i in range(60)]
+
+
+def test_questions_that_follow_pythons_hash_seed_are_refused_without_one(monkeypatch, tokenizer):
+    monkeypatch.setattr(reasoning_gym, "sys", types.SimpleNamespace(flags=types.SimpleNamespace(hash_randomization=1)))
+    for source in (
+        {"dataset": "word_ladder"},
+        {"dataset": "composite", "config": {"datasets": [{"name": "ransom_note"}]}},
+    ):
+        with pytest.raises(UserError, match="Start with the environment variable PYTHONHASHSEED=0"):
+            data.make_source(gym(**({"config": {}} | source)), tokenizer)
+
+
+# Prints whether the scorer, in a process of its own, gives a right answer of each data set 1.
+RIGHT = """
+from qarl_jax.data.sources.reasoning_gym import drawn, make_dataset
+from qarl_jax.rewards import Sample, reasoning_gym
+from qarl_jax.types import Prompt
+reward = reasoning_gym.Reward(reasoning_gym.Config(workers=1, timeout_s=60.0, extract="whole"), 64)
+samples = []
+for name in ("polynomial_multiplication", "isomorphic_strings", "list_functions"):
+    for index in range(4):
+        origin = {"dataset": name, "config": {}, "seed": 5, "size": 4, "index": index}
+        answer = str(drawn(make_dataset(name, {}, seed=5, size=4), index)["answer"])
+        prompt = Prompt(uid="p", tokens=(1,), text="", answer=answer, meta={"origin": origin})
+        samples.append(Sample(prompt=prompt, text=answer, num_tokens=1))
+print(reward.score(samples).min())
+"""
+
+
+@pytest.mark.slow
+def test_the_scorer_grades_the_question_that_was_asked():
+    environment = os.environ | {"PYTHONHASHSEED": "0", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", RIGHT], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "1.0"
+
+
+ENTRIES = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from reasoning_gym.factory import DATASETS
+from qarl_jax.data.sources.reasoning_gym import HASHED, drawn, make_dataset
+for name in sorted(set(DATASETS) - {*HASHED, "composite"}):
+    dataset = make_dataset(name, {}, seed=3, size=4)
+    entries = [drawn(dataset, i) for i in range(4)]
+    print("ENTRIES", name, json.dumps([[each["question"], str(each["answer"])] for each in entries]))
+"""
+
+
+@pytest.mark.nightly
+def test_every_other_data_set_asks_the_same_in_every_process():
+    def entries(seed):
+        environment = os.environ | {"PYTHONHASHSEED": str(seed), "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(
+            [sys.executable, "-c", ENTRIES], env=environment, capture_output=True, text=True, check=True
+        )
+        return [line for line in done.stdout.splitlines() if line.startswith("ENTRIES")]
+
+    first = entries(1)
+    assert len(first) > 90
+    assert first == entries(2)
 
 
 def test_no_held_out_prompt_is_ever_trained_on(tokenizer):
@@ -173,7 +244,7 @@ LAYOUT_ROWS = {
             "target": [{"role": "assistant", "content": "5"}],
             "reward_model": {"ground_truth": "5"},
         },
-        "2+3?",
+        "Think.\n2+3?",
         "5",
     ),
     "plain": ({"prompt": "2+3?", "answer": 5}, "2+3?", "5"),
@@ -234,6 +305,14 @@ def test_over_long_rows_are_left_out_and_counted(tokenizer, tmp_path):
     assert (len(source), source.skipped.too_long) == (2, 1)
 
 
+HALVES = [
+    (r'"a \ud83d"', '""'),
+    (r'[{"role": "user", "content": "\ud83d"}]', '""'),
+    ('"a"', r'"\ud83d"'),
+    ('"\xed\xa0\xbd"', '""'),
+]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -250,6 +329,20 @@ def test_over_long_rows_are_left_out_and_counted(tokenizer, tmp_path):
         (['{"prompt": "a", "answer": "1"}\n', '{"prompt": "", "answer": "1"}\n'], r"a.jsonl:2: column 'prompt'"),
         (['{"prompt": "a", "answer": null}\n'], r"a.jsonl:1: column 'answer': expected an answer"),
         (['{"prompt": [{"role": "user"}], "answer": "1"}\n'], r"a.jsonl:1: .* chat messages with"),
+        (
+            ['{"prompt": [{"role": "system", "content": "a"}], "answer": "1"}\n'],
+            "a.jsonl:1: .* last message asks nothing",
+        ),
+        (
+            ['{"prompt": [{"role": "user", "content": " "}], "answer": "1"}\n'],
+            "a.jsonl:1: .* last message asks nothing",
+        ),
+        (['{"prompt": "a", "answer": "so #### "}\n'], "a.jsonl:1: column 'answer': expected an answer"),
+        (['{"prompt": "a", "prompt": "b", "answer": "1"}\n'], "a.jsonl:1: .* the key 'prompt' stands there twice"),
+        *(
+            ([f'{{"prompt": {asked}, "answer": "1", "note": {note}}}\n'], r"a.jsonl:1: '.ud83d' is half of a character")
+            for asked, note in HALVES
+        ),
         (["\xff\xfe\n"], r"a.jsonl:1: not a JSON object"),
         (['{"prompt": "' + "x" * 3000 + '", "answer": "1"}\n'], "none of its 1 rows is usable .*1 longer than"),
     ],
@@ -275,6 +368,12 @@ def test_a_missing_named_column_lists_the_columns(tokenizer, tmp_path):
         ("bad.parquet", b"PAR1 not really", "not a readable parquet file"),
         ("*.parquet", None, "no file matches this pattern"),
         (".", None, "it is a folder"),
+        (
+            "cut.jsonl.gz",
+            gzip.compress(b'{"prompt": "a", "answer": 1}\n')[:-9],
+            "cannot read the data set: .* ended before",
+        ),
+        ("bad.jsonl.gz", gzip.compress(b"a")[:10] + b"\xff" * 9, "cannot read the data set: .* decompressing"),
     ],
 )
 def test_an_unreadable_data_file_is_named(tokenizer, tmp_path, name, content, message):
@@ -282,7 +381,14 @@ def test_an_unreadable_data_file_is_named(tokenizer, tmp_path, name, content, me
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=message):
-        data.make_source(file_config(files.Parquet, path), tokenizer)
+        data.make_source(file_config(files.Jsonl if "jsonl" in name else files.Parquet, path), tokenizer)
+
+
+def test_parquet_text_that_is_no_text_is_refused(tokenizer, tmp_path):
+    broken = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
+    pq.write_table(pa.table({"prompt": broken, "answer": ["1"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"not a readable parquet file: .* can't decode byte"):
+        data.make_source(file_config(files.Parquet, tmp_path / "a.parquet"), tokenizer)
 
 
 def test_a_pattern_reads_files_in_sorted_order(tokenizer, tmp_path):
@@ -290,6 +396,41 @@ def test_a_pattern_reads_files_in_sorted_order(tokenizer, tmp_path):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": 1}])
     source = data.make_source(file_config(files.Jsonl, tmp_path / "*.jsonl"), tokenizer)
     assert [source.prompt(i).text for i in range(2)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("names", "uids"),
+    [
+        (("a/train.jsonl", "b/train.jsonl"), ["a/train.jsonl/1", "b/train.jsonl/1"]),
+        (("a/x/train.jsonl", "b/x/train.jsonl", "b/x/test.jsonl"), None),
+        (("a/rows.jsonl", "a/rows.jsonl.gz", "a/rows.json"), None),
+        (("a/one.jsonl", "b/two.jsonl"), ["one/1", "two/1"]),
+    ],
+)
+def test_prompts_of_files_that_share_a_name_have_names_of_their_own(tokenizer, tmp_path, names, uids):
+    row = b'{"prompt": "1", "answer": 1}\n'  # the same row in every file
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"[" + row + b"]" if name.endswith("json") else (gzip.compress(row) if ".gz" in name else row))
+    source = data.make_source(file_config(files.Jsonl, tmp_path / "**" / "*.*"), tokenizer)
+    found = [source.prompt(i).uid for i in range(len(source))]
+    assert len(set(found)) == len(names)
+    assert uids is None or found == uids
+
+
+def test_a_renamed_file_or_an_edited_column_is_other_data(tokenizer, tmp_path):
+    """The name begins the uids, which decide the draws; a column may hold what a reward looks at."""
+    found = set()
+    for name, note in (("a", "x"), ("b", "x"), ("a", "y")):
+        path = write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "1", "answer": 1, "note": note}])
+        found.add(data.make_source(file_config(files.Jsonl, path), tokenizer).fingerprint)
+    assert len(found) == 3
+
+
+def test_parts_of_a_mix_have_names_without_a_slash():
+    with pytest.raises(UserError, match="'a/b' names its prompts"):
+        mix.Config(parts={"a/b": files.Jsonl(path="x")})
 
 
 @pytest.mark.parametrize(("text", "answer"), [("a\n#### 1,234 ", "1234"), ("#### -3", "-3"), (" x + 1 ", "x + 1")])

@@ -69,6 +69,18 @@ def test_stop_tokens_include_those_of_the_generation_config(folder, tmp_path):
         stop_token_ids(tokenizer, tmp_path)
 
 
+def test_tags_are_text_and_what_ends_or_pads_a_response_is_not(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer("<think>1<think>").input_ids
+    assert decode(tokenizer, [*ids, 1, 0, 0]) == decode(tokenizer, [*ids[:1], 0, *ids[1:]]) == "<think>1<think>"
+    assert decode(tokenizer, [4, 1, 5, 1]) == "0<eos>1"  # in the middle it is no end
+    assert decode(tokenizer, [1, 0]) == decode(tokenizer, []) == ""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 3]}')
+    assert decode(load_tokenizer(tmp_path), ids) == "<think>1"
+
+
 @pytest.mark.slow
 def test_loading_a_tokenizer_imports_no_torch(folder):
     code = (

@@ -17,7 +17,7 @@ from qarl_jax.loop import ahead, setup, updates
 from qarl_jax.loop.ahead import Ahead, restored, saved
 from qarl_jax.loop.collector import Collector
 from qarl_jax.observe.recorder import PhaseTimer
-from qarl_jax.rollout import SamplingConfig, dynamic_sampling
+from qarl_jax.rollout import RolloutEngine, SamplingConfig, dynamic_sampling
 from qarl_jax.rollout.asynchronous import Config, Schedule, SharedEngine
 from qarl_jax.rollout.dynamic_sampling import Collected
 from qarl_jax.rollout.vllm import engine as vllm
@@ -30,7 +30,7 @@ from tests.reference.rollouts import completion
 STEPS, LENGTH = 12, 6
 
 
-class Engine:
+class Engine(RolloutEngine):
     """A response is LENGTH tokens long; token t drawn under version v has the log-prob -v - t/100."""
 
     def __init__(self, pause=lambda: 0.0):
@@ -42,13 +42,9 @@ class Engine:
         self.version = version
         return {}
 
-    def generate(self, prompts, *, num_samples, sampling, key):
-        requests = [(prompt, j) for prompt in prompts for j in range(num_samples)]
-        drawn = [self._draw(prompt, 0, LENGTH) for prompt, _ in requests]
-        return [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
-
-    def extend(self, requests, *, sampling):
-        return [self._draw(r.prompt, len(r.tokens), len(r.tokens) + r.max_tokens) for r in requests]
+    def draw(self, requests, *, sampling):
+        for index, r in enumerate(requests):
+            yield index, self._draw(r.prompt, len(r.tokens), len(r.tokens) + r.max_tokens)
 
     def _draw(self, prompt, start, end):
         self.drawing, version = True, self.version

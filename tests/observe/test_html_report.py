@@ -78,7 +78,12 @@ def write_run(path, samples=(), steps=10):
         for s in range(steps)
     ]
     records[-1]["eval/reward/mean"] = 0.625
-    evals = [{"version": 0, "eval/reward/mean": 0.125}, {"version": steps, "eval/reward/mean": 0.625}]
+    counts = {"eval/prompts": 8.0, "eval/different_prompts": 6.0, "eval/responses": 32.0}
+    interval = {"eval/reward/low": 0.25, "eval/reward/high": 0.875}
+    evals = [
+        {"version": 0, "eval/reward/mean": 0.125},
+        {"version": steps, "eval/reward/mean": 0.625} | counts | interval,
+    ]
     config = {"quant": {"forward": "bf16", "rollout": "w4a16"}, "model": {"path": "models/<tiny>"}}
     config["loss"] = {"name": "tbpo", "clip_high": 0.008, "aggregation": "seq-mean-token-mean"}
     start = {"command": ["train.py", "--config", "x.yaml"], "git": "abc", "devices": ["cpu:0"], "parameters": 2005760}
@@ -151,7 +156,12 @@ def test_the_head_of_a_run_says_what_ran_and_what_came_of_it(run):
             "abc",
             "cpu:0",
         ),
-        *("tbpo (clip_high 0.008)", "0.300 (first five steps) → 0.550 (last five)", "0.125 → 0.625", "seed: 3  # <b>"),
+        *(
+            "tbpo (clip_high 0.008)",
+            "0.300 (first five steps) → 0.550 (last five)",
+            "0.125 → 0.625 (95 %: 0.250 to 0.875; 8 prompts (6 different) x 4 samples)",
+            "seed: 3  # <b>",
+        ),
     ):
         assert part in said, part
 
@@ -255,6 +265,16 @@ def test_curves_lie_inside_their_axes_and_ticks_are_round():
     flat = html_report.Line(label="", run=0, steps=[3], values=[0.0])
     for chart in (html_report.Chart(title="x", lines=[flat], percent=True), html_report.Chart(title="x", lines=[flat])):
         assert len(html_report._drawn(chart)["y_ticks"]) > 1
+
+
+def test_settings_that_changed_within_a_run_stand_beside_the_step_they_changed_at(tmp_path):
+    run = write_run(tmp_path / "run")
+    record = json.loads((run / "run.json").read_text())
+    first, *_ = record["starts"]
+    later = [{"step": step, "changed": [f"optimizer.lr 0 -> {step}"]} for step in (2, 6, 4, 4)]
+    (run / "run.json").write_text(json.dumps(record | {"starts": [first, *later, {"step": 9, "changed": []}]}))
+    rows = [row for row in html_report._about(run)["rows"] if row[0].startswith("from")]
+    assert rows == [("from step 2", "optimizer.lr 0 -> 2"), ("from step 4", "optimizer.lr 0 -> 4")]  # 6 was made anew
 
 
 def test_broken_files_and_places_are_one_sentence(tmp_path, run):

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qarl_bridge.engine import cpu_build
-from qarl_bridge.engine.cpu_build import BUILDS
+from qarl_bridge.engine.cpu import build as cpu_build
+from qarl_bridge.engine.cpu.build import BUILDS
 
 from qarl_jax import models, quant
 from qarl_jax.models import layers

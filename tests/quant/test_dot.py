@@ -496,7 +496,7 @@ def test_two_shards_scale_and_round_their_own_halves_of_a_layers_inputs(config):
         quant.dot(
             x[:, shard * half : (shard + 1) * half],
             w[:, shard * half : (shard + 1) * half],
-            quant.QTensor(part(qt.qvalue, shard), part(qt.scale, shard), qt.scheme),
+            quant.QTensor({name: part(array, shard) for name, array in qt.arrays.items()}, qt.scheme),
             None if shard else b,
             numerics=alone,
         )
@@ -516,10 +516,11 @@ def test_two_shards_scale_and_round_their_own_halves_of_a_layers_inputs(config):
     assert np.abs(np.asarray(dw)).min() > 0  # straight through, in both halves
 
 
-def test_a_group_that_a_shard_would_cut_is_refused():
-    x, w, b = data(k=96)
+@pytest.mark.parametrize("k", [96, 32], ids=["of_three", "the_only_one"])
+def test_a_group_that_a_shard_would_cut_is_refused(k):
+    x, w, b = data(k=k)
     qt = quant.quantize(w, w4a16.Config(32))
-    with pytest.raises(UserError, match=r"96 inputs cannot be spread over 2 engine shards .* quant.group_size"):
+    with pytest.raises(UserError, match=rf"{k} inputs cannot be spread over 2 engine shards .* quant.group_size"):
         quant.dot(jnp.asarray(x, jnp.bfloat16), w, qt, b, numerics=dataclasses.replace(resolve("cpu"), shards=2))
 
 

@@ -44,7 +44,7 @@ def inputs() -> dict[str, np.ndarray]:
 
 def main(path: str) -> None:
     """Writes the outputs."""
-    from qarl_bridge.engine import cpu_build
+    from qarl_bridge.engine.cpu import build as cpu_build
 
     cpu_build.prepare()
     import torch
@@ -53,8 +53,8 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from qarl_bridge.engine import cpu_kernels as kernels
-        from qarl_bridge.engine import cpu_layers as layers
+        from qarl_bridge.engine.cpu import layers
+        from qarl_bridge.engine.cpu import linear as kernels
     from tests.reference import quant_reference as ref
 
     given = inputs()

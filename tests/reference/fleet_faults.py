@@ -33,6 +33,7 @@ import time
 
 from qarl_bridge.server import incoming
 
+from qarl_jax.rollout import requests_for
 from qarl_jax.rollout.vllm import fleet
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine
 from qarl_jax.types import Completion
@@ -116,7 +117,7 @@ class Field:
         self.tears = 0
         config = Config(
             endpoints=tuple(link.address for link in self.links), key_file=key_file(folder), max_model_len=128,
-            max_num_seqs=8, request_timeout_s=4.0, start_timeout_s=60, max_restarts=1000, hedge=2.0,
+            max_num_seqs=8, request_timeout_s=4.0, start_timeout_s=60, max_restarts=1000,
         )  # fmt: skip
         self.engine = VllmEngine(config, run_id="run", incarnation=1, log=self.lines.append)
 
@@ -160,13 +161,11 @@ class Field:
             timer.start()
         self.engine.publish(weights(version % SEEDS), version)
         for key in (1, 2):
-            told: collections.Counter[int] = collections.Counter()
-
-            def on_group(number: int, completions: list[Completion], told: collections.Counter = told) -> None:
-                told[number] += 1
-
-            groups = self.engine.generate(PROMPTS, num_samples=2, sampling=SAMPLING, key=key, on_group=on_group)
-            assert told == dict.fromkeys(range(len(PROMPTS)), 1), told
+            requests = requests_for(PROMPTS, num_samples=2, sampling=SAMPLING, key=key)
+            drawn = list(self.engine.draw(requests, sampling=SAMPLING))
+            assert sorted(index for index, _ in drawn) == list(range(len(requests))), drawn
+            found = dict(drawn)
+            groups = [[found[2 * i], found[2 * i + 1]] for i in range(len(PROMPTS))]
             assert {c.policy_version for g in groups for c in g} == {version}
             assert [[c.prompt_tokens for c in g] for g in groups] == [[p.tokens] * 2 for p in PROMPTS]
             assert drawn_of(groups) == wanted[key - 1], f"version {version}, key {key}"
@@ -189,7 +188,7 @@ def drawn_of(groups: list[list[Completion]]) -> list[tuple]:
 def one_engine(folder: pathlib.Path) -> list[list[list[tuple]]]:
     """[seed][key]: what one engine draws that nobody disturbs."""
     bridge = Bridge(str(folder / "s"))
-    config = Config(address=bridge.address, key_file=key_file(folder), max_model_len=128)
+    config = Config(endpoints=(bridge.address,), key_file=key_file(folder), max_model_len=128)
     engine = VllmEngine(config, run_id="one", incarnation=1)
     out = []
     for seed in range(SEEDS):

@@ -27,7 +27,7 @@ def decoded(words, *scales):
     products = [codes[i + 4 * e].to(tl.float32) * s.to(tl.float32) for i, s in enumerate(scales) for e in (0, 1)]
     return tuple(product.to(tl.float16) for product in products)
 
-fixed_order._decoded, fixed_order._finished = decoded, lambda acc: acc
+ops._decoded, ops._finished = decoded, lambda acc: acc
 """
 # Reads the names of files with programs, and answers each with its exit code.
 _PARENT = """

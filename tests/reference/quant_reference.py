@@ -64,13 +64,10 @@ def unpack(words: np.ndarray) -> np.ndarray:
     return (nibbles.astype(np.int8) - 8).reshape(*words.shape[:-1], -1)
 
 
-def published_value(qvalue: np.ndarray, scale: np.ndarray, scheme: str) -> np.ndarray:
+def published_value(qvalue: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """float32 [N, K]: the weight that the tensors of a layer stand for (qarl_bridge/protocol/formats.py)."""
     if qvalue.dtype != np.int32:
         return qvalue.astype(np.float32) * scale
-    if scheme == "w4a8_fp8":
-        channel, table = cutlass_int4_fp8(qvalue, scale)
-        return channel * table
     return int4_value(unpack(qvalue), scale)
 
 
@@ -136,75 +133,3 @@ def w4a8_layer(x, codes, scale, bias=None) -> np.ndarray:
         p = (x_q[:, part].astype(np.int64) @ codes[:, part].astype(np.int64).T).astype(np.float32)
         acc = fma(p * s_x, np.broadcast_to(scale[:, i].astype(np.float32)[None, :], p.shape), acc)
     return acc
-
-
-def _f8(x: np.ndarray) -> np.ndarray:
-    """Round to e4m3, saturating, kept as float32."""
-    return np.clip(x, -448, 448).astype(np.float32).astype(F8).astype(np.float32)
-
-
-def w4a8_fp8_factors(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[N, K] -> the factors C [N, 1] and v [N, K/128] our grid is made of."""
-    n, k = w.shape
-    s = bf(np.abs(bf(w).reshape(n, k // 128, 128)).max(-1) / np.float32(7.5))
-    largest = s.max(-1, keepdims=True)
-    mantissa, exponent = np.frexp(largest / np.float32(7))
-    c = np.ldexp(np.rint(mantissa * 16) / 16, exponent - 6).astype(np.float32)
-    free = c * np.float32(448) >= 2.0**-9
-    channel = np.where(free, c, np.float32(1 / (448 * 512))) * np.float32(8)
-    group = np.clip(_f8(s / channel), np.float32(2.0**-9), np.float32(56))
-    return channel, np.where(free & (s == largest), np.float32(56), group)
-
-
-def w4a8_fp8_weight(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[N, K] -> int8 codes [N, K], bfloat16 scales [N, K/128]."""
-    channel, group = w4a8_fp8_factors(w)
-    levels = _f8(group[..., None] * np.arange(9, dtype=np.float32))
-    middles = channel[..., None] * ((levels[..., 1:] + levels[..., :-1]) / 2)
-    blocks = bf(w).reshape(*group.shape, 128)
-    magnitude = (np.abs(blocks)[..., None] > middles[:, :, None, :]).sum(-1)
-    codes = np.where(blocks < 0, -magnitude, np.minimum(magnitude, 7))
-    return codes.reshape(w.shape).astype(np.int8), (channel * group).astype(BF16)
-
-
-def factor_scales(scale: np.ndarray, way: str = "divide") -> tuple[np.ndarray, np.ndarray]:
-    """vLLM's convert_bf16_scales_to_fp8: bfloat16 [N, groups] -> channel scales [N, 1], e4m3 group scales as float32.
-
-    way: "divide" (its eager kernel), "reciprocal" (compiled), "one ulp up" or "down" (a channel scale that far off).
-    """
-    s = scale.astype(np.float32)
-    largest = s.max(-1, keepdims=True)
-    top = np.float32(448)
-    c = largest * (np.float32(1) / top) if way == "reciprocal" else largest / top
-    if "ulp" in way:
-        c = np.nextafter(c, np.float32(np.inf if "up" in way else 0))
-    c = np.maximum(c, np.float32(1 / (448 * 512)))
-    eightfold = _f8(s * (np.float32(1) / c) if way == "reciprocal" else s / c)
-    return c * np.float32(8), _f8(eightfold / np.float32(8))
-
-
-def cutlass_int4_fp8(words: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What vLLM's int4 x fp8 kernel multiplies with, by its own steps: (channel scales [N, 1], e4m3 values [N, K]).
-
-    Words of code + 8 become two's complement; positive codes then take the encoding of the table entry of their
-    negative (1 -> 0b0111), and the table holds e4m3(-8 v), ..., e4m3(-2 v), -v. An entry is looked up by the low three
-    bits; encodings 0b0000 to 0b0111 flip its sign, and 0b0000 is zero.
-    """
-    channel, group = factor_scales(scale)
-    nibbles = unpack(words) & 0xF
-    encoded = np.where((nibbles > 0) & (nibbles < 8), 8 - nibbles, nibbles)
-    table = np.concatenate([_f8(group[..., None] * -np.arange(8, 1, -1, dtype=np.float32)), -group[..., None]], -1)
-    rows = np.arange(len(words))[:, None]
-    value = table[rows, np.arange(nibbles.shape[1])[None, :] // 128, encoded & 7]
-    value = np.where(encoded < 8, -value, value)
-    return channel, np.where(encoded == 0, np.float32(0), value)
-
-
-def w4a8_fp8_layer(x, codes, scale, profile, bias=None, fused=False) -> np.ndarray:
-    """The bfloat16 output [M, N] as float32; the sum in float64, so: of cases whose float32 sum is exact. fused: the
-    last multiplication and the bias are one operation."""
-    x_q, s_x = fp8_rows(x, profile)
-    channel, table = cutlass_int4_fp8(pack(codes), scale)
-    acc = (x_q.astype(np.float64) @ table.astype(np.float64).T).astype(np.float32)
-    y = channel[:, 0][None, :] * acc
-    return bf(fma(s_x, y, bias) if fused else s_x * y if bias is None else s_x * y + bias)

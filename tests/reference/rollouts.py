@@ -7,6 +7,15 @@ import numpy as np
 from qarl_jax.types import Completion, Prompt, RolloutGroup, VersionSpan
 
 
+class Characters:
+    """A tokenizer that decodes token i to character i."""
+
+    eos_token_id, pad_token_id = -1, None
+
+    def decode(self, tokens, clean_up_tokenization_spaces):
+        return "".join(map(chr, tokens))
+
+
 def completion(tokens, logprobs=None, *, prompt=(3,), finish_reason="stop", version=0, routed_experts=None):
     """One response, drawn wholly under `version`.
 

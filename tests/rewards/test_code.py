@@ -154,6 +154,26 @@ def test_a_test_may_call_the_function_by_its_name_and_what_the_prompt_defines(re
     assert score(reward, "```python\ndef double(x):\n    return x\n```", meta) == 0.0
 
 
+SUM = "a, b = map(int, input().split())\nprint(a + b)\n"
+SUMS = {"input_output": json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"```python\n{SUM}```\nIt prints\n```\n3\n```",
+        f"```\n{SUM}```\nRun it:\n```bash\npython sum.py\n```",
+        f"```python\nprint(0)\n```\nNo:\n```python\n{SUM}```",
+        f"<answer>```python\n{SUM}```</answer>",
+        f"```python\n{SUM}exit()\n```",
+        f"```python\nimport sys\n{SUM}sys.exit(0)\n```",
+        "```python\ndef main(): print(sum(map(int, input().split())))\nif __name__ == '__main__': main()\n```",
+    ],
+)
+def test_a_program_is_told_from_what_stands_beside_it(reward, text):
+    assert score(reward, text, SUMS) == 1.0
+
+
 def test_programs_that_read_and_print_are_compared_word_by_word(reward):
     meta = {"input_output": json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]})}
     for reading in ("a, b = map(int, input().split())", "import sys; a, b = map(int, sys.stdin.read().split())"):

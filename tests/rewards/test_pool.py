@@ -36,6 +36,8 @@ for line in sys.stdin:
         os._exit(7)
     if task["do"] == "slow":
         time.sleep(0.5)
+    if task["do"] == "garbage":
+        print("[1, {", flush=True)
     if task["do"] == "half":
         sys.stdout.write('{"score"'); sys.stdout.flush(); time.sleep(1000)
     answer = {"pid": os.getpid(), "served": served, "slow": 0.5}.get(task["do"], task["do"])
@@ -70,7 +72,7 @@ def test_scores_come_back_in_order(make_pool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble", ["hang", "spin", "die", "half"])
+@pytest.mark.parametrize("trouble", ["hang", "spin", "die", "half", "garbage"])
 def test_a_bad_task_gets_none_and_harms_no_other(make_pool, trouble):
     pool = make_pool(timeout_s=2.0)
     start = time.monotonic()

@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from qarl_jax.data import make_char_tokenizer
 from qarl_jax.rewards import (
     Grader,
     Sample,
@@ -25,7 +26,7 @@ from qarl_jax.rewards import (
 from qarl_jax.types import Prompt, UserError
 from tests.reference import rewards as user
 from tests.reference.bridge_world import alive, wait_for
-from tests.reference.rollouts import completion
+from tests.reference.rollouts import Characters, completion
 
 ORIGIN = {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 2}, "seed": 3, "size": 10, "index": 4}
 
@@ -342,14 +343,6 @@ def test_a_sum_weighs_its_terms_and_reports_each():
     }
 
 
-class Characters:
-    """Decodes token i to character i."""
-
-    def decode(self, tokens, skip_special_tokens):
-        assert skip_special_tokens
-        return "".join(map(chr, tokens))
-
-
 def test_grading_keeps_prompts_samples_and_rewards_together():
     prompts = [dataclasses.replace(prompt(str(i)), uid=str(i)) for i in range(3)]
     texts = [["0", "1"], ["1"], ["", "2", "x"]]
@@ -359,6 +352,16 @@ def test_grading_keeps_prompts_samples_and_rewards_together():
     assert [group.prompt.uid for group in groups] == ["0", "1", "2"]
     assert groups[2].texts == ("", "2", "x")
     assert parts["exact"].tolist() == [1, 0, 1, 0, 1, 0]
+
+
+def test_tags_that_are_special_tokens_are_graded_and_the_end_token_is_not(tmp_path):
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    tokenizer = make_char_tokenizer("0123456789+", tmp_path, extra_tokens=tags)
+    drawn = tokenizer("<think>1+1</think><answer>2</answer><eos>").input_ids
+    for cfg in (format.Config(), exact.Config(extract="tag"), exact.Config(extract="auto")):
+        groups, _ = Grader(cfg, max_response_len=40).grade(tokenizer, [prompt("2")], [[completion(drawn)]])
+        assert groups[0].rewards.tolist() == [1], cfg
+    assert groups[0].texts == ("<think>1+1</think><answer>2</answer>",)
 
 
 @pytest.mark.parametrize(

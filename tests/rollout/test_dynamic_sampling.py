@@ -41,14 +41,6 @@ def stream():
     return PromptStream(Source(40), seed=7, prompts_per_step=4)
 
 
-def test_off_every_group_trains(stream):
-    sampler = Sampler(lambda i: False)
-    got = dynamic_sampling.collect(Config(), stream, 3, sampler)
-    assert sampler.asked == [stream.indices(3)]
-    assert uids(got.groups) == uids(got.sampled) == stream.indices(3)
-    assert got.metrics == {}
-
-
 def test_a_full_first_batch_asks_for_no_more_and_keeps_the_streams_order(stream):
     sampler = Sampler(lambda i: True)
     got = dynamic_sampling.collect(Config(max_batches=10), stream, 3, sampler)

@@ -16,9 +16,9 @@ from qarl_jax.loop import updates
 from qarl_jax.loop.step_metrics import rollout_metrics
 from qarl_jax.observe import html_report, recorder
 from qarl_jax.rewards import Grader, environment, exact, total
-from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, dynamic_sampling
+from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig, dynamic_sampling, turns
 from qarl_jax.rollout.environments import Calculator, Custom
-from qarl_jax.rollout.turns import Observations, TurnTaking
+from qarl_jax.rollout.turns import TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import config
 from qarl_jax.types import Prompt, Turn, UserError
@@ -26,10 +26,7 @@ from tests.reference import tiny
 from tests.reference.rollouts import completion
 
 EOS = 1
-CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+CHAT = "{% for m in messages %}{% if m.role != 'nobody' %}{{ m.content }}<eos>{% endif %}{% endfor %}"
 # One point for every turn; fails at "9".
 POINTS = """
 class Points:
@@ -40,6 +37,18 @@ class Points:
             raise ValueError("nine")
         return "+", 1.0, text == "0"
 """
+# Rewards a call, and speaks as nobody to whoever makes none.
+HEARS = """
+class Hears:
+    async def reset(self, task):
+        self.turns = 0
+        return ""
+    async def step(self, text):
+        self.turns += 1
+        if text == "c":
+            return [{"role": "nobody", "content": "c"}], 0.0, False
+        return "c", float(text.startswith("<tool>")), self.turns == 2
+"""
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +56,17 @@ def tokenizer(tmp_path_factory):
     return data.make_char_tokenizer("0123456789*=[]+abcdefghijklmnopqrstuvwxyz<>\n ", tmp_path_factory.mktemp("t"))
 
 
-class Engine:
+class Engine(RolloutEngine):
     """Says the texts of `script[uid]`, one a turn; a turn that ends in "..." has no stop token."""
 
-    tells_groups = False
+    order = staticmethod(iter)
 
     def __init__(self, tokenizer, script, version=0):
         self.tokenizer, self.script, self.version, self.asked = tokenizer, script, version, []
 
-    def extend(self, requests, *, sampling, on_ended=None):
+    def draw(self, requests, *, sampling):
         self.asked.append(requests)
-        out = []
-        for request in requests:
+        for index, request in self.order(list(enumerate(requests))):
             turn = len(self.asked) - 1
             text = self.script[request.prompt.uid][turn]
             cut = text.endswith("...")
@@ -70,21 +78,17 @@ class Engine:
                 finish_reason="length" if cut or len(tokens) > request.max_tokens else "stop",
                 version=self.version + turn,
             )
-            out.append(one)
-            if on_ended is not None:
-                on_ended(len(out) - 1, one)
-                on_ended(len(out) - 1, one)
-        return out
+            yield index, one
 
     def close(self):
         self.closed = True
 
 
-class TellingEngine(Engine):
-    tells_groups = True
+class BackwardEngine(Engine):
+    order = staticmethod(reversed)
 
 
-@pytest.fixture(params=[Engine, TellingEngine])
+@pytest.fixture(params=[Engine, BackwardEngine])
 def play(request, tokenizer, tmp_path):
     """play(script, cfg=..., limit=...) -> ({uid: completion}, engine); cfg None: POINTS."""
     (tmp_path / "points.py").write_text(POINTS)
@@ -98,15 +102,12 @@ def play(request, tokenizer, tmp_path):
                 Prompt(uid=uid, tokens=tuple(tokenizer.encode("ab=")), text="ab=", answer="42", meta=meta or {})
                 for uid in script
             ]
-            told = []
             found = turns.generate(
                 prompts,
                 num_samples=samples,
                 sampling=SamplingConfig(max_response_len=limit, stop_token_ids=(EOS,)),
                 key=5,
-                on_group=lambda number, group: told.append((number, group)),
             )
-            assert sorted(number for number, _ in told) == list(range(len(prompts)))
             return dict(zip(script, (group[0] for group in found), strict=True)), engine
 
         yield played
@@ -166,9 +167,28 @@ def test_an_episode_whose_environment_fails_is_left_out(play):
     found, _ = play({"good": ["0"], "bad": ["9"]}, log=said.append)
     assert (found["bad"].finish_reason, found["bad"].tokens, found["bad"].turns) == ("abort", (), ())
     assert found["good"].finish_reason == "stop"
-    assert said == ["the environment failed in 1 of 2 episodes; first bad: ValueError: nine"]
-    with pytest.raises(UserError, match=r"failed in all 1 episodes of a batch; first bad: ValueError: nine"):
+    (line,) = said
+    assert re.fullmatch(
+        r"environment .*/points.py:Points failed in 1 of 2 episodes; first prompt bad, turn 1: ValueError: nine"
+        r" \(points.py, line 7\)\. Their responses are left out\.",
+        line,
+    )
+    with pytest.raises(
+        UserError, match=r"failed in 1 of 1 episodes; first prompt bad, turn 1: ValueError: nine.*Mend it"
+    ):
         play({"bad": ["9"]})
+
+
+@pytest.mark.slow
+def test_an_environment_that_stops_the_process_of_all_cannot_stop_the_run(play, tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "_NOTICE_S", 0.5)
+    (tmp_path / "stops.py").write_text(
+        POINTS.replace('raise ValueError("nine")', "os.kill(os.getppid(), 19)") + "import os\n"
+    )
+    cfg = Custom(path=f"{tmp_path}/stops.py:Points", timeout_s=1.0)
+    with pytest.raises(UserError, match=r"failed in 2 of 2 .* the process that holds all episodes was ended"):
+        play({"bad": ["9"], "good": ["1"] * 3}, cfg)
+    assert play({"good": ["0"]}, cfg)[0]["good"].finish_reason == "stop"
 
 
 def test_copies_of_a_prompt_go_on_counting_and_groups_keep_their_order(play):
@@ -176,26 +196,21 @@ def test_copies_of_a_prompt_go_on_counting_and_groups_keep_their_order(play):
     assert [(r.prompt.uid, r.number) for r in engine.asked[0]] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
 
 
-# ---- chat templates -------------------------------------------------------------------------------------------------
-
-
-def chat(tokenizer, template, **settings):
-    tokenizer.chat_template = template
-    return Observations(Calculator(**settings), tokenizer, chat=True)
-
-
-def test_a_chat_template_writes_what_follows_the_stop_token(tokenizer):
-    found = chat(tokenizer, CHAT, role="tool").tokens("42")
-    assert tokenizer.decode(list(found)) == "\n<tool>42\n<assistant>"
-    messages = [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]
-    assert tokenizer.decode(list(chat(tokenizer, CHAT).tokens(messages))) == "\n<user>x\n<tool>y\n<assistant>"
-    assert chat(tokenizer, CHAT).tokens("", first=True) == ()
-    assert len(chat(tokenizer, CHAT, max_observation_len=5).tokens("1234567")) == 5
-
-
-def test_a_template_that_rewrites_what_was_said_is_refused(tokenizer):
-    with pytest.raises(UserError, match="cannot be gone on with"):
-        chat(tokenizer, "{{ messages|length }}" + CHAT).tokens("42")
+def test_the_environment_hears_the_tags_that_are_special_tokens_and_what_it_cannot_go_on_with_costs_its_episode(
+    tokenizer, tmp_path
+):
+    tagged = data.make_char_tokenizer("abc", tmp_path, chat_template=CHAT, extra_tokens=("<tool>",))
+    (tmp_path / "hears.py").write_text(HEARS)
+    cfg = Custom(path=f"{tmp_path}/hears.py:Hears")
+    prompts = [Prompt(uid=uid, tokens=(3,), text="", answer="") for uid in ("tool", "other")]
+    engine, said = Engine(tagged, {"tool": ["<tool>a", "b"], "other": ["c"]}), []
+    with contextlib.closing(TurnTaking(engine, cfg, tagged, chat=True, log=said.append)) as turns:
+        sampling = SamplingConfig(max_response_len=40, stop_token_ids=(EOS,))
+        (tool,), (other,) = turns.generate(prompts, num_samples=1, sampling=sampling, key=0)
+    assert [turn.reward for turn in tool.turns] == [1.0, 0.0]
+    assert other.finish_reason == "abort"
+    assert "prompt other, turn 1: " in said[0]
+    assert "role 'nobody'" in said[0]
 
 
 # ---- what is made of it ---------------------------------------------------------------------------------------------
@@ -261,11 +276,11 @@ def test_an_episode_that_failed_enters_no_statistic_of_its_group(tokenizer):
     group, parts = graded(tokenizer, [right, wrong, failed, wrong], exact.Config(extract="last_number"))
     assert group.rewards.tolist() == [1, 0, 0, 0]
     cfg = config.load(tiny.ROOT / "configs/quickstart.yaml", ["advantage.name=drgrpo"])
-    _, advantages = updates.advantages_of(cfg, [group], 0)
+    _, advantages = updates.advantages_of(cfg, [group])
     np.testing.assert_allclose(advantages, [[2 / 3, -1 / 3, 0, -1 / 3]], rtol=1e-6)
     by_turn = ["advantage.level=turn", "loss.name=grpo", "rollout.environment.name=calculator"]
     cfg = config.load(tiny.ROOT / "configs/quickstart.yaml", ["advantage.name=drgrpo", *by_turn])
-    _, advantages = updates.advantages_of(cfg, [group], 0)
+    _, advantages = updates.advantages_of(cfg, [group])
     np.testing.assert_allclose(advantages[0, :, 0], [2 / 3, -1 / 3, 0, -1 / 3], rtol=1e-6)
     assert advantages[0, :, 1].tolist() == [0, 0, 0, 0]  # nobody else has a second turn
     same, parts = graded(tokenizer, [right, failed], exact.Config(extract="last_number"))
@@ -318,14 +333,10 @@ def test_over_a_bridge_a_turn_is_a_request_with_all_that_came_before_it(tmp_path
     with contextlib.closing(TurnTaking(engine, cfg, tokenizer, chat=False)) as turns:
         turns.publish(published, 0)
         assert turns.version == 0
-        told = []
-        groups = turns.generate(
-            prompts, num_samples=4, sampling=sampling, key=3, on_group=lambda number, _: told.append(number)
-        )
+        groups = turns.generate(prompts, num_samples=4, sampling=sampling, key=3)
         again = turns.generate(prompts, num_samples=4, sampling=sampling, key=3)
         for group, same in zip(groups, again, strict=True):
             assert [one.tokens for one in group] == [one.tokens for one in same]
-        assert sorted(told) == [0, 1, 2, 3]
         several = [(i, j, one) for i, g in enumerate(groups) for j, one in enumerate(g) if len(one.turns) == 3]
         assert several
         for i, j, one in several[:3]:

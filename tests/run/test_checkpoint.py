@@ -7,7 +7,9 @@ import dataclasses
 import errno
 import json
 import logging
+import pickle
 import resource
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -122,6 +124,13 @@ def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind
     assert_same_bits(trained(back, 2), onward)
 
 
+def test_reading_a_checkpoint_unpickles_nothing(checkpoints, monkeypatch):
+    checkpoints.save(1, tree(), EXTRA)
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, None)
+    assert_same_bits(checkpoints.restore(jax.eval_shape(tree)).state, tree())
+
+
 def test_every_dtype_special_value_and_empty_array_survives(checkpoints):
     specials = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45, 3.4e38], np.float32)
     arrays = {
@@ -175,15 +184,15 @@ def test_part_of_a_step_can_be_read_alone_even_when_another_part_is_damaged(chec
 # ----------------------------------------------------------------------------------------------- schedule and retention
 
 
-def test_the_newest_steps_and_the_round_ones_are_kept(tmp_path):
-    with Checkpoints(tmp_path, Config(keep=2, keep_every=4, asynchronous=False)) as checkpoints:
+def test_the_newest_steps_are_kept(tmp_path):
+    with Checkpoints(tmp_path, Config(keep=2, asynchronous=False)) as checkpoints:
         assert checkpoints.latest_step() is None
         for step in range(1, 8):
             checkpoints.save(step, {"x": jnp.float32(step)})
-        assert checkpoints.steps() == [4, 6, 7]
+        assert checkpoints.steps() == [6, 7]
         assert checkpoints.latest_step() == 7
-        assert float(checkpoints.restore({"x": jnp.float32(0)}, step=4).state["x"]) == 4.0
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000004", "step_00000006", "step_00000007"]
+        assert float(checkpoints.restore({"x": jnp.float32(0)}, step=6).state["x"]) == 6.0
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000006", "step_00000007"]
 
 
 def test_the_schedule_asks_every_so_many_steps_or_never():
@@ -251,6 +260,27 @@ def test_damaged_json_is_damage_too(checkpoints, caplog, name):
     truncate(checkpoints.path(2) / name)
     assert checkpoints.restore({"x": jnp.float32(0)}).step == 1
     assert name in caplog.text
+
+
+def test_a_step_s_folder_under_another_step_s_name_is_not_taken_for_that_step(checkpoints, caplog):
+    checkpoints.save(1, {"x": jnp.float32(1)})
+    shutil.copytree(checkpoints.path(1), checkpoints.path(7))
+    assert checkpoints.restore({"x": jnp.float32(0)}).step == 1
+    assert "step_00000007 is damaged: its manifest is that of step 1" in caplog.text
+    with pytest.raises(DamagedCheckpointError, match="copied or renamed"):
+        checkpoints.restore({"x": jnp.float32(0)}, step=7)
+
+
+def test_a_restore_of_everything_reads_no_file_that_it_has_not_compared(checkpoints):
+    checkpoints.save(1, {"params": tree(), "opt_state": tree(5)})
+    wanted = {"params": tree(1), "opt_state": tree(1)}
+    for file in on_disk.files(checkpoints.path(1)):
+        whole = file.read_bytes()
+        file.write_bytes(whole + b"x")
+        with pytest.raises(DamagedCheckpointError, match=file.name):
+            checkpoints.restore(wanted, step=1)
+        file.write_bytes(whole)
+    assert_same_bits(checkpoints.restore(wanted, step=1).state, {"params": tree(), "opt_state": tree(5)})
 
 
 def test_a_step_without_its_manifest_is_damage_and_not_silently_absent(checkpoints, caplog):
@@ -471,7 +501,7 @@ def test_extra_that_json_cannot_hold_is_refused_before_anything_is_written(check
     assert not checkpoints.directory.exists()
 
 
-@pytest.mark.parametrize("options", [{"every": -1}, {"keep": 0}, {"keep_every": 0}])
+@pytest.mark.parametrize("options", [{"every": -1}, {"keep": 0}])
 def test_impossible_settings_are_refused_with_the_field_s_name(options):
     with pytest.raises(UserError, match=f"^{next(iter(options))} must"):
         Config(**options)

@@ -18,13 +18,19 @@ from qarl_jax.run.checkpoint import Checkpoints
 from tests.reference import hf_models, tiny
 
 STEPS = 2
+# What lies in folders of models, and is no part of the policy: notes of its training, adapters, weights of other forms.
+FOREIGN = ("sft.json", "adapter_config.json", "tf_model.h5", "consolidated.00.pth", "model.onnx", "flax_model.msgpack")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A finished run: two steps of w4a16."""
     world = tiny.World(tmp_path_factory.mktemp("world"))
-    (world.model / "sft.json").write_text("{}")  # what `sft` says of the weights that training replaces
+    for name in FOREIGN:
+        (world.model / name).write_text("{}")
+    for name in ("chat_template.jinja", "additional_chat_templates/tools.jinja"):
+        (world.model / name).parent.mkdir(exist_ok=True)
+        (world.model / name).write_text("{{ messages }}")
     assert train.main(world.command()) == 0
     return world
 
@@ -59,10 +65,11 @@ def low_bit_folder(run, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_what_was_noted_of_the_base_models_weights_is_not_exported(hf_folder, low_bit_folder):
+def test_an_export_takes_along_what_the_policy_is_asked_with_and_nothing_else(run, hf_folder, low_bit_folder):
+    tokenizer = {path.name for path in run.model.iterdir()} - {*FOREIGN, "config.json", "model.safetensors"}
     for folder in (hf_folder, low_bit_folder):
-        assert (folder / "tokenizer.json").is_file()
-        assert not (folder / "sft.json").exists()
+        assert {path.name for path in folder.iterdir()} == tokenizer | {"config.json", "model.safetensors"}
+        assert (folder / "additional_chat_templates" / "tools.jinja").is_file()
 
 
 @pytest.mark.slow
@@ -72,7 +79,6 @@ def test_an_hf_export_has_the_names_shapes_and_dtypes_of_the_folder_training_sta
         name: (x.shape, x.dtype) for name, x in before.items()
     }
     assert any(after[name].tobytes() != before[name].tobytes() for name in before)
-    assert {path.name for path in hf_folder.iterdir()} == {path.name for path in run.model.iterdir()} - {"sft.json"}
     values = json.loads((hf_folder / "config.json").read_text())
     assert "quantization_config" not in values
     assert values["vocab_size"] == 30
@@ -123,7 +129,7 @@ def test_a_compressed_tensors_export_holds_the_learners_qtensors_byte_for_byte(t
     for name, tensor in models.export_tensors(params, learner.quantize(params), config):
         if isinstance(tensor, QTensor):
             quantized += 1
-            wanted |= formats.pack(name, tensor.qvalue, tensor.scale, str(tensor.scheme))
+            wanted |= formats.pack(name, tensor.arrays, tensor.scheme.wire)
         else:
             wanted[name] = tensor
     assert quantized == 2 * 7
@@ -197,8 +203,8 @@ def test_what_cannot_be_exported_is_told_in_one_sentence_and_leaves_nothing(run,
     said = refused(capsys, "--checkpoint", run.run_dir, "--format", "hf", "--out", used / "file" / "below")
     assert "cannot be written" in said
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["bf16", "used"]
-    (bf16.run_dir / "run.json").write_text('{"starts": []}')
-    assert "holds no config" in refused(capsys, "--checkpoint", bf16.run_dir, "--format", "hf", *to)
+    said = refused(capsys, "--checkpoint", run.model, "--format", "hf", *to)
+    assert "is a model folder, not a run" in said
 
 
 # ---- evaluate ------------------------------------------------------------------------------------------------------

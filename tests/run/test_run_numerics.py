@@ -4,11 +4,13 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from qarl_jax import train
 from qarl_jax.quant import resolve
-from qarl_jax.run import build, evaluation, export
+from qarl_jax.run import build, evaluation, export, stamp
+from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
@@ -22,55 +24,56 @@ def world(compiled_programs, tmp_path_factory):
     return world
 
 
-def recorded(world):
-    return [start["numerics"] for start in json.loads((world.run_dir / "run.json").read_text())["starts"]]
+def saved(cfg, profile):
+    """The stamp of a policy that a run of `cfg` saved after its first step."""
+    with Checkpoints(f"{cfg.run_dir}/checkpoints") as checkpoints:
+        checkpoints.save(1, {"params": np.zeros(3)}, stamp.make(cfg, profile))
+    return stamp.of(cfg.run_dir)
 
 
-def record(folder, *numerics):
-    folder.mkdir(exist_ok=True)
-    (folder / "run.json").write_text(json.dumps({"config": {}, "starts": [{"numerics": n} for n in numerics]}))
-
-
-def test_a_folder_says_what_its_run_last_computed_in(tmp_path):
-    assert build.recorded_numerics(tmp_path) is None
-    record(tmp_path, {"profile": "cpu"}, {"profile": "cuda"})
-    assert build.recorded_numerics(tmp_path) == resolve("cuda")
-    assert build.recorded_numerics(tmp_path / "checkpoints" / "step_00000001") == resolve("cuda")
-    record(tmp_path)
-    assert build.recorded_numerics(tmp_path) is None
-    record(tmp_path, "of another make")
-    assert build.recorded_numerics(tmp_path) is None
-    record(tmp_path, {"profile": "abacus"})
+def test_a_checkpoint_says_what_its_policy_was_computed_in(world, tmp_path):
+    assert stamp.numerics_of(stamp.of(tmp_path)) is None
+    there = world.changed(run_dir=str(tmp_path)).config
+    assert stamp.numerics_of(saved(there, "cuda")) == resolve("cuda")
+    assert stamp.numerics_of(stamp.of(tmp_path / "checkpoints" / "step_00000001")) == resolve("cuda")
     with pytest.raises(UserError, match="unknown numerics profile 'abacus'"):
-        build.recorded_numerics(tmp_path)
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(UserError, match=r"run\.json is not JSON"):
-        build.recorded_numerics(tmp_path)
+        stamp.numerics_of(saved(there, "abacus"))
 
 
-def test_what_runs_recorded_as_printed_is_still_read(tmp_path):
-    record(tmp_path, "Numerics(profile='cpu')")
-    assert build.recorded_numerics(tmp_path) == resolve("cpu")
+def test_a_checkpoint_from_before_they_had_a_stamp_is_read_by_its_runs_record(world, tmp_path):
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, {"params": np.zeros(3)}, {})
+    with pytest.raises(UserError, match=r"no run\.json"):
+        stamp.of(tmp_path)
+    record = tmp_path / "run.json"
+    for numerics, expected in (({"profile": "cpu"}, resolve("cpu")), ("of another make", None)):
+        record.write_text(json.dumps({"config": {"seed": 3}, "starts": [{}, {"numerics": numerics}]}))
+        assert stamp.of(tmp_path)["config"] == {"seed": 3}
+        assert stamp.numerics_of(stamp.of(tmp_path)) == expected
+    for text, says in (("{", r"run\.json is not JSON"), ("{}", "holds no config")):
+        record.write_text(text)
+        with pytest.raises(UserError, match=says):
+            stamp.of(tmp_path)
 
 
-def test_auto_goes_on_in_what_was_recorded_unless_vllm_samples(world, tmp_path):
-    record(tmp_path, {"profile": "cuda"})
-    assert build.numerics_of_run(world.config, tmp_path) == resolve("cuda")
-    assert build.numerics_of_run(world.config, tmp_path / "elsewhere" / "a" / "b" / "c") == resolve("plain")
-    assert build.numerics_of_run(world.changed(rollout=VLLM).config, tmp_path) == resolve("cpu")
+def test_auto_goes_on_in_what_was_saved_unless_vllm_samples(world, tmp_path):
+    found = saved(world.changed(run_dir=str(tmp_path)).config, "cuda")
+    assert stamp.learner_numerics(world.config, found) == resolve("cuda")
+    assert stamp.learner_numerics(world.config, None) == resolve("plain")
+    assert stamp.learner_numerics(world.changed(rollout=VLLM).config, found) == resolve("cpu")
     for engine in ("plain", "cpu"):
         named = world.changed(quant={"engine": engine}).config
-        assert build.numerics_of_run(named, tmp_path) == resolve(engine)
+        assert stamp.learner_numerics(named, found) == resolve(engine)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_and_is_evaluated_and_exported_in_what_it_recorded(world, monkeypatch, tmp_path):
+def test_a_run_goes_on_and_is_evaluated_and_exported_in_what_it_saved(world, monkeypatch, tmp_path, capsys):
     begun = world.changed(train={"steps": 1}, eval={"at_start": False, "at_end": False})
-    assert train.main(begun.command()) == 0
-    assert recorded(begun) == [{"profile": "plain"}]
+    make, found = stamp.make, []
     # As if it had begun under another meaning of auto.
-    record_file = begun.run_dir / "run.json"
-    record_file.write_text(record_file.read_text().replace('"profile": "plain"', '"profile": "cuda"'))
+    monkeypatch.setattr(stamp, "make", lambda cfg, profile: found.append(profile) or make(cfg, "cuda"))
+    assert train.main(begun.command()) == 0
+    assert found == ["plain"]
     asked = []
 
     def policy_graphdef(cfg, numerics=None):
@@ -82,7 +85,8 @@ def test_a_run_goes_on_and_is_evaluated_and_exported_in_what_it_recorded(world, 
     out = ["--format", "compressed-tensors", "--out", str(tmp_path / "out")]
     checkpoint = ["--checkpoint", str(begun.run_dir)]
     assert train.main(world.command()) == train.main(world.command("quant.engine=plain")) == 2
+    assert "quant.engine cuda -> plain would make another policy" in capsys.readouterr().err
     assert train.main(fresh.command()) == 2
     assert evaluation.main(checkpoint) == export.main([*checkpoint, *out]) == 2
     assert evaluation.main([*checkpoint, "quant.engine=plain"]) == 2
-    assert asked == ["cuda", "plain", "plain", "cuda", "cuda", "plain"]
+    assert asked == ["cuda", "plain", "cuda", "cuda", "plain"]

@@ -65,7 +65,7 @@ import json, os, sys
 from types import SimpleNamespace as Some
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from qarl_jax.loop import unequal
+from qarl_jax.loop import first_mismatch
 from qarl_jax.runtime import processes as hosts
 from qarl_jax.run.checkpoint import Checkpoints, Config, DamagedCheckpointError
 from qarl_jax.types import UserError
@@ -96,8 +96,8 @@ sampled[5, 1] += 1  # a row that the other process may hold
 batch = Some(loss_mask=np.ones((8, 3), bool), rollout_logprobs=sampled, tokens=np.arange(24).reshape(8, 3))
 packed = Some(batch=batch, segments=[Some(version=0, row=5, response=slice(0, 3), group=0, sample=0)])
 group = Some(prompt=Some(uid="a"), completions=[Some(prompt_tokens=(1,), tokens=(15, 16, 17))])
-token = unequal.first([(packed, [group], [x])], 0)
-told["unequal"] = [token.uid, token.position, token.token, token.learner, token.sampler, token.unequal, token.tokens]
+token = first_mismatch.first([(packed, [group], [x])], 0)
+told["unequal"] = [token.uid, token.position, token.token, token.learner, token.sampler, token.mismatched, token.tokens]
 
 told["value"] = hosts.from_first(lambda: {"number": number, "text": "é" * 300, "float": 0.1, "inf": float("inf")})
 def damaged():
@@ -302,7 +302,7 @@ def world(tmp_path_factory):
     return world.changed(
         mesh={"fsdp": 2},
         optimizer={"name": "adamw", "lr": 0.01},
-        train={"steps": STEPS, "prompts_per_update": 0, "histograms": False, "error_prob": 0},
+        train={"steps": STEPS, "prompts_per_update": 0},
         eval={"at_start": False, "at_end": False},
         log={"samples_per_step": 0},
     )
@@ -372,7 +372,7 @@ def test_on_eight_devices_two_processes_come_to_the_numbers_of_one_and_outlive_a
         run_dir=str(tmp_path / "alone"),
         mesh={"data": 2, "fsdp": 2, "tensor": 2},
         optimizer={"name": "muon", "lr": 0.02},
-        train={"steps": 2, "prompts_per_update": 2, "histograms": True},
+        train={"steps": 2, "prompts_per_update": 2},
         eval={"at_start": True, "at_end": True},
         log={"samples_per_step": 4, "view": "lines"},
     )

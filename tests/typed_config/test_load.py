@@ -244,6 +244,19 @@ def test_an_error_in_a_file_names_file_and_line(write):
     assert str(caught.value).startswith(f"{path}:4: inner.z: unknown key.")
 
 
+def test_a_mistyped_section_of_an_override_is_not_blamed_on_the_file(write):
+    with pytest.raises(UserError) as caught:
+        load.load(Thing, write("count: 1\n"), ["iner.x=3"])
+    assert str(caught.value).startswith("override 'iner.x=3': iner: unknown key. Did you mean inner?")
+
+
+def test_words_that_yaml_reads_as_true_or_false_are_taken_where_they_are_choices(write):
+    assert load.load(Thing, write("level: off\n")).level == "off"
+    assert load.load(Thing, write("inner: {x: 1}\n"), ["free={a: 1}", "level=off"]).level == "off"
+    with pytest.raises(UserError, match="level: expected one of 1, 2, off, got true"):
+        load.load(Thing, write("level: on\n"))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -46,7 +46,7 @@ def test_the_control_changes_one_code_and_a_move_changes_many():
 
     def codes(policy):
         leaves = jax.tree.leaves(policy.qweights, is_leaf=lambda x: isinstance(x, QTensor))
-        return np.concatenate([np.asarray(q.qvalue).reshape(-1) for q in leaves])
+        return np.concatenate([np.asarray(q.codes).reshape(-1) for q in leaves])
 
     before = codes(weights)
     assert (codes(gate.one_weight_changed(weights)) != before).sum() == 1
@@ -70,7 +70,7 @@ def test_the_gate_passes_only_if_tokens_are_equal_controls_are_found_and_conditi
         facts = None
 
         def __init__(self, config, run_id):
-            self.kernels = config
+            self.arithmetic = config
 
         def publish(self, weights, version):
             pass
@@ -79,13 +79,13 @@ def test_the_gate_passes_only_if_tokens_are_equal_controls_are_found_and_conditi
             pass
 
     def observed(engine, weights, name, args, seed):
-        count = unequal if engine.kernels == "contract" else of_vllm
+        count = unequal if engine.arithmetic == gate.INVARIANT else of_vllm
         return None, 1.0, {"condition": name, "unequal": count, "met": {"cached_tokens": cached}}
 
     weights = types.SimpleNamespace(graphdef=None)
     for name, fake in {
         "leave_memory_to_vllm": lambda: None,
-        "engine_of": lambda tight, config, kernels, args: kernels,
+        "engine_of": lambda tight, config, arithmetic, args: arithmetic,
         "VllmEngine": Engine,
         "observed": observed,
         "moved": lambda weights, key: weights,
@@ -95,7 +95,7 @@ def test_the_gate_passes_only_if_tokens_are_equal_controls_are_found_and_conditi
         monkeypatch.setattr(gate, name, fake)
     monkeypatch.setattr(ladder, "load", lambda *_: weights)
     monkeypatch.setattr(models, "config_of", lambda _: None)
-    arguments = ["--model", "x", "--schemes", "w8a8", "bf16", "--conditions", "plain", "samples", "--vllm-kernels"]
+    arguments = ["--model", "x", "--schemes", "w8a8", "bf16", "--conditions", "plain", "samples", "--vllm-arithmetic"]
     assert gate.main(arguments) == code
 
 

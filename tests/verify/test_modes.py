@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`parity --execution`: one changed bit tells two modes apart; two engines of one mode on a live vLLM (nightly)."""
+"""`parity --modes`: one changed bit tells two modes apart; two engines of one mode on a live vLLM (nightly)."""
 
 import json
 
@@ -20,14 +20,13 @@ DRAWN = ["prompt log-probs", "decoded", "decoded, ragged"]
 @pytest.mark.nightly
 def test_two_engines_of_one_mode_give_the_same_bits_and_the_command_says_so(folder, capsys):
     pytest.importorskip("vllm")
-    command = ["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--execution", "eager,eager", "--json"]
+    command = ["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--modes", "--json"]
     assert parity.main([*command, "--prompts", "4", "--prompt-len", "6", "--response-len", "8", "--threads", "1"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["first_broken"] is None
-    assert [rung["name"] for rung in result["rungs"]] == [
-        f"eager: {name}" for name in ("modules", "prompt log-probs", "decoded", "decoded, ragged")
-    ]
-    assert result["tokens_per_s"]["eager"] > 0
+    assert [rung["name"] for rung in result["rungs"]] == ["modules", *DRAWN]
+    assert result["modes"] == ["eager", "eager"]
+    assert min(result["tokens_per_s"]) > 0
 
 
 def observed(tokens=(3, 4, 5), logprobs=(-1.0, -2.0, -3.0), module=0.0, routed=None):
@@ -59,9 +58,3 @@ def observed(tokens=(3, 4, 5), logprobs=(-1.0, -2.0, -3.0), module=0.0, routed=N
 def test_one_bit_of_one_number_tells_two_modes_apart(other, broken):
     one, two = observed(routed=0), observed(**{"routed": 0} | other)
     assert [rung.name for rung in modes.same_bits(one, two) if not rung.ok] == broken
-
-
-def test_a_mode_nobody_knows_is_refused(folder, capsys):
-    command = ["--model", folder, "--scheme", "w8a8", "--engine", "cpu", "--execution", "eager,fast"]
-    assert parity.main(command) == 2
-    assert "--execution fast" in capsys.readouterr().err

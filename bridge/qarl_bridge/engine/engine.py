@@ -2,19 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """One vLLM engine, in this process: generate, load in place, read back, probe. versions.py hides its versions.
 
-What is pinned, because each choice changes what is computed (and each is asserted in `facts`):
+What is set in vLLM, because each choice changes what is computed (and each is asserted in `facts`):
 
   * bf16 activations, ops as in eager mode (in CUDA graphs or not): one rounding per op, as the learner mirrors it, and
     no inductor fusions;
-  * on a CPU, every operation whose rounding depends on vLLM's build is the bridge's own (cpu_kernels.py,
-    cpu_layers.py, cpu_experts.py), so that all builds are one engine; `VLLM_CPU_INT4_W4A8` says whether int4
+  * on a CPU, every operation whose rounding depends on vLLM's build is the bridge's own (cpu/linear.py,
+    cpu/layers.py, cpu/experts.py), so that all builds are one engine; `VLLM_CPU_INT4_W4A8` says whether int4
     layers quantize their activations, which vLLM decides by the build otherwise;
   * log-probs of the distribution drawn from (`processed_logprobs`), for the drawn token only;
   * nothing is taken from generation_config.json.
 
 Weights are replaced through vLLM's own `reload_weights`, in checkpoint format, whole fused modules in layer order.
 
-What is held afterwards is proved by the functional read-back (readback.py).
+What is held afterwards is proved by the functional read-back (readback/linear.py).
 """
 
 from __future__ import annotations
@@ -29,40 +29,29 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from qarl_bridge.engine import cpu_build, readback_experts, shards, versions
+from qarl_bridge.engine import versions
+from qarl_bridge.engine.cpu import build
+from qarl_bridge.engine.machine import Cpu, Cuda, Machine
 from qarl_bridge.engine.routing_recorder import Recorder
+from qarl_bridge.engine.shard import Shard
 from qarl_bridge.protocol import expert_stacks, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server import staged_gpu
 from qarl_bridge.server.engine_api import Finished, Parts, Sweeps, lasts
 from qarl_bridge.server.staged import Copy
 
 
 def _int4_activations(config: Mapping[str, Any]) -> str:
-    """What the int4 layers of this config.json take: "bf16", "int8" (w4a8) or "fp8" (w4a8_fp8); all the same.
+    """What the int4 layers of this config.json take: "bf16" or "int8" (w4a8); all the same.
 
     vLLM's CPU engine runs all int4 layers one way.
     """
     int4 = [g for g in formats.groups_of(config) if g["weights"]["num_bits"] == 4 and g["weights"]["type"] == "int"]
     taken = [g.get("input_activations") for g in int4]
-    found = {"bf16" if a is None else "fp8" if a["type"] == "float" else "int8" for a in taken} or {"bf16"}
+    found = {"bf16" if a is None else "int8" for a in taken} or {"bf16"}
     if len(found) > 1:
         raise BridgeError("w4a16 and w4a8 layers in one model: vLLM's CPU engine runs all int4 layers one way", "setup")
     return found.pop()
-
-
-def _has_fp8(config: Mapping[str, Any]) -> bool:
-    """Whether any layer of this config.json has fp8 weights."""
-    return any(g["weights"]["type"] == "float" for g in formats.groups_of(config))
-
-
-def _check_fp8_device(torch: Any) -> None:
-    """int4 x fp8 needs a GPU of compute capability 9.0, no more and no less."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        raise BridgeError(
-            f"int4 weights with fp8 activations (w4a8_fp8) need a Hopper GPU (sm90), this is {_isa(torch)}: use w4a16, "
-            "or w4a8 on a CPU",
-            "setup",
-        )
 
 
 def _prepare_environment(w4a8: bool) -> None:
@@ -82,13 +71,6 @@ def _prepare_environment(w4a8: bool) -> None:
     warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
 
 
-def _isa(torch: Any) -> str:
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        return f"sm{major}{minor}"
-    return cpu_build.own(torch)
-
-
 def _torch_view(torch: Any, array: np.ndarray) -> Any:
     """A torch tensor on the same memory; bf16 and fp8 go by their bits, which numpy cannot name natively."""
     name = messages.dtype_name(array.dtype)
@@ -98,14 +80,19 @@ def _torch_view(torch: Any, array: np.ndarray) -> Any:
     return torch.from_numpy(array)
 
 
-_PORTABLE_NOTE = (
-    "linear layers, norms, SwiGLU, RoPE, attention, experts, logits and log-probs are qarl_bridge's own: sums in "
-    "float64, one arithmetic for every CPU"
-)
+def _started(arguments: Mapping[str, Any], path: str) -> Any:
+    """vLLM's engine, in this process."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except Exception as error:
+        raise BridgeError(f"vLLM could not start on {path}: {type(error).__name__}: {error}", "setup") from error
 
 
 class VllmEngine:
-    """Implements server.Engine. Everything runs on the calling thread."""
+    """Implements server.Engine: a whole engine, or one shard of it. Everything runs on the calling thread."""
 
     def __init__(
         self,
@@ -115,117 +102,70 @@ class VllmEngine:
         *,
         has_weights: bool,
         options: messages.EngineOptions,
+        shard: Shard = Shard(),
     ):
-        self._activations = _int4_activations(config)
-        _prepare_environment(self._activations == "int8")
-        cpu_build.prepare()
+        self.expected, self.has_weights, self._shard = expected, has_weights, shard
+        activations = _int4_activations(config)
+        _prepare_environment(activations == "int8")
+        build.prepare()
         import torch
 
-        if self._activations == "fp8":
-            _check_fp8_device(torch)
-
-        on_gpu = torch.cuda.is_available()
-        self._shards = options.tensor_parallel_size
-        if self._shards > 1:
-            shards.check(config, options, on_gpu=on_gpu)
-        if not on_gpu:
-            threads = options.threads or len(os.sched_getaffinity(0))
-            torch.set_num_threads(threads)  # before vLLM, which forbids changing it later
-            cpu_build.choose(torch)
-        else:
-            threads = 0
-            if self._activations == "int8":
-                raise BridgeError(
-                    "vLLM on CUDA drops the int8 activations of w4a8: set quant.engine=cuda, which makes them fp8 on a "
-                    "Hopper GPU, or use w4a16",
-                    "setup",
-                )
+        self._torch = torch
+        self._machine: Machine = (Cuda if torch.cuda.is_available() else Cpu)(torch, options)
+        on_gpu = self._machine.profile == "cuda"
+        shard.check(config, options, on_gpu=on_gpu)
         try:
             import vllm
-            from vllm.engine.arg_utils import EngineArgs
-            from vllm.v1.engine.llm_engine import LLMEngine
         except ImportError as error:
             raise BridgeError(f"vLLM cannot be imported by {sys.executable}: {error}", "setup") from None
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-        self._torch = torch
-        self.expected = expected
-        self.has_weights = has_weights
-        notes = versions.untested_note(vllm.__version__)
-        if not on_gpu:
-            readback_experts.check_shape(config)
-            from qarl_bridge.engine import cpu_experts, cpu_kernels, cpu_layers
-
-            cpu_kernels.register()
-            cpu_layers.register()
-            cpu_experts.register()
-            notes.append(_PORTABLE_NOTE)
-        else:
-            own = options.kernels == "contract" and options.int4_kernel == "auto"
-            readback_experts.check_groups(config, by_contract=own)
         arguments = versions.engine_arguments(options, path=path, has_weights=has_weights, on_gpu=on_gpu)
-        arguments |= shards.arguments(self._shards)
-        execution = versions.execution_of(options, on_gpu)
-        mirrored = execution in versions.MIRRORED
-        if on_gpu and mirrored and not options.split_attention:
-            notes.append(versions.keep_sequences_whole())
-        if on_gpu and options.kernels == "contract" and mirrored:
-            from qarl_bridge.engine import pinned
-
-            notes.append(pinned.install(options.int4_kernel))
-        if on_gpu and mirrored and _has_fp8(config):
-            notes.append(versions.keep_fp8_scales_in_order())
-        if not mirrored:
-            notes.append(
-                f"execution={execution} is not aligned: its fused kernels round otherwise than the learner does; set "
-                "rollout.engine.execution=auto for a rollout that the learner mirrors"
-            )
-        try:
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        except Exception as error:
-            raise BridgeError(f"vLLM could not start on {path}: {type(error).__name__}: {error}", "setup") from error
+        departures = self._machine.replace(config, options)
+        self._engine = _started(arguments | shard.arguments(), path)
         self._worker = versions.Worker(self._engine)
         self._model = self._worker.model
         self._modules = dict(self._model.named_modules())
-        self._tied = self._tied_heads()
         self._routing: Recorder | None = self._worker.recorder
         self.met = self._worker.met
-        from qarl_bridge.engine.readback import ReadBack
-        from qarl_bridge.server import staged_gpu
-
-        self._readback = ReadBack(
-            self._modules,
-            self._tied,
-            device=torch.device("cuda" if on_gpu else "cpu"),
-            activations=self._activations,
-            context=self._worker.config,
-        )
-        from qarl_bridge.engine.fast_load import WholeModules
-
-        # Of whole modules a shard has parts, which vLLM's own loader cuts.
-        fast = options.loader == "auto" and self._shards == 1
-        self._whole = WholeModules(self._model, self._engine.model_config) if fast else None
-        self._whole_is_proved = False
-        self._after_load()
-        kernels = self._kernels()
+        self._look_inside(activations)
+        self._machine.after_load(self._modules)
+        notes = [*versions.untested_note(vllm.__version__), self._machine.note]
+        notes += [] if shard.is_whole else [f"{shard.size} shards, each with its own scales of activations"]
         self.facts = messages.Facts(
             engine="vllm",
             engine_version=vllm.__version__,
-            profile="cuda" if on_gpu else "cpu",
-            isa=_isa(torch),
-            kernels=kernels,
+            profile=self._machine.profile,
+            isa=self._machine.isa,
+            kernels=self._kernels(),
             model=messages.model_fingerprint(config),
             scheme=messages.scheme_hash(config.get("quantization_config")),
             vocab_size=int(config["vocab_size"]),
             max_model_len=int(self._engine.model_config.max_model_len),
-            threads=threads,
+            threads=self._machine.threads,
             pid=os.getpid(),
-            notes=notes,
-            execution=execution,
+            notes=[note for note in notes if note],
+            execution=versions.execution_of(options, on_gpu),
+            departures=[*departures, *self._machine.left_to_vllm(self._modules)],
             records_routing=options.record_routing,
             device=staged_gpu.uuid_of_current() if on_gpu else b"",
+            tensor_parallel_size=shard.size,
         )
-        self.facts = shards.with_size(self.facts, self._shards)
-        self._receiver = staged_gpu.receiver() if self.facts.device else None
+        self._receiver = staged_gpu.receiver() if on_gpu else None
+
+    def _look_inside(self, activations: str) -> None:
+        """What reads weights back, and what loads them: whole modules, of which a shard has parts."""
+        from qarl_bridge.engine.fast_load import WholeModules
+        from qarl_bridge.engine.readback.linear import ReadBack
+
+        self._readback = ReadBack(
+            self._modules,
+            self._tied_heads(),
+            device=self._torch.device(self._machine.profile),
+            activations=activations,
+            context=self._worker.config,
+        )
+        self._whole = WholeModules(self._model, self._engine.model_config) if self._shard.is_whole else None
+        self._whole_is_proved = False
 
     def _kernels(self) -> dict[str, str]:
         """Linear layer -> class that computes it."""
@@ -307,7 +247,7 @@ class VllmEngine:
                 self._prove_whole(parts)
         else:
             self._reload(parts)
-        self._after_load()
+        self._machine.after_load(self._modules)
         self._worker.forget()
 
     def _reload(self, parts: Parts) -> None:
@@ -319,11 +259,7 @@ class VllmEngine:
     def _prove_whole(self, parts: Parts) -> None:
         """The first load: may it, and the next ones, go module by module? See fast_load.py."""
         assert self._whole is not None
-        sample = self._whole.sample(self.expected)
-        reason = self._compare_whole(parts, sample)
-        if reason and self._whole.did_together:
-            self._whole.together = False
-            reason = self._compare_whole(parts, sample)
+        reason = self._compare_whole(parts, self._whole.sample(self.expected))
         if reason:
             self._whole = None
             self._reload(parts)
@@ -349,23 +285,17 @@ class VllmEngine:
         if memory.device != self.facts.device:
             raise BridgeError("the trainer's arrays and this engine lie on different GPUs", "unshared")
 
-        from qarl_bridge.server import staged_gpu
-
         return staged_gpu.open_version(manifest, memory)
 
     def forget_trainer(self) -> None:
         """Unmap buffers of the trainer's on this engine's GPU that no version lies in; see staged_gpu.py."""
         if self.facts.device:
-            from qarl_bridge.server import staged_gpu
-
             staged_gpu.forget_trainer()
 
     def receive(self, manifest: messages.Manifest, memory: messages.NcclMemory, check: Callable[[], None]) -> Copy:
         """A version from another GPU, into memory of this engine's; see staged_gpu.py."""
         if self._receiver is None:
             raise BridgeError("this engine runs on a CPU", "unshared")
-
-        from qarl_bridge.server import staged_gpu
 
         return staged_gpu.receive_version(self._receiver, manifest, memory, check)
 
@@ -375,7 +305,7 @@ class VllmEngine:
             return False
         self._whole_is_proved = False
         self._worker.reload()
-        self._after_load()
+        self._machine.after_load(self._modules)
         self._worker.forget()
         return True
 
@@ -400,23 +330,13 @@ class VllmEngine:
             and self._modules[head].weight is self._modules[embedding].weight
         }
 
-    def _after_load(self) -> None:
-        """vLLM's CPU products are made from the weights as they are now: of a tied head, too, which no reload names."""
-        if self._torch.cuda.is_available():
-            return
-        from qarl_bridge.engine.cpu_kernels import PortableLinear
-
-        for module in self._modules.values():
-            if hasattr(module, "cpu_linear"):
-                module.cpu_linear = PortableLinear(module)
-
     # Looking inside --------------------------------------------------------------------------------------------------
 
     def read_back(self, parts: Parts, mode: str, seed: int) -> tuple[int, int]:
-        """Compare every live layer with the staged tensors: (layers, one-hot rows); see readback.py."""
-        if self._shards > 1:
-            rank, whole = int(os.environ["RANK"]), parts
-            parts = Sweeps(lambda: (shards.part_of(part, rank, self._shards) for part in whole), lasts(whole))
+        """Compare every live layer with the staged tensors: (layers, one-hot rows); see readback/linear.py."""
+        if not self._shard.is_whole:
+            whole = parts
+            parts = Sweeps(lambda: (self._shard.part_of(part) for part in whole), lasts(whole))
         return self._readback.compare(self._on_torch(parts), mode, seed)
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
@@ -429,7 +349,7 @@ class VllmEngine:
             CUDA graphs, those of a prefill are).
         """
         if self.facts.execution == "compiled":
-            raise BridgeError("modules cannot be probed in a compiled engine: set execution to auto", "limits")
+            raise BridgeError("modules of a compiled engine cannot be probed: leave arithmetic=vllm out", "limits")
         if unknown := [name for name in modules if name not in self._modules]:
             raise BridgeError(f"the engine has no module {unknown[0]!r}", "limits")
         self._worker.forget()  # a cached prefix would not be computed again

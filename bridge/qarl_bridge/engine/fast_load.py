@@ -13,7 +13,7 @@ every live tensor of those two must come out the same to the last bit, and all o
 (`prove`). If not, or if a module has a parameter that cannot be put together from what is published, vLLM's loader does
 it all, and the engine's notes say why. The functional read-back of every layer follows every load either way.
 
-Two of a kind and not all of them, because of mixtures of experts: the tensors of a 30B-A3B are 55,000, and vLLM's
+Two of a kind and not all of them, because of MoE models: the tensors of a 30B-A3B are 55,000, and vLLM's
 loader keeps each until its layer is complete, which a layer of int4 experts never is (there are parameters nobody
 publishes), and from the second such layer on vLLM 0.25 adds up at every tensor what it keeps (if it is on a GPU; hence
 the detour over the host): in three minutes it was not through a fifth of them.
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from qarl_bridge.engine import marlin_experts, readback_experts
+from qarl_bridge.engine.readback import experts as readback_experts
 from qarl_bridge.protocol import fingerprint, messages
 from qarl_bridge.protocol.formats import FUSED
 from qarl_bridge.server import staged_gpu
@@ -145,14 +145,9 @@ class WholeModules:
 
     Args:
       model: the live model. model_config: vLLM's.
-
-    Attributes:
-      together: int4 experts of a layer are laid out together (marlin_experts.py).
     """
 
     def __init__(self, model: Any, model_config: Any):
-        self.together = True
-        self._laid_out_together: list[str] = []
         self._model = model
         self._model_config = model_config
         self._names = {module: name for name, module in model.named_modules()}
@@ -169,7 +164,7 @@ class WholeModules:
         """
         from vllm.model_executor.model_loader.reload import layerwise
 
-        with torch.no_grad(), marlin_experts.experts_together(self.together) as self._laid_out_together:
+        with torch.no_grad():
             layerwise.initialize_layerwise_reload(self._model)
             for published in parts:
                 owners = {_owner(name) for name in published}
@@ -177,11 +172,6 @@ class WholeModules:
                     if not owners.isdisjoint(_owners(prefix)):
                         _load_module(module, prefix, published)
             layerwise.finalize_layerwise_reload(self._model, self._model_config)
-
-    @property
-    def did_together(self) -> bool:
-        """Whether the last load, which may have failed, laid experts out together."""
-        return bool(self._laid_out_together)
 
     def sample(self, published: Mapping[str, messages.Expected]) -> dict[str, list[str]]:
         """The first and the last module of every kind: live name -> names of the tensors published for it.

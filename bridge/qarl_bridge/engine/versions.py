@@ -11,9 +11,7 @@ What the bridge relies on, and where the two differ (read in the sources of both
 | `worker.reload_weights`         | the runner's own method      | forwards to model_loader/reload/inplace.py |
 | modules of the reload machinery | reload/{layerwise,meta}.py   | the same, and aliased buffers              |
 | KV cache tensors                | `model_runner.kv_caches`     | the same                                   |
-| `EngineArgs.linear_backend`     | a layer without it: an error | a layer without it: auto, with a warning   |
 | int4 with int8 activations      | none                         | CompressedTensorsWNA8Int                   |
-| int4 with fp8 activations, sm90 | CompressedTensorsW4A8Fp8     | the same                                   |
 | FlashAttention's `num_splits`   | heuristic                    | the same                                   |
 | fp8 products of up to 64 rows   | operands and scales swapped  | the same (sm90)                            |
 | dense models' runner            | v1/worker/gpu ("V2")         | the same                                   |
@@ -39,8 +37,6 @@ from qarl_bridge.protocol.errors import BridgeError
 TESTED = ((0, 25), (0, 32))
 # vLLM's own ops in CUDA graphs, without inductor: a decoding step is replayed, a prefill runs op by op.
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-# Execution modes in which an op computes what it computes alone, so that the learner can mirror it.
-MIRRORED = ("eager", "graphs")
 
 
 def release(text: str) -> tuple[int, int]:
@@ -61,30 +57,27 @@ def execution_of(options: messages.EngineOptions, on_gpu: bool) -> str:
     """The execution mode an engine is started in: "eager", "graphs" or "compiled".
 
     Raises:
-      BridgeError("setup"): CUDA graphs were asked for on a CPU.
+      BridgeError("setup"): vLLM's own arithmetic was asked for on a CPU.
     """
-    if options.execution == "auto":
-        return "graphs" if on_gpu else "eager"
-    if options.execution == "graphs" and not on_gpu:
-        raise BridgeError("execution=graphs needs a CUDA GPU: leave rollout.engine.execution at auto on a CPU", "setup")
-    return options.execution
+    invariant = options.arithmetic == "batch_invariant"
+    if not on_gpu and not invariant:
+        raise BridgeError(
+            "arithmetic=vllm needs a CUDA GPU: on a CPU the engine computes with the bridge's operations alone; leave "
+            "rollout.engine.arithmetic at batch_invariant",
+            "setup",
+        )
+    return "eager" if options.eager or not on_gpu else "graphs" if invariant else "compiled"
 
 
 def engine_arguments(options: messages.EngineOptions, *, path: str, has_weights: bool, on_gpu: bool) -> dict[str, Any]:
-    """Keyword arguments of EngineArgs.
-
-    Raises:
-      BridgeError("setup"): a kernel was named that this engine cannot be asked for.
-    """
-    if options.int4_kernel != "auto" and not on_gpu:
-        raise BridgeError("int4_kernel is a choice between CUDA kernels: leave it at auto on a CPU", "setup")
+    """Keyword arguments of EngineArgs. Raises as `execution_of`."""
     execution = execution_of(options, on_gpu)
     arguments: dict[str, Any] = {
         "model": path,
         "skip_tokenizer_init": True,
         "enforce_eager": execution == "eager",
         "dtype": "bfloat16",
-        "seed": options.seed,
+        "seed": 0,  # every draw has its own
         "load_format": "safetensors" if has_weights else "dummy",
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
@@ -104,8 +97,6 @@ def engine_arguments(options: messages.EngineOptions, *, path: str, has_weights:
     if options.record_routing:
         arguments["enable_prefix_caching"] = False  # a cached prefix is not routed again
         arguments["worker_cls"] = "qarl_bridge.engine.worker.RecordingWorker"
-    if options.int4_kernel in ("machete", "marlin"):
-        arguments["linear_backend"] = options.int4_kernel
     return arguments
 
 
@@ -118,7 +109,7 @@ def keep_sequences_whole(module: str = "vllm.v1.attention.backends.flash_attn") 
     also takes blocks of 192 keys in some batches and of 128 in others; see `_one_order`.
 
     Returns:
-      A line for the facts.
+      What departs from batch-invariance, or "".
     """
     unknown = "attention may split long sequences: this vLLM's FlashAttention backend is not the one known here"
     try:
@@ -128,9 +119,7 @@ def keep_sequences_whole(module: str = "vllm.v1.attention.backends.flash_attn") 
     found = [name for name in ("flash_attn_varlen_func", "get_scheduler_metadata") if callable(vars(backend).get(name))]
     for name in found:
         setattr(backend, name, _in_one_order(getattr(backend, name)))
-    if len(found) < 2:
-        return unknown
-    return "attention does not split sequences"
+    return unknown if len(found) < 2 else ""
 
 
 def _in_one_order(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,7 +169,7 @@ def keep_fp8_scales_in_order(module: str = "vllm.model_executor.kernels.linear.s
     from the same tokens in a prompt. Fewer rows are filled up here.
 
     Returns:
-      A line for the facts.
+      What departs from batch-invariance, or "".
     """
     unknown = "fp8 products of up to 64 rows may order scales differently: this vLLM's kernel is not the one known here"
     try:
@@ -189,7 +178,7 @@ def keep_fp8_scales_in_order(module: str = "vllm.model_executor.kernels.linear.s
     except (ImportError, AttributeError):
         return unknown
     kernel.apply_scaled_mm = _with_rows(product)
-    return f"fp8 products of fewer than {_LEAST_FP8_ROWS} rows are filled up to {_LEAST_FP8_ROWS}"
+    return ""
 
 
 def _with_rows(product: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,14 +187,14 @@ def _with_rows(product: Callable[..., Any]) -> Callable[..., Any]:
         rows = A.shape[0]
         if tuple(As.shape) != (rows, 1):  # one scale for all rows: in either order the same
             return product(self, A=A, As=As, output_shape=output_shape, **named)
-        A, As = filled_up(A, As)
+        A, As = _filled_up(A, As)
         y = product(self, A=A, As=As, output_shape=[len(A), output_shape[-1]], **named)[:rows]
         return y.view(*output_shape[:-1], y.shape[-1])
 
     return call
 
 
-def filled_up(codes: Any, scales: Any) -> tuple[Any, Any]:
+def _filled_up(codes: Any, scales: Any) -> tuple[Any, Any]:
     """float8 codes [M, K] and scales [M, 1] of so many rows that fp8's product multiplies in its usual order."""
     rows = len(codes)
     if rows >= _LEAST_FP8_ROWS:

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between trainer and bridge: messages, manifests, versions, the options of an engine.
+"""The messages between trainer and bridge, with manifests, versions and the options of an engine.
 
 Everything is msgpack, decoded by msgspec into the tagged structs below and nothing else: an unknown tag, an unknown or
 missing field, a wrong type or an oversized value is a `BridgeError`. Nothing that arrives is unpickled, evaluated, or
@@ -40,7 +40,7 @@ from qarl_bridge.protocol.tensors import dtype_name as dtype_name
 from qarl_bridge.protocol.tensors import model_fingerprint as model_fingerprint
 from qarl_bridge.protocol.tensors import scheme_hash as scheme_hash
 
-PROTOCOL = 11
+PROTOCOL = 12
 MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
 MAX_FRAME = 64 << 20  # of a message: a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights travel in Chunks
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
@@ -129,8 +129,11 @@ class Span(_Struct):
 
 
 class HostMemory(_Struct, tag_field="t", tag=True):
-    """Where a memory file is: descriptor `fd` of process `pid`; `inode` so that no other can be taken for it; `host`
-    (shm.host) where another than the speaker says it."""
+    """The place of a memory file: descriptor `fd` of process `pid`.
+
+    `inode` guards against reuse of the descriptor. `host` (shm.host) is set when the file belongs to another process's
+    host.
+    """
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     fd: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -190,7 +193,7 @@ ROUTING = "routing"  # not a module: the experts each token of a probe was sent 
 
 
 class Recorded(_Struct):
-    """What went into a live module and came out of it, in the order of its arguments and results."""
+    """The inputs and outputs of a live module, in the order of its arguments and results."""
 
     module: Name
     inputs: list[Array]
@@ -198,7 +201,8 @@ class Recorded(_Struct):
 
 
 class Sampling(_Struct):
-    """How to draw. `top_k = 0` is off. Reported log-probs are those of the distribution drawn from."""
+    """The distribution to draw from. `top_k = 0` is off. Reported log-probs are those of the distribution drawn
+    from."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
@@ -241,7 +245,7 @@ class Drawn(_Struct):
 
 
 class Facts(_Struct):
-    """What the engine is, asserted by the trainer before the first step and recorded in the run."""
+    """The engine's report of itself. The trainer asserts it before the first step and records it in the run."""
 
     engine: Text
     engine_version: Text
@@ -256,59 +260,53 @@ class Facts(_Struct):
     pid: Count
     notes: list[Text] = []
     execution: Annotated[str, msgspec.Meta(pattern="^(none|eager|graphs|compiled)$")] = "none"
+    departures: list[Text] = []  # what of the engine's arithmetic is not batch-invariant, and why
     device: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # UUID of the engine's GPU; empty: it runs on a CPU
     records_routing: bool = False  # completions carry the experts of their tokens
     tensor_parallel_size: Count = 1
 
 
+_INTERNAL = {"internal": True}  # for the reader of configs (qarl_jax.typed_config)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How an engine is started: the one list of its options. It travels as JSON (`python -m qarl_bridge --options`).
+    """The options an engine is started with: their one list. It travels as JSON (`python -m qarl_bridge --options`).
 
-    The learner's `rollout.engine` section inherits these fields: an option is written here, and where it is used.
+    The learner's `rollout.engine` section inherits these fields: an option is written here, and where it is used. A
+    field with `_INTERNAL` is for code, and no option of a config.
 
     Attributes:
-      engine: "vllm", or "fake", an engine that computes nothing, to try a set-up.
+      engine: "vllm", or "fake", an engine that computes nothing, to try a set-up (not from a config).
       max_model_len: longest prompt + response in tokens; 0: what the model allows.
       max_num_seqs: most sequences decoded together.
-      max_num_batched_tokens: most tokens computed in one step; longer prompts are cut into chunks. 0: vLLM decides.
+      max_num_batched_tokens: most tokens computed in one step; longer prompts are cut into chunks. 0: vLLM decides
+        (not from a config).
       kv_cache_gb: size of the KV cache in GiB; 0: vLLM decides from `gpu_memory_utilization`.
       gpu_memory_utilization: share of the device's memory vLLM may use (on a CPU: of the host's).
       threads: CPU threads of the engine; 0: all that the process may use.
-      execution: "eager" runs op by op; "graphs" runs the same kernels inside CUDA graphs, which gives the same bits
-        sooner; "compiled" is vLLM's own default, whose fused kernels round otherwise than the learner does; "auto" is
-        "graphs" on a CUDA GPU and "eager" on a CPU.
-      kernels: on a CUDA GPU, whose products, norms and log-probs: "contract" is the bridge's own, the same for every
-        number of rows, which the learner mirrors; "vllm" is vLLM's, to measure what the contract costs.
-      int4_kernel: what computes with int4 weights on a CUDA GPU: "auto" is the bridge's kernel; "machete" and "marlin"
-        are vLLM's, whose order of sums depends on the number of rows.
-      split_attention: let FlashAttention share the keys of a long sequence out to idle processors. Faster where a few
-        long sequences are decoded, but a completion then depends on its company, and the learner cannot mirror it.
-      loader: "auto" loads whole modules where the bridge has proved on the engine that this gives what vLLM's loader
-        gives; "vllm" is always vLLM's own.
+      arithmetic: "batch_invariant" gives a token the same bits in every batch, by the bridge's own operations, which
+        the learner mirrors (in CUDA graphs on a GPU); "vllm" is vLLM as it comes, on a CUDA GPU: its compiled kernels,
+        whose roundings and orders of sums depend on the batch, and which no learner mirrors.
+      eager: run a GPU's operations one by one, without graphs or compilation: to look for a fault.
       tensor_parallel_size: shards of the engine, 1 or 2, each a process with its part of every weight (CPU engines).
-      record_routing: return the experts each token was sent to (a mixture of experts, not compiled); a trainer sets it
+      record_routing: return the experts each token was sent to (an MoE model, not compiled); a trainer sets it
         for `rollout.router_replay`. Prompts are then computed for every sample: no prefix cache.
       profile: folder for a profile of every load and read-back in the engine, and of a hundred steps; empty: none.
-      seed: of the engine; every draw has its own besides.
     """
 
-    engine: Literal["vllm", "fake"] = "vllm"
+    engine: Literal["vllm", "fake"] = dataclasses.field(default="vllm", metadata=_INTERNAL)
     max_model_len: int = 0
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 0
+    max_num_batched_tokens: int = dataclasses.field(default=0, metadata=_INTERNAL)
     kv_cache_gb: float = 0.0
     gpu_memory_utilization: float = 0.5
     threads: int = 0
-    execution: Literal["auto", "eager", "graphs", "compiled"] = "auto"
-    kernels: Literal["contract", "vllm"] = "contract"
-    int4_kernel: Literal["auto", "machete", "marlin"] = "auto"
-    split_attention: bool = False
-    loader: Literal["auto", "vllm"] = "auto"
+    arithmetic: Literal["batch_invariant", "vllm"] = "batch_invariant"
+    eager: bool = False
     tensor_parallel_size: int = 1
-    record_routing: bool = False
+    record_routing: bool = dataclasses.field(default=False, metadata=_INTERNAL)
     profile: str = ""
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError where a value cannot be meant; the message begins with the option's name."""
@@ -324,9 +322,10 @@ class EngineOptions:
                 f"tensor_parallel_size must be 1 or 2, got {self.tensor_parallel_size}: a sum over more shards depends "
                 "on its order, which no learner mirrors"
             )
-        if self.record_routing and self.execution == "compiled":
+        if self.record_routing and self.arithmetic == "vllm" and not self.eager:
             raise ValueError(
-                "execution=compiled cannot record routed experts: set it to auto, or rollout.router_replay to false"
+                "arithmetic=vllm compiles the model, and cannot record routed experts: set it to batch_invariant, or "
+                "rollout.router_replay to false"
             )
 
     def to_json(self) -> str:
@@ -437,7 +436,7 @@ class Shutdown(_Message):
 
 # Replies
 class Welcome(_Message):
-    """What engine stands behind the bridge."""
+    """The engine behind the bridge."""
 
     facts: Facts
 
@@ -486,7 +485,7 @@ class Staged(_Message):
 
 
 class Report(_Struct):
-    """What a publish cost and what was checked; every tensor's fingerprint is checked at the loader's door."""
+    """The cost and the checks of a publish. The loader checks the fingerprint of every tensor."""
 
     bytes: Count
     tensors: Count
@@ -512,7 +511,7 @@ class ReadBackReply(_Message):
 
 
 class Probed(_Message):
-    """In the order of Probe.modules."""
+    """The recorded modules, in the order of Probe.modules."""
 
     records: list[Recorded]
 
@@ -545,7 +544,7 @@ class Fill(_Message):
 
 
 class Completions(_Message):
-    """In the order of Generate.draws."""
+    """The completions, in the order of Generate.draws."""
 
     completions: list[Drawn]
 

@@ -153,7 +153,7 @@ class Device:
             self._check("cuStreamDestroy_v2", stream)
 
     def is_idle(self, stream: Any) -> bool:
-        """Whether everything started on `stream` is done; an error of it is raised."""
+        """Tells whether everything started on `stream` is done; an error of it is raised."""
         with self.current():
             code = self._cuda.cuStreamQuery(stream)
         if code not in (0, _NOT_READY):
@@ -289,13 +289,19 @@ class Mappings:
             self._device.close_mapping(self._held.pop(handle).pointer)
 
 
+def count(library: Any = None) -> int:
+    """Number of GPUs that this process sees."""
+    cuda = load() if library is None else library
+    found = _INT()
+    if code := cuda.cuDeviceGetCount(ctypes.byref(found)):
+        raise BridgeError(f"the CUDA driver cannot count GPUs: {_name(cuda, code)}", "unshared")
+    return found.value
+
+
 def find(uuid: bytes, library: Any = None) -> Device:
     """The GPU with that UUID among those this process sees; BridgeError("unshared") if it is not there."""
     cuda = load() if library is None else library
-    count = _INT()
-    if code := cuda.cuDeviceGetCount(ctypes.byref(count)):
-        raise BridgeError(f"the CUDA driver cannot count GPUs: {_name(cuda, code)}", "unshared")
-    for ordinal in range(count.value):
+    for ordinal in range(count(cuda)):
         device = _device(cuda, ordinal)
         if device.uuid == uuid:
             return device

@@ -17,11 +17,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qarl_jax.data.sources import layouts
-from qarl_jax.data.sources.template import Skipped, Split, Template, digest, wanted
+from qarl_jax.data.sources.template import Skipped, Split, Template, digest, is_system, wanted
 from qarl_jax.types import Prompt, UserError, at_least
 
 
@@ -30,7 +31,7 @@ class Jsonl:
     """A file with one JSON object per line (.jsonl, .jsonl.gz), or with one JSON list of them (.json).
 
     Attributes:
-      path: the file, or a pattern such as data/*.jsonl (files in sorted order).
+      path: the file, or a pattern such as data/*.jsonl or data/**/*.jsonl (files in sorted order).
       prompt_key: column with the question (text or a list of chat messages); empty: recognised from the columns.
       answer_key: column with the reference answer; empty: recognised.
       limit: use the first rows only; 0: all.
@@ -70,14 +71,14 @@ class Source:
     """All usable prompts of a split, read and tokenized once (see `PromptSource`)."""
 
     def __init__(self, cfg: Jsonl, template: Template, split: Split, holdout: float):
-        self.skipped = Skipped()
+        self.skipped, self.notes = Skipped(), template.notes
         self.prompts: list[Prompt] = []
         hasher = hashlib.blake2b(digest_size=8)
         rows = 0
-        for file in _expand(cfg.path):
+        files = _expand(cfg.path)
+        for file, name in zip(files, names(files), strict=True):
             reader = _read_parquet(file) if isinstance(cfg, Parquet) else _read_jsonl(file)
             columns: tuple[str, str] | None = None
-            stem = os.path.splitext(os.path.basename(file))[0]
             for number, place, row in reader:
                 if cfg.limit and rows >= cfg.limit:
                     break
@@ -89,13 +90,16 @@ class Source:
                 rows += 1
                 question, answer, columns = _asked(cfg, row, place, columns)
                 meta = {key: value for key, value in row.items() if isinstance(value, str | int | float)}
-                text = template.render(question, meta)
-                hasher.update(text.encode() + b"\0" + answer.encode() + b"\0")
-                if not wanted(text, split, holdout):
-                    continue
-                tokens = template.admit(text, self.skipped)
+                uid = f"{name}/{number}"
+                try:
+                    hasher.update(_written([uid, question, answer, meta]))
+                    if not wanted(question, split, holdout):
+                        continue
+                    text = template.render(question, meta)
+                    tokens = template.admit(text, self.skipped)
+                except UserError as error:
+                    raise UserError(f"{place}: {error}") from None
                 if tokens:
-                    uid = f"{stem}/{number}"
                     self.prompts.append(Prompt(uid=uid, tokens=tokens, text=text, answer=answer, meta=meta))
         if rows == 0:
             raise UserError(f"{cfg.path}: the data set is empty; it needs at least one row.")
@@ -103,6 +107,7 @@ class Source:
             raise UserError(
                 f"{cfg.path}: none of its {rows} rows is usable (left out: {self.skipped}; data.holdout={holdout})."
             )
+        self.longest = max((len(prompt.tokens) for prompt in self.prompts), default=0)
         self.fingerprint = digest("file", hasher.hexdigest(), split, holdout, template.fingerprint())
 
     def __len__(self) -> int:
@@ -111,6 +116,16 @@ class Source:
     def prompt(self, i: int) -> Prompt:
         """The i-th usable prompt, in file order. Its `meta` holds the row's text and number columns."""
         return self.prompts[i]
+
+
+def names(files: Sequence[str]) -> list[str]:
+    """A name for each file, which begins its prompts' uids: its stem, or, where two share theirs, its path from the
+    folder that holds them all."""
+    stems = [os.path.splitext(os.path.basename(file))[0] for file in files]
+    if len(set(stems)) == len(stems):
+        return stems
+    above = os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in files])
+    return [os.path.relpath(file, above) for file in files]
 
 
 def final_answer(text: str) -> str:
@@ -124,7 +139,7 @@ def final_answer(text: str) -> str:
 
 
 def _expand(path: str) -> list[str]:
-    files = sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.exists(path) else [path]
+    files = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) and not os.path.exists(path) else [path]
     if not files:
         raise UserError(f"{path}: no file matches this pattern.")
     for file in files:
@@ -150,7 +165,7 @@ def _read_jsonl(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
                     continue
                 form = " A jsonl file is text with one JSON object per line." if number == 1 else ""
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line, object_pairs_hook=_object)
                 except json.JSONDecodeError as error:  # its own line number counts within this line
                     ends = error.pos >= len(error.doc.rstrip())
                     where = "where the line ends" if ends else f"at column {error.pos + 1}"
@@ -160,15 +175,15 @@ def _read_jsonl(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
                 if not isinstance(row, dict):
                     raise UserError(f"{place}: expected a JSON object with columns, got {type(row).__name__}.{form}")
                 yield number, place, row
-    except OSError as error:
-        raise UserError(f"{file}: cannot read the data set: {error.strerror or error}.") from None
+    except (OSError, EOFError, zlib.error) as error:  # the last two: a broken .gz
+        raise UserError(f"{file}: cannot read the data set: {getattr(error, 'strerror', None) or error}.") from None
 
 
 def _read_json(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
     """A file that is one list of rows, or an object whose only list is that."""
     try:
         with open(file, "rb") as handle:
-            found = json.load(handle)
+            found = json.load(handle, object_pairs_hook=_object)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: not a readable JSON file: {error}.") from None
     lists = [found] if isinstance(found, list) else [x for x in getattr(found, "values", list)() if isinstance(x, list)]
@@ -191,13 +206,32 @@ def _read_parquet(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield number, f"{file}: row {number}", row
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # the last: text that is not UTF-8
         raise UserError(f"{file}: not a readable parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"the key {twice!r} stands there twice")
+    return row
+
+
+def _written(parts: Sequence[Any]) -> bytes:
+    """What is used of a row, as bytes that tell its changes."""
+    try:
+        return json.dumps(parts, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.start + 1]
+        raise UserError(
+            f"{half!r} is half of a character (a lone surrogate), which no tokenizer reads; mend or remove the row."
+        ) from None
 
 
 def _asked(
     cfg: Jsonl, row: Mapping[str, Any], place: str, before: tuple[str, str] | None
-) -> tuple[str | list[dict[str, str]], str, tuple[str, str] | None]:
+) -> tuple[str | list[dict[str, Any]], str, tuple[str, str] | None]:
     """Question and reference answer of a row, of the columns named or as its layout has them; and those columns."""
     for name, (columns, make) in () if cfg.prompt_key else layouts.MADE.items():
         if all(_has(row, column) for column in columns):
@@ -207,7 +241,7 @@ def _asked(
                 raise UserError(f"{place}: looks like {name}, but cannot be read as that: {error!r}.") from None
     prompt_key, answer_key = keys = _columns(cfg, row, place, before)
     question = _question(_reach(row, prompt_key, place), prompt_key, place)
-    return question, final_answer(_answer(_reach(row, answer_key, place), answer_key, place)), keys
+    return question, _answer(_reach(row, answer_key, place), answer_key, place), keys
 
 
 def _columns(cfg: Jsonl, row: Mapping[str, Any], place: str, before: tuple[str, str] | None) -> tuple[str, str]:
@@ -249,19 +283,23 @@ def _reach(row: Mapping[str, Any], key: str, place: str) -> Any:
     return at
 
 
-def _question(value: Any, key: str, place: str) -> str | list[dict[str, str]]:
+def _question(value: Any, key: str, place: str) -> str | list[dict[str, Any]]:
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, list) and value:
-        if all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in value):
-            return [{"role": str(m.get("role", "user")), "content": m["content"]} for m in value]
-        raise UserError(f"{place}: column {key!r}: expected chat messages with `role` and `content`.")
+        if not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in value):
+            raise UserError(f"{place}: column {key!r}: expected chat messages with `role` and `content`.")
+        # Parquet fills in keys that a message lacks.
+        said = [{k: v for k, v in m.items() if v is not None} | {"role": str(m.get("role") or "user")} for m in value]
+        if is_system(said[-1]) or not said[-1]["content"].strip():
+            raise UserError(f"{place}: column {key!r}: the last message asks nothing.")
+        return said
     raise UserError(f"{place}: column {key!r}: expected a question (text or chat messages), got {value!r:.60}.")
 
 
 def _answer(value: Any, key: str, place: str) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{place}: column {key!r}: {value} is no answer: a number must be finite, or be text.")
-    if isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip():
-        return str(value)
+    if isinstance(value, str | int | float) and not isinstance(value, bool) and (found := final_answer(str(value))):
+        return found
     raise UserError(f"{place}: column {key!r}: expected an answer (text or a number), got {value!r:.60}.")

@@ -33,6 +33,8 @@ class Config:
     def __post_init__(self) -> None:
         if not self.parts:
             raise UserError("a mix needs at least one source in `parts`.")
+        if slashed := [name for name in self.parts if "/" in name]:
+            raise UserError(f"parts: {slashed[0]!r} names its prompts NAME/..., so it must have no slash.")
 
 
 class Source:
@@ -58,6 +60,8 @@ class Source:
             too_long=sum(part.skipped.too_long for part in parts.values()),
             unknown_characters=sum(part.skipped.unknown_characters for part in parts.values()),
         )
+        self.notes = {kind: note for part in parts.values() for kind, note in part.notes.items()}
+        self.longest = max(part.longest for part in parts.values())
         self.fingerprint = digest("mix", [(name, part.fingerprint) for name, part in parts.items()])
 
     def __len__(self) -> int:

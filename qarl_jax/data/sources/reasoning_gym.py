@@ -12,15 +12,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import random
+import sys
 from typing import Any
 
 import numpy as np
 
-from qarl_jax.data.sources.template import Skipped, Split, Template, digest, wanted
+from qarl_jax.data.sources.template import Skipped, Split, Template, compiled, digest, rendered, wanted
 from qarl_jax.types import Prompt, UserError, at_least, did_you_mean
 
 # Candidates per slot before giving up; a held-out share of 1 % needs a few hundred.
 MAX_CANDIDATES = 2000
+# Draw from sets, in the order of Python's hashes (reasoning-gym 0.1.25).
+HASHED = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,8 @@ class Config:
       dataset: name in reasoning-gym, for example chain_sum. Leave empty when `mix` is given.
       config: that data set's own parameters, for example {min_terms: 2, max_terms: 4}.
       mix: several tasks with weights, instead of `dataset`.
+      question: a Jinja template that makes the question from a task's own `question` and `meta`, for example
+        "{{ meta.expression }}="; empty: the task's own.
       size: number of training prompts; the held-out split has size x data.holdout of its own on top.
       seed: of the tasks themselves (their order comes from the run's seed).
     """
@@ -47,6 +53,7 @@ class Config:
     dataset: str = ""
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     mix: tuple[Task, ...] = ()
+    question: str = ""
     size: int = 10_000
     seed: int = 0
 
@@ -73,7 +80,8 @@ class Source:
         self.template = template
         self.split: Split = split
         self.holdout = holdout
-        self.skipped = Skipped()
+        self.skipped, self.notes, self.longest = Skipped(), template.notes, template.max_len
+        self.question = compiled(cfg.question, "data.source.question")[0] if cfg.question else None
         self.size = round(cfg.size * holdout) if split == "heldout" else cfg.size
         self.fingerprint = digest("reasoning_gym", cfg, split, holdout, template.fingerprint())
         # Candidates per reasoning-gym data set: some load word lists when made, some refuse sizes above 20,000.
@@ -102,10 +110,13 @@ class Source:
             block, within = divmod(candidate, self.block)
             size, index = self.block * self.size, i + within * self.size
             seed = self.cfg.seed + block * size
-            entry = make_dataset(task.dataset, task.config, seed=seed, size=size)[index]
-            text = self.template.render(entry["question"], entry.get("metadata", {}))
-            if not wanted(text, self.split, self.holdout):
+            entry = drawn(make_dataset(task.dataset, task.config, seed=seed, size=size), index)
+            question, facts = entry["question"], entry.get("metadata", {})
+            if self.question is not None:
+                question = rendered(self.question, "data.source.question", question=question, meta=facts)
+            if not wanted(question, self.split, self.holdout):
                 continue
+            text = self.template.render(question, facts)
             tokens = self.template.admit(text, self.skipped)
             if not tokens:
                 continue
@@ -134,6 +145,16 @@ def make_dataset(name: str, config: dict[str, Any], *, seed: int, size: int) -> 
       UserError: unknown name, unknown or refused parameter.
     """
     return _make_dataset(name, repr(sorted(config.items())), _Held(config), seed, size)
+
+
+def drawn(dataset: Any, index: int) -> dict[str, Any]:
+    """An entry, the same whenever it is asked for: list_functions draws from the module `random`, too."""
+    kept = random.getstate()
+    random.seed(index)  # as the scorer does (`rewards/_worker.py`)
+    try:
+        return dataset[index]
+    finally:
+        random.setstate(kept)
 
 
 class _Held:
@@ -165,6 +186,12 @@ def _make_dataset(name: str, _key: str, config: _Held, seed: int, size: int) -> 
             raise UserError(
                 f"data.source.config: {name} has no parameter {key!r}.{hint} Known: {', '.join(sorted(known))}."
             )
+    hashed = [each for each in HASHED if each in f"{name} {config.value}"]
+    if hashed and sys.flags.hash_randomization:
+        raise UserError(
+            f"data.source: the questions of {hashed[0]} follow Python's hash seed: the scorer and a resumed run would"
+            " see other questions. Start with the environment variable PYTHONHASHSEED=0."
+        )
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **config.value)
     except (AssertionError, ValueError, TypeError, KeyError) as error:

@@ -2,23 +2,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every source of prompts shares: the protocol, templates, the length filter and the train / held-out split.
 
-The split is by content: a prompt is held out when the hash of its text falls under the held-out share. So the two
-splits can have no prompt in common, however often a procedural task repeats itself and whatever order a file is in,
-and the split stays the same when the data set grows.
+The split is by question: a prompt is held out when the hash of its question falls under the held-out share. So the two
+splits can have no question in common, however often a procedural task repeats itself and whatever order a file is in.
+The split stays the same when the data set grows, and under every template, system message and date.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from qarl_jax.data.tokenizer import Tokenizer
+from qarl_jax.data.tokenizer import Tokenizer, leading_ids
 from qarl_jax.types import Prompt, UserError
 
 Split = Literal["train", "heldout", "all"]
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclasses.dataclass
@@ -47,11 +49,14 @@ class PromptSource(Protocol):
     """A finite, indexable set of prompts; `prompt(i)` is a pure function of `i`.
 
     `fingerprint` identifies the set (its parameters or bytes, template and split), so that a resumed run can tell that
-    its data changed.
+    its data changed. `notes` are sentences for the reader, by kind; `longest`
+    is the most tokens of a prompt (of a set that is not made at once, those that are allowed).
     """
 
     fingerprint: str
     skipped: Skipped
+    notes: dict[str, str]
+    longest: int
 
     def __len__(self) -> int: ...
 
@@ -60,11 +65,15 @@ class PromptSource(Protocol):
 
 
 class Template:
-    """Renders a question to text and tokens.
+    """Renders a question, text or chat messages, to text and tokens.
 
-    `raw` is the question as it is; `chat` applies the tokenizer's chat template with a generation prompt; any text with
-    "{{" is a Jinja template that sees `question`, `system` and `meta` (for reasoning-gym: the metadata of the task, so
-    "{{ meta.expression }}=" gives a bare sum).
+    `raw` is the question as it is; `chat` applies the tokenizer's chat template, and goes on with a last message of the
+    assistant. Any text with "{{" is a Jinja template that sees `question`, `system`, `messages` and `meta` (for
+    reasoning-gym the metadata of the task). A row's own system message follows `system` in one message. A message that
+    a template would leave out is refused.
+
+    Attributes:
+      notes: what a reader should know of the prompts rendered so far, by kind.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, system: str, chat_args: Mapping[str, Any], max_len: int):
@@ -73,81 +82,139 @@ class Template:
         self.system = system
         self.chat_args = dict(chat_args)
         self.max_len = max_len
+        self.notes: dict[str, str] = {}
         if template == "chat" and not tokenizer.chat_template:
             raise UserError(
                 "data.template=chat, but the tokenizer has no chat template; set data.template=raw or a Jinja template"
                 " such as data.template='{{ question }}'."
             )
-        self.compiled = None
+        self.compiled: Any = None
+        self._names: set[str] = set()
         if template not in ("raw", "chat"):
-            self.compiled = _compile(template)
+            self.compiled, self._names = compiled(template, "data.template")
+        # A chat template writes its special tokens itself; in front of other text come the tokenizer's own.
+        self._leading = () if template == "chat" else leading_ids(tokenizer)
+        dated = "strftime_now" in str(tokenizer.chat_template) and "date_string" not in chat_args
+        if template == "chat" and dated:
+            self.notes["date"] = (
+                "the chat template writes today's date, so prompts change from day to day; where it reads date_string,"
+                " data.chat_args={date_string: 26 Jul 2024} keeps them"
+            )
 
     def render(self, question: str | Messages, meta: Mapping[str, Any]) -> str:
-        """The prompt's text."""
+        """The prompt's text.
+
+        Raises:
+          UserError: the template fails, or would leave out a message.
+        """
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+        said = list(itertools.dropwhile(is_system, messages))
+        heads = [self.system, *(message["content"] for message in messages[: len(messages) - len(said)])]
+        system = "\n\n".join(dict.fromkeys(head for head in heads if head))  # the same words once
+        whole = [{"role": "system", "content": system}, *said] if system else said
         if self.template == "chat":
-            messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
-            if self.system:
-                messages = [{"role": "system", "content": self.system}, *messages]
-            try:
-                return self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, **self.chat_args
-                )
-            except Exception as error:  # a template is a program, and may fail in any way
-                raise UserError(
-                    f"the tokenizer's chat template fails on {messages!r:.200}: {type(error).__name__}: {error}"
-                ) from None
-        text = question if isinstance(question, str) else _last_user_message(question)
-        if self.compiled is None:
-            return f"{self.system}\n{text}" if self.system else text
-        try:
-            return self.compiled.render(question=text, system=self.system, meta=meta)
-        except Exception as error:
+            return self._chat(whole)
+        if len(said) > 1 and "messages" not in self._names:
             raise UserError(
-                f"data.template {self.template!r} fails on {text!r:.200}: {type(error).__name__}: {error}."
+                f"data.template={self.template!r} writes one message, and here are {len(said)}"
+                f" ({', '.join(str(message['role']) for message in said)}): use data.template=chat, or a Jinja template"
+                " that writes {{ messages }}."
+            )
+        text = next((m["content"] for m in reversed(said) if m["role"] == "user"), said[-1]["content"])
+        if not self.compiled:
+            return f"{system}\n{text}" if system else text
+        if system and not self._names & {"system", "messages"}:
+            raise UserError(
+                f"data.template={self.template!r} leaves out the system message {system!r:.80}: add {{{{ system }}}}."
+            )
+        return rendered(
+            self.compiled, f"data.template {self.template!r}", question=text, system=system, messages=whole, meta=meta
+        )
+
+    def _chat(self, messages: Messages) -> str:
+        goes_on = messages[-1]["role"] == "assistant"
+        ends = {"continue_final_message" if goes_on else "add_generation_prompt": True}
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **ends, **self.chat_args)
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise UserError(
+                f"the tokenizer's chat template fails on {messages!r:.200}: {type(error).__name__}: {error}"
             ) from None
+        for message in messages:
+            if message["role"] in ("system", "user") and message["content"].strip() not in text:
+                self.notes["left out"] = (
+                    f"the chat template leaves out or changes a message: {message['role']}: {message['content']!r:.80}"
+                )
+        return text
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids; a chat template writes its special tokens itself, other text gets the tokenizer's own."""
-        return tuple(self.tokenizer(text, add_special_tokens=self.template != "chat")["input_ids"])
+        """Token ids, after those that the tokenizer puts in front unless the text begins with them; no end token."""
+        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return ids if ids[: len(self._leading)] == self._leading else (*self._leading, *ids)
 
     def admit(self, text: str, skipped: Skipped) -> tuple[int, ...] | None:
         """Token ids of a usable prompt; None, counted, for one that is too long or cannot be encoded."""
-        tokens = self.encode(text)
+        tokens = self.encode(text[: 64 * self.max_len])  # the start of a row of megabytes shows that it is too long
+        if len(tokens) <= self.max_len and len(text) > 64 * self.max_len:
+            tokens = self.encode(text)
         if len(tokens) > self.max_len:
             skipped.too_long += 1
             return None
         unknown = self.tokenizer.unk_token_id
-        if unknown is not None and unknown in tokens:
+        if not tokens or (unknown is not None and unknown in tokens):
             skipped.unknown_characters += 1
             return None
+        if tokens[-1] == self.tokenizer.eos_token_id:
+            self.notes["end"] = "prompts end in the end token, and the policy goes on after it: see data.template"
         return tokens
 
     def fingerprint(self) -> str:
         """Hash of all that decides how a question is rendered, the size of the vocabulary included."""
-        return digest(self.template, self.system, sorted(self.chat_args.items()), self.max_len, len(self.tokenizer))
+        chat = self.tokenizer.chat_template if self.template == "chat" else ""
+        args = sorted(self.chat_args.items())
+        return digest(self.template, self.system, args, self.max_len, len(self.tokenizer), chat)
 
 
-def _compile(template: str) -> Any:
+def compiled(template: str, name: str) -> tuple[Any, set[str]]:
+    """A Jinja template of the setting `name`, and the variables that it reads. Raises `UserError` for a broken one."""
     import jinja2
+    import jinja2.meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     if "{{" not in template and "{%" not in template:
-        raise UserError(
-            f"data.template={template!r}: expected raw, chat or a Jinja template (one with {{{{ question }}}})."
-        )
+        kinds = "raw, chat or " if name == "data.template" else ""
+        raise UserError(f"{name}={template!r}: expected {kinds}a Jinja template (one with {{{{ question }}}}).")
+    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     try:
-        return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True).from_string(
-            template
-        )
+        return environment.from_string(template), jinja2.meta.find_undeclared_variables(environment.parse(template))
     except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"data.template {template!r}: not a valid Jinja template: {error}.") from None
+        raise UserError(f"{name} {template!r}: not a valid Jinja template: {error}.") from None
 
 
-def _last_user_message(messages: Messages) -> str:
-    for message in reversed(messages):
-        if message.get("role", "user") == "user":
-            return message["content"]
-    return messages[-1]["content"]
+def rendered(template: Any, name: str, **values: Any) -> str:
+    """The text that a compiled template makes of values. Raises `UserError` where it fails."""
+    try:
+        return template.render(**values)
+    except Exception as error:
+        raise UserError(f"{name} fails on {values['question']!r:.200}: {type(error).__name__}: {error}.") from None
+
+
+def is_system(message: Mapping[str, Any]) -> bool:
+    """Whether a chat message is an instruction and no part of what is asked."""
+    return message["role"] in ("system", "developer")
+
+
+def asked(question: str | Messages) -> str:
+    """A question as the split hashes it: its text; of chat messages all but the system's.
+
+    A single message of the user counts as its text.
+    """
+    if isinstance(question, str):
+        return question
+    said = [message for message in question if not is_system(message)]
+    if len(said) == 1 and said[0]["role"] == "user":
+        return said[0]["content"]
+    return json.dumps([[message["role"], message["content"]] for message in said])
 
 
 def digest(*parts: Any) -> str:
@@ -155,12 +222,12 @@ def digest(*parts: Any) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
-def is_heldout(text: str, share: float) -> bool:
-    """Whether a prompt belongs to the held-out split: a fixed hash of its text, as a fraction, is below `share`."""
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+def is_heldout(question: str | Messages, share: float) -> bool:
+    """Whether a question belongs to the held-out split: a fixed hash of it, as a fraction, is below `share`."""
+    number = int.from_bytes(hashlib.blake2b(asked(question).encode(), digest_size=8).digest(), "big")
     return number < share * 2.0**64
 
 
-def wanted(text: str, split: Split, share: float) -> bool:
-    """Whether a prompt belongs to `split`."""
-    return split == "all" or is_heldout(text, share) == (split == "heldout")
+def wanted(question: str | Messages, split: Split, share: float) -> bool:
+    """Whether a question belongs to `split`."""
+    return split == "all" or is_heldout(question, share) == (split == "heldout")

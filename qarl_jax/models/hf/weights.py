@@ -67,7 +67,7 @@ def _names(config: ModelConfig) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the tensors of one layer are in the parameters, or one outside of the layers.
+    """The place of one layer's tensors, or of a tensor outside of the layers, in the parameters.
 
     Attributes:
       path: of the parameter.
@@ -171,6 +171,20 @@ def check_names(config: ModelConfig, found: set[str], where: str) -> None:
         raise UserError(f"{where}: {len(extra)} tensor(s) that config.json leaves no place for: {listed(extra)}")
 
 
+def check_weights(folder: str | pathlib.Path, config: ModelConfig) -> None:
+    """Compares names, shapes and dtypes of a folder's tensors with what `config` asks for; reads no weight.
+
+    Raises:
+      UserError: as `load_masters`, but for weights that are not finite.
+    """
+    checkpoint = Checkpoint(folder)
+    check_names(config, set(checkpoint), str(folder))
+    names = hf_names(config)
+    for path, like in by_path(split(abstract_model(config))[1]).items():
+        for name in names[path].reshape(-1):
+            checkpoint.tensor(str(name), like.shape[names[path].ndim :])
+
+
 def load_hf(
     path: str | pathlib.Path,
     dtype: Any = "float32",
@@ -258,7 +272,7 @@ def _read(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDtypeStruct,
 
 
 def _is_finite(x: np.ndarray) -> bool:
-    """Whether no number is NaN or infinite."""
+    """Tells whether no number is NaN or infinite."""
     if x.dtype == ml_dtypes.bfloat16:
         return not ((np.ascontiguousarray(x).view(np.uint16) & 0x7F80) == 0x7F80).any()
     with np.errstate(all="ignore"):  # one number tells of them all, and fast; that it overflows is possible

@@ -10,7 +10,7 @@ scale 2**-7.
 **Product.** w = bf(q * s), then an ordinary product of compute-dtype operands with float32 accumulation, rounded once:
 y = bf(acc + b). Machete, Marlin and Humming on sm90 round the weight to bf(q * s) before they multiply, too; a float32
 q * s would change 33-40 % of the outputs. They cut K by the number of rows, so on CUDA the bridge's product takes their
-place, with parts of K that the weight's shape decides (`qarl_bridge.protocol.contract`); on a CPU the sum is float64.
+place, with parts of K that the weight's shape decides (`qarl_bridge.protocol.split_k`); on a CPU the sum is float64.
 
 **Backward.** Straight through: dX = dY bf(q * s), dMaster = dY^T x.
 
@@ -30,14 +30,11 @@ from typing import ClassVar
 
 from qarl_jax.quant.schemes import int4_grid
 
-NAME = "w4a16"
-
 
 @dataclasses.dataclass(frozen=True)
 class Config(int4_grid.Config):
     """int4 weights, activations in compute dtype. See `int4_grid.Config`."""
 
-    name: ClassVar[str] = NAME
-
-
-check, quantize, dequantize = int4_grid.check, int4_grid.quantize, int4_grid.dequantize
+    name: ClassVar[str] = "w4a16"
+    held_twice: ClassVar[bool] = True
+    baseline_k3: ClassVar[float | None] = 1.2

@@ -33,6 +33,8 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import itertools
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -43,11 +45,12 @@ import numpy as np
 
 from qarl_jax import models
 from qarl_jax.models.logprobs import logits_of
-from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, requests_for
+from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.embedded.decode_form import Policy, compute_form
 from qarl_jax.rollout.embedded.draw import draw
 from qarl_jax.runtime import mesh, processes
-from qarl_jax.types import Completion, Prompt, UserError, VersionSpan, at_least
+from qarl_jax.typed_config.annotations import internal
+from qarl_jax.types import Completion, UserError, VersionSpan, at_least
 
 # Named, so that no global setting of JAX changes what a run draws.
 _typed_key = functools.partial(jax.random.wrap_key_data, impl="threefry2x32")
@@ -55,7 +58,9 @@ _typed_key = functools.partial(jax.random.wrap_key_data, impl="threefry2x32")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Attributes:
+    """The `rollout.engine` section; `batch_size` alone is an option, the rest is for code.
+
+    Attributes:
     batch_size: slots, i.e. sequences decoded at once.
     min_slots: an emptying batch is halved down to this many slots, one compiled decode program for each size.
     prompt_bucket: prompt lengths are rounded up to this times a power of two.
@@ -65,10 +70,10 @@ class Config:
     """
 
     batch_size: int = 64
-    min_slots: int = 8
-    prompt_bucket: int = 16
-    response_bucket: int = 16
-    refill_fraction: float = 0.125
+    min_slots: int = internal(16)
+    prompt_bucket: int = internal(16)
+    response_bucket: int = internal(16)
+    refill_fraction: float = internal(0.125)
 
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "min_slots", "prompt_bucket", "response_bucket")
@@ -279,11 +284,19 @@ def bucket(length: int, unit: int) -> int:
     return size
 
 
-class JaxSampler:
-    """The embedded `RolloutEngine`.
+def samples_per_prompt(requests: Sequence[Request]) -> int | None:
+    """Number of neighbouring requests that begin the same prompt, where that number divides every such run; None where
+    a request continues a response."""
+    if any(request.tokens for request in requests):
+        return None
+    runs = itertools.groupby(requests, lambda request: request.prompt.uid)
+    return math.gcd(*(len(list(run)) for _, run in runs))
+
+
+class JaxSampler(RolloutEngine):
+    """The embedded sampler.
 
     Attributes:
-      version: the version published last; -1 before the first.
       compiled_programs: programs compiled so far; it stops growing once every shape of a run has been seen.
       stats: of the last call: decode_steps, slot_steps (steps x slots: tokens that could have been drawn), tokens,
         refills, prefilled contexts, seconds.
@@ -338,29 +351,15 @@ class JaxSampler:
         with mesh.turn(self._devices):  # a learner may train in another thread
             return program(*arguments)
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, num_samples: int, sampling: SamplingConfig, key: int
-    ) -> list[list[Completion]]:
-        """Samples `num_samples` completions of every prompt under the published version.
+    def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:
+        """Yields every completion once all have ended; see `RolloutEngine`.
+
+        Shapes are those of the longest context, in buckets: continuing a response takes a few more programs than
+        beginning one, one set for every doubling of the context.
 
         Raises:
-          UserError: nothing was published, num_samples < 1, an empty prompt, or a token outside the vocabulary.
+          UserError: nothing was published, an empty prompt, or a token outside the vocabulary.
         """
-        if num_samples < 1:
-            raise UserError(f"rollout: num_samples must be at least 1, got {num_samples}")
-        requests = requests_for(prompts, num_samples=num_samples, sampling=sampling, key=key)
-        drawn = self._call(requests, sampling, num_samples)
-        return [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
-
-    def extend(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> list[Completion]:
-        """Adds at most `sampling.max_response_len` tokens to every response; see `RolloutEngine`.
-
-        Shapes are those of the longest context, in buckets: a few more programs than `generate`, one set for every
-        doubling of it. Raises as `generate` does.
-        """
-        return self._call(requests, sampling, None)
-
-    def _call(self, requests: Sequence[Request], sampling: SamplingConfig, sharing: int | None) -> list[Completion]:
         if self._policy is None:
             raise UserError("rollout: nothing can be sampled before publish; publish version 0 first")
         for request in requests:
@@ -374,12 +373,12 @@ class JaxSampler:
                 )
         if not requests:
             self.stats = {}
-            return []
-        return _Call(self, self._policy, requests, sampling, sharing).run()
+            return
+        yield from enumerate(_Call(self, self._policy, requests, sampling, samples_per_prompt(requests)).run())
 
 
 class _Call:
-    """One `generate` or `extend`: the queue, the slots, and the host loop that connects them.
+    """One call of `draw`: the queue, the slots, and the host loop that connects them.
 
     Neighbours among the requests that have the same context share a prefill. `sharing`: how many do; None: unknown.
     """

@@ -3,54 +3,57 @@
 """Python as a tool: the last fenced block of a turn is run, and what it prints is observed.
 
 A turn without one is the answer.
-Every program runs anew, in the sandbox that grades code (`rewards/_sandbox.py`): no files written, no processes, no
-network, bounded time and memory.
+Every program runs anew, in the jail and the sandbox that grade code (`rewards/jail.py`, `rewards/_sandbox.py`): no
+files written, none of the user's read, no processes, no network, bounded time and memory.
 """
 
-import asyncio
-import ctypes
 import importlib.util
-import re
+import os
 import time
 
-_FENCE = re.compile(r"^[ \t]*```(?:python|py)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+
+def _load(name):
+    """A module of `rewards/`, by its file: the process imports nothing of qarl_jax."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "rewards", f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # a .py file always has a loader
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_fences, _sandbox = _load("fences"), _load("_sandbox")
+_sandbox.prepare(1024)  # raises OSError, as the process starts, where no program can be run safely
 
 
 class Environment:
     """See `rollout/environments/__init__.py` for what an environment is.
 
     Args:
-      sandbox: path of `_sandbox.py`.
       program_s: seconds that a program may take. memory_mb: its address space. max_chars: of its output.
     """
 
-    def __init__(self, sandbox, program_s, memory_mb, max_chars):
-        spec = importlib.util.spec_from_file_location("sandbox", sandbox)
-        assert spec is not None  # a .py file always has a loader
-        assert spec.loader is not None
-        self.sandbox = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.sandbox)
-        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: /proc shows a program nothing of this process
+    def __init__(self, program_s, memory_mb, max_chars):
         self.program_s, self.memory_mb, self.max_chars = program_s, memory_mb, max_chars
 
     async def reset(self, task):
         return ""
 
-    async def step(self, text):
-        blocks = _FENCE.findall(text)
+    def step(self, text):
+        blocks = [block for language, block in _fences.blocks(text) if language in ("", *_fences.PYTHON)]
         if not blocks:
             return "", 0.0, True
-        said = await asyncio.to_thread(self.run, blocks[-1])
-        return said[: self.max_chars], 0.0, False
+        return self.run(blocks[-1])[: self.max_chars], 0.0, False
 
     def run(self, code):
         """What a program prints; the error that ended it is part of that."""
         program = None
         try:
             deadline = time.monotonic() + self.program_s
-            program = self.sandbox.Program(code, deadline, self.memory_mb, stdin="", tell=True)
+            program = _sandbox.Program(code, deadline, self.memory_mb, stdin="", tell=True)
             return program.output()
-        except self.sandbox.FailedError as error:
+        except _sandbox.FailedError as error:
             return f"error: {error}"
         finally:
             if program is not None:

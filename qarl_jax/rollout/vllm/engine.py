@@ -18,7 +18,7 @@ in common: what a version is, what a request asks, and what an answer must hold.
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import functools
 import hashlib
 import os
@@ -35,11 +35,11 @@ from qarl_bridge.protocol.messages import BridgeError
 from qarl_jax import models
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.quant import QTensor
-from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, requests_for
-from qarl_jax.rollout.vllm.config import Config
+from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
+from qarl_jax.rollout.vllm.config import Config, check_length
 from qarl_jax.rollout.vllm.fleet import USER_CODES, Fleet
 from qarl_jax.rollout.vllm.gpu_staging import DeviceStager, gpus_of, layout
-from qarl_jax.types import Completion, Prompt, UserError, VersionSpan
+from qarl_jax.types import Completion, UserError, VersionSpan
 
 # A promise that was not kept: what was promised, and what it means that it is broken.
 _PROMISES = {
@@ -94,8 +94,8 @@ class BrokenPromiseError(UserError):
 
 
 def leave_memory_to_vllm() -> None:
-    """Call before JAX first asks for its devices: on a card shared with vLLM it must take memory as it needs it, not
-    three quarters of the card at once. What the user has set stays."""
+    """Call before JAX first asks for its devices: on a GPU shared with vLLM it must take memory as it needs it, not
+    three quarters of the GPU at once. What the user has set stays."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
@@ -108,7 +108,7 @@ def engine_tensors(weights: PolicyWeights, *, stacked: bool = False) -> Iterator
     for name, tensor in models.export_tensors(weights.params, weights.qweights, config, stacked=stacked):
         name = expert_stacks.name_of(name) if stacked else name
         if isinstance(tensor, QTensor):
-            yield from formats.pack(name, tensor.qvalue, tensor.scale, str(tensor.scheme)).items()
+            yield from formats.pack(name, tensor.arrays, tensor.scheme.wire).items()
         else:
             yield name, tensor
 
@@ -117,15 +117,15 @@ def engine_config(graphdef: Any) -> dict[str, Any]:
     """The config.json the engine is started with: the model's own, and the quantization_config its rules imply."""
     config = models.config_of(graphdef)
     names = models.hf_names(config)
-    schemes: dict[str, str] = {}
+    layouts: dict[str, formats.Layout | None] = {}
     for path in quantizable(models.abstract_model(config)):
         scheme = config.scheme_of(path)
-        for name in names[path].reshape(-1):
-            schemes[str(name)] = "bf16" if scheme is None else str(scheme)
+        layout = None if scheme is None else scheme.wire
+        layouts |= {str(name): layout for name in names[path].reshape(-1)}
     values = models.hf_config_json(config)
     values.pop("quantization_config", None)
     ignore = ["lm_head"] if config.moe is None else ["lm_head", "re:.*mlp\\.gate$"]
-    section = formats.quantization_config(schemes, ignore)
+    section = formats.quantization_config(layouts, ignore)
     return values if section is None else values | {"quantization_config": section}
 
 
@@ -146,7 +146,7 @@ def draw_seed(key: int, uid: str, number: int, start: int = 0) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-class VllmEngine:
+class VllmEngine(RolloutEngine):
     """A RolloutEngine; see the module docstring.
 
     Args:
@@ -209,6 +209,7 @@ class VllmEngine:
         """
         if not self._config.started:
             return
+        check_length(self._config, models.config_of(graphdef).max_position_embeddings)
         _, params, _ = models.split(models.abstract_model(models.config_of(graphdef)))
         qweights = jax.eval_shape(functools.partial(models.quantize_params, graphdef), params)
         places = layout(PolicyWeights(graphdef=graphdef, params=params, qweights=qweights))
@@ -227,6 +228,7 @@ class VllmEngine:
             )
         self._model, self._model_json = identity, model_json
         config = models.config_of(weights.graphdef)
+        check_length(self._config, config.max_position_embeddings)
         self._numerics, self._shards = config.numerics.profile, config.numerics.shards
         self._schemes = _schemes(config)
         try:
@@ -312,48 +314,12 @@ class VllmEngine:
             raise UserError("probe: nothing was published yet")
         return self.fleet.ask(lambda client: client.probe([int(t) for t in prompt], list(modules)))
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_samples: int,
-        sampling: SamplingConfig,
-        key: int,
-        on_group: Callable[[int, list[Completion]], None] | None = None,
-    ) -> list[list[Completion]]:
-        """`num_samples` completions of each prompt, in order; a bridge that dies meanwhile is replaced.
-
-        `on_group` is called once for some of the prompts, with (its number, its completions) as soon as all of them
-        have ended, while others are still drawn.
-        """
-        requests = requests_for(prompts, num_samples=num_samples, sampling=sampling, key=key)
-        ended: dict[int, dict[int, Completion]] = collections.defaultdict(dict)
-
-        def on_ended(index: int, completion: Completion) -> None:
-            number = index // num_samples
-            if index not in ended[number]:  # a bridge that was replaced tells it again
-                ended[number][index] = completion
-                if on_group is not None and len(ended[number]) == num_samples:
-                    on_group(number, [ended[number][i] for i in sorted(ended[number])])
-
-        completions = self.extend(requests, sampling=sampling, on_ended=on_ended if on_group is not None else None)
-        return [completions[i * num_samples : (i + 1) * num_samples] for i in range(len(prompts))]
-
-    def extend(
-        self,
-        requests: Sequence[Request],
-        *,
-        sampling: SamplingConfig,
-        on_ended: Callable[[int, Completion], None] | None = None,
-    ) -> list[Completion]:
-        """What is added to each response; a bridge that dies meanwhile is replaced. See `RolloutEngine`.
-
-        `on_ended` is told of some completions (their number, and they themselves) before the others have ended.
-        """
+    def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:
+        """Yields completions as vLLM ends them; a bridge that dies meanwhile is replaced. See `RolloutEngine`."""
         if self._staged is None:
             raise UserError("generate: nothing was published yet")
         if not requests:
-            return []
+            return
         draws = [
             messages.Draw(
                 prompt=[int(token) for token in request.context],
@@ -370,16 +336,11 @@ class VllmEngine:
             stop_token_ids=[int(token) for token in sampling.stop_token_ids],
         )
 
-        ended: dict[int, Completion] = {}
-
-        def end(number: int, drawn: messages.Drawn) -> None:
-            ended[number] = self._completion(requests[number], drawn)
-            if on_ended is not None:
-                on_ended(number, ended[number])
-
         routed = 2 * int(np.prod(self._routing_shape())) if self._config.record_routing else 0
-        self.fleet.draw(draws, common, routed_bytes=routed, on_progress=self._on_progress, on_ended=end)
-        return [ended[number] for number in range(len(requests))]
+        drawn = self.fleet.draw(draws, common, routed_bytes=routed, on_progress=self._on_progress)
+        with contextlib.closing(drawn):
+            for index, one in drawn:
+                yield index, self._completion(requests[index], one)
 
     def close(self) -> None:
         """Stop the bridges this engine started, and free the staged version. Idempotent."""
@@ -442,7 +403,7 @@ class VllmEngine:
         if facts.engine != "fake" and facts.records_routing != self._config.record_routing:
             needed = "true" if self._config.record_routing else "false"
             raise UserError(
-                f"rollout.router_replay: start the bridges of rollout.engine.{self._config.by_hand} with record_routing"
+                f"rollout.router_replay: start the bridges of rollout.engine.endpoints with record_routing"
                 f" {needed} in their --options"
             )
 

@@ -26,7 +26,8 @@ from qarl_bridge.protocol import messages
 
 from qarl_jax.types import UserError
 
-_LOG_TAIL_BYTES = 3000
+_LOG_TAIL_BYTES = 30_000
+_MOST_WORDS = 2000  # characters of a sentence
 
 
 class BridgeProcess:
@@ -36,7 +37,7 @@ class BridgeProcess:
       arguments: of its command line, beside what is in the folder.
       python: interpreter; empty: this one.
       visible_gpus: its CUDA_VISIBLE_DEVICES; empty: this process's.
-      log_file: where its output goes; empty: into the folder.
+      log_file: where its output goes, behind what is there; empty: into the folder.
       host: address of this host that it listens on, at a free port; empty: a unix socket.
     """
 
@@ -49,6 +50,7 @@ class BridgeProcess:
         self._visible_gpus = visible_gpus
         self._log_file = log_file
         self._scratch: messages.Scratch | None = None
+        self._log_begin = 0  # of what the process that was started last wrote
         self.process: subprocess.Popen | None = None
 
     def start(self, config: Mapping[str, Any], expected: Iterable[messages.Expected]) -> tuple[str, bytes]:
@@ -83,6 +85,7 @@ class BridgeProcess:
             environment["CUDA_VISIBLE_DEVICES"] = self._visible_gpus
         try:
             with open(self._log_path(), "ab") as log:
+                self._log_begin = log.tell()
                 self.process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -104,28 +107,29 @@ class BridgeProcess:
 
     @property
     def is_started(self) -> bool:
-        """Whether a bridge was started and not stopped."""
+        """Tells whether a bridge was started and not stopped."""
         return self.process is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether a bridge was started and is no more."""
+        """Tells whether a bridge was started and is no more."""
         return self.process is not None and self.process.poll() is not None
 
     def _log_path(self) -> str:
         return self._log_file or os.path.join(self.folder or "", "bridge.log")
 
     def last_words(self) -> str:
-        """The last error it wrote, else the end of its log."""
+        """The last error it wrote, else the end of what it wrote; and where all of it is, if it is kept."""
         try:
             with open(self._log_path(), "rb") as file:
-                file.seek(max(0, os.path.getsize(self._log_path()) - _LOG_TAIL_BYTES))
+                file.seek(max(self._log_begin, os.path.getsize(self._log_path()) - _LOG_TAIL_BYTES))
                 text = file.read().decode(errors="replace").strip()
         except OSError:
-            return "no output"
-        lines = text.splitlines()
-        errors = [line for line in lines if line.startswith("error:")]
-        return errors[-1].removeprefix("error: ") if errors else "\n".join(lines[-15:])
+            text = ""
+        lines = text.splitlines() or ["no output"]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error:")]
+        words = errors[-1][:_MOST_WORDS] if errors else "\n".join(lines[-15:])[-_MOST_WORDS:]
+        return f"{words} (all that it said: {self._log_file})" if self._log_file else words
 
     def kill(self, patience_s: float) -> int | None:
         """End it without asking; its exit code, if it ended by itself within `patience_s`."""

@@ -1,0 +1,84 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which of its builds vLLM's CPU wheel loads, and how to have it load another.
+
+The x86 wheel holds three extensions and picks one by what torch says of the CPU: `_C` (AVX-512 with bf16 instructions;
+AMX is a switch inside it), `_C_AVX512` and `_C_AVX2`. On Arm there is one. `QARL_BRIDGE_CPU_BUILD` names the build to
+run instead of the CPU's own, for a trial of what a lesser machine would do: vLLM, torch, oneDNN and MKL are then all
+kept from the instructions that machine lacks. Every build gives the same bits (`cpu/linear.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+from qarl_bridge.protocol.errors import BridgeError
+
+VARIABLE = "QARL_BRIDGE_CPU_BUILD"
+# Least first. The values: torch's own vector code, oneDNN's, MKL's.
+_LIMITS = {
+    "avx2": ("avx2", "AVX2", "AVX2"),
+    "avx512": ("avx512", "AVX512_CORE_VNNI", "AVX512"),
+    "avx512_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512"),
+    "amx": ("avx512", "AVX512_CORE_AMX", "AVX512"),
+}
+BUILDS = tuple(_LIMITS)
+
+
+def asked() -> str:
+    """The build the environment names; "": the CPU's own.
+
+    Raises:
+      BridgeError("setup"): there is no such build.
+    """
+    name = os.environ.get(VARIABLE, "")
+    if name and name not in BUILDS:
+        raise BridgeError(f"{VARIABLE}={name} is no build of vLLM's CPU wheel: use one of {', '.join(BUILDS)}", "setup")
+    return name
+
+
+def prepare() -> None:
+    """Before torch is imported, which reads these once."""
+    if name := asked():
+        vectors, onednn, mkl = _LIMITS[name]
+        os.environ |= {"ATEN_CPU_CAPABILITY": vectors, "ONEDNN_MAX_CPU_ISA": onednn, "MKL_ENABLE_INSTRUCTIONS": mkl}
+
+
+def own(torch: Any) -> str:
+    """The build this CPU gets by itself."""
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return "arm"
+    if torch.cpu._is_amx_tile_supported():
+        return "amx"
+    if torch.cpu._is_avx512_bf16_supported():
+        return "avx512_bf16"
+    return "avx512" if torch.cpu._is_avx512_supported() else "avx2"
+
+
+def runnable(torch: Any) -> tuple[str, ...]:
+    """The builds this CPU can run, least first."""
+    mine = own(torch)
+    return BUILDS[: BUILDS.index(mine) + 1] if mine in BUILDS else (mine,)
+
+
+def choose(torch: Any) -> str:
+    """Before vLLM is imported: it takes the build the environment names, or the CPU's own, which is returned.
+
+    Raises:
+      BridgeError("setup"): this CPU cannot run the one that is named.
+    """
+    name = asked()
+    if not name:
+        return own(torch)
+    if name not in (possible := runnable(torch)):
+        raise BridgeError(f"{VARIABLE}={name}: this CPU can run {', '.join(possible)} only", "setup")
+    for probe, least in (
+        ("_is_avx512_supported", "avx512"),
+        ("_is_avx512_bf16_supported", "avx512_bf16"),
+        ("_is_amx_tile_supported", "amx"),
+    ):
+        has = BUILDS.index(name) >= BUILDS.index(least)
+        setattr(torch.cpu, probe, lambda has=has: has)
+    return name

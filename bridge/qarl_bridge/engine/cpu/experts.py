@@ -1,0 +1,137 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Experts for vLLM's CPU engine, one arithmetic for every build (`cpu/linear.py`).
+
+vLLM 0.32 multiplies quantized experts on x86 through AMX tiles only and refuses such a model elsewhere; its kernels for
+bf16 experts round differently from build to build. These methods take their place, expert by expert, with the products
+of the linear layers:
+
+    h = product(x[rows of e], w13[e])            bf16: gate and up, side by side
+    a = bf16(f32(silu(gate) * up))               as `cpu/layers.py`
+    o = product(a, w2[e])                        bf16
+    y = bf16(f32(sum over a token's experts of weight * o))      in float64
+
+which is also what the learner computes (`qarl_jax/models/moe.py`). bf16 experts, int8 ones (w8a8), int4 with bf16
+(w4a16) or int8 activations (w4a8). The tensors stay as loaded; a float64 copy beside them is what is multiplied with.
+
+What we left out: speed (a loop over experts) and small memory (8 bytes per weight), expert parallelism, biases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_int8 import (  # noqa: E501
+    CompressedTensorsW8A8Int8MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (  # noqa: E501
+    CompressedTensorsWNA16MoEMethod,
+)
+
+from qarl_bridge.engine import expert_methods
+from qarl_bridge.engine.cpu.layers import silu_and_mul
+from qarl_bridge.engine.cpu.linear import Rows, channel_weight, int4_weight, int8_rows, product
+
+
+class _Float64(FusedMoEMethodBase):
+    """The part that does not depend on the format. rows: what makes codes of activations."""
+
+    rows: Rows | None = None
+
+    def _start(self, moe: Any) -> None:
+        FusedMoEMethodBase.__init__(self, moe)
+        if moe.has_bias or moe.moe_parallel_config.use_ep or moe.activation != MoEActivation.SILU:
+            raise NotImplementedError("float64 experts: no biases, no expert parallelism, SwiGLU only")
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """No kernel of vLLM's reads one."""
+        return None
+
+    def _hold(self, layer: Any, name: str, weights: list[torch.Tensor]) -> None:
+        """Keep matrix `name` ("w13" or "w2") of every expert, as it is multiplied with."""
+        layer.register_parameter(f"{name}_float64", torch.nn.Parameter(torch.stack(weights), requires_grad=False))
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[M, D], weights and ids [M, k] -> [M, D] in x.dtype."""
+        outputs = torch.zeros((*topk_ids.shape, x.shape[1]), dtype=torch.float64)
+        for expert in torch.unique(topk_ids).tolist():
+            rows, places = (topk_ids == expert).nonzero(as_tuple=True)
+            hidden = silu_and_mul(product(x[rows], layer.w13_float64[expert], None, self.rows))
+            outputs[rows, places] = product(hidden, layer.w2_float64[expert], None, self.rows).double()
+        return (outputs * topk_weights.double().unsqueeze(-1)).sum(dim=1).float().to(x.dtype)
+
+
+class Float64MoEMethod(_Float64, UnquantizedFusedMoEMethod):
+    """bf16 experts; see the module docstring."""
+
+    def __init__(self, moe: Any):
+        UnquantizedFusedMoEMethod.__init__(self, moe)
+        self._start(moe)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Copy the weights, at load and at every reload."""
+        for name in ("w13", "w2"):
+            self._hold(layer, name, list(getattr(layer, f"{name}_weight").data.double()))
+
+
+class Float64Int8MoEMethod(_Float64, CompressedTensorsW8A8Int8MoEMethod):
+    """w8a8 experts; see the module docstring."""
+
+    def __init__(self, weight_quant: Any, input_quant: Any, moe: Any):
+        self._start(moe)
+        self.weight_quant, self.input_quant = weight_quant, input_quant
+        self.static_input_scales = False
+        self.rows = int8_rows
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Build the float64 weights, at load and at every reload."""
+        for name in ("w13", "w2"):
+            codes, scales = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+            self._hold(layer, name, [channel_weight(q, s) for q, s in zip(codes, scales, strict=True)])
+
+
+class Float64WNA16MoEMethod(_Float64, CompressedTensorsWNA16MoEMethod):
+    """w4a16 and w4a8 experts; see the module docstring."""
+
+    def __init__(self, weight_quant: Any, input_quant: Any, moe: Any):
+        self._start(moe)
+        self.weight_quant, self.input_quant = weight_quant, input_quant
+        self.num_bits, self.symmetric, self.strategy = weight_quant.num_bits, True, weight_quant.strategy
+        self.packed_factor = 32 // weight_quant.num_bits
+        self.group_size = -1 if weight_quant.group_size is None else weight_quant.group_size
+        self.rows = int8_rows if envs.VLLM_CPU_INT4_W4A8 else None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Build the float64 weights from the packed ones, at load and at every reload."""
+        for name in ("w13", "w2"):
+            packed = getattr(layer, f"{name}_weight_packed").data
+            scales = getattr(layer, f"{name}_weight_scale").data
+            int8 = self.rows is not None
+            self._hold(layer, name, [int4_weight(p, s, int8) for p, s in zip(packed, scales, strict=True)])
+
+
+def register() -> None:
+    """Let these serve every MoE layer on a CPU (idempotent)."""
+    expert_methods.serve(Float64MoEMethod, _class_of)
+
+
+def _class_of(weights: Any, inputs: Any, layer: Any) -> type | None:
+    del layer
+    if weights.num_bits == 8 and inputs is not None:
+        return Float64Int8MoEMethod
+    if weights.num_bits == 4 and weights.symmetric and str(weights.type).endswith("int"):
+        return Float64WNA16MoEMethod
+    return None

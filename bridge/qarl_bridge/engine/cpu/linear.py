@@ -1,0 +1,235 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of our own for vLLM's CPU engine: one arithmetic for every build, x86 or Arm.
+
+vLLM's CPU wheel holds several builds, and each multiplies, rounds and adds in its own way: with AMX tiles, with oneDNN,
+with kernels that drop the low bits instead of rounding. None of that is mirrored. Every layer is replaced by what is
+written here, in torch's generic operations, and the learner computes the same (profile `cpu` of
+`docs/concepts/engines.md`):
+
+    S(x, w) = f32(sum_k x_k w_k)                   the sum in float64, in any order, rounded to float32 once
+    bf16, w4a16   y = bf(S(x, w) + b)              w as held, or bf(q s)
+    w8a8, w4a8    y = bf(f32(s_x sum x_q w) + b)   w = q s, exact; am = max(max|x|, 1e-7), s_x = am / 127,
+                                                   x_q = RNE(x * (127 / am)), each one float32 operation
+    fp8           the same with s_x = max(max|x| / 448, 1 / (448 * 512)) and x_q = e4m3(x * (1 / s_x))
+    head, router  S(x, w), left in float32
+
+Why float64. A product of two bfloat16 values (or of a code and a weight) is exact in float64, and a sum of thousands of
+them is off by 1e-13 of its size, whatever the order. Rounded to float32 it therefore is the same number in any library
+unless it falls that close to the middle between two floats, about once in 10^6, and then one bfloat16 output in 65,000
+differs. So either side may use its library's product, and the number of rows, threads, blocks or the vector width
+change nothing.
+
+The price is memory, eight bytes per weight beside the loaded one, and about half of float32's speed. What we left out:
+tensor parallelism, static activation scales, zero points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.model_executor.kernels import linear as registry
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    FP8ScaledMMLinearKernel,
+    FP8ScaledMMLinearLayerConfig,
+    Int8ScaledMMLinearKernel,
+    Int8ScaledMMLinearLayerConfig,
+)
+from vllm.model_executor.layers import utils as dispatch
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.platforms import PlatformEnum, current_platform
+from vllm.scalar_type import scalar_types
+
+from qarl_bridge.engine import versions
+
+Rows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: Rows | None = None, wide: bool = False
+) -> torch.Tensor:
+    """One layer, as in the module docstring.
+
+    Args:
+      x: [..., K] in the compute dtype.
+      weight: [N, K] float64.
+      bias: [N] or None.
+      rows: makes codes and scales of x; None: x is multiplied as it is.
+      wide: the result stays float32.
+
+    Returns:
+      [..., N] in x.dtype, or float32.
+    """
+    codes, scale = (x, None) if rows is None else rows(x)
+    y = codes.double() @ weight.t()
+    if scale is not None:
+        y *= scale
+    y = y.float()
+    if bias is not None:
+        y += bias.float()
+    return y if wide else y.to(x.dtype)
+
+
+def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., K] -> int8 codes as float32 [..., K], and float32 scales [..., 1]."""
+    rows = x.float()
+    amax = rows.abs().amax(dim=-1, keepdim=True).clamp_min(1e-7)
+    top = torch.full_like(amax, 127)  # a tensor: torch computes scalar / tensor as reciprocal times scalar
+    return torch.round(rows * (top / amax)), amax / top
+
+
+def fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., K] -> e4m3 codes as float32 [..., K], and float32 scales [..., 1]."""
+    rows = x.float()
+    amax = rows.abs().amax(dim=-1, keepdim=True)
+    scale = (amax / torch.full_like(amax, 448)).clamp_min(1 / (448 * 512))
+    return (rows * (torch.ones_like(scale) / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float(), scale
+
+
+def unpack_uint4b8(packed: torch.Tensor) -> torch.Tensor:
+    """[N, K/8] int32 -> [N, K] int32 codes in [-8, 7]; nibble i of word j is element 8j+i, stored +8."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    nibbles = (packed.unsqueeze(-1) >> shifts) & 0xF  # arithmetic shift: the mask drops the sign's copies
+    return nibbles.reshape(packed.shape[0], -1) - 8
+
+
+def int4_weight(packed: torch.Tensor, scale: torch.Tensor, int8_activations: bool) -> torch.Tensor:
+    """[N, K/8] int32, [N, K/G] -> [N, K] float64: bf(q s), or for w4a8 q s, which float32 holds exactly."""
+    codes = unpack_uint4b8(packed).float()
+    groups = scale.float()
+    weight = codes * groups.repeat_interleave(codes.shape[1] // groups.shape[1], dim=1)
+    return (weight if int8_activations else weight.to(torch.bfloat16)).double()
+
+
+def channel_weight(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """int8 or e4m3 codes [N, K], N float32 scales -> q s [N, K] float64, exact."""
+    return codes.float().double() * scale.double().view(-1, 1)
+
+
+_WEIGHT = "weight_float64"  # [N, K] float64 parameter: vLLM's reload copies new values into its storage
+
+
+def _hold(layer: torch.nn.Module, weight: torch.Tensor) -> None:
+    layer.register_parameter(_WEIGHT, torch.nn.Parameter(weight.contiguous(), requires_grad=False))
+
+
+class Float64WNA16LinearKernel(MPLinearKernel):
+    """w4a16 and w4a8; see the module docstring."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """CPU: no capability."""
+        return -1
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        """Symmetric int4, any group that divides K."""
+        if not current_platform.is_cpu():
+            return False, "Float64WNA16 is for CPUs"
+        if c.weight_type != scalar_types.uint4b8 or c.zero_points:
+            return False, f"Float64WNA16 supports symmetric uint4b8 only, not {c.weight_type}"
+        if c.partition_weight_shape[0] % 8 or (c.group_size > 0 and c.partition_weight_shape[0] % c.group_size):
+            return False, f"input size {c.partition_weight_shape[0]} is not a multiple of 8 and of the group size"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Build the float64 weight from the packed parameters (at load and at every reload)."""
+        packed, scale, _ = self._get_weight_params(layer)
+        self.rows = int8_rows if envs.VLLM_CPU_INT4_W4A8 else None
+        _hold(layer, int4_weight(packed.data, scale.data, bool(envs.VLLM_CPU_INT4_W4A8)))
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., K] -> [..., N] in x.dtype."""
+        return product(x, getattr(layer, _WEIGHT), bias, self.rows)
+
+
+class Float64Int8LinearKernel(Int8ScaledMMLinearKernel):
+    """w8a8; see the module docstring."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """On every CPU."""
+        return current_platform.is_cpu(), "Float64Int8 is for CPUs"
+
+    @classmethod
+    def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        """Channel weights with dynamic symmetric activations."""
+        if c.is_static_input_scheme or not c.input_symmetric or not c.is_channelwise:
+            return False, "Float64Int8 supports channel weights with dynamic symmetric activations only"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Build the float64 weight, at load and at every reload."""
+        codes, scale = (getattr(layer, name).data for name in self.layer_param_names[:2])
+        _hold(layer, channel_weight(codes, scale))
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., K] -> [..., N] in x.dtype."""
+        return product(x, getattr(layer, _WEIGHT), bias, int8_rows)
+
+
+class Float64FP8LinearKernel(FP8ScaledMMLinearKernel):
+    """fp8; see the module docstring."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """On every CPU."""
+        return current_platform.is_cpu(), "Float64FP8 is for CPUs"
+
+    @classmethod
+    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        """Channel weights with dynamic activations per token."""
+        weight, activation = c.weight_quant_key.scale.group_shape, c.activation_quant_key.scale
+        if activation.static or not activation.group_shape.is_per_token() or not weight.is_per_channel():
+            return False, "Float64FP8 supports channel weights with dynamic activations per token only"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Build the float64 weight, at load and at every reload; vLLM has transposed the codes by now."""
+        codes, scale = (getattr(layer, name).data for name in self.layer_param_names[:2])
+        _hold(layer, channel_weight(codes.t(), scale))
+
+    def apply_weights(self, layer: torch.nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., K] -> [..., N] in x.dtype."""
+        return product(x, getattr(layer, _WEIGHT), bias, fp8_rows)
+
+    def apply_scaled_mm(self, **named: Any) -> torch.Tensor:
+        """Not used: `apply_weights` is the whole layer."""
+        raise NotImplementedError
+
+
+class Float64Linear:
+    """vLLM's `cpu_linear` of one unquantized layer. It converts the weight when first called: make one per load."""
+
+    def __init__(self, layer: torch.nn.Module):
+        # Heads and routers: what they return is a distribution's logits, which are not rounded.
+        self.wide = isinstance(layer, (VocabParallelEmbedding, GateLinear))
+        self._held: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[..., K], [N, K] -> [..., N]."""
+        if self._held is None:
+            self._held = weight.detach().double()
+        return product(x, self._held, bias, wide=self.wide)
+
+
+def _dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """In place of vLLM's choice of a product for an unquantized layer, which would pack the weight for its build."""
+    del remove_weight  # kept: the product is made from it anew after every load
+    layer.cpu_linear = torch.nn.functional.linear if layer.weight.ndim != 2 else Float64Linear(layer)
+
+
+def register() -> None:
+    """Put these first among the CPU's candidates (idempotent)."""
+    for table, kernel in (
+        (registry._POSSIBLE_KERNELS, Float64WNA16LinearKernel),
+        (registry._POSSIBLE_INT8_KERNELS, Float64Int8LinearKernel),
+        (registry._POSSIBLE_FP8_KERNELS, Float64FP8LinearKernel),
+    ):
+        versions.put_first(table, PlatformEnum.CPU, kernel)
+    dispatch.dispatch_cpu_unquantized_gemm = _dispatch

@@ -1,0 +1,179 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Batch-invariant operations in the place of vLLM's own on CUDA (kernels: `cuda/ops.py`, `cuda/sampling.py`).
+
+    layer                                  vLLM                                  here
+    q|k|v, o, gate|up, down in bf16        cuBLAS, order by the number of rows   ops.product
+    the same in int4 (w4a16)               Machete or Marlin, likewise           ops.product
+    head                                   cuBLAS, logits rounded to bf16        ops.product, float32 logits
+    RMSNorm                                threads by the number of rows         ops.rms_norm
+    log-probs                              float32 sums in torch's order         sampling.log_softmax
+    drawing                                a kernel for each request             sampling.draw
+    routers, experts                       cuBLAS; Triton, CUTLASS or Marlin     cuda/experts.py
+
+`install` replaces methods of vLLM's classes before an engine is built; each replacement hands over to vLLM's own
+wherever it is not on a GPU that has wgmma, or not bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
+
+from qarl_bridge.engine.cuda import ops, sampling
+from qarl_bridge.engine.readback import experts as readback_experts
+
+# vLLM's dense layers; of others that are not quantized, routers have a rule of their own (`cuda/experts.py`).
+_DENSE = ("QKVParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear", "ColumnParallelLinear")
+# vLLM's second model runner has a sampler of its own.
+_OF_THE_SECOND_RUNNER = (
+    ("vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs", sampling.token_logprobs),
+    ("vllm.v1.worker.gpu.sample.states", "apply_temperature", sampling.apply_temperature),
+)
+_OFFSET = 4  # of a generator, for each draw
+UNKNOWN = "products and norms are vLLM's own: this version's classes are not the ones known here"
+
+
+def install() -> str:
+    """Before an engine is built.
+
+    Returns:
+      What departs from batch-invariance, or "".
+    """
+    try:
+        linear = importlib.import_module("vllm.model_executor.layers.linear").UnquantizedLinearMethod
+        head = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding").UnquantizedEmbeddingMethod
+        norm = importlib.import_module("vllm.model_executor.layers.layernorm").RMSNorm
+        sampler = importlib.import_module("vllm.v1.sample.sampler").Sampler
+        top = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler").TopKTopPSampler
+        originals = [linear.apply, head.apply, norm.forward_cuda, sampler.compute_logprobs, top.forward_native]
+    except (ImportError, AttributeError):
+        return UNKNOWN
+    if getattr(originals[0], "batch_invariant", False):
+        return _without_wgmma()
+    _replace(linear, "apply", functools.partial(_product, only=_DENSE))
+    _replace(head, "apply", functools.partial(_product, out_dtype=torch.float32, splits=1))
+    _replace(norm, "forward_cuda", _norm)
+    sampler.compute_logprobs = staticmethod(sampling.log_softmax)
+    _replace(top, "forward_native", _top)
+    for module, name, own in _OF_THE_SECOND_RUNNER:
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            continue  # a version without it
+        if hasattr(found, name):
+            setattr(found, name, own)
+    if torch.cuda.is_available():
+        from qarl_bridge.engine.cuda import experts
+
+        experts.install(_replace)
+    from qarl_bridge.engine.cuda import int4
+
+    int4.register()
+    return _without_wgmma()
+
+
+def _without_wgmma() -> str:
+    if torch.cuda.is_available() and not _has_wgmma():
+        return "linear layers and logits are vLLM's own: the bridge's products need a Hopper GPU (sm90)"
+    return ""
+
+
+def left_to_vllm(modules: Mapping[str, Any]) -> list[str]:
+    """What departs from batch-invariance in a live model: the first layers that the bridge's kernels did not take.
+
+    Args:
+      modules: all of the model's, by name.
+    """
+    kinds: dict[str, str] = {}
+    for name, module in modules.items():
+        method = getattr(module, "quant_method", None)
+        kernel = getattr(getattr(module, "scheme", None), "kernel", None)
+        if readback_experts.is_experts(module) and not getattr(method, "is_batch_invariant", False):
+            kinds.setdefault(f"experts are vLLM's own ({type(method).__name__})", name)
+        elif isinstance(kernel, MPLinearKernel) and not getattr(kernel, "is_batch_invariant", False):
+            kinds.setdefault(f"int4 layers are vLLM's own ({type(kernel).__name__})", name)
+    return [f"{kind}, first: {name}" for kind, name in kinds.items()]
+
+
+def _replace(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    replacement = functools.wraps(original)(make(original))
+    replacement.batch_invariant = True  # type: ignore[attr-defined]
+    setattr(owner, name, replacement)
+
+
+@functools.cache
+def _has_wgmma() -> bool:
+    """Whether this is a Hopper GPU, whose tensor cores the products are written for."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def _serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0
+
+
+def _product(original: Callable[..., Any], only: tuple[str, ...] = (), **options: Any) -> Callable[..., Any]:
+    """`apply` of an unquantized layer; only: names of the classes it is for, empty: all. options: of the product."""
+
+    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        theirs = only and type(layer).__name__ not in only
+        if theirs or not _serves(x, layer.weight) or not _has_wgmma():
+            return original(self, layer, x, bias)
+        y = ops.product(x.reshape(-1, x.shape[-1]), layer.weight, bias=bias, **options)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    return apply
+
+
+def _norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_cuda(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if not self.pass_weight or self.variance_size_override is not None or not _serves(x, self.weight):
+            return original(self, x, residual)
+        return ops.rms_norm(x, self.weight.data, self.variance_epsilon, residual)
+
+    return forward_cuda
+
+
+def _top(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Batch-invariant log-probs of what is left after top-k and top-p, and what is drawn from them."""
+
+    def forward_native(self: Any, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> Any:
+        if self.logprobs_mode != "processed_logprobs" or not logits.is_cuda:
+            return original(self, logits, generators, k, p)
+        kept = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler").apply_top_k_top_p(logits, k, p)
+        logprobs = sampling.log_softmax(kept)
+        if len(generators) == logits.shape[0]:
+            return _drawn(logprobs, generators), logprobs
+        mode, self.logprobs_mode = self.logprobs_mode, "raw_logprobs"  # vLLM's own would be computed for nothing
+        try:
+            return original(self, kept, generators, None, None)[0], logprobs
+        finally:
+            self.logprobs_mode = mode
+
+    return forward_native
+
+
+def _drawn(logprobs: torch.Tensor, generators: Mapping[int, torch.Generator]) -> torch.Tensor:
+    """A token of each row, which has a generator of its own: its seed, and an offset that tells its draws apart.
+
+    vLLM calls every generator by itself, with noise for the whole vocabulary. Its steps of the offset are kept: vLLM
+    takes one back where a row was drawn from for nothing.
+    """
+    rows = [generators[row] for row in range(len(generators))]
+    offsets = [generator.get_offset() for generator in rows]
+    for generator, offset in zip(rows, offsets, strict=True):
+        generator.set_offset(offset + _OFFSET)
+    # From pinned memory, so that the host does not wait for the device.
+    signed = [ctypes.c_int64(generator.initial_seed()).value for generator in rows]
+    seeds, draws = (
+        torch.tensor(values, dtype=dtype, pin_memory=True).to(logprobs.device, non_blocking=True)
+        for values, dtype in ((signed, torch.int64), ([offset // _OFFSET for offset in offsets], torch.int32))
+    )
+    return sampling.draw(logprobs, seeds, draws)

@@ -1,0 +1,360 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Operations of a CUDA engine whose result for a token does not depend on the other tokens of a step.
+
+vLLM's own products (cuBLAS, Machete, Marlin) cut their inputs by the number of rows, its norms choose their threads by
+it, and its logits are rounded to bfloat16. These Triton kernels take their place (`install`); the learner computes the
+same numbers from the same rules:
+
+    product      y = bf16(acc + b), acc in the parts of `split_k.splits_of`; weights bfloat16, or int4 as bf16(q * s)
+    logits       the same product, one part, left in float32
+    RMSNorm      r = float32(1 / sqrt(sum(x^2) / D + eps)) in float64; y = bf16((x * r) * w), products in float32
+
+A float64 sum of float32 terms, rounded once to float32, is the same in every order but for one result in some 10^8.
+Products by wgmma are equal to the bit whatever the tile, so tiles and schedules below are free: they decide speed
+alone.
+
+What is left out: experts, tensor parallelism (a shard's product is its own weight's), GPUs without wgmma.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from qarl_bridge.protocol import split_k
+
+_STEP = tl.constexpr(split_k.STEP)
+_MOST_BLOCKS = 264  # two for each multiprocessor of an H100; of a product whose parts are computed side by side
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decoded(words, s0, s1, s2, s3):
+    """The eight bf16(q s) of each word, in the order of their inputs: of nibbles 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+
+    Two at once, at two instructions a weight: 0x4300 | nibble is the bfloat16 128 + nibble, less 136 it is q, exactly,
+    and q s is rounded once. s0 to s3: the scales of the four pairs."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 p0, p1, p2, p3, s0, s1, s2, s3, less;
+        mov.b32 less, 0xC308C308;
+        shr.u32 p1, $8, 4;
+        shr.u32 p2, $8, 8;
+        shr.u32 p3, $8, 12;
+        lop3.b32 p0, $8, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 p1, p1, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 p2, p2, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 p3, p3, 0x000f000f, 0x43004300, 0xea;
+        add.rn.bf16x2 p0, p0, less;
+        add.rn.bf16x2 p1, p1, less;
+        add.rn.bf16x2 p2, p2, less;
+        add.rn.bf16x2 p3, p3, less;
+        mov.b32 s0, {$9, $9};
+        mov.b32 s1, {$10, $10};
+        mov.b32 s2, {$11, $11};
+        mov.b32 s3, {$12, $12};
+        mul.rn.bf16x2 p0, p0, s0;
+        mul.rn.bf16x2 p1, p1, s1;
+        mul.rn.bf16x2 p2, p2, s2;
+        mul.rn.bf16x2 p3, p3, s3;
+        mov.b32 {$0, $1}, p0;
+        mov.b32 {$2, $3}, p1;
+        mov.b32 {$4, $5}, p2;
+        mov.b32 {$6, $7}, p3;
+        }""",
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,h,h,h,h",
+        [words, s0, s1, s2, s3],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _of_halves(s, BN: tl.constexpr):
+    """[BN, 2], of inputs up to 64 and from there -> [BN, 16], of `interleaved` words."""
+    return s[:, None, :].broadcast_to(BN, 8, 2).reshape(BN, 16)
+
+
+@triton.jit
+def _weights(words, s, GROUP: tl.constexpr, BN: tl.constexpr):
+    """bf16(q s) [BN, 128] of `interleaved` words [BN, 16] and their groups' scales [max(1, 128 / GROUP), BN]."""
+    s = s.T
+    if GROUP >= _STEP:
+        s0 = s.broadcast_to(BN, 16)
+        s1, s2, s3 = s0, s0, s0
+    elif GROUP == 64:
+        s0 = _of_halves(s, BN)
+        s1, s2, s3 = s0, s0, s0
+    elif GROUP == 32:
+        first, second = s.reshape(BN, 2, 2).split()
+        s0, s2 = _of_halves(first, BN), _of_halves(second, BN)
+        s1, s3 = s0, s2
+    else:
+        even, odd = s.reshape(BN, 2, 2, 2).split()
+        first, second = even.split()
+        s0, s2 = _of_halves(first, BN), _of_halves(second, BN)
+        first, second = odd.split()
+        s1, s3 = _of_halves(first, BN), _of_halves(second, BN)
+    a0, a1, b0, b1, c0, c1, d0, d1 = _decoded(words, s0, s1, s2, s3)
+    ac, bd = tl.join(tl.join(a0, a1), tl.join(c0, c1)), tl.join(tl.join(b0, b1), tl.join(d0, d1))
+    y = tl.join(ac, bd).reshape(BN, 4, 2, 2, 2, 2, 2)  # of an input's bits [BN, 1-2, 3, 6, 0, 5, 4]
+    return y.permute(0, 3, 5, 6, 2, 1, 4).reshape(BN, _STEP)
+
+
+@triton.jit
+def _finished(acc):
+    """acc, by no instruction. Behind a product from registers it makes the compiler wait for that product within the
+    same step; where it waits in the next, it waits after each sixteen inputs."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _part(x, w, s, row, output, N, first, end, BITS: tl.constexpr, GROUP: tl.constexpr,
+          BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """The float32 accumulator [BN, BM] of the inputs [first, end), in steps; behind the last input there are zeros."""
+    acc = tl.zeros((BN, BM), tl.float32)
+    for k in range(first * _STEP, end * _STEP, BK):
+        if BITS == 16:
+            weights = w.load([output, k])
+        else:  # behind the last output there are other outputs' weights
+            weights = _weights(w.load([N * (k // _STEP) + output, 0]), s.load([k // GROUP, output]), GROUP, BN)
+        acc = tl.dot(weights, x.load([row, k]).T, acc)
+        if BITS == 4:
+            acc = _finished(acc)
+    return acc
+
+
+@triton.jit
+def _product(x, w, s, b_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS: tl.constexpr,
+             BITS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
+             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """One tile [BM rows, BN outputs]; SPLIT: one part of it, and whoever comes last adds them up, in order.
+
+    x, w and s are descriptors: of tiles [BM, BK], and [BN, BK] or `interleaved` words [BN, 16] with scales as in
+    `_weights`."""
+    tiles_m = tl.cdiv(M, BM)
+    tile = tl.program_id(0)
+    row = (tile % tiles_m) * BM
+    output = (tile // tiles_m) * BN
+    outputs = output + tl.arange(0, BN)
+    steps = tl.cdiv(K, _STEP)
+    longer, shorter = steps % PARTS, steps // PARTS
+    last = True
+    if SPLIT:
+        part = tl.program_id(1)
+        first = part * shorter + tl.minimum(part, longer)
+        end = first + shorter + (part < longer).to(tl.int32)
+        acc = _part(x, w, s, row, output, N, first, end, BITS, GROUP, BM, BN, BK)
+        cells = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        own = partial_ptr + tile * PARTS * BM * BN
+        tl.store(own + part * BM * BN + cells, acc)
+        tl.debug_barrier()
+        last = tl.atomic_add(done_ptr + tile, 1, sem="acq_rel") == PARTS - 1
+        if last:
+            tl.store(done_ptr + tile, 0)
+            acc = tl.load(own + cells, cache_modifier=".cg")
+            for p in tl.static_range(1, PARTS):
+                acc += tl.load(own + p * BM * BN + cells, cache_modifier=".cg")
+    else:
+        end = shorter + (longer > 0)
+        acc = _part(x, w, s, row, output, N, 0, end, BITS, GROUP, BM, BN, BK)
+        for p in tl.static_range(1, PARTS):
+            first = end
+            end = first + shorter + (longer > p)
+            acc += _part(x, w, s, row, output, N, first, end, BITS, GROUP, BM, BN, BK)
+    if last:
+        if BIAS:
+            acc += tl.load(b_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[:, None]
+        y = tl.trans(acc).to(y_ptr.dtype.element_ty)
+        rows = (row + tl.arange(0, BM)).to(tl.int64)
+        tl.store(y_ptr + rows[:, None] * N + outputs[None, :], y, mask=(rows < M)[:, None] & (outputs < N)[None, :])
+
+
+_workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial sums of products computed side by side, and how many parts of each tile are there: always 0 between two
+    kernels, which a stream runs one after the other."""
+    if device not in _workspaces:
+        partial = torch.empty(_MOST_BLOCKS * 128 * 128, dtype=torch.float32, device=device)
+        _workspaces[device] = partial, torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
+    return _workspaces[device]
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    splits: int | None = None,
+    tile: tuple[int, int, int, int, int] | None = None,
+    split: bool | None = None,
+) -> torch.Tensor:
+    """x W^T + b of rows x [M, K] bfloat16, in an order that depends on the weight's shape alone.
+
+    Args:
+      weight: bfloat16 [N, K], or int32 [K/128, N, 16] of `interleaved` words.
+      scale: of int4 codes, bfloat16 [K/G, N]; G 16, 32, 64, or a multiple of 128; N a multiple of 8.
+      bias: [N] or None.
+      out_dtype: bfloat16 or float32.
+      splits: None: `split_k.splits_of`.
+      tile: (rows, outputs, inputs, warps, stages); None: chosen by the number of rows. split: whether parts are
+        computed side by side; None: where there are few tiles. No result depends on these two.
+    """
+    m, k = x.shape
+    bits = 16 if scale is None else 4
+    n = weight.shape[0] if bits == 16 else weight.shape[1]
+    splits = split_k.splits_of(n, k) if splits is None else splits
+    y = torch.empty((m, n), dtype=out_dtype, device=x.device)
+    if m == 0:
+        return y
+    group = 0 if scale is None else k // scale.shape[0]
+    if tile is None:
+        tile = _tile(m, n, bits, splits)
+    bm, bn, bk, warps, stages = tile
+    blocks = splits * triton.cdiv(m, bm) * triton.cdiv(n, bn)
+    partial, done = _workspace(x.device)
+    if split is None:
+        split = splits > 1 and blocks <= _MOST_BLOCKS and blocks * bm * bn <= partial.numel()
+    x = x if x.is_contiguous() else x.contiguous()
+    if scale is None:
+        w, s = TensorDescriptor.from_tensor(weight, [bn, bk]), None
+    else:
+        w = TensorDescriptor.from_tensor(weight.view(-1, 16), [bn, 16])
+        # Flat first: a single group's row may have any stride, but a descriptor's may not.
+        s = TensorDescriptor.from_tensor(scale.view(-1).view(-1, n), [max(1, split_k.STEP // group), bn])
+    _product[(blocks // splits, splits if split else 1)](
+        TensorDescriptor.from_tensor(x, [bm, bk]), w, s, bias, y, partial, done, m, n, k,
+        PARTS=splits, BITS=bits, GROUP=group, SPLIT=split, BIAS=bias is not None, BM=bm, BN=bn, BK=bk,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return y
+
+
+# Of int4 words, by the most rows: (rows, outputs, inputs, warps, stages) for layers of few outputs and of many.
+_INT4_TILES = {
+    16: ((16, 64, 128, 4, 4), (16, 64, 128, 4, 4)),
+    32: ((32, 64, 128, 4, 4), (32, 64, 128, 4, 4)),
+    64: ((64, 64, 128, 4, 4), (64, 64, 128, 4, 3)),
+    128: ((128, 64, 128, 4, 4), (64, 128, 128, 4, 3)),
+    256: ((256, 64, 128, 4, 3), (256, 64, 128, 4, 3)),
+    512: ((128, 128, 128, 8, 3), (128, 128, 128, 8, 3)),
+}
+_MANY = 16384  # outputs
+
+
+def _tile(m: int, n: int, bits: int, splits: int) -> tuple[int, int, int, int, int]:
+    """(rows, outputs, inputs, warps, stages): the fastest of some on an H100, for layers of a Qwen3-4B and 8B."""
+    if bits == 4:
+        rows = max(min(_INT4_TILES), min(max(_INT4_TILES), triton.next_power_of_2(m)))
+        return _INT4_TILES[rows][n >= _MANY]
+    if m <= 128:
+        return max(16, triton.next_power_of_2(m)), 64, 128, 4, 4
+    if m <= 512:
+        return 128, 128, 64, 4, 5
+    return (256, 128, 64, 8, 3) if splits == 1 else (128, 128, 64, 8, 4)
+
+
+@triton.jit
+def _dequantize(words_ptr, s_ptr, y_ptr, N, K, GROUP: tl.constexpr, GROUPS: tl.constexpr, BN: tl.constexpr):
+    outputs = tl.program_id(0) * BN + tl.arange(0, BN)
+    block = tl.program_id(1)
+    there = outputs < N
+    at = (block * N + outputs).to(tl.int64)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    words = tl.load(words_ptr + at, mask=there[:, None], other=0)
+    groups = block * 128 // GROUP + tl.arange(0, GROUPS)
+    s = tl.load(s_ptr + groups[:, None] * N + outputs[None, :], mask=there[None, :], other=0.0)
+    at = outputs.to(tl.int64)[:, None] * K + block * 128 + tl.arange(0, 128)[None, :]
+    tl.store(y_ptr + at, _weights(words, s, GROUP, BN), mask=there[:, None])
+
+
+def dequantized(words: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`interleaved` words [K/128, N, 16] and bfloat16 scales [K/G, N] -> bf16(q s), [N, K] (out, where it is given)."""
+    n, k = words.shape[1], words.shape[0] * 128
+    y = torch.empty((n, k), dtype=torch.bfloat16, device=words.device) if out is None else out
+    group = k // scale.shape[0]
+    _dequantize[(triton.cdiv(n, 64), k // 128)](
+        words, scale, y, n, k, GROUP=group, GROUPS=max(1, split_k.STEP // group), BN=64, num_warps=4
+    )
+    return y
+
+
+@triton.jit
+def _interleave(words_ptr, y_ptr, N, blocks, words, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < words
+    j, row, block, batch = at % 16, at // 16 % N, at // 16 // N % blocks, at // 16 // N // blocks
+    first = ((batch * N + row) * blocks + block) * 16 + j % 2 * 8 + j // 2 % 2
+    shift = (j // 4 * 8).to(tl.int32)
+    y = tl.zeros((BLOCK,), tl.int32)
+    for i in tl.static_range(4):
+        pair = tl.load(words_ptr + first + 2 * i, mask=there) >> shift
+        y |= ((pair & 15) | ((pair & 0xF0) << 12)) << (4 * i)
+    tl.store(y_ptr + at, y, mask=there)
+
+
+def interleaved(packed: torch.Tensor) -> torch.Tensor:
+    """int32 [..., N, K/8] as a checkpoint has it (nibble i of word j: element 8 j + i) -> [..., K/128, N, 16].
+
+    Of 128 inputs, nibble i + 4 e of word 4 t + 2 f + h is element 64 h + 16 i + 8 f + 2 t + e: a thread of the tensor
+    cores finds all of its inputs in four words of its own that follow each other, and those of one register where one
+    mask takes both (`_decoded`).
+    """
+    packed = packed.contiguous()
+    *batch, n, words = packed.shape
+    out = packed.new_empty((*batch, words // 16, n, 16))
+    size = packed.numel()
+    _interleave[(triton.cdiv(size, 1024),)](packed, out, n, words // 16, size, BLOCK=1024, num_warps=4)
+    return out
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _norm(x_ptr, r_ptr, w_ptr, y_ptr, vectors, outer, inner, eps, D: tl.constexpr, BLOCK: tl.constexpr,
+          ADD: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row // vectors * outer + row % vectors * inner + at, mask=at < D, other=0.0).to(tl.float32)
+    if ADD:
+        total = (x + tl.load(r_ptr + row * D + at, mask=at < D, other=0.0).to(tl.float32)).to(tl.bfloat16)
+        tl.store(r_ptr + row * D + at, total, mask=at < D)
+        x = total.to(tl.float32)
+    wide = x.to(tl.float64)
+    mean = tl.sum(wide * wide) / D + eps
+    r = (1.0 / tl.sqrt(mean)).to(tl.float32)
+    w = tl.load(w_ptr + at, mask=at < D, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * D + at, ((x * r) * w).to(tl.bfloat16), mask=at < D)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """bfloat16 [..., D]; with a residual (changed in place to the sum): the norm of the sum, and the sum.
+
+    Heads of a fused projection, [T, H, D] within longer rows, are read where they are.
+    """
+    shape, d = x.shape, x.shape[-1]
+    assert residual is None or residual.is_contiguous()
+    if x.dim() != 3 or x.stride(-1) != 1:
+        x = x.reshape(-1, 1, d)
+    rows, vectors = x.shape[:2]
+    y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(d)
+    warps = max(1, min(8, block // 256))
+    if rows:
+        _norm[(rows * vectors,)](
+            x, residual, weight, y, vectors, x.stride(0), x.stride(1), eps, D=d, BLOCK=block,
+            ADD=residual is not None, num_warps=warps,
+        )  # fmt: skip
+    return y if residual is None else (y, residual)

@@ -1,0 +1,140 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs, temperatures and draws of a CUDA engine; no row's result depends on another row.
+
+log-probs    float32(z - top - log(sum(exp(z - top)))) in float64, z the float32 logits over the temperature
+a draw       the argmax of log-prob - log(time), time exponential by Philox from (seed, draw, token)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) to the last digits, by IEEE operations and the logarithm."""
+    total = 1.0 + x
+    return tl.where(total == 1.0, x, tl.log(total) * x / (total - 1.0))
+
+
+@triton.jit
+def _normalizer(z_ptr, V, BLOCK: tl.constexpr):
+    """(top, log(sum(exp(z - top)))) of a row, float64.
+
+    The largest logit's own 1 stays out of the sum: the log-prob of a token that is all but certain is the logarithm of
+    one plus what is left, and float32 keeps every digit of it.
+    """
+    at = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, V, BLOCK):
+        top = tl.maximum(top, tl.load(z_ptr + start + at, mask=start + at < V, other=float("-inf")))
+    highest = tl.max(top).to(tl.float64)
+    below = tl.zeros((BLOCK,), tl.float64)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, V, BLOCK):
+        z = tl.load(z_ptr + start + at, mask=start + at < V, other=float("-inf")).to(tl.float64)
+        below += tl.where(z == highest, 0.0, tl.exp(z - highest))
+        largest += (z == highest).to(tl.int32)
+    rest = tl.sum(below) + (tl.sum(largest) - 1).to(tl.float64)
+    return highest, _log1p(rest)
+
+
+@triton.jit
+def _of_all(z_ptr, y_ptr, V, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * stride
+    top, log_total = _normalizer(z_ptr, V, BLOCK)
+    at = tl.arange(0, BLOCK)
+    for start in range(0, V, BLOCK):
+        z = tl.load(z_ptr + start + at, mask=start + at < V).to(tl.float64)
+        tl.store(y_ptr + row * V + start + at, (z - top - log_total).to(tl.float32), mask=start + at < V)
+
+
+@triton.jit
+def _of_tokens(z_ptr, tokens_ptr, y_ptr, V, stride, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * stride
+    top, log_total = _normalizer(z_ptr, V, BLOCK)
+    for column in range(columns):
+        z = tl.load(z_ptr + tl.load(tokens_ptr + row * columns + column)).to(tl.float64)
+        tl.store(y_ptr + row * columns + column, (z - top - log_total).to(tl.float32))
+
+
+@triton.jit
+def _divide_rows(z_ptr, V, stride, states_ptr, temperatures_ptr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures_ptr + tl.load(states_ptr + row)).to(tl.float32)
+    if temperature == 0.0 or temperature == 1.0:
+        return
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(z_ptr + row * stride + at, mask=at < V)
+    tl.store(z_ptr + row * stride + at, tl.math.div_rn(z, temperature), mask=at < V)
+
+
+@triton.jit
+def _race(p_ptr, seeds_ptr, draws_ptr, best_ptr, ids_ptr, V, BLOCK: tl.constexpr):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    none = at * 0
+    bits, _, _, _ = tl.philox(tl.load(seeds_ptr + row), at, none + tl.load(draws_ptr + row), none, none)
+    # Uniform in (0, 1), with all of float32's digits near 0: those decide who is first.
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    time = -_log1p(-u)  # exponential
+    p = tl.load(p_ptr + row * V + at, mask=at < V, other=float("-inf"))
+    best, first = tl.max(p - tl.log(time), axis=0, return_indices=True)
+    place = row * tl.num_programs(1) + block
+    tl.store(best_ptr + place, best)
+    tl.store(ids_ptr + place, (block * BLOCK + first).to(tl.int64))
+
+
+def draw(logprobs: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """One token of each row, drawn from its distribution: int64 [M].
+
+    Tokens race: each has an exponential time, a function of (seed, draw, token) by Philox 4x32-10, divided by its
+    probability, and the first is drawn. So no row's draw depends on another row, and all of a batch are one launch.
+
+    Args:
+      logprobs: float32 [M, V], contiguous.
+      seeds: int64 [M], each request's. draws: int32 [M], how many it has made before.
+    """
+    m, v = logprobs.shape
+    blocks = triton.cdiv(v, 8192)
+    best = torch.empty(m, blocks, dtype=torch.float32, device=logprobs.device)
+    ids = torch.empty(m, blocks, dtype=torch.int64, device=logprobs.device)
+    if m:
+        _race[(m, blocks)](logprobs, seeds, draws, best, ids, v, BLOCK=8192, num_warps=8)
+    return ids.gather(1, best.argmax(1, keepdim=True))[:, 0]
+
+
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """float32 [M, V] -> log-probabilities of all, float32, computed in float64."""
+    y = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if logits.shape[0]:
+        z = logits.float() if logits.stride(-1) == 1 else logits.float().contiguous()
+        _of_all[(z.shape[0],)](z, y, z.shape[1], z.stride(0), BLOCK=4096, num_warps=8)
+    return y
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """float32 [M, V], [M, C] -> log-probabilities [M, C] of the tokens, as `log_softmax` has them."""
+    y = torch.empty(token_ids.shape, dtype=torch.float32, device=logits.device)
+    if logits.shape[0]:
+        z = logits.float()
+        tokens = token_ids.to(torch.int64).contiguous()
+        _of_tokens[(z.shape[0],)](z, tokens, y, z.shape[1], z.stride(0), tokens.shape[1], BLOCK=4096, num_warps=8)
+    return y
+
+
+def apply_temperature(logits: torch.Tensor, states: torch.Tensor, temperatures: torch.Tensor) -> None:
+    """float32 [M, V] over each row's temperature, in place, by an IEEE division; 0 and 1 leave a row as it is.
+
+    Args:
+      states: [M], where a row's temperature stands.
+      temperatures: float32.
+    """
+    m, v = logits.shape
+    if m:
+        _divide_rows[(m, triton.cdiv(v, 8192))](logits, v, logits.stride(0), states, temperatures, BLOCK=8192)

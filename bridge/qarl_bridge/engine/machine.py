@@ -1,0 +1,123 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The machine under an engine, a CPU or a CUDA GPU: what is set up for it, and what of vLLM is replaced there.
+
+Importing this module imports neither torch nor vLLM, which read their settings when they are imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from qarl_bridge.engine import versions
+from qarl_bridge.engine.cpu import build
+from qarl_bridge.protocol import formats, messages
+from qarl_bridge.protocol.messages import BridgeError
+
+
+class Machine(Protocol):
+    """What an engine asks of its machine.
+
+    Attributes:
+      profile: "cpu" or "cuda", the arithmetic that a learner mirrors, and torch's name of the device.
+      isa: the build or the compute capability, for the facts.
+      threads: of the host that the engine computes with; 0: it computes on a GPU.
+    """
+
+    profile: str
+    isa: str
+    threads: int
+
+    def replace(self, config: Mapping[str, Any], options: messages.EngineOptions) -> list[str]:
+        """Before an engine is built: puts the bridge's operations in the place of vLLM's. What departs from
+        batch-invariance. BridgeError("setup"): this machine cannot serve the model."""
+
+    def left_to_vllm(self, modules: Mapping[str, Any]) -> list[str]:
+        """What departs from batch-invariance in a live model, by its modules."""
+
+    def after_load(self, modules: Mapping[str, Any]) -> None:
+        """After weights were replaced: renews what is made of them behind vLLM's back."""
+
+
+class Cpu:
+    """A CPU, whose engine computes with the bridge's operations alone."""
+
+    profile = "cpu"
+    note = (
+        "linear layers, norms, SwiGLU, RoPE, attention, experts, logits and log-probs are qarl_bridge's own: sums in "
+        "float64, one arithmetic for every CPU"
+    )
+
+    def __init__(self, torch: Any, options: messages.EngineOptions):
+        self.threads = options.threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(self.threads)  # before vLLM, which forbids changing it later
+        build.choose(torch)
+        self.isa = build.own(torch)
+
+    def replace(self, config: Mapping[str, Any], options: messages.EngineOptions) -> list[str]:
+        """See `Machine`."""
+        from qarl_bridge.engine.cpu import experts, layers, linear
+        from qarl_bridge.engine.readback import experts as readback_experts
+
+        readback_experts.check_shape(config)
+        linear.register()
+        layers.register()
+        experts.register()
+        return []
+
+    def left_to_vllm(self, modules: Mapping[str, Any]) -> list[str]:
+        """Nothing is."""
+        return []
+
+    def after_load(self, modules: Mapping[str, Any]) -> None:
+        """vLLM's CPU products are made from the weights as they are now: of a tied head, too, which no reload names."""
+        from qarl_bridge.engine.cpu.linear import Float64Linear
+
+        for module in modules.values():
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = Float64Linear(module)
+
+
+class Cuda:
+    """A CUDA GPU."""
+
+    profile = "cuda"
+    threads = 0
+    note = "batch-invariant: bf16 and int4 products, float32 logits, norms, log-probs, attention, routers, experts"
+
+    def __init__(self, torch: Any, options: messages.EngineOptions):
+        del options
+        major, minor = torch.cuda.get_device_capability()
+        self.isa = f"sm{major}{minor}"
+
+    def replace(self, config: Mapping[str, Any], options: messages.EngineOptions) -> list[str]:
+        """See `Machine`."""
+        from qarl_bridge.engine.readback import experts as readback_experts
+
+        groups = formats.groups_of(config)
+        if any(group["weights"]["num_bits"] == 4 and group.get("input_activations") for group in groups):
+            raise BridgeError(
+                "vLLM on CUDA drops the int8 activations of w4a8: use w4a16 or fp8, or the embedded sampler", "setup"
+            )
+        self._invariant = options.arithmetic == "batch_invariant"
+        readback_experts.check_groups(config, batch_invariant=self._invariant)
+        if not self._invariant:
+            self.note = ""
+            return ["vLLM's own kernels (rollout.engine.arithmetic=vllm)"]
+        from qarl_bridge.engine.cuda import install
+
+        departures = [versions.keep_sequences_whole(), install.install()]
+        if any(group["weights"]["type"] == "float" for group in groups):
+            departures.append(versions.keep_fp8_scales_in_order())
+        return [departure for departure in departures if departure]
+
+    def left_to_vllm(self, modules: Mapping[str, Any]) -> list[str]:
+        """See `cuda.install.left_to_vllm`."""
+        from qarl_bridge.engine.cuda import install
+
+        return install.left_to_vllm(modules) if self._invariant else []
+
+    def after_load(self, modules: Mapping[str, Any]) -> None:
+        """Nothing is made behind vLLM's back."""

@@ -1,0 +1,241 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Functional read-back: which weights do the live layers really use?
+
+One-hot rows are pushed through every live linear layer; what comes out is the column of the weight matrix that the
+kernel really uses, whatever layout it keeps. Expected values are computed from the staged tensors by the kernel's own
+formula, where the staged tensors are (host or GPU):
+
+    activations bf16    y[n] = bf16(q*s)                          exact
+    8-bit ones          s_x = 1/top, x_q = top: y[n] = bf16((top*q*s_x)*s_w), top 127 (int8) or 448 (e4m3)
+                        (in either order on a GPU; on a CPU in float64, rounded to float32 first)
+
+`formulas.py` has the codes q and scales s of every format. Rows of embeddings, norms and biases are compared as stored.
+Experts are read back through the fused layer itself (experts.py). On a GPU every layer is pushed first and the verdicts
+are fetched together, so that nothing waits per layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from qarl_bridge.engine.readback import experts as readback_experts
+from qarl_bridge.engine.readback import formulas
+from qarl_bridge.engine.readback.formulas import Columns
+from qarl_bridge.protocol.errors import BridgeError
+from qarl_bridge.protocol.formats import FUSED
+
+# One-hot rows per layer and publish in "sampled" mode, the same for all layers of a width; another 16 each time.
+SAMPLED_ROWS = 16
+_CHUNK = 256  # one-hot rows pushed at once in "full" mode
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One published linear weight, or a plain stored one.
+
+    Attributes:
+      prefix: its Hugging Face module.
+      tensors: torch tensors by leaf, all that were published for the module.
+    """
+
+    prefix: str
+    tensors: Mapping[str, Any]
+
+    @property
+    def first(self) -> Any:
+        """The codes, or the values."""
+        return next(tensor for leaf, tensor in self.tensors.items() if leaf not in ("weight_shape", "bias"))
+
+    @property
+    def bias(self) -> Any | None:
+        """Its bias."""
+        return self.tensors.get("bias")
+
+
+class ReadBack:
+    """Comparisons of a live model with staged tensors.
+
+    Args:
+      modules: every live module by name.
+      tied: head -> embedding whose weight it shares.
+      device: where the model computes.
+      activations: what int4 layers take: "bf16" or "int8".
+      context: what a layer's call needs around it (vLLM's config context).
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, Any],
+        tied: Mapping[str, str],
+        *,
+        device: Any,
+        activations: str,
+        context: Callable[[], contextlib.AbstractContextManager],
+    ):
+        self._modules = modules
+        self._tied = tied
+        self._device = device
+        self._activations = activations
+        self._context = context
+
+    def compare(self, parts: Iterable[Mapping[str, Any]], mode: str, seed: int) -> tuple[int, int]:
+        """(layers compared, one-hot rows pushed); BridgeError("engine") names the first layer that differs.
+
+        Args:
+          parts: torch tensors by Hugging Face name, on the host or on the model's device; whole layers together.
+          mode: "sampled" (SAMPLED_ROWS inputs of every layer, drawn from `seed`) or "full".
+        """
+        rng = np.random.default_rng(seed)
+        missing = {readback_experts.prefix_of(n): n for n, m in self._modules.items() if readback_experts.is_experts(m)}
+        layers = rows = 0
+        for tensors in parts:
+            compared, pushed = self._compare(tensors, mode, rng)
+            layers, rows = layers + compared, rows + pushed
+            for prefix in {readback_experts.prefix_of(name) for name in tensors}:
+                missing.pop(prefix, None)
+        if missing:
+            raise BridgeError(f"read-back: no experts were published for {next(iter(missing.values()))}", "engine")
+        return layers, rows
+
+    def _compare(self, tensors: Mapping[str, Any], mode: str, rng: np.random.Generator) -> tuple[int, int]:
+        layers = rows = 0
+        seen: set[str] = set()
+        verdicts: list[tuple[Callable[[], None], Any]] = []  # how to explain it, whether it is wrong
+        asked: Iterator[Columns]
+        banks = readback_experts.Staged.by_layer(tensors, self._activations)
+        published: dict[str, dict[str, Any]] = {}
+        for full, tensor in tensors.items():
+            prefix, _, leaf = full.rpartition(".")
+            published.setdefault(prefix, {})[leaf] = tensor
+        sampled: dict[int, Columns] = {}  # by width; all layers of a width are asked for the same inputs
+        rows_of = functools.cache(functools.partial(readback_experts.Rows.draw, rng, self._device))  # for experts
+        with torch.inference_mode(), self._context():
+            for name, module in self._modules.items():
+                if readback_experts.is_experts(module):
+                    staged = banks.get(readback_experts.prefix_of(name))
+                    if staged is None:
+                        continue
+                    found, pushed = readback_experts.read_back(
+                        name, module, staged, mode=mode, rng=rng, rows_of=rows_of
+                    )
+                    verdicts += found
+                    seen.update(staged.names)
+                    rows += pushed
+                    layers += 1
+                    continue
+                weights = self._weights(name, published)
+                if weights is None:
+                    continue
+                if self._is_stored(name, weights[0]):
+                    seen.update(f"{name}.{leaf}" for leaf in ("weight", "bias"))
+                    verdicts += self._stored(name, module, weights[0])
+                else:
+                    seen.update(f"{weight.prefix}.{leaf}" for weight in weights for leaf in weight.tensors)
+                    formula = formulas.find(weights[0].tensors, self._activations)
+                    first = weights[0].first
+                    width = first.shape[1] * formula.inputs
+                    if mode == "full":
+                        every = np.arange(width)
+                        chunks = (every[start : start + _CHUNK] for start in range(0, width, _CHUNK))
+                        asked = (self._columns(chunk, width, first) for chunk in chunks)
+                        rows += width
+                    else:
+                        if width not in sampled:
+                            picked = np.sort(rng.choice(width, min(SAMPLED_ROWS, width), replace=False))
+                            sampled[width] = self._columns(picked, width, first)
+                        asked = iter([sampled[width]])
+                        rows += len(sampled[width].picked)
+                    verdicts += self._functional(name, module, weights, formula, asked)
+                layers += 1
+        unseen = [n for n in tensors if n not in seen]
+        if unseen:
+            raise BridgeError(
+                f"read-back found no live layer for {len(unseen)} tensor(s), first: {unseen[0]}", "engine"
+            )
+        if verdicts:
+            wrong = torch.stack([verdict.reshape(()).to(self._device) for _, verdict in verdicts])
+            for index in wrong.cpu().nonzero().flatten().tolist():
+                verdicts[index][0]()
+        return layers, rows
+
+    def _weights(self, name: str, published: Mapping[str, Mapping[str, Any]]) -> list[Weight] | None:
+        """What was published for a live module, in row order; None: nothing, or not all of it."""
+        if name in self._tied:  # published as the embedding, which is stored; here it is multiplied with
+            prefixes = [self._tied[name]]
+        else:
+            prefix, _, leaf = name.rpartition(".")
+            prefixes = [f"{prefix}.{part}" if prefix else part for part in FUSED.get(leaf, (leaf,))]
+        found = [Weight(prefix, published[prefix]) for prefix in prefixes if prefix in published]
+        return found if len(found) == len(prefixes) else None
+
+    def _is_stored(self, name: str, weight: Weight) -> bool:
+        """Whether a module's values are compared as they are: it multiplies nothing with them."""
+        module = self._modules[name]
+        multiplies = hasattr(module, "quant_method") and "Embedding" not in type(module).__name__
+        return name not in self._tied and (not multiplies or weight.first.ndim != 2)
+
+    def _stored(self, name: str, module: Any, shard: Weight) -> list[tuple[Callable[[], None], Any]]:
+        def explain() -> None:
+            raise BridgeError(f"read-back: {name} does not hold the published values", "engine")
+
+        live = module.weight.detach()[: shard.first.shape[0]]
+        published = shard.first.to(live.device)
+        if live.dtype != published.dtype:
+            live, published = live.float(), published.float()
+        return [(explain, (live != published).any())]
+
+    def _columns(self, picked: np.ndarray, width: int, staged: Any) -> Columns:
+        return Columns(picked, width, computing=self._device, staged=staged.device)
+
+    def _functional(
+        self, name: str, module: Any, weights: list[Weight], formula: formulas.Formula, asked: Iterator[Columns]
+    ) -> list[tuple[Callable[[], None], Any]]:
+        """`asked`: the one-hot rows to push, a chunk at a time."""
+        verdicts: list[tuple[Callable[[], None], Any]] = []
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+
+            def explain_bias() -> None:
+                raise BridgeError(f"read-back: the bias of {name} does not hold the published values", "engine")
+
+            want_bias = torch.cat([weight.bias for weight in weights if weight.bias is not None])
+            # Marlin keeps a bias in its own order: its values are then compared as a set.
+            live, want_bias = bias.detach().float().cpu(), want_bias.float().cpu()
+            if "Marlin" in type(getattr(getattr(module, "scheme", None), "kernel", None)).__name__:
+                live, want_bias = live.sort().values, want_bias.sort().values
+            verdicts.append((explain_bias, torch.tensor(not torch.equal(live, want_bias))))
+
+        def push(columns: Columns) -> tuple[Any, list[Any], Any]:
+            got = module.quant_method.apply(module, columns.one_hot, None).float()
+            alternatives = [x.to(self._device) for x in formula.expected([w.tensors for w in weights], columns)]
+            got = got[:, : alternatives[0].shape[1]]  # a padded vocabulary has rows of its own
+            wrong = ~torch.isfinite(got)
+            return got, alternatives, wrong | functools.reduce(torch.logical_and, (got != a for a in alternatives))
+
+        width = weights[0].first.shape[1] * formula.inputs
+        # `explain` outlives the layer's turn: it does not hold the rows, but makes them anew.
+        for columns in asked:
+
+            def explain(picked: np.ndarray = columns.picked) -> None:
+                with torch.inference_mode(), self._context():
+                    got, alternatives, wrong = push(self._columns(picked, width, weights[0].first))
+                places = wrong.nonzero().cpu()
+                if len(places):
+                    row, out = (int(i) for i in places[0])
+                    raise BridgeError(
+                        f"read-back: {name} holds {float(got[row, out])!r} at [{out}, {int(picked[row])}], published "
+                        f"was {float(alternatives[0][row, out])!r} ({len(places)} of {wrong.numel()} values differ)",
+                        "engine",
+                    )
+                raise BridgeError(f"read-back: {name} differed, and then did not: its kernel is not stable", "engine")
+
+            verdicts.append((explain, push(columns)[2].any()))
+        return verdicts

@@ -1,0 +1,38 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Into which parts the inputs of a product are cut on CUDA (split-K), a rule that learner and engine share.
+
+A sum of floats has the bits of its order. An engine that chooses the order by the number of rows gives a token other
+bits in another batch. So the shape of the weight alone decides the order:
+
+    y = sum over parts p, ascending, of acc_p         acc_p: one float32 accumulator of the tensor cores through the
+                                                      inputs of part p, ascending
+
+More than one part lets few rows occupy the whole GPU. The engine computes the parts side by side where there are few
+rows and one after the other where there are many (`engine/cuda/ops.py`); the learner adds up products of slices.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+STEP = 128  # inputs; parts are whole steps
+OUTPUTS = 128  # of a tile
+NARROW = 33  # tiles of outputs, which leave most of an H100's 132 multiprocessors idle when there are few rows
+LEAST_STEPS = 8  # of an inner dimension worth cutting
+
+
+def splits_of(outputs: int, inputs: int) -> int:
+    """Into how many parts the inputs of a weight [outputs, inputs] are cut, fused as the engine fuses it."""
+    tiles, steps = -(-outputs // OUTPUTS), -(-inputs // STEP)
+    return 2 if tiles <= NARROW and steps >= LEAST_STEPS else 1
+
+
+def cuts(inputs: int, splits: int) -> list[tuple[int, int]]:
+    """(first, end) input of each part: as equal as whole steps allow, longer ones first.
+
+    Example: cuts(1280, 3) is [(0, 512), (512, 896), (896, 1280)].
+    """
+    steps = -(-inputs // STEP)
+    ends = [steps // splits * i + min(i, steps % splits) for i in range(splits + 1)]
+    return [(STEP * a, min(STEP * b, inputs)) for a, b in itertools.pairwise(ends)]

@@ -1,0 +1,337 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Lays a run out on devices: the cheapest settings that fit, or an error that names settings which do.
+
+    cfg, made = settle(cfg, size=80 * GIB)      # every "auto" of `cfg` replaced; made.lines() says what was chosen
+
+A knob is a group of settings with a few choices, each with a cost (`costs.Cost`): seconds a step, or rounding. The
+learner's knobs and the engine's meet in one sum of bytes. So all pairs of their combinations are searched, from the
+cheapest: if any combination fits, one is found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from qarl_jax.memory import costs, learner
+from qarl_jax.memory.costs import Cost
+from qarl_jax.memory.engine import at_once, engine_parts, kv_bytes
+from qarl_jax.memory.learner import GIB
+from qarl_jax.memory.plan import Plan, make, spread
+from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.run.config import RunConfig, on_a_gpu, replaced
+from qarl_jax.types import UserError
+
+SHARES = (1.0, 0.5, 0.25, 0.125, 1 / 16, 1 / 32)  # of a step's sequences, that the KV cache has room for
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Settings, by dotted field, and their cost; `notes` say what else they mean, `parts` what they are a sum of."""
+
+    settings: Mapping[str, Any]
+    cost: Cost = dataclasses.field(default_factory=Cost)
+    notes: tuple[str, ...] = ()
+    parts: tuple[Choice, ...] = ()
+
+    def __add__(self, other: Choice) -> Choice:
+        settings, cost = {**self.settings, **other.settings}, self.cost + other.cost
+        return Choice(settings=settings, cost=cost, parts=(*(self.parts or (self,)), *(other.parts or (other,))))
+
+    def lines(self) -> list[str]:
+        """Words each part: its settings, and what they cost."""
+        return [
+            f"{_words(part.settings)}: {'; '.join((*costs.in_words(part.cost), *part.notes))}"
+            for part in self.parts or (self,)
+            if part.settings
+        ]
+
+
+Knob = list[Choice]
+
+
+def settle(cfg: RunConfig, size: int | None) -> tuple[RunConfig, Plan | None]:
+    """Replaces every "auto" of a run's memory settings; returns the run and the plan that it fits.
+
+    `model.remat`, `optimizer.offload`, `train.grad_dtype` and `rollout.engine.memory` may be auto. Without a device's
+    size (on a CPU) nothing is planned: everything is recomputed, nothing offloaded, and gradients are float32.
+
+    A mesh axis of -1 becomes the number of devices here.
+
+    Args:
+      size: bytes of a device (`plan.capacity`).
+
+    Raises:
+      UserError: it does not fit; the sentence names settings that do, if there are any.
+    """
+    if size is None:
+        return replaced(cfg, _without_plan(cfg)), None
+    cfg = with_engines(spread(cfg))
+    found = search(on_a_gpu(cfg), size, automatic(on_a_gpu(cfg), size))  # JAX is not asked whether it is one
+    if found is None:
+        raise UserError(refusal(cfg, size))
+    choice, plan = found
+    return replaced(cfg, choice.settings), dataclasses.replace(plan, chosen=tuple(choice.lines()))
+
+
+def _without_plan(cfg: RunConfig) -> dict[str, Any]:
+    return {
+        "model.remat": cfg.model.remat_or_full,
+        "optimizer.offload": cfg.optimizer.offload is True,
+        "train.grad_dtype": cfg.train.grad_dtype_or_float32,
+    }
+
+
+def with_engines(cfg: RunConfig) -> RunConfig:
+    """Puts an engine on each of the learner's GPUs where `rollout.engine.memory` is auto and no engine has a place."""
+    engine, devices = cfg.rollout.engine, learner.planned_mesh(cfg).size
+    if not isinstance(engine, vllm.Config) or engine.memory != "auto" or devices == 1:
+        return cfg
+    if engine.replicas or engine.visible_gpus or engine.endpoints:
+        return cfg
+    gpus = [gpu.strip() for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
+    names = gpus[:devices] if len(gpus) >= devices else list(map(str, range(devices)))
+    placed = {"replicas": devices, "visible_gpus": ";".join(names), "shares_gpus": True}
+    return replaced(cfg, {f"rollout.engine.{key}": value for key, value in placed.items()})
+
+
+def fits(cfg: RunConfig, size: int) -> bool:
+    """Tells whether any choice of the run's "auto" settings fits."""
+    cfg = on_a_gpu(with_engines(cfg))
+    return search(cfg, size, automatic(cfg, size)) is not None
+
+
+def savings(cfg: RunConfig, size: int) -> list[str] | None:
+    """Words the cheapest overrides under which the run fits; None: there are none."""
+    found = _saved(cfg, size)
+    return None if found is None else _words(found).split()
+
+
+def _saved(cfg: RunConfig, size: int) -> dict[str, Any] | None:
+    cfg = on_a_gpu(with_engines(cfg))
+    found = search(cfg, size, allowed(cfg, size))
+    if found is None:
+        return None
+    changed = {key: value for key, value in found[0].settings.items() if _at(cfg, key) not in (value, "auto")}
+    engine = cfg.rollout.engine
+    if isinstance(engine, vllm.Config) and "rollout.engine.kv_cache_gb" in found[0].settings:
+        # The plan sizes the engine by itself then, and chooses how versions are staged.
+        changed = {key: value for key, value in changed.items() if not key.startswith("rollout.engine.")}
+        changed |= {} if engine.memory == "auto" else {"rollout.engine.memory": "auto"}
+    for key in list(changed):  # a choice of several settings may hold some that are not needed
+        rest = {other: value for other, value in changed.items() if other != key}
+        if fits(replaced(cfg, rest), size):
+            changed = rest
+    return changed
+
+
+def refusal(cfg: RunConfig, size: int) -> str:
+    """Says by how much a run does not fit as it is, and which overrides make it fit."""
+    cfg = on_a_gpu(cfg)
+    plans = [plan for _, plan in _plans(cfg, size, automatic(cfg, size))]
+    overrides = _saved(cfg, size)
+    advice = "No settings fit: use larger devices, more of them (mesh.fsdp), or a smaller model."
+    if overrides is not None:
+        _, plan = settle(replaced(cfg, overrides), size)
+        assert plan is not None
+        advice = f"Smaller settings take {plan.taken / GIB:.1f} GiB of it. It fits with: {_words(overrides)}"
+    return f"This run does not fit the device: {min(plans, key=lambda plan: plan.missing).words()}. {advice}"
+
+
+def _at(cfg: Any, path: str) -> Any:
+    """The value of a dotted field."""
+    return functools.reduce(getattr, path.split("."), cfg)
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _words(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={_word(value)}" for key, value in settings.items())
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Knobs:
+    """The learner's and the engine's knobs. The engine's are made per layout of the mesh, which sizes depend on."""
+
+    learner: list[Knob]
+    engine: list[Knob]
+
+
+def search(cfg: RunConfig, size: int, knobs: Knobs) -> tuple[Choice, Plan] | None:
+    """Finds the cheapest combination of all knobs that fits; None: none does."""
+    return next(((choice, plan) for choice, plan in _plans(cfg, size, knobs) if not plan.missing), None)
+
+
+def _plans(cfg: RunConfig, size: int, knobs: Knobs) -> Iterator[tuple[Choice, Plan]]:
+    """Yields every combination with its plan, from the cheapest. Each side's bytes are counted once."""
+    ours, theirs = list(_combined(knobs.learner)), list(_combined(knobs.engine))
+    learners: dict[int, dict[str, int] | None] = {}
+    engines: dict[int, Plan | None] = {}
+    pairs = itertools.product(range(len(ours)), range(len(theirs)))
+    for i, j in sorted(pairs, key=lambda pair: (ours[pair[0]].cost + theirs[pair[1]].cost, pair)):
+        if i not in learners:
+            changed = _valid(cfg, ours[i])
+            learners[i] = None if changed is None else learner.parts(on_a_gpu(changed), per_device=True)
+        if j not in engines:
+            changed = _valid(cfg, ours[0] + theirs[j])  # no field is auto
+            engines[j] = None if changed is None else make(changed, size)
+        parts, plan = learners[i], engines[j]
+        if parts is not None and plan is not None:
+            yield ours[i] + theirs[j], dataclasses.replace(plan, learner=parts)
+
+
+def _combined(knobs: Iterable[Knob]) -> Iterator[Choice]:
+    for choices in itertools.product(*knobs):
+        yield sum(choices, start=Choice(settings={}))
+
+
+def _valid(cfg: RunConfig, choice: Choice) -> RunConfig | None:
+    """The run under a choice; None: the settings do not go with the rest of the run."""
+    try:
+        return replaced(cfg, choice.settings)
+    except UserError:
+        return None
+
+
+# ---- the knobs -------------------------------------------------------------------------------------------------------
+
+
+def automatic(cfg: RunConfig, size: int) -> Knobs:
+    """The knobs that the run leaves to the plan."""
+    ours = []
+    if cfg.model.remat == "auto":
+        ours.append(_remat(cfg))
+    if cfg.optimizer.offload == "auto":
+        ours.append(_offload(cfg))
+    if cfg.train.grad_dtype == "auto":
+        ours.append(_grad_dtype())
+    engine = cfg.rollout.engine
+    left = isinstance(engine, vllm.Config) and engine.memory == "auto"
+    return Knobs(ours, [_cache(cfg, size), _staging(cfg)] if left else [])
+
+
+def allowed(cfg: RunConfig, size: int) -> Knobs:
+    """All knobs. The run's own settings cost nothing."""
+    ours = [_remat(cfg), _offload(cfg), _rows(cfg), _code_flips(), _grad_dtype(), _moments(cfg), _masters(cfg)]
+    theirs = []
+    engine = cfg.rollout.engine
+    if isinstance(engine, vllm.Config):
+        cache = _cache(cfg, size)
+        if engine.memory != "auto":
+            cache = [Choice(settings={}), *(dataclasses.replace(c, cost=c.cost + Cost(seconds=0.01)) for c in cache)]
+        theirs = [cache, _kept(cfg, _staging(cfg))]
+    return Knobs([_kept(cfg, knob) for knob in ours], theirs)
+
+
+def _kept(cfg: RunConfig, knob: Knob) -> Knob:
+    """The knob in which the run's own setting costs nothing and every other one something."""
+    own = next((c for c in knob if all(_at(cfg, key) == value for key, value in c.settings.items())), None)
+    if own is None:  # it is left to the plan
+        return knob
+    least = Cost(seconds=0.01)
+    return [dataclasses.replace(c, cost=Cost() if c is own else max(c.cost, least)) for c in knob]
+
+
+def _remat(cfg: RunConfig) -> Knob:
+    policies = ("dots", "mixer", "attention", "full")
+    return [Choice(settings={"model.remat": p}, cost=Cost(seconds=costs.remat_seconds(cfg, p))) for p in policies]
+
+
+def _offload(cfg: RunConfig) -> Knob:
+    cost = Cost(seconds=costs.offload_seconds(cfg))
+    return [Choice(settings={"optimizer.offload": False}), Choice(settings={"optimizer.offload": True}, cost=cost)]
+
+
+def _rows(cfg: RunConfig) -> Knob:
+    """Fewer rows in a micro-batch, as many as the mesh divides."""
+    sizes = dataclasses.asdict(cfg.mesh)
+    shards, rows = max(1, sizes["data"] * sizes["fsdp"]), [cfg.train.micro_batch_rows]
+    while rows[-1] % 2 == 0 and rows[-1] // 2 % shards == 0:
+        rows.append(rows[-1] // 2)
+    return [Choice(settings={"train.micro_batch_rows": n}, cost=Cost(seconds=0.1 * i)) for i, n in enumerate(rows)]
+
+
+def _code_flips() -> Knob:
+    off = Choice(settings={"quant.code_flips": False}, notes=("the metric quant/code_flips is left out",))
+    return [Choice(settings={"quant.code_flips": True}), off]
+
+
+def _grad_dtype() -> Knob:
+    full, half = {"train.grad_dtype": "float32"}, {"train.grad_dtype": "bfloat16"}
+    return [Choice(settings=full), Choice(settings=half, cost=Cost(bits=1), notes=("gradients add up in bfloat16",))]
+
+
+def _moments(cfg: RunConfig) -> Knob:
+    names = [name for name in ("moment_dtype", "second_moment_dtype") if hasattr(cfg.optimizer, name)]
+    return [
+        Choice(settings={f"optimizer.{name}": dtype for name in names}, cost=Cost(bits=2 * i))
+        for i, dtype in enumerate(("float32", "bfloat16", "int8"))
+    ]
+
+
+def _masters(cfg: RunConfig) -> Knob:
+    half = Choice(
+        settings={"model.param_dtype": "bfloat16"},
+        cost=Cost(bits=8),
+        notes=("bfloat16 masters hardly move at lr 1e-6",),
+    )
+    return [Choice(settings={"model.param_dtype": "float32"}), half]
+
+
+def _cache(cfg: RunConfig, size: int) -> Knob:
+    """KV caches for a step's sequences of full length, or for fewer: vLLM queues, and preempts, what finds no room."""
+    sequences = at_once(cfg)
+    rooms = sorted({max(1, math.ceil(share * sequences)) for share in SHARES} | {1}, reverse=True)
+    return [
+        Choice(
+            settings=_sized(cfg, size, room),
+            cost=Cost(seconds=costs.waiting_seconds(cfg, room)),
+            notes=() if room >= sequences else (f"{room} of {sequences} sequences of full length at once",),
+        )
+        for room in rooms
+    ]
+
+
+def _sized(cfg: RunConfig, size: int, room: int) -> dict[str, Any]:
+    """Settings of an engine with a KV cache for `room` sequences of full length, and vLLM's share of the GPU."""
+    most = min(cfg.rollout.engine.max_num_seqs, max(8, 2 * room))
+    cache = {"kv_cache_gb": math.ceil(kv_bytes(cfg, room) / GIB * 100) / 100, "max_num_seqs": most}
+    settings = {f"rollout.engine.{key}": value for key, value in cache.items()} | {"rollout.engine.memory": "given"}
+    parts = engine_parts(on_a_gpu(replaced(cfg, settings)))
+    needed = sum(parts.values())
+    if not cfg.rollout.engine.has_own_gpu:
+        # vLLM refuses to start where less than this is free, and by then has its context, and JAX its own. Nothing else
+        # depends on the number here, because the cache's size is given.
+        needed -= parts["context (estimate)"]
+    return settings | {"rollout.engine.gpu_memory_utilization": min(1.0, math.ceil(needed / size * 1000) / 1000)}
+
+
+def _staging(cfg: RunConfig) -> Knob:
+    engine = cfg.rollout.engine
+    if not engine.stages_on_gpu or engine.has_own_gpu:
+        return [Choice(settings={})]
+    host = Choice(
+        settings={"rollout.engine.transport": "host"},
+        cost=Cost(seconds=costs.staging_seconds(cfg, None)),
+        notes=("versions go through host memory",),
+    )
+    notes = ("versions go in chunks", "an engine that fails to load a version has none to go back to")
+    return [
+        Choice(
+            settings={"rollout.engine.staging_buffers": buffers},
+            cost=Cost(seconds=costs.staging_seconds(cfg, buffers) + 0.01 * (2 - buffers)),
+            notes=notes[buffers : buffers + 1] if buffers < 2 else (),
+        )
+        for buffers in range(engine.staging_buffers, -1, -1)
+    ] + [host]

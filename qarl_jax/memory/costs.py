@@ -1,0 +1,83 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Estimated costs of memory settings: seconds a step on a Hopper GPU, or bits of the result.
+
+The estimates order the choices of `choose.py`; they are no forecast. The rates are round numbers under those of
+docs/operations/performance.md and steps.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from qarl_jax.memory import learner
+from qarl_jax.memory.engine import at_once, published_bytes
+from qarl_jax.observe import flops
+from qarl_jax.run.config import RunConfig
+
+LEARNER_FLOPS = 350e12  # per second and GPU, forward and backward
+HOST_BYTES = 40e9  # per second between a GPU and pinned host memory
+SHARED_BYTES = 2.5e9  # per second of a version through host memory, checks included
+DECODE_BYTES = 2.5e12  # per second of weights read for a token
+LAUNCH_S = 0.005  # of an engine's step, whatever it reads
+# Share of the forward that the backward repeats, by `model.remat`.
+REPEATED = {"none": 0.0, "dots": 0.05, "mixer": 0.6, "attention": 0.9, "full": 1.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+class Cost:
+    """The price of a choice. Choices that change bits come after all that do not.
+
+    Attributes:
+      bits: how much of the result the choice changes: 0, nothing; 1, the rounding of gradients; 2, of moments; 4, of
+        masters.
+      seconds: a step, estimated.
+    """
+
+    bits: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(bits=self.bits + other.bits, seconds=self.seconds + other.seconds)
+
+
+def update_seconds(cfg: RunConfig) -> float:
+    """Seconds of a step's updates without recomputation, for responses of full length."""
+    made, model = learner.shapes(cfg), learner.model_of(cfg)
+    responses = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt * cfg.train.update_epochs
+    lengths = [cfg.data.prompt_limit + cfg.rollout.max_response_len]
+    total = responses * flops.training(model, flops.active_parameters(model, made.params), lengths)
+    return total / LEARNER_FLOPS / learner.planned_mesh(cfg).size
+
+
+def remat_seconds(cfg: RunConfig, policy: str) -> float:
+    """Seconds a step that recomputation adds; a forward is a third of an update."""
+    return update_seconds(cfg) * REPEATED[policy] / 3
+
+
+def offload_seconds(cfg: RunConfig) -> float:
+    """Seconds a step of the optimizer state's two transfers per update."""
+    state = learner.nbytes(learner.shapes(cfg).opt_state, learner.planned_mesh(cfg))
+    return 2 * state * cfg.train.updates_per_step / HOST_BYTES
+
+
+def waiting_seconds(cfg: RunConfig, cached: int) -> float:
+    """Seconds a step that sequences wait for a place in a KV cache of `cached` sequences, all of full length."""
+    if cached >= at_once(cfg):
+        return 0.0
+    token = published_bytes(cfg) / DECODE_BYTES + LAUNCH_S
+    return (at_once(cfg) / cached - 1) * cfg.rollout.max_response_len * token
+
+
+def staging_seconds(cfg: RunConfig, buffers: int | None) -> float:
+    """Seconds a step of publishing with so many staging buffers; None: through host memory."""
+    if buffers is None:
+        return published_bytes(cfg) / SHARED_BYTES
+    return 0.0 if buffers else published_bytes(cfg) / HOST_BYTES
+
+
+def in_words(cost: Cost) -> tuple[str, ...]:
+    """Words a cost: its seconds, then its rounding."""
+    words = [f"{cost.seconds:+.1f} s a step (estimate)"] if cost.seconds >= 0.05 else []
+    words += ["rounds otherwise"] if cost.bits else []
+    return tuple(words) or ("costs no time",)

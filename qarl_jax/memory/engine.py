@@ -1,0 +1,99 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of a vLLM engine on a GPU, and of the published versions that are staged for it, from shapes alone."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from qarl_jax import models
+from qarl_jax.memory.learner import GIB, nbytes, shapes
+from qarl_jax.rollout import PolicyWeights
+from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm import gpu_staging
+from qarl_jax.run.config import RunConfig
+
+CONTEXT = 1.5 * GIB  # of a Hopper GPU, an estimate: vLLM's CUDA context, its programs and libraries' workspaces
+GRAPHS = 1.5 * GIB  # of all captured batch sizes together; they share one pool
+STEP_TOKENS = 16384  # most tokens of an engine's step (vLLM's max_num_batched_tokens on a large GPU, or fewer)
+BLOCK = 16  # tokens of a block of the KV cache
+
+
+def _published(cfg: RunConfig) -> PolicyWeights:
+    """Shapes of a version."""
+    made = shapes(cfg)
+    return PolicyWeights(graphdef=made.served, params=made.params, qweights=made.published)
+
+
+def window_bytes(cfg: RunConfig) -> int:
+    """Bytes of the buffer of a chunked weight transfer (`rollout.engine.staging_buffers=0`)."""
+    places = gpu_staging.layout(_published(cfg))
+    return max(size for _, size in gpu_staging.spans_of(places, gpu_staging.parts_of(places)))
+
+
+def published_bytes(cfg: RunConfig) -> int:
+    """Bytes of one version as the engine is given it: QTensors, and the rest of the policy in bfloat16."""
+    weights = _published(cfg)
+    covered = models.by_path(weights.qweights)
+    rest = {path: leaf for path, leaf in models.by_path(weights.params).items() if path not in covered}
+    return nbytes(weights.qweights) + nbytes(rest, dtype=jnp.bfloat16)
+
+
+def layer_copies(cfg: RunConfig) -> int:
+    """Bytes that a vLLM on CUDA holds beside the published tensors of layers that are `Scheme.held_twice`.
+
+    The bridge's kernels multiply copies made at each load from the tensors, which stay: the arrays in another order,
+    with room for the largest layer, gate and up, decoded to bfloat16. Experts are made in place.
+    """
+    qweights = models.by_path(_published(cfg).qweights)
+    layers = [q for path, q in qweights.items() if ".moe." not in path and q.scheme.held_twice]
+    largest = max((2 * q.shape[-2] * q.shape[-1] for q in layers), default=0)  # of a matrix, bfloat16
+    return nbytes(layers) + 2 * largest
+
+
+def staging_bytes(cfg: RunConfig) -> int:
+    """Bytes of staging buffers on the learner's GPU. With NCCL the engine's GPU holds as many."""
+    engine = cfg.rollout.engine
+    if not isinstance(engine, vllm.Config) or not engine.stages_on_gpu:
+        return 0
+    return engine.staging_buffers * published_bytes(cfg) or window_bytes(cfg)
+
+
+def kv_bytes(cfg: RunConfig, sequences: int) -> int:
+    """Bytes of a bfloat16 KV cache for that many sequences at their full length."""
+    model = models.read_config(cfg.model.path)
+    engine = cfg.rollout.engine
+    assert isinstance(engine, vllm.Config)
+    length = cfg.data.prompt_limit + cfg.rollout.max_response_len
+    if engine.max_model_len:
+        length = min(length, engine.max_model_len)
+    blocks = -(-length // BLOCK)
+    return sequences * blocks * BLOCK * model.num_layers * 2 * model.num_kv_heads * model.head_dim * 2
+
+
+def at_once(cfg: RunConfig) -> int:
+    """Most sequences that one engine decodes together; engines share a step's sequences."""
+    engine = cfg.rollout.engine
+    assert isinstance(engine, vllm.Config)
+    sequences = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
+    return min(engine.max_num_seqs, -(-sequences // max(1, engine.started + len(engine.endpoints))))
+
+
+def engine_parts(cfg: RunConfig) -> dict[str, int]:
+    """Bytes of a vLLM on a GPU. Without `kv_cache_gb` its KV cache is what is left; one sequence is the least."""
+    engine, model = cfg.rollout.engine, models.read_config(cfg.model.path)
+    assert isinstance(engine, vllm.Config)
+    inner = model.intermediate_size
+    if model.moe is not None:
+        inner = max(inner, model.moe.intermediate_size * model.moe.num_experts_per_tok)
+    logits = engine.max_num_seqs * model.vocab_size * 4
+    invariant = engine.arithmetic == "batch_invariant"
+    return {
+        "weights": published_bytes(cfg),
+        "layers as multiplied": layer_copies(cfg) if invariant else 0,
+        "KV cache": int(engine.kv_cache_gb * GIB) if engine.kv_cache_gb else kv_bytes(cfg, 1),
+        # Of a step: gate, up and their product, six residuals; and five float32 copies of all sequences' logits.
+        "activations (estimate)": STEP_TOKENS * (4 * inner + 6 * model.hidden_size) * 2 + 5 * logits,
+        "CUDA graphs (estimate)": 0 if engine.eager else int(GRAPHS),
+        "context (estimate)": int(CONTEXT),
+    }

@@ -1,0 +1,350 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of a learner at the fullest moment of an update, computed from shapes alone; no array is made.
+
+parts(cfg, per_device=True)       # {"masters": ..., "optimizer": ..., "gradients": ..., ...}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from qarl_jax import models
+from qarl_jax.learning import critic
+from qarl_jax.optim import by_stack
+from qarl_jax.optim.build import make_optimizer
+from qarl_jax.rollout.embedded import engine as jax_sampler
+from qarl_jax.run import build
+from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime import remat
+
+GIB = 2.0**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """A run's policy as shapes, from its config.json; no weights are read.
+
+    Attributes:
+      graphdef, params, qweights: of the learner, under `quant.forward`.
+      opt_state: of its optimizer.
+      served, published: graphdef and QTensors of the sampler, under `quant.rollout`.
+    """
+
+    graphdef: Any
+    params: Any
+    qweights: Any
+    opt_state: Any
+    served: Any
+    published: Any
+
+
+_SHAPES: dict[str, Shapes] = {}
+
+
+def shapes(cfg: RunConfig) -> Shapes:
+    """The shapes of a run's policy; made once for all settings that they do not depend on."""
+    depends = dataclasses.replace(cfg.model, remat="full"), dataclasses.replace(cfg.optimizer, offload=False), cfg.quant
+    key = repr((*depends, cfg.numerics, cfg.policy_updates))  # as text: the sections hold dicts
+    if key not in _SHAPES:
+        graphdef, params = models.split(models.abstract_model(build.model_config(cfg, cfg.quant.forward)))[:2]
+        served = build.rollout_graphdef(cfg, graphdef)
+        optimizer = make_optimizer(cfg.optimizer, cfg.policy_updates)
+        _SHAPES[key] = Shapes(
+            graphdef,
+            params,
+            jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params),
+            jax.eval_shape(optimizer.init, params),
+            served,
+            jax.eval_shape(lambda p: models.quantize_params(served, p), params),
+        )
+    return _SHAPES[key]
+
+
+def model_of(cfg: RunConfig) -> models.ModelConfig:
+    """The learner's model, under the run's recomputation."""
+    return dataclasses.replace(models.config_of(shapes(cfg).graphdef), remat=cfg.model.remat_or_full)
+
+
+def parameters(cfg: RunConfig) -> int:
+    """Number of the policy's parameters."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(cfg).params))
+
+
+def planned_mesh(cfg: RunConfig) -> Mesh | AbstractMesh:
+    """The run's mesh; its devices need not be here, unless an axis asks for all there are (-1)."""
+    sizes = dataclasses.asdict(cfg.mesh)
+    if -1 in sizes.values():
+        return build.make_mesh(cfg)
+    return AbstractMesh(tuple(sizes[axis] for axis in sharding.MESH_AXES), sharding.MESH_AXES)
+
+
+def nbytes(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any = None) -> int:
+    """Bytes of all arrays (or their shapes) in a tree.
+
+    Args:
+      tree: params, qweights, or an optimizer state around them.
+      mesh: count what one device of it holds; None: everything.
+      dtype: count as if the arrays had this one.
+    """
+    return sum(jax.tree.leaves(bytes_of_each(tree, mesh, dtype)))
+
+
+def bytes_of_each(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any = None) -> Any:
+    """`nbytes` leaf by leaf: a tree like the given one."""
+    leaves, structure = jax.tree.flatten(tree)
+    shapes = [leaf.shape for leaf in leaves]
+    if mesh is not None:
+        places = jax.tree.leaves(sharding.param_shardings(tree, mesh))
+        shapes = [place.shard_shape(shape) for place, shape in zip(places, shapes, strict=True)]
+    sizes = [jnp.dtype(leaf.dtype if dtype is None else dtype).itemsize for leaf in leaves]
+    return jax.tree.unflatten(structure, [math.prod(x) * size for x, size in zip(shapes, sizes, strict=True)])
+
+
+def abstract_critic(cfg: RunConfig) -> tuple[models.ModelConfig, Any, Any]:
+    """(config of the body, abstract params, abstract optimizer state) of the run's critic; reads no weights."""
+    assert cfg.critic is not None
+    body = build.critic_body(cfg, model_of(cfg))
+    policy = models.split(models.abstract_model(body))[1]
+    params = jax.eval_shape(lambda p: critic.init_params(p, body.hidden_size), policy)
+    transformation = make_optimizer(cfg.critic.optimizer, cfg.train.total_updates)
+    return body, params, jax.eval_shape(transformation.init, params)
+
+
+def _widths(model: models.ModelConfig) -> tuple[int, int, int, int]:
+    """Elements per token of the residual, of all query heads, of q, k and v together, and of the MLP's inner width."""
+    heads = model.num_heads * model.head_dim
+    inner = model.intermediate_size
+    if model.moe is not None:
+        inner = model.moe.intermediate_size * model.moe.num_experts_per_tok
+    return model.hidden_size, heads, heads + 2 * model.num_kv_heads * model.head_dim, inner
+
+
+def _kept(model: models.ModelConfig, max_segments: int) -> int:
+    """Bytes per token and layer that the recomputation policy keeps beyond the layer's two inputs."""
+    width = model.compute_dtype.itemsize
+    hidden, heads, projected, inner = _widths(model)
+    # A fused kernel's statistics: a float32 per head and token, and per segment where rows are packed.
+    statistics = 4 * model.num_heads * (max_segments + 1 if max_segments > 1 else 1)
+    if model.remat == "none":  # every tensor that a backward reads, those in float32 too
+        elements = 8 * hidden + 2 * heads + 3 * projected + 5 * inner
+        return elements * width + 4 * (8 * hidden + 6 * inner) + statistics
+    down = hidden
+    if model.moe is not None:
+        down *= model.moe.num_experts_per_tok
+    elements = remat.saved_elements(
+        model.remat, hidden=hidden, heads=heads, projected=projected, inner=inner, down=down
+    )
+    return elements * width + statistics if elements else 0
+
+
+def saved_activations(model: models.ModelConfig, positions: int, max_segments: int = 1) -> int:
+    """Bytes that the forward of `positions` tokens leaves for its backward: each layer's two inputs, and what the
+    recomputation policy keeps (`runtime/remat.py`)."""
+    inputs = 2 * model.hidden_size * model.compute_dtype.itemsize
+    return model.num_layers * positions * (inputs + _kept(model, max_segments))
+
+
+def layer_activations(model: models.ModelConfig, positions: int, max_segments: int = 1) -> int:
+    """Bytes alive at once while one layer is recomputed and differentiated, without what is saved of it anyway.
+
+    The three numbers are fitted to what XLA allocates for an H200 at Qwen3-0.6B, 1.7B and 8B under full recomputation
+    (benchmarks/memory.py), those of experts at Qwen3-30B-A3B on two; everything else in the plan is counted.
+    """
+    hidden, _, projected, inner = _widths(model)
+    whole = (14.0 * hidden + 2.5 * projected + 7.0 * inner) * model.compute_dtype.itemsize
+    own = positions * max(whole - _kept(model, max_segments), whole / 4)
+    if model.moe is not None:
+        # Copies of tokens for their experts, wider where they are summed in float64; a layer's experts, gathered, and
+        # dequantized.
+        copies = (8 if model.numerics.float64_experts else 2) * positions * model.moe.num_experts_per_tok * hidden
+        experts = 6 * model.moe.num_experts * model.moe.intermediate_size * hidden
+        own += (copies + experts) * model.compute_dtype.itemsize
+    return round(own)
+
+
+def update_scratch(
+    params: Any, opt_state: Any, *, offload: bool = False, mesh: Mesh | AbstractMesh | None = None
+) -> int:
+    """Bytes that an update outside of the gradient's program works with beside masters, gradients and a state that
+    rests on the device (`by_stack.Update`).
+
+    As one program: a float32 number per parameter, one more for those of the largest stack, and a state from the host.
+    In groups: of the fullest one six layers in float32, or 2.5 float32 numbers per parameter where it is not a stack,
+    and of a state from the host two neighbouring groups. So XLA allocates for an H200 at Qwen3-8B under Muon
+    (benchmarks/memory.py), or less.
+    """
+    layout = by_stack.Layout.of(params, opt_state)
+    sizes = jax.tree.leaves(bytes_of_each(params, mesh, jnp.float32))
+    moments = [sum(jax.tree.leaves(x)) for x in layout.leaves(bytes_of_each(opt_state, mesh))]
+    if len(layout.groups) == 1:
+        return sum(sizes) + max(sizes) + (sum(moments) if offload else 0)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    own = [
+        6 * sizes[first] // shapes[first][0]
+        if not others and by_stack.is_stack(shapes[first])
+        else 5 * sum(sizes[i] for i in (first, *others)) // 2
+        for (first, *others), _ in layout.groups
+    ]
+    if not offload:
+        return max(own)
+    here = [sum(moments[i] for i in group.moments) for group in layout.groups]
+    beside = [max(before, after) for before, after in zip([0, *here], [*here[1:], 0], strict=False)]
+    return max(map(sum, zip(own, here, beside, strict=True)))
+
+
+def _read(params: Any, qweights: Any, mesh: Mesh | AbstractMesh | None, dtype: Any) -> int:
+    """Bytes of the masters that a forward reads, in `dtype`: all but those that it has as QTensors."""
+    low = models.by_path(qweights)
+    flat = [(keys, leaf) for keys, leaf in nnx.to_flat_state(params) if ".".join(map(str, keys)) not in low]
+    return nbytes(nnx.from_flat_state(flat), mesh, dtype)
+
+
+def update_parts(
+    model: models.ModelConfig,
+    params: Any,
+    qweights: Any,
+    opt_state: Any,
+    *,
+    rows: int,
+    row_len: int,
+    chunk: int,
+    grad_dtype: Any,
+    max_segments: int = 1,
+    one_program: bool = True,
+    offload: bool = False,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> dict[str, int]:
+    """Bytes by part at the fullest moment of an update.
+
+    Two moments compete. In the layers' backward there are the saved activations, one layer's own and all gradients;
+    where those are bfloat16, the head's float32 sum stands beside them, and a rounded copy of float32 masters that the
+    forward reads. In the log-probs' backward there are a chunk of float32 logits and the head's float32 gradient,
+    before and after the chunk, and a tied embedding's once more where it is added to other micro-batches'; one of them
+    is the gradient itself where that is float32. XLA has made room for the layers' gradients by then, though they are
+    still zero. "log-prob chunk" is what the second needs beyond the first.
+
+    Where the update is not in the gradient's program, for its several micro-batches or because the optimizer's state
+    rests on the host, it is a third: activations are gone, and what it works with (`update_scratch`) is here. "update
+    (estimate)" is what it needs beyond the other two.
+
+    Args:
+      params, qweights, opt_state: abstract or not.
+      rows, row_len: of one micro-batch on one device.
+      chunk: tokens whose logits exist at once (`train.logprob_chunk`).
+      grad_dtype: `train.grad_dtype`.
+      max_segments: static bound on responses per row.
+      one_program: whether an update is a single micro-batch; otherwise an accumulator stands beside the gradient.
+      offload: `optimizer.offload`.
+      mesh: count what one of its devices holds; None: everything.
+    """
+    positions, grad_dtype = rows * row_len, jnp.dtype(grad_dtype)
+    own = grad_dtype if model.compute_dtype == grad_dtype else None  # None: the masters'
+    gradient = nbytes(params, mesh, own)
+    # Embedding and head get their gradients as float32 sums.
+    ways = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.AXIS_RULES.vocab)
+    vocabulary = model.vocab_size * model.hidden_size * 4 // ways
+    saved = saved_activations(model, positions, max_segments)
+    layers = saved + layer_activations(model, positions, max_segments)
+    in_float32 = gradient == nbytes(params, mesh, jnp.float32)
+    if not in_float32:
+        layers += vocabulary
+    # `Learner._gradient` rounds before it differentiates.
+    rounded = 0 if own is None or gradient == nbytes(params, mesh) else _read(params, qweights, mesh, own)
+    logits = min(chunk, positions) * model.vocab_size * 4
+    sums = (1 if positions <= chunk else 2) + (model.tie_embeddings and not one_program) - in_float32
+    chunks = max(0, saved + logits + sums * vocabulary - layers)
+    state, apart = nbytes(opt_state, mesh), 0
+    if offload or not one_program:
+        gone = layers + rounded + chunks + (0 if one_program else gradient)
+        apart = max(0, update_scratch(params, opt_state, offload=offload, mesh=mesh) - gone)
+    return {
+        "masters": nbytes(params, mesh),
+        "optimizer": 0 if offload else state,
+        "gradients": gradient + (0 if one_program else nbytes(params, mesh, grad_dtype)),
+        "masters, rounded": rounded,
+        "QTensors": nbytes(qweights, mesh),
+        "activations (estimate)": layers,
+        "log-prob chunk": chunks,
+        "update (estimate)": apart,
+    }
+
+
+def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
+    """Bytes by part: what one update holds at once, over the whole mesh or on one of its devices.
+
+    Policy and critic are updated in turn, so that gradients and activations are those of the larger of the two. The
+    reference policy of a KL term is a copy in the compute dtype with QTensors of its own. An optimizer state that rests
+    on the host counts for its visit alone ("update (estimate)"); all of it is in `optimizer_states`.
+
+    activations is an estimate (`update_parts`), an upper one where the tensor axis splits them. The embedded sampler
+    keeps a copy of the policy and its keys and values between updates; vLLM's memory is its own (`rollout.engine`).
+    """
+    made, model = shapes(cfg), model_of(cfg)
+    params, qweights = made.params, made.qweights
+    mesh = planned_mesh(cfg) if per_device else None
+    batch_shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)
+    shape: dict[str, Any] = {
+        "rows": cfg.train.micro_batch_rows // batch_shards,
+        "row_len": cfg.row_len,
+        "chunk": cfg.train.logprob_chunk,
+        "grad_dtype": cfg.train.grad_dtype_or_float32,
+        "max_segments": build.max_segments(cfg),
+        "one_program": cfg.micro_batches_per_update[1] == 1,
+        "offload": cfg.optimizer.offload is True,
+        "mesh": mesh,
+    }
+    out = update_parts(model, params, qweights, made.opt_state, **shape)
+    if cfg.quant.code_flips and (cfg.train.updates_per_step > 1 or made.served != made.graphdef):
+        kept = nbytes(made.published, mesh)
+        out |= {"QTensors published before": kept} if kept else {}
+    if cfg.kl.coef:
+        out["reference policy"] = nbytes(params, mesh, model.compute_dtype) + nbytes(qweights, mesh)
+    if cfg.critic is not None:
+        body, own, moments = abstract_critic(cfg)
+        # Its gradient is float32, with an accumulator of its own, and it has no logits.
+        gradient = nbytes(own, mesh, jnp.float32)
+        out["gradients"] = max(out["gradients"], 2 * gradient)
+        positions = shape["rows"] * cfg.row_len
+        segments = shape["max_segments"]
+        needed = saved_activations(body, positions, segments) + layer_activations(body, positions, segments)
+        out["activations (estimate)"] = max(out["activations (estimate)"], needed)
+        held = nbytes(moments, mesh)
+        if cfg.critic.optimizer.offload is True:
+            held = max(0, update_scratch(own, moments, offload=True, mesh=mesh) - needed - gradient)
+        out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": held}
+    if isinstance(cfg.rollout.engine, jax_sampler.Config):
+        prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial
+        prompt_len, response_len = cfg.data.prompt_limit, cfg.rollout.max_response_len
+        if cfg.rollout.environment is not None:  # what was said before a turn is its prompt
+            prompt_len = prompt_len + response_len - 1
+        if partial.is_on:  # what goes on with a response takes it for a prompt, and adds a chunk
+            prompts = partial.groups(prompts)
+            prompt_len, response_len = prompt_len + response_len - 1, partial.tokens(response_len)
+        weights, cache = jax_sampler.footprint(
+            cfg.rollout.engine,
+            made.served,
+            params,
+            made.published,
+            prompt_len=prompt_len,
+            response_len=response_len,
+            sequences=prompts * cfg.rollout.num_samples_per_prompt,
+        )
+        out |= {"sampler's policy": nbytes(weights, mesh), "sampler's KV cache": nbytes(cache)}
+    return out
+
+
+def optimizer_states(cfg: RunConfig) -> dict[str, tuple[Any, bool]]:
+    """Whole abstract optimizer states by owner, and whether they rest on the host."""
+    out = {"optimizer": (shapes(cfg).opt_state, cfg.optimizer.offload is True)}
+    if cfg.critic is not None:
+        out["critic's optimizer"] = (abstract_critic(cfg)[2], cfg.critic.optimizer.offload is True)
+    return out

@@ -1,0 +1,103 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Estimators of an evaluation, and how far each can be trusted.
+
+Of n responses to a prompt, c of them correct:
+
+    avg@n    c / n
+    pass@k   1 - C(n-c, k) / C(n, k): whether one of k is correct, unbiased (arXiv 2107.03374, eq. 1)
+    maj@k    whether the most frequent answer of k responses is correct: a mean over the n // k disjoint runs of k
+             responses, unbiased too. Of equally frequent answers the one that came first is taken.
+
+Each is a mean over prompts, with its standard error over prompts and an interval (`interval`).
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+FEW = 30
+"""Prompts below which a score says little: its interval around a half is over a third wide."""
+
+
+def pass_at_k(num_correct: Int[np.ndarray, " P"], num_samples: int, k: int) -> Float[np.ndarray, " P"]:
+    """Probability that k of a prompt's responses, drawn without replacement, hold a correct one.
+
+    Args:
+      num_correct: correct responses of each prompt.
+      num_samples: n, responses per prompt.
+      k: in 1..n.
+
+    Raises:
+      ValueError: k out of range.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples and k >= 1; there are {num_samples}.")
+    missing = num_samples - np.asarray(num_correct, np.int64)
+    # C(n-c, k) / C(n, k) as a product of k factors, which neither overflows nor cancels; a factor of 0 ends it.
+    steps = np.arange(k)
+    factors = np.maximum(missing[:, None] - steps, 0) / (num_samples - steps)
+    return 1.0 - factors.prod(1)
+
+
+def majority(votes: Sequence[Hashable | None]) -> int | None:
+    """Index of the first vote for the most frequent answer; of equally frequent ones, the one that came first.
+
+    None is no vote; None is returned where nobody votes. Example: majority(["7", None, "5", "5"]) = 2.
+    """
+    counts = collections.Counter(vote for vote in votes if vote is not None)
+    return votes.index(counts.most_common(1)[0][0]) if counts else None  # of equals, Counter names the first
+
+
+def maj_at_k(
+    votes: Sequence[Sequence[Hashable | None]], correct: Bool[np.ndarray, "P n"], k: int
+) -> Float[np.ndarray, " P"]:
+    """Share of the n // k disjoint runs of k responses whose majority answer is correct; no vote at all is wrong.
+
+    Args:
+      votes: [P][n] answers; equal answers are equal (hashable) values, None where a response has none.
+      correct: whether each response was graded correct. That of the first vote for an answer speaks for the answer.
+      k: in 1..n.
+
+    Raises:
+      ValueError: k out of range.
+    """
+    num_samples = correct.shape[1]
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"maj@{k} needs at least {k} samples and k >= 1; there are {num_samples}.")
+    out = np.zeros(len(votes))
+    starts = range(0, num_samples - k + 1, k)
+    for prompt, answers in enumerate(votes):
+        for start in starts:
+            chosen = majority(answers[start : start + k])
+            out[prompt] += 0.0 if chosen is None else float(correct[prompt, start + chosen])
+    return out / len(starts)
+
+
+def default_ks(num_samples: int) -> tuple[int, ...]:
+    """Powers of two up to n, and n. Example: default_ks(12) = (1, 2, 4, 8, 12)."""
+    powers = [1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples]
+    return (*powers, num_samples)
+
+
+def interval(per_prompt: Float[np.ndarray, " P"], different: int, num_samples: int) -> tuple[float, float]:
+    """Interval of the mean over prompts at 95 %: Wilson's (J. Am. Stat. Assoc. 22, 1927) for zeros and ones.
+
+    Other values are scaled to the range that they have, 0 to 1 at least. They count as so many zeros and ones as give a
+    mean their variance (Kish's effective sample size), and at most as many as there are responses. The interval of one
+    prompt, or of prompts that agree, has a width.
+
+    Args:
+      per_prompt: the values. different: how many of the prompts differ. num_samples: responses per prompt.
+    """
+    low, high = min(0.0, float(per_prompt.min())), max(1.0, float(per_prompt.max()))
+    mean, variance = (per_prompt.mean() - low) / (high - low), per_prompt.var() / (high - low) ** 2
+    count = min(different * mean * (1 - mean) / variance, different * num_samples) if variance > 1e-12 else different
+    z = 1.959964  # of the normal distribution, at 97.5 %
+    half = z * np.sqrt(mean * (1 - mean) / count + (z / count) ** 2 / 4)
+    ends = (mean + z**2 / (2 * count) + np.array([-half, half])) / (1 + z**2 / count)
+    return tuple(float(end) for end in low + (high - low) * np.clip(ends, 0, 1))  # type: ignore[return-value]

@@ -1,0 +1,198 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint's stamp: the settings that its policy was made with. Every verb reads them there.
+
+A start writes its settings with the first step that it trains (`loop.setup.Run.begin_record`), so that a start which
+trains nothing leaves the record as it was. A run goes on with the policy that it has: settings that say what a policy
+is (`POLICY`) cannot change within a run. Others may; run.json says from which step on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from qarl_jax import quant
+from qarl_jax.numerics.engine import of_profile
+from qarl_jax.run import checkpoint, config
+from qarl_jax.run.config import RunConfig
+from qarl_jax.types import UserError
+
+POLICY = (
+    *("model.path", "model.init", "model.dtype", "model.param_dtype"),
+    *("quant.forward", "quant.rollout", "quant.group_size", "quant.rules", "quant.uaq_scale", "quant.kernels"),
+    *("rollout.engine.arithmetic", "rollout.engine.tensor_parallel_size"),
+)
+"""Settings that say what a run's policy is, and whether its sampler computes it. The arithmetic that quant.engine and
+rollout.engine.name come to is one more."""
+# Retired settings of older records. Of the engine's arithmetic, with the values that meant batch-invariant; other
+# values meant the arithmetic of vLLM.
+_ARITHMETIC: dict[str, tuple[Any, ...]] = {
+    "execution": ("auto", "eager", "graphs"),
+    "kernels": ("contract",),
+    "int4_kernel": ("auto",),
+    "split_attention": (False,),
+    "loader": ("auto", "vllm"),
+}
+_RETIRED = (
+    *("checkpoint.keep_every", "eval.ks", "eval.top_k"),
+    *("reward.recycle_after", "train.error_prob", "train.histograms"),
+    *("train.shuffle_advantages", "rollout.engine.address", "rollout.engine.drain_timeout_s"),
+    *("rollout.engine.endpoints_file", "rollout.engine.engine", "rollout.engine.hedge", "rollout.engine.launch"),
+    *("rollout.engine.max_num_batched_tokens", "rollout.engine.max_restarts", "rollout.engine.min_slots"),
+    *("rollout.engine.prompt_bucket", "rollout.engine.ray_cpus", "rollout.engine.ray_gpus", "rollout.engine.seed"),
+    *("rollout.engine.record_routing", "rollout.engine.refill_fraction", "rollout.engine.response_bucket"),
+)
+_UNTOLD = ("log.", "distributed.", "run_dir")  # settings that no number of a run depends on
+
+
+def make(cfg: RunConfig, profile: str) -> dict[str, Any]:
+    """The part of a checkpoint's JSON that this file reads. profile: of the learner's arithmetic, as resolved."""
+    return {"config": _plain(cfg), "numerics": {"profile": profile}}
+
+
+def of(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The stamp of a policy, and its `step`; None: nothing is saved there.
+
+    Args:
+      directory: a run's folder, its checkpoints folder, or one step of it. Of several steps the newest is meant.
+
+    Raises:
+      UserError: the step was saved before checkpoints had a stamp, and run.json, read instead, is no run's record.
+    """
+    try:
+        checkpoints, step = checkpoint.find(directory)
+    except UserError:
+        return None
+    found = checkpoints.extra(step)
+    if found is None:
+        return None
+    step, extra = found
+    if "config" not in extra:
+        file, record = _run_json(checkpoints.directory.parent)
+        starts = record.get("starts") or [{}]
+        extra = {"config": record["config"], "numerics": starts[-1].get("numerics")}
+        if not isinstance(extra["config"], dict):
+            raise UserError(f"{file} holds no config: it is not the record of a run, or was altered.")
+    return {"step": step, "config": _as_today(extra["config"]), "numerics": extra["numerics"]}
+
+
+def _as_today(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Translates retired settings of a recorded config into the settings that took their place, or drops them."""
+    found = json.loads(json.dumps(recorded))
+    for path in _RETIRED:
+        section, name = path.rpartition(".")[::2]
+        node = found
+        for part in section.split("."):
+            node = node.get(part) or {}
+        node.pop(name, None)
+    for optimizer in (found.get("optimizer") or {}, (found.get("critic") or {}).get("optimizer") or {}):
+        if optimizer.get("name") == "muon":
+            for name in ("nesterov", "newton_schulz_steps", "eps"):
+                optimizer.pop(name, None)
+    engine = (found.get("rollout") or {}).get("engine") or {}
+    retired = {name: engine.pop(name) for name in _ARITHMETIC if name in engine}
+    if any(value not in _ARITHMETIC[name] for name, value in retired.items()):
+        engine["arithmetic"] = "vllm"
+    return found
+
+
+def _run_json(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
+    file = folder / "run.json"
+    try:
+        record = json.loads(file.read_text())
+        return file, record if isinstance(record, dict) and "config" in record else {"config": None}
+    except OSError:
+        raise UserError(f"{folder} is not a run's folder: there is no run.json in it.") from None
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON ({error}).") from None
+
+
+def config_of(directory: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+    """The config that a saved policy was made with.
+
+    Args:
+      directory: as in `of`. overrides: "section.field=value" strings laid over it.
+
+    Raises:
+      UserError: no policy is saved there.
+    """
+    found = of(directory)
+    if found is None:
+        checkpoint.find(directory)  # says what is there instead
+        raise UserError(f"Every checkpoint in {directory} is damaged.")
+    return config.from_dict(found["config"], f"the checkpoint of step {found['step']}", overrides)
+
+
+def numerics_of(found: dict[str, Any] | None) -> quant.Numerics | None:
+    """The arithmetic that a saved policy (`of`) was computed in; None: nothing says it."""
+    numerics = (found or {}).get("numerics")
+    return of_profile(numerics.get("profile", "")) if isinstance(numerics, dict) else None
+
+
+def learner_numerics(cfg: RunConfig, found: dict[str, Any] | None) -> quant.Numerics:
+    """The learner's arithmetic where `cfg` goes on with a saved policy, or evaluates it, perhaps on another machine.
+
+    `quant.engine`, if it names one. Under auto, what the policy was saved with, so that nothing changes within a run;
+    with vLLM what vLLM computes in on this machine, for it cannot do otherwise.
+    """
+    if cfg.quant.engine != "auto" or cfg.rollout.engine_name == "vllm":
+        return cfg.numerics
+    return numerics_of(found) or cfg.numerics
+
+
+def changes(cfg: RunConfig, found: dict[str, Any]) -> list[str]:
+    """What differs from the settings of a saved policy: "optimizer.lr 0.02 -> 0.01". New versions' settings do not."""
+    old, new = _flat(found["config"]), _flat(_plain(cfg))
+    both = [key for key in old if key in new and not key.startswith(_UNTOLD)]
+    return [f"{key} {old[key]} -> {new[key]}" for key in both if old[key] != new[key]]
+
+
+def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) -> None:
+    """Refuses to go on with a saved policy under settings that make another policy of it.
+
+    Args:
+      found: its stamp (`of`).
+      on_gpu: whether the learner runs on a GPU; JAX is not asked.
+
+    Raises:
+      UserError: names each such setting, with both values.
+    """
+    old, new = _flat(found["config"]), _flat(_plain(cfg))
+    before, now = _policy(old), _policy(new)
+    other = [key for key in before if key in now and before[key] != now[key] and old[key] != new[key]]
+    held = [f"{key} {old[key]} -> {new[key]}" for key in other]
+    if any(old.get(key) != new[key] for key in ("quant.engine", "rollout.engine.name")):
+        was, planned = numerics_of(found), config.on_a_gpu(cfg) if on_gpu else cfg
+        if was is not None and was.profile != (profile := learner_numerics(planned, found).profile):
+            held.append(f"quant.engine {was.profile} -> {profile}")
+    if held:
+        link = ", with a link to a model folder that was moved" if held[0].startswith("model.path") else ""
+        raise UserError(
+            f"cannot resume {cfg.run_dir}: {'; '.join(held)} would make another policy of the one that step"
+            f" {found['step']} saved. Restore {'it' if len(held) == 1 else 'them'}{link}, or start a new run_dir, whose"
+            " model.path may be this policy (`python -m qarl_jax.export --format hf`)."
+        )
+
+
+def _policy(flat: dict[str, Any]) -> dict[str, Any]:
+    """What the settings of `POLICY` mean, where two ways to write one thing are equal."""
+    out = {key: flat[key] for key in POLICY if key in flat}
+    out["model.path"] = os.path.realpath(out["model.path"])
+    out["quant.rollout"] = out["quant.rollout"] or out["quant.forward"]
+    return out
+
+
+def _plain(cfg: RunConfig) -> dict[str, Any]:
+    """The config as JSON gives it back."""
+    return json.loads(json.dumps(config.to_dict(cfg), default=str))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+    return out

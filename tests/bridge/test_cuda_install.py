@@ -1,0 +1,109 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One arithmetic: what of vLLM's own classes the bridge puts its operations into on CUDA, and what it leaves alone."""
+
+import pytest
+
+from tests.reference.forks import DECODED, INTERPRETED, forks
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs a program in a process of its own, where vLLM's classes are patched; vLLM is imported once."""
+    imports = INTERPRETED + "from qarl_bridge.engine.cuda import experts as cuda_experts, int4, ops\n" + DECODED
+    with forks(imports, tmp_path_factory.mktemp("programs")) as forked:
+        yield forked
+
+
+def test_a_tensor_that_is_not_on_a_gpu_is_vllms_own_business(run):
+    out = run("""
+        from qarl_bridge.engine.cuda import install
+        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+        from vllm.model_executor.layers.layernorm import RMSNorm
+
+        called = []
+        UnquantizedEmbeddingMethod.apply = lambda self, layer, x, bias=None: called.append("head")
+        RMSNorm.forward_cuda = lambda self, x, residual=None: called.append("norm")
+        print(repr(install.install()))
+        print(repr(install.install()))  # a second engine of the process
+
+        class Layer:
+            weight = torch.zeros(16, 8, dtype=torch.bfloat16)
+            pass_weight, variance_size_override = True, None
+
+        x = torch.zeros(2, 8, dtype=torch.bfloat16)
+        UnquantizedEmbeddingMethod().apply(Layer(), x)
+        RMSNorm.forward_cuda(Layer(), x)
+        assert called == ["head", "norm"], called
+    """)
+    first, second = out.strip().splitlines()[-2:]
+    assert first == second == "''"
+
+
+def test_few_rows_are_multiplied_with_words_and_many_with_what_they_stand_for(run):
+    run("""
+        torch.manual_seed(0)
+        kind = int4.BatchInvariantInt4LinearKernel
+        kernel = kind.__new__(kind)
+        kernel.w_q_name, kernel.w_s_name = "packed", "scale"
+        # The interpreter has no bfloat16 arithmetic.
+        room = kind.room[torch.device("cpu")] = torch.empty(128 * 256).half()
+        int4._PACKED_ROWS = 4
+        for n, k in ((64, 256), (128, 256), (32, 128)):
+            layer = torch.nn.Module()
+            words = torch.randint(-(2**31), 2**31 - 1, (n, k // 8)).int()
+            layer.packed = torch.nn.Parameter(words, requires_grad=False)
+            layer.scale = torch.nn.Parameter(torch.randint(2, 9, (n, k // 128)).bfloat16() / 4, requires_grad=False)
+            kernel.process_weights_after_loading(layer)
+            x = torch.randn(2, 3, k).half()
+            many = kernel.apply_weights(layer, x)
+            few = kernel.apply_weights(layer, x[:1])
+            codes = ((layer.packed[..., None] >> (4 * torch.arange(8))) & 15).view(n, k) - 8
+            served = codes * layer.scale.float().repeat_interleave(128, 1)
+            torch.testing.assert_close(many.float(), x.float() @ served.t(), rtol=1e-2, atol=0.5)
+            torch.testing.assert_close(few, many[:1])
+        assert kind.room[torch.device("cpu")] is room
+    """)
+
+
+def test_int4_experts_are_laid_out_as_they_are_multiplied_however_vllm_holds_them_for_loading(run):
+    run("""
+        import types
+
+        torch.manual_seed(0)
+        D, F, E = 256, 128, 6
+        theirs = cuda_experts.CompressedTensorsWNA16MoEMethod.create_weights
+        loader = lambda *_: None
+
+        def transposed(self, layer, *args, **named):
+            theirs(self, layer, *args, **named)
+            for name in ("w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale"):
+                held = getattr(layer, name)
+                turned = torch.nn.Parameter(held.data.transpose(1, 2).contiguous(), requires_grad=False)
+                turned.__dict__.update(vars(held), is_transposed=True)
+                setattr(layer, name, turned)
+
+        shapes = {"w13": (2 * F, D), "w2": (D, F)}
+        words = {w: torch.randint(-(2**31), 2**31 - 1, (E, n, k // 8)).int() for w, (n, k) in shapes.items()}
+        scales = {w: torch.rand(E, n, k // 32).bfloat16() for w, (n, k) in shapes.items()}
+        for create in (theirs, transposed):
+            cuda_experts.CompressedTensorsWNA16MoEMethod.create_weights = create
+            method = cuda_experts.BatchInvariantWNA16MoEMethod.__new__(cuda_experts.BatchInvariantWNA16MoEMethod)
+            method.moe = types.SimpleNamespace(is_act_and_mul=True, has_bias=False)
+            method.strategy, method.num_bits, method.packed_factor, method.group_size = "group", 4, 8, 32
+            method.symmetric = True
+            layer = torch.nn.Module()
+            method.create_weights(layer, E, D, F, torch.bfloat16, weight_loader=loader)
+            for which in shapes:
+                for part, values in (("weight_packed", words), ("weight_scale", scales)):
+                    param = getattr(layer, f"{which}_{part}")
+                    assert not param.is_transposed and param.weight_loader is loader
+                    param.data.copy_(values[which])
+            method.process_weights_after_loading(layer)
+            for which, (n, k) in shapes.items():
+                packed, scale = (getattr(layer, f"{which}_{part}") for part in ("weight_packed", "weight_scale"))
+                assert torch.equal(packed, ops.interleaved(words[which]))
+                assert torch.equal(scale, scales[which].transpose(1, 2))
+    """)

@@ -1,0 +1,116 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One arithmetic: the engine's own operations on CUDA, under Triton's interpreter on a CPU, where a product adds in
+numpy's order; and that they leave an engine alone which they do not serve. What tensor cores do is tests/gpu's."""
+
+import pytest
+
+from tests.reference.forks import DECODED, INTERPRETED, forks
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs a program in a process of its own."""
+    imports = INTERPRETED + "from qarl_bridge.engine.cuda import ops, sampling\n" + DECODED
+    with forks(imports, tmp_path_factory.mktemp("programs")) as forked:
+        yield forked
+
+
+def test_parts_side_by_side_are_parts_one_after_the_other(run):
+    run("""
+        from qarl_bridge.protocol import split_k
+
+        torch.manual_seed(0)
+        for m, n, k, splits in ((5, 192, 1280, 2), (70, 128, 384, 1)):
+            # The interpreter has no bfloat16 arithmetic.
+            x, w = torch.randn(m, k).half(), torch.randn(n, k).half()
+            sums = [x[:, a:b].float() @ w[:, a:b].float().T for a, b in split_k.cuts(k, splits)]
+            want = sum(sums[1:], sums[0])
+            found = [
+                ops.product(x, w, splits=splits, split=split, out_dtype=torch.float32) for split in (False, True)
+            ]
+            assert torch.equal(*found)
+            torch.testing.assert_close(found[0], want, rtol=1e-5, atol=1e-4)
+    """)
+
+
+def test_log_probs_are_float64s_rounded_once(run):
+    run("""
+        torch.manual_seed(0)
+        z = torch.randn(3, 5000) * 5
+        z[:, 7] = -torch.inf  # as top-k leaves it
+        want = z.double().log_softmax(-1).float()
+        assert torch.equal(sampling.log_softmax(z), want)
+        tokens = torch.tensor([[0, 4999], [1, 2], [3, 4]])
+        assert torch.equal(sampling.token_logprobs(z, tokens), want.gather(1, tokens))
+
+        # Tokens that are all but certain: no order of the sum moves the last bit of log-probs of 1e-4 to 1e-14.
+        z = torch.randn(64, 5000)
+        z[:, 11] += torch.linspace(15, 40, 64)
+        z[5, 12] = z[5, 11]  # two largest
+        first = torch.full((64, 1), 11)
+        got = sampling.token_logprobs(z, first)
+        others = z.double() - z.double().amax(-1, keepdim=True)
+        rest = others.exp().masked_fill(torch.arange(5000) == 11, 0).sum(-1, keepdim=True)
+        assert torch.equal(got, -rest.log1p().float())
+        mixed = torch.randperm(5000)
+        assert torch.equal(sampling.token_logprobs(z[:, mixed], (mixed == 11).nonzero().expand(64, 1)), got)
+        assert torch.equal(sampling.log_softmax(z).gather(1, first), got)
+    """)
+
+
+def test_a_draw_is_a_function_of_its_seed_and_number_and_follows_the_distribution(run):
+    run("""
+        torch.manual_seed(0)
+        z = torch.randn(3, 9000)  # of two blocks
+        z[:, 7:8200] = -torch.inf  # as top-k leaves it
+        logprobs = z.log_softmax(-1)
+        seeds, draws = torch.tensor([5, -6, 5]), torch.tensor([0, 3, 9], dtype=torch.int32)
+        together = sampling.draw(logprobs, seeds, draws)
+        for row in (2, 0, 1):
+            one = slice(row, row + 1)
+            assert torch.equal(sampling.draw(logprobs[one], seeds[one], draws[one]), together[one])
+
+        few = torch.tensor([0.5, 0.3, 0.0, 0.199, 0.001]).log()
+        for over_seeds in (True, False):
+            n = torch.arange(400)
+            seeds, draws = (n * 2**33 if over_seeds else n * 0), (n * 0 if over_seeds else n)
+            drawn = sampling.draw(few.expand(400, 5).contiguous(), seeds, draws.int())
+            counts = torch.bincount(drawn, minlength=5).double()
+            expected = 400 * few.double().exp()
+            assert counts[2] == 0
+            kept = expected > 0
+            chi = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
+            assert chi < 16.3, (counts, chi)  # one in a thousand, of three degrees of freedom
+    """)
+
+
+def test_interleaved_words_are_decoded_to_what_they_stand_for(run):
+    run("""
+        codes = torch.randint(-8, 8, (2, 72, 512))
+        words = ((codes + 8).view(2, 72, 64, 8) << (4 * torch.arange(8))).sum(-1)
+        words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+        mixed = ops.interleaved(words)
+        assert torch.equal(mixed[1], ops.interleaved(words[1]))
+        low = (mixed[0, 1, 5, 4 * 2 + 2 * 1 + 1] >> 4 * torch.arange(8)) & 15
+        assert (low.view(2, 4).t() - 8).tolist() == codes[0, 5, 128 + 64 + 8 + 4 :].unfold(0, 2, 16)[:4].tolist()
+        for group in (16, 32, 64, 128, 256, 512):
+            scale = torch.randint(2, 9, (512 // group, 72)).bfloat16() / 4  # q s is exact
+            want = codes[0] * scale.t().float().repeat_interleave(group, 1)
+            assert torch.equal(ops.dequantized(mixed[0], scale).float(), want)
+    """)
+
+
+def test_words_in_parts_are_multiplied_as_what_they_stand_for(run):
+    run("""
+        m, n, k = 70, 192, 1280
+        x, scale = torch.randn(m, k).half(), torch.randint(2, 9, (k // 128, n)).bfloat16() / 4
+        mixed = ops.interleaved(torch.randint(-(2**31), 2**31 - 1, (n, k // 8)).int())
+        options = {"splits": 2, "out_dtype": torch.float32}
+        found = [ops.product(x, mixed, scale, split=split, **options) for split in (False, True)]
+        assert torch.equal(*found)
+        want = x.float() @ ops.dequantized(mixed, scale).float().t()
+        torch.testing.assert_close(found[0], want, rtol=1e-5, atol=1e-3)
+    """)

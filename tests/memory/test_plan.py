@@ -1,0 +1,359 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The card's plan: a run that does not fit is refused before anything is loaded, with settings that fit."""
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from qarl_jax import train
+from qarl_jax.memory import choose, engine, learner, plan
+from qarl_jax.memory.costs import Cost
+from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm import gpu_staging
+from qarl_jax.run import config
+from qarl_jax.types import UserError
+from tests.reference.qwen3 import qwen3
+
+GIB = 2**30
+H200, H100 = int(140.4 * GIB), int(79.6 * GIB)
+QWEN3_4B = qwen3(
+    vocab=151936, hidden=2560, intermediate=9728, layers=36, heads=32, kv_heads=8, head_dim=128, attention_bias=False
+) | {"tie_word_embeddings": True}
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("4b")
+    (folder / "config.json").write_text(json.dumps(QWEN3_4B))
+    return [
+        f"model.path={folder}", "model.remat=mixer", "quant.forward=w8a8", "data.max_prompt_len=64",
+        "rollout.max_response_len=512", "rollout.engine.max_model_len=1024", "train.prompts_per_step=16",
+        "train.prompts_per_update=16", "train.micro_batch_rows=2", "train.row_len=4608", "train.max_segments=16",
+        "optimizer.offload=false", "rollout.engine.transport=auto", "rollout.engine.gpu_memory_utilization=0.3",
+        "rollout.engine.kv_cache_gb=20",
+    ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def allocator(monkeypatch):
+    """Nothing is set, and what a test or the plan sets is gone after it."""
+    for name in (plan.FRACTION, plan.PREALLOCATE):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def run(overrides):
+    def load(*more):
+        return config.load("configs/one_h200_8b.yaml", [*overrides, *more])
+
+    return load
+
+
+def test_a_4b_run_with_muon_on_a_large_card_fits_and_keeps_its_settings(run):
+    cfg = run()
+    settled, made = choose.settle(cfg, H200)
+    assert settled == cfg
+    assert made.missing == 0
+    held = sum(made.learner.values()) + made.staging + made.reserved + plan.JAX_CONTEXT
+    assert held <= H200
+    assert made.learner == learner.parts(dataclasses.replace(cfg, quant=dataclasses.replace(cfg.quant, engine="cuda")))
+    assert made.fraction * H200 <= H200 - made.staging - made.reserved - plan.JAX_CONTEXT
+
+
+def test_on_a_smaller_card_it_is_refused_with_settings_that_fit(run):
+    with pytest.raises(UserError, match=r"does not fit the device: it needs .* It fits with: ") as caught:
+        choose.settle(run(), H100)
+    assert "\n" not in str(caught.value)
+    advised = str(caught.value).split("It fits with: ")[1].split()
+    taken = float(re.search(r"Smaller settings take (\d+\.\d) GiB of it\. It fits", str(caught.value))[1])
+    assert taken == pytest.approx(choose.settle(run(*advised), H100)[1].taken / GIB, abs=0.05)
+    assert taken <= H100 / GIB + 0.05  # of a number with one decimal
+    assert advised, caught.value
+    _, made = choose.settle(run(*advised), H100)
+    assert made.missing == 0
+    for left_out in advised:  # nothing of it could be left out
+        with pytest.raises(UserError):
+            choose.settle(run(*(word for word in advised if word != left_out)), H100)
+
+
+def test_auto_takes_the_fastest_settings_that_fit(run):
+    auto = ("optimizer.offload=auto", "rollout.engine.memory=auto", "model.remat=auto")
+    large, _ = choose.settle(run(*auto), H200)
+    small, made = choose.settle(run(*auto, "rollout.engine.transport=host"), int(70 * GIB))
+    assert (large.model.remat, large.optimizer.offload) == ("dots", False)
+    assert (small.optimizer.offload, made.missing) == (True, 0)
+    chosen = large.rollout.engine
+    assert chosen.kv_cache_gb * GIB >= engine.kv_bytes(large, 128) > engine.kv_bytes(large, 64)
+    parts = plan.make(large, H200).engine
+    asked = sum(parts.values()) - parts["context (estimate)"]  # vLLM's context is there before it asks what is free
+    assert asked <= chosen.gpu_memory_utilization * H200 < asked + 0.002 * H200
+
+
+def test_a_step_of_more_sequences_gets_a_larger_cache_up_to_what_is_left(run):
+    auto = ("rollout.engine.memory=auto", "rollout.engine.transport=host", "optimizer.offload=true")
+    caches = [
+        choose.settle(run(*auto, f"rollout.engine.max_num_seqs={n}"), H200)[0].rollout.engine.kv_cache_gb
+        for n in (16, 32, 256)
+    ]
+    assert caches == sorted(set(caches))
+    tight = choose.settle(run(*auto, "rollout.engine.max_num_seqs=256"), int(72 * GIB))[0].rollout.engine
+    assert 0 < tight.kv_cache_gb < caches[-1]
+
+
+def test_graphs_come_on_top_of_a_cache_that_fills_the_engines_share(run):
+    filling = plan.make(run("rollout.engine.kv_cache_gb=0", "rollout.engine.gpu_memory_utilization=0.15"), H200)
+    graphs = filling.engine["CUDA graphs (estimate)"]
+    assert graphs > 0
+    assert filling.reserved == int(0.15 * H200) + graphs
+    # One H200, 4B fp8, two versions staged: the second found 3.1 GiB where it needed 4.1, before graphs were counted.
+    sized = plan.make(run("rollout.engine.kv_cache_gb=1", "rollout.engine.gpu_memory_utilization=0.15"), H200)
+    assert filling.available == sized.available - graphs
+
+
+def test_moments_leave_the_card_before_sequences_wait_for_a_place_in_the_cache(run):
+    autos = "rollout.engine.memory=auto", "optimizer.offload=auto", "model.remat=auto", "train.micro_batch_rows=1"
+    settled, made = choose.settle(run("quant.forward=w4a16", *autos), H100)
+    assert settled.optimizer.offload is True
+    assert settled.rollout.engine.kv_cache_gb * GIB >= engine.kv_bytes(settled, engine.at_once(settled))
+    assert made.missing == 0
+
+
+def test_an_engine_on_a_card_of_its_own_is_planned_there(run):
+    apart = ("rollout.engine.visible_gpus=1", "rollout.engine.gpu_memory_utilization=0.9")
+    _, made = choose.settle(run(*apart), H200)
+    assert made.engine == {}
+    assert made.reserved == 0
+    assert made.apart[1]["KV cache"] == 20 * GIB
+    with pytest.raises(UserError, match=r"on a GPU of its own, of which it may use 14\.0"):
+        choose.settle(run("rollout.engine.visible_gpus=1", "rollout.engine.gpu_memory_utilization=0.1"), H200)
+
+
+def test_a_learner_on_two_cards_with_an_engine_on_each_has_half_of_its_weights_on_either(run):
+    alone = plan.make(run(), H200)
+    both = plan.make(
+        run("mesh.fsdp=2", "rollout.engine.replicas=2", "rollout.engine.visible_gpus=0;1",
+            "rollout.engine.shares_gpus=true", "rollout.engine.staging_buffers=1"),
+        H200,
+    )  # fmt: skip
+    for part in ("masters", "gradients", "QTensors"):
+        assert both.learner[part] == pytest.approx(alone.learner[part] / 2, rel=0.001)
+    assert (both.devices, both.engines) == (2, 2)
+    assert both.engine == alone.engine
+    assert 2 * both.staging == alone.staging
+    assert both.context == int(plan.JAX_CONTEXT + plan.COLLECTIVES)
+    assert "2 such devices, an engine on each" in both.lines()[0]
+
+
+def test_a_version_in_parts_takes_a_window_of_the_card(run):
+    in_parts = "rollout.engine.staging_buffers=0"
+    whole, parts = plan.make(run("rollout.engine.staging_buffers=1"), H200), plan.make(run(in_parts), H200)
+    assert 0 < parts.staging <= max(gpu_staging.WINDOW_BYTES, whole.staging / 10)
+    assert parts.learner == whole.learner
+    assert parts.available - whole.available == whole.staging - parts.staging
+    assert plan.make(run(in_parts, "rollout.engine.transport=host"), H200).staging == 0
+    # It is chosen where it is enough, before the host's memory is.
+    small = (
+        "model.remat=full", "train.micro_batch_rows=1", "train.grad_dtype=bfloat16", "optimizer.offload=true",
+        "rollout.engine.memory=auto", "rollout.engine.kv_cache_gb=0",
+    )  # fmt: skip
+    sizes = (58, 61, 66, 76)
+    engines = [choose.settle(run(*small), size * GIB)[0].rollout.engine for size in sizes]
+    assert [(engine.transport, engine.staging_buffers) for engine in engines] == [
+        ("host", 2), ("auto", 0), ("auto", 1), ("auto", 2)
+    ]  # fmt: skip
+
+
+def test_what_a_run_lacks_is_what_it_lacks_as_it_is_and_not_what_its_largest_choice_does(run):
+    autos = ("model.remat=auto", "optimizer.offload=auto", "rollout.engine.memory=auto")
+    small, cfg = 20 * GIB, run(*autos)
+    least = min(made.missing for _, made in choose._plans(cfg, small, choose.automatic(cfg, small)))
+    with pytest.raises(UserError, match=rf"it needs {least / GIB:.1f} GiB more than the 20\.0 there are"):
+        choose.settle(cfg, small)
+
+
+def test_what_makes_it_worse_is_not_advised(run):
+    # Half of the rows would be two micro-batches, whose gradients are added up beside the new ones.
+    words = ("train.packing=unpacked", "train.row_len=576", "train.micro_batch_rows=128", "model.remat=full")
+    advised = choose.savings(run(*words), int(75 * GIB))
+    assert advised is not None
+    assert choose.fits(run(*words, *advised), int(75 * GIB))
+    for word in advised:
+        rest = [other for other in advised if other != word]
+        assert not choose.fits(run(*words, *rest), int(75 * GIB))
+
+
+def test_without_a_gpu_nothing_is_planned_and_auto_does_not_offload(run, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert plan.capacity() is None
+    cfg, made = choose.settle(run("optimizer.offload=auto"), None)
+    assert (cfg.optimizer.offload, made) == (False, None)
+
+
+def test_the_plan_sets_jaxs_allocator_unless_the_user_has(run, monkeypatch):
+    _, made = choose.settle(run(), H200)
+    made.keep()
+    assert float(os.environ[plan.FRACTION]) == pytest.approx(made.fraction)
+    assert os.environ[plan.PREALLOCATE] == "true"
+    monkeypatch.setenv(plan.PREALLOCATE, "false")
+    monkeypatch.delenv(plan.FRACTION)
+    made.keep()
+    assert plan.FRACTION not in os.environ
+
+
+def test_a_learner_fits_what_the_user_lets_jax_take_or_is_refused(run, monkeypatch):
+    needed = choose.settle(run(), H200)[1].needed / H200
+    monkeypatch.setenv(plan.FRACTION, f"{needed + 0.002:.3f}")
+    assert f"JAX takes {needed + 0.002:.1%}" in choose.settle(run(), H200)[1].lines()[0]
+    monkeypatch.setenv(plan.FRACTION, f"{needed - 0.002:.3f}")
+    with pytest.raises(
+        UserError, match=rf"more than the \d+\.\d that {plan.FRACTION}=0\.\d+ lets JAX take .*It fits with"
+    ):
+        choose.settle(run(), H200)
+
+
+def test_a_dry_run_says_for_any_card_whether_the_run_fits(overrides, capsys):
+    command = ["--config", "configs/one_h200_8b.yaml", "--dry-run", *overrides]
+    assert train.main([*command, "--card-gb", "140.4"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"device +140.4 GiB: fits; JAX takes \d+\.\d% of it at once", out)
+    assert "engine: KV cache                    20.00 GiB" in out
+    assert plan.FRACTION not in out  # nothing else says what JAX takes
+    spread = [*command, "--card-gb", "140.4", "mesh.fsdp=-1", "rollout.engine.memory=auto"]
+    assert train.main([*spread, "--cards", "2"]) == 0
+    assert "2 such devices, an engine on each" in capsys.readouterr().out
+    assert train.main([*command, "--card-gb", "140.4", "--cards", "1", "mesh.fsdp=2"]) == 2
+    assert "set mesh.fsdp=-1" in capsys.readouterr().err
+    assert train.main([*command, "--card-gb", "79.6"]) == 2
+    assert "It fits with: " in capsys.readouterr().err
+
+
+def test_a_mesh_of_all_gpus_is_laid_out_with_an_engine_on_each(run, monkeypatch):
+    monkeypatch.setattr(plan, "on_gpu", lambda: True)
+    monkeypatch.setattr(plan.sender, "gpu_count", lambda: 2)
+    settled, made = choose.settle(run("mesh.fsdp=-1", "rollout.engine.memory=auto"), H200)
+    assert (settled.mesh.fsdp, made.devices, made.engines) == (2, 2, 2)
+    assert settled.rollout.engine.visible_gpus == "0;1"
+    monkeypatch.setattr(plan.sender, "gpu_count", lambda: 3)
+    with pytest.raises(UserError, match=r"micro_batch_rows=2 is not a multiple of .* = 3"):
+        choose.settle(run("mesh.fsdp=-1"), H200)
+
+
+def test_every_choice_says_what_it_costs(run):
+    auto = ("model.remat=auto", "optimizer.offload=auto", "train.grad_dtype=auto", "rollout.engine.memory=auto")
+    _, made = choose.settle(run(*auto, "rollout.engine.max_num_seqs=256"), int(66 * GIB))
+    cost = {line.split("=")[0]: line.partition(": ")[2] for line in made.chosen}
+    assert set(cost) == {"model.remat", "optimizer.offload", "train.grad_dtype", "rollout.engine.kv_cache_gb",
+                         "rollout.engine.staging_buffers"}  # fmt: skip
+    assert re.fullmatch(r"\+\d+\.\d s a step \(estimate\)", cost["optimizer.offload"])
+    assert cost["train.grad_dtype"] in ("costs no time", "rounds otherwise; gradients add up in bfloat16")
+    assert "sequences of full length at once" in cost["rollout.engine.kv_cache_gb"]
+
+
+@pytest.mark.slow
+def test_planning_asks_jax_for_no_device(overrides):
+    # Asked once, JAX's allocator is what it is: the plan must come first.
+    code = f"""
+from jax._src import xla_bridge
+from qarl_jax.memory import choose
+from qarl_jax.run import config
+from qarl_jax.memory import plan
+plan.on_gpu, plan.sender.gpu_count = lambda: True, lambda: 2
+cfg = config.load("configs/one_h200_8b.yaml", {[*overrides, "mesh.fsdp=-1", "rollout.engine.memory=auto"]!r})
+choose.settle(cfg, {H200})
+raise SystemExit(xla_bridge.backends_are_initialized())
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_int4_layers_are_counted_as_multiplied(run):
+    w4a16 = ("quant.forward=w4a16", "rollout.engine.memory=auto")
+
+    def held(*overrides):
+        return plan.make(run(*overrides), H200).engine["layers as multiplied"]
+
+    # q, k, v, o; gate, up, down: half a byte and a bfloat16 scale of 128; gate and up of one layer once more.
+    numbers = 36 * 2560 * (2 * 32 * 128 + 2 * 8 * 128 + 3 * 9728)
+    assert held(*w4a16) == numbers // 2 + numbers // 128 * 2 + 2 * (2 * 9728) * 2560
+    assert held(*w4a16, "rollout.engine.arithmetic=vllm") == 0
+    assert held("rollout.engine.memory=auto") == 0  # w8a8
+
+
+def test_the_default_engine_is_not_chosen_for():
+    assert vllm.Config().memory == "given"
+
+
+# ---- no settings are overlooked -------------------------------------------------------------------------------------
+
+AUTOS = ("optimizer.offload=auto", "rollout.engine.memory=auto", "model.remat=auto", "train.grad_dtype=auto")
+
+
+def everything(cfg, size):
+    """Every combination of what `AUTOS` leave to the plan, with its cost: written out, in no particular order."""
+    knobs = choose.automatic(cfg, size)
+    for choices in itertools.product(*knobs.learner, *knobs.engine):
+        settings, cost = {}, Cost()
+        for choice in choices:
+            settings |= choice.settings
+            cost += choice.cost
+        yield settings, cost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seeds", [range(3), pytest.param(range(3, 200), marks=pytest.mark.nightly)], ids=["three", "two hundred"]
+)
+def test_of_all_settings_the_cheapest_that_fit_are_found(tmp_path, seeds):
+    for seed in seeds:
+        rng = random.Random(seed)
+        heads, width, layers = rng.choice([8, 16, 32]), rng.choice([1024, 2048, 4096]), rng.choice([8, 24, 36])
+        shape = {"vocab": rng.choice([32000, 151936]), "hidden": width, "intermediate": rng.choice([2, 4]) * width}
+        model = qwen3(
+            layers=layers, heads=heads, kv_heads=rng.choice([2, 8]), head_dim=128, attention_bias=False, **shape
+        )
+        (tmp_path / f"{seed}").mkdir()
+        (tmp_path / f"{seed}" / "config.json").write_text(json.dumps(model))
+        gpus, prompts = rng.choice([1, 2, 4, 8]), rng.choice([64, 512])
+        cfg = config.load(
+            "configs/papers/qwen3_8b_base.yaml",
+            [
+                f"model.path={tmp_path}/{seed}", f"mesh.fsdp={gpus}", f"train.prompts_per_step={prompts}",
+                f"quant.forward={rng.choice(['bf16', 'w8a8', 'fp8', 'w4a16'])}",
+                f"rollout.max_response_len={rng.choice([1024, 8192, 16384])}", *AUTOS,
+            ],
+        )  # fmt: skip
+        size = rng.randrange(16, 141) * GIB
+        cfg = choose.with_engines(cfg)
+        combinations = list(everything(cfg, size))
+        drawn = [*rng.sample(combinations, 12), combinations[-1]]
+        fitting = [cost for settings, cost in drawn if not plan.make(config.replaced(cfg, settings), size).missing]
+        assert choose.fits(cfg, size) or not fitting, seed
+        if not choose.fits(cfg, size):
+            continue
+        settled, made = choose.settle(cfg, size)
+        assert plan.make(settled, size).missing == 0 == made.missing
+        own = next(cost for settings, cost in combinations if config.replaced(cfg, settings) == settled)
+        assert all(own <= cost for cost in fitting), seed
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b_base", "qwen3_30b_a3b_base"])
+def test_the_papers_large_models_fit_eight_gpus_of_80_gb_with_an_engine_on_each(tmp_path, name):
+    shapes = "Qwen3-30B-A3B-Base" if "30b" in name else "Qwen3-8B-Base"
+    fixture = json.loads((pathlib.Path(__file__).parents[1] / f"fixtures/models/{shapes}.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fixture["config"]))
+    cfg = config.load(f"configs/papers/{name}.yaml", [f"model.path={tmp_path}", *AUTOS])
+    settled, made = choose.settle(cfg, H100)
+    assert (made.missing, made.engines, made.devices) == (0, 8, 8)
+    assert settled.rollout.engine.visible_gpus == "0;1;2;3;4;5;6;7"
+    assert (settled.train.grad_dtype == "bfloat16") == ("30b" in name)  # rounding changes only where it must
+    assert any("sequences of full length at once" in line for line in made.lines())

@@ -1,0 +1,179 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A saved policy keeps the settings that made it: a later start cannot rewrite them, and every verb reads them."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from qarl_jax import train
+from qarl_jax.run import config, stamp
+from qarl_jax.run.checkpoint import Checkpoints
+from qarl_jax.types import UserError
+from tests.reference import tiny
+
+STEPS = 2
+JAX = {
+    "model.path": "assets/tiny-qwen3",
+    "model.init": "random",
+    "model.dtype": "bfloat16",
+    "model.param_dtype": "bfloat16",
+    "quant.forward": "w8a8",
+    "quant.rollout": "bf16",
+    "quant.group_size": "32",
+    "quant.rules": "[{match: mlp, scheme: bf16}]",
+    "quant.uaq_scale": "1.5",
+    "quant.kernels": "xla",
+    "quant.engine": "cpu",
+    "rollout.engine": "{name: vllm}",
+}
+VLLM = {
+    "rollout.engine.arithmetic": "vllm",
+    "rollout.engine.tensor_parallel_size": "2",
+}
+"""Settings that make another policy, of a run with either sampler; each with a value that such a run does not have."""
+OTHERS = {
+    "optimizer.lr": "0.5",
+    "reward": "{name: exact}",
+    "loss": "{name: grpo}",
+    "rollout.max_response_len": "10",
+    "rollout.temperature": "0.7",
+    "data.system": "Add.",
+    "eval": "{num_prompts: 2, num_samples: 2, temperature: 1.0}",
+    "checkpoint.every": "7",
+    "log.view": "lines",
+    "seed": "9",
+}
+"""Settings that a run may change, or that others refuse (data, seed); each with a value of another run."""
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """Finished runs by their sampler, with a checkpoint in place of a policy and records in place of training."""
+    made = {}
+    for name, engine in (("jax", {"name": "jax"}), ("vllm", {"name": "vllm"})):
+        world = tiny.World(tmp_path_factory.mktemp(name)).changed(rollout={"engine": engine})
+        del world.tree["quant"]["engine"]  # auto
+        save(world, STEPS)
+        (world.run_dir / "config.yaml").write_text(config.to_yaml(world.config))
+        for file in ("metrics", "eval", "samples"):
+            (world.run_dir / f"{file}.jsonl").write_text(
+                json.dumps({"step": 1, "version": 2, "reward/mean": 0.5}) + "\n"
+            )
+        made[name] = world
+    return made
+
+
+def save(world, step, **changed):
+    cfg = world.changed(**changed).config
+    with Checkpoints(world.run_dir / "checkpoints") as checkpoints:
+        checkpoints.save(step, {"params": np.zeros(3)}, stamp.make(cfg, cfg.numerics.profile))
+
+
+def contents(world):
+    return {path: path.read_bytes() for path in world.run_dir.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("setting", [*JAX, *VLLM, *OTHERS])
+def test_a_finished_run_started_again_with_another_setting_changes_nothing(worlds, setting, capsys):
+    world = worlds["vllm" if setting in VLLM else "jax"]
+    before = contents(world)
+    value = (JAX | VLLM | OTHERS)[setting]
+    code = train.main(world.command(f"{setting}={value}"))
+    told = capsys.readouterr()
+    assert contents(world) == before
+    assert stamp.config_of(world.run_dir) == world.config
+    assert code == (0 if setting in OTHERS else 2), told
+    if setting in OTHERS:
+        assert told.out.startswith(f"done: {world.run_dir} has trained step {STEPS}, its last")
+        for command in ("plot", "evaluate --checkpoint", "export --checkpoint"):
+            assert f"python -m qarl_jax.{command} {world.run_dir}" in told.out
+    else:
+        name = "quant.engine" if setting == "rollout.engine" else setting
+        assert f"{name} " in told.err
+        assert "start a new run_dir" in told.err
+
+
+@pytest.mark.parametrize("setting", [*JAX, *VLLM, *OTHERS])
+def test_a_run_goes_on_under_settings_that_leave_its_policy_what_it_is_and_no_others(worlds, setting):
+    world = worlds["vllm" if setting in VLLM else "jax"]
+    found, value = stamp.of(world.run_dir), (JAX | VLLM | OTHERS)[setting]
+    other = config.load(world.command()[1], [f"{setting}={value}", "train.steps=9"])
+    if setting in OTHERS:
+        stamp.check_same_policy(other, found, on_gpu=False)
+        return
+    with pytest.raises(UserError, match=r"cannot resume .* would make another policy") as refused:
+        stamp.check_same_policy(other, found, on_gpu=False)
+    if setting not in ("quant.engine", "rollout.engine"):
+        old = stamp._flat(found["config"])[setting]
+        assert f"{setting} {old} -> " in str(refused.value)
+
+
+def test_every_setting_that_makes_a_policy_is_one_of_the_config_and_is_tried_here(worlds):
+    known = {key for world in worlds.values() for key in stamp._flat(config.to_dict(world.config))}
+    assert set(stamp.POLICY) <= known
+    assert set(stamp.POLICY) == {*JAX, *VLLM} - {"quant.engine", "rollout.engine"}
+
+
+def test_what_means_the_same_and_another_machine_are_no_change(worlds):
+    world = worlds["vllm"]
+    found = stamp.of(world.run_dir)
+    moved = world.model.parent / "link"
+    moved.symlink_to(world.model)
+    same = [f"model.path={moved}", f"quant.rollout={world.config.quant.forward}", "rollout.engine.eager=true"]
+    stamp.check_same_policy(config.load(world.command()[1], same), found, on_gpu=False)
+    stamp.check_same_policy(world.config, found, on_gpu=True)  # begun on a CPU: auto follows vLLM's machine
+    with pytest.raises(UserError, match=r"quant\.engine cpu -> cuda"):
+        stamp.check_same_policy(config.load(world.command()[1], ["quant.engine=cuda"]), found, on_gpu=True)
+
+
+def test_each_step_is_read_with_the_settings_that_made_it(tmp_path):
+    world = tiny.World(tmp_path)
+    save(world, 1)
+    save(world, 2, reward={"name": "exact"}, optimizer={"lr": 0.5})
+    steps = world.run_dir / "checkpoints"
+    assert stamp.config_of(steps / "step_00000001") == world.config
+    assert stamp.config_of(steps / "step_00000002") == stamp.config_of(world.run_dir) != world.config
+    assert stamp.changes(world.config, stamp.of(steps)) == [
+        *("reward.name exact -> python", "optimizer.lr 0.5 -> 0.02"),
+    ]
+    truncated = steps / "step_00000002" / "extra.json"
+    truncated.write_text(truncated.read_text()[:9])
+    assert stamp.config_of(world.run_dir) == world.config
+
+
+def test_settings_that_this_version_added_are_no_change(tmp_path):
+    world = tiny.World(tmp_path)
+    found = {"step": 1, "config": stamp._plain(world.config), "numerics": {"profile": "plain"}}
+    del found["config"]["rollout"]["temperature"], found["config"]["quant"]["kernels"]
+    other = world.changed(quant={"forward": "w8a8"}, train={"steps": 9}, log={"view": "lines"}).config
+    assert stamp.changes(other, found) == ["quant.forward w4a16:g32 -> w8a8", "train.steps 2 -> 9"]
+
+
+def test_settings_that_were_retired_since_are_read_as_what_they_meant(tmp_path):
+    world = tiny.World(tmp_path).changed(rollout={"engine": {"name": "vllm"}})
+    retired = {"execution": "auto", "kernels": "contract", "int4_kernel": "auto", "split_attention": False}
+
+    def read(step, **changed):
+        save(world, step)
+        extra = world.run_dir / "checkpoints" / f"step_{step:08d}" / "extra.json"
+        made = json.loads(extra.read_text())
+        engine = made["config"]["rollout"]["engine"]
+        del engine["arithmetic"]
+        made["config"]["rollout"]["engine"] = engine | retired | {"loader": "auto"} | changed
+        return stamp._as_today(made["config"])["rollout"]["engine"]["arithmetic"]
+
+    assert read(1, kernels="vllm") == read(2, execution="compiled") == read(3, split_attention=True) == "vllm"
+    config_now = stamp._as_today(
+        {"rollout": {"engine": {"name": "vllm", **retired, "execution": "graphs", "loader": "vllm"}}}
+    )
+    assert config_now == {"rollout": {"engine": {"name": "vllm"}}}
+
+
+def test_a_record_of_november_2026_is_read_today():
+    """Its settings were those of the version before options were retired."""
+    recorded = json.loads((pathlib.Path(__file__).parents[1] / "fixtures" / "run_2026_11.json").read_text())
+    cfg = config.from_dict(stamp._as_today(recorded))
+    assert (cfg.rollout.engine.arithmetic, cfg.rollout.engine_name) == ("batch_invariant", "vllm")
