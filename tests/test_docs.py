@@ -40,7 +40,8 @@ GENERATED = ("docs/algorithms.md", "docs/results.md", "docs/appendix/results.md"
 SITE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 # A day of the log names what the tree held on that day.
 LOG = [page for page in SITE if re.search(r"log/\d", page)]
-WRITTEN = sorted({*EXPERIMENT, *PAGES, "bridge/README.md", *SITE} - {*GENERATED, *LOG})
+ROOMS = ("bridge/README.md", "configs/README.md", *(path.name for path in ROOT.glob("*.md")))
+WRITTEN = sorted({*EXPERIMENT, *PAGES, *ROOMS, *SITE} - {*GENERATED, *LOG})
 DOCUMENTS = sorted({*WRITTEN, *GENERATED, *LOG})
 PRESENT = [page for page in WRITTEN if not page.startswith("docs/log/")]  # the log states its day
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
