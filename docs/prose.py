@@ -33,6 +33,7 @@ WORDS = {
 MOST_WORDS, MOST_WORDS_DOCSTRING = 25, 30
 # Rooms and pages that keep the rules. The list grows; nothing leaves it.
 CLEAN: tuple[str, ...] = (
+    "AGENTS.md",
     "SECURITY.md",
     "bridge/qarl_bridge/__init__.py",
     "bridge/qarl_bridge/__main__.py",
@@ -43,6 +44,8 @@ CLEAN: tuple[str, ...] = (
     "docs/concepts/verification.md",
     "docs/glossary.md",
     "docs/index.md",
+    "docs/rewards.md",
+    "docs/tour.md",
     "qarl_jax/__init__.py",
     "qarl_jax/convert.py",
     "qarl_jax/evaluate.py",

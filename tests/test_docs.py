@@ -6,6 +6,8 @@ The notebook is run from top to bottom, on a policy small enough for it.
 """
 
 import ast
+import contextlib
+import dataclasses
 import importlib
 import json
 import pathlib
@@ -16,12 +18,14 @@ import sys
 import tomllib
 import typing
 from dataclasses import is_dataclass
+from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 from qarl_jax import data, loss, metrics, quant, rewards, rollout, sft
 from qarl_jax.models import MODELS
+from qarl_jax.rewards import extract
 from qarl_jax.run import config
 from qarl_jax.typed_config import annotations, load
 from tests.reference import tiny
@@ -36,7 +40,8 @@ GENERATED = ("docs/algorithms.md", "docs/results.md", "docs/appendix/results.md"
 SITE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 # A day of the log names what the tree held on that day.
 LOG = [page for page in SITE if re.search(r"log/\d", page)]
-WRITTEN = sorted({*EXPERIMENT, *PAGES, "bridge/README.md", *SITE} - {*GENERATED, *LOG})
+ROOMS = ("bridge/README.md", "configs/README.md", *(path.name for path in ROOT.glob("*.md")))
+WRITTEN = sorted({*EXPERIMENT, *PAGES, *ROOMS, *SITE} - {*GENERATED, *LOG})
 DOCUMENTS = sorted({*WRITTEN, *GENERATED, *LOG})
 PRESENT = [page for page in WRITTEN if not page.startswith("docs/log/")]  # the log states its day
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
@@ -235,6 +240,51 @@ def test_tables_name_every_scheme_profile_and_registry():
     assert data.SOURCES
 
 
+def rows(document, heading):
+    """The cells of the table below a heading, code marks and all, without its two first lines."""
+    section = text_of(document).split(f"{heading}\n", 1)[1].split("\n#")[0]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")][
+        2:
+    ]
+
+
+def test_the_table_of_rewards_has_every_option_with_its_default():
+    assert [name for name, *_ in rows("docs/rewards.md", "# Rewards")] == [
+        f"`{name}`" for name in rewards.total.REWARDS
+    ]
+    told = [
+        (reward, option.strip("`"), yaml.safe_load(default.strip("`")) if default else dataclasses.MISSING)
+        for names, option, default, _ in rows("docs/rewards.md", "## Options")
+        for reward in code_spans(names)
+    ]
+
+    def default_of(field):
+        value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        return list(value) if isinstance(value, tuple) else value
+
+    there = [
+        (name, field.name, default_of(field))
+        for name, cls in rewards.total.TERMS.items()
+        for field in dataclasses.fields(cls)
+    ]
+    assert sorted(map(repr, told)) == sorted(map(repr, there))
+    extractions = [name.strip("`") for name, _ in rows("docs/rewards.md", "## Where an answer is looked for")]
+    assert sorted(extractions) == sorted(typing.get_args(extract.Extraction))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewarded:
+    reward: rewards.RewardConfig
+
+
+def test_every_reward_shown_loads(tmp_path):
+    examples = blocks(text_of("docs/rewards.md"), "yaml")
+    assert len(examples) == 3
+    for example in examples:
+        (tmp_path / "example.yaml").write_text(example)
+        assert load.load(Rewarded, tmp_path / "example.yaml").reward
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_documents_are_for_readers_of_the_repository_alone(document):
     assert not re.search(r"/work\b|/tmp/venv|\bTODO\b|\bFIXME\b|\bTBD\b", text_of(document))
@@ -301,6 +351,36 @@ def navigation(entries):
             yield from navigation(value)
         else:
             yield value
+
+
+def test_pictures_are_drawn_for_light_and_dark_and_not_typed():
+    for document in SITE:
+        assert "/log/" in document or "──►" not in text_of(document), document
+    drawn = sorted((ROOT / "docs/pictures").glob("*.svg"))
+    assert {path.name for path in drawn} == set(
+        re.findall(r"\(pictures/([\w.]+)\)", text_of("docs/tour.md") + text_of("docs/index.md"))
+    )
+    for path in drawn:
+        ElementTree.parse(path)
+        assert "@media (prefers-color-scheme: dark)" in path.read_text()
+
+
+def is_assignment(line):
+    with contextlib.suppress(SyntaxError, IndentationError):
+        return any(isinstance(node, ast.Assign) for node in ast.parse(line).body)
+
+
+def test_examples_in_docstrings_of_the_api_page_are_shown_as_code():
+    """Their lines are indented after `inspect.cleandoc`, as by a text below them that is not."""
+    for module in re.findall(r"^::: ([\w.]+)$", text_of("docs/api.md"), flags=re.MULTILINE):
+        tree = ast.parse(pathlib.Path(importlib.import_module(module).__file__).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
+                assert not [line for line in text.splitlines() if is_assignment(line)], module
+
+
+def test_the_start_page_has_the_quickstarts_command():
+    assert ["make", "quickstart"] in list(commands(text_of("docs/index.md")))
 
 
 def test_every_page_is_in_the_navigation_once():

@@ -1,12 +1,14 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A run in the hand: the parts of `train`, step by step, for a notebook. Nothing is written to disk.
+"""A run in the hand: the parts of `train`, step by step, for a notebook.
 
-session = qarl_jax.load("configs/quickstart.yaml", "train.prompts_per_step=32")
-groups = session.sample()                    # graded responses of the policy that is served
-ours, theirs = session.score(groups)         # log-probs of their tokens: the learner's, the sampler's
-numbers = session.train_step()               # collect, advantages, update, publish
-session.close()
+    session = qarl_jax.load("configs/quickstart.yaml", "train.prompts_per_step=32")
+    groups = session.sample()               # graded responses of the served policy
+    ours, theirs = session.score(groups)    # log-probs of learner and sampler
+    numbers = session.train_step()          # collect, advantages, update, publish
+    session.close()
+
+Nothing is written to disk.
 """
 
 from __future__ import annotations

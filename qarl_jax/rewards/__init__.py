@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards: verifiers, shaping terms and their weighted sum.
 
-    grader = Grader(cfg, max_response_len=256) groups, parts = grader.grade(tokenizer, prompts, completions)      #
-    RolloutGroups with rewards; {"exact": [...], ...}
+    grader = Grader(cfg, max_response_len=256)
+    groups, parts = grader.grade(tokenizer, prompts, completions)
+    # RolloutGroups with rewards; {"exact": [...], ...}
 
 Adding a reward: one file with `Config` and `Reward` (see `sample.BaseReward`), and a line in `total.REWARDS`. Every
 text has a defined reward: empty and malformed responses score 0 with the verifiers, and so do unfinished ones unless
