@@ -44,7 +44,7 @@ _GRACE_S = 5.0  # for a process to say that its calls took too long
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What every environment has.
+    """Settings of every environment.
 
     Attributes:
       max_turns: turns of the policy at most; with the last one the response is over, done or not.
@@ -234,5 +234,5 @@ class Episodes:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can hold of a prompt's meta; the rest as text."""
+    """Converts a prompt's meta to JSON; other values become text."""
     return json.loads(json.dumps(value, default=str))
