@@ -30,7 +30,7 @@ from benchmarks import shapes
 from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, leave_memory_to_vllm
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.verify import ladder
 
 ARITHMETICS = ("batch_invariant", "vllm")
@@ -39,7 +39,7 @@ PROMPT_LEN = 64
 
 def policy(name: str, layers: int, scheme: str) -> PolicyWeights:
     """Random weights of a model's shapes under `scheme`, on the devices."""
-    mesh = sharding.make_mesh(fsdp=-1)
+    mesh = make_mesh(fsdp=-1)
     config = shapes.model_config(shapes.Setting(model=name, layers=layers, scheme=scheme, engine="auto"))
     graphdef = models.split(models.abstract_model(config))[0]
     params = models.random_masters(config, mesh)

@@ -32,7 +32,7 @@ from benchmarks import shapes
 from benchmarks.timing import seconds_of
 from qarl_jax import models
 from qarl_jax.observe import flops
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import UserError
 
 
@@ -47,7 +47,7 @@ def run_peer(command: str) -> dict[str, str]:
 
 def measure(setting: shapes.Setting, steps: int, profile: str = "") -> dict[str, Any]:
     """Seconds, tokens/s, model TFLOP/s and peak memory of a step."""
-    mesh = sharding.make_mesh(fsdp=-1)
+    mesh = make_mesh(fsdp=-1)
     made, abstract, _ = shapes.make_learner(setting, mesh)
     state = made.init(shapes.random_params(abstract, made.param_shardings))
     host = shapes.batch(setting)

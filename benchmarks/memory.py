@@ -43,7 +43,7 @@ from benchmarks import shapes
 from benchmarks.shapes import Setting
 from qarl_jax.learning.learner import Learner, TrainState
 from qarl_jax.memory import learner as on_learner
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import MESH_AXES, param_shardings
 from qarl_jax.types import TrainBatch
 
 TARGET = pathlib.Path(__file__).parent / "targets" / "h200.txtpb"
@@ -124,7 +124,7 @@ def lower(case: Setting, mesh: Mesh) -> list[tuple[Any, int]]:
     made, params, qweights = shapes.make_learner(dataclasses.replace(case, attention="cudnn"), mesh)
 
     def put(tree: Any) -> Any:
-        places = sharding.param_shardings(tree, mesh)
+        places = param_shardings(tree, mesh)
         return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, places)
 
     ints, floats, flags = (
@@ -184,7 +184,7 @@ def absent_gpus(count: int = 1) -> Mesh:
         platform="cuda", topology_name="", target_config=TARGET.read_text(), topology=f"1x1x{count}"
     )
     grid = np.array(topology.devices[:count]).reshape((1, count, 1, 1))
-    return Mesh(grid, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * len(sharding.MESH_AXES))
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def compiled_bytes(case: Setting, mesh: Mesh) -> dict[str, Any]:

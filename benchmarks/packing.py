@@ -31,7 +31,7 @@ from benchmarks import shapes
 from benchmarks.timing import seconds_of
 from qarl_jax.data.packing import Packed, pack
 from qarl_jax.runtime import compilation
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import Completion, Prompt, RolloutGroup
 
 _SEGMENTS = 64  # most responses to a packed row
@@ -63,7 +63,7 @@ def groups_of(lengths: list[tuple[int, int]], vocab: int, seed: int = 0) -> list
 def measure(setting: shapes.Setting, packed: Packed, rows: int, steps: int) -> dict[str, Any]:
     """Median seconds of an update on all of `packed`, `rows` rows at a time."""
     setting = dataclasses.replace(setting, rows=rows, seq=packed.batch.tokens.shape[1], segments=packed.max_segments)
-    mesh = sharding.make_mesh(fsdp=-1)
+    mesh = make_mesh(fsdp=-1)
     made, abstract, _ = shapes.make_learner(setting, mesh)
     state = made.init(shapes.random_params(abstract, made.param_shardings))
     micros = [made.put(batch) for batch in packed.micro_batches(rows)]

@@ -267,7 +267,7 @@ def rewards(cfg: RunConfig) -> Iterator[Check]:
 
 
 def quantized_weights(cfg: RunConfig) -> Iterator[Check]:
-    """How many weights each scheme covers, in learner and sampler, and which do not fit theirs."""
+    """Counts the weights of each scheme, in learner and sampler, and lists those that do not fit theirs."""
     sides = {"quantized": cfg.quant.forward}
     if cfg.quant.rollout_scheme != cfg.quant.forward:
         sides = {"quantized (learner)": cfg.quant.forward, "quantized (sampler)": cfg.quant.rollout_scheme}
@@ -354,8 +354,8 @@ def one_layer(cfg: RunConfig) -> PolicyWeights:
 
 
 def live_engine(cfg: RunConfig) -> Iterator[Check]:
-    """What the run relies on, tried on the engine that this machine gets: its build and profile by name, one layer
-    published and read back, and that layer's outputs against the learner's."""
+    """Starts the run's engine on this machine and checks it: its build and profile by name, one layer published and
+    read back, and that layer's outputs against the learner's."""
     settings = dataclasses.replace(
         cfg.rollout.engine,
         max_model_len=2 * len(PROBE_PROMPT),
@@ -456,7 +456,7 @@ def with_config(cfg: RunConfig) -> Iterator[Check]:
 
 
 def _can_be_probed(cfg: RunConfig) -> bool:
-    """Whether the run starts a vLLM of its own; one started by hand has its model already."""
+    """Tells whether the run starts a vLLM of its own; one started by hand has its model already."""
     engine = cfg.rollout.engine
     return isinstance(engine, vllm.Config) and engine.engine == "vllm" and not engine.endpoints
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from qarl_jax import doctor, models, quant, train
 from qarl_jax.memory import learner, plan
 from qarl_jax.quant.contractions import Dense
-from qarl_jax.rollout.embedded import engine as jax_sampler
+from qarl_jax.rollout.embedded import engine as embedded
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.types import UserError
 from qarl_jax.verify import machine
@@ -229,7 +229,7 @@ def test_the_engine_is_started_for_a_run_that_starts_it_and_where_nothing_has_fa
     for engine in (
         vllm.Config(engine="fake"),
         vllm.Config(endpoints=("/a/socket",), key_file="key"),
-        jax_sampler.Config(),
+        embedded.Config(),
     ):
         rollout = dataclasses.replace(vllm_config.rollout, engine=engine)
         assert list(doctor.examine(dataclasses.replace(vllm_config, rollout=rollout))) == []

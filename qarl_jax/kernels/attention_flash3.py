@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from qarl_jax.kernels.attention_vendor import segment_bounds
 
 QUERIES, WARPS, STAGES = 128, 8, 2
-"""Of a program; 16 queries to a warp. Others leave the result as it is."""
+"""Queries, warps and pipeline stages of a program; 16 queries to a warp. Other numbers give the same result."""
 
 
 # ---- arithmetic of one instruction -----------------------------------------------------------------------------------

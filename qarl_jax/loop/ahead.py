@@ -51,7 +51,7 @@ class Ahead:
       collector: makes the batches; called from the thread alone.
       schedule: says when.
       stream: the prompts.
-      timer: is told how long the learner waits.
+      timer: gets the seconds that the learner waits.
       behind: the collector's own timer; its seconds are reported as `time/ahead_*`.
       first: the step the run begins or goes on with.
       state: what a checkpoint held of the batches that were ready; None: nothing.

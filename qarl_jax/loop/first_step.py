@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from qarl_jax.run.config import RunConfig
 from qarl_jax.verify.alignment import Alignment
 
-# Share of padding from which on a run is told.
+# Share of padding from which on a run warns.
 PADDING = 0.5
 
 

@@ -13,7 +13,7 @@ from qarl_jax.models import invariant_scaling
 from qarl_jax.rollout import PolicyWeights, RolloutEngine
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import launch_lock
 
 
 class Publisher:
@@ -46,7 +46,7 @@ class Publisher:
         qweights = self.qweights(state) if self._quantize is None else self._quantize(state.params)
         weights = PolicyWeights(graphdef=self.graphdef, params=state.params, qweights=qweights)
         report = timed(self.engine.publish(weights, version))
-        with sharding.launch_lock(self.learner.mesh.size):
+        with launch_lock(self.learner.mesh.size):
             if jax.tree.leaves(qweights):
                 error = invariant_scaling.quantization_error(state.params, qweights)
                 report["quant/error"] = float(jax.device_get(error))

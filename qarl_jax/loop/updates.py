@@ -113,7 +113,7 @@ class Updates:
       cfg: the run's.
       learner: the compiled programs.
       publisher: has the QTensors of the masters.
-      timer: is told how long each phase takes.
+      timer: gets the seconds of each phase.
       reference: masters and QTensors of the reference policy (`Learner.reference`), where the run has a KL term.
       critic: where the run has one; its own state moves on with the policy's.
     """

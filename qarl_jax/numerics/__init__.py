@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whose bits: the arithmetic of each engine, which the learner mirrors."""
+"""The arithmetic of each engine, which the learner mirrors."""

@@ -25,7 +25,7 @@ Attention = Callable[..., jax.Array]
 
 
 def with_plain_gradient(plain: Attention) -> Callable[[Attention], Attention]:
-    """Of an attention f(q, k, v, *rest): its values, and the gradient of plain(q, k, v, *rest), recomputed."""
+    """Decorates an attention f(q, k, v, *rest): its values, and the gradient of plain(q, k, v, *rest), recomputed."""
 
     def decorate(forward: Attention) -> Attention:
         run = jax.custom_vjp(forward)

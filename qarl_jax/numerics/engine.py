@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine's arithmetic the learner computes in.
+"""Records of engines' arithmetic, in one of which the learner computes.
 
 The integer codes and scales of the weights are the same everywhere. What differs between engines is how activations are
 scaled, how sums are made, and where the layers in between round. A record of `Numerics` says all of it for one engine,

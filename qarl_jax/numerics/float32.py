@@ -31,7 +31,7 @@ _ONE = 0x3F800000  # the bits of 1.0
 
 
 def matmul_precision(dtype: Any, *, gradient: bool = False) -> lax.Precision | None:
-    """For a product of operands of `dtype`. None: nothing to say.
+    """Returns JAX's `precision` for a product of operands of `dtype`; None: its default.
 
     float32 is full float32 on every backend (no TF32, no bfloat16 passes) wherever log-probs are computed: the sampler
     and the learner must agree. Products of a `gradient` with float32 operands may be TF32 (a GPU: inputs of 10 bits of

@@ -112,7 +112,7 @@ def load_samples(folder: Path, steps: int) -> list[dict[str, Any]]:
 
 
 def spread(values: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the values, evenly, with both ends. Example: spread([0, 1, 2, 3, 4], 3) = [0, 2, 4]."""
+    """Picks at most `most` of the values, evenly, with both ends. Example: spread([0, 1, 2, 3, 4], 3) = [0, 2, 4]."""
     if len(values) <= most:
         return list(values)
     if most < 2:

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves behind. What it shows meanwhile is `terminal.py`.
+"""Writes the records that a run leaves behind; `terminal.py` has the live view.
 
     <run_dir>/run.json        the resolved config, and one entry per start that trained a step: its first step, settings
                               that changed, time, command, git, versions, devices, JAX_ and XLA_ variables, facts
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to record and show.
+    """Settings of records and the live view.
 
     Attributes:
       view: "table" (stays at the bottom of the terminal), "lines" (one per step), "off", or "auto": the table in a
@@ -207,8 +207,10 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def picks(groups: Sequence[RolloutGroup], limit: int) -> list[tuple[int, int]]:
-    """Which completions to show, as (group, sample): one of each of `limit` groups spread over the step, the last among
-    them (the first update alone sees ratios of 1); the n-th shows its n-th sample, so that all get their turn."""
+    """Picks the completions to show, as (group, sample): one of each of `limit` groups, spread over the step.
+
+    The last group is among them, because the first update alone sees ratios of 1. The n-th group shows its n-th sample.
+    """
     limit = min(limit, len(groups))
     chosen = [(n + 1) * len(groups) // limit - 1 for n in range(limit)]
     return [(g, n % len(groups[g].completions)) for n, g in enumerate(chosen) if groups[g].completions]

@@ -122,7 +122,7 @@ LINE: Cells = (
     ("seconds", f"{TIME}step_s", ".2f"),
     ("tokens/s", f"{TIME}tok_per_s", ",.0f"),
 )
-"""What a line has room for; metrics.jsonl has everything."""
+"""Metrics that fit on a line; metrics.jsonl has everything."""
 
 
 def summary_line(record: Mapping[str, Any], total_steps: int | None = None) -> str:
@@ -161,7 +161,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 class _Silent:
-    """No view: notes still reach the log."""
+    """The view of a run without one: notes still reach the log."""
 
     def show(self, record: Mapping[str, Any]) -> None:
         del record

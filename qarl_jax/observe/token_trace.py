@@ -35,7 +35,7 @@ from qarl_jax.runtime import processes
 from qarl_jax.types import LossInputs, RolloutGroup, TrainBatch
 
 LOGPROBS = "tokens/logprobs"
-"""Where the learner puts the scores among its metrics."""
+"""The key of the scores among the learner's metrics."""
 
 Pick = tuple[int, int]
 """(group, sample) of a step."""

@@ -15,7 +15,7 @@ from qarl_jax.rewards.sample import BaseReward, Sample
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """No settings."""
+    """An empty section: this reward has no settings."""
 
 
 class Reward(BaseReward):

@@ -62,7 +62,7 @@ def bubblewrap() -> tuple[tuple[str, ...], str]:
 
 
 def walls() -> tuple[bool, str]:
-    """(whether bubblewrap is in force, the walls in words)."""
+    """Returns (True if bubblewrap is in force, a sentence about the walls)."""
     abi = _sandbox.landlock_abi()
     inner = ("a filter of system calls" if _sandbox.HAS_FILTER else "no filter of system calls") + (
         f" and Landlock (ABI {abi})" if abi else ""

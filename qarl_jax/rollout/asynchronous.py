@@ -121,7 +121,7 @@ class SharedEngine(RolloutEngine):
 
     Args:
       engine: what draws. It is closed with this one.
-      schedule: is asked before a publish, and told after it.
+      schedule: is asked before a publish, and notified after it.
       chunk: tokens of a sequence after which it lets others in; 0: a call is one piece.
     """
 

@@ -31,7 +31,7 @@ KEY = "qarl_jax/peers"
 JOIN_S = 30
 BYE, FAILED = b"finished", b"failed  "
 PATIENCE_S = {BYE: 50, FAILED: 5}
-"""How long the others may take to end, too; shorter than `processes.SHUTDOWN_S`, after which JAX aborts."""
+"""Seconds that the other processes may take to end; shorter than `processes.SHUTDOWN_S`, after which JAX aborts."""
 _TOKEN = 32  # characters, before the eight digits of a process's number
 
 

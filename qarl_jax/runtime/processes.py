@@ -39,7 +39,7 @@ from qarl_jax.types import UserError, at_least
 AUTO = "auto"
 GRACE_S = 30  # JAX waits so much longer for the others than we do
 SHUTDOWN_S = 60
-"""How long a process that ends waits for the others. One that ends by an error of its own waits in vain."""
+"""Seconds that a process waits at its end for the others. One that ends by an error of its own waits in vain."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

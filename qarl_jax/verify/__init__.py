@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the policy that learns is the one that samples."""
+"""Compares the policy that learns with the one that samples."""

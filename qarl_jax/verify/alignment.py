@@ -30,7 +30,7 @@ CLOSE = 2e-3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What the verdict depends on.
+    """The settings and facts of learner and engine that decide the verdict.
 
     Attributes:
       engine: the sampler's settings; None: the embedded sampler.
@@ -69,7 +69,7 @@ class Alignment:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether every log-prob is to be equal."""
+        """Tells whether every log-prob must be equal."""
         return self.kind == "aligned"
 
     def __str__(self) -> str:

@@ -285,7 +285,7 @@ class Options:
     unaligned: bool = True
 
     def engine(self, model: models.ModelConfig) -> Config:
-        """How the engine under comparison is started."""
+        """Returns the settings of the engine under comparison."""
         return Config(
             kv_cache_gb=self.kv_cache_gb,
             gpu_memory_utilization=self.gpu_memory_utilization,

@@ -61,7 +61,7 @@ class Difference:
 
     @staticmethod
     def of(module: str, mine: Any, theirs: np.ndarray) -> Difference:
-        """Of a module's outputs: the learner's and the engine's, arrays of one size in any float dtype."""
+        """Compares a module's outputs: the learner's and the engine's, arrays of one size in any float dtype."""
         a, b = (np.asarray(x).astype(np.float64).reshape(-1) for x in (mine, theirs))
         difference = np.abs(a - b)
         largest = np.maximum(np.abs(a), np.abs(b))
@@ -79,8 +79,11 @@ class Difference:
 
 
 def judge(found: Sequence[Difference], aligned: bool) -> tuple[bool | None, str]:
-    """Whether every output of these modules is equal, as it must be where learner and engine are `aligned` (elsewhere
-    None: nothing is promised), and what was seen, in words."""
+    """Judges whether every output of these modules is equal, as `aligned` learners and engines promise.
+
+    Returns:
+      (True, False, or None where nothing is promised; a sentence with the largest differences).
+    """
     outputs = sum(d.count for d in found)
     share = sum(d.equal * d.count for d in found) / outputs
     worst = max(found, key=lambda d: d.relative)

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What of a machine a run depends on, whatever its config: interpreter, packages, memory, devices, and whether its
+"""Checks a machine for any run, whatever its config: interpreter, packages, memory, devices, and whether its
 integer products and its weight grid are exact. `python -m qarl_jax.doctor` prints it."""
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def shared_memory() -> Check:
 
 
 def devices() -> Check:
-    """What JAX computes on."""
+    """The devices that JAX computes on."""
     try:
         found = jax.devices()
     except RuntimeError as error:

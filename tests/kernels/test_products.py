@@ -19,7 +19,7 @@ from qarl_jax.numerics.float32 import round_to
 from qarl_jax.quant import resolve
 from qarl_jax.quant.contractions import Dense
 from qarl_jax.quant.schemes import w8a8
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import make_mesh
 from tests.reference import one_layer
 from tests.reference.one_layer import CUDA, assert_equal_bits, interpreter, on_hopper
 
@@ -146,7 +146,7 @@ def test_a_mesh_is_served_where_it_divides_the_layer(monkeypatch):
     monkeypatch.setattr(products, "LEAST_ROWS", 16)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [type("Gpu", (), {"compute_capability": "9.0"})])
-    with jax.set_mesh(sharding.make_mesh(data=2, fsdp=2, tensor=2)):
+    with jax.set_mesh(make_mesh(data=2, fsdp=2, tensor=2)):
         x = jax.ShapeDtypeStruct((64, 48), jnp.bfloat16)
         assert served(x, 32)
         assert not served(x, 33)

@@ -21,7 +21,7 @@ from qarl_jax.kernels import products as fused
 from qarl_jax.quant import resolve
 from qarl_jax.quant.schemes import fp8
 from qarl_jax.run import build, config
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import make_mesh
 from tests.reference import one_layer
 from tests.reference.one_layer import CUDA, assert_equal_bits, interpreter, on_hopper
 
@@ -168,10 +168,10 @@ def test_a_mesh_is_served_where_it_divides_the_layer(monkeypatch):
     def served(m, n):
         return fused.serves("e4m3", jax.ShapeDtypeStruct((m, 48), jnp.bfloat16), (n, 48), CUDA)
 
-    with jax.set_mesh(sharding.make_mesh(data=2, fsdp=2, tensor=2)):
+    with jax.set_mesh(make_mesh(data=2, fsdp=2, tensor=2)):
         assert served(4, 32)
         assert not served(6, 32)
-    with jax.set_mesh(sharding.make_mesh(tensor=3)):
+    with jax.set_mesh(make_mesh(tensor=3)):
         assert served(4, 48)
         assert not served(4, 32)
 
@@ -191,7 +191,7 @@ def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(monkeypatch, bias
     monkeypatch.setattr(product_hopper, "product", product)
     args = x_q, s_x, w_q, s_w[:, None], None if b is None else b[None]
     want = jax.jit(fused.eight_bit)(*args)
-    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
     spec = jax.sharding.PartitionSpec
     batch, weight, of_bias = spec(("data", "fsdp"), None), spec("tensor", None), spec(None, "tensor")
     placed = [
@@ -210,7 +210,7 @@ def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(monkeypatch, bias
 
 def test_a_run_can_do_without_kernels_and_another_in_the_same_process_with_them():
     path = ["model.path=assets/tiny-qwen3", "quant.kernels=xla"]
-    mesh = sharding.make_mesh(fsdp=-1)
+    mesh = make_mesh(fsdp=-1)
     without, _ = build.load_model(config.load("configs/quickstart.yaml", path), mesh)
     auto, _ = build.load_model(config.load("configs/quickstart.yaml", path[:1]), mesh)
     assert not models.config_of(without).numerics.own_kernels

@@ -26,7 +26,7 @@ from qarl_jax.optim import build as optimizer
 from qarl_jax.optim import by_stack
 from qarl_jax.run import build
 from qarl_jax.run.checkpoint import Checkpoints
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import batch_sharding, make_mesh
 from qarl_jax.types import UserError
 from tests.reference import loss_reference as reference
 from tests.reference import tiny
@@ -89,7 +89,7 @@ def compiled(mesh="", gamma=0.9, whiten=True, offload=False):
         term=get_term("value", clip=0.5),
         advantage=Gae(gamma=gamma, lam=0.8 if whiten else 1.0, whiten=whiten),
         optimizer=optimizer.make_optimizer(optimizer.AdamW(lr=3e-3)),
-        mesh=sharding.make_mesh(**MESHES[mesh]),
+        mesh=make_mesh(**MESHES[mesh]),
         max_segments=6,
         offload=offload,
     )
@@ -104,7 +104,7 @@ def make(head=False, **kind):
 
 def put(critic, rows, size=ROWS):
     """Micro-batches of `size` rows on the critic's devices."""
-    place = sharding.batch_sharding(critic.mesh)
+    place = batch_sharding(critic.mesh)
     return [jax.tree.map(lambda x: jax.device_put(x, place), micro) for micro in rows.micro_batches(size)]
 
 

@@ -21,7 +21,7 @@ from qarl_jax.loss import get_loss
 from qarl_jax.metrics import merge, values
 from qarl_jax.observe.recorder import PhaseTimer
 from qarl_jax.optim import build, by_stack
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.sft import NegativeLogLikelihood
 from tests.reference import launches, tiny
 from tests.reference.rollouts import completion, group_of
@@ -74,7 +74,7 @@ def make(scheme="w4a16:g32", mesh="", loss="tbpo"):
         models.with_scheme(graphdef, scheme),
         loss_fn=loss_fn,
         optimizer=build.make_optimizer(build.Muon(lr=0.02)),
-        mesh=sharding.make_mesh(**MESHES[mesh] if mesh else {}),
+        mesh=make_mesh(**MESHES[mesh] if mesh else {}),
         options=Options(max_segments=6, logprob_chunk=64),
     )
     return made, jax.device_get(params)
@@ -435,7 +435,7 @@ def updated(micro_rows, **options):
         models.with_scheme(graphdef, "w4a16:g32"),
         loss_fn=get_loss("grpo"),
         optimizer=build.make_optimizer(build.AdamW(lr=0.01, eps=1e-3)),
-        mesh=sharding.make_mesh(),
+        mesh=make_mesh(),
         options=Options(max_segments=6, logprob_chunk=64, **options),
     )
     state, rows = made.init(params), packed()
@@ -550,7 +550,7 @@ def test_an_entropy_bonus_pulls_and_raises_entropy():
         graphdef,
         loss_fn=get_loss("grpo"),
         optimizer=build.make_optimizer(build.AdamW()),
-        mesh=sharding.make_mesh(),
+        mesh=make_mesh(),
         options=Options(max_segments=6, logprob_chunk=64, entropy_coef=1.0),
     )
     state = made.init(jax.tree.map(lambda x: jnp.array(x, copy=True), params))
@@ -576,7 +576,7 @@ def test_a_step_finds_compiled_what_was_compiled_ahead_of_its_weights(one_progra
         models.with_scheme(graphdef, "w4a16:g32"),
         loss_fn=get_loss("grpo"),
         optimizer=build.make_optimizer(build.Muon(lr=0.02)),
-        mesh=sharding.make_mesh(),
+        mesh=make_mesh(),
         options=Options(max_segments=6, logprob_chunk=64, one_program=one_program, offload=offload),
     )
     size = 2

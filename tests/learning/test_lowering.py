@@ -16,7 +16,7 @@ from qarl_jax.learning import learner as learning
 from qarl_jax.learning.learner import Learner, Options, TrainState
 from qarl_jax.loss import get_loss
 from qarl_jax.optim import build
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import make_mesh
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "models"
 
@@ -36,7 +36,7 @@ def lowered(name, scheme, mesh, platform):
         graphdef,
         loss_fn=get_loss("tbpo"),
         optimizer=build.make_optimizer(build.Muon()),
-        mesh=sharding.make_mesh(**mesh),
+        mesh=make_mesh(**mesh),
         options=Options(max_segments=4),
     )
     ints, floats = jax.ShapeDtypeStruct((8, 64), jnp.int32), jax.ShapeDtypeStruct((8, 64), jnp.float32)

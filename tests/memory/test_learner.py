@@ -19,7 +19,7 @@ from qarl_jax.memory import choose, engine, learner, plan
 from qarl_jax.optim import build as optimizer
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import build
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import make_mesh, param_shardings
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
@@ -66,7 +66,7 @@ def test_one_device_of_a_mesh_holds_its_share_of_eight_bit_states(world, name):
     chosen = {"name": name, "moment_dtype": "int8", "second_moment_dtype": "int8"}
     cfg = world.changed(optimizer=chosen, mesh={"fsdp": 8}, train={"micro_batch_rows": 8}).config
     params = models.split(tiny.random_model())[1]
-    params = jax.device_put(params, sharding.param_shardings(params, sharding.make_mesh(fsdp=8)))
+    params = jax.device_put(params, param_shardings(params, make_mesh(fsdp=8)))
     state = optimizer.init(optimizer.make_optimizer(cfg.optimizer), params)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert learner.parts(cfg, per_device=True)["optimizer"] == held < really(state)
@@ -213,11 +213,11 @@ def test_the_plan_makes_no_array_and_reads_no_weights(world, monkeypatch):
 
 @pytest.mark.slow
 def test_one_device_of_a_mesh_holds_its_shards(world):
-    mesh = sharding.make_mesh(fsdp=2, tensor=4)
+    mesh = make_mesh(fsdp=2, tensor=4)
     cfg = world.changed(mesh={"fsdp": 2, "tensor": 4}, train={"micro_batch_rows": 4}).config
     sizes = learner.parts(cfg, per_device=True)
     _, params, qweights = models.split(models.load_hf(cfg.model.path, dtype="float32", scheme="w4a16:g32", mesh=mesh))
-    qweights = jax.device_put(qweights, sharding.param_shardings(qweights, mesh))
+    qweights = jax.device_put(qweights, param_shardings(qweights, mesh))
     for name, tree in {"masters": params, "QTensors": qweights}.items():
         assert sizes[name] == sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
     assert sizes["activations (estimate)"] * 2 == learner.parts(cfg)["activations (estimate)"]

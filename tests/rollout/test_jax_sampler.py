@@ -17,7 +17,7 @@ from qarl_jax.models.logprobs import token_logprobs
 from qarl_jax.rollout import SamplingConfig
 from qarl_jax.rollout.embedded.draw import draw, processed_logits
 from qarl_jax.rollout.embedded.engine import Config, JaxSampler, bucket, fingerprint
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import UserError
 from tests.reference import launches
 from tests.reference.tiny_policies import VOCAB, policy, prompts
@@ -304,7 +304,7 @@ def test_repeated_prompts_get_different_completions():
 def test_eight_devices_draw_what_one_draws_and_wait_for_a_learners_launch():
     weights = policy("w8a8")
     one, _ = sampled(weights, prompts(4), num_samples=2)
-    mesh = sharding.make_mesh(fsdp=2, tensor=4)
+    mesh = make_mesh(fsdp=2, tensor=4)
 
     def spread(x):
         """Rows of every matrix over the mesh, where they divide."""

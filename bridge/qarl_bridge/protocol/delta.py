@@ -102,8 +102,8 @@ _Piece = tuple[int, int, np.ndarray, int, int]  # offset, bytes, what is written
 def apply(data: bytes | bytearray | memoryview, buffer: np.ndarray, watch: Watch | None = None) -> None:
     """Writes the changes into `buffer`, [n] uint8.
 
-    watch: told of them, many at a time and from several threads: their places in the buffer, in ascending order, and
-      the bytes there before and after.
+    watch: a callback for many changes at a time, from several threads: their places in the buffer, in ascending
+      order, and the bytes there before and after.
 
     Raises:
       BridgeError("torn"): they are not those of any version of this size. The buffer may have been written to.

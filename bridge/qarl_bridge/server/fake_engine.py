@@ -3,7 +3,7 @@
 """An engine that computes nothing: tokens are a hash of (weights, prompt, seed, position). For protocol tests.
 
 It keeps the promises the state machine relies on: what is drawn depends on the loaded bytes and on nothing else,
-loading is in place, read-back compares what it holds. It can be told to fail: `fail_load`, `fail_read_back`, `stall`.
+loading is in place, read-back compares what it holds. It can be set to fail: `fail_load`, `fail_read_back`, `stall`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class DeviceCopy:
     Args:
       manifest: checked already (`manifest.check_manifest`).
       buffer: uint8 tensor, total_bytes rounded up to whole rows.
-      close: lets go of the memory; it is told whether the memory held what was announced.
+      close: a callback that frees the memory; its argument is True if the memory had the announced bytes.
       borrowed: it is the trainer's.
     """
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory for one host: an anonymous memory file, written once, sealed, and opened by the bridge.
 
-The bridge is told process, descriptor and inode, and opens /proc/PID/fd/FD: the kernel lets it if both processes are of
-one user. Where that fails (another user, another PID namespace), the bytes travel over the socket instead.
+The bridge receives process, descriptor and inode, and opens /proc/PID/fd/FD: the kernel lets it if both processes are
+of one user. Elsewhere (another user, another PID namespace) the bytes travel over the socket.
 
 Lifetime: the memory lives as long as the trainer holds its descriptor (StagedVersion) or the bridge its mapping (the
 pending version and the last good one), and the kernel frees it with the last of the two, however they die.

@@ -28,7 +28,7 @@ from qarl_jax.loss.common.sampler_correction import mismatch_weights
 from qarl_jax.types import LossInputs
 
 FATES = ("kept", "above", "below", "rejected", "no signal")
-"""What became of a token. Above, below: its ratio left the band at that edge; rejected: its weight is 0; no signal: its
+"""Fates of a token. Above, below: its ratio left the band at that edge; rejected: its weight is 0; no signal: its
 advantage is 0 (or counts as 0). All but the first have no gradient."""
 
 

@@ -46,7 +46,7 @@ _TOKEN = 256  # characters; no tokenizer has a longer one
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What every environment has.
+    """Settings of every environment.
 
     Attributes:
       max_turns: turns of the policy at most; with the last one the response is over, done or not.
@@ -221,5 +221,5 @@ class Episodes:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can hold of a prompt's meta; the rest as text."""
+    """Converts a prompt's meta to JSON; other values become text."""
     return json.loads(json.dumps(value, default=str))

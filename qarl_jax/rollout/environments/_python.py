@@ -47,7 +47,7 @@ class Environment:
         return self.run(blocks[-1])[: self.max_chars], 0.0, False
 
     def run(self, code):
-        """What a program prints; the error that ended it is part of that."""
+        """Returns the output of a program, with the error that ended it."""
         program = None
         try:
             deadline = time.monotonic() + self.program_s

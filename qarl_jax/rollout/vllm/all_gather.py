@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import launch_lock
 
 PIECE_BYTES = 2**30
 """Most bytes cast or gathered at once while a version is staged whole, as they travel; at least one tensor."""
@@ -117,7 +117,7 @@ def gathered(pieces: Sequence[Piece]) -> list[dict[int, jax.Array]]:
             together.setdefault(_places(stack)[1], []).append(number)
     for place, numbers in together.items():
         mine = [pieces[number] for number in numbers]
-        with sharding.launch_lock(1 if place is None else place.mesh.size):
+        with launch_lock(1 if place is None else place.mesh.size):
             made = _cut(
                 [stack.array for stack, _ in mine],
                 [jnp.uint32(wanted.start if stack.lead else 0) for stack, wanted in mine],

@@ -62,7 +62,7 @@ _UNSETTLING = frozenset({"read_back", "engine", "fenced", "stale", "bad_state"})
 
 @dataclasses.dataclass(eq=False)
 class _Flight:
-    """A request that one engine is drawing: `pending` are the numbers of its draws that it has not told of."""
+    """A request that one engine is drawing: `pending` are the numbers of its draws that it has not reported."""
 
     numbers: list[int]
     pending: set[int]
