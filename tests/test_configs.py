@@ -22,13 +22,16 @@ from qarl_jax.models import published
 from qarl_jax.optim import build
 from qarl_jax.run import config
 from qarl_jax.typed_config import load as schema
+from qarl_jax.types import UserError
 from tests.reference import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "models"
 PAPERS = ROOT / "configs" / "papers"
 TABLES = sorted(PAPERS.glob("*arms.yaml"))
-FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*TABLES})
+RECIPES = ROOT / "configs" / "gpu" / "recipes.yaml"
+MACHINES = yaml.safe_load(RECIPES.with_name("arms.yaml").read_text())
+FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*TABLES, RECIPES.with_name("arms.yaml")})
 MODELS = sorted(path.stem for path in PAPERS.glob("q*.yaml") if path not in TABLES and not path.stem.startswith("qurl"))
 QURL = sorted(path.stem for path in PAPERS.glob("qurl_*.yaml") if path not in TABLES)
 RUNS = sorted(schema.arms_of(config.RunConfig, PAPERS / "qwen3_8b_base.yaml"))
@@ -108,11 +111,12 @@ def test_a_dry_run_plans_it_without_weights(path, arm, folders, tmp_path, monkey
 
 HARDWARE = re.compile(r"hardware +(\d+) GPUs? of (\d+) GB")
 ON_GPUS = {path: HARDWARE.search(path.read_text()) for path in FILES}
-GIB_OF = {24: 23.5, 48: 47.4, 80: 79.1, 141: 139.8}  # that CUDA finds on a card of so many GB
+GIB_OF = {24: 22.0, 48: 44.4, 80: 79.1, 141: 139.8}  # that CUDA finds on a card of so many GB: L4, L40S, H100, H200
 
 
 def planned(path, folders, gpus, size, *overrides):
-    cfg = config.load(path, [f"model.path={folders / pathlib.Path(config.load(path).model.path).name}", *overrides])
+    folder = folders / pathlib.Path(config.load(path, overrides).model.path).name
+    cfg = config.load(path, [*overrides, f"model.path={folder}"])
     cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(gpus))
     settled, made = choose.settle(cfg, int(GIB_OF[size] * 2**30))
     assert (made.missing, made.devices) == (0, gpus)
@@ -133,6 +137,29 @@ def test_every_arm_fits_its_headers_hardware_with_an_engine_on_every_gpu(path, f
 @pytest.mark.parametrize("arm", ["tbpo", "grpo", "gspo", "sapo", "positive_grpo", "on_policy_grpo"])
 def test_arms_of_the_large_moe_model_in_int4_fit_80_gb(arm, folders):
     planned(PAPERS / "qwen3_30b_a3b_base.yaml", folders, 8, 80, f"arm={arm}")
+
+
+@pytest.mark.slow
+def test_every_machine_has_room_for_its_recipe_as_it_says(folders):
+    for arm, row in MACHINES.items():
+        gpus, size = map(int, re.match(r"(\d+)x(\d+)", arm).groups())
+        settled, made = planned(RECIPES, folders, gpus, size, f"arm={arm}")
+        assert row["planned"] == {
+            "learner": pytest.approx(made.needed / 2**30, abs=0.6),
+            "engine": pytest.approx(made.reserved / 2**30, abs=0.6),
+        }, arm
+        assert pathlib.Path(config.load(RECIPES, [f"arm={arm}"]).model.path).name in row["about"]
+        assert (settled.train.grad_dtype == "bfloat16") == ("bfloat16 gradients" in row["about"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arm", "larger"), [("1x80", "Qwen3-8B-Base"), ("1x141", "Qwen3-14B-Base"), ("4x80", "Qwen3-32B")]
+)
+def test_the_next_larger_model_does_not_fit(arm, larger, folders):
+    gpus, size = map(int, arm.split("x"))
+    with pytest.raises(UserError, match="does not fit the device"):
+        planned(RECIPES, folders, gpus, size, f"arm={arm}", f"model.path={folders / larger}")
 
 
 @pytest.fixture(scope="module")
