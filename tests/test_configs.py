@@ -31,6 +31,7 @@ PAPERS = ROOT / "configs" / "papers"
 TABLES = sorted(PAPERS.glob("*arms.yaml"))
 RECIPES = ROOT / "configs" / "gpu" / "recipes.yaml"
 MACHINES = yaml.safe_load(RECIPES.with_name("arms.yaml").read_text())
+FIRST_RUN = (ROOT / "docs" / "first_gpu_run.md").read_text()
 FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*TABLES, RECIPES.with_name("arms.yaml")})
 MODELS = sorted(path.stem for path in PAPERS.glob("q*.yaml") if path not in TABLES and not path.stem.startswith("qurl"))
 QURL = sorted(path.stem for path in PAPERS.glob("qurl_*.yaml") if path not in TABLES)
@@ -148,7 +149,10 @@ def test_every_machine_has_room_for_its_recipe_as_it_says(folders):
             "learner": pytest.approx(made.needed / 2**30, abs=0.6),
             "engine": pytest.approx(made.reserved / 2**30, abs=0.6),
         }, arm
-        assert pathlib.Path(config.load(RECIPES, [f"arm={arm}"]).model.path).name in row["about"]
+        model = pathlib.Path(config.load(RECIPES, [f"arm={arm}"]).model.path).name
+        assert model in row["about"]
+        held = f"{row['planned']['learner']} | {row['planned']['engine']}"
+        assert f"| {gpus} x {size} GB | `{arm}` | {model} | {held} |" in FIRST_RUN
         assert (settled.train.grad_dtype == "bfloat16") == ("bfloat16 gradients" in row["about"])
 
 
