@@ -25,7 +25,7 @@ help:
 	@echo "make test-slow        further cases of the same questions; the last run is recorded in docs/log/"
 	@echo "make gate MODEL=DIR   on a GPU: fails on a single sampled token that the learner scores otherwise"
 	@echo "make chaos            an hour of killed processes, full disks, damaged files and bad input (docs/faults.md)"
-	@echo "make lint             ruff, import contracts, type checks"
+	@echo "make lint             ruff, import contracts, type checks, prose"
 	@echo "make docs             the documents as a site, in site/; fails on a link that leads nowhere"
 
 $(VENV)/.base: $(MANIFESTS)
@@ -116,6 +116,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python docs/prose.py
 
 # In an environment of its own, so that no tool of the site can break a test. mkdocstrings reads sources and imports nothing.
 .venv-docs/.done: pyproject.toml

@@ -6,9 +6,9 @@
     python -m benchmarks.asynchronous --out FILE --lanes 1 --seeds 0 --losses tbpo --learners aligned --staleness 0 1
     python -m benchmarks.asynchronous --out FILE --table              # what FILE holds
 
-A run is an arm of the alignment experiment at its small scale (experiments/alignment/rl_cpu.yaml: the quickstart's
-policy and tasks, int4 weights with one scale per row in the sampler): a loss, and a learner that computes with the
-sampler's tensors (`aligned`) or in bfloat16 weights (`bf16`). Its engines are two bridges around the embedded sampler
+A run is an arm of the alignment experiment at its small scale (`SCALE`: the quickstart's policy and tasks, int4 weights
+with one scale per row in the sampler): a loss, and a learner that computes with the sampler's tensors (`aligned`) or in
+bfloat16 weights (`bf16`). Its engines are two bridges around the embedded sampler
 (benchmarks/jax_bridge.py), processes of their own, and versions come in by the clock. Each run appends a line of JSON:
 
     step_s           of a step in the mean, without the first three (they compile) and without evaluations
@@ -43,19 +43,26 @@ from typing import Any
 import numpy as np
 from qarl_bridge.protocol import messages
 
-from experiments.alignment import arms
 from qarl_jax.observe.recorder import read_lines
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-ARMS = {
-    ("tbpo", "aligned"): "4_qarl_tbpo",
-    ("tbpo", "bf16"): "3_rollout_tbpo",
-    ("grpo", "aligned"): "a_grpo",
-    ("grpo", "bf16"): "2_rollout_grpo",
+CONFIG = ROOT / "configs" / "quickstart.yaml"
+SCALE = (
+    "quant.rollout=w4a16:g-1",
+    "train.steps=30",
+    "train.prompts_per_step=32",
+    "train.prompts_per_update=4",
+    "train.micro_batch_rows=12",
+    "eval.num_prompts=128",
+)
+LOSSES = {
+    # The paper's bands times sqrt(4096 / 19.4), to two digits: responses have 19.4 tokens here.
+    "tbpo": "{name: tbpo, mismatch_cap: 2.0, clip_high: 0.006, neg_clip_low: 0.0045, neg_clip_high: 0.0105}",
+    "grpo": "{name: grpo, clip_low: 0.2, clip_high: 0.2, mismatch: tis, mismatch_cap: 2.0}",
 }
+LEARNERS = {"aligned": "w4a16:g-1", "bf16": "bf16"}
 ENGINES = 2
 SLOTS = 128  # of an engine: half a step's responses
-STEPS = 30
 WARM_UP = 3  # steps that compile
 _START_S = 180.0
 
@@ -76,11 +83,12 @@ class Run:
     def overrides(self, folder: str, rest: Sequence[str]) -> list[str]:
         """On the experiment's config."""
         endpoints = ", ".join(address(folder, number) for number in range(ENGINES))
-        engine = f"name: vllm, endpoints: [{endpoints}], key_file: {folder}/key, max_model_len: 64, hedge: 0"
+        engine = f"name: vllm, endpoints: [{endpoints}], key_file: {folder}/key, max_model_len: 64"
         return [
-            *arms.overrides(arms.ARMS[ARMS[self.loss, self.learner]], arms.SCALES["cpu"], arms.SCALES["cpu"].main),
+            *SCALE,
+            f"quant.forward={LEARNERS[self.learner]}",
+            f"loss={LOSSES[self.loss]}",
             f"seed={self.seed}",
-            f"train.steps={STEPS}",
             f"run_dir={folder}/run",
             f"rollout.engine={{{engine}, max_num_seqs: {SLOTS}, start_timeout_s: {_START_S:g}}}",
             f"train.asynchronous.max_staleness={self.staleness}",
@@ -134,7 +142,7 @@ def measure(run: Run, cores: Sequence[int], cache: str, rest: Sequence[str], dea
         messages.create_key(f"{folder}/key")
         log = pathlib.Path(folder, "log")
         overrides = [*run.overrides(folder, rest), f"train.compile_cache={cache}"]
-        config = ["--config", str(arms.SCALES["cpu"].config)]
+        config = ["--config", str(CONFIG)]
         began = time.monotonic()
         for number in range(ENGINES):
             own = ["--socket", address(folder, number), "--key-file", f"{folder}/key", "--slots", str(SLOTS)]
@@ -222,8 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="only print what the file holds")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
-    parser.add_argument("--losses", nargs="+", choices=["tbpo", "grpo"], default=["tbpo", "grpo"])
-    parser.add_argument("--learners", nargs="+", choices=["aligned", "bf16"], default=["aligned", "bf16"])
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
+    parser.add_argument("--learners", nargs="+", choices=LEARNERS, default=list(LEARNERS))
     parser.add_argument("--lanes", type=int, default=1, help="runs at a time")
     parser.add_argument("--cores-per-lane", type=int, default=2, help="learner, engines; 0: none is pinned")
     parser.add_argument("--first-core", type=int, default=0, help="of those that this process may use")

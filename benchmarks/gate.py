@@ -163,13 +163,13 @@ def one_weight_changed(weights: PolicyWeights) -> PolicyWeights:
         if done:
             return q
         done = True
-        at = (0,) * q.qvalue.ndim
-        code = q.qvalue[at]
-        if q.qvalue.dtype == jnp.float8_e4m3fn:
+        at = (0,) * q.codes.ndim
+        code = q.codes[at]
+        if q.codes.dtype == jnp.float8_e4m3fn:
             code = (code.astype(jnp.float32) * 1.125 + 0.5).astype(code.dtype)
         else:
             code = code ^ jnp.ones((), code.dtype)
-        return dataclasses.replace(q, qvalue=q.qvalue.at[at].set(code))
+        return dataclasses.replace(q, arrays=q.arrays | {"codes": q.codes.at[at].set(code)})
 
     return dataclasses.replace(weights, qweights=jax.tree.map(change, weights.qweights, is_leaf=is_weight))
 

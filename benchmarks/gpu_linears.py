@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The learner's linear layers, jitted on a GPU, against vLLM's own CUDA kernels called directly on the same inputs.
 
-    PYTHONPATH=.:bridge:$VLLM python benchmarks/gpu_linears.py --out benchmarks/results/gpu_linears_h200.json
+    PYTHONPATH=.:bridge:$VLLM python benchmarks/gpu_linears.py --out gpu_linears.json
 
 In one process: JAX computes first and leaves numpy arrays, torch and vLLM's kernels come after. Shapes (K, N) are those
 of Qwen3-0.6B to 8B, rows M from a single decoded token to a prefill.
@@ -91,14 +91,14 @@ class Kernels:
 
     def w8a8(self, qtensor: Any, x: Any, bias: Any) -> Any:
         x_q, x_s, _ = self.ops.scaled_int8_quant(x, None, None, symmetric=True)
-        weight, scale = to_torch(self.torch, qtensor.qvalue), to_torch(self.torch, qtensor.scale)
+        weight, scale = to_torch(self.torch, qtensor.codes), to_torch(self.torch, qtensor.scales)
         return self.ops.cutlass_scaled_mm(
             x_q, weight.t(), scale_a=x_s, scale_b=scale, out_dtype=self.torch.bfloat16, bias=bias
         )
 
     def fp8(self, qtensor: Any, x: Any, bias: Any) -> Any:
         x_q, x_s = self.ops.scaled_fp8_quant(x, None, use_per_token_if_dynamic=True)
-        weight, scale = to_torch(self.torch, qtensor.qvalue), to_torch(self.torch, qtensor.scale)
+        weight, scale = to_torch(self.torch, qtensor.codes), to_torch(self.torch, qtensor.scales)
         return self.ops.cutlass_scaled_mm(
             x_q, weight.t(), scale_a=x_s, scale_b=scale, out_dtype=self.torch.bfloat16, bias=bias
         )
@@ -114,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--schemes", nargs="+", choices=tuple(PROMISED), default=list(PROMISED))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--shapes", nargs="+", default=[f"{k}x{n}" for k, n in SHAPES], help="KxN")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_linears.json"))
+    parser.add_argument("--out", type=Path, default=Path("gpu_linears.json"))
     return parser
 
 

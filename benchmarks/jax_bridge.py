@@ -150,8 +150,8 @@ class JaxEngine:
                 like = variable.get_value()
                 if isinstance(like, QTensor):
                     path = ".".join(map(str, (*keys[:-1], "kernel")))
-                    codes, scales = array(path, "qvalue", like.qvalue), array(path, "scale", like.scale)
-                    out[keys] = variable.replace(QTensor(codes, scales, like.scheme))
+                    held = {name: array(path, name, one).reshape(one.shape) for name, one in like.arrays.items()}
+                    out[keys] = variable.replace(QTensor(held, like.scheme))
                 else:
                     out[keys] = variable.replace(array(".".join(map(str, keys)), "master", like))
             return nnx.from_flat_state(out)
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     graphdef = build.rollout_graphdef(cfg, build.policy_graphdef(cfg))
     # One size of batch, and so one set of programs, whatever share of the requests comes here.
     sampler = embedded.Config(batch_size=args.slots, min_slots=args.slots)
-    longest = cfg.data.max_prompt_len + max(cfg.rollout.max_response_len, cfg.eval.max_response_len or 0)
+    longest = cfg.data.prompt_limit + max(cfg.rollout.max_response_len, cfg.eval.max_response_len or 0)
     listener = Listener(args.socket, messages.read_key(args.key_file))
     bridge = Bridge(JaxEngine(graphdef, sampler, max_model_len=longest), lambda line: print(line, file=sys.stderr))
     for number in (signal.SIGTERM, signal.SIGINT):

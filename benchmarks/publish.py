@@ -281,7 +281,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", default="", help="folder for profiles of the engine's loads")
     parser.add_argument("--log-file", default="", help="where the bridge's output goes")
     parser.add_argument("--python", default="", help="interpreter of the bridge")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/publish_cpu.json"))
+    parser.add_argument("--out", type=Path, default=Path("publish.json"))
     return parser
 
 

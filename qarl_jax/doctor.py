@@ -71,7 +71,7 @@ def numerics(cfg: RunConfig | None) -> Check:
     if cfg is None:
         return Check(name="numerics", status="ok", found=found)
     settings = cfg.rollout.engine
-    vllms_own = isinstance(settings, vllm.Config) and settings.arithmetic == "vllm" and not settings.by_hand
+    vllms_own = isinstance(settings, vllm.Config) and settings.arithmetic == "vllm" and not settings.endpoints
     if vllms_own and jax.default_backend() != "gpu":
         todo = "set rollout.engine.arithmetic=batch_invariant: vLLM's own arithmetic needs a CUDA GPU"
         return Check(name="numerics", status="fail", found=found, todo=todo)
@@ -107,11 +107,8 @@ def bridge(cfg: RunConfig | None) -> Iterator[Check]:
     """The interpreter that runs vLLM. It fails only for a run that samples with vLLM."""
     needed = cfg is not None and cfg.rollout.engine_name == "vllm"
     settings: Any = cfg.rollout.engine if cfg is not None and needed else None
-    if needed and settings.address:
-        yield Check(name="bridge", status="ok", found=f"started by hand, at {settings.address}")
-        return
-    if needed and settings.engine == "fake":
-        yield Check(name="bridge", status="warn", found="rollout.engine.engine=fake", todo="its samples mean nothing")
+    if needed and settings.endpoints:
+        yield Check(name="bridge", status="ok", found=f"started by hand, at {', '.join(settings.endpoints)}")
         return
     python = (settings.python if settings is not None else "") or sys.executable
     try:
@@ -195,7 +192,7 @@ def model_folder(cfg: RunConfig) -> Check:
         return Check(name="model", status="fail", found=str(error), todo=todo)
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
     found = f"{cfg.model.path}: {model.architecture}, {count / 1e6:,.1f} M parameters"
-    longest = cfg.data.max_prompt_len + cfg.rollout.max_response_len
+    longest = cfg.data.prompt_limit + cfg.rollout.max_response_len
     return check(
         "model",
         longest <= model.max_position_embeddings,
@@ -391,7 +388,7 @@ def with_config(cfg: RunConfig) -> Iterator[Check]:
 def _can_be_probed(cfg: RunConfig) -> bool:
     """Whether the run starts a vLLM of its own; one started by hand has its model already."""
     engine = cfg.rollout.engine
-    return isinstance(engine, vllm.Config) and engine.engine == "vllm" and not engine.by_hand
+    return isinstance(engine, vllm.Config) and engine.engine == "vllm" and not engine.endpoints
 
 
 def examine(

@@ -126,7 +126,7 @@ def histograms(metrics: dict[str, Metric]) -> dict[str, list[int]]:
 
 
 def phases(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a step's record, the seconds of each phase by its name: `time/NAME_s`. They sum to `time/step_s`.
+    """Returns the seconds of each phase of a step's record by its name: `time/NAME_s`. They sum to `time/step_s`.
 
     Names with a further slash are of what went on beside (`time/beside/`) or made up a phase (`time/publish/`);
     `ahead_` and `start_` are of other steps' sampling and of the run's start.

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     must: dict[str, Any] = {"required": True, "default": argparse.SUPPRESS}  # no "(default: None)" in the help
     parser.add_argument("--model", **must, help="Hugging Face folder")
-    parser.add_argument("--scheme", **must, help="bf16, w8a8, fp8, w4a16[:g64] or w4a8[:g64]")
+    parser.add_argument("--scheme", **must, help=f"{', '.join(quant.scheme_names())}; with groups of 64: w4a16:g64")
     parser.add_argument("--engine", **must, choices=("cpu", "cuda"), help="whose arithmetic vLLM runs here")
     unset = argparse.SUPPRESS
     parser.add_argument("--at", metavar="FILE", default=unset, help="a run's first_mismatch.jsonl: which block differs")

@@ -228,7 +228,7 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def _panels(runs: Sequence[Run], extra: Sequence[str]) -> list[Panel]:
-    """Those in which not everything is zero, and those of the metrics that were asked for."""
+    """Picks the panels with a nonzero value, and the panels of the metrics that were asked for."""
     asked = [Panel(metric, {metric: ""}) for metric in extra]
     return [panel for panel in PANELS if any(panel.values(runs))] + [panel for panel in asked if panel.values(runs)]
 

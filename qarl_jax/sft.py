@@ -18,14 +18,13 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
 
 from qarl_jax import data, metrics, models
-from qarl_jax.data.worked.answers import Manner, worked_answer
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.metrics import Mean, Metric, masked_mean
 from qarl_jax.optim import build as optimizer
@@ -33,7 +32,10 @@ from qarl_jax.run import on_disk
 from qarl_jax.run.export import RECEIPT
 from qarl_jax.runtime import mesh
 from qarl_jax.typed_config import load
-from qarl_jax.types import DivergedError, LossInputs, Parser, TrainBatch, UserError, entry_point
+from qarl_jax.types import DivergedError, LossInputs, Parser, Prompt, TrainBatch, UserError, entry_point
+
+Answers = Callable[[Sequence[Prompt], np.random.Generator], Sequence[str]]
+"""(the prompts of an update, random numbers that follow from seed and update) -> the answers to imitate."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,11 +81,6 @@ class Config:
 
     Attributes:
       out: folder for the result.
-      worked_share: share of the examples whose answer is a solution with its steps (`data/worked/answers.py`); the
-        others have the task's final answer alone. Between 0 and 1 the model learns both manners, and RL can tell which
-        one pays.
-      manner: of worked answers: short, a step for each operation, or longhand, one for each digit (`longhand.py`).
-      slip_rate: probability that a step of a worked answer is wrong, and what follows builds on it (`mistakes.py`).
       quant: forward scheme while training; "bf16": none.
     """
 
@@ -91,9 +88,6 @@ class Config:
     data: data.Config
     model: Model = dataclasses.field(default_factory=Model)
     tokenizer: Tokenizer = dataclasses.field(default_factory=Tokenizer)
-    worked_share: float = 0.0
-    manner: Manner = "short"
-    slip_rate: float = 0.0
     quant: str = "bf16"
     train: Train = dataclasses.field(default_factory=Train)
     optimizer: Annotated[Any, load.Variants(optimizer.OPTIMIZERS)] = dataclasses.field(
@@ -106,12 +100,6 @@ class Config:
             raise UserError(
                 "give exactly one of model.path (a model folder) and model.init (a config for random weights)."
             )
-        if not 0 <= self.worked_share <= 1:
-            raise UserError(f"worked_share is a share of the examples, in [0, 1]; got {self.worked_share}.")
-        if not 0 <= self.slip_rate < 1:
-            raise UserError(f"slip_rate is a probability below 1, got {self.slip_rate}.")
-        if self.slip_rate and not self.worked_share:
-            raise UserError("slip_rate concerns worked answers only; set worked_share, or slip_rate=0.")
         if (self.model.init is not None) != bool(self.tokenizer.alphabet):
             raise UserError(
                 "model.init and tokenizer.alphabet go together; with model.path the folder's tokenizer is used."
@@ -161,7 +149,7 @@ def fingerprint(cfg: Config) -> str:
 
 
 def is_done(cfg: Config) -> bool:
-    """Whether `cfg.out` already holds the result of this very config."""
+    """Tells whether `cfg.out` already holds the result of this very config."""
     try:
         with open(os.path.join(cfg.out, RECEIPT), encoding="utf-8") as handle:
             return json.load(handle).get("fingerprint") == fingerprint(cfg)
@@ -179,15 +167,21 @@ def _check_ours(out: str) -> None:
         )
 
 
-def run(cfg: Config) -> None:
+def own_answers(prompts: Sequence[Prompt], rng: np.random.Generator) -> list[str]:
+    """The answers that the data has."""
+    del rng
+    return [prompt.answer for prompt in prompts]
+
+
+def run(cfg: Config, answers: Answers = own_answers) -> None:
     """Trains and writes the folder."""
     _check_ours(cfg.out)
     with on_disk.whole_folder(cfg.out, "out=", replaces=True) as staging:
-        _run(cfg, staging)
+        _run(cfg, answers, staging)
     print(f"wrote {cfg.out}")
 
 
-def _run(cfg: Config, staging: pathlib.Path) -> None:
+def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
     # ---- tokenizer and model ----------------------------------------------------------------------------------------
     if cfg.model.init is not None:
         tokenizer = data.make_char_tokenizer(cfg.tokenizer.alphabet, staging)
@@ -222,11 +216,8 @@ def _run(cfg: Config, staging: pathlib.Path) -> None:
     # ---- loop -------------------------------------------------------------------------------------------------------
     started = time.monotonic()
     for update in range(cfg.train.updates):
-        examples = []
-        rng = np.random.default_rng([cfg.seed, update])
-        worked = rng.random(cfg.train.rows) < cfg.worked_share
-        for prompt, in_steps in zip(stream.batch(update), worked, strict=True):
-            text = worked_answer(prompt, cfg.slip_rate, rng, cfg.manner) if in_steps else prompt.answer
+        examples, prompts = [], stream.batch(update)
+        for prompt, text in zip(prompts, answers(prompts, np.random.default_rng([cfg.seed, update])), strict=True):
             answer = [*tokenizer.encode(text, add_special_tokens=False), stop]
             learned = [False] * len(prompt.tokens) + [True] * len(answer)
             examples.append(([*prompt.tokens, *answer], learned))

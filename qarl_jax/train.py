@@ -13,8 +13,8 @@ on as if nothing had happened. Ctrl-C and SIGTERM finish or drop the step in han
 Over several hosts the same command is started once per process (`runtime/processes.py`): all go through this file in
 step, and what leaves the program (files, rewards, the view) is the first one's.
 
-Exit codes: 0 done or interrupted after saving; 1 an error of ours or a diverged run; 2 a mistake in the input, told in
-one sentence.
+Exit codes: 0 done or interrupted after saving; 1 an error of ours, a diverged run, or the end of another process of the
+run; 2 a mistake in the input, told in one sentence.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from qarl_jax.observe import flops, recorder
 from qarl_jax.observe.token_trace import Follower
 from qarl_jax.run import config
 from qarl_jax.run.config import RunConfig
+from qarl_jax.run.prompts import Prompts, open_prompts
 from qarl_jax.runtime import compilation, processes
 from qarl_jax.types import Parser, UserError, entry_point
 
 
-def run(cfg: RunConfig) -> None:
+def run(cfg: RunConfig, prompts: Prompts) -> None:
     """One run, from its last checkpoint or from the start, to `train.steps`, an interrupt or an error."""
     with contextlib.ExitStack() as stack:
-        run = Run(cfg, stack)
+        run = Run(cfg, prompts, stack)
         observer, checkpoints, timer = run.observer, run.checkpoints, run.timer
         recompiles, peak_flops = compilation.Recompiles(), flops.of_devices(run.mesh.devices.flat)
 
@@ -65,7 +66,7 @@ def run(cfg: RunConfig) -> None:
                     run.programs_are_ready()
 
                 # ---- learn, publish ----------------------------------------------------------------------------------
-                groups, advantages = advantages_of(cfg, collected.groups, step)
+                groups, advantages = advantages_of(cfg, collected.groups)
                 follow = Follower(
                     recorder.picks(groups, cfg.log.samples_per_step),
                     run.learner.loss_fn,
@@ -133,12 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if processes.is_first():
             print(said)
         return 0
+    cfg, prompts = open_prompts(cfg)  # first: it is cheap, can refuse, and sizes the rows
     cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
     if made is not None:
         made.keep()
     if processes.is_first():
-        print_plan(cfg, made)
-    run(cfg)
+        print_plan(cfg, made, prompts.lines)
+    run(cfg, prompts)
     return 0
 
 
@@ -155,17 +157,22 @@ def dry_run(cfg: RunConfig, cards: int | None, size: int | None) -> int:
             raise UserError(
                 f"--cards {cards}: the mesh has {cfg.mesh.size} devices; set mesh.fsdp=-1 to take all cards."
             )
+    try:
+        cfg, prompts = open_prompts(cfg)
+        lines = prompts.lines
+    except UserError as error:
+        lines = [("prompts", f"cannot be read: {error}"), ("evaluation", cfg.eval.words())]
     with published.folder(cfg.model.path) as folder:  # its shapes are all that is needed
         settled, made = choose.settle(config.replaced(cfg, {"model.path": folder}), size or plan.capacity())
         print(config.to_yaml(config.replaced(settled, {"model.path": cfg.model.path})))
-        print_plan(settled, made)
+        print_plan(settled, made, lines)
         print(plan.describe(settled))
     return 0
 
 
-def print_plan(cfg: RunConfig, made: plan.Plan | None) -> None:
-    """Prints the numbers of a run and the plan of its device, if there is one."""
-    print(config.describe(cfg))
+def print_plan(cfg: RunConfig, made: plan.Plan | None, lines: list[tuple[str, str]]) -> None:
+    """Prints the numbers of a run, those of its prompts (`lines`), and the plan of its device, if there is one."""
+    print(config.describe(cfg, lines))
     if made is not None:
         print("\n".join(made.lines()))
 

@@ -166,7 +166,7 @@ class TrainBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """What every objective sees (DESIGN: one signature).
+    """The inputs of every objective.
 
     Values outside `loss_mask` may be anything, NaN included; they never reach a sum or a gradient.
 
@@ -274,6 +274,10 @@ def _warnings_told() -> Iterator[None]:
         log.propagate = before
 
 
+at_error: list[Callable[[int], None]] = []
+"""Called with the exit code after an error was printed, before the process ends."""
+
+
 def entry_point(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
     """Decorates `main(argv) -> exit code`: what the user can fix is told on stderr, with exit code 2; warnings too.
 
@@ -285,11 +289,11 @@ def entry_point(main: Callable[[Sequence[str] | None], int]) -> Callable[..., in
         try:
             with _warnings_told():
                 return main(argv)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        except DivergedError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+        except (UserError, DivergedError) as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            code = 2 if isinstance(error, UserError) else 1
+            for act in at_error:
+                act(code)
+            return code
 
     return run

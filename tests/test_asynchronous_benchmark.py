@@ -53,10 +53,11 @@ def test_the_engine_behind_a_bridge_draws_what_the_sampler_draws(scheme):
         assert found[str(i)].finish_reason == one.finish_reason == "length"
 
 
-@pytest.mark.parametrize(("loss", "learner"), asynchronous.ARMS)
+@pytest.mark.parametrize("learner", asynchronous.LEARNERS)
+@pytest.mark.parametrize("loss", asynchronous.LOSSES)
 def test_every_arm_is_a_config_that_loads(loss, learner):
     run = asynchronous.Run(seed=1, staleness=4, loss=loss, learner=learner)
-    cfg = config.load(asynchronous.arms.SCALES["cpu"].config, run.overrides("/tmp/f", ["train.steps=7"]))
+    cfg = config.load(asynchronous.CONFIG, run.overrides("/tmp/f", ["train.steps=7"]))
     assert cfg.loss.name == loss
     assert (cfg.quant.forward == cfg.quant.rollout_scheme) == (learner == "aligned")
     assert cfg.train.asynchronous.max_staleness == 4

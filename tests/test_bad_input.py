@@ -176,7 +176,7 @@ def refused(world, capsys):
                 "loss.name=ppo",
                 "seed=1",
                 "train.steps=1",
-                *(f"eval.{o}=2" for o in ("num_prompts", "top_k", "every", "max_response_len")),
+                *(f"eval.{o}=2" for o in ("num_prompts", "num_samples", "every", "max_response_len")),
             ],
             ["run.yaml, 7 overrides: loss.name=ppo"],
         ),
@@ -231,7 +231,7 @@ def test_settings_may_stand_before_and_behind_options(world):
 
 
 def test_a_config_of_another_command_is_told_apart(refused):
-    assert "a config of another command?" in refused(command=["--config", "configs/tiny_sft.yaml"])
+    assert "a config of another command?" in refused(command=["--config", "assets/make/tiny_qwen3.yaml"])
 
 
 def test_no_config_at_all_shows_the_usage(capsys):
@@ -468,7 +468,7 @@ def test_more_devices_than_there_are_is_refused(refused):
 
 
 def test_a_bridge_by_hand_without_its_key_is_refused(refused):
-    said = refused("rollout.engine.name=vllm", "rollout.engine.address=tcp://127.0.0.1:9")
+    said = refused("rollout.engine.name=vllm", "rollout.engine.endpoints=[tcp://127.0.0.1:9]")
     assert "key_file" in said
 
 

@@ -14,6 +14,8 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import typing
+from dataclasses import is_dataclass
 
 import pytest
 import yaml
@@ -21,7 +23,7 @@ import yaml
 from qarl_jax import data, loss, metrics, quant, rewards, rollout, sft
 from qarl_jax.models import MODELS
 from qarl_jax.run import config
-from qarl_jax.typed_config import load
+from qarl_jax.typed_config import annotations, load
 from tests.reference import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -32,12 +34,14 @@ GUIDE = "".join((ROOT / page).read_text() for page in PAGES)
 EXPERIMENT = ("experiments/alignment/README.md", "experiments/alignment/PLAN.md")
 GENERATED = ("docs/algorithms.md", "docs/results.md", "docs/appendix/results.md")
 SITE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
-WRITTEN = sorted({*EXPERIMENT, *PAGES, "bridge/README.md", *SITE} - {*GENERATED})
-DOCUMENTS = sorted({*WRITTEN, *GENERATED})
+# A day of the log names what the tree held on that day.
+LOG = [page for page in SITE if re.search(r"log/\d", page)]
+WRITTEN = sorted({*EXPERIMENT, *PAGES, "bridge/README.md", *SITE} - {*GENERATED, *LOG})
+DOCUMENTS = sorted({*WRITTEN, *GENERATED, *LOG})
 PRESENT = [page for page in WRITTEN if not page.startswith("docs/log/")]  # the log states its day
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 VERBS = sorted({*re.findall(r"python -m qarl_jax\.(\w+)", "".join((ROOT / d).read_text() for d in DOCUMENTS))})
-FOLDERS = ("qarl_jax", "bridge", "configs", "tests", "docs", "examples", "benchmarks", "experiments")
+FOLDERS = ("qarl_jax", "assets", "bridge", "configs", "tests", "docs", "examples", "benchmarks", "experiments")
 
 
 def text_of(document):
@@ -103,6 +107,24 @@ def test_every_setting_named_in_the_text_exists(document):
     assert not [
         name for name in sorted(named) if name not in known and not any(k.startswith(f"{name}.") for k in known)
     ]
+
+
+def sections(cls):
+    """The dataclasses that a config of type `cls` is made of."""
+    for hint in annotations.field_types(cls).values():
+        items = [part for part in typing.get_args(hint) if isinstance(part, type)]  # of a tuple
+        for nested, _ in (found for part in (hint, *items) for found in annotations.nested(part)):
+            if nested is not cls:
+                yield from (nested, *sections(nested))
+
+
+def test_every_option_of_a_run_is_on_a_page():
+    page, losses = text_of("docs/options.md"), text_of("docs/algorithms.md")
+    for cls in {*sections(config.RunConfig)}:
+        pages = losses if cls.__module__.startswith("qarl_jax.loss.") else "".join(b.__doc__ or "" for b in cls.__mro__)
+        assert not [name for name in annotations.field_types(cls) if not re.search(rf"\b{name}\b", pages)], cls
+        listed = [f"::: {base.__module__}.{base.__qualname__}\n" in page for base in cls.__mro__ if is_dataclass(base)]
+        assert all(listed) or pages is losses, cls
 
 
 def test_every_metric_named_in_the_readme_is_logged():
@@ -252,7 +274,6 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     space = {
         "__name__": "__main__",
         "CONFIG": file,
-        "BASE_CONFIG": "unused.yaml",
         "OVERRIDES": [],
         "SCHEMES": ("w8a8", "w4a16:g32"),
         "STEPS": 3,
@@ -289,8 +310,7 @@ def test_every_page_is_in_the_navigation_once():
 
 def test_every_page_that_the_index_lists_is_there_and_none_is_left_out():
     named = set(re.findall(r"\]\(([\w/-]+\.md)\)", text_of("docs/index.md")))
-    dated = {page for page in SITE if re.search(r"log/\d", page)}
-    assert {f"docs/{page}" for page in named} == {*SITE} - dated - {"docs/index.md"} - {
+    assert {f"docs/{page}" for page in named} == {*SITE} - {*LOG} - {"docs/index.md"} - {
         page for page in SITE if page.startswith("docs/appendix/")
     }
 
@@ -306,7 +326,7 @@ def test_every_heading_that_a_link_names_is_there(document):
         assert anchor in {slug(heading) for heading in headings}, (target, anchor)
 
 
-@pytest.mark.parametrize("day", [page for page in SITE if re.search(r"log/\d", page)])
+@pytest.mark.parametrize("day", LOG)
 def test_a_page_of_the_log_is_a_day_that_the_index_names(day):
     date = pathlib.Path(day).stem
     assert text_of(day).startswith(f"# {date}\n")

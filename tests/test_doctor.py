@@ -154,7 +154,11 @@ def test_the_engine_is_started_for_a_run_that_starts_it_and_where_nothing_has_fa
     assert "thirty seconds" in told[0]
     assert list(doctor.examine(vllm_config, probes=False)) == []
     assert list(doctor.examine(None)) == []
-    for engine in (vllm.Config(engine="fake"), vllm.Config(address="/a/socket", key_file="key"), jax_sampler.Config()):
+    for engine in (
+        vllm.Config(engine="fake"),
+        vllm.Config(endpoints=("/a/socket",), key_file="key"),
+        jax_sampler.Config(),
+    ):
         rollout = dataclasses.replace(vllm_config.rollout, engine=engine)
         assert list(doctor.examine(dataclasses.replace(vllm_config, rollout=rollout))) == []
     found.append(doctor.Check(name="bridge", status="fail", found="", todo="x"))
@@ -235,7 +239,8 @@ def test_a_rounded_scale_fails(monkeypatch):
 
     def off_by_an_ulp(w, scheme):
         qt = good(w, scheme)
-        return quant.QTensor(qt.qvalue, np.nextafter(np.asarray(qt.scale), np.float32(9)), scheme)
+        off = np.nextafter(np.asarray(qt.scales), np.float32(9))
+        return quant.QTensor(qt.arrays | {"scales": off}, scheme)
 
     assert machine.weight_grid().status == "ok"
     monkeypatch.setattr(machine.quant, "quantize", off_by_an_ulp)

@@ -6,7 +6,8 @@ import importlib.util
 import json
 import os
 import pathlib
-import subprocess
+import re
+import tarfile
 
 import jax
 import numpy as np
@@ -45,7 +46,7 @@ def test_the_learners_half_of_gpu_linears_runs_here():
         w, x, bias = gpu.inputs(256, 128, 5, 0)
         y, qtensor = gpu.learner(scheme, w, x, bias)
         assert y.shape == (5, 128)
-        assert isinstance(qtensor.qvalue, np.ndarray)
+        assert isinstance(qtensor.codes, np.ndarray)
         exact = x.astype(np.float32) @ w.astype(np.float32).T + bias.astype(np.float32)
         assert np.linalg.norm(y.astype(np.float32) - exact) < 0.2 * np.linalg.norm(exact)
 
@@ -89,17 +90,30 @@ def test_publish_makes_policies_of_the_named_shapes_and_other_versions_of_them()
     assert publish.copy_seconds(1 << 20, on_gpu=False) > 0
 
 
-def test_the_gpu_script_is_a_valid_one_and_names_existing_files():
-    script = FOLDER / "gpu_parity.sh"
-    subprocess.run(["bash", "-n", str(script)], check=True)
-    text = script.read_text()
-    for name in ("benchmarks/gpu_linears.py", "benchmarks/publish.py"):
-        assert name in text
-        assert (FOLDER.parent / name).is_file()
-
-
 def test_recorded_results_name_their_command():
     for path in sorted((FOLDER / "results").glob("publish*.json")):
         record = json.loads(path.read_text())
         assert record["command"].startswith(("python benchmarks/publish.py", "python -m benchmarks.publish")), path
         assert record["results"], path
+
+
+def spelled_out(name):
+    """ "step_{two,four}.json" -> both."""
+    braces = re.search(r"\{([^}]*)\}", name)
+    if braces is None:
+        return {name}
+    begin, end = name[: braces.start()], name[braces.end() :]
+    return {found for part in braces[1].split(",") for found in spelled_out(begin + part + end)}
+
+
+def test_a_raw_result_stands_behind_a_page_or_is_in_the_archive_and_its_index():
+    results = FOLDER / "results"
+    pages = {path for folder in ("docs", "experiments") for path in (FOLDER.parent / folder).rglob("*.md")}
+    text = "".join(path.read_text() for path in pages if path.parent.name != "log")
+    named = {name for found in re.findall(r"[\w{},.-]+\.jsonl?\b", text) for name in spelled_out(found)}
+    kept = {path.name for path in results.iterdir()} - {"README.md", "archive.tar.xz"}
+    assert not sorted(kept - named)
+    with tarfile.open(results / "archive.tar.xz") as archive:
+        assert archive.getnames() == re.findall(
+            r"^\| `([\w.-]+)` \|", (results / "README.md").read_text(), re.MULTILINE
+        )

@@ -5,7 +5,7 @@
     python -m experiments.qwen25_coder.report results.tar.xz... > docs/appendix/qwen25_coder.md
     python -m experiments.qwen25_coder.report --figure docs/results/qwen25_coder.png results.tar.xz...
     python -m experiments.qwen25_coder.report --probabilities docs/results/qwen25_coder_probabilities.png results...
-    python -m experiments.qwen25_coder.report --policy 1.5B results_1p5b.tar.xz > docs/appendix/qwen25_coder_1p5b.md
+    python -m experiments.qwen25_coder.report --policy 1.5B results_1p5b.tar.xz   # a part of report_1p5b's page
     python -m experiments.qwen25_coder.report --merge experiments/qwen25_coder/results.tar.xz results.tar.xz...
 
 With --merge the archives become one, which keeps the samples of the last steps alone. A run that is in several of them
@@ -30,13 +30,15 @@ from typing import Any
 
 import numpy as np
 
-from experiments.alignment import figures, stats
-from experiments.alignment.report import Curve
+from experiments.qwen25_coder import stats
+from experiments.qwen25_coder.curves import Curve, panels
 from qarl_jax import plot
 from qarl_jax.data.suites import IN_GSM_SYMBOLIC
 
 COMMAND = "python -m experiments.qwen25_coder.report"
-KEPT = re.compile(r"(metrics|eval|samples|suite[.\w]*)\.jsonl|suites\.json|config\.yaml|run\.json")
+KEPT = re.compile(
+    r"(metrics|eval|eval_correct|questions|samples|suite[.\w]*)\.jsonl|suites\.json|config\.yaml|run\.json"
+)
 NAME = re.compile(r"(?P<arm>.+)_seed(?P<seed>\d+)")
 FORMATTED = re.compile(r"(?P<arm>.*?_w4a16.*?)_(?P<format>(w\d|fp8).*)")  # as stretch.sh names a run under FORMAT
 BF16, ROLLOUT, ROLLOUT_TBPO, QARL = "bf16_grpo", "rollout_w4a16_grpo", "rollout_w4a16_tbpo", "qarl_w4a16"
@@ -281,13 +283,18 @@ def differences(found: dict[str, dict[int, Run]], suite: str) -> str:
         seeds, x = judged_by_all(found, [left, right], suite)
         if not seeds:
             continue
-        both, seeds_alone = stats.estimate(x[0] - x[1]), stats.over_seeds(x[0] - x[1])
-        mark = "**" if both.is_clear else ""
-        cells = [f"`{left}` less `{right}`", listed(seeds), f"{mark}{plus_minus(both)}{mark}"]
-        cells.append("-" if seeds_alone is None else f"± {100 * seeds_alone.half:.1f}")
-        cells.append(interval(stats.bootstrap(lambda difference: difference.mean(0), x[0] - x[1])))
+        cells = difference(f"`{left}` less `{right}`", seeds, x[0] - x[1])
         rows.append([*cells, recovered(found, left, form, suite) if form else ""])
     return table(["difference", "seeds", "points", "over seeds", "over questions", "of the gap, %"], rows)
+
+
+def difference(name: str, seeds: Sequence[int], x: np.ndarray) -> list[str]:
+    """The cells of a difference x [S, P] between arms: its name, seeds and mean, and three intervals."""
+    both, seeds_alone = stats.estimate(x), stats.over_seeds(x)
+    mark = "**" if both.is_clear else ""
+    alone = "-" if seeds_alone is None else f"± {100 * seeds_alone.half:.1f}"
+    over_questions = interval(stats.bootstrap(lambda drawn: drawn.mean(0), x))
+    return [name, listed(seeds), f"{mark}{plus_minus(both)}{mark}", alone, over_questions]
 
 
 def recovered(found: dict[str, dict[int, Run]], arm: str, form: str, suite: str) -> str:
@@ -502,7 +509,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write(runs, args.merge)
     elif args.figure is not None:
         found = arms(runs)
-        fig = figures.panels(
+        fig = panels(
             lambda key, held_out: curves(found, key, held_out),
             lambda arm: (plot.COLORS[MAIN.index(arm)], "-"),
             PANELS,

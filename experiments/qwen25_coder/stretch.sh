@@ -16,8 +16,9 @@
 # is packed into WORK/results.tar.xz after every run: metrics, evaluations, answers.
 #
 # MODEL: the model folder (models/qwen25-coder-0.5b). FORMAT: the scheme in place of w4a16. SUITES: which suites
-# (all the plan judges by), from where `make data` puts them. EVAL_S: seconds kept for evaluation (150). LEAST: seconds
-# that a run's training must have left, or it is not begun (30; two runs on an H100 take 500).
+# (all the plan judges by), from where `make data` puts them; `none`: the run's own last evaluation judges it
+# (PLAN_1p5b.md). EVAL_S: seconds kept for evaluation (150). LEAST: seconds that a run's training must have left, or it
+# is not begun (30; two runs on an H100 take 500).
 # FRACTION: of the card's memory for a learner, where JOBS do not share it equally. PYTHON: the interpreter.
 set -uo pipefail
 work=${1:?a folder to work in} seconds=${2:?seconds that all of it may take}
@@ -65,13 +66,14 @@ leave() { # gives the place on $card to the next run, once
 }
 
 one() { # ARM:SEED
-  local arm=${1%%:*} seed=${1#*:} dir limit least=${LEAST:-30} format=()
+  local arm=${1%%:*} seed=${1#*:} dir limit least=${LEAST:-30} format=() code
   limit=$((end - SECONDS - eval_s))
   [ "$arm" = base ] && limit=$((end - SECONDS)) least=30
   [ "$limit" -gt "$least" ] || { echo "$1: no time left" && return; }
   if [ "$arm" = base ]; then
     dir=$work/runs/base_${seed//:/_} && mkdir -p "$dir"
-    suites=own,$suites judge "$dir" "$limit" --config $configs/bf16_grpo.yaml --scheme "$seed"
+    [ "$suites" = none ] && suites=own || suites=own,$suites
+    judge "$dir" "$limit" --config $configs/bf16_grpo.yaml --scheme "$seed"
     return
   fi
   [ -n "${FORMAT:-}" ] && case $arm in
@@ -84,7 +86,9 @@ one() { # ARM:SEED
   timeout -s INT -k 120 "$limit" "$python" -m qarl_jax.train --config "$configs/$arm.yaml" \
     "run_dir=$dir" "seed=$seed" "log.view=lines" "${format[@]}" "${overrides[@]}" \
     >>"$work/log/$(basename "$dir").train" 2>&1
-  echo "training ended with $? after $SECONDS s: $(basename "$dir")"
+  code=$?
+  echo "training ended with $code after $SECONDS s: $(basename "$dir")"
+  [ "$suites" != none ] || { [ "$code" != 0 ] || touch "$dir/judged"; return; }
   [ "$jobs" -gt 1 ] && leave # alone, a run has all of the card, its judge too
   limit=$((end - SECONDS))
   [ "$limit" -gt 20 ] && judge "$dir" "$limit" --checkpoint "$dir" && touch "$dir/judged"

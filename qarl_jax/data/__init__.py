@@ -29,6 +29,11 @@ SOURCES: dict[type, Any] = {
 # The names used in config files.
 SOURCE_NAMES: dict[str, type] = {**mix.PARTS, "mix": mix.Config}
 
+LONGEST = 1024
+"""Most tokens of a prompt, where `Config.max_prompt_len` does not say."""
+
+NO_EVALUATION = "eval.every=0 eval.at_start=false eval.at_end=false"
+
 SourceConfig = Annotated[Any, Variants(SOURCE_NAMES)]
 
 
@@ -43,7 +48,8 @@ class Config:
       template: raw | chat | a Jinja template (see `Template`).
       system: system message (chat) or leading text (raw).
       chat_args: further arguments of the tokenizer's chat template, for example {enable_thinking: false}.
-      max_prompt_len: longer prompts, in tokens, are left out and counted.
+      max_prompt_len: longer prompts, in tokens, are left out and counted. 0: no longer than the longest of the files,
+        to a multiple of 16, and at most 1024 (`with_prompt_len`); reasoning_gym has no longest. Rows have room for it.
       holdout: share of the prompts, by hash of their question, that is kept for evaluation and never trained on.
     """
 
@@ -51,12 +57,12 @@ class Config:
     template: str = "chat"
     system: str = ""
     chat_args: dict[str, Any] = dataclasses.field(default_factory=dict)
-    max_prompt_len: int = 1024
+    max_prompt_len: int = 0
     holdout: float = 0.05
     stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "max_prompt_len")
+        at_least(self, 0, "max_prompt_len")
         if not 0.0 <= self.holdout < 1.0:
             raise UserError(f"holdout is a share of the prompts, at least 0 and below 1; got {self.holdout}.")
         if self.stages:
@@ -65,6 +71,24 @@ class Config:
                     "stages weighs the parts of a mix: set source.name=mix, with the sources in its `parts`."
                 )
             check_stages(self.stages, list(self.source.parts))
+
+    @property
+    def prompt_limit(self) -> int:
+        """Most tokens of a prompt."""
+        return self.max_prompt_len or LONGEST
+
+
+def rounded(length: int) -> int:
+    """A length in tokens, as rows are sized by: the next multiple of 16."""
+    return -(-length // 16) * 16
+
+
+def with_prompt_len(cfg: Config, tokenizer: Tokenizer) -> Config:
+    """The config with `max_prompt_len` taken from the data, where it is 0. No prompt is left out by that."""
+    if cfg.max_prompt_len:
+        return cfg
+    longest = rounded(make_source(cfg, tokenizer, "all").longest)
+    return dataclasses.replace(cfg, max_prompt_len=min(LONGEST, longest))
 
 
 def _opened(cfg: Any, template: Template, split: Split, holdout: float) -> PromptSource:
@@ -77,7 +101,7 @@ def make_source(cfg: Config, tokenizer: Tokenizer, split: Split = "train") -> Pr
     Raises:
       UserError: see the sources; also for an empty held-out split.
     """
-    template = Template(tokenizer, cfg.template, cfg.system, cfg.chat_args, cfg.max_prompt_len)
+    template = Template(tokenizer, cfg.template, cfg.system, cfg.chat_args, cfg.prompt_limit)
     source: PromptSource
     if isinstance(cfg.source, mix.Config):
         parts = {name: _opened(part, template, split, cfg.holdout) for name, part in cfg.source.parts.items()}
@@ -86,7 +110,7 @@ def make_source(cfg: Config, tokenizer: Tokenizer, split: Split = "train") -> Pr
         source = _opened(cfg.source, template, split, cfg.holdout)
     if split == "heldout" and len(source) == 0:
         raise UserError(
-            f"data.holdout={cfg.holdout} leaves no held-out prompt to evaluate on; raise it, or name other data in"
-            " eval.data."
+            f"data.holdout={cfg.holdout} leaves no held-out prompt to evaluate on; raise it, name other data in"
+            f" eval.data, or turn evaluation off with {NO_EVALUATION}."
         )
     return source

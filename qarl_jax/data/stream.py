@@ -25,6 +25,17 @@ from qarl_jax.types import Prompt, UserError
 _SHUFFLE = 0x5EED
 
 
+OTHER_SPLIT = (
+    "the checkpoint's prompts were held out by a hash of their rendered text, and this version of qarl_jax hashes the"
+    " question"
+)
+
+
+def has_this_split(state: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's data state is of a run that held prompts out as this version does."""
+    return state.get("held_out_by") == "question"
+
+
 class PromptStream:
     """Batches of prompts. Example: PromptStream(source, seed=0, prompts_per_step=32).batch(7) -> 32 prompts.
 
@@ -132,11 +143,10 @@ class PromptStream:
           UserError: naming what differs.
         """
         now = self.state(0)
-        if state.get("held_out_by") != now["held_out_by"]:
+        if not has_this_split(state):
             raise UserError(
-                "cannot resume: the checkpoint's prompts were held out by a hash of their rendered text, and this"
-                " version of qarl_jax hashes the question, so the run would train on held-out prompts. Finish it with"
-                " the version that began it, or start a new run_dir."
+                f"cannot resume: {OTHER_SPLIT}, so the run would train on held-out prompts. Finish it with the version"
+                " that began it, or start a new run_dir."
             )
         words = {
             "seed": "seed",

@@ -32,7 +32,7 @@ _BLOCK = 512  # of queries and of keys in splash attention, where the row is a m
 
 
 def runs(segment_ids: Int[Array, "B T"], most: int) -> tuple[Int[Array, "B M1"], Int[Array, "B M"]]:
-    """Where the runs of equal segment ids begin and how long they are; padding (0) is a run too.
+    """Finds the starts and lengths of runs of equal segment ids; padding (0) is a run too.
 
     Args:
       segment_ids: each row at most `most` runs.
@@ -68,14 +68,14 @@ def segment_bounds(length: int, segment_ids: Int[Array, "B T"] | None) -> tuple[
 
 
 def cudnn_packs() -> bool:
-    """Whether this host's GPUs know the packed layout (compute capability 9.0 and later)."""
+    """Tells whether this host's GPUs know the packed layout (compute capability 9.0 and later)."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     return bool(fused.check_compute_capability("9.0"))
 
 
 def flash3_lacks(dtype: Any, head_dim: int) -> str | None:
-    """What keeps FlashAttention-3's order (`attention_flash3.py`) from being had here, in words; None: nothing."""
+    """Says why FlashAttention-3's order (`attention_flash3.py`) is not available here; None: it is."""
     if jax.default_backend() != "gpu":
         return "a GPU"
     if not is_hopper():
@@ -86,7 +86,8 @@ def flash3_lacks(dtype: Any, head_dim: int) -> str | None:
 
 
 def can_decode(attention: str, head_dim: int, numerics: Numerics) -> bool:
-    """Whether `decode_attention` serves a decoding step here: one GPU, head_dim a power of two, no engine mirrored.
+    """Tells whether `decode_attention` serves a decoding step here: one GPU, head_dim a power of two, no engine
+    mirrored.
 
     Args:
       attention: `model.attention`; anything but "auto" says no.

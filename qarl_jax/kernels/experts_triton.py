@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products for mixtures of experts on a GPU, in Pallas' Triton: rows sorted by expert, each times its weight.
+"""Grouped products for experts on a GPU, in Pallas' Triton: rows sorted by expert, each times its weight.
 
 `jax.lax.ragged_dot` has no kernel on a GPU: XLA writes every row once per expert, zeros for all but its own, and
 multiplies that. At Qwen3-30B-A3B's shapes and 16,384 tokens the copies of one product take 69 GB. Here a program has a
@@ -27,7 +27,7 @@ from qarl_jax.runtime.mesh import on_one_device
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """What a program computes and how: [m, n] of a result at a time, over k inputs at a time; powers of two.
+    """The tile of a program: [m, n] of a result at a time, over k inputs at a time; powers of two.
 
     Attributes:
       warps, stages: of Triton; stages: tiles of inputs in flight.
@@ -42,13 +42,13 @@ class Tile:
     group: int = 8
 
 
-# The fastest of those tried at Qwen3-30B-A3B's shapes on an H200 (benchmarks/results/grouped_h200.json).
+# The fastest of those tried at Qwen3-30B-A3B's shapes on an H200 (grouped_h200.json; benchmarks/results/README.md).
 FLOATS, INTEGERS, WEIGHTS = Tile(n=256, warps=8), Tile(stages=4), Tile()
 
 
 def serves(*operands: jax.Array) -> bool:
-    """Whether the kernels take these operands: 16 or 8 bits wide, and all on one device, since nothing can be cut out
-    of a kernel but by hand (`jax.shard_map`)."""
+    """Tells whether the kernels take these operands: 16 or 8 bits wide, and all on one device, since nothing can be
+    cut out of a kernel but by hand (`jax.shard_map`)."""
     return on_one_device() and all(x.dtype in (jnp.bfloat16, jnp.int8) for x in operands)
 
 

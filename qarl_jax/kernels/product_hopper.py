@@ -1,7 +1,7 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
 """Products in Pallas' Mosaic GPU, for Hopper alone: of 8-bit codes with their rescale (`w8a8`, `fp8`), and of bfloat16
-in the contract's parts of K (`float_product`).
+split along K as the engine's (`float_product`).
 
 A persistent kernel, one block of three warpgroups per multiprocessor: one copies tiles of activations and weights by
 TMA, ahead of the two that multiply them (wgmma), each its half of the block's tile. Those two wait for inputs but not
@@ -45,7 +45,7 @@ _COPY_REGISTERS = 40  # of a thread that only starts copies; the others take wha
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """What a block computes and how; no result depends on it.
+    """The tile of a block; no result depends on it.
 
     wgmma wants parts of a multiple of 64 rows and of 8 outputs, 256 at most.
 
@@ -79,7 +79,7 @@ NARROW = Tile(n=128)
 LOW = Tile(m=64, n=128, split="n")
 # Of bfloat16: 64 inputs are 128 bytes. Two parts have two accumulators.
 FLOAT = Tile(k=64)
-FLOAT_PARTS = Tile(n=128, k=64, steps=3)
+FLOAT_SPLIT = Tile(n=128, k=64, steps=3)
 
 
 def tile_for(m: int, n: int) -> Tile:
@@ -99,7 +99,7 @@ def _load(ref: Any, at: tuple[Any, ...], layout: Any, interpret: bool) -> jax.Ar
     return load(ref.at[at], layout=layout, optimized=False)
 
 
-def _kernel(*refs: Any, tile: Tile, scaled: bool, bias: bool, parts: int = 1, interpret: bool = False) -> None:
+def _kernel(*refs: Any, tile: Tile, scaled: bool, bias: bool, splits: int = 1, interpret: bool = False) -> None:
     """All in global memory.
 
     Args:
@@ -108,7 +108,7 @@ def _kernel(*refs: Any, tile: Tile, scaled: bool, bias: bool, parts: int = 1, in
       tile: divides them.
       scaled: codes, whose sum is rescaled.
       bias: whether there is one.
-      parts: of K, equal ones, each with an accumulator of its own.
+      splits: of K, equal ones, each with an accumulator of its own.
       interpret: whether on a CPU.
     """
     x_ref, w_ref, *scales_and_bias, out_ref = refs
@@ -116,7 +116,7 @@ def _kernel(*refs: Any, tile: Tile, scaled: bool, bias: bool, parts: int = 1, in
     b_ref = scales_and_bias[2 if scaled else 0 :]
     (height, depth), width = x_ref.shape, w_ref.shape[1 if interpret else 0]
     tiles = height // tile.m, width // tile.n
-    steps = depth // tile.k // parts
+    steps = depth // tile.k // splits
     part_m, part_n = tile.part
     swizzled = mgpu.TilingTransform((8, tile.k)), mgpu.SwizzleTransform(tile.k * x_ref.dtype.itemsize)
     written = mgpu.TilingTransform((8, tile.out_n)), mgpu.SwizzleTransform(2 * tile.out_n)
@@ -134,7 +134,7 @@ def _kernel(*refs: Any, tile: Tile, scaled: bool, bias: bool, parts: int = 1, in
             step,
             grid=(steps,),
             memory_registers=_COPY_REGISTERS,
-            in_specs=[*(block(tile.m, tile.k, part=p) for p in range(parts)), *map(w_block, range(parts))],
+            in_specs=[*(block(tile.m, tile.k, part=p) for p in range(splits)), *map(w_block, range(splits))],
             wg_axis="warpgroup",
             num_compute_wgs=2,
             max_concurrent_steps=min(tile.steps, steps),
@@ -142,7 +142,7 @@ def _kernel(*refs: Any, tile: Tile, scaled: bool, bias: bool, parts: int = 1, in
         )
 
     def nothing(*_: Any, **__: Any) -> None:
-        """What a pipeline allocates does not depend on what it does."""
+        """Does nothing: the allocations of a pipeline do not depend on its body."""
 
     def walk(allocations: Any, out_smem: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
@@ -158,7 +158,7 @@ def _kernel(*refs: Any, tile: Tile, scaled: bool, bias: bool, parts: int = 1, in
                     run(accs)
                     finish(accs)
 
-                pl.run_scoped(one_tile, *[mgpu.ACC((part_m, part_n), SUMS[x_ref.dtype])] * parts)
+                pl.run_scoped(one_tile, *[mgpu.ACC((part_m, part_n), SUMS[x_ref.dtype])] * splits)
 
             def of_outputs(ref: Any, first_n: Any) -> jax.Array:
                 by_column = _load(ref, (pl.ds(first_n, part_n),), mgpu.Layout.WGMMA.reduce(0), interpret)
@@ -189,7 +189,7 @@ def _kernel(*refs: Any, tile: Tile, scaled: bool, bias: bool, parts: int = 1, in
             def step(_: Any, *tiles_and_sums: Any) -> Any:
                 *inputs, accs = tiles_and_sums
                 half = pl.ds(inner_n, part_n)
-                for acc, x_tile, w_tile in zip(accs, inputs[:parts], inputs[parts:], strict=True):
+                for acc, x_tile, w_tile in zip(accs, inputs[:splits], inputs[splits:], strict=True):
                     x = x_tile.at[pl.ds(inner_m, part_m)] if tile.split == "m" else x_tile
                     if interpret:
                         w = w_tile.at[:, half] if tile.split == "n" else w_tile
@@ -204,11 +204,11 @@ def _kernel(*refs: Any, tile: Tile, scaled: bool, bias: bool, parts: int = 1, in
             x, w = x_ref.at[pl.ds(rows, tile.m)], w_ref.at[pl.ds(columns, tile.n)]
             if interpret:
                 w = w_ref.at[:, pl.ds(columns, tile.n)]
-            pipeline(step, context)(*[x] * parts, *[w] * parts, allocations=allocations)
+            pipeline(step, context)(*[x] * splits, *[w] * splits, allocations=allocations)
 
     pl.run_scoped(
         walk,
-        pipeline(nothing, nothing).get_allocations(*[x_ref] * parts, *[w_ref] * parts),
+        pipeline(nothing, nothing).get_allocations(*[x_ref] * splits, *[w_ref] * splits),
         mgpu.SMEM((2, tile.slots, part_m, tile.out_n), jnp.bfloat16, transforms=written),
         collective_axes="warpgroup",
     )
@@ -249,22 +249,22 @@ def float_product(
     w: Float[Array, "N K"],
     bias: Float[Array, " N"] | None = None,
     *,
-    parts: int = 1,
+    splits: int = 1,
     tile: Tile | None = None,
     blocks: int | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """bf16(acc + b): float32 sums of the contract's `parts` of K, added in ascending order.
+    """bf16(acc + b): float32 sums of `splits` parts of K, added in ascending order.
 
     Args:
       x, w: bfloat16. bias: float32.
-      parts: one or two (`split_k.parts_of`); others as in `product`.
+      splits: one or two (`split_k.splits_of`); others as in `product`.
     """
     if tile is None:
-        tile = FLOAT if parts == 1 and w.shape[0] % FLOAT.n == 0 else FLOAT_PARTS
-    multiple = max(1, split_k.STEP * parts)  # both parts of the same length: behind the last input there are zeros
+        tile = FLOAT if splits == 1 and w.shape[0] % FLOAT.n == 0 else FLOAT_SPLIT
+    multiple = max(1, split_k.STEP * splits)  # both parts of the same length: behind the last input there are zeros
     x, w = _filled(x, 1, multiple), _filled(w, 1, multiple)
-    return _launch(x, w, (), bias, tile, blocks, interpret, "hopper_bf16", scaled=False, parts=parts)
+    return _launch(x, w, (), bias, tile, blocks, interpret, "hopper_bf16", scaled=False, splits=splits)
 
 
 def _launch(

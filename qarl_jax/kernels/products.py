@@ -8,8 +8,8 @@ alone: every form is equal to the bit. In a step of Qwen3-8B (16,384 tokens, one
 ms of 1.41 s, 1,490 TFLOP/s; with XLA's it was 1.53 s, when more of the rest was in the way
 (docs/operations/performance.md).
 
-**bf16, and w4a16's bf16(q s).** By the contract alone: the kernel adds K up in its parts for any number of rows, where
-XLA's library cuts K by a rule of its own when rows are few, and passes over memory once a part.
+**bf16, and w4a16's bf16(q s).** For a batch-invariant engine alone: the kernel splits K alike for any number of rows,
+where XLA's library splits it by a rule of its own when rows are few, and passes over memory once a part.
 
 **fp8.** The kernel changes bits: it accumulates as the engine's does (`product_hopper.py`), which XLA's products of few
 rows do not. Under `plain` it makes few and many rows alike, which XLA's are not.
@@ -36,29 +36,29 @@ from qarl_jax.runtime.mesh import BATCH_AXES, is_hopper, on_one_device
 LEAST_ROWS = 512
 # vLLM gives other N and K than multiples of this to another kernel than CUTLASS'.
 _CUTLASS = 16
-SERVED = ("w8a8", "fp8", "bf16")
+SERVED = ("int8", "e4m3", "bf16")
 
 _BATCH = PartitionSpec(BATCH_AXES, None)
 _WEIGHT = PartitionSpec("tensor", None)
 
 
-def serves(scheme: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics) -> bool:
-    """Whether kernels are to take a layer on this host's devices.
+def serves(kind: str, x: jax.Array, weight: tuple[int, ...], numerics: Numerics) -> bool:
+    """Tells whether kernels are to take a layer on this host's devices.
 
     Args:
-      scheme: by name; "bf16" stands for unquantized weights, and for w4a16's as bf16(q s).
+      kind: of the operands: "int8" or "e4m3" codes (`Scheme.kernel`), or "bf16".
       x: activations [M, K] in compute dtype.
       weight: its shape, (N, K).
       numerics: the arithmetic in use.
     """
-    if scheme not in SERVED or not numerics.own_kernels or not is_hopper() or x.dtype != jnp.bfloat16:
+    if kind not in SERVED or not numerics.own_kernels or not is_hopper() or x.dtype != jnp.bfloat16:
         return False
     split = _split(x.shape[0], weight[0])
     if split is None:
         return False
-    if scheme == "bf16":
-        return numerics.contract_parts
-    if scheme == "fp8":
+    if kind == "bf16":
+        return numerics.split_k
+    if kind == "e4m3":
         return numerics.fp8_on_tensor_cores and all(size % _CUTLASS == 0 for size in weight)
     if numerics.float64:
         return False
@@ -135,11 +135,11 @@ def floating(
     w: Float[Array, "N K"],
     bias: Float[Array, "1 N"] | None,
     *,
-    parts: int,
+    splits: int,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """bf(acc + b) of bfloat16 operands and a float32 bias, acc in the contract's `parts` of K."""
+    """bf(acc + b) of bfloat16 operands and a float32 bias, acc in `splits` parts of K."""
     from qarl_jax.kernels import product_hopper
 
-    kernel = functools.partial(product_hopper.float_product, parts=parts, interpret=interpret)
+    kernel = functools.partial(product_hopper.float_product, splits=splits, interpret=interpret)
     return _on_mesh(kernel, (x, w), (_BATCH, _WEIGHT), bias, w.shape[0])

@@ -93,8 +93,7 @@ class Options:
       entropy_coef: weight of the entropy bonus (0: entropy is only a metric).
       kl_coef: weight of the KL to the reference policy (0: none, and no reference is needed).
       kl: that term, from `loss.get_term`.
-      error_prob: response tokens below this probability are counted as error tokens (0: none are).
-      histograms: count log-ratios per bin, by the sign of the advantage.
+      diagnostics: count error tokens, and log-ratios per bin by the sign of the advantage.
       token_logprobs: return the log-probs a gradient was taken at, as `token_trace.LOGPROBS` among the metrics.
     """
 
@@ -107,8 +106,7 @@ class Options:
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl: Loss | None = None
-    error_prob: float = 0.0
-    histograms: bool = False
+    diagnostics: bool = False
     token_logprobs: bool = False
 
 
@@ -129,15 +127,13 @@ def code_flips(before: Any, after: Any) -> Mean:
     changed, count = jnp.zeros((), jnp.float32), 0
     pairs = zip(jax.tree.leaves(before, is_leaf=is_qtensor), jax.tree.leaves(after, is_leaf=is_qtensor), strict=True)
     for old, new in pairs:
-        if old.qvalue.dtype == jnp.int32:  # eight 4-bit codes to a word
-            bits = jax.lax.bitwise_xor(old.qvalue, new.qvalue)
-            nibbles = [jax.lax.shift_right_logical(bits, jnp.full_like(bits, 4 * i)) & 15 for i in range(8)]
-            changed += sum((nibble != 0).astype(jnp.float32).sum() for nibble in nibbles)
-            count += 8 * old.qvalue.size
-        else:
-            codes = [jax.lax.bitcast_convert_type(x.qvalue, jnp.uint8) for x in (old, new)]
-            changed += (codes[0] != codes[1]).astype(jnp.float32).sum()
-            count += old.qvalue.size
+        together = old.scheme.wire.codes.inputs  # codes to a word
+        width = 8 * old.codes.dtype.itemsize // together
+        words = [jax.lax.bitcast_convert_type(x.codes, f"uint{width * together}") for x in (old, new)]
+        bits = jax.lax.bitwise_xor(*words)
+        codes = [jax.lax.shift_right_logical(bits, jnp.full_like(bits, width * i)) for i in range(together)]
+        changed += sum((code & (2**width - 1) != 0).astype(jnp.float32).sum() for code in codes)
+        count += together * old.codes.size
     return Mean(changed, jnp.float32(count))
 
 
@@ -373,9 +369,8 @@ class Learner:
                 kl_mean, kl_metrics = self.options.kl(inputs)
                 total = total + self.options.kl_coef * normalized(kl_mean, inputs, self.options.kl)
                 metrics |= kl_metrics
-            if self.options.error_prob:
-                metrics |= error_tokens.token_metrics(inputs, self.options.error_prob)
-            if self.options.histograms:
+            if self.options.diagnostics:
+                metrics |= error_tokens.token_metrics(inputs)
                 metrics |= {f"hist/{key}": Counts(n) for key, n in diagnostics.histograms(inputs).items()}
             if self.options.token_logprobs:
                 metrics[token_trace.LOGPROBS] = Rows((jax.lax.stop_gradient(logprobs),))

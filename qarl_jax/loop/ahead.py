@@ -32,7 +32,7 @@ _PATIENCE_S = 60.0  # for the thread, at the end of a run
 
 
 class Collects(Protocol):
-    """What a step trains on, by its number."""
+    """A source of the groups that a step trains on."""
 
     def collect(self, step: int) -> Collected:
         """The graded groups that step `step` trains on. Steps are asked for in order."""
@@ -41,7 +41,7 @@ class Collects(Protocol):
         """The step's groups were trained on: what was left over for later steps becomes state of the run."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold to go on after the last step kept, as JSON."""
+        """Returns the state after the last step kept as JSON, for a checkpoint."""
 
 
 class Ahead:
@@ -119,7 +119,7 @@ class Ahead:
             del self._ready[self._at]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it: the batches that are ready."""
+        """Returns the batches that are ready, for a checkpoint."""
         with self._schedule.changed:
             ready, behind = dict(self._ready), self._collector.state()
         return behind | {"ahead": {str(step): saved(*batch) for step, batch in ready.items()}}
@@ -178,7 +178,7 @@ def saved(batch: Collected, indices: Mapping[str, int]) -> dict[str, Any]:
 
 
 def restored(stream: PromptStream, step: int, state: Mapping[str, Any]) -> tuple[Collected, dict[str, int]]:
-    """What `saved` was given.
+    """Restores a batch from the JSON of `saved`.
 
     Raises:
       UserError: its responses are to prompts that the source does not have.

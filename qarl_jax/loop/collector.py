@@ -105,7 +105,7 @@ class Collector:
             self._stream.curriculum.tell(*self._mean_reward)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Returns the collector's state for a checkpoint."""
         curriculum = self._stream.curriculum
         state = {} if curriculum is None else {"curriculum": curriculum.state()}
         return state | ({"partial": self._buffer.state()} if self._cfg.rollout.partial.is_on else {})

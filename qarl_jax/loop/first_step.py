@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the first step's mismatch says of a run: is it what this pair of learner and sampler is known for?
+"""Judges the first step of a run: its mismatch beside the known one, and how full its rows are.
 
 k3 estimates the KL divergence between sampler and learner at the start of the update (`mismatch/k3`). A run above what
 its pair is known for (`verify/alignment.py`) has something else than its config promises, and says so in one sentence
@@ -13,6 +13,9 @@ from collections.abc import Mapping
 
 from qarl_jax.run.config import RunConfig
 from qarl_jax.verify.alignment import Alignment
+
+# Share of padding from which on a run is told.
+PADDING = 0.5
 
 
 def remark(cfg: RunConfig, record: Mapping[str, float], alignment: Alignment) -> str | None:
@@ -30,3 +33,16 @@ def remark(cfg: RunConfig, record: Mapping[str, float], alignment: Alignment) ->
     most = f"at most {known:.0e}" if known else "exactly 0"
     said = f"mismatch/k3 of the first step is {k3:.1e}, and {cfg.quant.rollout_scheme} {pair} is known for {most}"
     return f"{said}: {alignment.remedy}."
+
+
+def padding(cfg: RunConfig, record: Mapping[str, float]) -> str | None:
+    """One sentence where most of the learner's rows is padding; None: nothing to say. record: of the first step."""
+    share = record.get("train/padding_share", 0.0)
+    if share < PADDING:
+        return None
+    remedies = ["packing=packed"] if cfg.train.packing == "unpacked" else ["a larger max_segments"]
+    remedies += ["fewer micro_batch_rows", f"a row_len below {cfg.row_len}"]
+    return (
+        f"{share:.0%} of the learner's rows is padding, which costs time and memory; less of it: train.* with"
+        f" {', '.join(remedies)} (its least is data.max_prompt_len + rollout.max_response_len)."
+    )

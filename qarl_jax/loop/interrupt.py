@@ -26,7 +26,7 @@ class Interrupt:
         return self
 
     def agreed(self) -> bool:
-        """Whether any process was asked to stop; all come to the same."""
+        """Tells whether any process was asked to stop; all come to the same."""
         return processes.any_of(self.requested)
 
     def _on_signal(self, number: int, frame: Any) -> None:

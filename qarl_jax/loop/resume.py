@@ -1,6 +1,7 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run goes on: its newest whole checkpoint, or step 0 and why; or that there is nothing left to train."""
+"""The place at which a run goes on: its newest whole checkpoint, or step 0 and why; or that there is nothing left to
+train."""
 
 from __future__ import annotations
 

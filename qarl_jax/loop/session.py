@@ -12,6 +12,7 @@ session.close()
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from typing import Any
 
@@ -56,6 +57,7 @@ class Session:
         mesh = build.make_mesh(cfg)
         self.tokenizer = data.load_tokenizer(cfg.model.path)
         stop = data.stop_token_ids(self.tokenizer, cfg.model.path)
+        self.cfg = cfg = dataclasses.replace(cfg, data=data.with_prompt_len(cfg.data, self.tokenizer))
         source = data.make_source(cfg.data, self.tokenizer, "train")
         stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
         graphdef, params = build.load_model(cfg, mesh)
@@ -107,7 +109,7 @@ class Session:
         """One step as `train` makes it: collect, advantages, update, publish. Returns its metrics."""
         collected = self._collector.collect(self.step)
         self._collector.keep()
-        groups, advantages = advantages_of(self.cfg, collected.groups, self.step)
+        groups, advantages = advantages_of(self.cfg, collected.groups)
         self.state, learning = self._updates.run(self.state, groups, advantages, self.step)
         self.step += 1
         reward = float(np.mean([group.rewards for group in collected.sampled]))

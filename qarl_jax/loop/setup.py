@@ -27,6 +27,7 @@ from qarl_jax.rollout import partial_rollouts
 from qarl_jax.run import build, config, evaluation, stamp
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
+from qarl_jax.run.prompts import Prompts
 from qarl_jax.runtime import compilation, processes, startup
 from qarl_jax.verify import alignment
 
@@ -35,7 +36,7 @@ class Run:
     """A run's parts. What is cheap and can refuse is made first, before what takes minutes.
 
     Args:
-      cfg: the run's.
+      cfg: the run's. prompts: those of `cfg`.
       stack: ends what the parts have begun.
 
     Attributes:
@@ -44,7 +45,7 @@ class Run:
       begun: seconds that each part of the start took, for the first step's record.
     """
 
-    def __init__(self, cfg: RunConfig, stack: contextlib.ExitStack):
+    def __init__(self, cfg: RunConfig, prompts: Prompts, stack: contextlib.ExitStack):
         self.cfg = cfg
         processes.start(cfg.distributed)
         self.interrupt = stack.enter_context(Interrupt())
@@ -59,14 +60,9 @@ class Run:
         self.checkpoints = stack.enter_context(Checkpoints(os.path.join(cfg.run_dir, "checkpoints"), cfg.checkpoint))
         self.mesh = build.make_mesh(cfg)  # first: before it, nothing may ask JAX for its devices
         compilation.enable_cache(cfg.train.compile_cache)
-        self.tokenizer = data.load_tokenizer(cfg.model.path)
+        self.tokenizer, self._held_out = prompts.tokenizer, prompts.held_out
         self._stop = data.stop_token_ids(self.tokenizer, cfg.model.path)
-        source = data.make_source(cfg.data, self.tokenizer, "train")
-        self.stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
-        if source.skipped.total:
-            self.observer.say(f"prompts left out: {source.skipped}")
-        evaluates = cfg.eval.every or cfg.eval.at_start or cfg.eval.at_end
-        self._held_out = build.eval_prompts(cfg, self.tokenizer) if evaluates else []
+        self.stream = data.PromptStream(prompts.train, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
 
         # ---- policy, learner, engine ---------------------------------------------------------------------------------
         saved = processes.from_first(lambda: stamp.of(self.checkpoints.directory))
@@ -170,8 +166,10 @@ class Run:
     def remark(self, step: int, record: Mapping[str, Any], found: first_mismatch.FirstMismatch | None) -> None:
         """Says if sampler and learner differ more than they are known to, and at which token (`found`) first."""
         verdict = alignment.of_run(self.cfg, self.engine.facts)
-        if step == self.start and (said := first_step.remark(self.cfg, record, verdict)) is not None:
-            self.observer.say(said)
+        if step == self.start:
+            for said in (first_step.remark(self.cfg, record, verdict), first_step.padding(self.cfg, record)):
+                if said is not None:
+                    self.observer.say(said)
         if found is not None and verdict.is_aligned:
             self.observer.first_mismatch(step, dataclasses.asdict(found))
             self.observer.say(f"step {step}: {found}")
@@ -181,9 +179,9 @@ class Run:
         result = self._measured()
         self._tell(version, result)
         processes.from_first(lambda: evaluation.record(self.cfg.run_dir, version, result))
-        return result
+        return result.metrics
 
-    def _measured(self) -> dict[str, float]:
+    def _measured(self) -> evaluation.Evaluation:
         cfg = self.cfg
         return evaluation.evaluate(
             self.engine,
@@ -193,12 +191,11 @@ class Run:
             sampling=build.eval_sampling(cfg, self._stop),
             num_samples=cfg.eval.num_samples,
             key=build.seed_of(cfg.seed, 0, "eval"),
-            ks=cfg.eval.ks,
-        ).metrics
+        )
 
-    def _tell(self, version: int, result: dict[str, float]) -> None:
+    def _tell(self, version: int, result: evaluation.Evaluation) -> None:
         when = f"of version {version}" if version else "before training"
-        self.observer.say(f"held-out reward {when}: {terminal.held_out_score(result)}")
+        self.observer.say(f"held-out reward {when}: {terminal.held_out_score(result.metrics)}")
 
     def save(self, step: int) -> None:
         """A checkpoint after so many steps: all of the run's state, and the settings it was made with."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a step reports: of its responses, of its updates, of its seconds; and a whole run in a few lines."""
+"""Metrics of a step's responses, updates and seconds, and a summary of a run in a few lines."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def quantiles(histograms: dict[str, list[int]]) -> dict[str, float]:
 def rollout_metrics(
     groups: list[RolloutGroup], parts: dict[str, np.ndarray], advantages: np.ndarray | None
 ) -> dict[str, float]:
-    """What was sampled and how it was graded. `advantages`: where they are relative to a group."""
+    """Measures sampled responses and their grades. `advantages`: where they are relative to a group."""
     rewards = np.stack([group.rewards for group in groups]).astype(np.float64)
     completions = [completion for group in groups for completion in group.completions]
     lengths = np.array([int(completion.drawn.sum()) for completion in completions])
@@ -104,7 +104,7 @@ def rollout_metrics(
 
 
 def _source_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
-    """Of a mix, by part: its share of the prompts, and their mean reward."""
+    """Measures each part of a mix: its share of the prompts, and their mean reward."""
     names = [group.prompt.meta.get("mix_part") for group in groups]
     out: dict[str, float] = {}
     for name in dict.fromkeys(names):
@@ -114,7 +114,7 @@ def _source_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
 
 
 def _turn_metrics(completions: list[Completion]) -> dict[str, float]:
-    """Of responses of several turns; nothing of others."""
+    """Measures responses of several turns; others give no metric."""
     turns = np.array([len(completion.turns) for completion in completions if completion.finish_reason != "abort"])
     if not turns.any():
         return {}

@@ -57,11 +57,11 @@ TERMS: dict[Any, Callable[..., tuple[Mean, dict[str, Metric]]]] = {
 
 @runtime_checkable
 class Objective(Protocol):
-    """What the learner needs of an objective: the function, and which of the two counts divides its numerator."""
+    """An objective for the learner: the function, and the count that divides its numerator."""
 
     @property
     def denominator(self) -> str:
-        """What `Mean.count` counts: "tokens" or "sequences" of the mini-batch."""
+        """The unit of `Mean.count`: "tokens" or "sequences" of the mini-batch."""
 
     def __call__(self, x: LossInputs, /) -> tuple[Mean, dict[str, Metric]]: ...
 
@@ -88,7 +88,7 @@ class Loss:
 
     @property
     def denominator(self) -> str:
-        """What `Mean.count` counts: "tokens" or "sequences"."""
+        """The unit of `Mean.count`: "tokens" or "sequences"."""
         return denominator(self.config.aggregation)
 
 

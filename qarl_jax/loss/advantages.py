@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From rewards to advantages: relative to the group (GRPO, Dr. GRPO) or to a critic (GAE).
+"""Advantages from rewards: relative to the group (GRPO, Dr. GRPO) or to a critic (GAE).
 
 Group advantages are computed over the whole group, before any split into mini-batches, on the host. Those of a critic
 are computed on the packed rows (`qarl_jax.learning.critic`), and whitened over the rollout batch, before its first
@@ -197,7 +197,7 @@ def turn_starts(mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"]) -> Boo
 
 
 def over_turns(x: Float[Array, "B T"], starts: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """What stands at the first token of each turn, on all tokens of the turn; 0 elsewhere."""
+    """Copies the value at the first token of each turn to all tokens of the turn; 0 elsewhere."""
     time = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32)[None], mask.shape)
     last = jax.lax.cummax(jnp.where(starts, time, 0), axis=1)
     return jnp.where(mask, jnp.take_along_axis(x, last, axis=1), 0.0)

@@ -94,7 +94,7 @@ def with_engines(cfg: RunConfig) -> RunConfig:
     engine, devices = cfg.rollout.engine, learner.planned_mesh(cfg).size
     if not isinstance(engine, vllm.Config) or engine.memory != "auto" or devices == 1:
         return cfg
-    if engine.replicas or engine.visible_gpus or engine.by_hand or engine.launch != "process":
+    if engine.replicas or engine.visible_gpus or engine.endpoints:
         return cfg
     gpus = [gpu.strip() for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
     names = gpus[:devices] if len(gpus) >= devices else list(map(str, range(devices)))

@@ -57,7 +57,7 @@ def update_seconds(cfg: RunConfig) -> float:
     """Seconds of a step's updates without recomputation, for responses of full length."""
     made, model = learner.shapes(cfg), learner.model_of(cfg)
     responses = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt * cfg.train.update_epochs
-    lengths = [cfg.data.max_prompt_len + cfg.rollout.max_response_len]
+    lengths = [cfg.data.prompt_limit + cfg.rollout.max_response_len]
     total = responses * flops.training(model, flops.active_parameters(model, made.params), lengths)
     return total / LEARNER_FLOPS / learner.planned_mesh(cfg).size
 

@@ -39,17 +39,16 @@ def published_bytes(cfg: RunConfig) -> int:
     return nbytes(weights.qweights) + nbytes(rest, dtype=jnp.bfloat16)
 
 
-def int4_copies(cfg: RunConfig) -> int:
-    """Bytes that a vLLM on CUDA holds beside the published tensors of its int4 layers.
+def layer_copies(cfg: RunConfig) -> int:
+    """Bytes that a vLLM on CUDA holds beside the published tensors of layers that are `Scheme.held_twice`.
 
-    The bridge's kernels multiply copies made at each load from the tensors, which stay: words and scales, with room for
-    the largest layer, gate and up, as bf16(q s). Experts are made in place.
+    The bridge's kernels multiply copies made at each load from the tensors, which stay: the arrays in another order,
+    with room for the largest layer, gate and up, decoded to bfloat16. Experts are made in place.
     """
     qweights = models.by_path(_published(cfg).qweights)
-    dense = [(str(q.scheme), q) for path, q in qweights.items() if ".moe." not in path]
-    layers = [q for scheme, q in dense if "a16" in scheme]
+    layers = [q for path, q in qweights.items() if ".moe." not in path and q.scheme.held_twice]
     largest = max((2 * q.shape[-2] * q.shape[-1] for q in layers), default=0)  # of a matrix, bfloat16
-    return nbytes([q.qvalue for q in layers]) + nbytes([q.scale for q in layers]) + 2 * largest
+    return nbytes(layers) + 2 * largest
 
 
 def staging_bytes(cfg: RunConfig) -> int:
@@ -65,7 +64,7 @@ def kv_bytes(cfg: RunConfig, sequences: int) -> int:
     model = models.read_config(cfg.model.path)
     engine = cfg.rollout.engine
     assert isinstance(engine, vllm.Config)
-    length = cfg.data.max_prompt_len + cfg.rollout.max_response_len
+    length = cfg.data.prompt_limit + cfg.rollout.max_response_len
     if engine.max_model_len:
         length = min(length, engine.max_model_len)
     blocks = -(-length // BLOCK)
@@ -77,7 +76,7 @@ def at_once(cfg: RunConfig) -> int:
     engine = cfg.rollout.engine
     assert isinstance(engine, vllm.Config)
     sequences = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
-    return min(engine.max_num_seqs, -(-sequences // max(1, engine.started + len(engine.named))))
+    return min(engine.max_num_seqs, -(-sequences // max(1, engine.started + len(engine.endpoints))))
 
 
 def engine_parts(cfg: RunConfig) -> dict[str, int]:
@@ -91,7 +90,7 @@ def engine_parts(cfg: RunConfig) -> dict[str, int]:
     invariant = engine.arithmetic == "batch_invariant"
     return {
         "weights": published_bytes(cfg),
-        "int4 layers as multiplied": int4_copies(cfg) if invariant else 0,
+        "layers as multiplied": layer_copies(cfg) if invariant else 0,
         "KV cache": int(engine.kv_cache_gb * GIB) if engine.kv_cache_gb else kv_bytes(cfg, 1),
         # Of a step: gate, up and their product, six residuals; and five float32 copies of all sequences' logits.
         "activations (estimate)": STEP_TOKENS * (4 * inner + 6 * model.hidden_size) * 2 + 5 * logits,

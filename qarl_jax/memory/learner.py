@@ -323,7 +323,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": held}
     if isinstance(cfg.rollout.engine, jax_sampler.Config):
         prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial
-        prompt_len, response_len = cfg.data.max_prompt_len, cfg.rollout.max_response_len
+        prompt_len, response_len = cfg.data.prompt_limit, cfg.rollout.max_response_len
         if cfg.rollout.environment is not None:  # what was said before a turn is its prompt
             prompt_len = prompt_len + response_len - 1
         if partial.is_on:  # what goes on with a response takes it for a prompt, and adds a chunk

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is, as one frozen, hashable record: static under jit, and all that its structure depends on."""
+"""The description of a model as one frozen, hashable record, static under jit: all that its structure depends on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from qarl_jax.models.families import MODELS, hf_template
 from qarl_jax.models.hf.config import HFConfig, MoEConfig, RopeScaling
 from qarl_jax.numerics.engine import NormOrder
-from qarl_jax.quant import Numerics, Rules, SchemeConfig, on_engine, quantizes_activations
+from qarl_jax.quant import Numerics, Rules, Scheme, on_engine, quantizes_activations
 from qarl_jax.runtime import remat
 from qarl_jax.types import UserError, check_model_folder
 
@@ -106,12 +106,12 @@ class ModelConfig:
         if self.head_dim % 2:
             raise UserError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
 
-    def scheme_of(self, path: str) -> SchemeConfig | None:
+    def scheme_of(self, path: str) -> Scheme | None:
         """The scheme of the stacked kernel at `path` ("stacks.0.attn.q.kernel"), None for bf16."""
         layer = self.stacks[int(path.split(".")[1])].start
         return self._scheme(path.split(".", 2)[2], layer)
 
-    def _scheme(self, own: str, layer: int) -> SchemeConfig | None:
+    def _scheme(self, own: str, layer: int) -> Scheme | None:
         return on_engine(self.quant.scheme_for(self._module_name(own, layer)), self.numerics)
 
     def describe(self, path: str) -> str:
@@ -124,7 +124,7 @@ class ModelConfig:
         return hf_template(own, self.architecture).format(layer=layer, expert=0).removesuffix(".weight")
 
     def signature(self, layer: int) -> tuple[Any, ...]:
-        """What must be equal for layers to share a stack: the kind of MLP and the scheme of every kernel."""
+        """Returns the key by which layers share a stack: the kind of MLP and the scheme of every kernel."""
         is_moe = layer in self.moe_layers
         kernels = [
             *(f"attn.{x}.kernel" for x in "qkvo"),

@@ -45,7 +45,7 @@ _FED = re.compile(r"(^|\.)(attn\.(q|k|v)|(mlp|moe)\.(gate|up)|moe\.router)\.kern
 
 
 def factor(path: str, scale: float) -> float:
-    """What invariant scaling multiplies the parameter at `path` ("stacks.0.attn.q.kernel") with; 1: untouched."""
+    """Returns the factor of invariant scaling for the parameter at `path` ("stacks.0.attn.q.kernel"); 1: none."""
     if _NORM.search(path):
         return scale
     return 1.0 / scale if _FED.search(path) else 1.0

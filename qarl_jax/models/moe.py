@@ -156,7 +156,7 @@ class MoE(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """How the mesh in force cuts a layer.
+    """The cuts of a layer by the mesh in force.
 
     Attributes:
       rows: of [B, T, ...].

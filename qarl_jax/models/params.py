@@ -114,7 +114,7 @@ def finish(graphdef: nnx.GraphDef, params: nnx.State) -> Transformer:
 
 
 def parse_rules(scheme: Any, group_size: int | None = None) -> Rules:
-    """What callers may say for a scheme -> rules.
+    """Parses the ways to name schemes into rules.
 
     Args:
       scheme: a name ("bf16", "w8a8", "w4a16:g64"), a scheme Config, None (bf16), `Rules`, or a list of {match, scheme}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from qarl_bridge.protocol import split_k
+from qarl_bridge.protocol.split_k import splits_of
 
 from qarl_jax.types import UserError
 
@@ -38,7 +38,7 @@ class Numerics:
         float32 once, so that its order, the vector width and the library cannot be seen in it. Rescaling is part of it:
         f32(s_x * (s_w * acc)); otherwise it is two float32 products, in that order.
       amax_floor: lower bound put under a row's absmax before its int8 scale is taken; 0: none.
-      contract_parts: sums of bfloat16 products are made in the contract's parts of K (`of_layer`).
+      split_k: sums of bfloat16 products are split along K, as the shape of the weight says (`of_layer`).
       fp8_divides: fp8 activation codes come from x / s_x; otherwise from x * (1 / s_x).
       fp8_on_tensor_cores: fp8 products accumulate as Hopper's tensor cores do, where there are such.
       block_attention: attention meets the keys in blocks, the last one first, and rounds its weights against the
@@ -54,18 +54,18 @@ class Numerics:
         outputs are computed in float64 and rounded to float32 once (part of `float64`); otherwise in float32.
       float64_log_softmax: log-probs are computed in float64 from the float32 logits, and rounded once (part of
         `float64`).
-      parts: of K, in which a layer's sum of bfloat16 products is made. A layer's own.
+      splits: parts of K in which a layer's sum of bfloat16 products is made. A layer's own.
       shards: of a tensor-parallel engine. Each has its part of every weight: rows, or columns of the layers whose
         inputs are spread (o and down). There each takes its own scale of its inputs, where these are quantized, and
         rounds its own sum; what the layer returns is their sum, rounded once. 1 for layers whose rows are spread.
       own_kernels: whether a Hopper GPU computes layers by `kernels/products.py`, which is a run's choice
-        (`quant.kernels`); otherwise by XLA's operations, which have other last bits for fp8 and for `contract_parts`.
+        (`quant.kernels`); otherwise by XLA's operations, which have other last bits for fp8 and for `split_k`.
     """
 
     profile: str = "plain"
     float64: bool = False
     amax_floor: float = 0.0
-    contract_parts: bool = False
+    split_k: bool = False
     fp8_divides: bool = False
     fp8_on_tensor_cores: bool = True
     block_attention: bool = False
@@ -77,7 +77,7 @@ class Numerics:
     rope_on_device: bool = False
     float64_experts: bool = False
     float64_log_softmax: bool = False
-    parts: int = 1
+    splits: int = 1
     shards: int = 1
     own_kernels: bool = True
 
@@ -87,9 +87,9 @@ class Numerics:
         spread_inputs: a tensor-parallel engine gives each shard some inputs of it; otherwise some outputs.
         """
         own = self if spread_inputs or self.shards == 1 else dataclasses.replace(self, shards=1)
-        if not self.contract_parts:
+        if not self.split_k:
             return own
-        return dataclasses.replace(own, parts=split_k.parts_of(outputs, inputs))
+        return dataclasses.replace(own, splits=splits_of(outputs, inputs))
 
 
 # No engine: the embedded sampler calls the learner's own functions. float32 inside, one rounding at the end.
@@ -105,10 +105,10 @@ CPU = Numerics(
     float64_experts=True,
     float64_log_softmax=True,
 )
-# vLLM CUDA: CUTLASS for 8-bit codes, FlashAttention-3, and the bridge's kernels for the rest (`contract`).
+# vLLM CUDA: CUTLASS for 8-bit codes, FlashAttention-3, and the bridge's kernels for the rest.
 CUDA = Numerics(
     profile="cuda",
-    contract_parts=True,
+    split_k=True,
     fp8_divides=True,
     block_attention=True,
     norm_order="float64",
@@ -144,7 +144,7 @@ def table() -> str:
     def cell(value: object) -> str:
         return {True: "yes", False: ""}[value] if isinstance(value, bool) else str(value)
 
-    own = ("profile", "parts", "shards", "own_kernels")  # a layer's or a run's, not an engine's
+    own = ("profile", "splits", "shards", "own_kernels")  # a layer's or a run's, not an engine's
     names = [f.name for f in dataclasses.fields(Numerics) if f.name not in own]
     rows = [[f"`{name}`", *(cell(getattr(record, name)) for record in RECORDS.values())] for name in names]
     lines = [["", *(f"`{profile}`" for profile in PROFILES)], ["---"] * (1 + len(PROFILES)), *rows]

@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says about itself. It only watches."""
+"""Observation of a run: records, views, reports. No result depends on it."""

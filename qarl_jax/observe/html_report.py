@@ -121,7 +121,7 @@ def spread(values: Sequence[int], most: int) -> list[int]:
 
 
 def _about(folder: Path) -> dict[str, Any]:
-    """What stands at the head of a run: (label, text) rows, and its resolved config."""
+    """Describes a run at the head of the report: (label, text) rows, and its resolved config."""
     records = lines_of(folder, "metrics.jsonl")
     rewards = [record["reward/mean"] for record in records if isinstance(record.get("reward/mean"), float)]
     held_out = lines_of(folder, "eval.jsonl")
@@ -254,7 +254,7 @@ _JOINERS = "\u200c\u200d"  # part of words in some scripts, and of emoji
 
 
 def scales(columns: Iterable[Mapping[str, Sequence[float | None]]]) -> dict[str, float]:
-    """How far from its neutral value a quantity gets the full colour: the 95th percentile over all tokens shown.
+    """Finds the distance from its neutral value at which a quantity gets the full colour: the 95th percentile.
 
     Log-ratios for `ratio`, `mismatch` and `weight` (at least 1e-3: what is smaller is noise and stays pale), and the
     push A gain.

@@ -390,7 +390,7 @@ class Observer:
     def set_aside(self) -> None:
         """Keep what an earlier run recorded here under other names, `metrics.jsonl.old-1` and so on."""
         number = 1 + sum(1 for _ in self.run_dir.glob("metrics.jsonl.old-*"))
-        for path in (*self._step_files, self.run_dir / "eval.jsonl"):
+        for path in (*self._step_files, *self.run_dir.glob("eval*.jsonl")):
             with self._disk_errors(path), contextlib.suppress(FileNotFoundError):
                 path.rename(path.with_name(f"{path.name}.old-{number}"))
         self._last_step = None

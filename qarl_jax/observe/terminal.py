@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows while it runs: a table that stays at the bottom of a terminal, or a line per step.
+"""The live view of a run: a table at the bottom of a terminal, or a line per step.
 
     view = make_view("auto", name="quickstart", total_steps=40, stream=sys.stdout)
     view.show({"step": 12, "reward/mean": 0.53, ..., "time/rollout_s": 1.2})     # a record of metrics.jsonl

@@ -43,7 +43,7 @@ Pick = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """Where a response lay in the update that used it last, and that update's arrays."""
+    """The place of a response in the update that used it last, and the arrays of that update."""
 
     update: int
     row: int
@@ -93,7 +93,7 @@ class Follower:
             )
 
     def records(self, groups: Sequence[RolloutGroup], tokenizer: Tokenizer) -> dict[Pick, dict[str, Any]]:
-        """What goes into samples.jsonl about each response that took part in an update.
+        """Makes the records of samples.jsonl, one per response that took part in an update.
 
         `advantage`, `update` (of `updates`), `seq_ratio`, `seq_mismatch` (geometric means), `cut` (tokens without
         gradient, of all) and `tokens`: columns `text`, `rollout`, `old`, `now` (log-probs), `ratio`, `mismatch`,

@@ -38,10 +38,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from qarl_jax.kernels import adamw
 from qarl_jax.optim import build as optimizers
 from qarl_jax.optim.eight_bit import Blocks
-from qarl_jax.runtime.mesh import is_hopper
 
 GROUP_BYTES = 2**30
 """Float32 bytes of the parameters that a group of several holds at most; a leaf that alone has more is one group.
@@ -105,7 +103,6 @@ class Layout:
       groups: every parameter is in one.
       counters: leaves of the state that belong to no parameter.
       numbers: for each parameter its place among those whose moments stand in the same tree.
-      in_one_pass: the parameters that are updated by a kernel where they are a group by themselves.
     """
 
     params: Any
@@ -113,38 +110,18 @@ class Layout:
     groups: tuple[Group, ...]
     counters: tuple[int, ...]
     numbers: tuple[int, ...]
-    in_one_pass: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls,
-        params: Any,
-        opt_state: Any,
-        takes: Callable[[Sequence[Any], list[Any]], bool] = lambda path, leaves: False,
-        *,
-        by_size: bool = True,
-    ) -> Layout:
-        """The layout of `params` and an optimizer's state around them.
-
-        Args:
-          takes: (a parameter's path, it and its moments) -> whether it is one of `in_one_pass`.
-          by_size: groups as described above. False: each of `in_one_pass` is one, and all others are one.
-        """
-        named, structure = jax.tree_util.tree_flatten_with_path(params)
-        stored, stored_structure = jax.tree.flatten(opt_state, is_leaf=_is_moment)
+    def of(cls, params: Any, opt_state: Any) -> Layout:
+        """The layout of `params` and an optimizer's state around them."""
+        leaves, structure = jax.tree.flatten(params)
+        stored_structure = jax.tree.structure(opt_state, is_leaf=_is_moment)
         owners = optimizers.owners(opt_state, params)
 
         def moments(group: Sequence[int]) -> tuple[int, ...]:
             return tuple(i for i, owner in enumerate(owners) if owner is not None and owner.param in group)
 
-        in_one_pass = tuple(
-            i for i, (path, leaf) in enumerate(named) if takes(path, [leaf, *_picked(stored, moments([i]))])
-        )
-        groups = _by_size([leaf for _, leaf in named])
-        if not by_size:
-            rest = [i for i in range(len(named)) if i not in in_one_pass]
-            groups = [*([i] for i in in_one_pass), *([rest] if rest else [])]
-        numbers, seen = [0] * len(named), dict[str, int]()
+        numbers, seen = [0] * len(leaves), dict[str, int]()
         for owner in owners:
             if owner is not None:
                 numbers[owner.param] = seen.get(owner.tree, 0)
@@ -152,10 +129,9 @@ class Layout:
         return cls(
             params=structure,
             state=stored_structure,
-            groups=tuple(Group(params=tuple(group), moments=moments(group)) for group in groups),
+            groups=tuple(Group(params=tuple(group), moments=moments(group)) for group in _by_size(leaves)),
             counters=tuple(i for i, owner in enumerate(owners) if owner is None),
             numbers=tuple(numbers),
-            in_one_pass=in_one_pass,
         )
 
     def leaves(self, opt_state: Any) -> list[Any]:
@@ -267,19 +243,8 @@ class Update:
 
     def whole(self, state: Any, grads: Any) -> tuple[Any, Any]:
         """The update as one program, or as a part of one."""
-        layout = self._layout(state, by_size=False)
-        if layout is None or not layout.in_one_pass:
-            after, stats = optimizers.advance(self.optimizer, state, grads)
-            return after, self.describe(stats, state.updates)
-        leaves, norms, grads = _Leaves(layout, state), self._norms_fn(grads), jax.tree.leaves(grads)
-        counters = after = _picked(leaves.moments, layout.counters)
-        for group in layout.groups:
-            own = _picked(leaves.params, group.params), _picked(leaves.moments, group.moments)
-            params, moments, after, squares = self._group_fn(
-                layout, group, *own, counters, _picked(grads, group.params), norms
-            )
-            leaves.put(group, params, moments, squares)
-        return leaves.finished(after, norms[0], self._finish_fn)
+        after, stats = optimizers.advance(self.optimizer, state, grads)
+        return after, self.describe(stats, state.updates)
 
     def placed(self, state: Any) -> Any:
         """`state` with its `opt_state` where it rests."""
@@ -335,45 +300,12 @@ class Update:
     def _group_fn(
         self, layout: Layout, group: Group, *operands: Any
     ) -> tuple[list[Any], list[Any], list[Any], tuple[list[Array], list[Array]]]:
-        """(params, moments, counters, squares of updates and of params before) of a group's update.
+        """(params, moments, counters, squares of updates and of params before) of a group's update; a stack's by layer.
 
         Args:
           operands: those of `Part`.
         """
         part = Part(*operands)
-        by_xla = functools.partial(self._by_xla, layout, group)
-        if len(group.params) > 1 or group.params[0] not in layout.in_one_pass:
-            return by_xla(part)
-        by_kernel = functools.partial(self.in_one_pass, layout, group)
-        found: Any = jax.lax.platform_dependent(part, cuda=by_kernel, default=by_xla)
-        return found
-
-    def _advanced(self, layout: Layout, group: Group, part: Part, **where: Any) -> Any:
-        """`_group_fn` of all elements given, at once; `where` they are, as `build.Optimizer` has it."""
-        updates, *new = self._step(layout, group, part, **where)
-        sums = optimizers.squares(updates), optimizers.squares(part.params)
-        after = [optimizers.apply_updates(part.params, updates), *new]
-        moved = jnp.isfinite(part.norms[0]) & (part.norms[0] > 0)
-        return *optimizers.select(moved, after, list(part[:3])), sums
-
-    def in_one_pass(self, layout: Layout, group: Group, part: Part, *, interpret: bool = False) -> Any:
-        """`_group_fn` of a leaf whose update is elementwise, by `adamw.run`."""
-        advanced = functools.partial(self._advanced, layout, group)
-
-        def step(scalars: Any, first: Array, stacks: list[Array], reads: list[Array]) -> Any:
-            counters, norms = scalars
-            cut = Part(stacks[:1], stacks[1:], counters, reads, norms)
-            params, moments, _, sums = advanced(cut, first=first)
-            return [*params, *moments], [*sums[0], *sums[1]]
-
-        stacks, (update, param) = adamw.run(
-            step, (part.counters, part.norms), [*part.params, *part.moments], part.grads, interpret=interpret
-        )
-        after = advanced(part)[2]  # nothing else of it is computed
-        return stacks[:1], stacks[1:], after, ([update], [param])
-
-    def _by_xla(self, layout: Layout, group: Group, part: Part) -> Any:
-        """`_group_fn`, a stack layer by layer."""
         advanced = functools.partial(self._advanced, layout, group)
         if len(part.params) > 1 or not is_stack(part.params[0].shape):
             return advanced(part)
@@ -396,6 +328,14 @@ class Update:
         (new_params, new_moments), after, sums = jax.lax.fori_loop(0, layers, layer, start)
         return new_params, new_moments, after, sums
 
+    def _advanced(self, layout: Layout, group: Group, part: Part, **where: Any) -> Any:
+        """`_group_fn` of all elements given, at once; `where` they are, as `build.Optimizer` has it."""
+        updates, *new = self._step(layout, group, part, **where)
+        sums = optimizers.squares(updates), optimizers.squares(part.params)
+        after = [optimizers.apply_updates(part.params, updates), *new]
+        moved = jnp.isfinite(part.norms[0]) & (part.norms[0] > 0)
+        return *optimizers.select(moved, after, list(part[:3])), sums
+
     def _finish_fn(self, grad_norm: Float[Array, ""], sums: Any, updates: Any) -> tuple[Array, Any]:
         stats = optimizers.statistics(grad_norm, *sums)
         return updates + stats["moved"].astype(jnp.int32), self.describe(stats, updates)
@@ -404,19 +344,10 @@ class Update:
 
     def layout(self, state: Any) -> Layout | None:
         """The groups of a state, abstract or not; None: one program updates it as a whole."""
-        layout = self._layout(state)
-        return layout if layout is not None and len(layout.groups) > 1 else None
-
-    def _layout(self, state: Any, *, by_size: bool = True) -> Layout | None:
-        """None: the optimizer knows of no parts."""
-        optimizer = self.optimizer
-        if not isinstance(optimizer, optimizers.Optimizer):
-            return None
-
-        def takes(path: Sequence[Any], leaves: list[Any]) -> bool:
-            return is_hopper() and optimizer.elementwise(path, leaves[0].ndim) and adamw.serves(*leaves)
-
-        return Layout.of(state.params, state.opt_state, takes, by_size=by_size)
+        if not isinstance(self.optimizer, optimizers.Optimizer):
+            return None  # it knows of no parts
+        layout = Layout.of(state.params, state.opt_state)
+        return layout if len(layout.groups) > 1 else None
 
     def programs(self, layout: Layout, state: Any) -> list[Any]:
         """For each group a jitted `_group_fn(params, moments, counters, grads, norms)`, in place of the first two."""

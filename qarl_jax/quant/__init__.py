@@ -13,9 +13,9 @@ from qarl_jax.numerics.float32 import divide, pack_int4, round_to, unpack_int4
 from qarl_jax.quant.dot import dot, expert_dot
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.rules import Rules
+from qarl_jax.quant.scheme import Scheme
 from qarl_jax.quant.schemes import (
     SCHEMES,
-    SchemeConfig,
     check_quantizable,
     dequantize,
     on_engine,

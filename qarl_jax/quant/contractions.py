@@ -41,8 +41,8 @@ class Product(Protocol):
     def floating(self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
         """Compute dtype [M, K], any dtype [.., N, K], float32 [1, N] -> [M, N] in x.dtype, or float32, not yet rounded.
 
-        K is cut into `numerics.parts` (`split_k.cuts`), each summed by itself and then added in float32, in ascending
-        order; experts' inputs are not cut, for there are enough experts to fill a card, and they have no bias.
+        K is cut into `numerics.splits` parts (`split_k.cuts`), each summed by itself and then added in float32, in
+        ascending order. Experts' inputs are not cut, for there are enough experts to fill a GPU, and they have no bias.
         """
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -139,16 +139,16 @@ class Dense:
     def floating(self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
         w = w.astype(x.dtype)
         if products.serves("bf16", x, w.shape, numerics):
-            return products.floating(x, w, bias, parts=numerics.parts)
+            return products.floating(x, w, bias, splits=numerics.splits)
         dtype = x.dtype if bias is None else jnp.float32
         if numerics.float64:
             y = round_to(_float64_product(x, w), dtype)
-        elif numerics.parts == 1:
+        elif numerics.splits == 1:
             y = _float_dot_general(x, w, _CONTRACT_LAST, dtype)
         else:
             sums = [
                 _float_dot_general(x[:, first:end], w[:, first:end], _CONTRACT_LAST, jnp.float32)
-                for first, end in split_k.cuts(x.shape[1], numerics.parts)
+                for first, end in split_k.cuts(x.shape[1], numerics.splits)
             ]
             y = round_to(functools.reduce(jnp.add, sums), dtype)
         return y if bias is None else y + bias

@@ -30,7 +30,8 @@ from qarl_jax.numerics.engine import PLAIN, Numerics
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.quant.contractions import Dense, Product, Ragged
 from qarl_jax.quant.qtensor import QTensor, inputs_of
-from qarl_jax.quant.schemes import OfLowBitActivations, dequantize, module_of
+from qarl_jax.quant.scheme import Scheme
+from qarl_jax.quant.schemes import dequantize
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -43,8 +44,8 @@ def _multiply_fwd(numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor:
     """-> y; the activations and the weight as used, which the backward needs."""
     product: Product = Dense() if sizes is None else Ragged(sizes, x.shape[0])
     bias = None if bias is None else bias.astype(jnp.float32)[None, :]
-    scheme = module_of(qtensor.scheme) if isinstance(qtensor, QTensor) else None
-    if isinstance(scheme, OfLowBitActivations):
+    scheme: Scheme | None = qtensor.scheme if isinstance(qtensor, QTensor) else None
+    if scheme is not None and scheme.low_bit_activations:
         used, weight = scheme.activations(x, numerics=numerics), qtensor
 
         def engine(used: Any, qt: QTensor, bias: Any) -> jax.Array:
@@ -53,9 +54,9 @@ def _multiply_fwd(numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor:
 
         def kernel(used: Any, qt: QTensor, bias: Any, **options: Any) -> jax.Array:
             codes, scale = used
-            return kernels.eight_bit(codes, scale, qt.qvalue, qt.scale, bias, **options)
+            return kernels.eight_bit(codes, scale, qt.codes, qt.scales, bias, **options)
 
-        if sizes is None and kernels.serves(scheme.NAME, x, qtensor.qvalue.shape, numerics):
+        if sizes is None and kernels.serves(scheme.kernel, x, qtensor.codes.shape, numerics):
             y = lax.platform_dependent(used, qtensor, bias, cuda=kernel, default=engine)
         else:
             y = engine(used, qtensor, bias)
@@ -131,7 +132,7 @@ def expert_dot(
     *,
     numerics: Numerics = PLAIN,
 ) -> Float[Array, "M N"]:
-    """`dot` for mixture-of-experts: row m is multiplied with the weight of the expert whose group it falls into.
+    """`dot` for the experts of a MoE layer: row m is multiplied with the weight of its group's expert.
 
     Args:
       x, master, qtensor: as in `dot`, the rows sorted by expert.

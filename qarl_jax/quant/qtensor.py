@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a quantized weight, and its contract."""
+"""The record of a quantized weight: arrays by name."""
 
 from __future__ import annotations
 
@@ -17,50 +17,49 @@ from qarl_jax.types import UserError
 class QTensor:
     """A weight [..., N, K] (out, in) in the bytes that are published.
 
-    Contract, for any leading dimensions (stacked layers, experts):
+    Its scheme's layout (`qarl_bridge.protocol.formats.Layout`) says which arrays there are, with dtypes and shapes:
+    "codes" always, "scales", and whatever else a grid has. Every array has the weight's leading dimensions (stacked
+    layers, experts), a row per output or a single one, and a column per so many inputs.
 
-      * 8-bit: `qvalue` int8 or float8_e4m3fn [..., N, K], `scale` float32 [..., N, 1];
-      * 4-bit: `qvalue` int32 [..., N, K/8], eight codes+8 to a word, element 8j+i in bits 4i..4i+3 of word j;
-        `scale` bfloat16 [..., N, K/G], or [..., N, 1] per channel;
-      * `scale` is finite and > 0;
-      * the weight it stands for is code * scale, rounded to bfloat16 for the 4-bit schemes (`dequantize`).
-
-    Example: quantize([[0.5, -1.0, ...]], w8a8.Config()) -> qvalue [[64, -128, ...]], scale [[1/127.5]].
+    Example: quantize([[0.5, -1.0, ...]], w8a8.Config()) -> codes int8 [[64, -128, ...]], scales float32 [[1/127.5]].
 
     Attributes:
-      qvalue: the codes, in wire layout.
-      scale: the scales.
-      scheme: the scheme's frozen Config, static.
+      arrays: by name.
+      scheme: the `Scheme`, static.
     """
 
-    qvalue: Any
-    scale: Any
+    arrays: dict[str, Any]
     scheme: Any = dataclasses.field(metadata={"static": True})
 
     @property
-    def packing(self) -> int:
-        """Codes per stored element: 8 in int32 words, otherwise 1."""
-        return 8 if self.qvalue.dtype == "int32" else 1
+    def codes(self) -> Any:
+        """The codes, in wire layout."""
+        return self.arrays["codes"]
+
+    @property
+    def scales(self) -> Any:
+        """The scales, of the grids that have one per group of inputs."""
+        return self.arrays["scales"]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape (..., N, K)."""
-        *leading, stored = self.qvalue.shape
-        return (*leading, stored * self.packing)
+        *leading, stored = self.codes.shape
+        return (*leading, stored * self.scheme.wire.codes.inputs)
 
     @property
     def ndim(self) -> int:
         """Dimensions of `shape`: 2 for one weight, 3 and more for stacks."""
-        return self.qvalue.ndim
+        return self.codes.ndim
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.qvalue.size * self.qvalue.dtype.itemsize + self.scale.size * self.scale.dtype.itemsize
+        """Bytes of all arrays."""
+        return sum(array.size * array.dtype.itemsize for array in self.arrays.values())
 
 
 def inputs_of(whole: Any, shard: int, shards: int) -> Any:
-    """A shard's inputs of an array or a weight [.., K] (None: of none); the scale of a whole channel stays with each.
+    """A shard's inputs of an array or a weight [.., K] (None: of none); what a whole row has stays with each.
 
     Raises:
       UserError: a group would be cut.
@@ -77,5 +76,5 @@ def inputs_of(whole: Any, shard: int, shards: int) -> Any:
 
     if not isinstance(whole, QTensor):
         return None if whole is None else own(whole)
-    scale = whole.scale if whole.scale.shape[-1] == 1 else own(whole.scale)
-    return QTensor(own(whole.qvalue), scale, whole.scheme)
+    arrays = {name: array if array.shape[-1] == 1 else own(array) for name, array in whole.arrays.items()}
+    return QTensor(arrays, whole.scheme)

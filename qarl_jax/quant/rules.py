@@ -19,7 +19,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qarl_jax.quant.schemes import SchemeConfig, parse_scheme
+from qarl_jax.quant.scheme import Scheme
+from qarl_jax.quant.schemes import parse_scheme
 from qarl_jax.types import UserError
 
 
@@ -31,7 +32,7 @@ class Rules:
     w4a16.Config(64).
     """
 
-    rules: tuple[tuple[str, SchemeConfig | None], ...] = ()
+    rules: tuple[tuple[str, Scheme | None], ...] = ()
 
     @classmethod
     def parse(cls, rules: Iterable[Any], group_size: int | None = None) -> Rules:
@@ -60,11 +61,11 @@ class Rules:
         return cls(tuple(parsed))
 
     @classmethod
-    def uniform(cls, scheme: SchemeConfig | None) -> Rules:
+    def uniform(cls, scheme: Scheme | None) -> Rules:
         """Every path gets one scheme."""
         return cls((("", scheme),))
 
-    def scheme_for(self, path: str) -> SchemeConfig | None:
+    def scheme_for(self, path: str) -> Scheme | None:
         """The scheme of the first rule found in `path`; None (bf16) if there is none."""
         for pattern, scheme in self.rules:
             if re.search(pattern, path):

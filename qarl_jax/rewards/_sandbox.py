@@ -88,7 +88,7 @@ def filter_program() -> bytes:
 
 
 def readable(packages: list[str]) -> list[str]:
-    """What Python reads of the file system by itself: its libraries, `packages`, what the C library looks for."""
+    """Lists the paths that Python reads by itself: its libraries, `packages`, what the C library looks for."""
     libraries = [f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64", "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
     libraries += [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), "/nix/store", "/etc/ld.so.cache"]
     found = [*libraries, "/usr/share/zoneinfo", *packages]
@@ -227,7 +227,7 @@ def encode(value: object, depth: int = 0) -> object:
 
 
 def decode(value: object) -> object:
-    """What `encode` wrote. Raises ValueError for anything else."""
+    """Decodes a text of `encode`. Raises ValueError for any other text."""
     if value is None or isinstance(value, bool | str):
         return value
     if not isinstance(value, dict) or len(value) != 1:
@@ -363,7 +363,7 @@ def prepare(memory_mb: int) -> None:
 
 
 def passes(task: dict, timeout_s: float, memory_mb: int) -> bool:
-    """Whether a program passes its tests.
+    """Tells whether a program passes its tests.
 
     task: {"program", and one of
            "test": text that defines check(candidate), "entry_point": name, "preamble": text that it may need;
@@ -395,7 +395,7 @@ def passes(task: dict, timeout_s: float, memory_mb: int) -> bool:
 
 
 def _check_holds(task: dict, deadline: float, memory_mb: int) -> bool:
-    """Whether check(candidate) ends without an error; it runs here, and `candidate` in the program's process."""
+    """Tells whether check(candidate) ends without an error; it runs here, and `candidate` in the program's process."""
     names: dict = {"__name__": "check"}
     exec(compile(task.get("preamble", ""), "preamble", "exec"), names)
     exec(compile(task["test"], "test", "exec"), names)

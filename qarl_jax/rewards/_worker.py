@@ -11,6 +11,7 @@ import base64
 import contextlib
 import faulthandler
 import functools
+import glob
 import importlib
 import importlib.util
 import json
@@ -49,13 +50,15 @@ def main() -> None:
         with contextlib.suppress(OSError):  # no filter on this machine: where the first wall is missing, that is said
             sandbox().lock_down()
     print(json.dumps({"ready": True}), file=pipe, flush=True)
+    if kind == "environment":
+        grade(tasks.fileno(), pipe)
+        end_group()
     for line in tasks:
         task = json.loads(line)
         # Ends this process from a native thread, even if the trainer has died and the interpreter is stuck.
         faulthandler.dump_traceback_later(4 * timeout_s + 1, exit=True, file=sys.stderr)
         try:
-            found = grade(task)
-            answer: dict = {"score": 0.0, "value": found} if kind == "environment" else {"score": float(found)}
+            answer: dict = {"score": float(grade(task))}
         except MemoryError:
             os._exit(3)
         except BaseException as error:  # sys.exit() in a user's function among them
@@ -83,8 +86,39 @@ def end_with(parent: int) -> None:
 
 def end_group() -> None:
     """Ends this process and what it started."""
+    end_started(os.getpid())
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    """The children of a process; none where /proc does not tell."""
+    found: list[int] = []
+    for path in glob.glob(f"/proc/{pid}/task/*/children"):
+        try:
+            with open(path) as file:
+                found += map(int, file.read().split())
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def end_started(pid: int) -> None:
+    """Ends what a process started, sessions of their own included."""
+    for _ in range(100):
+        left, alive = children(pid), 0
+        for each in left:
+            left += children(each)
+            try:
+                with open(f"/proc/{each}/stat") as file:
+                    if file.read().rpartition(")")[2].split()[0] != "Z":
+                        os.kill(each, signal.SIGKILL)
+                        alive += 1
+            except OSError:  # it has ended
+                continue
+        if not alive:
+            return
+        time.sleep(0.001)
 
 
 def limit_memory(megabytes: int) -> None:
@@ -183,9 +217,9 @@ def load_function(timeout_s: float, setup: str):
 
 
 def load_environment(timeout_s: float, setup: str):
-    """task {"calls": [...]} -> what the episodes answer, in order (rollout/environments/_host.py, by its path)."""
-    sys.path[:], host, path, options, step_s = pickle.loads(base64.b64decode(setup))
-    return load_file(host).Host(find_function(path), options, step_s).answer
+    """What serves episodes on the two pipes (rollout/environments/_host.py, by its path)."""
+    sys.path[:], host, path, options, *limits = pickle.loads(base64.b64decode(setup))
+    return load_file(host).Host(find_function(path), options, *limits, children).serve
 
 
 def find_function(path: str):

@@ -87,7 +87,7 @@ def program(text: str, name: str, before: str = "") -> str:
 
 
 def task(text: str, meta: Mapping[str, Any], uid: str) -> dict[str, Any]:
-    """What the sandbox is asked (`_sandbox.passes`).
+    """Makes the request to the sandbox (`_sandbox.passes`).
 
     Raises:
       UserError: the row has no tests, or broken ones.

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the environment gave, turn by turn (`rollout.environment`), added up over a response's turns."""
+"""The reward that the environment gave, turn by turn (`rollout.environment`), summed over a response."""
 
 from __future__ import annotations
 

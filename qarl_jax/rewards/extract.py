@@ -195,7 +195,7 @@ def normalize(text: str, *, ignore_case: bool = True) -> str:
 
 
 def same(given: str, expected: str, *, ignore_case: bool = True) -> bool:
-    """Whether two answers are equal as numbers, or else as normalised text."""
+    """Tells whether two answers are equal as numbers, or else as normalised text."""
     left, right = normalize(given, ignore_case=ignore_case), normalize(expected, ignore_case=ignore_case)
     if left == right:
         return True

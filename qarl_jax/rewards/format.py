@@ -41,7 +41,7 @@ class Reward(BaseReward):
 
 
 def well_formed(text: str, cfg: Config) -> bool:
-    """Whether `text` is exactly the sections of `cfg`."""
+    """Tells whether `text` is exactly the sections of `cfg`."""
     text = f"<{cfg.sections[0]}>{text}" if cfg.opened else text
     if any(text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1 for tag in cfg.sections):
         return False

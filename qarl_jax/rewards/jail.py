@@ -30,7 +30,7 @@ _PROBE_S = 60.0
 
 
 def command() -> list[str]:
-    """What a script's path and arguments stand behind; to be started with `environment`."""
+    """Returns the command to put before a script's path and arguments; start it with `environment`."""
     return [*bubblewrap()[0], _PYTHON, "-P", "-S", "-B"]
 
 

@@ -105,7 +105,8 @@ def _one_answer(boxed: str, expected: str) -> str:
 
 
 def settled(given: str, expected: str) -> bool | None:
-    """Whether two answers are equal, where that takes no algebra or math-verify would be wrong; None elsewhere."""
+    """Tells whether two answers are equal, where that takes no algebra or math-verify would be wrong; None
+    elsewhere."""
     if extract.same(given, expected):
         return True
     based = [_BASED.fullmatch(text.strip()) for text in (given, expected)]

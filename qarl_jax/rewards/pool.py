@@ -28,10 +28,11 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from qarl_jax.rewards import jail
+from qarl_jax.rewards import _worker, jail
+from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import UserError, at_least
 
 _SCRIPT = os.path.join(os.path.dirname(__file__), "_worker.py")
@@ -54,13 +55,13 @@ class PoolConfig:
     """Attributes:
     workers: processes; 0: one per core, at most 8.
     timeout_s: seconds a single response may take; then it scores 0.
-    recycle_after: tasks after which a worker is replaced; 0: never.
+    recycle_after: tasks after which a worker is replaced; 0: never (not from a config).
     memory_mb: address space of a worker; 0: not limited.
     """
 
     workers: int = 0
     timeout_s: float = 5.0
-    recycle_after: int = 500
+    recycle_after: int = internal(500)
     memory_mb: int = 4096
 
     def __post_init__(self) -> None:
@@ -76,13 +77,11 @@ class PoolConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A score, None where there is none; what went wrong, if something did; whether the worker ended by itself; what
-    the task's kind answers beside a score."""
+    """A score, None where there is none; what went wrong, if something did; whether the worker ended by itself."""
 
     score: float | None
     error: str = ""
     ended: bool = False
-    value: Any = None
 
 
 def _tell(text: str) -> None:
@@ -122,16 +121,18 @@ class WorkerPool:
         self.size = cfg.workers or min(8, os.cpu_count() or 1)
         self.restarts = 0
         self._lock = threading.Lock()  # of `restarts`: a thread per worker counts
-        self._workers: list[_Worker | None] = [None] * self.size
+        self._workers: list[Worker | None] = [None] * self.size
         self._interrupted = False
         self._at: list[tuple[int, float] | None] = [None] * self.size  # each worker's task, and since when
         # Holds the list, not the pool: a dropped pool still takes its processes with it.
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
 
-    def start(self) -> None:
-        """Starts the first worker, if none runs, so that one that cannot start is known now. Raises as `answers`."""
-        if self._workers[0] is None:
-            self._workers[0] = _Worker(self)
+    def start(self, slot: int = 0) -> Worker:
+        """A worker, started if it does not run, so that one that cannot start is known now. Raises as `answers`."""
+        worker = self._workers[slot]
+        if worker is None:
+            worker = self._workers[slot] = Worker(self)
+        return worker
 
     def map(self, tasks: Sequence[Mapping[str, Any]]) -> list[float | None]:
         """Scores; None where a task missed its deadline or brought its worker down. Raises as `answers`."""
@@ -143,7 +144,6 @@ class WorkerPool:
         *,
         names: Sequence[str] = (),
         strict: bool = False,
-        slots: Sequence[int] = (),
     ) -> list[Answer | None]:
         """One answer per task.
 
@@ -151,7 +151,6 @@ class WorkerPool:
           tasks: as the kind takes them.
           names: of the tasks, for what is said of one that takes long.
           strict: begin no task after one that went wrong; those not begun have None.
-          slots: which worker each task is for, where workers remember; empty: whichever is free.
 
         Raises:
           UserError: a worker cannot start (a missing package).
@@ -159,14 +158,12 @@ class WorkerPool:
         if not tasks:
             return []
         out: list[Answer | None] = [None] * len(tasks)
-        shared = iter(range(len(tasks)))  # next() on it is atomic
-        queues: dict[int, Iterator[int]] = dict.fromkeys(range(min(self.size, len(tasks))), shared)
-        if slots:
-            queues = {slot: iter([i for i, mine in enumerate(slots) if mine == slot]) for slot in sorted(set(slots))}
+        queue = iter(range(len(tasks)))  # next() on it is atomic
+        slots = range(min(self.size, len(tasks)))
         told: set[int] = set()
         self._interrupted = False
-        with concurrent.futures.ThreadPoolExecutor(len(queues)) as threads:
-            waiting = {threads.submit(self._serve, slot, queue, tasks, out, strict) for slot, queue in queues.items()}
+        with concurrent.futures.ThreadPoolExecutor(len(slots)) as threads:
+            waiting = {threads.submit(self._serve, slot, queue, tasks, out, strict) for slot in slots}
             try:
                 while waiting:
                     done, waiting = concurrent.futures.wait(waiting, timeout=_NOTICE_S)
@@ -175,8 +172,7 @@ class WorkerPool:
                     self._tell_of_long(names, told)
             except BaseException:  # an interrupt: nobody is to wait for a deadline
                 self._interrupted = True
-                for queue in queues.values():
-                    _drain(queue)
+                _drain(queue)
                 for worker in self._workers:
                     if worker is not None:
                         worker.kill()
@@ -205,9 +201,7 @@ class WorkerPool:
                 _drain(queue)
 
     def _ask(self, slot: int, task: Mapping[str, Any]) -> Answer:
-        worker = self._workers[slot]
-        if worker is None:
-            worker = self._workers[slot] = _Worker(self)
+        worker = self.start(slot)
         answer = worker.ask(task, self.cfg.timeout_s)
         if answer.score is None or (self.cfg.recycle_after and worker.served >= self.cfg.recycle_after):
             with self._lock:
@@ -226,14 +220,14 @@ def _drain(queue: Any) -> None:
     collections.deque(queue, maxlen=0)
 
 
-def _stop_all(workers: list[_Worker | None]) -> None:
+def _stop_all(workers: list[Worker | None]) -> None:
     for slot, worker in enumerate(workers):
         if worker is not None:
             worker.stop()
             workers[slot] = None
 
 
-class _Worker:
+class Worker:
     """One process and its two pipes."""
 
     def __init__(self, pool: WorkerPool):
@@ -272,19 +266,23 @@ class _Worker:
     def ask(self, task: Mapping[str, Any], timeout_s: float) -> Answer:
         """The answer; one without a score if it did not come in time, or will not come."""
         self.served += 1
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone, which shows when it is listened to
-            self.process.stdin.write(json.dumps(task).encode() + b"\n")
-            self.process.stdin.flush()
+        self.send(task)
         line = self._read_line(timeout_s)
         if line is not None:
             try:
                 answer = json.loads(line)
-                return Answer(float(answer["score"]), answer.get("error", ""), value=answer.get("value"))
+                return Answer(float(answer["score"]), answer.get("error", ""))
             except (ValueError, KeyError, TypeError, RecursionError):  # written by what it evaluates
                 return Answer(None, "it wrote what is no answer")
         end = self._end()
         return Answer(None, end or f"it took longer than {timeout_s:g} s", ended=bool(end))
+
+    def send(self, task: Mapping[str, Any]) -> None:
+        """Gives it a task."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # it is gone, which shows when it is listened to
+            self.process.stdin.write(json.dumps(task).encode() + b"\n")
+            self.process.stdin.flush()
 
     def _read_line(self, timeout_s: float) -> bytes | None:
         assert self.process.stdout is not None
@@ -302,7 +300,8 @@ class _Worker:
         return line
 
     def _end(self) -> str:
-        """How the process ended, if it did. It is not reaped: as long as it is there, its number is nobody else's."""
+        """Says how the process ended, if it did. It is not reaped: as long as it is there, its number is nobody
+        else's."""
         for _ in range(20):  # the pipe closes a moment before
             ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is not None:
@@ -317,8 +316,10 @@ class _Worker:
         return lines[-1] if lines else f"no message, within {_START_S:g} s at most"
 
     def kill(self) -> None:
-        """End it, its copies and its children."""
+        """End it, and all that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
+            self.process.send_signal(signal.SIGSTOP)  # it starts nothing more
+            _worker.end_started(self.process.pid)
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def stop(self) -> None:
@@ -329,5 +330,5 @@ class _Worker:
             if pipe is not None:
                 try:
                     pipe.close()
-                except OSError:  # unsent bytes for a process that is gone
+                except (OSError, ValueError):  # unsent bytes for a process that is gone; another thread closes it, too
                     continue

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a reward sees, and what it must offer."""
+"""The input of a reward, and the interface of a reward."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Sample:
 
     @property
     def finished(self) -> bool:
-        """Whether the response ended by itself, rather than at the length limit."""
+        """Tells whether the response ended by itself, rather than at the length limit."""
         return self.finish_reason == "stop"
 
 

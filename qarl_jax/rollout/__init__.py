@@ -59,7 +59,7 @@ class SamplingConfig:
 
     @property
     def is_full_support(self) -> bool:
-        """Whether every token can be drawn, so that log-probs are those of the policy at this temperature."""
+        """Tells whether every token can be drawn, so that log-probs are those of the policy at this temperature."""
         return self.temperature > 0 and self.top_p == 1 and self.top_k == 0
 
 

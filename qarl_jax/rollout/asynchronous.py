@@ -56,7 +56,7 @@ class Config:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is sampled ahead."""
+        """Tells whether anything is sampled ahead."""
         return self.max_staleness > 0
 
 

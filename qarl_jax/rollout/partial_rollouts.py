@@ -86,7 +86,7 @@ class Config:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is interrupted."""
+        """Tells whether anything is interrupted."""
         return self.over_provision > 1
 
     def groups(self, prompts_per_step: int) -> int:
@@ -118,7 +118,7 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every response has ended."""
+        """Tells whether every response has ended."""
         return all(continuation.is_over(response) for response in self.responses)
 
     @property

@@ -18,6 +18,7 @@ All turns of one number are drawn together. The environment answers a turn that 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -33,6 +34,8 @@ from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, Sampl
 from qarl_jax.rollout.environments import Config, Episodes, Said, plain
 from qarl_jax.runtime import processes
 from qarl_jax.types import Completion, Turn, UserError, VersionSpan
+
+_NOTICE_S = 10.0  # a call that takes longer is spoken of
 
 _DRAWN, _OBSERVED = "QARL-DRAWN", "QARL-OBSERVED"  # what a chat template is asked to write as a turn, and behind one
 
@@ -147,7 +150,7 @@ class Episode:
     versions: list[VersionSpan] = dataclasses.field(default_factory=list)
     turns: list[Turn] = dataclasses.field(default_factory=list)
     finish_reason: str = ""
-    error: str = ""
+    error: str = ""  # with the turn that it came behind
 
     def draw(self, drawn: Completion) -> None:
         """A turn."""
@@ -166,7 +169,8 @@ class Episode:
 
     def fail(self, error: str) -> None:
         """The environment failed: nothing of the episode is trained on."""
-        self.finish_reason, self.error = "abort", error
+        place = f"turn {len(self.turns)}" if self.turns else "before the first turn"
+        self.finish_reason, self.error = "abort", f"prompt {self.request.prompt.uid}, {place}: {error}"
         self.tokens, self.logprobs, self.versions, self.turns = [], [], [], []
 
     @property
@@ -204,6 +208,7 @@ class TurnTaking(RolloutEngine):
         log: Callable[[str], None] = lambda line: None,
     ):
         self.engine, self._cfg, self._tokenizer, self._log = engine, cfg, tokenizer, log
+        self._name = f"environment {cfg.source()[0]}"
         self._observations = Observations(cfg, tokenizer, chat, chat_args)
         # Over several processes the first asks for all: an environment may answer each of them otherwise.
         self._episodes = Episodes(cfg, log) if processes.is_first() else None
@@ -235,18 +240,28 @@ class TurnTaking(RolloutEngine):
         """
         episodes = [Episode(request=one, index=i, name=next(self._names)) for i, one in enumerate(requests)]
         live = episodes
-        self._begin(episodes, sampling.max_response_len)
-        while live:
-            yield from ((one.index, one.completion) for one in live if one.finish_reason)
-            live = [one for one in live if not one.finish_reason]
-            if live:
-                self._turn(live, sampling)
-        failed = [episode for episode in episodes if episode.error]
-        if failed:
-            which = f"{failed[0].request.prompt.uid}: {failed[0].error}"
-            if len(failed) == len(episodes):
-                raise UserError(f"rollout.environment failed in all {len(failed)} episodes of a batch; first {which}")
-            self._log(f"the environment failed in {len(failed)} of {len(episodes)} episodes; first {which}")
+        try:
+            self._begin(episodes, sampling.max_response_len)
+            while live:
+                yield from ((one.index, one.completion) for one in live if one.finish_reason)
+                live = [one for one in live if not one.finish_reason]
+                if live:
+                    self._turn(live, sampling)
+        finally:  # an engine may fail, too
+            for episode in episodes:
+                if not episode.finish_reason:
+                    self._fail(episode, "the turn was not drawn")
+        self._tell(episodes)
+
+    def _tell(self, episodes: Sequence[Episode]) -> None:
+        """Says which episodes failed. Raises UserError where all did."""
+        errors = [episode.error for episode in episodes if episode.error]
+        if not errors:
+            return
+        line = f"{self._name} failed in {len(errors)} of {len(episodes)} episodes; first {errors[0]}"
+        if len(errors) == len(episodes):
+            raise UserError(f"{line}. Mend it, and let `step` answer what a policy does wrong (docs/turns.md).")
+        self._log(f"{line}. Their responses are left out.")
 
     def _begin(self, episodes: Sequence[Episode], limit: int) -> None:
         calls = []
@@ -255,12 +270,11 @@ class TurnTaking(RolloutEngine):
             task = {"uid": prompt.uid, "text": prompt.text, "answer": prompt.answer, "meta": plain(prompt.meta)}
             calls.append({"episode": episode.name, "reset": task})
         for episode, said in zip(episodes, self._answers(list(map(self._ask, calls))), strict=True):
-            if "error" in said:
-                episode.fail(said["error"])
-                continue
-            episode.observe(self._observations.tokens(said["observation"], first=True))
-            if len(episode.tokens) >= limit:
-                episode.fail(f"what it says before the first turn leaves no room in {limit} tokens")
+            observed = self._observed(episode, said, first=True)
+            if observed is not None:
+                episode.observe(observed)
+                if len(observed) >= limit:
+                    self._fail(episode, f"what reset says leaves no room in rollout.max_response_len={limit} tokens")
 
     def _turn(self, live: Sequence[Episode], sampling: SamplingConfig) -> None:
         """Draws a turn of every episode, and lets the environment answer."""
@@ -292,7 +306,7 @@ class TurnTaking(RolloutEngine):
 
     def _answered(self, episode: Episode, drawn: Completion, said: Said, limit: int) -> None:
         if "error" in said:
-            episode.fail(said["error"])
+            self._fail(episode, said["error"])
         elif drawn.finish_reason != "stop":
             episode.finish_reason = "length"
         else:
@@ -300,18 +314,44 @@ class TurnTaking(RolloutEngine):
             if said["done"]:
                 episode.finish_reason = "stop"
                 return
-            observed = self._observations.tokens(said["observation"])
+            observed = self._observed(episode, said)
+            if observed is None:
+                return
             if not observed:
-                episode.fail("it is not done, and said nothing to go on with")
-                self._ask({"episode": episode.name})
+                self._fail(episode, "it is not done, and said nothing to go on with")
             elif len(episode.turns) < self._cfg.max_turns and len(episode.tokens) + len(observed) < limit:
                 episode.observe(observed)
             else:
                 episode.finish_reason = "length"
                 self._ask({"episode": episode.name})
 
+    def _observed(self, episode: Episode, said: Said, *, first: bool = False) -> tuple[int, ...] | None:
+        """Tokens of what the environment said; None where it failed, or cannot be gone on with."""
+        try:
+            if "error" not in said:
+                return self._observations.tokens(said["observation"], first=first)
+            self._fail(episode, said["error"])
+        except UserError as error:
+            self._fail(episode, str(error))
+        return None
+
+    def _fail(self, episode: Episode, error: str) -> None:
+        episode.fail(error)
+        self._ask({"episode": episode.name})
+
     def _ask(self, call: dict[str, Any]) -> Future[Said] | None:
         return None if self._episodes is None else self._episodes.ask(call)
 
     def _answers(self, asked: Sequence[Future[Said] | None]) -> list[Said]:
-        return processes.from_first(lambda: [dict(future.result()) for future in asked if future is not None])
+        def wait() -> list[Said]:
+            futures = [future for future in asked if future is not None]
+            left = concurrent.futures.wait(futures, timeout=_NOTICE_S).not_done
+            if left:
+                self._log(f"waiting for {len(left)} answers of {self._name}, for {_NOTICE_S:g} s by now")
+            while left:
+                done, left = concurrent.futures.wait(left, timeout=self._cfg.timeout_s + _NOTICE_S)
+                if not done and self._episodes is not None:  # a call has a time limit: nobody holds them to it
+                    self._episodes.close()
+            return [dict(future.result()) for future in futures]
+
+        return processes.from_first(wait)

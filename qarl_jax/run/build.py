@@ -27,6 +27,7 @@ from qarl_jax.rollout import RolloutEngine, SamplingConfig
 from qarl_jax.rollout.asynchronous import Schedule, SharedEngine
 from qarl_jax.rollout.turns import TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.run import estimators
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.runtime import processes
@@ -159,8 +160,7 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
             entropy_coef=cfg.train.entropy_coef,
             kl_coef=cfg.kl.coef,
             kl=get_term("kl", kind=cfg.kl.kind, aggregation=cfg.kl.aggregation),
-            error_prob=cfg.train.error_prob,
-            histograms=cfg.train.histograms,
+            diagnostics=True,
             token_logprobs=bool(cfg.log.samples_per_step and cfg.log.sample_tokens),
         ),
     )
@@ -251,8 +251,12 @@ def no_qweights() -> Any:
     return nnx.State({})
 
 
-def eval_prompts(cfg: RunConfig, tokenizer: Any) -> list[Any]:
-    """The first `eval.num_prompts` prompts to evaluate on (all, where that is 0 or there are fewer)."""
+def eval_prompts(cfg: RunConfig, tokenizer: Any, say: Callable[[str], None] = lambda text: None) -> list[Any]:
+    """The first `eval.num_prompts` prompts to evaluate on (all, where that is 0 or there are fewer).
+
+    Args:
+      say: is told what a reader should know of them.
+    """
     if cfg.eval.data is None:
         source = data.make_source(cfg.data, tokenizer, "heldout")
     else:
@@ -265,7 +269,15 @@ def eval_prompts(cfg: RunConfig, tokenizer: Any) -> list[Any]:
         source = data.make_source(cfg.eval.data, tokenizer, "all")
     if not len(source):
         raise UserError("eval.data has no prompt to evaluate on.")
-    return [source.prompt(i) for i in range(min(cfg.eval.num_prompts or len(source), len(source)))]
+    prompts = [source.prompt(i) for i in range(min(cfg.eval.num_prompts or len(source), len(source)))]
+    if source.skipped.total:
+        say(f"prompts to evaluate on that are left out: {source.skipped}")
+    if (different := len({(prompt.text, prompt.answer) for prompt in prompts})) < estimators.FEW:
+        say(
+            f"different ones are {different}, too few for a score to say much: raise data.holdout, name other data in"
+            f" eval.data, or turn evaluation off with {data.NO_EVALUATION}"
+        )
+    return prompts
 
 
 def eval_sampling(cfg: RunConfig, stop: tuple[int, ...]) -> SamplingConfig:
@@ -274,6 +286,5 @@ def eval_sampling(cfg: RunConfig, stop: tuple[int, ...]) -> SamplingConfig:
         max_response_len=cfg.eval.max_response_len or cfg.rollout.max_response_len,
         temperature=cfg.eval.temperature,
         top_p=cfg.eval.top_p,
-        top_k=cfg.eval.top_k,
         stop_token_ids=stop,
     )

@@ -120,9 +120,6 @@ class TrainConfig:
         auto takes it where a run does not fit otherwise.
       entropy_coef: weight of an entropy bonus.
       mask_truncated: leave unfinished responses out of the loss (DAPO's overlong filtering).
-      error_prob: response tokens below this probability are counted as error tokens (`error/*`); 0: not counted.
-      histograms: count ratios and mismatch weights per bin (histograms.jsonl, `ratio/*` quantiles).
-      shuffle_advantages: a control, which must not learn: permutes the advantages of a step over its samples.
       asynchronous: sampling goes on while the learner updates; off by default.
       profile_steps: steps during which a JAX profile is written.
       compile_cache: folder for compiled programs; auto: ~/.cache/qarl_jax/xla on an accelerator; off: none.
@@ -140,9 +137,6 @@ class TrainConfig:
     grad_dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     entropy_coef: float = 0.0
     mask_truncated: bool = False
-    error_prob: float = 1e-3
-    histograms: bool = True
-    shuffle_advantages: bool = False
     asynchronous: AsynchronousConfig = dataclasses.field(default_factory=AsynchronousConfig)
     profile_steps: tuple[int, ...] = ()
     compile_cache: str = "auto"
@@ -153,8 +147,6 @@ class TrainConfig:
         at_least(self, 1, "steps", "prompts_per_step", "update_epochs")
         at_least(self, 1, "micro_batch_rows", "max_segments", "logprob_chunk")
         at_least(self, 0, "prompts_per_update", "row_len")
-        if not 0 <= self.error_prob < 1:
-            raise UserError(f"error_prob must be a probability below 1 (0: not counted), got {self.error_prob}.")
         if self.prompts_per_update > self.prompts_per_step:
             raise UserError(
                 f"prompts_per_update={self.prompts_per_update} exceeds prompts_per_step={self.prompts_per_step}: an"
@@ -196,9 +188,8 @@ class EvalConfig:
       at_start, at_end: evaluate before the first and after the last step.
       num_prompts: prompts, the first of the held-out split; 0: all of them.
       num_samples: responses per prompt.
-      ks: the k of pass@k and maj@k, at most num_samples; empty: powers of two up to num_samples, and num_samples.
       temperature: 0 is greedy.
-      top_p, top_k: as in sampling; off (1 and 0) they leave the policy's own distribution.
+      top_p: as in sampling; 1 leaves the policy's own distribution.
       max_response_len: 0: rollout.max_response_len.
       data: other data to evaluate on, all of it; null: the held-out split of `data`.
     """
@@ -208,19 +199,23 @@ class EvalConfig:
     at_end: bool = True
     num_prompts: int = 128
     num_samples: int = 1
-    ks: tuple[int, ...] = ()
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0
     max_response_len: int = 0
     data: DataConfig | None = None
 
+    def words(self, prompts: int | None = None) -> str:
+        """How much is evaluated, and when. prompts: as many as there are; None: not known."""
+        when = [f"every {self.every} steps"] * bool(self.every) + ["before"] * self.at_start + ["after"] * self.at_end
+        if not when:
+            return "none"
+        count = f"{self.num_prompts or 'all'} prompts" if prompts is None else f"{prompts} prompt{'s' * (prompts > 1)}"
+        fewer = f" (of {self.num_prompts} asked for)" if prompts is not None and prompts < self.num_prompts else ""
+        return f"{count}{fewer} x {self.num_samples} samples, {', '.join(when)}"
+
     def __post_init__(self) -> None:
-        at_least(self, 0, "every", "num_prompts", "top_k", "max_response_len")
+        at_least(self, 0, "every", "num_prompts", "max_response_len")
         at_least(self, 1, "num_samples")
-        for k in self.ks:
-            if not 1 <= k <= self.num_samples:
-                raise UserError(f"ks: pass@{k} needs 1 <= k <= num_samples={self.num_samples}.")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be in (0, 1], got {self.top_p}; 1 turns it off.")
         if self.temperature < 0:
@@ -439,11 +434,11 @@ class RunConfig:
     @property
     def row_len(self) -> int:
         """Tokens per training row, resolved; the longest, where stages have rows of their own."""
-        return self.train.row_len or self.data.max_prompt_len + self.rollout.max_response_len
+        return self.train.row_len or self.data.prompt_limit + self.rollout.max_response_len
 
     def row_len_at(self, step: int) -> int:
         """Tokens per training row of a step: as many values as stages, and the learner compiles once for each."""
-        return self.train.row_len or self.data.max_prompt_len + self.rollout.max_response_len_at(step)
+        return self.train.row_len or self.data.prompt_limit + self.rollout.max_response_len_at(step)
 
 
 def load(file: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -490,8 +485,8 @@ to_dict = schema.to_dict
 to_yaml = schema.to_yaml
 
 
-def describe(cfg: RunConfig) -> str:
-    """Every derived number of a run, as the lines printed at its start."""
+def describe(cfg: RunConfig, prompts: Sequence[tuple[str, str]] = ()) -> str:
+    """Every derived number of a run, as the lines printed at its start. prompts: `Prompts.lines`, where it is open."""
     samples = cfg.rollout.num_samples_per_prompt
     per_step, per_update = cfg.train.prompts_per_step, cfg.train.mini_batch_prompts
     schemes = cfg.quant.forward
@@ -504,9 +499,6 @@ def describe(cfg: RunConfig) -> str:
     least, most = cfg.micro_batches_per_update
     passes = f"{most} per update" if cfg.train.packing == "unpacked" else f"{least} to {most} per update"
     mesh = ", ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(cfg.mesh).items() if size != 1)
-    evaluated = f"{cfg.eval.num_prompts or 'all'} prompts x {cfg.eval.num_samples} samples"
-    when = [f"every {cfg.eval.every} steps"] * bool(cfg.eval.every)
-    when += ["before"] * cfg.eval.at_start + ["after"] * cfg.eval.at_end
     at_end = "at the end" if cfg.checkpoint.at_end else "when it is interrupted"
     saved = f"every {cfg.checkpoint.every} steps" if cfg.checkpoint.every else at_end
     lines = [
@@ -516,14 +508,14 @@ def describe(cfg: RunConfig) -> str:
         ("update", f"{per_update} prompts x {samples} samples = {per_update * samples} responses; {updates}"),
         ("micro-batch", f"{cfg.train.micro_batch_rows} rows of {cfg.row_len} tokens, {rows}; {passes}"),
         ("run", f"{cfg.train.steps} steps = {cfg.train.total_updates} updates = {responses} responses"),
-        ("lengths", f"prompt <= {cfg.data.max_prompt_len}, response <= {cfg.rollout.max_response_len} tokens"),
+        ("lengths", f"prompt <= {cfg.data.prompt_limit}, response <= {cfg.rollout.max_response_len} tokens"),
         *[("" if number else "stages", text) for number, text in enumerate(_stages(cfg))],
         *[("" if number else "partial", text) for number, text in enumerate(_partial(cfg))],
         *[("ahead", text) for text in _ahead(cfg)],
         *[("environment", text) for text in _environment(cfg)],
         ("critic", "none" if cfg.critic is None else _critic_words(cfg.critic)),
         ("mesh", (mesh or "one device") + f"{', over the processes of all hosts' * cfg.distributed.is_on}"),
-        ("evaluation", f"{evaluated}, {', '.join(when)}" if when else "none"),
+        *(prompts or [("evaluation", cfg.eval.words())]),
         ("checkpoints", f"{saved}, {cfg.checkpoint.keep or 'all'} kept, in {cfg.run_dir}/checkpoints"),
     ]
     width = max(len(name) for name, _ in lines)

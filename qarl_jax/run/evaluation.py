@@ -32,6 +32,7 @@ from jaxtyping import Float
 
 from qarl_jax import data, models
 from qarl_jax.data import suites
+from qarl_jax.data.stream import OTHER_SPLIT, has_this_split
 from qarl_jax.rewards import Grader, extract
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.vllm import engine as vllm
@@ -41,6 +42,7 @@ from qarl_jax.run.estimators import default_ks, interval, maj_at_k, majority, pa
 from qarl_jax.run.rollout_config import ENGINE_CONFIGS
 from qarl_jax.types import Parser, Prompt, RolloutGroup, UserError, entry_point
 
+FILES = ("eval.jsonl", "eval_correct.jsonl")  # of a run: see `record`
 # Rewards that say whether an answer is right; the others shape it.
 OWN = "own"  # among the names of --suite: the data of the config
 VERIFIERS = ("exact", "math_verify", "reasoning_gym", "code", "python")
@@ -73,21 +75,14 @@ def evaluate(
     sampling: SamplingConfig,
     num_samples: int,
     key: int,
-    ks: Sequence[int] = (),
 ) -> Evaluation:
-    """Samples and grades `prompts` under the engine's published version.
-
-    Args:
-      ks: the k of pass@k and maj@k, each at most `num_samples`; empty: `default_ks`.
-    """
+    """Samples and grades `prompts` under the engine's published version."""
     completions = engine.generate(prompts, num_samples=num_samples, sampling=sampling, key=key)
     groups, parts = grader.grade(tokenizer, prompts, completions)
-    return measure(groups, parts, grader, ks)
+    return measure(groups, parts, grader)
 
 
-def measure(
-    groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, " n"]], grader: Grader, ks: Sequence[int] = ()
-) -> Evaluation:
+def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, " n"]], grader: Grader) -> Evaluation:
     """Graded responses, equally many for every prompt -> metrics and records.
 
     Correct is a response to which the reward's verifier (the first of `VERIFIERS` in a sum) gives 1 or more; where
@@ -131,7 +126,7 @@ def measure(
         "eval/responses": float(len(flat)),
         **mean(f"eval/avg_at_{num_samples}", num_correct / num_samples),
     }
-    for k in ks or default_ks(num_samples):
+    for k in default_ks(num_samples):
         metrics |= mean(f"eval/pass_at_{k}", pass_at_k(num_correct, num_samples, k))
         if k > 1:
             metrics |= mean(f"eval/maj_at_{k}", maj_at_k(votes, correct, k))
@@ -192,9 +187,13 @@ def history(run_dir: str | os.PathLike[str], up_to: int | None = None) -> list[d
 
     Args:
       run_dir: the run.
-      up_to: drop records of later versions from the file first (a run that resumes at this version); None: only read.
+      up_to: drop records of later versions from both files first (a run that resumes at this version); None: only read.
     """
-    path = Path(run_dir) / "eval.jsonl"
+    records, _ = (_records(Path(run_dir) / name, up_to) for name in FILES)
+    return records
+
+
+def _records(path: Path, up_to: int | None) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
@@ -209,10 +208,13 @@ def history(run_dir: str | os.PathLike[str], up_to: int | None = None) -> list[d
     return records
 
 
-def record(run_dir: str | os.PathLike[str], version: int, result: dict[str, float]) -> None:
-    """Appends an evaluation of policy `version` to eval.jsonl."""
-    with (Path(run_dir) / "eval.jsonl").open("a") as file:
-        file.write(json.dumps({"version": version, **result}) + "\n")
+def record(run_dir: str | os.PathLike[str], version: int, result: Evaluation) -> None:
+    """Appends an evaluation of policy `version` to `FILES`: its metrics, and each prompt's correct responses by uid."""
+    correct = {prompt["uid"]: prompt["num_correct"] for prompt in result.prompts}
+    of_version: dict[str, Any] = {"version": version}
+    for name, line in zip(FILES, (of_version | result.metrics, of_version | {"num_correct": correct}), strict=True):
+        with (Path(run_dir) / name).open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 # ---- command line --------------------------------------------------------------------------------------------------
@@ -235,7 +237,7 @@ def run(
         found = None if source is None else checkpoint.find(source)
         mesh = build.make_mesh(cfg)
         tokenizer = data.load_tokenizer(cfg.model.path)
-        asked = [build.eval_prompts(each, tokenizer) for each in (cfg, *more)]
+        asked = [build.eval_prompts(each, tokenizer, _say) for each in (cfg, *more)]
         limits = [build.eval_sampling(each, ()).max_response_len for each in (cfg, *more)]
         lengths = [len(p.tokens) + limit for each, limit in zip(asked, limits, strict=True) for p in each]
         cfg = with_room(cfg, max(lengths, default=0))
@@ -246,6 +248,11 @@ def run(
         if found is not None:
             restored = found[0].restore({"params": params}, step=found[1])
             params, version = restored.state["params"], restored.step
+            if any(each.eval.data is None for each in (cfg, *more)) and not has_this_split(restored.extra["data"]):
+                raise UserError(
+                    f"{OTHER_SPLIT}, so the policy was trained on most of what is held out by now. Evaluate it on other"
+                    " data (eval.data, --suite), or with the version that trained it."
+                )
         if scheme is None:
             graphdef = build.rollout_graphdef(cfg, graphdef)
         else:
@@ -267,7 +274,6 @@ def run(
                 sampling=sampling,
                 num_samples=each.eval.num_samples,
                 key=build.seed_of(each.seed, 0, "eval"),
-                ks=each.eval.ks,
             )
             yield result, version
 
@@ -275,7 +281,7 @@ def run(
 def with_room(cfg: RunConfig, longest: int) -> RunConfig:
     """With an engine that takes so many tokens of prompt and response, where the config's has fewer for training."""
     engine = cfg.rollout.engine
-    if not isinstance(engine, vllm.Config) or engine.by_hand or not 0 < engine.max_model_len < longest:
+    if not isinstance(engine, vllm.Config) or engine.endpoints or not 0 < engine.max_model_len < longest:
         return cfg
     _say(f"rollout.engine.max_model_len={longest} for the longest prompt and response, not {engine.max_model_len}")
     engine = dataclasses.replace(engine, max_model_len=longest)
@@ -319,7 +325,13 @@ def _config(args: argparse.Namespace, suite: str | None) -> RunConfig:
     if args.config:
         return config.load(args.config, overrides)
     if args.checkpoint:
-        return stamp.config_of(args.checkpoint, overrides)
+        cfg, share = stamp.config_of(args.checkpoint, overrides), stamp.config_of(args.checkpoint).data.holdout
+        if cfg.eval.data is None and cfg.data.holdout > share:
+            raise UserError(
+                f"data.holdout={cfg.data.holdout:g} is above the run's {share:g}, and so holds prompts that it was"
+                " trained on; lower it, or name other data in eval.data."
+            )
+        return cfg
     raise UserError("give --config FILE, --checkpoint RUN or both: nothing says what to evaluate on.")
 
 

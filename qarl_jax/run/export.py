@@ -58,7 +58,7 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str) -> Non
     checkpoints, step = checkpoint.find(source)
     cfg = stamp.config_of(source)
     mesh = build.make_mesh(cfg)
-    # Under auto this machine's arithmetic may be another than the policy's, and with it the grid of w4a8.
+    # Under auto this machine's arithmetic may be another than the policy's, and may lack its scheme.
     graphdef, params = build.load_model(cfg, mesh, stamp.numerics_of(stamp.of(source)))
     state = build.make_learner(cfg, graphdef, mesh).init(params)
     # The whole state is named, so that a checkpoint of another model is refused rather than half read.

@@ -28,14 +28,24 @@ POLICY = (
 )
 """Settings that say what a run's policy is, and whether its sampler computes it. The arithmetic that quant.engine and
 rollout.engine.name come to is one more."""
-# Settings of `rollout.engine` in older records, with the values of batch-invariant arithmetic; others meant vLLM's own.
-_RETIRED: dict[str, tuple[Any, ...]] = {
+# Retired settings of older records. Of the engine's arithmetic, with the values that meant batch-invariant; other
+# values meant the arithmetic of vLLM.
+_ARITHMETIC: dict[str, tuple[Any, ...]] = {
     "execution": ("auto", "eager", "graphs"),
     "kernels": ("contract",),
     "int4_kernel": ("auto",),
     "split_attention": (False,),
     "loader": ("auto", "vllm"),
 }
+_RETIRED = (
+    *("checkpoint.keep_every", "eval.ks", "eval.top_k"),
+    *("reward.recycle_after", "train.error_prob", "train.histograms"),
+    *("train.shuffle_advantages", "rollout.engine.address", "rollout.engine.drain_timeout_s"),
+    *("rollout.engine.endpoints_file", "rollout.engine.engine", "rollout.engine.hedge", "rollout.engine.launch"),
+    *("rollout.engine.max_num_batched_tokens", "rollout.engine.max_restarts", "rollout.engine.min_slots"),
+    *("rollout.engine.prompt_bucket", "rollout.engine.ray_cpus", "rollout.engine.ray_gpus", "rollout.engine.seed"),
+    *("rollout.engine.record_routing", "rollout.engine.refill_fraction", "rollout.engine.response_bucket"),
+)
 _UNTOLD = ("log.", "distributed.", "run_dir")  # settings that no number of a run depends on
 
 
@@ -71,14 +81,23 @@ def of(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def _as_today(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Translates retired settings of a recorded config into the settings that took their place."""
-    engine = dict(recorded.get("rollout", {}).get("engine", {}))
-    retired = {name: engine.pop(name) for name in _RETIRED if name in engine}
-    if not retired:
-        return recorded
-    if any(value not in _RETIRED[name] for name, value in retired.items()):
+    """Translates retired settings of a recorded config into the settings that took their place, or drops them."""
+    found = json.loads(json.dumps(recorded))
+    for path in _RETIRED:
+        section, name = path.rpartition(".")[::2]
+        node = found
+        for part in section.split("."):
+            node = node.get(part) or {}
+        node.pop(name, None)
+    for optimizer in (found.get("optimizer") or {}, (found.get("critic") or {}).get("optimizer") or {}):
+        if optimizer.get("name") == "muon":
+            for name in ("nesterov", "newton_schulz_steps", "eps"):
+                optimizer.pop(name, None)
+    engine = (found.get("rollout") or {}).get("engine") or {}
+    retired = {name: engine.pop(name) for name in _ARITHMETIC if name in engine}
+    if any(value not in _ARITHMETIC[name] for name, value in retired.items()):
         engine["arithmetic"] = "vllm"
-    return recorded | {"rollout": recorded["rollout"] | {"engine": engine}}
+    return found
 
 
 def _run_json(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:

@@ -48,7 +48,7 @@ class Recompiles:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is built inside is not counted: programs of a first save or evaluation make no training step wait."""
+        """Leaves programs built inside uncounted: those of a first save or evaluation make no training step wait."""
         before = _counted
         try:
             yield

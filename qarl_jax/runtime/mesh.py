@@ -57,7 +57,14 @@ def launching(mesh: Mesh) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The section `mesh` of a run's config: devices per mesh axis; -1 in one place: all the rest."""
+    """The section `mesh` of a run's config: devices per mesh axis; -1 in one place: all the rest.
+
+    Attributes:
+      data: whole copies of the policy, each with its own rows.
+      fsdp: devices that share rows and a copy's weights, gathered layer by layer.
+      tensor: devices that share every layer's products.
+      expert: devices that share the experts of an MoE model.
+    """
 
     data: int = 1
     fsdp: int = 1
@@ -145,13 +152,14 @@ AXIS_RULES = AxisRules()
 
 
 def is_hopper() -> bool:
-    """Whether JAX computes on Hopper GPUs (compute capability 9.0) here."""
+    """Tells whether JAX computes on Hopper GPUs (compute capability 9.0) here."""
     return jax.default_backend() == "gpu" and getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
 
 
 def on_one_device() -> bool:
-    """Whether what is traced here is computed by one device: by the only one of the mesh in force (without a mesh, of
-    the process), or by each for itself (`jax.shard_map`). A kernel needs that: the partitioner cannot cut it."""
+    """Tells whether what is traced here is computed by one device: by the only one of the mesh in force (without a
+    mesh, of the process), or by each for itself (`jax.shard_map`). A kernel needs that: the partitioner cannot cut
+    it."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1
@@ -249,7 +257,8 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def spec_in_use(shape: Sequence[int], *axes: str | None) -> PartitionSpec:
-    """How the mesh in force (`jax.set_mesh`) cuts an array in use: an activation, or a weight about to be multiplied.
+    """Derives how the mesh in force (`jax.set_mesh`) cuts an array in use: an activation, or a weight about to be
+    multiplied.
 
     Args:
       shape: of the array.

@@ -33,6 +33,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from qarl_jax.runtime import peers
 from qarl_jax.types import UserError, at_least
 
 AUTO = "auto"
@@ -82,7 +83,7 @@ class Config:
 
     @property
     def is_on(self) -> bool:
-        """Whether the run may have several processes."""
+        """Tells whether the run may have several processes."""
         return bool(self.coordinator)
 
 
@@ -131,6 +132,7 @@ def start(cfg: Config) -> None:
         ) from error
     finally:
         patience.cancel()
+    peers.watch()
 
 
 def count() -> int:
@@ -139,7 +141,7 @@ def count() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process owns the run's files."""
+    """Tells whether this process owns the run's files."""
     return count() == 1 or jax.process_index() == 0
 
 
@@ -193,14 +195,14 @@ def _gather(text: str) -> list[str]:
 
 
 def _error(number: int, kind: str, message: str) -> Exception:
-    """What another process raised: a UserError stays one, of its own kind."""
+    """Rebuilds the error of another process; a UserError keeps its kind."""
     kinds: list[type[UserError]] = [UserError, *UserError.__subclasses__()]
     known = {cls.__name__: cls for cls in kinds}
     return known[kind](message) if kind in known else RuntimeError(f"process {number}: {kind}: {message}")
 
 
 def from_first(make: Callable[[], Any]) -> Any:
-    """What `make()` returns on the first process, which alone calls it: JSON values. Its errors are shared as well."""
+    """Calls `make()` on the first process alone; every process returns its JSON values, or raises its error."""
     if count() == 1:
         return make()
     failure: Exception | None = None
@@ -231,7 +233,7 @@ def agree(error: Exception | None) -> None:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """What one process raises inside, all raise at the end, so that none waits for one that is gone."""
+    """Raises on all processes, at the end, an error that one raised inside; so no process waits for a lost one."""
     if count() == 1:
         yield
         return
@@ -244,7 +246,7 @@ def together() -> Iterator[None]:
 
 
 def any_of(flag: bool) -> bool:
-    """Whether any process says so."""
+    """Tells whether any process says so."""
     return flag if count() == 1 else bool(multihost_utils.process_allgather(np.asarray(flag)).any())
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a backward pass finds stored of every layer, and what it computes again.
+"""Recomputation policies: the activations that a forward stores of every layer; the backward repeats the rest.
 
 A layer names what it computes (`checkpoint_name`), and a policy is the names that are kept. The models, the choices of
 `model.remat` and the memory plan all read `SAVED`.

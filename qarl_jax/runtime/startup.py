@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run does side by side before its first step, and how long each took: `time/start_*`.
+"""The concurrent work before a run's first step, and its seconds: `time/start_*`.
 
     starting = SideBySide()
     starting.background("programs", compile_them)      # in a thread
@@ -66,7 +66,7 @@ class SideBySide:
             thread.join()
 
     def join(self) -> None:
-        """As `wait`; raises the first error of a thread. Idempotent."""
+        """Waits as `wait` does, and raises the first error of a thread. Idempotent."""
         self.wait()
         if self._raised:
             raise self._raised[0]

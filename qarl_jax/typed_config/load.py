@@ -325,7 +325,7 @@ class _Builder:
         self.layer = layer
 
     def section(self, path: Path) -> str:
-        """Where the values of a section come from, its overrides included, as a prefix."""
+        """Names the sources of a section's values, overrides included, as a prefix."""
         inside = {
             o: None for p, o in self.layer.origins.items() if p[: len(path)] == path and o.startswith("override ")
         }

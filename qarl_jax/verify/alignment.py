@@ -17,15 +17,15 @@ from typing import Literal
 
 from qarl_bridge.protocol.messages import Facts
 
+from qarl_jax import quant
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run.config import RunConfig
 
-# Largest k3 (`mismatch/k3`) that was measured, on policies with random weights, which show every difference: of learner
-# and sampler under one scheme that compute alike but for the last bits; and of a bf16 learner beside a quantized
-# sampler, by the sampler's scheme.
+# Largest k3 (`mismatch/k3`) that was measured, on policies with random weights, which show every difference, of learner
+# and sampler under one scheme that compute alike but for the last bits. That of a bf16 learner beside a quantized
+# sampler is `Scheme.baseline_k3`.
 CLOSE = 2e-3
-BASELINE = {"w8a8": 6e-2, "fp8": 3e-1, "w4a16": 1.2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,8 @@ def of_run(cfg: RunConfig, facts: Facts | None = None) -> Alignment:
 def judge(pair: Pair) -> Alignment:
     """The verdict on a pair. What the engine lacks comes first, then the schemes, then what the learner lacks."""
     same = pair.learner == pair.sampler
-    known = CLOSE if same else BASELINE.get(pair.sampler.partition(":")[0])
+    sampler = quant.parse_scheme(pair.sampler)
+    known = CLOSE if same else None if sampler is None else sampler.baseline_k3
     if found := None if pair.engine is None else _of_the_engine(pair.engine, pair.facts):
         return Alignment(kind="apart", reason=found[0], remedy=found[1], known_k3=known)
     if not same:
@@ -121,7 +122,7 @@ def judge(pair: Pair) -> Alignment:
 def _of_the_engine(engine: vllm.Config, facts: Facts | None) -> tuple[str, str] | None:
     """Why an engine is not batch-invariant, and what to do; None: it is."""
     if engine.engine == "fake" or (facts is not None and facts.execution == "none"):
-        return "this engine computes nothing", "set rollout.engine.engine=vllm"
+        return "this engine computes nothing", "sample with vLLM"
     if engine.arithmetic == "vllm":
         reason = "vLLM's own kernels depend on the batch and round otherwise (rollout.engine.arithmetic=vllm)"
         return reason, "set rollout.engine.arithmetic=batch_invariant"
@@ -138,7 +139,8 @@ def _of_the_learner(pair: Pair) -> tuple[str, str] | None:
         return "the learner does not round where vLLM does (quant.engine=plain)", "set quant.engine=auto"
     if pair.numerics.float64:  # on a CPU no order of a sum can be seen
         return None
-    if pair.learner != "w8a8" and not pair.numerics.own_kernels:
+    scheme = quant.parse_scheme(pair.learner)
+    if not pair.numerics.own_kernels and (scheme is None or not scheme.sums_are_exact):
         reason = "XLA orders the learner's sums of few rows its own way (quant.kernels=xla)"
         return reason, "set quant.kernels=auto"
     if pair.attention not in ("auto", "flash3"):

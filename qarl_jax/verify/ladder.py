@@ -181,15 +181,14 @@ def exact_rungs(weights: PolicyWeights) -> Iterator[Rung]:
     again = models.quantize_params(weights.graphdef, rounded)
     pairs = list(zip(jax.tree.leaves(weights.qweights), jax.tree.leaves(again), strict=True))
     wrong = sum(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
-    yield Rung("quantize", wrong == 0, f"{len(pairs)} stacked code and scale arrays, {wrong} differ")
+    yield Rung("quantize", wrong == 0, f"{len(pairs)} stacked arrays, {wrong} differ")
     count = wrong = 0
     for name, tensor in models.export_tensors(weights.params, weights.qweights, config):
         if isinstance(tensor, QTensor):
-            scheme = str(tensor.scheme)
-            qvalue, scale = np.asarray(tensor.qvalue), np.asarray(tensor.scale)
-            back = formats.unpack(name, formats.pack(name, qvalue, scale, scheme), scheme)
+            layout, arrays = tensor.scheme.wire, {key: np.asarray(array) for key, array in tensor.arrays.items()}
+            back = formats.unpack(name, formats.pack(name, arrays, layout), layout)
             count += 1
-            wrong += (back[0].tobytes(), back[1].tobytes()) != (qvalue.tobytes(), scale.tobytes())
+            wrong += any(back[key].tobytes() != array.tobytes() for key, array in arrays.items())
     yield Rung("pack, unpack", wrong == 0, f"{count} weights, {wrong} differ")
 
 

@@ -113,7 +113,7 @@ def _split_layer(model: models.Transformer, number: int) -> tuple[Any, Any]:
 def compare(weights: PolicyWeights, records: Sequence[messages.Recorded], linear: bool) -> list[Difference]:
     """The learner's outputs for what the engine recorded; `linear`: of linear layers, otherwise of whole blocks.
 
-    Tokens of a mixture go to the experts the engine sent them to, where it recorded them.
+    Tokens go to the experts the engine sent them to, where it recorded them.
     """
     model = models.merge(weights.graphdef, weights.params, weights.qweights)
     modules, routing = _apart(records)
@@ -153,7 +153,7 @@ def first_difference(
 
 
 def linear_names(config: models.ModelConfig, numbers: Sequence[int] = ()) -> list[str]:
-    """The engine's linear layers to probe, of blocks `numbers`, else of the picked ones. The experts of a mixture are
+    """The engine's linear layers to probe, of blocks `numbers`, else of the picked ones. The experts of a block are
     one module, compared with its block."""
     return [
         f"model.layers.{layer}.{own}"

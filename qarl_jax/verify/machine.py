@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 
 from qarl_jax import quant
 from qarl_jax.quant.contractions import Dense
+from qarl_jax.quant.schemes import w8a8
 from qarl_jax.rewards import jail
 
 Status = Literal["ok", "warn", "fail"]
@@ -227,11 +228,11 @@ def weight_grid() -> Check:
     import ml_dtypes
 
     w = np.random.default_rng(1).normal(size=(64, 512)).astype(np.float32)
-    qt = quant.quantize(w, quant.parse_scheme("w8a8"))
+    qt = quant.quantize(w, w8a8.Config())
     rounded = w.astype(ml_dtypes.bfloat16).astype(np.float32)
     scale = np.abs(rounded).max(-1, keepdims=True) / np.float32(127.5)
     codes = np.clip(np.rint(rounded / scale), -128, 127).astype(np.int8)
-    same = np.array_equal(np.asarray(qt.scale), scale) and np.array_equal(np.asarray(qt.qvalue), codes)
+    same = np.array_equal(np.asarray(qt.scales), scale) and np.array_equal(np.asarray(qt.codes), codes)
     return check(
         "weight grid",
         same,

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One arithmetic: a mixture of experts on CUDA, under Triton's interpreter on a CPU (in float16: it has
+"""One arithmetic: experts on CUDA, under Triton's interpreter on a CPU (in float16: it has
 no bfloat16), against the same formulas in torch. What tensor cores do is tests/gpu's."""
 
 import subprocess
@@ -55,7 +55,7 @@ def test_a_mixture_is_its_experts_products_weighted_in_float64(run):
     run("""
         x = torch.randn(M, D).half()
         w13, w2 = (torch.randn(E, 2 * F, D) * 0.1).half(), (torch.randn(E, D, F) * 0.1).half()
-        got = own.mixture(x, weights, ids, (w13, None), (w2, None), align=align, activation=silu_and_mul)
+        got = own.experts(x, weights, ids, (w13, None), (w2, None), align=align, activation=silu_and_mul)
         outputs = torch.empty(M, k, D).half()
         for m in range(M):
             for j in range(k):
@@ -65,7 +65,7 @@ def test_a_mixture_is_its_experts_products_weighted_in_float64(run):
         want = (outputs.double() * weights[..., None].double()).sum(1).float().half()
         torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
         assert torch.equal(own.weighted_sum(outputs.view(M * k, D), weights), want)
-        few = own.mixture(x[:5], weights[:5], ids[:5], (w13, None), (w2, None), align=align, activation=silu_and_mul)
+        few = own.experts(x[:5], weights[:5], ids[:5], (w13, None), (w2, None), align=align, activation=silu_and_mul)
         torch.testing.assert_close(few, got[:5], rtol=1e-3, atol=1e-3)
     """)
 

@@ -23,13 +23,13 @@ def test_parts_side_by_side_are_parts_one_after_the_other(run):
         from qarl_bridge.protocol import split_k
 
         torch.manual_seed(0)
-        for m, n, k, parts in ((5, 192, 1280, 2), (70, 128, 384, 1)):
+        for m, n, k, splits in ((5, 192, 1280, 2), (70, 128, 384, 1)):
             # The interpreter has no bfloat16 arithmetic.
             x, w = torch.randn(m, k).half(), torch.randn(n, k).half()
-            sums = [x[:, a:b].float() @ w[:, a:b].float().T for a, b in split_k.cuts(k, parts)]
+            sums = [x[:, a:b].float() @ w[:, a:b].float().T for a, b in split_k.cuts(k, splits)]
             want = sum(sums[1:], sums[0])
             found = [
-                ops.product(x, w, parts=parts, split=split, out_dtype=torch.float32) for split in (False, True)
+                ops.product(x, w, splits=splits, split=split, out_dtype=torch.float32) for split in (False, True)
             ]
             assert torch.equal(*found)
             torch.testing.assert_close(found[0], want, rtol=1e-5, atol=1e-4)
@@ -108,7 +108,7 @@ def test_words_in_parts_are_multiplied_as_what_they_stand_for(run):
         m, n, k = 70, 192, 1280
         x, scale = torch.randn(m, k).half(), torch.randint(2, 9, (k // 128, n)).bfloat16() / 4
         mixed = ops.interleaved(torch.randint(-(2**31), 2**31 - 1, (n, k // 8)).int())
-        options = {"parts": 2, "out_dtype": torch.float32}
+        options = {"splits": 2, "out_dtype": torch.float32}
         found = [ops.product(x, mixed, scale, split=split, **options) for split in (False, True)]
         assert torch.equal(*found)
         want = x.float() @ ops.dequantized(mixed, scale).float().t()

@@ -7,6 +7,7 @@ import pytest
 from qarl_bridge.protocol import expert_stacks, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
 
+from qarl_jax.quant.schemes import w4a16, w8a8
 from qarl_jax.rollout.vllm.engine import engine_tensors
 from tests.bridge.test_cuda_ipc import policy
 
@@ -45,14 +46,16 @@ def test_a_folder_with_a_checkpoint_expects_what_is_published(scheme):
 
 
 def test_every_expert_of_a_stack_is_checked_when_it_is_packed():
-    codes, scale = np.zeros((3, 4, 32), np.int8), np.ones((3, 4, 1), np.float32)
+    held = {"codes": np.zeros((3, 4, 32), np.int8), "scales": np.ones((3, 4, 1), np.float32)}
     name = "model.layers.0.mlp.experts.*.up_proj.weight"
-    packed = formats.pack(name, codes, scale, "w8a8")
+    int8, int4 = w8a8.Config().wire, w4a16.Config(32).wire
+    packed = formats.pack(name, held, int8)
     assert [array.shape for array in packed.values()] == [(3, 4, 32), (3, 4, 1)]
-    words = formats.pack(name, np.zeros((3, 4, 4), np.int32), np.ones((3, 4, 1), formats.BFLOAT16), "w4a16:g32")
-    np.testing.assert_array_equal(words[name.removesuffix("weight") + "weight_shape"], [[4, 32]] * 3)
-    scale[2, 3] = np.nan
-    with pytest.raises(BridgeError, match="a scale is not finite and positive"):
-        formats.pack(name, codes, scale, "w8a8")
-    with pytest.raises(BridgeError, match="expected a matrix"):
-        formats.pack(name, codes, scale[0], "w8a8")
+    words = {"codes": np.zeros((3, 4, 4), np.int32), "scales": np.ones((3, 4, 1), formats.BFLOAT16)}
+    shapes = formats.pack(name, words, int4)[name.removesuffix("weight") + "weight_shape"]
+    np.testing.assert_array_equal(shapes, [[4, 32]] * 3)
+    held["scales"][2, 3] = np.nan
+    with pytest.raises(BridgeError, match="a value of scales is not finite and positive"):
+        formats.pack(name, held, int8)
+    with pytest.raises(BridgeError, match=r"scales have shape \(4, 1\), expected \(3, 4, 1\)"):
+        formats.pack(name, held | {"scales": held["scales"][0]}, int8)

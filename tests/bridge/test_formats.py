@@ -16,7 +16,10 @@ from qarl_bridge.protocol.messages import BridgeError
 from qarl_jax import quant
 from tests.reference import quant_reference as ref
 
-CONFIGS = [config() for config in quant.SCHEMES] + [quant.parse_scheme("w4a16:g32"), quant.parse_scheme("w4a16:g-1")]
+CONFIGS = [config() for config in quant.SCHEMES.values()] + [
+    quant.parse_scheme("w4a16:g32"),
+    quant.parse_scheme("w4a16:g-1"),
+]
 NAME = "model.layers.3.mlp.down_proj"
 LINEAR = [*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down"))]
 
@@ -24,7 +27,17 @@ LINEAR = [*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in (
 def arrays(config, n=128, k=256, seed=0):
     w = np.random.default_rng(seed).normal(size=(n, k)).astype(np.float32)
     qt = quant.quantize(w, config)
-    return np.asarray(qt.qvalue), np.asarray(qt.scale), qt
+    return {name: np.asarray(array) for name, array in qt.arrays.items()}, qt
+
+
+def layouts(schemes):
+    """Of schemes by module."""
+    found = {name: quant.parse_scheme(scheme) for name, scheme in schemes.items()}
+    return {name: None if scheme is None else scheme.wire for name, scheme in found.items()}
+
+
+def section_of(schemes, ignore=("lm_head",)):
+    return formats.quantization_config(layouts(schemes), ignore)
 
 
 def every_layer(scheme, layers=2, **others):
@@ -41,58 +54,67 @@ def same_bytes(a, b):
 class TestEveryScheme:
     @pytest.mark.slow
     def test_packing_round_trips_byte_for_byte(self, config):
-        qvalue, scale, _ = arrays(config)
-        tensors = formats.pack(NAME, qvalue, scale, str(config))
-        assert tuple(tensors) == formats.tensor_names(NAME, str(config))
-        back = formats.unpack(NAME, {**tensors, "other.weight": scale}, str(config))
-        assert same_bytes(back[0], qvalue)
-        assert same_bytes(back[1], scale)
+        held, _ = arrays(config)
+        tensors = formats.pack(NAME, held, config.wire)
+        assert list(tensors) == list(config.wire.names(NAME).values())
+        back = formats.unpack(NAME, {**tensors, "other.weight": held["scales"]}, config.wire)
+        assert list(back) == list(held)
+        assert all(same_bytes(back[name], held[name]) for name in held)
 
     @pytest.mark.slow
     def test_packing_copies_nothing(self, config):
-        qvalue, scale, _ = arrays(config)
-        tensors = list(formats.pack(NAME, qvalue, scale, str(config)).values())
-        assert tensors[0] is qvalue
-        assert tensors[1] is scale
+        held, _ = arrays(config)
+        tensors = formats.pack(NAME, held, config.wire)
+        assert all(tensors[config.wire.names(NAME)[name]] is array for name, array in held.items())
+
+    def test_the_layout_says_dtypes_and_shapes_of_what_is_quantized(self, config):
+        held, qt = arrays(config)
+        assert config.wire.scheme == str(config)
+        assert config.wire.codes.name == "codes"
+        for array in config.wire.arrays:
+            assert (held[array.name].dtype, held[array.name].shape) == (array.dtype, array.shape(*qt.shape))
 
     def test_what_is_published_stands_for_the_learners_weight(self, config):
-        qvalue, scale, qt = arrays(config)
-        value = ref.published_value(qvalue, scale)
+        held, qt = arrays(config)
+        value = ref.published_value(held["codes"], held["scales"])
         np.testing.assert_array_equal(value, np.asarray(quant.dequantize(qt, jnp.float32)))
 
     def test_the_name_may_carry_the_weight_suffix(self, config):
-        qvalue, scale, _ = arrays(config)
-        a, b = (formats.pack(name, qvalue, scale, str(config)) for name in (NAME, NAME + ".weight"))
+        held, _ = arrays(config)
+        a, b = (formats.pack(name, held, config.wire) for name in (NAME, NAME + ".weight"))
         assert list(a) == list(b)
 
     @pytest.mark.parametrize("poison", [np.nan, np.inf, 0.0, -1.0])
     def test_a_scale_that_is_not_finite_and_positive_is_refused(self, config, poison):
-        qvalue, scale, _ = arrays(config)
-        scale = scale.copy()
-        scale[3, 0] = poison
+        held, _ = arrays(config)
+        scales = held["scales"].copy()
+        scales[3, 0] = poison
         with pytest.raises(BridgeError, match=NAME) as error:
-            formats.pack(NAME, qvalue, scale, str(config))
+            formats.pack(NAME, held | {"scales": scales}, config.wire)
         assert error.value.code == "tensor"
 
     def test_wrong_dtypes_shapes_and_missing_tensors_are_refused_by_name(self, config):
-        qvalue, scale, _ = arrays(config)
+        held, _ = arrays(config)
+        codes, scales = held["codes"], held["scales"]
         for bad in (
-            (qvalue[None], scale),
-            (qvalue.astype(np.int16), scale),
-            (qvalue, scale.astype(np.float64)),
-            (qvalue, scale[:-1]),
-            (qvalue, np.repeat(scale, 3, axis=1)),
+            {"codes": codes[None], "scales": scales},
+            {"codes": codes.astype(np.int16), "scales": scales},
+            {"codes": codes, "scales": scales.astype(np.float64)},
+            {"codes": codes, "scales": scales[:-1]},
+            {"codes": codes, "scales": np.repeat(scales, 3, axis=1)},
+            {"codes": codes},
+            held | {"zeros": codes},
         ):
             with pytest.raises(BridgeError, match=NAME):
-                formats.pack(NAME, *bad, str(config))
-        tensors = formats.pack(NAME, qvalue, scale, str(config))
+                formats.pack(NAME, bad, config.wire)
+        tensors = formats.pack(NAME, held, config.wire)
         del tensors[f"{NAME}.weight_scale"]
         with pytest.raises(BridgeError, match="weight_scale"):
-            formats.unpack(NAME, tensors, str(config))
+            formats.unpack(NAME, tensors, config.wire)
 
     @pytest.mark.slow
     def test_the_config_is_json_and_compressed_tensors_accepts_it(self, config):
-        section = formats.quantization_config(every_layer(str(config)))
+        section = section_of(every_layer(str(config)))
         assert json.loads(json.dumps(section)) == section
         quantization = pytest.importorskip("compressed_tensors.quantization")
         parsed = quantization.QuantizationConfig.model_validate(section)
@@ -103,8 +125,11 @@ class TestEveryScheme:
 
 
 def test_names_dtypes_and_shapes_are_those_of_the_format():
-    qvalue, scale, _ = arrays(quant.parse_scheme("w4a16:g32"))
-    tensors = formats.pack(NAME, qvalue, scale, "w4a16:g32")
+    def packed(scheme):
+        config = quant.parse_scheme(scheme)
+        return formats.pack(NAME, arrays(config)[0], config.wire)
+
+    tensors = packed("w4a16:g32")
     described = {name.removeprefix(NAME + "."): (str(t.dtype), t.shape) for name, t in tensors.items()}
     assert described == {
         "weight_packed": ("int32", (128, 32)),
@@ -112,8 +137,7 @@ def test_names_dtypes_and_shapes_are_those_of_the_format():
         "weight_shape": ("int64", (2,)),
     }
     assert tensors[f"{NAME}.weight_shape"].tolist() == [128, 256]
-    qvalue, scale, _ = arrays(quant.parse_scheme("w8a8"))
-    tensors = formats.pack(NAME, qvalue, scale, "w8a8")
+    tensors = packed("w8a8")
     described = {name.removeprefix(NAME + "."): (str(t.dtype), t.shape) for name, t in tensors.items()}
     assert described == {"weight": ("int8", (128, 256)), "weight_scale": ("float32", (128, 1))}
 
@@ -140,7 +164,7 @@ def test_int4_words_equal_compressed_tensors_packing():
 def test_mixed_rules_name_the_exceptions_and_ignore_bf16_layers():
     schemes = every_layer("w4a16:g128", layers=3, self_attn="w8a8")
     schemes |= {name: "bf16" for name in schemes if ".0." in name}
-    section = formats.quantization_config(schemes, ignore=["lm_head"])
+    section = section_of(schemes, ignore=["lm_head"])
     assert section["format"] == "mixed-precision"
     assert section["ignore"][0] == "lm_head"
     assert set(section["ignore"][1:]) == {n for n in schemes if ".0." in n}
@@ -157,13 +181,13 @@ def test_experts_are_named_by_one_pattern_per_layer():
         for e in range(40)
         for p in ("gate", "up", "down")
     }
-    section = formats.quantization_config(schemes, ["lm_head", "re:.*mlp.gate$"])
+    section = section_of(schemes, ["lm_head", "re:.*mlp.gate$"])
     targets = [t for group in section["config_groups"].values() for t in group["targets"]]
     assert targets == [r"re:^model\.layers\.0\.mlp\.experts\.", "Linear"]
 
 
 def test_an_unquantized_model_has_no_section():
-    assert formats.quantization_config(every_layer("bf16")) is None
+    assert section_of(every_layer("bf16")) is None
 
 
 @pytest.mark.parametrize(
@@ -172,27 +196,39 @@ def test_an_unquantized_model_has_no_section():
 )
 def test_parts_of_a_fused_module_must_share_a_scheme(others, named):
     with pytest.raises(BridgeError, match=named) as error:
-        formats.quantization_config(every_layer("w4a16:g128", **others))
+        section_of(every_layer("w4a16:g128", **others))
     assert error.value.code == "foreign_scheme"
 
 
 def test_experts_of_a_layer_must_share_a_scheme():
     schemes = {f"model.layers.0.mlp.experts.{e}.down_proj": "w8a8" if e else "w4a16" for e in range(2)}
     with pytest.raises(BridgeError, match="experts"):
-        formats.quantization_config(schemes)
+        section_of(schemes)
 
 
-@pytest.mark.parametrize("scheme", ["w4", "w8a8:g32", "w4a16:128", "w4a16:g0", "w4a16:gx", ""])
-def test_a_scheme_nobody_knows_is_refused(scheme):
-    with pytest.raises(BridgeError):
-        formats.parse(scheme)
-
-
-def test_the_learner_and_the_bridge_read_the_same_scheme_names():
-    for config in CONFIGS:
-        name, group = formats.parse(str(config))
-        assert quant.parse_scheme(name, group) == config
-    assert formats.parse("w4a16") == formats.parse(str(quant.parse_scheme("w4a16")))
+def test_a_layout_may_have_several_levels_of_scales_a_tensors_own_and_experts():
+    """What NVFP4 and nested grids need: block scales, zero points, a single number per weight."""
+    layout = formats.Layout(
+        scheme="toy",
+        format="toy-packed",
+        weights=formats.arguments(4, "float", "group", group_size=16),
+        activations=None,
+        arrays=(
+            formats.Array("codes", "weight_packed", np.dtype(np.uint8), inputs=2),
+            formats.Array("block_scales", "weight_scale", formats.FLOAT8, inputs=16, is_scale=True),
+            formats.Array("scale", "weight_global", np.dtype(np.float32), inputs=0, per_output=False, is_scale=True),
+            formats.Array("zeros", "weight_zero_point", np.dtype(np.int8), inputs=16),
+        ),
+    )
+    for lead in ((), (3,)):
+        held = {array.name: np.ones((*lead, *array.shape(8, 64)), array.dtype) for array in layout.arrays}
+        tensors = formats.pack("m", held, layout)
+        shapes = {name.removeprefix("m.weight_"): tensor.shape[len(lead) :] for name, tensor in tensors.items()}
+        assert shapes == {"packed": (8, 32), "scale": (8, 4), "global": (1,), "zero_point": (8, 4)}
+        back = formats.unpack("m", tensors, layout)
+        assert {name: array.shape for name, array in back.items()} == {n: a.shape for n, a in held.items()}
+        with pytest.raises(BridgeError, match="a value of scale is not finite and positive"):
+            formats.pack("m", held | {"scale": 0 * held["scale"]}, layout)
 
 
 @pytest.mark.vllm
@@ -208,7 +244,7 @@ def test_vllm_gives_every_layer_the_scheme_its_name_says():
 
     schemes = every_layer("w4a16:g128", layers=3, self_attn="w8a8", down_proj="w4a8:g64")
     schemes |= {name: "bf16" for name in schemes if ".0." in name}
-    config = compressed.from_config(formats.quantization_config(schemes, ["lm_head"]))
+    config = compressed.from_config(section_of(schemes, ["lm_head"]))
     config.packed_modules_mapping = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
@@ -225,4 +261,4 @@ def test_vllm_gives_every_layer_the_scheme_its_name_says():
         activations = got["input_activations"]
         kind = f"w{got['weights'].num_bits}a{activations.num_bits if activations else 16}"
         group = got["weights"].group_size
-        assert formats.parse(scheme) == (kind, group), name
+        assert quant.parse_scheme(scheme) == quant.parse_scheme(kind, group), name

@@ -16,6 +16,7 @@ from qarl_bridge.engine.readback import experts, linear  # noqa: E402
 from qarl_bridge.protocol import formats, messages  # noqa: E402
 from qarl_bridge.protocol.errors import BridgeError  # noqa: E402
 
+from qarl_jax import quant  # noqa: E402
 from tests.reference import quant_reference  # noqa: E402
 
 
@@ -213,6 +214,10 @@ def test_wrong_experts_are_found(what):
         read_back({f"{LAYER}.routed_experts": live}, tensors, "full")
 
 
+def section_of(schemes):
+    return formats.quantization_config({name: quant.parse_scheme(scheme).wire for name, scheme in schemes.items()})
+
+
 @pytest.mark.parametrize(
     ("width", "scheme", "refused"),
     [
@@ -226,7 +231,7 @@ def test_wrong_experts_are_found(what):
     ],
 )
 def test_int4_experts_whose_scales_vllm_scrambles_are_refused(width, scheme, refused):
-    section = formats.quantization_config({"model.layers.0.mlp.experts.0.up_proj": scheme})
+    section = section_of({"model.layers.0.mlp.experts.0.up_proj": scheme})
     config = {"num_experts": 8, "moe_intermediate_size": width, "hidden_size": 256, "quantization_config": section}
     if refused:
         with pytest.raises(BridgeError, match="experts of 128 features with int4 groups of 128"):
@@ -238,7 +243,7 @@ def test_int4_experts_whose_scales_vllm_scrambles_are_refused(width, scheme, ref
     experts.check_groups(config | {"hidden_size": 128, "quantization_config": section})
     experts.check_groups(config | {"quantization_config": None})
     rules = {"model.layers.0.mlp.experts.0.up_proj": "w8a8", "a.q_proj": "w4a16", "a.k_proj": "w4a16", "b": "w4a16"}
-    experts.check_groups(config | {"quantization_config": formats.quantization_config(rules | {"a.v_proj": "w4a16"})})
+    experts.check_groups(config | {"quantization_config": section_of(rules | {"a.v_proj": "w4a16"})})
 
 
 def test_parts_of_a_version_are_read_back_as_the_whole_is():
@@ -447,3 +452,10 @@ def test_fp8_products_of_few_rows_are_those_of_many(monkeypatch):
     Kernel().apply_scaled_mm(**one_scale)
     assert given[-1][0] == (3, 16)
     assert "may order scales" in versions.keep_fp8_scales_in_order("no_such_kernels")
+
+
+def test_a_format_that_no_formula_has_is_refused_by_its_tensors():
+    tensors = {"m.o_proj.weight_packed": torch.zeros(8, 4, dtype=torch.uint8), "m.o_proj.weight_scale": bf16(8, 1)}
+    live = dense(bf16(8, 8))
+    with pytest.raises(BridgeError, match=r"no formula for a layer of weight_packed torch.uint8, weight_scale"):
+        read_back({"m.o_proj": live}, tensors)

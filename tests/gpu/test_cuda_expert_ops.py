@@ -72,12 +72,12 @@ def test_an_experts_product_depends_on_no_other_row_and_is_the_learners(scheme, 
     if qt is None:
         held = torch.from_dlpack(w), None
     elif scheme == "w4a16":
-        words = ops.interleaved(torch.from_dlpack(qt.qvalue).reshape(EXPERTS, n, k // 8))
-        scale = torch.from_dlpack(qt.scale).reshape(EXPERTS, n, -1).transpose(1, 2).contiguous()
+        words = ops.interleaved(torch.from_dlpack(qt.codes).reshape(EXPERTS, n, k // 8))
+        scale = torch.from_dlpack(qt.scales).reshape(EXPERTS, n, -1).transpose(1, 2).contiguous()
         held = words, scale
     else:
-        bits = torch.from_dlpack(jax.lax.bitcast_convert_type(qt.qvalue, jnp.int8))
-        held = bits.view(torch.float8_e4m3fn) if scheme == "fp8" else bits, torch.from_dlpack(qt.scale)
+        bits = torch.from_dlpack(jax.lax.bitcast_convert_type(qt.codes, jnp.int8))
+        held = bits.view(torch.float8_e4m3fn) if scheme == "fp8" else bits, torch.from_dlpack(qt.scales)
     whole = engines(x_t, held, ids, rows)
     for few in (1, 17, 128, 700):
         assert torch.equal(engines(x_t[:few].contiguous(), held, ids[:few].contiguous(), rows), whole[:few])

@@ -37,6 +37,6 @@ def test_a_rows_product_depends_on_no_other_row_and_is_the_learners(shape):
         dense = ops.product(x_t, served)
         for rows in (1, 17, 64, 128, 200, 2048):
             assert torch.equal(ops.product(x_t[:rows], words, scale), dense[:rows])
-    parts = split_k.parts_of(n, k)
-    mine = jax.jit(functools.partial(product_hopper.float_product, parts=parts))(x, w)
+    splits = split_k.splits_of(n, k)
+    mine = jax.jit(functools.partial(product_hopper.float_product, splits=splits))(x, w)
     assert torch.equal(torch.from_dlpack(mine), whole)

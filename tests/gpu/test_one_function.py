@@ -1,8 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
 """One arithmetic: on a GPU the learner is one function of the tokens, too, at the widths of Qwen3-1.7B (two layers) and
-of a mixture, under every scheme that a live engine's contract covers. The ways are those of
-tests/learning/test_one_function.py, and two GPUs where there are two."""
+of a MoE model, under every scheme of the profile cuda. The ways are those of tests/learning/test_one_function.py, and
+two GPUs where there are two."""
 
 import functools
 import math

@@ -38,14 +38,14 @@ def operands(m, n, k, bias=False, dtype=jnp.bfloat16):
 @functools.partial(jax.jit, static_argnames="numerics")
 def scheme(x, qt, bias, numerics=CUDA):
     """What w8a8 computes without a kernel."""
-    used = w8a8.activations(x, numerics=numerics)
-    y = w8a8.multiply(used, qt, bias, numerics=numerics, product=Dense())
+    used = qt.scheme.activations(x, numerics=numerics)
+    y = qt.scheme.multiply(used, qt, bias, numerics=numerics, product=Dense())
     return round_to(y, jnp.bfloat16), used
 
 
 def served(x, outputs, numerics=None):
     """Whether the kernels chosen take a layer of so many outputs."""
-    return products.serves("w8a8", x, (outputs, 64), numerics or CUDA)
+    return products.serves("int8", x, (outputs, 64), numerics or CUDA)
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def lowered(platform, experts=False, numerics=CUDA):
 def test_hoppers_product_equals_the_scheme_to_the_last_bit(shape, tile):
     x, qt, _ = operands(*shape)
     want, (x_q, s_x) = scheme(x, qt, None)
-    got = product_hopper.product(x_q, s_x, qt.qvalue, qt.scale[:, 0], tile=tile, blocks=2, interpret=interpreter())
+    got = product_hopper.product(x_q, s_x, qt.codes, qt.scales[:, 0], tile=tile, blocks=2, interpret=interpreter())
     assert_equal_bits(got, want)
 
 
@@ -89,7 +89,7 @@ def test_hoppers_product_equals_the_scheme_to_the_last_bit(shape, tile):
 def test_hoppers_product_takes_a_bias_and_fills_up_what_no_tile_divides(shape):
     x, qt, b = operands(*shape, bias=True)
     want, (x_q, s_x) = scheme(x, qt, b)
-    got = product_hopper.product(x_q, s_x, qt.qvalue, qt.scale[:, 0], b[0], blocks=2, interpret=interpreter())
+    got = product_hopper.product(x_q, s_x, qt.codes, qt.scales[:, 0], b[0], blocks=2, interpret=interpreter())
     assert_equal_bits(got, want)
 
 
@@ -192,4 +192,4 @@ def test_the_kernel_compiles_for_an_h200(shape, bias):
 def test_on_a_hopper_gpu(shape, bias):
     x, qt, b = operands(*shape, bias=bias)
     want, used = scheme(x, qt, b)
-    assert_equal_bits(jax.jit(products.eight_bit)(*used, qt.qvalue, qt.scale, b), want)
+    assert_equal_bits(jax.jit(products.eight_bit)(*used, qt.codes, qt.scales, b), want)

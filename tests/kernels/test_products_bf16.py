@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One arithmetic: bfloat16 products in the parts of K of the contract, under the interpreter of Pallas (numpy adds up
+"""One arithmetic: bfloat16 products split along K as the engine's, under the interpreter of Pallas (numpy adds up
 a part there), and as programs lowered for a GPU."""
 
 import functools
@@ -12,7 +12,7 @@ import pytest
 from qarl_bridge.protocol import split_k
 
 from qarl_jax.kernels import product_hopper
-from qarl_jax.kernels.product_hopper import FLOAT, FLOAT_PARTS
+from qarl_jax.kernels.product_hopper import FLOAT, FLOAT_SPLIT
 from tests.reference.one_layer import interpreter
 
 
@@ -22,26 +22,26 @@ def operands(m, n, k):
     return jnp.asarray(numbers[0], jnp.bfloat16), jnp.asarray(numbers[1], jnp.bfloat16), jnp.asarray(numbers[2])
 
 
-def in_parts(x, w, b, parts):
+def in_parts(x, w, b, splits):
     x, w = (np.asarray(a, np.float32) for a in (x, w))
-    sums = [x[:, first:end] @ w[:, first:end].T for first, end in split_k.cuts(x.shape[1], parts)]
+    sums = [x[:, first:end] @ w[:, first:end].T for first, end in split_k.cuts(x.shape[1], splits)]
     return functools.reduce(np.add, sums) + np.asarray(b, np.float32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "parts", "tile"),
+    ("shape", "splits", "tile"),
     [
         ((128, 256, 512), 1, FLOAT),
-        ((128, 128, 1024), 2, FLOAT_PARTS),
+        ((128, 128, 1024), 2, FLOAT_SPLIT),
         ((70, 96, 1152), 2, None),  # nine steps: the second part is filled up to five, rows and outputs to a tile
     ],
     ids=str,
 )
-def test_parts_are_added_in_order_and_rounded_once_with_the_bias(shape, parts, tile):
+def test_parts_of_k_are_added_in_order_and_rounded_once_with_the_bias(shape, splits, tile):
     x, w, b = operands(*shape)
-    got = product_hopper.float_product(x, w, b, parts=parts, tile=tile, blocks=2, interpret=interpreter())
-    want = in_parts(x, w, b, parts)
+    got = product_hopper.float_product(x, w, b, splits=splits, tile=tile, blocks=2, interpret=interpreter())
+    want = in_parts(x, w, b, splits)
     assert got.shape == want.shape
     assert got.dtype == jnp.bfloat16
     # numpy's order within a part is the interpreter's but for blocks: an ulp of float32 moves few roundings.
@@ -50,9 +50,9 @@ def test_parts_are_added_in_order_and_rounded_once_with_the_bias(shape, parts, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [1, 2])
-def test_the_kernel_lowers_for_a_gpu(parts):
+@pytest.mark.parametrize("splits", [1, 2])
+def test_the_kernel_lowers_for_a_gpu(splits):
     x, w = (jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16) for _ in range(2))
-    program = jax.jit(functools.partial(product_hopper.float_product, parts=parts)).trace(x, w)
+    program = jax.jit(functools.partial(product_hopper.float_product, splits=splits)).trace(x, w)
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert "hopper_bf16_256x1024" in text

@@ -144,7 +144,7 @@ def test_nothing_can_be_fused_to_a_kernels_result(monkeypatch):
 
 def test_it_serves_few_rows_but_only_what_the_engines_kernel_multiplies_too(monkeypatch):
     def served(m=1, n=128, k=384, numerics=CUDA, dtype=jnp.bfloat16):
-        return fused.serves("fp8", jax.ShapeDtypeStruct((m, k), dtype), (n, k), numerics)
+        return fused.serves("e4m3", jax.ShapeDtypeStruct((m, k), dtype), (n, k), numerics)
 
     assert not served()  # a CPU (other GPUs: test_products.py)
     hopper(monkeypatch)
@@ -166,7 +166,7 @@ def test_a_mesh_is_served_where_it_divides_the_layer(monkeypatch):
     hopper(monkeypatch, devices=8)
 
     def served(m, n):
-        return fused.serves("fp8", jax.ShapeDtypeStruct((m, 48), jnp.bfloat16), (n, 48), CUDA)
+        return fused.serves("e4m3", jax.ShapeDtypeStruct((m, 48), jnp.bfloat16), (n, 48), CUDA)
 
     with jax.set_mesh(sharding.make_mesh(data=2, fsdp=2, tensor=2)):
         assert served(4, 32)
@@ -273,8 +273,8 @@ def gaussian(m, n, k):
     rng = np.random.default_rng(m + n + k)
     x = jnp.asarray(rng.standard_normal((m, k)) * np.exp(rng.standard_normal((m, 1))), jnp.bfloat16)
     qt = quant.quantize(jnp.asarray(rng.standard_normal((n, k)) * 0.05, jnp.float32), fp8.Config())
-    x_q, s_x = jax.jit(functools.partial(fp8.activations, numerics=CUDA))(x)
-    return x_q, s_x, qt.qvalue, qt.scale[:, 0]
+    x_q, s_x = jax.jit(functools.partial(fp8.Config().activations, numerics=CUDA))(x)
+    return x_q, s_x, qt.codes, qt.scales[:, 0]
 
 
 @on_hopper
@@ -333,6 +333,6 @@ def test_a_layer_is_the_kernels_product_on_a_hopper_gpu(monkeypatch, bias):
     b = jnp.asarray(rng.standard_normal(640), jnp.bfloat16) if bias else None
     qt = quant.quantize(w, fp8.Config())
     got = quant.dot.__wrapped__(x, w, qt, b, numerics=CUDA)
-    x_q, s_x = jax.jit(functools.partial(fp8.activations, numerics=CUDA))(x.reshape(300, 384))
-    operands = x_q, s_x, qt.qvalue, qt.scale[:, 0], None if b is None else b.astype(jnp.float32)
+    x_q, s_x = jax.jit(functools.partial(fp8.Config().activations, numerics=CUDA))(x.reshape(300, 384))
+    operands = x_q, s_x, qt.codes, qt.scales[:, 0], None if b is None else b.astype(jnp.float32)
     assert_equal_bits(got.reshape(300, 640), jax.jit(product_hopper.product)(*operands))

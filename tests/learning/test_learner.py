@@ -359,16 +359,16 @@ def test_code_flips_count_the_planted_ones():
     w = jnp.asarray(rng.normal(size=(16, 64)), jnp.float32)
     nibbles = quant.quantize(w, quant.parse_scheme("w4a16:g32"))
     # Words 0 and 5: one nibble in the first, three in the other, the sign bit's among them.
-    flipped = nibbles.qvalue.at[0, 0].set(nibbles.qvalue[0, 0] ^ 0x00000F00)
+    flipped = nibbles.codes.at[0, 0].set(nibbles.codes[0, 0] ^ 0x00000F00)
     flipped = flipped.at[3, 5].set(flipped[3, 5] ^ jnp.int32(-(2**31) + 0x11))
-    other = dataclasses.replace(nibbles, qvalue=flipped)
+    other = dataclasses.replace(nibbles, arrays=nibbles.arrays | {"codes": flipped})
     assert float(code_flips(nibbles, other).value) == pytest.approx(4 / (16 * 64))
     assert float(code_flips(nibbles, nibbles).value) == 0
     for scheme in ("w8a8", "fp8"):
         eight = quant.quantize(w, quant.parse_scheme(scheme))
-        codes = np.asarray(eight.qvalue).copy()
+        codes = np.asarray(eight.codes).copy()
         codes.view(np.uint8)[[0, 1, 7], [3, 3, 60]] ^= 1
-        other = dataclasses.replace(eight, qvalue=jnp.asarray(codes))
+        other = dataclasses.replace(eight, arrays=eight.arrays | {"codes": jnp.asarray(codes)})
         assert float(code_flips(eight, other).value) == pytest.approx(3 / (16 * 64))
     # A tree counts all its codes: 3 of 1024 in one of two tensors.
     assert float(code_flips([eight, eight], [other, eight]).value) == pytest.approx(3 / 2048)

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One arithmetic: the learner is one function of the tokens. Under an engine's contract a response's log-probs have the
+"""One arithmetic: the learner is one function of the tokens. Under an engine's profile a response's log-probs have the
 same bits however a run cuts its batch, its layers' memory or its devices (tests/gpu has the same on a GPU)."""
 
 import functools

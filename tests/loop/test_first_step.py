@@ -45,3 +45,13 @@ def test_more_is_told_in_one_sentence_with_the_remedy(overrides, k3, remedy):
     assert remedy in said
     assert said.endswith(".")
     assert "\n" not in said
+
+
+def test_rows_that_are_mostly_padding_are_told_with_the_remedy():
+    packed, alone = run("rollout.max_response_len=32"), run("train.packing=unpacked")
+    assert first_step.padding(packed, {"train/padding_share": 0.4}) is None
+    assert first_step.padding(packed, {}) is None
+    said = first_step.padding(packed, {"train/padding_share": 0.8})
+    assert said.startswith("80% of the learner's rows is padding")
+    assert "a row_len below 1056" in said
+    assert "packing=packed" in first_step.padding(alone, {"train/padding_share": 0.8})

@@ -253,7 +253,7 @@ def test_the_embedded_sampler_holds_what_is_planned(world):
     engine.publish(rollout.PolicyWeights(graphdef=graphdef, params=params, qweights=qweights), 0)
     assert sizes["sampler's policy"] == really(engine._weights)
     model = models.config_of(graphdef)
-    rows, length = 16, 8 + 12  # of the config: 4 prompts x 4 samples, buckets of 8 and 12
+    rows, length = 16, 16 + 16  # 4 prompts x 4 samples; 8 and 12 tokens in buckets of 16
     keys = model.num_layers * rows * length * model.num_kv_heads * model.head_dim * 4
     assert sizes["sampler's KV cache"] == 2 * keys + rows * 4
     vllm = world.changed(rollout=world.tree["rollout"] | {"engine": {"name": "vllm"}}).config
@@ -263,7 +263,7 @@ def test_the_embedded_sampler_holds_what_is_planned(world):
 def test_partial_rollouts_are_planned_with_a_response_for_a_prompt(world):
     cfg = world.changed(rollout={"partial": {"over_provision": 1.5, "chunk": 4}}).config
     model = models.config_of(learner.shapes(cfg).graphdef)
-    rows, length = 16, 32 + 12  # 8 + 12 - 1 tokens in buckets of 8, 16, 32; a chunk in a bucket of 12
+    rows, length = 16, 32 + 16  # 8 + 12 - 1 tokens in a bucket of 32, a chunk in one of 16
     keys = model.num_layers * rows * length * model.num_kv_heads * model.head_dim * 4
     assert learner.parts(cfg)["sampler's KV cache"] == 2 * keys + rows * 4
 

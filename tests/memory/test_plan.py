@@ -287,7 +287,7 @@ def test_int4_layers_are_counted_as_multiplied(run):
     w4a16 = ("quant.forward=w4a16", "rollout.engine.memory=auto")
 
     def held(*overrides):
-        return plan.make(run(*overrides), H200).engine["int4 layers as multiplied"]
+        return plan.make(run(*overrides), H200).engine["layers as multiplied"]
 
     # q, k, v, o; gate, up, down: half a byte and a bfloat16 scale of 128; gate and up of one layer once more.
     numbers = 36 * 2560 * (2 * 32 * 128 + 2 * 8 * 128 + 3 * 9728)

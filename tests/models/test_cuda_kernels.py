@@ -69,7 +69,7 @@ def test_rms_norm_with_and_without_the_residual(recorded, width):
 
 @pytest.mark.parametrize("width", [30, 128, 896, 2560])
 def test_a_norm_by_the_contract_is_the_same_in_every_order(width):
-    """The contract's formula in numpy; and with its inputs in another order, which a float32 sum does not survive."""
+    """The formula in numpy; and with its inputs in another order, which a float32 sum does not survive."""
     x = np.random.default_rng(width).standard_normal((2000, width)).astype(ml_dtypes.bfloat16).astype(np.float32)
     mine = jax.jit(functools.partial(layers.inverse_rms, eps=1e-6, order="float64"))
     wide = x.astype(np.float64)
@@ -135,13 +135,15 @@ def test_the_table(recorded, theta, head_dim, name):
 
 def int8_layer(recorded):
     scheme = quant.parse_scheme("w8a8")
-    return quant.QTensor(qvalue=jnp.asarray(recorded["int8_w"]), scale=jnp.asarray(recorded["int8_ws"]), scheme=scheme)
+    return quant.QTensor(
+        {"codes": jnp.asarray(recorded["int8_w"]), "scales": jnp.asarray(recorded["int8_ws"])}, scheme=scheme
+    )
 
 
 @pytest.mark.parametrize("bias", [None, "int8_b"])
 def test_int8_layers_are_equal_to_the_last_bit(recorded, bias):
     weight = int8_layer(recorded)
-    master = jnp.zeros(weight.qvalue.shape, jnp.float32)
+    master = jnp.zeros(weight.codes.shape, jnp.float32)
     run = jax.jit(lambda x, b: quant.dot(x, master, weight, b, numerics=CUDA))
     y = run(recorded["int8_x"], None if bias is None else jnp.asarray(recorded[bias]))
     assert equal(y, recorded["int8_y" if bias is None else "int8_yb"]) == 1

@@ -154,7 +154,7 @@ def test_export_yields_qtensor_slices_in_layer_order(tmp_path):
     assert quantized == {name for name in names if "_proj.weight" in name}
     found = dict(items)["model.layers.1.mlp.experts.3.down_proj.weight"]
     assert found.shape == (64, 64)
-    np.testing.assert_array_equal(found.qvalue, by_path(qweights)["stacks.1.moe.down.kernel"].qvalue[0, 3])
+    np.testing.assert_array_equal(found.codes, by_path(qweights)["stacks.1.moe.down.kernel"].codes[0, 3])
     assert dict(items)["model.norm.weight"].dtype == ml_dtypes.bfloat16
 
 

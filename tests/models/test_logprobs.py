@@ -296,12 +296,12 @@ def test_log_probs_by_the_contract_are_float64s_rounded_once_and_the_same_in_eve
             token_logprobs(hidden, head[order], jnp.asarray(np.argsort(order))[tokens], segments, **options)[0]
         )
 
-    contract = resolve("cuda")
-    mine = scored(np.arange(500), numerics=contract, temperature=0.7)
+    cuda = resolve("cuda")
+    mine = scored(np.arange(500), numerics=cuda, temperature=0.7)
     z = np.asarray(logits_of(hidden[:, :-1], head.astype(jnp.bfloat16))) / np.float32(0.7)
     wide = z.astype(np.float64)
     lse = wide.max(-1) + np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1))
     chosen = np.take_along_axis(wide, np.asarray(tokens)[:, 1:, None], -1)[..., 0]
     np.testing.assert_array_equal(mine[:, 1:], (chosen - lse).astype(np.float32))
-    np.testing.assert_array_equal(mine, scored(rng.permutation(500), numerics=contract, temperature=0.7, chunk=8))
+    np.testing.assert_array_equal(mine, scored(rng.permutation(500), numerics=cuda, temperature=0.7, chunk=8))
     assert np.mean(mine == scored(np.arange(500), temperature=0.7)) < 1

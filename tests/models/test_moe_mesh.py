@@ -168,7 +168,7 @@ def test_a_device_has_its_own_tokens_copies_and_gathers_its_own_experts_codes(sc
         for dtype, dims in re.findall(r"= (\w+)\[([\d,]+)\]\S* all-gather(?:-start)?\(", text)
     ]
     # Per layer; of the experts half.
-    codes = sum(q.qvalue.size // 2 // (2 if ".moe." in path else 1) for path, q in qweights.items())
+    codes = sum(q.codes.size // 2 // (2 if ".moe." in path else 1) for path, q in qweights.items())
     assert sum(n for dtype, n in gathers if dtype in ("s8", "s32") and n > B * T) == passes * codes
     # What is gathered as floats are scales and activations: never as many numbers as one device's part of a projection.
     assert max(n for dtype, n in gathers if dtype not in ("s8", "s32")) < E // 2 * F * D // 2

@@ -26,31 +26,31 @@ from tests.reference import quant_reference as ref
 
 def test_parts_are_whole_steps_that_cover_all_inputs_in_order():
     assert split_k.cuts(1280, 3) == [(0, 512), (512, 896), (896, 1280)]
-    for inputs, parts in ((4864, 2), (2000, 3), (9728, 2), (128, 1)):
-        found = split_k.cuts(inputs, parts)
-        assert (found[0][0], found[-1][1], len(found)) == (0, inputs, parts)
+    for inputs, splits in ((4864, 2), (2000, 3), (9728, 2), (128, 1)):
+        found = split_k.cuts(inputs, splits)
+        assert (found[0][0], found[-1][1], len(found)) == (0, inputs, splits)
         assert all(a[1] == b[0] and a[1] % split_k.STEP == 0 for a, b in itertools.pairwise(found))
 
 
 def test_only_narrow_layers_with_many_inputs_are_cut():
     # Qwen3-4B, as the engine fuses its layers: o and down are narrow, q|k|v and gate|up are not.
-    assert [split_k.parts_of(*shape) for shape in ((2560, 4096), (2560, 9728), (6144, 2560), (19456, 2560))] == [
+    assert [split_k.splits_of(*shape) for shape in ((2560, 4096), (2560, 9728), (6144, 2560), (19456, 2560))] == [
         2,
         2,
         1,
         1,
     ]
-    assert split_k.parts_of(896, 896) == 1  # seven steps
+    assert split_k.splits_of(896, 896) == 1  # seven steps
 
 
-# ---- w4a16 in parts --------------------------------------------------------------------------------------------------
+# ---- w4a16 split along K --------------------------------------------------------------------------------------------
 
 
 def test_parts_are_summed_by_themselves_and_added_in_float32():
     x, w = np.ones((1, 256), np.float32), np.zeros((16, 256), np.float32)
     w[:, :2], w[:, 128:131] = 2.0**23, 1.0
     nothing = jnp.zeros((1, 16))  # with a bias the sum stays float32
-    numerics = dataclasses.replace(resolve("plain"), parts=2)
+    numerics = dataclasses.replace(resolve("plain"), splits=2)
     y = Dense().floating(jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16), nothing, numerics)
     # 2^24 + 3 is between two float32 numbers; one after the other three ones would be lost.
     np.testing.assert_array_equal(y, np.full((1, 16), 2.0**24 + 4))
@@ -62,16 +62,16 @@ def test_a_layer_in_parts_lowers_to_a_float32_product_for_each(bias):
     qt = quant.quantize(w, w4a16.Config(128))
     x = jax.ShapeDtypeStruct((8, 1024), jnp.bfloat16)
 
-    def layer(x, parts):
+    def layer(x, splits):
         b = jnp.ones((16,)) if bias else None
-        return quant.dot(x, w, qt, b, numerics=dataclasses.replace(resolve("cuda"), parts=parts))
+        return quant.dot(x, w, qt, b, numerics=dataclasses.replace(resolve("cuda"), splits=splits))
 
     # A bias is added to the float32 sum.
-    for parts, result in ((1, "f32" if bias else "bf16"), (2, "f32"), (3, "f32")):
-        text = jax.jit(layer, static_argnums=1).trace(x, parts).lower(lowering_platforms=("cuda",)).as_text()
+    for splits, result in ((1, "f32" if bias else "bf16"), (2, "f32"), (3, "f32")):
+        text = jax.jit(layer, static_argnums=1).trace(x, splits).lower(lowering_platforms=("cuda",)).as_text()
         dots = re.findall(r"stablehlo\.dot_general.*", text)
         inputs = [int(re.search(r"\(tensor<8x(\d+)xbf16>", dot).group(1)) for dot in dots]
-        assert inputs == [b - a for a, b in split_k.cuts(1024, parts)]
+        assert inputs == [b - a for a, b in split_k.cuts(1024, splits)]
         assert all(dot.endswith(f"-> tensor<8x16x{result}>") for dot in dots)
 
 
@@ -93,13 +93,13 @@ def test_a_layers_parts_are_those_of_the_weight_the_engine_fuses_it_into():
         attention = Attention(config=config, rngs=nnx.Rngs(0), stack={})
         mlp = MLP(config=config, rngs=nnx.Rngs(0), stack={})
         layers = (attention.q, attention.k, attention.o, mlp.gate, mlp.down)
-        return [layer.numerics.parts for layer in layers]
+        return [layer.numerics.splits for layer in layers]
 
     assert build(dataclasses.replace(config, numerics=resolve("plain"))) == [1] * 5
     # q|k|v 768 outputs and gate|up 8,192; gate alone would be cut.
-    assert split_k.parts_of(4096, 1024) == 2
+    assert split_k.splits_of(4096, 1024) == 2
     assert build(config) == [2, 2, 1, 1, 2]
-    assert resolve("cuda").of_layer(384, 1024) == dataclasses.replace(resolve("cuda"), parts=2)
+    assert resolve("cuda").of_layer(384, 1024) == dataclasses.replace(resolve("cuda"), splits=2)
     assert resolve("cpu").of_layer(384, 1024) == resolve("cpu")
 
 
@@ -124,7 +124,8 @@ def fp8_layer(m, n, k):
 
 def fp8_product(x, qt):
     numerics = resolve("cuda")
-    return fp8.multiply(fp8.activations(x, numerics=numerics), qt, None, numerics=numerics, product=Dense())
+    used = qt.scheme.activations(x, numerics=numerics)
+    return qt.scheme.multiply(used, qt, None, numerics=numerics, product=Dense())
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from qarl_jax.models.logprobs import token_logprobs
 from qarl_jax.numerics.engine import RECORDS
 from qarl_jax.numerics.float32 import in_float64
 from qarl_jax.quant.schemes import on_engine, parse_scheme, scheme_names
+from qarl_jax.types import UserError
 
 HUGE = (0.0, -0.0, 1e-30, 20.0, -20.0, 88.0, -88.0, 89.0, -89.0, -131.0, 745.0, -745.0, 1e4, -1e4, 1e30, -1e30)
 of_every_record = pytest.mark.parametrize("numerics", RECORDS.values(), ids=RECORDS)
@@ -82,7 +83,11 @@ def test_log_probs_and_entropies_are_finite_with_huge_logits(numerics):
 @of_every_record
 @pytest.mark.parametrize("name", scheme_names())
 def test_layers_of_every_scheme_are_finite_with_rows_of_zeros_and_huge_rows(numerics, name):
-    scheme = on_engine(parse_scheme(name), numerics)
+    try:
+        scheme = on_engine(parse_scheme(name), numerics)
+    except UserError:
+        assert (name, numerics.profile) == ("w4a8", "cuda")  # the engine has no such layer
+        return
     x = jnp.tile(jnp.asarray([0.0, 1e-30, 1.0, 1e4, -1e4], jnp.bfloat16)[:, None], 128).at[3, ::2].set(0)
     master = jnp.tile(jnp.asarray([0.0, 1e4, 1.0, 1e-30])[:, None], (32, 128))
     weight = None if scheme is None else quant.quantize(master, scheme)

@@ -496,7 +496,7 @@ def test_two_shards_scale_and_round_their_own_halves_of_a_layers_inputs(config):
         quant.dot(
             x[:, shard * half : (shard + 1) * half],
             w[:, shard * half : (shard + 1) * half],
-            quant.QTensor(part(qt.qvalue, shard), part(qt.scale, shard), qt.scheme),
+            quant.QTensor({name: part(array, shard) for name, array in qt.arrays.items()}, qt.scheme),
             None if shard else b,
             numerics=alone,
         )

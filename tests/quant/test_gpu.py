@@ -56,7 +56,7 @@ def test_weights_have_the_same_bytes_on_the_gpu_and_on_the_cpu(scheme):
     cpu = jax.devices("cpu")[0]
     here = quant.quantize(jnp.asarray(w), config)
     there = quant.quantize(jax.device_put(w, cpu), config)
-    assert np.asarray(here.qvalue).tobytes() == np.asarray(there.qvalue).tobytes()
+    assert np.asarray(here.codes).tobytes() == np.asarray(there.codes).tobytes()
     assert np.asarray(here.scale).tobytes() == np.asarray(there.scale).tobytes()
 
 

@@ -50,8 +50,8 @@ def test_weight_codes_and_scales_equal_compressed_tensors(config):
     w[6, :128] = 0
     codes, scale = compressed_tensors(w, config)
     qt = quant.quantize(w, config)
-    mine = quant.unpack_int4(qt.qvalue) if qt.packing == 8 else qt.qvalue
-    np.testing.assert_array_equal(np.asarray(qt.scale, np.float32), scale.reshape(qt.scale.shape))
+    mine = quant.unpack_int4(qt.codes) if qt.scheme.wire.codes.inputs == 8 else qt.codes
+    np.testing.assert_array_equal(np.asarray(qt.scales, np.float32), scale.reshape(qt.scales.shape))
     np.testing.assert_array_equal(np.asarray(mine, np.float32), codes)
 
 
@@ -72,7 +72,7 @@ def aqt_rows(x):
     quantizer.calibration = calibration.AbsMaxCalibration
     quantizer.init_calibration()
     qt, _ = quantizer.quant(x, calibration_axes=[-1])
-    return qt.qvalue, qt.scale[0]
+    return qt.codes, qt.scales[0]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from qarl_jax.quant.schemes import fp8, w2a16, w3a16, w4a8, w4a16, w8a8
 from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
 
-SCHEMES = [config() for config in quant.SCHEMES]
+SCHEMES = [config() for config in quant.SCHEMES.values()]
 CONFIGS = [
     *SCHEMES,
     w4a16.Config(32),
@@ -53,7 +53,7 @@ def served(codes, scale, config):
 
 
 def codes_of(qt: QTensor):
-    return np.asarray(quant.unpack_int4(qt.qvalue) if qt.packing == 8 else qt.qvalue)
+    return np.asarray(quant.unpack_int4(qt.codes) if qt.scheme.wire.codes.inputs == 8 else qt.codes)
 
 
 def as_bits(x):
@@ -63,8 +63,8 @@ def as_bits(x):
 
 def assert_same_bytes(a: QTensor, b: QTensor):
     assert a.scheme == b.scheme
-    np.testing.assert_array_equal(as_bits(a.qvalue), as_bits(b.qvalue))
-    np.testing.assert_array_equal(as_bits(a.scale), as_bits(b.scale))
+    np.testing.assert_array_equal(as_bits(a.codes), as_bits(b.codes))
+    np.testing.assert_array_equal(as_bits(a.scales), as_bits(b.scales))
 
 
 # Other groups than a scheme's own meet the formulas in the tests of random weights, below; the rest of it is nightly.
@@ -81,15 +81,15 @@ class TestContract:
             assert qt.shape == (*lead, 128, 256)
             if isinstance(config, INT4):
                 groups = 1 if config.group_size == -1 else 256 // config.group_size
-                assert qt.qvalue.dtype == jnp.int32
-                assert qt.qvalue.shape == (*lead, 128, 32)
-                assert qt.scale.dtype == jnp.bfloat16
-                assert qt.scale.shape == (*lead, 128, groups)
+                assert qt.codes.dtype == jnp.int32
+                assert qt.codes.shape == (*lead, 128, 32)
+                assert qt.scales.dtype == jnp.bfloat16
+                assert qt.scales.shape == (*lead, 128, groups)
             else:
-                assert qt.qvalue.dtype == (jnp.int8 if isinstance(config, w8a8.Config) else jnp.float8_e4m3fn)
-                assert qt.qvalue.shape == (*lead, 128, 256)
-                assert qt.scale.dtype == jnp.float32
-                assert qt.scale.shape == (*lead, 128, 1)
+                assert qt.codes.dtype == (jnp.int8 if isinstance(config, w8a8.Config) else jnp.float8_e4m3fn)
+                assert qt.codes.shape == (*lead, 128, 256)
+                assert qt.scales.dtype == jnp.float32
+                assert qt.scales.shape == (*lead, 128, 1)
 
     @pytest.mark.slow
     @as_a_run
@@ -99,7 +99,7 @@ class TestContract:
             codes, scale = reference(w, config)
             qt = quant.quantize(w, config)
             np.testing.assert_array_equal(as_bits(codes_of(qt)), as_bits(codes))
-            np.testing.assert_array_equal(as_bits(qt.scale), as_bits(scale))
+            np.testing.assert_array_equal(as_bits(qt.scales), as_bits(scale))
 
     @pytest.mark.slow
     @as_a_run
@@ -127,7 +127,7 @@ class TestContract:
         a, b = quant.quantize(w, config), quant.quantize(other, config)
         keep = np.arange(128) != 3
         np.testing.assert_array_equal(as_bits(codes_of(a))[keep], as_bits(codes_of(b))[keep])
-        np.testing.assert_array_equal(as_bits(a.scale)[keep], as_bits(b.scale)[keep])
+        np.testing.assert_array_equal(as_bits(a.scales)[keep], as_bits(b.scales)[keep])
 
     @pytest.mark.slow
     @as_a_run
@@ -141,7 +141,7 @@ class TestContract:
         w = weight(128, 256)
         w[2] = 0
         qt = quant.quantize(w, config)
-        scale = np.asarray(qt.scale, np.float32)
+        scale = np.asarray(qt.scales, np.float32)
         assert (scale > 0).all()
         assert (scale[2] == (2.0**-7 if isinstance(config, INT4) else 2.0**-23)).all()
         assert not np.asarray(quant.dequantize(qt, jnp.float32))[2].any()
@@ -153,14 +153,14 @@ class TestContract:
         codes, scale = reference(w, config)
         qt = quant.quantize(w, config)
         np.testing.assert_array_equal(as_bits(codes_of(qt)), as_bits(codes))
-        np.testing.assert_array_equal(as_bits(qt.scale), as_bits(scale))
+        np.testing.assert_array_equal(as_bits(qt.scales), as_bits(scale))
         assert np.isfinite(np.asarray(quant.dequantize(qt, jnp.float32))).all()
 
     def test_the_largest_error_is_half_a_step(self, config):
         w = weight(128, 256)
         qt = quant.quantize(w, config)
         error = np.abs(np.asarray(quant.dequantize(qt, jnp.float32)) - ref.bf(w))
-        scale = np.asarray(qt.scale, np.float32)
+        scale = np.asarray(qt.scales, np.float32)
         step = np.repeat(scale, 256 // scale.shape[-1], -1)
         if isinstance(config, fp8.Config):
             # A floating grid: half a step is 2**-4 of the value, or of the smallest normal.
@@ -176,7 +176,7 @@ class TestContract:
         """Exact idempotence is impossible with absmax / 7.5 (code 7 shrinks the next absmax); the drift is bounded."""
         once = quant.dequantize(quant.quantize(weight(128, 256), config), jnp.float32)
         again = quant.quantize(once, config)
-        scale = np.asarray(again.scale, np.float32)
+        scale = np.asarray(again.scales, np.float32)
         step = np.repeat(scale, 256 // scale.shape[-1], -1)
         if isinstance(config, fp8.Config):
             step = np.maximum(np.abs(np.asarray(once)) * 2.0**-3, step * 2.0**-9)
@@ -187,7 +187,7 @@ def test_int4_codes_of_a_negative_extreme_are_idempotent():
     """With the absmax on the -8 side, scale = 8 s / 7.5 differs from s; on exact powers the codes still reproduce."""
     codes = np.tile(np.arange(-8, 8), 8)[None].astype(np.float32)  # one row, group of 128, absmax 8
     qt = quant.quantize(codes * 0.9375, w4a16.Config(128))  # scale = bf16(7.5 / 7.5) = 1
-    assert float(qt.scale[0, 0]) == 1.0
+    assert float(qt.scales[0, 0]) == 1.0
     want = np.clip(np.rint(codes * 0.9375), -8, 7)
     np.testing.assert_array_equal(codes_of(qt), want)
     assert_same_bytes(quant.quantize(np.where(want == -8, -7.5, want), w4a16.Config(128)), qt)
@@ -226,7 +226,7 @@ def test_heavy_tailed_sparse_weights_of_any_size_give_the_reference_codes(seed, 
     codes, scale = reference(w, config)
     qt = quant.quantize(w, config)
     np.testing.assert_array_equal(as_bits(codes_of(qt)), as_bits(codes))
-    np.testing.assert_array_equal(as_bits(qt.scale), as_bits(scale))
+    np.testing.assert_array_equal(as_bits(qt.scales), as_bits(scale))
 
 
 @pytest.mark.slow
@@ -237,8 +237,8 @@ def test_scaling_a_weight_by_a_power_of_two_scales_its_scale_and_keeps_its_codes
     w = weight(128, 128, seed=seed, scale=5.0)  # far above the smallest scale an engine takes
     for config in CONFIGS:
         a, b = quant.quantize(w, config), quant.quantize((w * factor).astype(np.float32), config)
-        np.testing.assert_array_equal(as_bits(a.qvalue), as_bits(b.qvalue))
-        np.testing.assert_array_equal(np.asarray(a.scale, np.float32) * factor, np.asarray(b.scale, np.float32))
+        np.testing.assert_array_equal(as_bits(a.codes), as_bits(b.codes))
+        np.testing.assert_array_equal(np.asarray(a.scales, np.float32) * factor, np.asarray(b.scales, np.float32))
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def test_quantizing_a_sharded_weight_keeps_its_sharding_and_its_bytes(mesh, sche
     config = quant.parse_scheme(scheme)
     one = quant.quantize(w, config)
     many = jax.jit(lambda w: quant.quantize(w, config))(placed(mesh, w, None, ("fsdp", "tensor"), None))
-    for a, b in ((one.qvalue, many.qvalue), (one.scale, many.scale)):
+    for a, b in ((one.codes, many.codes), (one.scales, many.scales)):
         assert b.sharding.spec[1] == ("fsdp", "tensor"), b.sharding
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 

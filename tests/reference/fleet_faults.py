@@ -117,7 +117,7 @@ class Field:
         self.tears = 0
         config = Config(
             endpoints=tuple(link.address for link in self.links), key_file=key_file(folder), max_model_len=128,
-            max_num_seqs=8, request_timeout_s=4.0, start_timeout_s=60, max_restarts=1000, hedge=2.0,
+            max_num_seqs=8, request_timeout_s=4.0, start_timeout_s=60, max_restarts=1000,
         )  # fmt: skip
         self.engine = VllmEngine(config, run_id="run", incarnation=1, log=self.lines.append)
 
@@ -188,7 +188,7 @@ def drawn_of(groups: list[list[Completion]]) -> list[tuple]:
 def one_engine(folder: pathlib.Path) -> list[list[list[tuple]]]:
     """[seed][key]: what one engine draws that nobody disturbs."""
     bridge = Bridge(str(folder / "s"))
-    config = Config(address=bridge.address, key_file=key_file(folder), max_model_len=128)
+    config = Config(endpoints=(bridge.address,), key_file=key_file(folder), max_model_len=128)
     engine = VllmEngine(config, run_id="one", incarnation=1)
     out = []
     for seed in range(SEEDS):

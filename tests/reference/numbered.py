@@ -12,7 +12,7 @@ class Source:
     fingerprint = "numbers"
 
     def __init__(self, size):
-        self.size, self.skipped, self.notes = size, Skipped(), {}
+        self.size, self.skipped, self.notes, self.longest = size, Skipped(), {}, 2
 
     def __len__(self):
         return self.size

@@ -35,8 +35,9 @@ def bad(text: str, answer: str, meta: dict[str, Any]) -> Any:
         time.sleep(1000)
     if text == "read":
         return len(sys.stdin.read())
-    if text.startswith("fork "):  # a copy that does not end, and one that comes back
+    if text.startswith("fork "):  # a copy that does not end, in a session of its own, and one that comes back
         if not (child := os.fork()):
+            os.setsid()
             time.sleep(1000)
         with open(text.removeprefix("fork "), "a") as file:
             file.write(f"{child}\n")

@@ -167,7 +167,7 @@ def test_an_endpoint_that_comes_later_is_given_the_current_version_and_serves(en
 
 def test_a_slow_engines_requests_are_asked_of_an_idle_one_as_well(endpoints, one_engine, monkeypatch):
     monkeypatch.setattr(fleet, "_SHORTEST_HEDGE_S", 0.2)
-    world = endpoints(2, hedge=2.0)
+    world = endpoints(2)
     world.up(0)
     world.up(1).engine.stall = True
     engine = world.engine()
@@ -246,27 +246,6 @@ def test_a_handshake_that_a_death_interrupts_is_no_wrong_key(endpoints, one_engi
     assert not left[0] or calls != "a request"
 
 
-def test_a_file_names_bridges_that_come_and_go(endpoints, one_engine, tmp_path):
-    world = endpoints(0)
-    world.addresses = [str(tmp_path / "a"), str(tmp_path / "b")]
-    world.up(0)
-    world.up(1)
-    listed = tmp_path / "bridges"
-    listed.write_text(f"# engines\n{world.addresses[0]}\n")
-    addresses, world.addresses = world.addresses, []
-    engine = world.engine(endpoints_file=str(listed))
-    world.addresses = addresses
-    assert engine.publish(weights(0), 0)["replicas"] == 1
-    listed.write_text("\n".join(addresses) + "\n")
-    assert drawn(engine) == one_engine[0]
-    wait_for(lambda: drawn(engine) == one_engine[0] and world.bridges[1].bridge.version is not None)
-    listed.write_text(f"{addresses[1]}\n\n")
-    assert drawn(engine) == one_engine[0]
-    world.down(0)
-    assert engine.publish(weights(1), 1)["replicas"] == 1
-    assert drawn(engine) == one_engine[1]
-
-
 def test_a_dozen_random_faults_change_nothing_that_is_drawn(tmp_path):
     """A minute of what `make chaos` does a thousand times."""
     made = fleet_faults.run(12, random.Random(5), tmp_path)
@@ -321,10 +300,9 @@ def test_a_request_that_no_engine_can_serve_is_the_users_to_mend(endpoints):
         ({"endpoints": ("tcp://h:1",)}, "key_file"),
         ({"endpoints": ("h:1://",), "key_file": "k"}, "bad address"),
         ({"endpoints": ("/s", "/s"), "key_file": "k"}, "twice"),
-        ({"address": "/s", "endpoints": ("/t",), "key_file": "k"}, "among rollout.engine.endpoints"),
         ({"replicas": 2, "visible_gpus": "1;2;3"}, "3 lists"),
         ({"replicas": -1}, "replicas"),
-        ({"endpoints_file": "f", "key_file": "k", "visible_gpus": "1"}, "endpoints_file"),
+        ({"endpoints": ("/s",), "key_file": "k", "visible_gpus": "1"}, "CUDA_VISIBLE_DEVICES"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(options, words):

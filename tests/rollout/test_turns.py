@@ -16,7 +16,7 @@ from qarl_jax.loop import updates
 from qarl_jax.loop.step_metrics import rollout_metrics
 from qarl_jax.observe import html_report, recorder
 from qarl_jax.rewards import Grader, environment, exact, total
-from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig, dynamic_sampling
+from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig, dynamic_sampling, turns
 from qarl_jax.rollout.environments import Calculator, Custom
 from qarl_jax.rollout.turns import TurnTaking
 from qarl_jax.rollout.vllm import engine as vllm
@@ -26,6 +26,7 @@ from tests.reference import tiny
 from tests.reference.rollouts import completion
 
 EOS = 1
+CHAT = "{% for m in messages %}{% if m.role != 'nobody' %}{{ m.content }}<eos>{% endif %}{% endfor %}"
 # One point for every turn; fails at "9".
 POINTS = """
 class Points:
@@ -35,6 +36,18 @@ class Points:
         if text == "9":
             raise ValueError("nine")
         return "+", 1.0, text == "0"
+"""
+# Rewards a call, and speaks as nobody to whoever makes none.
+HEARS = """
+class Hears:
+    async def reset(self, task):
+        self.turns = 0
+        return ""
+    async def step(self, text):
+        self.turns += 1
+        if text == "c":
+            return [{"role": "nobody", "content": "c"}], 0.0, False
+        return "c", float(text.startswith("<tool>")), self.turns == 2
 """
 
 
@@ -154,14 +167,50 @@ def test_an_episode_whose_environment_fails_is_left_out(play):
     found, _ = play({"good": ["0"], "bad": ["9"]}, log=said.append)
     assert (found["bad"].finish_reason, found["bad"].tokens, found["bad"].turns) == ("abort", (), ())
     assert found["good"].finish_reason == "stop"
-    assert said == ["the environment failed in 1 of 2 episodes; first bad: ValueError: nine"]
-    with pytest.raises(UserError, match=r"failed in all 1 episodes of a batch; first bad: ValueError: nine"):
+    (line,) = said
+    assert re.fullmatch(
+        r"environment .*/points.py:Points failed in 1 of 2 episodes; first prompt bad, turn 1: ValueError: nine"
+        r" \(points.py, line 7\)\. Their responses are left out\.",
+        line,
+    )
+    with pytest.raises(
+        UserError, match=r"failed in 1 of 1 episodes; first prompt bad, turn 1: ValueError: nine.*Mend it"
+    ):
         play({"bad": ["9"]})
+
+
+@pytest.mark.slow
+def test_an_environment_that_stops_the_process_of_all_cannot_stop_the_run(play, tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "_NOTICE_S", 0.5)
+    (tmp_path / "stops.py").write_text(
+        POINTS.replace('raise ValueError("nine")', "os.kill(os.getppid(), 19)") + "import os\n"
+    )
+    cfg = Custom(path=f"{tmp_path}/stops.py:Points", timeout_s=1.0)
+    with pytest.raises(UserError, match=r"failed in 2 of 2 .* the process that holds all episodes was ended"):
+        play({"bad": ["9"], "good": ["1"] * 3}, cfg)
+    assert play({"good": ["0"]}, cfg)[0]["good"].finish_reason == "stop"
 
 
 def test_copies_of_a_prompt_go_on_counting_and_groups_keep_their_order(play):
     _, engine = play({"a": ["0"], "b": ["0"]}, samples=2)
     assert [(r.prompt.uid, r.number) for r in engine.asked[0]] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+
+
+def test_the_environment_hears_the_tags_that_are_special_tokens_and_what_it_cannot_go_on_with_costs_its_episode(
+    tokenizer, tmp_path
+):
+    tagged = data.make_char_tokenizer("abc", tmp_path, chat_template=CHAT, extra_tokens=("<tool>",))
+    (tmp_path / "hears.py").write_text(HEARS)
+    cfg = Custom(path=f"{tmp_path}/hears.py:Hears")
+    prompts = [Prompt(uid=uid, tokens=(3,), text="", answer="") for uid in ("tool", "other")]
+    engine, said = Engine(tagged, {"tool": ["<tool>a", "b"], "other": ["c"]}), []
+    with contextlib.closing(TurnTaking(engine, cfg, tagged, chat=True, log=said.append)) as turns:
+        sampling = SamplingConfig(max_response_len=40, stop_token_ids=(EOS,))
+        (tool,), (other,) = turns.generate(prompts, num_samples=1, sampling=sampling, key=0)
+    assert [turn.reward for turn in tool.turns] == [1.0, 0.0]
+    assert other.finish_reason == "abort"
+    assert "prompt other, turn 1: " in said[0]
+    assert "role 'nobody'" in said[0]
 
 
 # ---- what is made of it ---------------------------------------------------------------------------------------------
@@ -227,11 +276,11 @@ def test_an_episode_that_failed_enters_no_statistic_of_its_group(tokenizer):
     group, parts = graded(tokenizer, [right, wrong, failed, wrong], exact.Config(extract="last_number"))
     assert group.rewards.tolist() == [1, 0, 0, 0]
     cfg = config.load(tiny.ROOT / "configs/quickstart.yaml", ["advantage.name=drgrpo"])
-    _, advantages = updates.advantages_of(cfg, [group], 0)
+    _, advantages = updates.advantages_of(cfg, [group])
     np.testing.assert_allclose(advantages, [[2 / 3, -1 / 3, 0, -1 / 3]], rtol=1e-6)
     by_turn = ["advantage.level=turn", "loss.name=grpo", "rollout.environment.name=calculator"]
     cfg = config.load(tiny.ROOT / "configs/quickstart.yaml", ["advantage.name=drgrpo", *by_turn])
-    _, advantages = updates.advantages_of(cfg, [group], 0)
+    _, advantages = updates.advantages_of(cfg, [group])
     np.testing.assert_allclose(advantages[0, :, 0], [2 / 3, -1 / 3, 0, -1 / 3], rtol=1e-6)
     assert advantages[0, :, 1].tolist() == [0, 0, 0, 0]  # nobody else has a second turn
     same, parts = graded(tokenizer, [right, failed], exact.Config(extract="last_number"))

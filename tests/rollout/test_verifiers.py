@@ -6,9 +6,10 @@ Needs nothing of qarl_jax, so that it runs in an environment of its own:
 `python -m pytest tests/rollout/test_verifiers.py --noconftest`.
 """
 
-import importlib.util
+import base64
 import json
 import pathlib
+import pickle
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ import pytest
 verifiers = pytest.importorskip("verifiers")
 if not hasattr(verifiers, "load_environment"):
     pytest.skip("another verifiers than 0.1", allow_module_level=True)
-FOLDER = pathlib.Path(__file__).parents[2] / "qarl_jax" / "rollout" / "environments"
+ROLLOUT = pathlib.Path(__file__).parents[2] / "qarl_jax" / "rollout" / "environments"
 # A number is to be guessed, with a hint after every miss; three turns at most.
 GUESS = """
 import verifiers as vf
@@ -44,25 +45,39 @@ def load_environment(largest=9, **rest):
 """
 
 
-def by_path(name):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
+    """host(*calls) -> their answers, as rewards/_worker.py serves them."""
     folder = tmp_path_factory.mktemp("guess")
     (folder / "guess.py").write_text(GUESS)
-    sys.path.insert(0, str(folder))
-    yield by_path("_host").Host(by_path("_verifiers").Environment, {"id": "guess", "arguments": {"largest": 5}}, 20)
-    sys.path.remove(str(folder))
+    options = {"id": "guess", "arguments": {"largest": 5}}
+    setup = (
+        [str(folder), *sys.path],
+        str(ROLLOUT / "_host.py"),
+        f"{ROLLOUT}/_verifiers.py:Environment",
+        options,
+        20,
+        1000,
+    )
+    command = [sys.executable, str(ROLLOUT.parents[1] / "rewards/_worker.py"), "environment", "20", "0"]
+    command.append(base64.b64encode(pickle.dumps(setup)).decode())
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert json.loads(process.stdout.readline()) == {"ready": True}
+
+        def ask(*calls):
+            process.stdin.writelines(json.dumps(call).encode() + b"\n" for call in calls)
+            process.stdin.flush()
+            found = [json.loads(process.stdout.readline()) for _ in calls]
+            by_episode = {answer.pop("episode"): answer for answer in found}
+            return [by_episode[call["episode"]] for call in calls]
+
+        yield ask
+        process.stdin.close()
 
 
 def play(host, episode, number, *turns):
-    (begun,) = host.answer({"calls": [{"episode": episode, "reset": {"meta": {"example_id": number}}}]})
-    return [begun, *(host.answer({"calls": [{"episode": episode, "step": turn}]})[0] for turn in turns)]
+    (begun,) = host({"episode": episode, "reset": {"meta": {"example_id": number}}})
+    return [begun, *(host({"episode": episode, "step": turn})[0] for turn in turns)]
 
 
 def test_the_environments_own_loop_answers_and_its_rubric_scores(host):
@@ -78,8 +93,8 @@ def test_its_limit_of_turns_ends_the_episode_with_its_score(host):
 
 
 def test_episodes_side_by_side_do_not_see_each_other(host):
-    host.answer({"calls": [{"episode": e, "reset": {"meta": {"example_id": e % 5}}} for e in (10, 11, 12)]})
-    found = host.answer({"calls": [{"episode": e, "step": "2"} for e in (10, 11, 12)]})  # the numbers 1, 2 and 3
+    host(*({"episode": e, "reset": {"meta": {"example_id": e % 5}}} for e in (10, 11, 12)))
+    found = host(*({"episode": e, "step": "2"} for e in (10, 11, 12)))  # the numbers 1, 2 and 3
     assert [one["done"] for one in found] == [False, True, False]
     assert [one["observation"][0]["content"] for one in (found[0], found[2])] == ["lower", "higher"]
 
@@ -87,20 +102,14 @@ def test_episodes_side_by_side_do_not_see_each_other(host):
 def test_what_fails_in_an_environment_is_the_episodes_error(host):
     *_, failed = play(host, 3, 0, "crash")
     assert "the dice fell off the table" in failed["error"]
-    (cut,) = host.answer({"calls": [{"episode": 3}]})
-    assert cut == {}
-
-
-def test_an_episode_that_is_cut_short_ends_its_loop(host):
     play(host, 4, 0, "5")
-    rollout = host.episodes[4].rollout
-    host.answer({"calls": [{"episode": 4}]})
-    assert rollout.cancelled()
+    assert host({"episode": 3}, {"episode": 4}) == [{}, {}]  # one that is over, and one that is cut short
 
 
-def test_its_prompts_are_rows_of_a_file(host, tmp_path):
-    command = [sys.executable, str(FOLDER / "_verifiers.py"), "guess", "--arguments", '{"largest": 2}']
-    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": sys.path[0], "HOME": "/tmp"})
+def test_its_prompts_are_rows_of_a_file(tmp_path):
+    (tmp_path / "guess.py").write_text(GUESS)
+    command = [sys.executable, str(ROLLOUT / "_verifiers.py"), "guess", "--arguments", '{"largest": 2}']
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path), "HOME": "/tmp"})
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["answer"] for row in rows] == ["1", "2"], done.stderr
     assert rows[1]["prompt"] == [{"role": "system", "content": "Guess."}, {"role": "user", "content": "1 to 2?"}]

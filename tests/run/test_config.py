@@ -218,7 +218,7 @@ PPO = ("loss.name=ppo", "advantage.name=gae", "critic={}")
         (["quant.rules=[{match: '(', scheme: w8a8}]"], "is not a regular expression"),
         (["quant.rules=[{match: mlp}]"], "quant.rules.0.scheme is required"),
         (["data.holdout=1.0"], "holdout is a share"),
-        (["data.max_prompt_len=0"], "max_prompt_len must be at least 1"),
+        (["data.max_prompt_len=-1"], "max_prompt_len must be at least 0"),
         (["seed=-1"], "seed must lie in"),
         (["eval.num_samples=4"], "greedy responses to a prompt are all the same"),
         (["eval.temperature=-1"], "temperature must not be negative"),
@@ -372,7 +372,7 @@ def sections(cls, path):
         found = []
         for owner in classes:
             hint = schema.field_types(owner).get(part)
-            found.extend(nested for nested, _ in annotations._nested(hint) if hint is not None)
+            found.extend(nested for nested, _ in annotations.nested(hint) if hint is not None)
         classes = found
     return classes
 

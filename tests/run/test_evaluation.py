@@ -28,27 +28,27 @@ def graded(grader, expected, *rows):
     return grader.grade(Characters(), prompts, completions)
 
 
-def measured(cfg, expected, *rows, ks=()):
+def measured(cfg, expected, *rows):
     grader = Grader(cfg, max_response_len=16)
-    return evaluation.measure(*graded(grader, expected, *rows), grader, ks)
+    return evaluation.measure(*graded(grader, expected, *rows), grader)
 
 
 def test_equal_numbers_vote_together_and_truncated_responses_do_not_vote():
-    result = measured(exact.Config(), ["0.5"], ["1/2", "7", "7", "0.50", ".5"], ks=(5,))
+    result = measured(exact.Config(), ["0.5"], ["1/2", "7", "7", "0.50", ".5"])
     assert result.metrics["eval/maj_at_5"] == 1.0
     assert result.metrics["eval/avg_at_5"] == pytest.approx(0.6)
     (record,) = result.prompts
     assert (record["majority"], record["majority_correct"], record["num_correct"]) == ("1/2", True, 3)
-    cut = measured(exact.Config(), ["7"], [("7", "length"), ("7", "length"), "8", ""], ks=(4,))
+    cut = measured(exact.Config(), ["7"], [("7", "length"), ("7", "length"), "8", ""])
     assert cut.metrics["eval/maj_at_4"] == 0.0
     assert cut.metrics["eval/no_answer"] == 0.75
     assert cut.metrics["eval/truncated"] == 0.5
-    scored = measured(exact.Config(truncated="score"), ["7"], [("7", "length"), ("7", "length"), "8", ""], ks=(4,))
+    scored = measured(exact.Config(truncated="score"), ["7"], [("7", "length"), ("7", "length"), "8", ""])
     assert scored.metrics["eval/maj_at_4"] == 1.0
 
 
 def test_numbers_and_their_standard_errors_by_hand():
-    result = measured(exact.Config(), ["1", "2"], ["1", "1", "3", "1"], ["2", "5", "5", "6"], ks=(1, 2))
+    result = measured(exact.Config(), ["1", "2"], ["1", "1", "3", "1"], ["2", "5", "5", "6"])
     m = result.metrics
     assert m["eval/reward/mean"] == m["eval/avg_at_4"] == m["eval/pass_at_1"] == pytest.approx((0.75 + 0.25) / 2)
     assert m["eval/reward/stderr"] == pytest.approx(np.std([0.75, 0.25], ddof=1) / np.sqrt(2))
@@ -88,7 +88,6 @@ def test_the_table_shows_every_estimate():
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({"num_samples": 4, "temperature": 1.0, "ks": [8]}, "pass@8 needs 1 <= k <= num_samples=4"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
         ({"num_samples": 4, "temperature": 0.0}, "greedy responses to a prompt are all the same"),
     ],
@@ -97,6 +96,14 @@ def test_impossible_evaluations_are_refused(tmp_path, section, says):
     tree = {"model": {"path": "m"}, "data": {"source": {"name": "jsonl", "path": "d"}}, "eval": section}
     with pytest.raises(UserError, match=says):
         config.from_dict(tree)
+
+
+def test_a_run_that_resumes_forgets_the_evaluations_of_later_versions(tmp_path):
+    for version in (0, 2, 4):
+        evaluation.record(tmp_path, version, evaluation.Evaluation(metrics={"eval/x": 1.0}, prompts=[]))
+    assert [one["version"] for one in evaluation.history(tmp_path, up_to=2)] == [0, 2]
+    for name in evaluation.FILES:
+        assert [json.loads(line)["version"] for line in (tmp_path / name).read_text().splitlines()] == [0, 2]
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
@@ -136,6 +143,9 @@ def test_a_run_is_evaluated_as_it_evaluated_itself(run, capsys, tmp_path):
     rewards = [[response["reward"] for response in record["responses"]] for record in records]
     assert np.shape(rewards) == (4, 4)
     assert np.mean(rewards) == pytest.approx(found["eval/reward/mean"])
+    correct = run.records("eval_correct")
+    assert [one["version"] for one in correct] == [one["version"] for one in run.records("eval")]
+    assert correct[-1]["num_correct"] == {record["uid"]: record["num_correct"] for record in records}
 
 
 @pytest.mark.slow
@@ -179,6 +189,17 @@ def test_a_reader_gets_a_table(run, capsys):
 
 
 @pytest.mark.slow
+def test_a_policy_that_held_out_other_prompts_is_scored_on_other_data_only(run, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(evaluation, "has_this_split", lambda state: False)  # as of a checkpoint of an older version
+    assert evaluation.main(["--checkpoint", str(run.run_dir)]) == 2
+    assert "trained on most of what is held out by now" in capsys.readouterr().err
+    file = tmp_path / "other.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    other = ["eval.data.source.name=jsonl", f"eval.data.source.path={file}", "eval.data.template=raw"]
+    assert evaluation.main(["--checkpoint", str(run.run_dir), *other]) == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -188,6 +209,7 @@ def test_a_reader_gets_a_table(run, capsys):
         (["--checkpoint", "assets/tiny-qwen3"], "evaluate takes it as --model"),
         (["--checkpoint", "{run}", "eval.num_sample=3"], "num_samples"),
         (["--checkpoint", "{run}", "--scheme", "w3a3"], "w3a3"),
+        (["--checkpoint", "{run}", "data.holdout=0.5"], "data.holdout=0.5 is above the run's 0.2"),
     ],
 )
 def test_mistakes_are_told_in_one_sentence(run, capsys, arguments, says):

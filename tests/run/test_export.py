@@ -129,7 +129,7 @@ def test_a_compressed_tensors_export_holds_the_learners_qtensors_byte_for_byte(t
     for name, tensor in models.export_tensors(params, learner.quantize(params), config):
         if isinstance(tensor, QTensor):
             quantized += 1
-            wanted |= formats.pack(name, tensor.qvalue, tensor.scale, str(tensor.scheme))
+            wanted |= formats.pack(name, tensor.arrays, tensor.scheme.wire)
         else:
             wanted[name] = tensor
     assert quantized == 2 * 7

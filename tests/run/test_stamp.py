@@ -3,6 +3,7 @@
 """A saved policy keeps the settings that made it: a later start cannot rewrite them, and every verb reads them."""
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -169,3 +170,10 @@ def test_settings_that_were_retired_since_are_read_as_what_they_meant(tmp_path):
         {"rollout": {"engine": {"name": "vllm", **retired, "execution": "graphs", "loader": "vllm"}}}
     )
     assert config_now == {"rollout": {"engine": {"name": "vllm"}}}
+
+
+def test_a_record_of_november_2026_is_read_today():
+    """Its settings were those of the version before options were retired."""
+    recorded = json.loads((pathlib.Path(__file__).parents[1] / "fixtures" / "run_2026_11.json").read_text())
+    cfg = config.from_dict(stamp._as_today(recorded))
+    assert (cfg.rollout.engine.arithmetic, cfg.rollout.engine_name) == ("batch_invariant", "vllm")

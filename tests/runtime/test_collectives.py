@@ -66,10 +66,10 @@ def gathered(text):
 def check(text, qweights, passes):
     """Per layer and pass: the codes, as they are published, and the scales; nothing else."""
     tensors = list(models.by_path(qweights).values())
-    layers = tensors[0].qvalue.shape[0]
+    layers = tensors[0].codes.shape[0]
     ops = gathered(text)
-    codes = sum(q.qvalue.size * q.qvalue.dtype.itemsize for q in tensors) // layers
-    scales = sum(q.scale.size for q in tensors) // layers
+    codes = sum(q.codes.size * q.codes.dtype.itemsize for q in tensors) // layers
+    scales = sum(q.scales.size for q in tensors) // layers
     assert sum(n * WIDTH[dtype] for dtype, n in ops if dtype in ("s8", "s32")) == passes * codes
     # A scale is bfloat16 under w4a16, which XLA's CPU backend widens to float32 on the wire; its number is what counts.
     assert sum(n for dtype, n in ops if dtype not in ("s8", "s32")) == passes * scales

@@ -108,8 +108,8 @@ def test_every_kernel_is_sharded_on_its_outputs_alone_and_qtensors_lie_like_mast
     assert specs["stacks.0.attn_norm.weight"] == P(None, None)
     assert specs["embed.kernel"] == P(None, None)  # 67 rows
     for path, qtensor in by_path(param_shardings(split(model)[2], mesh)).items():
-        assert qtensor.qvalue.spec == specs[path], path
-        assert qtensor.scale.spec == specs[path], path
+        assert qtensor.codes.spec == specs[path], path
+        assert qtensor.scales.spec == specs[path], path
 
 
 def test_optimizer_state_lies_like_the_parameters_it_belongs_to():

@@ -223,6 +223,50 @@ def test_processes_that_wait_in_vain_end_with_a_sentence():
         assert "stack trace" not in done.stderr
 
 
+ENDING = """
+import os, signal, sys
+import numpy as np
+from qarl_jax.runtime import processes
+from qarl_jax.types import UserError, entry_point
+number, victim, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+@entry_point
+def main(argv=None):
+    processes.start(processes.Config(coordinator="localhost:" + os.environ["PORT"], num_processes=3, process_id=number))
+    processes.any_of(True)
+    if number == victim and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == victim and how == "mistaken":
+        raise UserError("a mistake")
+    if how == "agreed":
+        processes.agree(UserError("a mistake") if number == victim else None)
+    processes.any_of(True)
+
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "how", "ends"),
+    [(0, "killed", -9), (2, "killed", -9), (1, "mistaken", 2), (1, "agreed", 2), (-1, "none", 0)],
+)
+def test_a_process_whose_partner_ends_says_so_in_one_sentence(victim, how, ends):
+    codes, said = launch(lambda number: ["-c", ENDING, number, victim, how], count=3)
+    for number, (code, text) in enumerate(zip(codes, said, strict=True)):
+        sentences = [line for line in text.splitlines() if line.startswith("error:")]
+        if number == victim or how in ("agreed", "none"):
+            assert code == ends, text
+            assert sentences == ["error: a mistake"] * (how in ("agreed", "mistaken")), text
+        else:
+            assert code == 1, text
+            assert len(sentences) == 1, text
+            assert f"process {victim} of 3 has ended, so process {number} ends too" in sentences[0]
+            assert "again with the same command" in sentences[0]
+        assert "stack trace" not in text
+        assert "Traceback" not in text
+
+
 def test_vllm_is_refused_over_several_processes(tmp_path):
     tree = tiny.World(tmp_path).changed(distributed={"coordinator": "auto"}).tree
     assert config.from_dict(tree).distributed.is_on
@@ -258,7 +302,7 @@ def world(tmp_path_factory):
     return world.changed(
         mesh={"fsdp": 2},
         optimizer={"name": "adamw", "lr": 0.01},
-        train={"steps": STEPS, "prompts_per_update": 0, "histograms": False, "error_prob": 0},
+        train={"steps": STEPS, "prompts_per_update": 0},
         eval={"at_start": False, "at_end": False},
         log={"samples_per_step": 0},
     )
@@ -328,7 +372,7 @@ def test_on_eight_devices_two_processes_come_to_the_numbers_of_one_and_outlive_a
         run_dir=str(tmp_path / "alone"),
         mesh={"data": 2, "fsdp": 2, "tensor": 2},
         optimizer={"name": "muon", "lr": 0.02},
-        train={"steps": 2, "prompts_per_update": 2, "histograms": True},
+        train={"steps": 2, "prompts_per_update": 2},
         eval={"at_start": True, "at_end": True},
         log={"samples_per_step": 4, "view": "lines"},
     )
@@ -369,8 +413,8 @@ def test_two_processes_go_on_with_what_one_began_and_end_when_one_of_them_dies(w
     on = world.changed(run_dir=begun.tree["run_dir"], log={"view": "lines"})
     # One of the two is killed: the other cannot go on, notices, and ends. Nothing is lost.
     codes, said = trained(on, victims="1", name="SIGKILL", nth=1)
-    assert codes[1] == -signal.SIGKILL, said
-    assert codes[0] != 0, said
+    assert codes == [1, -signal.SIGKILL], said
+    assert "process 1 of 2 has ended, so process 0 ends too" in said[0]
     codes, said = trained(on)
     assert codes == [0, 0], said
     assert "resuming" in said[0]

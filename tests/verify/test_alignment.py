@@ -35,7 +35,6 @@ def test_a_batch_invariant_engine_and_a_learner_that_mirrors_it_are_aligned(sche
     ("overrides", "kind", "reason", "remedy"),
     [
         (["rollout.engine.arithmetic=vllm"], "apart", "vLLM's own kernels", "arithmetic=batch_invariant"),
-        (["rollout.engine.engine=fake"], "apart", "computes nothing", "set rollout.engine.engine=vllm"),
         (["quant.engine=plain"], "apart", "does not round where vLLM does", "set quant.engine=auto"),
         (["model.dtype=float32"], "apart", "in float32, vLLM in bfloat16", "set model.dtype=bfloat16"),
         (["quant.forward=fp8", "quant.kernels=xla"], "apart", "quant.kernels=xla", "set quant.kernels=auto"),
@@ -73,6 +72,5 @@ def test_the_embedded_sampler_promises_closeness_and_pairs_are_known_for_their_l
     verdict = alignment.of_run(embedded)
     assert (verdict.kind, verdict.known_k3) == ("close", alignment.CLOSE)
     assert "closeness" in verdict.reason
-    for sampler, known in alignment.BASELINE.items():
+    for sampler, known in {"w8a8": 6e-2, "fp8": 3e-1, "w4a16:g64": 1.2, "w2a16": None}.items():
         assert alignment.of_run(run("quant.forward=bf16", f"quant.rollout={sampler}")).known_k3 == known
-    assert alignment.of_run(run("quant.forward=bf16", "quant.rollout=w2a16")).known_k3 is None

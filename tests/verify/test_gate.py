@@ -46,7 +46,7 @@ def test_the_control_changes_one_code_and_a_move_changes_many():
 
     def codes(policy):
         leaves = jax.tree.leaves(policy.qweights, is_leaf=lambda x: isinstance(x, QTensor))
-        return np.concatenate([np.asarray(q.qvalue).reshape(-1) for q in leaves])
+        return np.concatenate([np.asarray(q.codes).reshape(-1) for q in leaves])
 
     before = codes(weights)
     assert (codes(gate.one_weight_changed(weights)) != before).sum() == 1

@@ -31,7 +31,7 @@ from qarl_bridge.transport import cuda_ipc, nccl, shm, zeromq
 
 @dataclasses.dataclass
 class _Elsewhere:
-    """Where a version lies on another host, once it has been sent there."""
+    """The place of a version that was sent to another host."""
 
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     memory: messages.HostMemory | None = None
@@ -58,7 +58,7 @@ class StagedVersion:
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)
 
     def changes_to(self, digest: bytes) -> bytes | None:
-        """What turns the version with this manifest's digest into this one (delta.py); None: send it whole.
+        """Encodes the change from the version of that manifest to this one (delta.py); None: send it whole.
 
         Made once, by whoever asks first, from any thread; `base` must not be closed meanwhile.
         """
@@ -79,7 +79,7 @@ class StagedVersion:
             yield elsewhere
 
     def memory(self) -> messages.HostMemory:
-        """Where the bridge finds it."""
+        """Locates the version for the bridge."""
         return shm.locate(self.fd)
 
     def chunk(self, offset: int, size: int) -> bytes:
@@ -116,11 +116,11 @@ class DeviceVersion:
         return next((buffer for buffer in self.buffers if buffer.device.uuid == device), self.buffers[0])
 
     def lies_on(self, device: bytes) -> bool:
-        """Whether there is one on the GPU of that UUID."""
+        """Tells whether there is one on the GPU of that UUID."""
         return any(buffer.device.uuid == device for buffer in self.buffers)
 
     def memory(self, device: bytes = b"") -> messages.DeviceMemory:
-        """Where a bridge whose engine is on that GPU finds it."""
+        """Locates the version for a bridge whose engine is on that GPU."""
         buffer = self.buffer(device)
         return messages.DeviceMemory(device=buffer.device.uuid, handle=buffer.handle)
 
@@ -170,7 +170,7 @@ def gpu_count(library: str = "libcuda.so.1") -> int:
 
 
 def align(offset: int) -> int:
-    """Where a tensor may begin in a staged version."""
+    """Rounds an offset up to one at which a tensor of a staged version may begin."""
     return -(-offset // messages.ALIGNMENT) * messages.ALIGNMENT
 
 
@@ -324,7 +324,7 @@ class Client:
                 raise BridgeError(f"the bridge answered {type(message).__name__} with {type(answer).__name__}")
 
     def status(self) -> messages.StatusReply:
-        """What the bridge is doing."""
+        """Asks the bridge for its state."""
         return self.request(messages.Status(), messages.StatusReply)
 
     def acquire(self, run_id: str, incarnation: int) -> None:
@@ -363,7 +363,7 @@ class Client:
         }
 
     def route(self, staged: Version) -> str:
-        """How a version travels to this bridge: "host", "cuda_ipc" or "nccl".
+        """The route of a version to this bridge: "host", "cuda_ipc" or "nccl".
 
         "auto" maps a buffer on the engine's own GPU and broadcasts to another GPU, but not past a TCP address: what
         the socket encrypts, NCCL does not.
@@ -540,7 +540,7 @@ class Client:
         return self.request(messages.ReadBack(mode=mode, seed=seed), messages.ReadBackReply)
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
-        """What goes into and comes out of live modules while `prompt` is prefilled."""
+        """Records the inputs and outputs of live modules while `prompt` is prefilled."""
         return self.request(messages.Probe(prompt=prompt, modules=modules), messages.Probed).records
 
     def shutdown(self) -> None:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One vLLM engine, in this process: generate, load in place, read back, probe. versions.py hides its versions.
 
-What is pinned, because each choice changes what is computed (and each is asserted in `facts`):
+What is set in vLLM, because each choice changes what is computed (and each is asserted in `facts`):
 
   * bf16 activations, ops as in eager mode (in CUDA graphs or not): one rounding per op, as the learner mirrors it, and
     no inductor fusions;

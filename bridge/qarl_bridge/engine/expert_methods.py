@@ -1,7 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How the bridge's own mixtures of experts take the place of vLLM's: on a CPU cpu/experts.py, on CUDA
-cuda/experts.py."""
+"""The place where the bridge's own experts replace vLLM's: on a CPU cpu/experts.py, on CUDA cuda/experts.py."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ Choose = Callable[[Any, Any, Any], type | None]
 
 
 def serve(unquantized: type, choose: Choose) -> None:
-    """Let these compute every mixture of experts from now on (the first call decides).
+    """Let these compute the experts of every MoE layer from now on (the first call decides).
 
     Args:
       unquantized: takes vLLM's FusedMoEConfig.

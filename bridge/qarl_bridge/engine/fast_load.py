@@ -13,7 +13,7 @@ every live tensor of those two must come out the same to the last bit, and all o
 (`prove`). If not, or if a module has a parameter that cannot be put together from what is published, vLLM's loader does
 it all, and the engine's notes say why. The functional read-back of every layer follows every load either way.
 
-Two of a kind and not all of them, because of mixtures of experts: the tensors of a 30B-A3B are 55,000, and vLLM's
+Two of a kind and not all of them, because of MoE models: the tensors of a 30B-A3B are 55,000, and vLLM's
 loader keeps each until its layer is complete, which a layer of int4 experts never is (there are parameters nobody
 publishes), and from the second such layer on vLLM 0.25 adds up at every tensor what it keeps (if it is on a GPU; hence
 the detour over the host): in three minutes it was not through a fifth of them.

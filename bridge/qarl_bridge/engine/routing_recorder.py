@@ -3,7 +3,7 @@
 """Which experts each token was sent to, recorded in a live vLLM, so that a learner can replay the choice.
 
 A router whose logits are nearly (in bf16 often exactly) tied picks another expert in the sampler than in the learner,
-and a flipped choice is the largest mismatch a mixture of experts has. vLLM 0.32 records choices itself only under its
+and a flipped choice is the largest mismatch a MoE model has. vLLM 0.32 records choices itself only under its
 newer model runner, which has no CPU build; its routers, however, tell every choice to a function set with
 `set_capture_fn`, in 0.25 as in 0.32. What they tell are rows of a batch; this class knows whose rows these are, from
 the scheduler's output of the same step and the order of the runner's batch (vLLM has two runners).
@@ -83,7 +83,7 @@ class Recorder:
                 router.set_capture_fn(functools.partial(self._tell, int(place[1])))
                 self._layers.append(int(place[1]))
         if not self._layers:
-            raise BridgeError("this model routes nothing: recording routed experts needs a mixture of experts", "setup")
+            raise BridgeError("this model routes nothing: recording routed experts needs a MoE model", "setup")
         shape = (max_rows, num_layers, num_chosen)
         self._chosen = torch.full(shape, NOT_ROUTED, dtype=torch.int16, device=runner.device)
         self._execute = runner.execute_model

@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What trainer and bridge agree on: messages, formats, hashes."""
+"""The agreement of trainer and bridge: messages, formats, hashes."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What has changed between two versions of the same layout, byte for byte: all that has to travel.
+"""The bytes that differ between two versions of one layout: all that has to travel.
 
     data = difference(old, new)          # bytes, or None: the whole version is cheaper
     apply(data, buffer)                  # `buffer` held old, and holds new
@@ -49,7 +49,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def difference(old: np.ndarray, new: np.ndarray, most: int | None = None) -> bytes | None:
-    """What turns `old` into `new`, both [n] uint8; None: it would be longer than `most` bytes (three quarters of n)."""
+    """Encodes the change from `old` to `new`, both [n] uint8; None: it is longer than `most` bytes (3/4 n)."""
     most = len(new) * 3 // 4 if most is None else most
     parts: list[bytes] = []
     total = 0
@@ -141,7 +141,7 @@ def _write(buffer: np.ndarray, watch: Watch | None, pieces: list[_Piece]) -> Non
 
 
 def _changes(buffer: np.ndarray, at: int, size: int, data: np.ndarray, count: int, kind: int) -> tuple[np.ndarray, ...]:
-    """Where a piece changes the buffer, int64, and what to."""
+    """Decodes a piece: the places that it changes, int64, and their new values."""
     if kind == _RAW:
         spots = np.flatnonzero(buffer[at : at + size] != data)
         return spots + at, data[spots]

@@ -4,7 +4,8 @@
 
 
 class BridgeError(Exception):
-    """What was wrong, where, and what to do. `code` is stable and machine-readable; the text is for people.
+    """An error that says what was wrong, where, and what to do. `code` is stable and machine-readable; the text is for
+    people.
 
     Codes: auth, bad_message, bad_state, busy, dead, engine, fenced, foreign_model, foreign_scheme, lease, limits,
     read_back (the live engine does not hold what was published), setup, stale, tensor, timeout, torn, unshared.

@@ -21,7 +21,7 @@ _ONE, _ALL = re.compile(r"\.experts\.\d+\."), ".experts.*."
 
 
 def name_of(name: str) -> str:
-    """Of the stack that an expert's tensor is in; other names as they are."""
+    """Names the stack that holds an expert's tensor; returns other names unchanged."""
     return _ONE.sub(_ALL, name)
 
 
@@ -36,7 +36,7 @@ def apart(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def expected(tensors: Mapping[str, messages.Expected]) -> dict[str, messages.Expected]:
-    """What a version must hold, from what a checkpoint does.
+    """Derives the tensors of a version from the tensors of a checkpoint.
 
     Experts of unequal shapes or dtypes stay apart; nobody publishes such a model.
     """

@@ -69,7 +69,7 @@ def _sum_rows(raw: np.ndarray, out: np.ndarray) -> None:
 
 @functools.cache
 def threads() -> ThreadPoolExecutor:
-    """For passes over large arrays: numpy lets go of the interpreter meanwhile."""
+    """Returns the threads for passes over large arrays; numpy releases the interpreter meanwhile."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return ThreadPoolExecutor(min(_MOST_THREADS, count), thread_name_prefix="fingerprint")
 

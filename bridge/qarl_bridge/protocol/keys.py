@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Who may talk to whom, and where: key files and addresses."""
+"""Key files and addresses: the parties that may talk, and their places."""
 
 from __future__ import annotations
 

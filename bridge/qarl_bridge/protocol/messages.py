@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between trainer and bridge: messages, manifests, versions, the options of an engine.
+"""The messages between trainer and bridge, with manifests, versions and the options of an engine.
 
 Everything is msgpack, decoded by msgspec into the tagged structs below and nothing else: an unknown tag, an unknown or
 missing field, a wrong type or an oversized value is a `BridgeError`. Nothing that arrives is unpickled, evaluated, or
@@ -129,8 +129,11 @@ class Span(_Struct):
 
 
 class HostMemory(_Struct, tag_field="t", tag=True):
-    """Where a memory file is: descriptor `fd` of process `pid`; `inode` so that no other can be taken for it; `host`
-    (shm.host) where another than the speaker says it."""
+    """The place of a memory file: descriptor `fd` of process `pid`.
+
+    `inode` guards against reuse of the descriptor. `host` (shm.host) is set when the file belongs to another process's
+    host.
+    """
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     fd: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -190,7 +193,7 @@ ROUTING = "routing"  # not a module: the experts each token of a probe was sent 
 
 
 class Recorded(_Struct):
-    """What went into a live module and came out of it, in the order of its arguments and results."""
+    """The inputs and outputs of a live module, in the order of its arguments and results."""
 
     module: Name
     inputs: list[Array]
@@ -198,7 +201,8 @@ class Recorded(_Struct):
 
 
 class Sampling(_Struct):
-    """How to draw. `top_k = 0` is off. Reported log-probs are those of the distribution drawn from."""
+    """The distribution to draw from. `top_k = 0` is off. Reported log-probs are those of the distribution drawn
+    from."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
@@ -241,7 +245,7 @@ class Drawn(_Struct):
 
 
 class Facts(_Struct):
-    """What the engine is, asserted by the trainer before the first step and recorded in the run."""
+    """The engine's report of itself. The trainer asserts it before the first step and records it in the run."""
 
     engine: Text
     engine_version: Text
@@ -262,17 +266,22 @@ class Facts(_Struct):
     tensor_parallel_size: Count = 1
 
 
+_INTERNAL = {"internal": True}  # for the reader of configs (qarl_jax.typed_config)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How an engine is started: the one list of its options. It travels as JSON (`python -m qarl_bridge --options`).
+    """The options an engine is started with: their one list. It travels as JSON (`python -m qarl_bridge --options`).
 
-    The learner's `rollout.engine` section inherits these fields: an option is written here, and where it is used.
+    The learner's `rollout.engine` section inherits these fields: an option is written here, and where it is used. A
+    field with `_INTERNAL` is for code, and no option of a config.
 
     Attributes:
-      engine: "vllm", or "fake", an engine that computes nothing, to try a set-up.
+      engine: "vllm", or "fake", an engine that computes nothing, to try a set-up (not from a config).
       max_model_len: longest prompt + response in tokens; 0: what the model allows.
       max_num_seqs: most sequences decoded together.
-      max_num_batched_tokens: most tokens computed in one step; longer prompts are cut into chunks. 0: vLLM decides.
+      max_num_batched_tokens: most tokens computed in one step; longer prompts are cut into chunks. 0: vLLM decides
+        (not from a config).
       kv_cache_gb: size of the KV cache in GiB; 0: vLLM decides from `gpu_memory_utilization`.
       gpu_memory_utilization: share of the device's memory vLLM may use (on a CPU: of the host's).
       threads: CPU threads of the engine; 0: all that the process may use.
@@ -284,22 +293,20 @@ class EngineOptions:
       record_routing: return the experts each token was sent to (an MoE model, not compiled); a trainer sets it
         for `rollout.router_replay`. Prompts are then computed for every sample: no prefix cache.
       profile: folder for a profile of every load and read-back in the engine, and of a hundred steps; empty: none.
-      seed: of the engine; every draw has its own besides.
     """
 
-    engine: Literal["vllm", "fake"] = "vllm"
+    engine: Literal["vllm", "fake"] = dataclasses.field(default="vllm", metadata=_INTERNAL)
     max_model_len: int = 0
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 0
+    max_num_batched_tokens: int = dataclasses.field(default=0, metadata=_INTERNAL)
     kv_cache_gb: float = 0.0
     gpu_memory_utilization: float = 0.5
     threads: int = 0
     arithmetic: Literal["batch_invariant", "vllm"] = "batch_invariant"
     eager: bool = False
     tensor_parallel_size: int = 1
-    record_routing: bool = False
+    record_routing: bool = dataclasses.field(default=False, metadata=_INTERNAL)
     profile: str = ""
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError where a value cannot be meant; the message begins with the option's name."""
@@ -429,7 +436,7 @@ class Shutdown(_Message):
 
 # Replies
 class Welcome(_Message):
-    """What engine stands behind the bridge."""
+    """The engine behind the bridge."""
 
     facts: Facts
 
@@ -478,7 +485,7 @@ class Staged(_Message):
 
 
 class Report(_Struct):
-    """What a publish cost and what was checked; every tensor's fingerprint is checked at the loader's door."""
+    """The cost and the checks of a publish. The loader checks the fingerprint of every tensor."""
 
     bytes: Count
     tensors: Count
@@ -504,7 +511,7 @@ class ReadBackReply(_Message):
 
 
 class Probed(_Message):
-    """In the order of Probe.modules."""
+    """The recorded modules, in the order of Probe.modules."""
 
     records: list[Recorded]
 
@@ -537,7 +544,7 @@ class Fill(_Message):
 
 
 class Completions(_Message):
-    """In the order of Generate.draws."""
+    """The completions, in the order of Generate.draws."""
 
     completions: list[Drawn]
 

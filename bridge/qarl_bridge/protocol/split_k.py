@@ -22,17 +22,17 @@ NARROW = 33  # tiles of outputs, which leave most of an H100's 132 multiprocesso
 LEAST_STEPS = 8  # of an inner dimension worth cutting
 
 
-def parts_of(outputs: int, inputs: int) -> int:
+def splits_of(outputs: int, inputs: int) -> int:
     """Into how many parts the inputs of a weight [outputs, inputs] are cut, fused as the engine fuses it."""
     tiles, steps = -(-outputs // OUTPUTS), -(-inputs // STEP)
     return 2 if tiles <= NARROW and steps >= LEAST_STEPS else 1
 
 
-def cuts(inputs: int, parts: int) -> list[tuple[int, int]]:
+def cuts(inputs: int, splits: int) -> list[tuple[int, int]]:
     """(first, end) input of each part: as equal as whole steps allow, longer ones first.
 
     Example: cuts(1280, 3) is [(0, 512), (512, 896), (896, 1280)].
     """
     steps = -(-inputs // STEP)
-    ends = [steps // parts * i + min(i, steps % parts) for i in range(parts + 1)]
+    ends = [steps // splits * i + min(i, steps % splits) for i in range(splits + 1)]
     return [(STEP * a, min(STEP * b, inputs)) for a, b in itertools.pairwise(ends)]

@@ -127,7 +127,7 @@ class Bridge:
         return self.exit_code
 
     def _finish_jobs(self) -> None:
-        """What is left to do for an engine that has stopped, and may have failed."""
+        """Finishes the jobs of an engine that has stopped, and may have failed."""
         with contextlib.suppress(queue.Empty):
             while True:
                 job = self._jobs.get_nowait()
@@ -296,7 +296,7 @@ class Bridge:
             self._peers[peer] = thread
 
     def _release(self, peer: Peer) -> None:
-        """What a peer that is gone held."""
+        """Releases whatever a lost peer held."""
         with self._lock:
             if self._lease.owner is peer:
                 self._log(f"lease of {self._lease.run_id} ended with its connection")
@@ -424,7 +424,7 @@ class Bridge:
             fetches.end(_ClientGoneError("the trainer is not there to fill the window", "dead"))
 
     def _filled(self, peer: Peer, copy: Copy, part: int) -> BridgeError | None:
-        """What the client says to Fill: nothing, or why the part does not come."""
+        """Reads the client's reply to Fill: nothing, or the reason why the part does not come."""
         frames = peer.receive()
         if frames is None or peer.gone:
             raise _ClientGoneError("the client is gone", "dead")

@@ -41,7 +41,7 @@ class Sums:
 
 
 class Changes:
-    """What has changed since the base, gathered while it is applied (`delta.apply` calls this object from its threads).
+    """The changes since the base, gathered while they are applied (`delta.apply` calls this object from its threads).
 
     Args:
       base: the version that is changed, with its sums.
@@ -57,7 +57,7 @@ class Changes:
 
     @staticmethod
     def fit(base: messages.Manifest, manifest: messages.Manifest) -> bool:
-        """Whether both lay their tensors out alike."""
+        """Tells whether both lay their tensors out alike."""
 
         def layout(of: messages.Manifest) -> list[tuple[object, ...]]:
             return [(entry.name, entry.dtype, tuple(entry.shape), entry.offset) for entry in of.tensors]
@@ -89,12 +89,12 @@ class Changes:
         return np.concatenate([np.zeros(0, np.int64), *sorted(self._calls, key=lambda places: int(places[0]))])
 
     def _within(self, tensor: int) -> np.ndarray:
-        """Those of a tensor, by its number in the manifest."""
+        """Finds the changes of a tensor, by its number in the manifest."""
         start = self.sums.starts[tensor]
         return self._places[slice(*np.searchsorted(self._places, (start, self.sums.ends[tensor])))] - start
 
     def elements(self, tensor: int, itemsize: int) -> np.ndarray:
-        """Which elements of a tensor have changed; empty: it is the base's."""
+        """Lists the changed elements of a tensor; empty: the tensor is the base's."""
         return np.unique(self._within(tensor) // itemsize)
 
     def digest(self, tensor: int) -> bytes:

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the state machine needs of an engine. `engine.VllmEngine` and `fake_engine.FakeEngine` implement it."""
+"""The interface of an engine to the state machine. `engine.VllmEngine` and `fake_engine.FakeEngine` implement it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sweeps:
 
 
 def lasts(parts: Parts) -> bool:
-    """Whether tensors of a part may be kept when the next one is asked for."""
+    """Tells whether tensors of a part may be kept when the next one is asked for."""
     return getattr(parts, "lasting", True)
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Who may publish: one run at a time, over one connection, and never a run that was resumed since."""
+"""The right to publish: one run at a time, over one connection, and never a run that was resumed since."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Lease:
         self._last = ("", 0)
 
     def keeps_out(self, peer: Peer) -> bool:
-        """Whether somebody else holds it."""
+        """Tells whether somebody else holds it."""
         return self.owner not in (None, peer)
 
     def acquire(self, run_id: str, incarnation: int, peer: Peer) -> None:

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where the engine's time goes while it loads, reads back and samples."""
+"""Profiles of an engine that loads, reads back and samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def profiled(folder: str, name: str) -> Iterator[None]:
-    """Where the time goes: DIR/NAME.prof for tools, DIR/NAME.txt for people."""
+    """Profiles a block into DIR/NAME.prof for tools and DIR/NAME.txt for people."""
     if not folder:
         yield
         return
@@ -27,7 +27,7 @@ def profiled(folder: str, name: str) -> Iterator[None]:
 
 
 class Steps:
-    """Of what is done again and again, a profile of the times from `FIRST` to `LAST`.
+    """A profile of a repeated action, from its repetition `FIRST` to `LAST`.
 
     Where a GPU computes, the functions that wait for it stand in the profile with the time that they waited.
     """

@@ -34,8 +34,8 @@ class Copy(Protocol):
         the next one is asked for."""
 
     def at_the_door(self) -> Iterator[Mapping[str, Any]]:
-        """As `parts`, for the engine's loader. Fingerprints are checked as a part is handed over, or, on a GPU, by
-        `confirm`."""
+        """Yields tensors as `parts` does, for the engine's loader. Fingerprints are checked as a part is handed
+        over, or, on a GPU, by `confirm`."""
 
     def confirm(self) -> None:
         """After a load: BridgeError if the bytes may have changed while they were read."""
@@ -110,7 +110,7 @@ _AT_ONCE = 1 << 20  # elements: what is made of them stays in cache
 
 
 def has_nonfinite(array: np.ndarray) -> bool:
-    """Whether any value is NaN or infinite; exact on the bits, so that no dtype needs converting."""
+    """Tells whether any value is NaN or infinite; exact on the bits, so that no dtype needs converting."""
     if array.size <= _AT_ONCE:
         return _has_nonfinite(array)
     flat = array.reshape(-1)
@@ -148,7 +148,7 @@ def validate_tensor(entry: messages.TensorEntry, array: np.ndarray) -> np.ndarra
 
 
 def validate_changes(entry: messages.TensorEntry, array: np.ndarray, number: int, changes: Changes) -> None:
-    """As `validate_tensor`, of what has changed in a tensor that was valid."""
+    """Validates the changes of a valid tensor, as `validate_tensor` does a whole one."""
     if changes.digest(number) != entry.digest:
         raise torn(entry)
     flat = array.reshape(-1)
@@ -163,17 +163,17 @@ def validate_changes(entry: messages.TensorEntry, array: np.ndarray, number: int
 
 
 def is_scale(entry: messages.TensorEntry) -> bool:
-    """Whether a tensor holds scales, by its name."""
+    """Tells whether a tensor holds scales, by its name."""
     return entry.name.endswith("scale")
 
 
 def torn(entry: messages.TensorEntry) -> BridgeError:
-    """What is said of a tensor whose bytes are not those announced."""
+    """Words the refusal of a tensor whose bytes are not the announced ones."""
     return BridgeError(f"tensor {entry.name} is torn: its bytes do not match the manifest's fingerprint", "torn")
 
 
 def not_finite(entry: messages.TensorEntry) -> BridgeError:
-    """What is said of a tensor that would poison the engine."""
+    """Words the refusal of a tensor that would poison the engine."""
     return BridgeError(f"tensor {entry.name} holds NaN or infinite values", "tensor")
 
 

@@ -168,7 +168,7 @@ def _runs(entries: list[messages.TensorEntry]) -> list[list[messages.TensorEntry
 
 
 class _Span:
-    """What torch.as_tensor reads of foreign memory (the CUDA array interface, version 3)."""
+    """The view through which torch.as_tensor reads foreign memory (the CUDA array interface, version 3)."""
 
     def __init__(self, pointer: int, size: int):
         self.__cuda_array_interface__ = {
@@ -237,7 +237,7 @@ def _copy_at(
 
 
 def receiver() -> nccl.Receiver:
-    """Of versions from another GPU, on the one torch uses."""
+    """Makes the receiver of versions from another GPU, on the GPU that torch uses."""
     return nccl.Receiver(cuda_ipc.Device(torch.cuda.current_device()))
 
 

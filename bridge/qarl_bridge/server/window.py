@@ -46,7 +46,7 @@ class Fetches:
             raise error
 
     def begin(self) -> None:
-        """From here on somebody listens in `wanted`."""
+        """Begins to listen in `wanted`."""
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._brought: queue.SimpleQueue[BridgeError | None] = queue.SimpleQueue()
         self._error = None

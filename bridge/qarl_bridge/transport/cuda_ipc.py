@@ -153,7 +153,7 @@ class Device:
             self._check("cuStreamDestroy_v2", stream)
 
     def is_idle(self, stream: Any) -> bool:
-        """Whether everything started on `stream` is done; an error of it is raised."""
+        """Tells whether everything started on `stream` is done; an error of it is raised."""
         with self.current():
             code = self._cuda.cuStreamQuery(stream)
         if code not in (0, _NOT_READY):

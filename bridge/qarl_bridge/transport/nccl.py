@@ -78,7 +78,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def candidates() -> list[str]:
-    """Where NCCL may be: the folder of NVIDIA's wheel (nvidia-nccl-cu12, -cu13), as JAX and torch take it, then
+    """Lists the places of NCCL: the folder of NVIDIA's wheel (nvidia-nccl-cu12, -cu13), as JAX and torch take it, then
     wherever the dynamic linker looks."""
     found = []
     with contextlib.suppress(ImportError, ValueError):
@@ -118,7 +118,7 @@ def load(path: str = "") -> Any:
 
 
 def version(library: Any) -> int:
-    """As NCCL writes it: 22703 is 2.27.3."""
+    """The version as NCCL writes it: 22703 is 2.27.3."""
     number = _INT()
     _check(library, "ncclGetVersion", library.ncclGetVersion(ctypes.byref(number)))
     return number.value
@@ -144,7 +144,7 @@ def _check(library: Any, call: str, code: int, communicator: Any = None) -> None
 
 
 class Communicator:
-    """Of `world` GPUs, this process's as number `rank`. Complete when made. One thread at a time.
+    """An NCCL communicator of `world` GPUs; this process's GPU is number `rank`. One thread may use it at a time.
 
     Args:
       unique_id: of `new_id`, the same at every rank.
@@ -216,7 +216,7 @@ class Communicator:
             raise
 
     def _is_ready(self) -> bool:
-        """Whether NCCL has done what it was last asked for (on the host; the stream may go on)."""
+        """Tells whether NCCL has done what it was last asked for (on the host; the stream may go on)."""
         state = _INT()
         code = self._nccl.ncclCommGetAsyncError(self._handle, ctypes.byref(state))
         _check(self._nccl, "ncclCommGetAsyncError", code, self._handle)

@@ -56,12 +56,12 @@ def write(fd: int, data: memoryview, offset: int) -> None:
 
 
 def seal(fd: int) -> None:
-    """From here on nobody can change or truncate the file."""
+    """Seals the file: nobody can change or truncate it."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
 def locate(fd: int, host: bytes = b"") -> HostMemory:
-    """Where another process of this host finds the memory file."""
+    """Locates the memory file for another process of this host."""
     return HostMemory(pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino, host=host)
 
 

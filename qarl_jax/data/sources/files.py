@@ -107,6 +107,7 @@ class Source:
             raise UserError(
                 f"{cfg.path}: none of its {rows} rows is usable (left out: {self.skipped}; data.holdout={holdout})."
             )
+        self.longest = max((len(prompt.tokens) for prompt in self.prompts), default=0)
         self.fingerprint = digest("file", hasher.hexdigest(), split, holdout, template.fingerprint())
 
     def __len__(self) -> int:

@@ -61,6 +61,7 @@ class Source:
             unknown_characters=sum(part.skipped.unknown_characters for part in parts.values()),
         )
         self.notes = {kind: note for part in parts.values() for kind, note in part.notes.items()}
+        self.longest = max(part.longest for part in parts.values())
         self.fingerprint = digest("mix", [(name, part.fingerprint) for name, part in parts.items()])
 
     def __len__(self) -> int:

@@ -80,7 +80,7 @@ class Source:
         self.template = template
         self.split: Split = split
         self.holdout = holdout
-        self.skipped, self.notes = Skipped(), template.notes
+        self.skipped, self.notes, self.longest = Skipped(), template.notes, template.max_len
         self.question = compiled(cfg.question, "data.source.question")[0] if cfg.question else None
         self.size = round(cfg.size * holdout) if split == "heldout" else cfg.size
         self.fingerprint = digest("reasoning_gym", cfg, split, holdout, template.fingerprint())

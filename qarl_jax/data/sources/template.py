@@ -49,12 +49,14 @@ class PromptSource(Protocol):
     """A finite, indexable set of prompts; `prompt(i)` is a pure function of `i`.
 
     `fingerprint` identifies the set (its parameters or bytes, template and split), so that a resumed run can tell that
-    its data changed. `notes` are sentences for the reader, by kind.
+    its data changed. `notes` are sentences for the reader, by kind; `longest`
+    is the most tokens of a prompt (of a set that is not made at once, those that are allowed).
     """
 
     fingerprint: str
     skipped: Skipped
     notes: dict[str, str]
+    longest: int
 
     def __len__(self) -> int: ...
 

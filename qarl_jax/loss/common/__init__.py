@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the objectives share."""
+"""Pieces that the objectives share."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From terms per token (or per response) to one `Mean`, in the four ways the literature uses.
+"""Aggregations of terms per token (or per response) into one `Mean`: the four of the literature.
 
 | mode | value |
 |---|---|
@@ -26,7 +26,7 @@ from qarl_jax.types import UserError
 
 
 def denominator(mode: str) -> str:
-    """What the mode divides by: "tokens" (M) or "sequences" (N)."""
+    """Names the divisor of the mode: "tokens" (M) or "sequences" (N)."""
     if mode not in AGGREGATIONS:
         raise UserError(f"aggregation {mode!r}: {nearest(mode, AGGREGATIONS)}")
     return "tokens" if mode == "token-mean" else "sequences"

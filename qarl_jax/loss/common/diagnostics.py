@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What an update did, as metrics: how far sampler and learner are apart, how far the update moved, what was clipped.
+"""Metrics of an update: the mismatch of sampler and learner, the distance moved, the share clipped.
 
 All are sums and counts (or maxima) over this batch's own tokens and responses, so micro-batches merge exactly. Inside
 exp the log-ratios carry the same clamp as in the loss; the reported maxima are not clamped.

@@ -28,7 +28,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Responses:
-    """What every objective computes with. Outside `mask` every array is 0 (float) or False.
+    """The inputs of every objective. Outside `mask` every array is 0 (float) or False.
 
     Attributes (B rows, T positions, S response slots per row):
       mask: [B, T] bool.

@@ -31,7 +31,7 @@ from qarl_jax.metrics import Mean, Metric, masked_max
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
-    """What a correction does to a batch.
+    """The weights that a correction gives to a batch.
 
     Attributes:
       weight: [B, T] float32 >= 0, multiplies the (clipped) objective of each token. No gradient.

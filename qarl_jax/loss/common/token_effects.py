@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What an objective did with each token: read off its own gradient, so that no band is written a second time.
+"""The effect of an objective on each token, read off its gradient, so that no band is written twice.
 
     gain_t = - dL/dlogprob_t / (c_t A_t)        c_t: the token's share under the objective's aggregation
 
@@ -58,7 +58,7 @@ class Effects:
 
 
 def effects(x: LossInputs, loss: Loss) -> Effects:
-    """What `loss` does with each token of a batch; the batch may be any part of the mini-batch it was computed on."""
+    """Finds the effect of `loss` on each token of a batch, which may be any part of a mini-batch."""
     cfg = loss.config
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
     weights = mismatch_weights(r, cfg.weight, cap=cfg.mismatch_cap, low=cfg.mismatch_low, high=cfg.mismatch_high)

@@ -30,7 +30,7 @@ class MoEConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How Llama 3.1 stretches its rotary frequencies to longer contexts (rope type "llama3").
+    """The stretching of rotary frequencies to longer contexts in Llama 3.1 (rope type "llama3").
 
     Attributes:
       factor: what the wavelengths of slow frequencies are multiplied by.

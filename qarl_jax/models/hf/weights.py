@@ -67,7 +67,7 @@ def _names(config: ModelConfig) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the tensors of one layer are in the parameters, or one outside of the layers.
+    """The place of one layer's tensors, or of a tensor outside of the layers, in the parameters.
 
     Attributes:
       path: of the parameter.
@@ -258,7 +258,7 @@ def _read(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDtypeStruct,
 
 
 def _is_finite(x: np.ndarray) -> bool:
-    """Whether no number is NaN or infinite."""
+    """Tells whether no number is NaN or infinite."""
     if x.dtype == ml_dtypes.bfloat16:
         return not ((np.ascontiguousarray(x).view(np.uint16) & 0x7F80) == 0x7F80).any()
     with np.errstate(all="ignore"):  # one number tells of them all, and fast; that it overflows is possible

@@ -1,8 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of schemes, and the operations that look a scheme up in it.
+"""The registry of schemes, and what is done with one of them.
 
-A scheme is one module: a `Scheme`. To add one, write the file and add one line here; the batteries in tests/quant and
+A scheme is one file with a `Scheme`. To add one, write the file and add one line here; the batteries in tests/quant and
 tests/bridge pick it up from the registry.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,70 +18,30 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from qarl_jax.numerics.engine import Numerics
-from qarl_jax.quant.contractions import Product
 from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.quant.scheme import Scheme
 from qarl_jax.quant.schemes import fp8, w2a16, w3a16, w4a8, w4a16, w8a8
 from qarl_jax.types import UserError, did_you_mean
 
-
-class Scheme(Protocol):
-    """What a module of this folder defines, besides its frozen `Config`. NAME: as configs write it.
-
-    With these alone a layer is the product of unquantized activations with the weight `dequantize`d to bfloat16.
-    """
-
-    NAME: str
-
-    def check(self, shape: tuple[int, ...], config: Any) -> str | None:
-        """Why a weight [..., N, K] cannot be quantized, or None."""
-
-    def quantize(self, w: jax.Array, config: Any) -> QTensor:
-        """Codes and scales of a master [..., N, K]."""
-
-    def dequantize(self, qt: QTensor) -> jax.Array:
-        """The weight they stand for, float32 [..., N, K]."""
-
-
-@runtime_checkable
-class OfLowBitActivations(Scheme, Protocol):
-    """A scheme that quantizes activations, too."""
-
-    def activations(self, x: jax.Array, *, numerics: Numerics) -> Any:
-        """[M, K] as they meet the weight: codes, and float32 scales [M, 1] of rows."""
-
-    def multiply(self, used: Any, qt: QTensor, bias: Any, *, numerics: Numerics, product: Product) -> jax.Array:
-        """The engine's layer.
-
-        Args:
-          used: from `activations`. qt: the weight.
-          bias: float32 [1, N], or None.
-          numerics: the engine mirrored.
-          product: contractions with one weight, or with those of experts.
-
-        Returns:
-          [M, N] in float32, not yet rounded to the compute dtype.
-        """
-
-
-SCHEMES: dict[type, Scheme | OfLowBitActivations] = {
-    w8a8.Config: w8a8,
-    fp8.Config: fp8,
-    w4a16.Config: w4a16,
-    w4a8.Config: w4a8,
-    w3a16.Config: w3a16,
-    w2a16.Config: w2a16,
+SCHEMES: dict[str, type[Scheme]] = {
+    config.name: config
+    for config in (
+        w8a8.Config,
+        fp8.Config,
+        w4a16.Config,
+        w4a8.Config,
+        w3a16.Config,
+        w2a16.Config,
+    )
 }
-SchemeConfig = Any  # one of the keys of SCHEMES, instantiated
-
-_BY_NAME = {module.NAME: config for config, module in SCHEMES.items()}
 
 
 def scheme_names() -> tuple[str, ...]:
     """Every name `parse_scheme` knows, "bf16" included."""
-    return ("bf16", *_BY_NAME)
+    return ("bf16", *SCHEMES)
 
 
-def parse_scheme(text: str, group_size: int | None = None) -> SchemeConfig | None:
+def parse_scheme(text: str, group_size: int | None = None) -> Scheme | None:
     """ "w4a16", "w4a16:g64", "w8a8", "bf16" -> a scheme Config; None for "bf16", which has no QTensor.
 
     Args: text: name, optionally with ":g<group size>" (-1: per output channel). group_size: the group size where the
@@ -93,10 +53,10 @@ def parse_scheme(text: str, group_size: int | None = None) -> SchemeConfig | Non
     name, _, suffix = text.partition(":")
     if name == "bf16" and not suffix:
         return None
-    if name not in _BY_NAME:
+    if name not in SCHEMES:
         hint = did_you_mean(name, scheme_names())
         raise UserError(f"unknown quantization scheme {text!r}.{hint} Known: {', '.join(scheme_names())}")
-    config_type = _BY_NAME[name]
+    config_type: Any = SCHEMES[name]
     takes_group = "group_size" in inspect.signature(config_type).parameters
     if suffix:
         if not takes_group:
@@ -110,38 +70,19 @@ def parse_scheme(text: str, group_size: int | None = None) -> SchemeConfig | Non
     return config_type(group_size=group_size) if takes_group and group_size is not None else config_type()
 
 
-def on_engine(scheme: SchemeConfig | None, numerics: Numerics) -> SchemeConfig | None:
-    """The scheme, where the mirrored engine serves it.
-
-    Raises:
-      UserError: vLLM on CUDA has no layer of this scheme.
-    """
-    if isinstance(scheme, w4a8.Config) and numerics.profile == "cuda":
-        raise UserError(
-            "vLLM on CUDA has no layer with int4 weights and int8 activations (w4a8): set quant.forward and"
-            " quant.rollout to w4a16 or fp8, or sample with the embedded sampler (rollout.engine.name=jax)"
-        )
-    return scheme
+def on_engine(scheme: Scheme | None, numerics: Numerics) -> Scheme | None:
+    """`Scheme.on`, of None (bf16) too."""
+    return None if scheme is None else scheme.on(numerics)
 
 
-def module_of(scheme: SchemeConfig) -> Scheme:
-    """The module that implements a scheme."""
-    try:
-        return SCHEMES[type(scheme)]
-    except KeyError:
-        raise UserError(
-            f"{scheme!r} is not a quantization scheme: use parse_scheme with one of {scheme_names()}"
-        ) from None
-
-
-def quantizes_activations(scheme: SchemeConfig | None) -> bool:
+def quantizes_activations(scheme: Scheme | None) -> bool:
     """Whether activations are quantized before they meet a weight of this scheme. None (bf16): no."""
-    return scheme is not None and isinstance(module_of(scheme), OfLowBitActivations)
+    return scheme is not None and scheme.low_bit_activations
 
 
-def check_quantizable(shape: tuple[int, ...], scheme: SchemeConfig, name: str = "") -> None:
+def check_quantizable(shape: tuple[int, ...], scheme: Scheme, name: str = "") -> None:
     """Raises UserError, naming the weight, if a weight [..., N, K] of this shape cannot be quantized under `scheme`."""
-    problem = module_of(scheme).check(tuple(shape), scheme)
+    problem = scheme.check(tuple(shape))
     if problem:
         raise UserError(
             f"cannot quantize {name or 'a weight'} {tuple(shape)} under {scheme}: {problem}. "
@@ -150,7 +91,7 @@ def check_quantizable(shape: tuple[int, ...], scheme: SchemeConfig, name: str = 
         )
 
 
-def quantize(w: Float[Array | np.ndarray, "*L N K"], scheme: SchemeConfig, name: str = "") -> QTensor:
+def quantize(w: Float[Array | np.ndarray, "*L N K"], scheme: Scheme, name: str = "") -> QTensor:
     """The one function from a master weight to its published low-bit form.
 
     Args:
@@ -170,8 +111,8 @@ def quantize(w: Float[Array | np.ndarray, "*L N K"], scheme: SchemeConfig, name:
 
 
 @functools.partial(jax.jit, static_argnames="scheme")
-def _quantize(w: jax.Array, scheme: SchemeConfig) -> QTensor:
-    return module_of(scheme).quantize(w, scheme)
+def _quantize(w: jax.Array, scheme: Scheme) -> QTensor:
+    return scheme.quantize(w)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -180,4 +121,4 @@ def dequantize(qt: QTensor, dtype: Any = jnp.bfloat16) -> Float[Array, "*L N K"]
 
     The values are bf(code * scale) for the 4-bit schemes and the float32 product code * scale for the 8-bit ones.
     """
-    return module_of(qt.scheme).dequantize(qt).astype(dtype)
+    return qt.scheme.dequantize(qt).astype(dtype)

@@ -35,36 +35,34 @@ w8a8/cutlass/c3x/scaled_mm_sm90_fp8_dispatch.cuh.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
+from qarl_bridge.protocol import formats
 
 from qarl_jax.numerics import rows
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.float32 import divide, round_bf16
 from qarl_jax.quant.contractions import Product
 from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.quant.scheme import Scheme
 
-NAME = "fp8"
 _MAX = 448.0
 _ZERO_SCALE = 2.0**-23
 _MIN_ACTIVATION_SCALE = 1.0 / (448.0 * 512.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """e4m3 weights per output channel, dynamic e4m3 activations per token."""
-
-    def __str__(self) -> str:
-        return NAME
-
-
-def check(shape: tuple[int, ...], config: Config) -> str | None:
-    """Why a weight [..., N, K] cannot be quantized, or None."""
-    del shape, config
-    return None
+_WIRE = formats.Layout(
+    scheme="fp8",
+    format="float-quantized",
+    weights=formats.arguments(8, "float", "channel"),
+    activations=formats.arguments(8, "float", "token", dynamic=True),
+    arrays=(
+        formats.Array("codes", "weight", formats.FLOAT8),
+        formats.Array("scales", "weight_scale", np.dtype(np.float32), inputs=0, is_scale=True),
+    ),
+)
 
 
 def to_e4m3(x: Float[Array | np.ndarray, "*S"]) -> Float[Array, "*S"]:
@@ -80,34 +78,47 @@ def to_e4m3(x: Float[Array | np.ndarray, "*S"]) -> Float[Array, "*S"]:
     return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, normal).astype(jnp.float8_e4m3fn)
 
 
-def quantize(w: Float[Array, "*L N K"], config: Config) -> QTensor:
-    """Codes float8_e4m3fn [..., N, K] and scales float32 [..., N, 1] from the bfloat16-rounded master."""
-    w = round_bf16(w.astype(jnp.float32))
-    amax = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
-    scale = divide(amax, jnp.full_like(amax, _MAX))
-    scale = jnp.where(scale == 0, _ZERO_SCALE, scale)
-    return QTensor(to_e4m3(divide(w, scale)), scale, config)
+@dataclasses.dataclass(frozen=True)
+class Config(Scheme):
+    """e4m3 weights per output channel, dynamic e4m3 activations per token."""
 
+    name: ClassVar[str] = "fp8"
+    low_bit_activations: ClassVar[bool] = True
+    kernel: ClassVar[str] = "e4m3"
+    baseline_k3: ClassVar[float | None] = 3e-1
 
-def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
-    """float32 code * scale."""
-    return qt.qvalue.astype(jnp.float32) * qt.scale
+    @property
+    def wire(self) -> formats.Layout:
+        """float8_e4m3fn [N, K], float32 [N, 1]."""
+        return _WIRE
 
+    def quantize(self, w: Float[Array, "*L N K"]) -> QTensor:
+        """Codes float8_e4m3fn [..., N, K] and scales float32 [..., N, 1] from the bfloat16-rounded master."""
+        w = round_bf16(w.astype(jnp.float32))
+        amax = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
+        scale = divide(amax, jnp.full_like(amax, _MAX))
+        scale = jnp.where(scale == 0, _ZERO_SCALE, scale)
+        return QTensor({"codes": to_e4m3(divide(w, scale)), "scales": scale}, self)
 
-def activations(x: Float[Array, "M K"], *, numerics: Numerics) -> tuple[Float[Array, "M K"], Float[Array, "M 1"]]:
-    """Dynamic per-token codes float8_e4m3fn and scales float32, of experts' rows too."""
-    x = x.astype(jnp.float32)
-    amax = rows.row_absmax(x)
-    scale = jnp.maximum(divide(amax, jnp.full_like(amax, _MAX)), _MIN_ACTIVATION_SCALE)
-    scaled = divide(x, scale) if numerics.fp8_divides else x * divide(jnp.ones_like(scale), scale)
-    return to_e4m3(scaled), scale
+    def dequantize(self, qt: QTensor) -> Float[Array, "*L N K"]:
+        """float32 code * scale."""
+        return qt.codes.astype(jnp.float32) * qt.scales
 
+    def activations(
+        self, x: Float[Array, "M K"], *, numerics: Numerics
+    ) -> tuple[Float[Array, "M K"], Float[Array, "M 1"]]:
+        """Dynamic per-token codes float8_e4m3fn and scales float32, of experts' rows too."""
+        x = x.astype(jnp.float32)
+        amax = rows.row_absmax(x)
+        scale = jnp.maximum(divide(amax, jnp.full_like(amax, _MAX)), _MIN_ACTIVATION_SCALE)
+        scaled = divide(x, scale) if numerics.fp8_divides else x * divide(jnp.ones_like(scale), scale)
+        return to_e4m3(scaled), scale
 
-def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
-    """The engine's layer."""
-    x_q, s_x = used
-    if numerics.float64:
-        y = product.rescaled(x_q, s_x, qt.qvalue, qt.scale)
-    else:
-        y = s_x * (product.per_output(qt.scale[..., 0]) * product.float8(x_q, qt.qvalue))
-    return y if bias is None else y + bias
+    def multiply(self, used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
+        """The engine's layer."""
+        x_q, s_x = used
+        if numerics.float64:
+            y = product.rescaled(x_q, s_x, qt.codes, qt.scales)
+        else:
+            y = s_x * (product.per_output(qt.scales[..., 0]) * product.float8(x_q, qt.codes))
+        return y if bias is None else y + bias

@@ -8,13 +8,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
+from qarl_bridge.protocol import formats
 
 from qarl_jax.numerics.float32 import divide, pack_int4, round_bf16, unpack_int4
 from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.quant.scheme import Scheme
 from qarl_jax.types import UserError
 
 # What a group of zeros gets for a scale: bfloat16's machine epsilon, as in compressed-tensors.
@@ -22,7 +26,7 @@ _ZERO_SCALE = 2.0**-7
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Scheme):
     """What the int4 schemes share; each has its own subclass, so that a QTensor names its scheme.
 
     Attributes:
@@ -31,8 +35,8 @@ class Config:
         output channel.
     """
 
-    name: ClassVar[str]
     bits: ClassVar[int] = 4
+    rounded_activations: ClassVar[Mapping[str, Any] | None] = None
     group_size: int = 128
 
     def __post_init__(self) -> None:
@@ -43,47 +47,63 @@ class Config:
     def __str__(self) -> str:
         return f"{self.name}:g{self.group_size}"
 
-
-def num_groups(k: int, group_size: int) -> int:
-    """Groups per row; group_size -1 is one group (per channel)."""
-    return 1 if group_size == -1 else k // group_size
-
-
-def check(shape: tuple[int, ...], config: Config) -> str | None:
-    """Why a weight [..., N, K] cannot be quantized in the config's groups, or None."""
-    k, group_size = shape[-1], config.group_size
-    if k % 8:
-        return f"K = {k} is not a multiple of 8, so its int4 codes do not fill int32 words"
-    if group_size != -1 and k % group_size:
-        allowed = [g for g in (32, 64, 128) if k % g == 0]
-        return (
-            f"K = {k} is not a multiple of the group size {group_size} (allowed: {', '.join(map(str, [*allowed, -1]))})"
+    @property
+    def wire(self) -> formats.Layout:
+        """int32 [N, K/8], bfloat16 [N, K/G], int64 [2]."""
+        by_row = self.group_size == -1
+        return formats.Layout(
+            scheme=str(self),
+            format="pack-quantized",
+            weights=formats.arguments(4, "int", "channel")
+            if by_row
+            else formats.arguments(4, "int", "group", group_size=self.group_size),
+            activations=self.rounded_activations,
+            arrays=(
+                formats.Array("codes", "weight_packed", np.dtype(np.int32), inputs=8),
+                formats.Array(
+                    "scales",
+                    "weight_scale",
+                    formats.BFLOAT16,
+                    inputs=0 if by_row else self.group_size,
+                    is_scale=True,
+                ),
+            ),
+            shape_leaf="weight_shape",
         )
-    return None
 
+    def check(self, shape: tuple[int, ...]) -> str | None:
+        """Why a weight [..., N, K] cannot be quantized in the groups, or None."""
+        k, group_size = shape[-1], self.group_size
+        if k % 8:
+            return f"K = {k} is not a multiple of 8, so its int4 codes do not fill int32 words"
+        if group_size != -1 and k % group_size:
+            allowed = ", ".join(map(str, [*(g for g in (32, 64, 128) if k % g == 0), -1]))
+            return f"K = {k} is not a multiple of the group size {group_size} (allowed: {allowed})"
+        return None
 
-def quantize(w: Float[Array, "*L N K"], config: Config) -> QTensor:
-    """Packed codes int32 [..., N, K/8] and bfloat16 scales [..., N, K/G].
+    def quantize(self, w: Float[Array, "*L N K"]) -> QTensor:
+        """Packed codes int32 [..., N, K/8] and bfloat16 scales [..., N, K/G].
 
-    From the bfloat16-rounded master: scale = bf16(absmax / 7.5) (compressed-tensors' rule: half of the range 15), codes
-    = RNE(w / scale) clamped to [-8, 7], against the rounded scale. With b bits: half of 2^b - 1, and [-2^(b-1),
-    2^(b-1) - 1].
-    """
-    *lead, k = w.shape
-    groups = num_groups(k, config.group_size)
-    w = round_bf16(w.astype(jnp.float32)).reshape(*lead, groups, k // groups)
-    amax = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
-    most = 2 ** (config.bits - 1)
-    scale = round_bf16(divide(amax, jnp.full_like(amax, most - 0.5)))
-    scale = jnp.where(scale == 0, _ZERO_SCALE, scale)
-    codes = jnp.clip(jnp.round(divide(w, scale)), -most, most - 1).astype(jnp.int8)
-    return QTensor(pack_int4(codes.reshape(*lead, k)), scale[..., 0].astype(jnp.bfloat16), config)
+        From the bfloat16-rounded master: scale = bf16(absmax / 7.5) (compressed-tensors' rule: half of the range 15),
+        codes = RNE(w / scale) clamped to [-8, 7], against the rounded scale. With b bits: half of 2^b - 1, and
+        [-2^(b-1), 2^(b-1) - 1].
+        """
+        *lead, k = w.shape
+        groups = 1 if self.group_size == -1 else k // self.group_size
+        w = round_bf16(w.astype(jnp.float32)).reshape(*lead, groups, k // groups)
+        amax = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
+        most = 2 ** (self.bits - 1)
+        scale = round_bf16(divide(amax, jnp.full_like(amax, most - 0.5)))
+        scale = jnp.where(scale == 0, _ZERO_SCALE, scale)
+        codes = jnp.clip(jnp.round(divide(w, scale)), -most, most - 1).astype(jnp.int8)
+        return QTensor(
+            {"codes": pack_int4(codes.reshape(*lead, k)), "scales": scale[..., 0].astype(jnp.bfloat16)}, self
+        )
 
-
-def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
-    """bf(code * scale) as float32: exactly the weight that every W4A16 kernel multiplies with."""
-    codes, scale = unpack_int4(qt.qvalue), qt.scale
-    *lead, k = codes.shape
-    groups = scale.shape[-1]
-    codes = codes.reshape(*lead, groups, k // groups).astype(jnp.float32)
-    return round_bf16(codes * scale.astype(jnp.float32)[..., None]).reshape(*lead, k)
+    def dequantize(self, qt: QTensor) -> Float[Array, "*L N K"]:
+        """bf(code * scale) as float32: exactly the weight that every W4A16 kernel multiplies with."""
+        codes, scale = unpack_int4(qt.codes), qt.scales
+        *lead, k = codes.shape
+        groups = scale.shape[-1]
+        codes = codes.reshape(*lead, groups, k // groups).astype(jnp.float32)
+        return round_bf16(codes * scale.astype(jnp.float32)[..., None]).reshape(*lead, k)

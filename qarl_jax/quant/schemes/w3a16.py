@@ -16,17 +16,13 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from qarl_jax.quant.schemes import int4_grid, w4a16
-
-NAME = "w3a16"
+from qarl_jax.quant.schemes import w4a16
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(w4a16.Config):
     """3-bit weights, activations in compute dtype. See `int4_grid.Config`."""
 
-    name: ClassVar[str] = NAME
+    name: ClassVar[str] = "w3a16"
     bits: ClassVar[int] = 3
-
-
-check, quantize, dequantize = int4_grid.check, int4_grid.quantize, int4_grid.dequantize
+    baseline_k3: ClassVar[float | None] = None

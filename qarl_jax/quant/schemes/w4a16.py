@@ -30,14 +30,11 @@ from typing import ClassVar
 
 from qarl_jax.quant.schemes import int4_grid
 
-NAME = "w4a16"
-
 
 @dataclasses.dataclass(frozen=True)
 class Config(int4_grid.Config):
     """int4 weights, activations in compute dtype. See `int4_grid.Config`."""
 
-    name: ClassVar[str] = NAME
-
-
-check, quantize, dequantize = int4_grid.check, int4_grid.quantize, int4_grid.dequantize
+    name: ClassVar[str] = "w4a16"
+    held_twice: ClassVar[bool] = True
+    baseline_k3: ClassVar[float | None] = 1.2

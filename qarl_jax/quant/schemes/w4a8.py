@@ -35,10 +35,12 @@ Sources: QaRL, arXiv 2604.07853; QQQ, arXiv 2406.09904; vLLM csrc/cpu.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from qarl_bridge.protocol import formats
 
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.float32 import fused_multiply_add, unpack_int4
@@ -46,8 +48,8 @@ from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.quant.contractions import Product
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.schemes import int4_grid
+from qarl_jax.types import UserError
 
-NAME = "w4a8"
 _AMAX_FLOOR = 1e-7
 
 
@@ -55,36 +57,42 @@ _AMAX_FLOOR = 1e-7
 class Config(int4_grid.Config):
     """int4 weights, dynamic int8 activations per token. See `int4_grid.Config`."""
 
-    name: ClassVar[str] = NAME
+    name: ClassVar[str] = "w4a8"
+    low_bit_activations: ClassVar[bool] = True
+    rounded_activations: ClassVar[Mapping[str, Any] | None] = formats.arguments(8, "int", "token", dynamic=True)
 
+    def on(self, numerics: Numerics) -> Config:
+        """Itself, but for vLLM on CUDA, which has no such layer."""
+        if numerics.profile == "cuda":
+            raise UserError(
+                "vLLM on CUDA has no layer with int4 weights and int8 activations (w4a8): set quant.forward and"
+                " quant.rollout to w4a16 or fp8, or sample with the embedded sampler (rollout.engine.name=jax)"
+            )
+        return self
 
-check, quantize, dequantize = int4_grid.check, int4_grid.quantize, int4_grid.dequantize
+    def activations(self, x, *, numerics: Numerics):
+        """int8 codes and float32 scales of rows."""
+        del numerics
+        return quantize_rows(x, amax_floor=_AMAX_FLOOR)
 
+    def multiply(self, used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
+        """The engine's layer; fused additions are spelled out: one program would fuse and another not."""
+        x_q, s_x = used
+        w_q = unpack_int4(qt.codes)
+        if numerics.float64:
+            y = product.rescaled(x_q, s_x, w_q, qt.scales)
+            return y if bias is None else y + bias
+        groups, k = qt.scales.shape[-1], x_q.shape[-1]
+        size = k // groups
 
-def activations(x, *, numerics: Numerics):
-    """int8 codes and float32 scales of rows."""
-    del numerics
-    return quantize_rows(x, amax_floor=_AMAX_FLOOR)
+        def add_group(acc, g):
+            x_g = jax.lax.dynamic_slice_in_dim(x_q, g * size, size, axis=-1)
+            w_g = jax.lax.dynamic_slice_in_dim(w_q, g * size, size, axis=-1)
+            s_g = jax.lax.dynamic_index_in_dim(qt.scales, g, axis=-1, keepdims=False).astype(jnp.float32)
+            p = product.integer(x_g, w_g).astype(jnp.float32)
+            return fused_multiply_add(p * s_x, product.per_output(s_g), acc, s_x), None
 
-
-def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
-    """The engine's layer; fused additions are spelled out: one program would fuse and another not."""
-    x_q, s_x = used
-    w_q = unpack_int4(qt.qvalue)
-    if numerics.float64:
-        y = product.rescaled(x_q, s_x, w_q, qt.scale)
-        return y if bias is None else y + bias
-    groups, k = qt.scale.shape[-1], x_q.shape[-1]
-    size = k // groups
-
-    def add_group(acc, g):
-        x_g = jax.lax.dynamic_slice_in_dim(x_q, g * size, size, axis=-1)
-        w_g = jax.lax.dynamic_slice_in_dim(w_q, g * size, size, axis=-1)
-        s_g = jax.lax.dynamic_index_in_dim(qt.scale, g, axis=-1, keepdims=False).astype(jnp.float32)
-        p = product.integer(x_g, w_g).astype(jnp.float32)
-        return fused_multiply_add(p * s_x, product.per_output(s_g), acc, s_x), None
-
-    start = jnp.zeros((x_q.shape[0], qt.shape[-2]), jnp.float32)
-    if bias is not None:
-        start = start + bias
-    return jax.lax.scan(add_group, start, jnp.arange(groups))[0]
+        start = jnp.zeros((x_q.shape[0], qt.shape[-2]), jnp.float32)
+        if bias is not None:
+            start = start + bias
+        return jax.lax.scan(add_group, start, jnp.arange(groups))[0]

@@ -34,63 +34,74 @@ Sources: QaRL, arXiv 2604.07853; vLLM csrc/quantization/w8a8.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
+from qarl_bridge.protocol import formats
 
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.numerics.float32 import divide, fused_multiply_add, round_bf16
 from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.quant.contractions import Product
 from qarl_jax.quant.qtensor import QTensor
+from qarl_jax.quant.scheme import Scheme
 
-NAME = "w8a8"
 # What a row of zeros gets for a scale: float32's machine epsilon, as in compressed-tensors.
 _ZERO_SCALE = 2.0**-23
+_WIRE = formats.Layout(
+    scheme="w8a8",
+    format="int-quantized",
+    weights=formats.arguments(8, "int", "channel"),
+    activations=formats.arguments(8, "int", "token", dynamic=True),
+    arrays=(
+        formats.Array("codes", "weight", np.dtype(np.int8)),
+        formats.Array("scales", "weight_scale", np.dtype(np.float32), inputs=0, is_scale=True),
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Scheme):
     """int8 weights per output channel, dynamic int8 activations per token."""
 
-    def __str__(self) -> str:
-        return NAME
+    name: ClassVar[str] = "w8a8"
+    low_bit_activations: ClassVar[bool] = True
+    kernel: ClassVar[str] = "int8"
+    sums_are_exact: ClassVar[bool] = True
+    baseline_k3: ClassVar[float | None] = 6e-2
 
+    @property
+    def wire(self) -> formats.Layout:
+        """int8 [N, K], float32 [N, 1]."""
+        return _WIRE
 
-def check(shape: tuple[int, ...], config: Config) -> str | None:
-    """Why a weight [..., N, K] cannot be quantized, or None."""
-    del shape, config
-    return None
+    def quantize(self, w: Float[Array, "*L N K"]) -> QTensor:
+        """Codes int8 [..., N, K] and scales float32 [..., N, 1] from the bfloat16-rounded master."""
+        w = round_bf16(w.astype(jnp.float32))
+        amax = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
+        scale = divide(amax, jnp.full_like(amax, 127.5))
+        scale = jnp.where(scale == 0, _ZERO_SCALE, scale)
+        codes = jnp.clip(jnp.round(divide(w, scale)), -128, 127).astype(jnp.int8)
+        return QTensor({"codes": codes, "scales": scale}, self)
 
+    def dequantize(self, qt: QTensor) -> Float[Array, "*L N K"]:
+        """float32 code * scale."""
+        return qt.codes.astype(jnp.float32) * qt.scales
 
-def quantize(w: Float[Array, "*L N K"], config: Config) -> QTensor:
-    """Codes int8 [..., N, K] and scales float32 [..., N, 1] from the bfloat16-rounded master."""
-    w = round_bf16(w.astype(jnp.float32))
-    amax = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
-    scale = divide(amax, jnp.full_like(amax, 127.5))
-    scale = jnp.where(scale == 0, _ZERO_SCALE, scale)
-    codes = jnp.clip(jnp.round(divide(w, scale)), -128, 127).astype(jnp.int8)
-    return QTensor(codes, scale, config)
+    def activations(self, x, *, numerics: Numerics):
+        """What meets the weight: int8 codes [M, K] and float32 scales [M, 1] of rows."""
+        return quantize_rows(x, amax_floor=numerics.amax_floor)
 
-
-def dequantize(qt: QTensor) -> Float[Array, "*L N K"]:
-    """float32 code * scale."""
-    return qt.qvalue.astype(jnp.float32) * qt.scale
-
-
-def activations(x, *, numerics: Numerics):
-    """What meets the weight: int8 codes [M, K] and float32 scales [M, 1] of rows."""
-    return quantize_rows(x, amax_floor=numerics.amax_floor)
-
-
-def multiply(used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
-    """The engine's layer."""
-    x_q, s_x = used
-    if numerics.float64:
-        y = product.rescaled(x_q, s_x, qt.qvalue, qt.scale)
-        return y if bias is None else y + bias
-    acc = product.integer(x_q, qt.qvalue).astype(jnp.float32)
-    return rescale(acc, s_x, product.per_output(qt.scale[..., 0]), bias)
+    def multiply(self, used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
+        """The engine's layer."""
+        x_q, s_x = used
+        if numerics.float64:
+            y = product.rescaled(x_q, s_x, qt.codes, qt.scales)
+            return y if bias is None else y + bias
+        acc = product.integer(x_q, qt.codes).astype(jnp.float32)
+        return rescale(acc, s_x, product.per_output(qt.scales[..., 0]), bias)
 
 
 def rescale(acc, s_x, s_w, bias):

@@ -14,7 +14,6 @@ from flax import nnx
 from qarl_jax import models, quant
 from qarl_jax.models.params import path_keys
 from qarl_jax.models.transformer import quantizable
-from qarl_jax.quant.schemes import w4a16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,7 @@ def compute_form(graphdef: Any, params: Any, qweights: Any) -> tuple[Policy, tup
     A decoding step multiplies every weight with a few rows only, so whatever is done to a weight on the way to its
     product costs as much as the product itself:
 
-      * w4a16 multiplies with bf(code * scale): that is stored, in the compute dtype, as a plain kernel;
+      * a scheme of weights alone multiplies with them decoded: that is stored, in the compute dtype, as a plain kernel;
       * other kernels, embedding and head are stored in the compute dtype instead of being cast at every step;
       * the codes of the other schemes are multiplied as they are, and the masters they shadow are dropped.
     """
@@ -65,7 +64,7 @@ def compute_form(graphdef: Any, params: Any, qweights: Any) -> tuple[Policy, tup
             linear.kernel.set_value(master.astype(config.compute_dtype))
             continue
         qtensor = linear.quantized.get_value()
-        if isinstance(qtensor.scheme, w4a16.Config):
+        if not qtensor.scheme.low_bit_activations:
             linear.kernel.set_value(quant.dequantize(qtensor, config.compute_dtype))
             linear.quantized = None
         else:

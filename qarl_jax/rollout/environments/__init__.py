@@ -8,14 +8,16 @@ An environment is a class. One object of it is made for every response (an episo
         async def reset(self, task: dict) -> str: ...            # observed before the first turn; usually ""
         async def step(self, text: str) -> tuple[str, float, bool]: ...     # observation, reward, done
         async def close(self) -> None: ...                       # optional: the episode was cut short
+        @classmethod
+        def prepare(cls, **options) -> None: ...                 # optional: once, for what all episodes share
 
 `task` has the prompt's `uid`, `text`, `answer` and `meta`; `text` is a turn of the policy. An observation is text, or a
 list of chat messages. The methods may be plain functions.
 
-Environments live in processes of their own (`rewards/pool.py`), without an accelerator. Each process holds many
-episodes, whose calls are answered at the same time. A call that raises, or takes longer than `timeout_s`, ends its
-episode; one that does not give way at all ends its process, and the episodes in it. An episode that ended so has no
-tokens to train on and enters no group's statistics; where all of a batch end so, the run stops and says why.
+Every episode is a process of its own, without an accelerator (`_host.py`). A call that raises, exits, returns anything
+else or takes longer than `timeout_s` ends its episode, and no other; what the episode started ends with it. An episode
+that ended so has no tokens to train on and enters no group's statistics; where all of a batch end so, the run stops and
+says why.
 
 A new one of ours is a file, which the process reads by its path (it imports nothing of qarl_jax), with its Config here.
 """
@@ -23,23 +25,23 @@ A new one of ours is a file, which the process reads by its path (it imports not
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import json
 import os
 import pickle
-import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
 from qarl_jax.rewards import pool
-from qarl_jax.rewards.pool import PoolConfig, WorkerPool
+from qarl_jax.rewards.pool import PoolConfig, Worker, WorkerPool
 from qarl_jax.types import UserError, at_least
 
 _HERE = os.path.dirname(__file__)
-_GRACE_S = 5.0  # for a process to say that its calls took too long
+_TOKEN = 256  # characters; no tokenizer has a longer one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,6 @@ class Config:
       role: of an observation in the chat template.
       before, after: texts around an observation, where data.template is not chat.
       timeout_s: seconds that a call may take.
-      workers: processes that hold episodes.
     """
 
     max_turns: int = 4
@@ -65,10 +66,9 @@ class Config:
     after: str = "\n"
     jailed: ClassVar[bool] = False  # whether its processes run what a policy wrote
     timeout_s: float = 30.0
-    workers: int = 1
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "max_turns", "max_observation_len", "workers")
+        at_least(self, 1, "max_turns", "max_observation_len")
         at_least(self, 0, "max_turn_len")
         if not 0 < self.timeout_s <= 500:
             raise UserError(f"timeout_s must be above 0 and at most 500 seconds, got {self.timeout_s}.")
@@ -166,71 +166,58 @@ Said = Mapping[str, Any]
 
 
 class Episodes:
-    """Episodes in worker processes. Calls that are made while others are answered are answered together after them.
+    """Episodes of an environment, each in a process of its own (`_host.py`).
 
     Args:
       cfg: of the environment. Raises `UserError` at once for a class that cannot be had.
-      say: is given a line when a call takes long.
+      say: is given a line of what concerns the user.
     """
 
     def __init__(self, cfg: Config, say: Callable[[str], None] = pool._tell):
         path, options = cfg.source()
         search = [entry or os.getcwd() for entry in sys.path]
         host = os.path.join(_HERE, "_host.py")
-        setup = base64.b64encode(pickle.dumps((search, host, path, options, cfg.timeout_s))).decode()
-        limits = PoolConfig(workers=cfg.workers, timeout_s=cfg.timeout_s + _GRACE_S, recycle_after=0, memory_mb=0)
+        most = _TOKEN * cfg.max_observation_len
+        setup = base64.b64encode(pickle.dumps((search, host, path, options, cfg.timeout_s, most))).decode()
+        limits = PoolConfig(workers=1, recycle_after=0, memory_mb=0)
         name = f"environment {path}"
         self._pool = WorkerPool("environment", limits, setup=setup, name=name, say=say, jailed=cfg.jailed)
-        self._pool.start()
-        self._waiting: queue.SimpleQueue[tuple[Call, Future[Said]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="environment", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        self._asked: dict[int, Future[Said]] = {}  # by episode
+        self._host: Worker | None = None
+        self._start()
 
     def ask(self, call: Call) -> Future[Said]:
-        """The answer to a call (`_host.Host.answer`), soon. From any thread."""
+        """The answer to a call (`_host.py`), soon; an episode has one at a time. From any thread."""
         future: Future[Said] = Future()
-        self._waiting.put((call, future))
+        with self._lock:
+            assert call["episode"] not in self._asked or len(call) == 1
+            self._asked[call["episode"]] = future
+            (self._host or self._start()).send(call)
         return future
 
     def close(self) -> None:
         """Ends the processes. Idempotent."""
-        if self._thread.is_alive():
-            self._waiting.put(None)
-            self._thread.join(timeout=1.0)
         self._pool.close()
 
-    def _serve(self) -> None:
-        while (first := self._waiting.get()) is not None:
-            batch, last = [first], False
-            while not self._waiting.empty():
-                if (more := self._waiting.get()) is None:
-                    last = True
-                    break
-                batch.append(more)
-            try:
-                answers = self._answered([call for call, _ in batch])
-            except BaseException as error:
-                for _, future in batch:
-                    future.set_exception(error)
-            else:
-                for (_, future), answer in zip(batch, answers, strict=True):
-                    future.set_result(answer)
-            if last:
-                return
+    def _start(self) -> Worker:
+        self._host = self._pool.start()
+        threading.Thread(target=self._listen, args=(self._host,), name="environment", daemon=True).start()
+        return self._host
 
-    def _answered(self, calls: Sequence[Call]) -> list[Said]:
-        mine: dict[int, list[int]] = {}
-        for i, call in enumerate(calls):
-            mine.setdefault(call["episode"] % self._pool.size, []).append(i)
-        tasks = [{"calls": [calls[i] for i in indices]} for indices in mine.values()]
-        out: list[Said] = [{}] * len(calls)
-        found = self._pool.answers(tasks, names=[f"{len(task['calls'])} calls" for task in tasks], slots=list(mine))
-        for indices, answer in zip(mine.values(), found, strict=True):
-            assert answer is not None  # only a strict pool leaves tasks out
-            said = answer.value or [{"error": answer.error or "no answer"}] * len(indices)
-            for i, one in zip(indices, said, strict=True):
-                out[i] = one
-        return out
+    def _listen(self, host: Worker) -> None:
+        assert host.process.stdout is not None
+        with contextlib.suppress(ValueError):  # closed
+            for line in host.process.stdout:
+                answer = json.loads(line)
+                future = self._asked.pop(answer.pop("episode"), None)
+                if future is not None:
+                    future.set_result(answer)
+        with self._lock:
+            self._pool.close()
+            self._host, lost, self._asked = None, self._asked, {}
+        for future in lost.values():
+            future.set_result({"error": "the process that holds all episodes was ended"})
 
 
 def plain(value: Any) -> Any:

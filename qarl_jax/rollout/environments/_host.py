@@ -1,80 +1,267 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes in a process of their own; run by `rewards/_worker.py`, and imports nothing of qarl_jax.
+"""Episodes, each in a process of its own; run by `rewards/_worker.py`, and imports nothing of qarl_jax.
 
-A task is a list of calls, which are answered at the same time: {"episode": number, "reset": task} begins an episode,
-{"episode": number, "step": text} takes a turn, {"episode": number} ends it. What an environment raises, and a call that
-takes too long, ends its episode with an "error", and no other.
+A call is a line of JSON: {"episode": number, "reset": task} begins an episode, {"episode": number, "step": text} takes
+a turn, {"episode": number} ends it. Each is answered by a line with the same number, as soon as it is done. An episode
+has one call at a time.
+
+The host imports the environment's class and then runs nothing of it. An episode is a copy of the host (fork), so
+whatever it does costs no other episode: it may raise, exit, hang, take all memory, close its streams. With its copy go
+the threads and processes that it started.
 """
 
 import asyncio
+import collections
+import contextlib
+import ctypes
+import gc
 import inspect
-import math
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphans below become children of an episode, and of the host behind it
+_LARGEST = 1e9  # of a reward: sums and squares of such numbers are finite in float32
 
 
 class Host:
-    """The episodes of one process.
+    """The episodes of an environment.
 
     Args:
-      make: the environment's class; called with `options` for every episode.
+      make: its class; called with `options` for every episode.
       options: keyword arguments.
       step_s: seconds that a call may take.
+      most: characters of an observation; the rest is cut off.
+      children: gives the children of a process.
     """
 
-    def __init__(self, make, options, step_s):
-        self.make, self.options, self.step_s = make, options, step_s
-        self.episodes = {}
-        self.loop = asyncio.new_event_loop()
+    def __init__(self, make, options, step_s, most, children=lambda pid: []):
+        self.make, self.options, self.step_s, self.most, self.children = make, options, step_s, most, children
+        prepare = getattr(make, "prepare", None)
+        if prepare is not None:
+            prepare(**options)
+        # Methods that do not give way hold a core; the others are answered all at the same time.
+        plain = not inspect.iscoroutinefunction(getattr(make, "step", None))
+        self.at_once = min(32, (os.cpu_count() or 1) + 4) if plain else sys.maxsize
+        self.poll = select.poll()
+        self.episodes = {}  # by number: (its process, our end of the wire to it, what came over it so far)
+        self.numbers = {}  # by the wire's descriptor
+        self.waiting: collections.deque = collections.deque()
+        self.deadlines = {}  # by number, of calls that are being answered; the first is the next
+        self.shared = set(children(os.getpid()))  # what the environment's module has started
+        prctl(_SUBREAPER, 1)
+        sys.stdout.flush()  # what is left in it, every copy would write
+        gc.freeze()  # copies share the memory of what there is
 
-    def answer(self, task):
-        """One answer per call: {"observation", "reward", "done"}, or {"error"}."""
+    def serve(self, calls, answers):
+        """Answers calls until there are no more to come. `calls`: a descriptor; `answers`: a text stream."""
+        self.wires = calls, answers
+        self.poll.register(calls, select.POLLIN)
+        read = bytearray()
+        while True:
+            wait = None if not self.deadlines else max(0.0, next(iter(self.deadlines.values())) - time.monotonic())
+            for descriptor, _ in self.poll.poll(wait and 1000.0 * wait):
+                if descriptor != calls:
+                    self.hear(self.numbers[descriptor])
+                    continue
+                chunk = os.read(calls, 1 << 20)
+                if not chunk:
+                    return
+                read += chunk
+                if b"\n" in chunk:
+                    *lines, read = read.split(b"\n")
+                    self.waiting.extend(map(json.loads, lines))
+            now = time.monotonic()
+            for number in [number for number, deadline in self.deadlines.items() if deadline <= now]:
+                self.answer(number, {"error": f"it took longer than timeout_s = {self.step_s:g} s"})
+            while self.waiting and len(self.deadlines) < self.at_once:
+                self.begin(self.waiting.popleft())
 
-        async def together():
-            return await asyncio.gather(*map(self.call, task["calls"]))
-
-        return self.loop.run_until_complete(together())
-
-    async def call(self, call):
+    def begin(self, call):
+        """Hands a call to its episode."""
         number = call["episode"]
-        try:
-            if "reset" in call:
-                self.episodes[number] = environment = self.make(**self.options)
-                return {"observation": said(await self.within(environment.reset, call["reset"]))}
-            if "step" not in call:
-                environment = self.episodes.pop(number, None)
-                close = getattr(environment, "close", None)
-                if close is not None:
-                    await self.within(close)
-                return {}
-            if number not in self.episodes:
-                return {"error": "the process that held it was ended"}
-            observation, reward, done = await self.within(self.episodes[number].step, call["step"])
-            if not math.isfinite(reward):
-                raise ValueError(f"the reward is {reward}")
-            return {"observation": said(observation), "reward": float(reward), "done": bool(done)}
-        except TimeoutError:
-            error = f"it took longer than {self.step_s:g} s"
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"[:400]
-        self.episodes.pop(number, None)
-        return {"error": error}
+        ends = "reset" not in call and "step" not in call
+        if ends and number in self.deadlines:
+            self.answer(number, {})
+            return
+        self.deadlines[number] = time.monotonic() + self.step_s
+        if "reset" in call:
+            try:
+                self.fork(number, call)
+            except OSError as error:
+                self.answer(number, {"error": f"no process can be started for it: {error.strerror}"})
+        elif number not in self.episodes:
+            self.answer(number, {} if ends else {"error": "its process has ended"})
+        else:
+            with contextlib.suppress(OSError):  # it is gone, which shows when it is listened to
+                self.episodes[number][1].sendall(json.dumps(call).encode() + b"\n")
 
-    async def within(self, function, *arguments):
-        """The result. A plain function runs in a thread, which is left where it is when it takes too long."""
-        if inspect.iscoroutinefunction(function):
-            return await asyncio.wait_for(function(*arguments), self.step_s)
-        return await asyncio.wait_for(asyncio.to_thread(function, *arguments), self.step_s)
+    def fork(self, number, call):
+        """Begins an episode."""
+        ours, theirs = socket.socketpair()
+        parent, pid = os.getpid(), os.fork()
+        if not pid:
+            try:
+                os.setsid()
+                prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the host
+                prctl(_SUBREAPER, 1)
+                if os.getppid() == parent:
+                    for descriptor in (*self.wires, ours, *(wire for _, wire, _ in self.episodes.values())):
+                        os.close(descriptor if isinstance(descriptor, int) else descriptor.fileno())
+                    self.live(call, theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+        ours.settimeout(self.step_s)
+        self.episodes[number] = pid, ours, bytearray()
+        self.numbers[ours.fileno()] = number
+        self.poll.register(ours, select.POLLIN)
+
+    def hear(self, number):
+        """Takes what an episode says."""
+        _, wire, read = self.episodes[number]
+        chunk = b""
+        with contextlib.suppress(OSError):
+            chunk = wire.recv(1 << 20)
+        read += chunk
+        if not chunk:
+            self.answer(number, {"error": self.bury(number)})
+        elif chunk.endswith(b"\n"):
+            self.answer(number, json.loads(bytes(read)))
+            read.clear()
+
+    def answer(self, number, said):
+        """Answers an episode's call, if it has one, and ends an episode that is over."""
+        if number in self.episodes and ("observation" not in said or said.get("done")):
+            self.bury(number)
+        if self.deadlines.pop(number, None) is not None:
+            print(json.dumps({"episode": number, **said}), file=self.wires[1], flush=True)
+
+    def bury(self, number):
+        """Ends an episode with all that it started; how its process ended, if it ended itself."""
+        pid, wire, _ = self.episodes.pop(number)
+        del self.numbers[wire.fileno()]
+        self.poll.unregister(wire)
+        wire.close()
+        end(pid, os.killpg)
+        end(pid, os.kill)  # it may not lead its group yet
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        known = self.shared | {each for each, _, _ in self.episodes.values()}
+        while left := set(self.children(os.getpid())) - known:
+            for each in left:
+                end(each, os.kill)
+                os.waitpid(each, 0)
+        return f"it ended its process, with {'signal' if code < 0 else 'exit code'} {abs(code)}"
+
+    # ---- in an episode's process ------------------------------------------------------------------------------------
+
+    def live(self, call, wire):
+        """Answers an episode's calls, one after the other, until nobody listens."""
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # where memory runs out, this process is ended, and not the trainer
+        if "numpy" in sys.modules:  # or every episode draws the same; random does this by itself
+            sys.modules["numpy"].random.seed()
+        episode, lines = _Episode(self), wire.makefile("rb")
+        while True:
+            try:
+                said = episode.answer(call)
+            except BaseException as error:
+                said = {"error": told(error)}
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # closed
+                    stream.flush()
+            wire.sendall(json.dumps(said).encode() + b"\n")
+            line = lines.readline()
+            if not line:
+                return
+            call = json.loads(line)
 
 
-def said(observation):
-    """Text, or chat messages. Raises TypeError for anything else."""
+class _Episode:
+    """One object of the environment, and its event loop."""
+
+    def __init__(self, host):
+        self.host, self.loop = host, asyncio.new_event_loop()
+        asyncio.set_event_loop(self.loop)
+
+    def answer(self, call):
+        """{"observation"}, and behind a turn {"reward", "done"}; {} for a call that ends it."""
+        if "reset" in call:
+            self.environment = self.host.make(**self.host.options)
+            return {"observation": said(self.run(self.environment.reset, call["reset"]), self.host.most)}
+        if "step" in call:
+            observation, reward, done = checked(self.run(self.environment.step, call["step"]))
+            return {"observation": said(observation, self.host.most), "reward": reward, "done": done}
+        self.run(getattr(self.environment, "close", tuple))
+        return {}
+
+    def run(self, method, *arguments):
+        """What a method returns, plain or async."""
+        found = method(*arguments)
+        return self.loop.run_until_complete(found) if inspect.isawaitable(found) else found
+
+
+def checked(returned):
+    """(observation, reward, done) as `step` has to return them. Raises TypeError and ValueError."""
+    try:
+        observation, reward, done = returned
+    except (TypeError, ValueError):
+        raise TypeError(f"step has to return (observation, reward, done), not {returned!r:.100}") from None
+    if isinstance(reward, str) or not abs(number := float(reward)) <= _LARGEST:
+        raise ValueError(f"the reward is {reward!r:.100}; step has to return a number of at most {_LARGEST:g} in size")
+    if done not in (True, False):
+        raise TypeError(f"done is {done!r:.100}; step has to return True or False")
+    return observation, number, bool(done)
+
+
+def said(observation, most):
+    """Text, or chat messages, of at most `most` characters. Raises TypeError for anything else."""
     if observation is None:
         return ""
     if isinstance(observation, str):
-        return observation
+        return clean(observation[:most])
     if isinstance(observation, (list, tuple)) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
         for m in observation
     ):
-        return [{"role": m["role"], "content": m["content"]} for m in observation]
+        out = []
+        for message in observation:
+            content = clean(message["content"][:most])
+            most -= len(content)
+            out.append({"role": clean(message["role"]), "content": content})
+        return out
     raise TypeError(f"an observation is text or a list of chat messages, not {type(observation).__name__}")
+
+
+def clean(text):
+    """The text, with the replacement character for halves of characters (surrogates), which no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def told(error):
+    """An error in a line, with the place that raised it."""
+    try:
+        text = str(error)
+    except BaseException:
+        text = "its text cannot be had"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    return clean(f"{type(error).__name__}: {text}"[:400]) + where
+
+
+def prctl(option, value):
+    """prctl(2), where there is one."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def end(pid, kill):
+    """Kills a process or group that may be gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        kill(pid, signal.SIGKILL)

@@ -69,6 +69,10 @@ class Environment:
     def __init__(self, id, arguments=None):
         self.id, self.arguments = id, json.dumps(arguments or {}, sort_keys=True)
 
+    @classmethod
+    def prepare(cls, id, arguments=None):
+        loaded(id, json.dumps(arguments or {}, sort_keys=True))
+
     async def reset(self, task):
         self.environment, rows = loaded(self.id, self.arguments)
         row = rows[int(task["meta"]["example_id"])]

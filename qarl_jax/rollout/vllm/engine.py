@@ -94,8 +94,8 @@ class BrokenPromiseError(UserError):
 
 
 def leave_memory_to_vllm() -> None:
-    """Call before JAX first asks for its devices: on a card shared with vLLM it must take memory as it needs it, not
-    three quarters of the card at once. What the user has set stays."""
+    """Call before JAX first asks for its devices: on a GPU shared with vLLM it must take memory as it needs it, not
+    three quarters of the GPU at once. What the user has set stays."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
@@ -108,7 +108,7 @@ def engine_tensors(weights: PolicyWeights, *, stacked: bool = False) -> Iterator
     for name, tensor in models.export_tensors(weights.params, weights.qweights, config, stacked=stacked):
         name = expert_stacks.name_of(name) if stacked else name
         if isinstance(tensor, QTensor):
-            yield from formats.pack(name, tensor.qvalue, tensor.scale, str(tensor.scheme)).items()
+            yield from formats.pack(name, tensor.arrays, tensor.scheme.wire).items()
         else:
             yield name, tensor
 
@@ -117,15 +117,15 @@ def engine_config(graphdef: Any) -> dict[str, Any]:
     """The config.json the engine is started with: the model's own, and the quantization_config its rules imply."""
     config = models.config_of(graphdef)
     names = models.hf_names(config)
-    schemes: dict[str, str] = {}
+    layouts: dict[str, formats.Layout | None] = {}
     for path in quantizable(models.abstract_model(config)):
         scheme = config.scheme_of(path)
-        for name in names[path].reshape(-1):
-            schemes[str(name)] = "bf16" if scheme is None else str(scheme)
+        layout = None if scheme is None else scheme.wire
+        layouts |= {str(name): layout for name in names[path].reshape(-1)}
     values = models.hf_config_json(config)
     values.pop("quantization_config", None)
     ignore = ["lm_head"] if config.moe is None else ["lm_head", "re:.*mlp\\.gate$"]
-    section = formats.quantization_config(schemes, ignore)
+    section = formats.quantization_config(layouts, ignore)
     return values if section is None else values | {"quantization_config": section}
 
 
@@ -401,7 +401,7 @@ class VllmEngine(RolloutEngine):
         if facts.engine != "fake" and facts.records_routing != self._config.record_routing:
             needed = "true" if self._config.record_routing else "false"
             raise UserError(
-                f"rollout.router_replay: start the bridges of rollout.engine.{self._config.by_hand} with record_routing"
+                f"rollout.router_replay: start the bridges of rollout.engine.endpoints with record_routing"
                 f" {needed} in their --options"
             )
 

@@ -8,7 +8,7 @@
 
 A run with one engine is a fleet of one. What a completion is depends on the weights, its prompt and its seed alone, so
 that it does not matter who draws it, how often, or in which order answers come in: where the engine's arithmetic does
-not depend on a request's company (the contract's kernels), a fleet's run equals the one-engine run, to the bit.
+not depend on a request's company (batch-invariant kernels), a fleet's run equals the one-engine run, to the bit.
 
 | what happens                         | what the fleet does                                                           |
 |--------------------------------------|-------------------------------------------------------------------------------|
@@ -18,7 +18,7 @@ not depend on a request's company (the contract's kernels), a fleet's run equals
 | it does not start                    | with the run: the run ends, and says why; later: as if it had died            |
 | it draws under another version       | its answer is not taken; it is treated as one that died                       |
 | it refuses a version                 | it is left out until the next one; the others go on                           |
-| it is slow (`hedge`)                 | an idle engine is asked as well, and the first answer counts                  |
+| it is slow (`HEDGE`)                 | an idle engine is asked as well, and the first answer counts                  |
 | an endpoint comes up later           | it is given the current version, and serves                                   |
 | none is left                         | the call fails, with what the first of them said                              |
 
@@ -33,7 +33,6 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import os
 import statistics
 import threading
 import time
@@ -45,7 +44,6 @@ from qarl_bridge.client import sender
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 
-from qarl_jax.rollout.vllm import ray_bridge
 from qarl_jax.rollout.vllm.config import Config
 from qarl_jax.rollout.vllm.replica import Life, Replica
 from qarl_jax.types import UserError
@@ -53,6 +51,9 @@ from qarl_jax.types import UserError
 RETRY_S = 15.0  # between calls to an endpoint that was left out
 GRACE_S = 5.0  # for endpoints to answer at a first publish, once one of them serves
 _TICK_S = 0.5  # how often a waiting call looks for slow engines and late ones
+HEDGE = 3.0
+"""Requests that take so many times as long as others did are asked of an idle engine as well (J. Dean, L. A. Barroso,
+The Tail at Scale, CACM 56, 2013)."""
 _SHORTEST_HEDGE_S = 1.0
 USER_CODES = frozenset({"auth", "setup", "lease", "foreign_model", "foreign_scheme", "limits"})  # what a user can fix
 # After these the bridge may not serve what it served before.
@@ -119,16 +120,9 @@ class Fleet:
         self._model_json: Mapping[str, Any] = {}
         self._closing = False
         self._numbers = itertools.count(1)
-        self._file_stamp: tuple[int, int] | None = None
         self._device_turn = threading.Lock()  # one broadcast from a GPU at a time
-        placed: list[Any] = [None] * config.started
-        if config.launch == "ray":
-            placed = ray_bridge.place(
-                config.started, gpus=config.ray_gpus, cpus=config.ray_cpus, python=config.python,
-                arguments=["--options", config.to_json()],
-            )  # fmt: skip
-        self.replicas = [self._replica(number=number, bridge=bridge) for number, bridge in enumerate(placed)]
-        self.replicas += [self._replica(address=address) for address in config.named]
+        self.replicas = [self._replica(number=number) for number in range(config.started)]
+        self.replicas += [self._replica(address=address) for address in config.endpoints]
 
     def _replica(self, **where: Any) -> Replica:
         number = next(self._numbers)
@@ -197,7 +191,7 @@ class Fleet:
             return report | ({"replicas": float(len(serving))} if self._config.is_fleet else {})
 
     def _is_awaited(self, replica: Replica, is_first: bool, began: float) -> bool:
-        """Whether a publish waits for an engine: for those that are up, and those that are started here."""
+        """Tells whether a publish waits for an engine: for those that are up, and those that are started here."""
         if replica.task is None:
             return False
         grace = is_first and time.monotonic() < began + GRACE_S
@@ -206,12 +200,11 @@ class Fleet:
 
     def _tend(self) -> None:
         """A task for everyone who lacks the current version, and is not given up. The caller holds the lock."""
-        self._reread()
         if self._target is None or self._closing:
             return
         now = time.monotonic()
         for replica in self.replicas:
-            if replica.task is not None or replica.serves(self._target) or replica.is_leaving:
+            if replica.task is not None or replica.serves(self._target):
                 continue
             if replica.error is not None:
                 if not replica.address or now < replica.retry_at:
@@ -220,42 +213,13 @@ class Fleet:
             replica.task = threading.Thread(target=self._bring, args=(replica,), daemon=True, name="bring")
             replica.task.start()
 
-    def _reread(self) -> None:
-        """Who came to `endpoints_file`, and who left it."""
-        path = self._config.endpoints_file
-        if not path:
-            return
-        try:
-            found = os.stat(path)
-            stamp = (found.st_mtime_ns, found.st_size)
-            if stamp == self._file_stamp:
-                return
-            with open(path, encoding="utf-8") as file:
-                lines = [line.strip() for line in file if line.strip() and not line.startswith("#")]
-        except OSError:
-            return  # it is being replaced, or not there yet
-        self._file_stamp = stamp
-        known = {replica.address: replica for replica in self.replicas if replica.address}
-        for address in dict.fromkeys(lines):
-            if address not in known:
-                try:
-                    messages.parse_address(address)
-                except BridgeError as error:
-                    self._log(f"rollout.engine.endpoints_file: {error}")
-                    continue
-                self.replicas.append(self._replica(address=address))
-            else:
-                known[address].is_leaving = False
-        for address, replica in known.items():
-            replica.is_leaving = address not in lines and address not in self._config.named
-
     def _bring(self, replica: Replica) -> None:
         """The task: to the current version, whatever that takes; it ends when the engine serves it or is left out."""
         while True:
             with self._changed:
                 staged, trouble = self._target, replica.trouble
                 done = trouble is None and replica.holds is staged and replica.client is not None
-                if done or staged is None or self._closing or replica.is_leaving:
+                if done or staged is None or self._closing:
                     replica.task = None
                     self._changed.notify_all()
                     return
@@ -334,7 +298,7 @@ class Fleet:
         for replica in self.replicas:
             if replica.error is not None:
                 return replica.error
-        return UserError("no vLLM bridge is left: rollout.engine.endpoints_file names none that answers")
+        return UserError("no vLLM bridge is left")
 
     # ---- completions -------------------------------------------------------------------------------------------------
 
@@ -414,9 +378,9 @@ class Fleet:
 
     def _hedge(self, work: _Work) -> None:
         """Asks idle engines for what others are slow at."""
-        if not self._config.hedge or not work.took:
+        if not work.took:
             return
-        limit = max(_SHORTEST_HEDGE_S, self._config.hedge * statistics.median(work.took))
+        limit = max(_SHORTEST_HEDGE_S, HEDGE * statistics.median(work.took))
         now = time.monotonic()
         for flight in list(work.flights):
             idle = [replica for replica in self.replicas if replica.serves(self._target) and not replica.requests]
@@ -543,8 +507,8 @@ class Fleet:
 
 
 def _is_fault(error: BridgeError, replica: Replica) -> bool:
-    """Whether a bridge is to be replaced: it is gone or silent, or refused a handshake after it had taken one, which
-    is what a death in the middle of one looks like."""
+    """Tells whether a bridge is to be replaced: it is gone or silent, or refused a handshake after it had taken one,
+    which is what a death in the middle of one looks like."""
     return error.code in ("dead", "timeout") or (error.code == "auth" and replica.has_held_lease)
 
 

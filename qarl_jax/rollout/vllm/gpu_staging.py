@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from qarl_bridge.client import sender
-from qarl_bridge.protocol import expert_stacks, fingerprint, formats, messages
+from qarl_bridge.protocol import expert_stacks, fingerprint, messages
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models
@@ -44,7 +44,7 @@ from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.vllm import join
 
-Key = tuple[str, str]  # (path of a parameter, "qvalue" | "scale" | "master")
+Key = tuple[str, str]  # (path of a parameter, name of an array of its QTensor, or "master")
 
 
 @functools.partial(jax.jit, static_argnames="lead")
@@ -123,16 +123,18 @@ def shapes_apart(weights: PolicyWeights) -> dict[str, tuple[np.dtype, tuple[int,
 
 
 def _parts(name: str, tensor: Any, lead: int) -> Iterator[tuple[str, Any, tuple[int, ...], str]]:
-    """(name, dtype, shape, field it is in) of each tensor of a weight, cut out of a stack with `lead` dims; the last
-    says the weight's own shape, and is in no field."""
+    """(name, dtype, shape, array it is) of each tensor of a weight, cut out of a stack with `lead` dims; one that says
+    the weight's own shape comes last, and is no array."""
     if not isinstance(tensor, QTensor):
         yield name, jnp.bfloat16, tuple(tensor.shape[lead:]), "master"
         return
-    qvalue, scale, *shape = formats.tensor_names(name, str(tensor.scheme))
-    yield qvalue, tensor.qvalue.dtype, tuple(tensor.qvalue.shape[lead:]), "qvalue"
-    yield scale, tensor.scale.dtype, tuple(tensor.scale.shape[lead:]), "scale"
-    for last in shape:
-        yield last, np.int64, (*tensor.shape[lead:-2], 2), ""
+    layout = tensor.scheme.wire
+    names = layout.names(name)
+    for array in layout.arrays:
+        held = tensor.arrays[array.name]
+        yield names[array.name], held.dtype, array.sent(tuple(held.shape[lead:])), array.name
+    if "" in names:
+        yield names[""], np.int64, (*tensor.shape[lead:-2], 2), ""
 
 
 def _lead(names: np.ndarray) -> int:
@@ -153,7 +155,7 @@ def _wanted(places: Sequence[_Place], weights: PolicyWeights) -> dict[Key, join.
             indices.setdefault(place.source, []).append(place.index)
     wanted = {}
     for (path, part), found in indices.items():
-        own = tensors[path] if part == "master" else getattr(tensors[path], part)
+        own = tensors[path] if part == "master" else tensors[path].arrays[part]
         dtype = np.dtype(jnp.bfloat16 if part == "master" else own.dtype)
         stack = join.Stack(own, dtype, _lead(names[path]))
         wanted[path, part] = join.Piece(stack, range(0 if stack.is_there else min(found), max(found) + 1))

@@ -101,12 +101,12 @@ class BridgeProcess:
 
     @property
     def is_started(self) -> bool:
-        """Whether a bridge was started and not stopped."""
+        """Tells whether a bridge was started and not stopped."""
         return self.process is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether a bridge was started and is no more."""
+        """Tells whether a bridge was started and is no more."""
         return self.process is not None and self.process.poll() is not None
 
     def _log_path(self) -> str:

@@ -27,7 +27,6 @@ from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax.rollout.vllm.config import Config
 from qarl_jax.rollout.vllm.process import BridgeProcess
-from qarl_jax.rollout.vllm.ray_bridge import RayBridge
 from qarl_jax.types import UserError
 
 _FIRST_WORD_S, _NEXT_WORD_S = 5.0, 30.0  # after which a bridge that does not answer is spoken of
@@ -48,7 +47,6 @@ class Replica:
     Args:
       name: in messages, e.g. "vLLM bridge 2".
       config: of the engines. number: of the process, for its GPUs and log. address: of a bridge started by hand.
-      bridge: what starts it; None: a process of this host.
       run_id, incarnation: whose versions these are.
       log: called with a line.
 
@@ -70,12 +68,11 @@ class Replica:
         log: Callable[[str], None],
         number: int = 0,
         address: str = "",
-        bridge: RayBridge | None = None,
     ):
         self.name, self.address = name, address
         self._config, self._run_id, self._incarnation, self._log = config, run_id, incarnation, log
         log_file = f"{config.log_file}.{number}" if config.log_file and config.started > 1 else config.log_file
-        self.bridge: BridgeProcess | RayBridge = bridge or BridgeProcess(
+        self.bridge = BridgeProcess(
             arguments=["--options", config.to_json()],
             python=config.python,
             visible_gpus=config.gpus_of(number),
@@ -95,19 +92,17 @@ class Replica:
         self.error: Exception | None = None
         self.retry_at = 0.0
         self.task: threading.Thread | None = None
-        self.is_leaving = False
         self.deaths = self.restarts = self.requests = self.draws = 0
         self.report: dict[str, float] = {}
 
     @property
     def has_room(self) -> bool:
-        """Whether more draws would be begun soon: some may wait, so that none has to be waited for."""
+        """Tells whether more draws would be begun soon: some may wait, so that none has to be waited for."""
         return self.requests < MOST_REQUESTS and 4 * self.draws < 5 * self._config.max_num_seqs
 
     def serves(self, version: sender.Version | None) -> bool:
-        """Whether requests may be sent."""
-        fit = self.trouble is None and self.error is None and not self.is_leaving
-        return fit and version is not None and self.holds is version
+        """Tells whether requests may be sent."""
+        return self.trouble is None and self.error is None and version is not None and self.holds is version
 
     # ---- to life, with the lease -------------------------------------------------------------------------------------
 
@@ -176,7 +171,7 @@ class Replica:
         """While it lasts, lines that say what is being waited for, with the time left."""
         what = f"{self.name.replace('the vLLM', 'its vLLM')} to start"
         if self.address:
-            what = f"the bridge at {self.address} (rollout.engine.{self._config.by_hand}) to answer"
+            what = f"the bridge at {self.address} (rollout.engine.endpoints) to answer"
         over = threading.Event()
 
         def speak() -> None:
@@ -197,7 +192,7 @@ class Replica:
     def publish(self, staged: sender.Version) -> dict[str, float]:
         """Puts a version into the engine; seconds, bytes and counts (`sender.Client.publish`)."""
         assert self.client is not None
-        return self.client.publish(staged, readback=self._config.readback, drain_timeout_s=self._config.drain_timeout_s)
+        return self.client.publish(staged, readback=self._config.readback)
 
     def ask(self, call: Callable[[sender.Client], Any]) -> Any:
         """What `call` makes of a connection that no other request is on."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts for vLLM's CPU engine, one arithmetic for every build (`cpu/linear.py`).
+"""Experts for vLLM's CPU engine, one arithmetic for every build (`cpu/linear.py`).
 
 vLLM 0.32 multiplies quantized experts on x86 through AMX tiles only and refuses such a model elsewhere; its kernels for
 bf16 experts round differently from build to build. These methods take their place, expert by expert, with the products
@@ -124,7 +124,7 @@ class Float64WNA16MoEMethod(_Float64, CompressedTensorsWNA16MoEMethod):
 
 
 def register() -> None:
-    """Let these serve every mixture of experts on a CPU (idempotent)."""
+    """Let these serve every MoE layer on a CPU (idempotent)."""
     expert_methods.serve(Float64MoEMethod, _class_of)
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts on CUDA whose result for a token does not depend on the other tokens of a step.
+"""Experts on CUDA whose result for a token does not depend on the other tokens of a step.
 
 vLLM's experts add with atomics (int4), choose tiles by the number of rows, and round a weighted output before they sum;
 its routers are products of cuBLAS. These operations take their place, and the learner computes the same
@@ -14,7 +14,7 @@ its routers are products of cuBLAS. These operations take their place, and the l
               y = bf16(float32(sum over a token's experts of weight * o)) in float64
 
 The products are grouped: copies of tokens are sorted by expert (`moe_align_block_size`, vLLM's), and a program
-multiplies a tile of copies of one expert. Enough experts are asked for in a decoding step to fill the card, so inputs
+multiplies a tile of copies of one expert. Enough experts are asked for in a decoding step to fill the GPU, so inputs
 are not cut into parts.
 
 What is left out: expert and tensor parallelism, biases, activations other than SwiGLU.
@@ -206,7 +206,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (x.double() @ weight.double().t()).float()
 
 
-def mixture(
+def experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,

@@ -4,7 +4,7 @@
 
 bf16 experts, int8 ones (w8a8), e4m3 ones (fp8) and int4 ones with bf16 activations (w4a16, widths a multiple of 128);
 others stay vLLM's. int4 words are multiplied as they are, interleaved: an expert sees few rows in a decoding step,
-where reading bf16(q s) would take four times as long, and a whole mixture of them would fill a card.
+where reading bf16(q s) would take four times as long, and all of a model's experts would fill a GPU.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _BatchInvariant(FusedMoEMethodBase):
             for which in ("w13", "w2")
         )
         options: dict[str, Any] = {"align": moe_align_block_size, "activation": _silu_and_mul, "rows": self.rows}
-        return expert_ops.mixture(x, topk_weights, topk_ids, first, second, **options)
+        return expert_ops.experts(x, topk_weights, topk_ids, first, second, **options)
 
 
 class BatchInvariantMoEMethod(_BatchInvariant, UnquantizedFusedMoEMethod):

@@ -58,7 +58,7 @@ def install() -> str:
     if getattr(originals[0], "batch_invariant", False):
         return _without_wgmma()
     _replace(linear, "apply", functools.partial(_product, only=_DENSE))
-    _replace(head, "apply", functools.partial(_product, out_dtype=torch.float32, parts=1))
+    _replace(head, "apply", functools.partial(_product, out_dtype=torch.float32, splits=1))
     _replace(norm, "forward_cuda", _norm)
     sampler.compute_logprobs = staticmethod(ops.log_softmax)
     _replace(top, "forward_native", _top)

@@ -6,7 +6,7 @@ vLLM's own products (cuBLAS, Machete, Marlin) cut their inputs by the number of 
 it, and its logits are rounded to bfloat16. These Triton kernels take their place (`install`); the learner computes the
 same numbers from the same rules:
 
-    product      y = bf16(acc + b), acc in the parts of `split_k.parts_of`; weights bfloat16, or int4 as bf16(q * s)
+    product      y = bf16(acc + b), acc in the parts of `split_k.splits_of`; weights bfloat16, or int4 as bf16(q * s)
     logits       the same product, one part, left in float32
     RMSNorm      r = float32(1 / sqrt(sum(x^2) / D + eps)) in float64; y = bf16((x * r) * w), products in float32
     log-probs    float32(z - top - log(sum(exp(z - top)))) in float64, z the float32 logits over temperature
@@ -196,7 +196,7 @@ def product(
     bias: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
-    parts: int | None = None,
+    splits: int | None = None,
     tile: tuple[int, int, int, int, int] | None = None,
     split: bool | None = None,
 ) -> torch.Tensor:
@@ -207,25 +207,25 @@ def product(
       scale: of int4 codes, bfloat16 [K/G, N]; G 16, 32, 64, or a multiple of 128; N a multiple of 8.
       bias: [N] or None.
       out_dtype: bfloat16 or float32.
-      parts: None: `split_k.parts_of`.
+      splits: None: `split_k.splits_of`.
       tile: (rows, outputs, inputs, warps, stages); None: chosen by the number of rows. split: whether parts are
         computed side by side; None: where there are few tiles. No result depends on these two.
     """
     m, k = x.shape
     bits = 16 if scale is None else 4
     n = weight.shape[0] if bits == 16 else weight.shape[1]
-    parts = split_k.parts_of(n, k) if parts is None else parts
+    splits = split_k.splits_of(n, k) if splits is None else splits
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
     if m == 0:
         return y
     group = 0 if scale is None else k // scale.shape[0]
     if tile is None:
-        tile = _tile(m, n, bits, parts)
+        tile = _tile(m, n, bits, splits)
     bm, bn, bk, warps, stages = tile
-    blocks = parts * triton.cdiv(m, bm) * triton.cdiv(n, bn)
+    blocks = splits * triton.cdiv(m, bm) * triton.cdiv(n, bn)
     partial, done = _workspace(x.device)
     if split is None:
-        split = parts > 1 and blocks <= _MOST_BLOCKS and blocks * bm * bn <= partial.numel()
+        split = splits > 1 and blocks <= _MOST_BLOCKS and blocks * bm * bn <= partial.numel()
     x = x if x.is_contiguous() else x.contiguous()
     if scale is None:
         w, s = TensorDescriptor.from_tensor(weight, [bn, bk]), None
@@ -233,9 +233,9 @@ def product(
         w = TensorDescriptor.from_tensor(weight.view(-1, 16), [bn, 16])
         # Flat first: a single group's row may have any stride, but a descriptor's may not.
         s = TensorDescriptor.from_tensor(scale.view(-1).view(-1, n), [max(1, split_k.STEP // group), bn])
-    _product[(blocks // parts, parts if split else 1)](
+    _product[(blocks // splits, splits if split else 1)](
         TensorDescriptor.from_tensor(x, [bm, bk]), w, s, bias, y, partial, done, m, n, k,
-        PARTS=parts, BITS=bits, GROUP=group, SPLIT=split, BIAS=bias is not None, BM=bm, BN=bn, BK=bk,
+        PARTS=splits, BITS=bits, GROUP=group, SPLIT=split, BIAS=bias is not None, BM=bm, BN=bn, BK=bk,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
@@ -253,7 +253,7 @@ _INT4_TILES = {
 _MANY = 16384  # outputs
 
 
-def _tile(m: int, n: int, bits: int, parts: int) -> tuple[int, int, int, int, int]:
+def _tile(m: int, n: int, bits: int, splits: int) -> tuple[int, int, int, int, int]:
     """(rows, outputs, inputs, warps, stages): the fastest of some on an H100, for layers of a Qwen3-4B and 8B."""
     if bits == 4:
         rows = max(min(_INT4_TILES), min(max(_INT4_TILES), triton.next_power_of_2(m)))
@@ -262,7 +262,7 @@ def _tile(m: int, n: int, bits: int, parts: int) -> tuple[int, int, int, int, in
         return max(16, triton.next_power_of_2(m)), 64, 128, 4, 4
     if m <= 512:
         return 128, 128, 64, 4, 5
-    return (256, 128, 64, 8, 3) if parts == 1 else (128, 128, 64, 8, 4)
+    return (256, 128, 64, 8, 3) if splits == 1 else (128, 128, 64, 8, 4)
 
 
 @triton.jit

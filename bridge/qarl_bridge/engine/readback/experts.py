@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in a live vLLM: which it can serve, and how they are read back.
+"""Experts in a live vLLM: which it can serve, and how they are read back.
 
 Read-back. An expert's two products have a nonlinearity between them, so one-hot rows do not return a weight. Instead:
 
@@ -17,7 +17,6 @@ tolerance would pass it, and is excluded only by the fingerprints of what was ha
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from qarl_bridge.engine.readback import formulas
 from qarl_bridge.protocol import formats, split_k
 from qarl_bridge.protocol.errors import BridgeError
 
@@ -35,8 +35,8 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")
 _PARTS_OF = {"w13": _PARTS[:2], "w2": _PARTS[2:]}
 _ROWS = 16  # random rows per layer, at least; more where it takes more for every expert to have one
 _SAMPLED = 8  # experts compared value by value in "sampled" mode
-# Largest relative L2 distance of a row, by what the activations are rounded to on their way.
-_TOLERANCE = {"bfloat16": 0.02, "int8": 0.06, "fp8": 0.15}
+# Largest relative L2 distance of a row, by the largest code of the activations (`Formula.top`).
+_TOLERANCE = {None: 0.02, 127.0: 0.06, 448.0: 0.15}
 
 
 def is_experts(module: Any) -> bool:
@@ -92,59 +92,58 @@ def check_groups(config: Mapping[str, Any], *, batch_invariant: bool = False) ->
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """The published experts of one layer: one torch tensor per matrix, as on the wire (expert_stacks.py).
+    """The published experts of one layer, as stacks (expert_stacks.py).
 
     Attributes:
-      weights: part -> codes: bf16, int8 or fp8 [E, N, K], int4 words [E, N, K/8].
-      scales: likewise; empty for bf16.
+      parts: part ("gate_proj") -> torch tensors [E, ...] by leaf.
+      formula: of their format.
       names: of all the tensors.
     """
 
-    weights: Mapping[str, Any]
-    scales: Mapping[str, Any]
+    parts: Mapping[str, Mapping[str, Any]]
+    formula: formulas.Formula
     names: tuple[str, ...]
 
     @staticmethod
-    def by_layer(tensors: Mapping[str, Any]) -> dict[str, Staged]:
-        """All published experts, by the prefix of their layer ("model.layers.0.mlp.experts")."""
-        found: dict[str, tuple[dict, dict, list[str]]] = {}
+    def by_layer(tensors: Mapping[str, Any], activations: str) -> dict[str, Staged]:
+        """All published experts, by the prefix of their layer ("model.layers.0.mlp.experts").
+
+        activations: of int4 experts, "bf16" or "int8".
+        """
+        found: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {}
         for name, tensor in tensors.items():
             prefix, is_expert, rest = name.partition(".experts.")
             if not is_expert:
                 continue
-            weights, scales, names = found.setdefault(f"{prefix}.experts", ({}, {}, []))
+            parts, names = found.setdefault(f"{prefix}.experts", ({}, []))
             names.append(name)
             _, part, leaf = rest.split(".")
-            if leaf in ("weight", "weight_packed"):
-                weights[part] = tensor
-            elif leaf == "weight_scale":
-                scales[part] = tensor
-        return {prefix: Staged(weights, scales, tuple(names)) for prefix, (weights, scales, names) in found.items()}
+            parts.setdefault(part, {})[leaf] = tensor
+        return {
+            prefix: Staged(parts, formulas.find(parts[_PARTS[0]], activations), tuple(names))
+            for prefix, (parts, names) in found.items()
+        }
+
+    def first(self, part: str) -> Any:
+        """The codes of a part, as they are on the wire."""
+        return next(tensor for leaf, tensor in self.parts[part].items() if leaf != "weight_shape")
 
     @property
     def num_experts(self) -> int:
         """How many."""
-        return len(self.weights[_PARTS[0]])
+        return len(self.first(_PARTS[0]))
 
-    def codes(self, expert: int, part: str) -> Any:
-        """[N, K]: the codes of one matrix, unpacked."""
-        return _codes(self.weights[part][expert])
-
-    def served(self, expert: int, part: str) -> Any:
-        """[N, K] float64: the weight the codes stand for, rounded to bf16 for int4."""
-        return _served(self.weights[part][expert], self.scales[part][expert] if self.scales else None)
-
-    def multiplied(self, expert: int, part: str, *, w4a8: bool) -> Any:
-        """[N, K] float64: what the bridge's own experts multiply with: as `served`, but w4a8's is not rounded."""
-        scale = self.scales[part][expert] if self.scales else None
-        return _served(self.weights[part][expert], scale, rounded=not w4a8)
-
-    def matrix(self, expert: int, which: str, of: Callable[[int, str], Any]) -> Any:
-        """What `of` gives for "w13" (gate above up) or "w2" (down) of one expert."""
-        return torch.cat([of(expert, part) for part in _PARTS_OF[which]])
+    def matrix(self, expert: int, which: str) -> Any:
+        """[N, K] float64: "w13" (gate above up) or "w2" (down) of one expert, as it is multiplied with."""
+        return torch.cat(
+            [
+                self.formula.served({leaf: tensor[expert] for leaf, tensor in self.parts[part].items()}, torch.float64)
+                for part in _PARTS_OF[which]
+            ]
+        )
 
     def matrices(self, experts: Any, which: str) -> Any:
-        """[experts, N, K] float32: `matrix` of several, as served, but for a rounding; a few operations for all.
+        """[experts, N, K] float32: `matrix` of several, but for a rounding; a few operations for all.
 
         Args:
           experts: int64, where the tensors are.
@@ -154,28 +153,8 @@ class Staged:
             raw = stack.view(torch.uint8) if stack.dtype == torch.float8_e4m3fn else stack  # cannot be indexed
             return raw.index_select(0, experts).view(stack.dtype)
 
-        parts = [
-            _served(pick(self.weights[part]), pick(self.scales[part]) if self.scales else None, dtype=torch.float32)
-            for part in _PARTS_OF[which]
-        ]
-        return torch.cat(parts, dim=1)
-
-
-def _codes(words: Any) -> Any:
-    """[..., N, K] of what is on the wire; int4: of words [..., N, K/8]."""
-    if words.dtype != torch.int32:
-        return words
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    return (((words.unsqueeze(-1) >> shifts) & 0xF) - 8).flatten(-2)
-
-
-def _served(words: Any, scale: Any | None, rounded: bool = True, dtype: Any = torch.float64) -> Any:
-    """[..., N, K], in float64 exact, or for int4 rounded to bf16; scale [..., N, groups]."""
-    codes = _codes(words).float().to(dtype)
-    if scale is None:
-        return codes
-    weight = (codes.unflatten(-1, (scale.shape[-1], -1)) * scale.to(dtype).unsqueeze(-1)).flatten(-2)
-    return weight.float().bfloat16().to(dtype) if rounded and words.dtype == torch.int32 else weight
+        parts = [{leaf: pick(stack) for leaf, stack in self.parts[part].items()} for part in _PARTS_OF[which]]
+        return torch.cat([self.formula.served(part, torch.float32) for part in parts], dim=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +194,6 @@ def read_back(
     *,
     mode: str,
     rng: np.random.Generator,
-    w4a8: bool,
     rows_of: Callable[[int, int, int], Rows],
 ) -> tuple[list[Verdict], int]:
     """Compares one live layer with what was published. Called in inference mode, in vLLM's config context.
@@ -225,7 +203,6 @@ def read_back(
       staged: what was published for it.
       mode: "sampled" compares some experts value by value, "full" all of them.
       rng: picks experts and rows.
-      w4a8: int4 experts take int8 activations.
       rows_of: `Rows.draw` of (width, asked, k), the same ones for all layers.
 
     Returns:
@@ -235,18 +212,16 @@ def read_back(
     if mode != "full":
         few = max(_SAMPLED, int(module.quant_method.moe.experts_per_token))
         experts = np.sort(rng.choice(experts, min(few, len(experts)), replace=False))
-    verdicts = [
-        _stored(name, module, staged, which, int(expert), w4a8) for which in ("w13", "w2") for expert in experts
-    ]
-    functional, rows = _functional(name, module, staged, experts, w4a8, rows_of)
+    verdicts = [_stored(name, module, staged, which, int(expert)) for which in ("w13", "w2") for expert in experts]
+    functional, rows = _functional(name, module, staged, experts, rows_of)
     return [v for v in (*verdicts, functional) if v is not None], rows
 
 
-def _stored(name: str, module: Any, staged: Staged, which: str, expert: int, w4a8: bool) -> Verdict | None:
+def _stored(name: str, module: Any, staged: Staged, which: str, expert: int) -> Verdict | None:
     if not type(module.quant_method).__name__.startswith("Float64"):
         return None
     live = getattr(module, f"{which}_float64")[expert]
-    wanted = staged.matrix(expert, which, functools.partial(staged.multiplied, w4a8=w4a8))
+    wanted = staged.matrix(expert, which)
 
     def explain() -> None:
         raise BridgeError(
@@ -256,26 +231,18 @@ def _stored(name: str, module: Any, staged: Staged, which: str, expert: int, w4a
     return explain, (live != wanted).any()
 
 
-def _activations(staged: Staged, w4a8: bool) -> str:
-    dtype = staged.weights[_PARTS[0]].dtype
-    if not staged.scales or (dtype == torch.int32 and not w4a8):
-        return "bfloat16"
-    return "int8" if dtype in (torch.int8, torch.int32) else "fp8"
-
-
 def _functional(
     name: str,
     module: Any,
     staged: Staged,
     experts: np.ndarray,
-    w4a8: bool,
     rows_of: Callable[[int, int, int], Rows],
 ) -> tuple[Verdict | None, int]:
     method = module.quant_method
     if method.is_monolithic:  # it routes by itself: no expert can be named
         return None, 0
     device = next(module.parameters()).device
-    held = staged.weights[_PARTS[2]]
+    held = staged.first(_PARTS[2])
     asked = len(experts)
     rows = rows_of(held.shape[1], asked, min(int(method.moe.experts_per_token), asked))
     index = torch.from_numpy(experts).to(held.device)
@@ -299,7 +266,7 @@ def _functional(
         out = (torch.nn.functional.silu(gate) * up) @ second.mT
         wanted += (out * rows.share[few]).sum(dim=0)
     distance = (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-30)
-    limit = _TOLERANCE[_activations(staged, w4a8)]
+    limit = _TOLERANCE[staged.formula.top]
     wrong = ~(distance <= limit) & ~((wanted.norm(dim=1) == 0) & (got.norm(dim=1) == 0))  # NaN is wrong, too
 
     def explain() -> None:

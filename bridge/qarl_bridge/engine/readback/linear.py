@@ -6,14 +6,13 @@ One-hot rows are pushed through every live linear layer; what comes out is the c
 kernel really uses, whatever layout it keeps. Expected values are computed from the staged tensors by the kernel's own
 formula, where the staged tensors are (host or GPU):
 
-    bf16, int4    y[n] = w[n, k] = bf16(q*s)                     exact
-    int8, w4a8    s_x = 1/127, x_q = 127: y[n] = bf16((127*q*s_x)*s_w)
-    fp8           s_x = 1/448, x_q = 448: y[n] = bf16((448*q*s_x)*s_w)
-                  (these two in either order on a GPU; on a CPU in float64, rounded to float32 first)
+    activations bf16    y[n] = bf16(q*s)                          exact
+    8-bit ones          s_x = 1/top, x_q = top: y[n] = bf16((top*q*s_x)*s_w), top 127 (int8) or 448 (e4m3)
+                        (in either order on a GPU; on a CPU in float64, rounded to float32 first)
 
-Rows of embeddings, norms and biases are compared as stored. Experts are read back through the fused layer itself
-(readback/experts.py). On a GPU every layer is pushed first and the verdicts are fetched together, so that nothing waits
-per layer.
+`formulas.py` has the codes q and scales s of every format. Rows of embeddings, norms and biases are compared as stored.
+Experts are read back through the fused layer itself (experts.py). On a GPU every layer is pushed first and the verdicts
+are fetched together, so that nothing waits per layer.
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from qarl_bridge.engine.readback import experts as readback_experts
+from qarl_bridge.engine.readback import formulas
+from qarl_bridge.engine.readback.formulas import Columns
 from qarl_bridge.protocol.errors import BridgeError
 from qarl_bridge.protocol.formats import FUSED
 
@@ -37,107 +38,26 @@ _CHUNK = 256  # one-hot rows pushed at once in "full" mode
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
-    """One published linear weight (or a plain stored one) under its Hugging Face prefix; torch tensors."""
-
-    kind: str  # "stored" | "dense" | "int8" | "fp8" | "int4"
-    names: tuple[str, ...]
-    weight: Any
-    scale: Any
-    bias: Any
-    width: int  # K
-
-    @staticmethod
-    def find(prefix: str, tensors: Mapping[str, Any]) -> Shard | None:
-        """The shard published under `prefix`, if any."""
-        bias_name = f"{prefix}.bias"
-        bias = tensors.get(bias_name)
-        extra = (bias_name,) if bias is not None else ()
-        scale = tensors.get(f"{prefix}.weight_scale")
-        packed = tensors.get(f"{prefix}.weight_packed")
-        if packed is not None:
-            names = (f"{prefix}.weight_packed", f"{prefix}.weight_scale", f"{prefix}.weight_shape", *extra)
-            return Shard("int4", names, packed, scale, bias, packed.shape[1] * 8)
-        weight = tensors.get(f"{prefix}.weight")
-        if weight is None:
-            return None
-        if scale is not None:
-            kind = "int8" if weight.dtype == torch.int8 else "fp8"
-            names = (f"{prefix}.weight", f"{prefix}.weight_scale", *extra)
-            return Shard(kind, names, weight, scale, bias, weight.shape[1])
-        kind = "dense" if weight.ndim == 2 else "stored"
-        return Shard(kind, (f"{prefix}.weight", *extra), weight, None, bias, weight.shape[-1])
-
-
-class Columns:
-    """One-hot rows at some inputs, and what it takes to pick their columns from staged tensors.
-
-    Made once for all layers of a width: on a GPU, a read-back takes as long as its kernels take to start.
+class Weight:
+    """One published linear weight, or a plain stored one.
 
     Attributes:
-      picked: the inputs, int64 [R].
-      width: K.
-      one_hot: bfloat16 [R, K], where the model computes.
-      index: `picked` where the staged tensors are.
+      prefix: its Hugging Face module.
+      tensors: torch tensors by leaf, all that were published for the module.
     """
 
-    def __init__(self, picked: np.ndarray, width: int, *, computing: Any, staged: Any):
-        self.picked, self.width = picked, width
-        self.index = torch.from_numpy(picked).to(staged)
-        every = torch.arange(width, device=computing)
-        self.one_hot = (every == self.index.to(computing)[:, None]).to(torch.bfloat16)
-        self._word, self._shift = self.index // 8, (4 * (self.index % 8)).to(torch.int32)
-        self._groups: dict[int, Any] = {}
+    prefix: str
+    tensors: Mapping[str, Any]
 
-    def of(self, tensors: Sequence[Any]) -> Any:
-        """Columns of matrices side by side: [N_i, K] each -> [R, sum of N_i]."""
-        return torch.cat([tensor.index_select(1, self.index) for tensor in tensors]).t()
+    @property
+    def first(self) -> Any:
+        """The codes, or the values."""
+        return next(tensor for leaf, tensor in self.tensors.items() if leaf not in ("weight_shape", "bias"))
 
-    def codes(self, packed: Sequence[Any]) -> Any:
-        """int4 codes of packed words [N_i, K / 8] -> float32 [R, sum of N_i]."""
-        words = torch.cat([words.index_select(1, self._word) for words in packed])
-        return (((words >> self._shift) & 0xF) - 8).t().float()
-
-    def scales(self, tensors: Sequence[Any]) -> Any:
-        """Group scales [N_i, groups] -> float32 [R, sum of N_i]."""
-        count = tensors[0].shape[1]
-        if count not in self._groups:
-            self._groups[count] = self.index // (self.width // count)
-        return torch.cat([scale.index_select(1, self._groups[count]) for scale in tensors]).t().float()
-
-
-def expected(shards: Sequence[Shard], columns: Columns, activations: str) -> list[Any]:
-    """What one-hot rows must return from a layer of these shards: one alternative [R, N] float32, or two either of
-    which is right.
-
-    Args:
-      shards: of one kind, in row order.
-      activations: of int4 layers, see `ReadBack`.
-    """
-    kind = shards[0].kind
-    if kind == "dense":
-        return [columns.of([shard.weight for shard in shards]).float()]
-    if kind == "int4":
-        codes = columns.codes([shard.weight for shard in shards])
-        if activations == "bf16":
-            return [_bf16(codes * columns.scales([shard.scale for shard in shards]))]
-        scale = columns.scales([shard.scale for shard in shards])
-    else:
-        bytes_ = columns.of([shard.weight.view(torch.uint8) for shard in shards])  # float8 cannot be indexed everywhere
-        codes = bytes_.contiguous().view(shards[0].weight.dtype).float()
-        scale = torch.cat([shard.scale.float().reshape(1, -1) for shard in shards], dim=1)
-    top = 448.0 if kind == "fp8" else 127.0
-    # A float32 tensor: a Python float would be multiplied in float64 on some backends. Both are exact as the kernel
-    # has them: |acc| < 2^24.
-    x_scale = torch.tensor(1 / top, dtype=torch.float32, device=codes.device)
-    acc = codes * top
-    if columns.one_hot.device.type == "cpu":  # the bridge's own layers
-        return [_bf16((acc.double() * scale.double() * x_scale.double()).float())]
-    return [_bf16((acc * x_scale) * scale), _bf16((acc * scale) * x_scale)]
-
-
-def _bf16(x: Any) -> Any:
-    return x.to(torch.bfloat16).float()
+    @property
+    def bias(self) -> Any | None:
+        """Its bias."""
+        return self.tensors.get("bias")
 
 
 class ReadBack:
@@ -190,7 +110,11 @@ class ReadBack:
         seen: set[str] = set()
         verdicts: list[tuple[Callable[[], None], Any]] = []  # how to explain it, whether it is wrong
         asked: Iterator[Columns]
-        banks = readback_experts.Staged.by_layer(tensors)
+        banks = readback_experts.Staged.by_layer(tensors, self._activations)
+        published: dict[str, dict[str, Any]] = {}
+        for full, tensor in tensors.items():
+            prefix, _, leaf = full.rpartition(".")
+            published.setdefault(prefix, {})[leaf] = tensor
         sampled: dict[int, Columns] = {}  # by width; all layers of a width are asked for the same inputs
         rows_of = functools.cache(functools.partial(readback_experts.Rows.draw, rng, self._device))  # for experts
         with torch.inference_mode(), self._context():
@@ -200,33 +124,36 @@ class ReadBack:
                     if staged is None:
                         continue
                     found, pushed = readback_experts.read_back(
-                        name, module, staged, mode=mode, rng=rng, w4a8=self._activations == "int8", rows_of=rows_of
+                        name, module, staged, mode=mode, rng=rng, rows_of=rows_of
                     )
                     verdicts += found
                     seen.update(staged.names)
                     rows += pushed
                     layers += 1
                     continue
-                shards = self._shards(name, tensors)
-                if shards is None:
+                weights = self._weights(name, published)
+                if weights is None:
                     continue
-                seen.update(n for shard in shards for n in shard.names)
-                if shards[0].kind == "stored":
-                    verdicts += self._stored(name, module, shards[0])
+                if self._is_stored(name, weights[0]):
+                    seen.update(f"{name}.{leaf}" for leaf in ("weight", "bias"))
+                    verdicts += self._stored(name, module, weights[0])
                 else:
-                    width = shards[0].width
+                    seen.update(f"{weight.prefix}.{leaf}" for weight in weights for leaf in weight.tensors)
+                    formula = formulas.find(weights[0].tensors, self._activations)
+                    first = weights[0].first
+                    width = first.shape[1] * formula.inputs
                     if mode == "full":
                         every = np.arange(width)
                         chunks = (every[start : start + _CHUNK] for start in range(0, width, _CHUNK))
-                        asked = (self._columns(chunk, shards[0]) for chunk in chunks)
+                        asked = (self._columns(chunk, width, first) for chunk in chunks)
                         rows += width
                     else:
                         if width not in sampled:
                             picked = np.sort(rng.choice(width, min(SAMPLED_ROWS, width), replace=False))
-                            sampled[width] = self._columns(picked, shards[0])
+                            sampled[width] = self._columns(picked, width, first)
                         asked = iter([sampled[width]])
                         rows += len(sampled[width].picked)
-                    verdicts += self._functional(name, module, shards, asked)
+                    verdicts += self._functional(name, module, weights, formula, asked)
                 layers += 1
         unseen = [n for n in tensors if n not in seen]
         if unseen:
@@ -239,34 +166,37 @@ class ReadBack:
                 verdicts[index][0]()
         return layers, rows
 
-    def _shards(self, name: str, tensors: Mapping[str, Any]) -> list[Shard] | None:
+    def _weights(self, name: str, published: Mapping[str, Mapping[str, Any]]) -> list[Weight] | None:
+        """What was published for a live module, in row order; None: nothing, or not all of it."""
         if name in self._tied:  # published as the embedding, which is stored; here it is multiplied with
-            shared = Shard.find(self._tied[name], tensors)
-            return None if shared is None else [dataclasses.replace(shared, kind="dense")]
-        prefix, _, leaf = name.rpartition(".")
-        parts = FUSED.get(leaf, (leaf,))
-        shards = [Shard.find(f"{prefix}.{part}" if prefix else part, tensors) for part in parts]
-        if any(shard is None for shard in shards):
-            return None
-        if not hasattr(self._modules[name], "quant_method") or "Embedding" in type(self._modules[name]).__name__:
-            shards = [dataclasses.replace(shard, kind="stored") for shard in shards if shard is not None]
-        return [shard for shard in shards if shard is not None]
+            prefixes = [self._tied[name]]
+        else:
+            prefix, _, leaf = name.rpartition(".")
+            prefixes = [f"{prefix}.{part}" if prefix else part for part in FUSED.get(leaf, (leaf,))]
+        found = [Weight(prefix, published[prefix]) for prefix in prefixes if prefix in published]
+        return found if len(found) == len(prefixes) else None
 
-    def _stored(self, name: str, module: Any, shard: Shard) -> list[tuple[Callable[[], None], Any]]:
+    def _is_stored(self, name: str, weight: Weight) -> bool:
+        """Whether a module's values are compared as they are: it multiplies nothing with them."""
+        module = self._modules[name]
+        multiplies = hasattr(module, "quant_method") and "Embedding" not in type(module).__name__
+        return name not in self._tied and (not multiplies or weight.first.ndim != 2)
+
+    def _stored(self, name: str, module: Any, shard: Weight) -> list[tuple[Callable[[], None], Any]]:
         def explain() -> None:
             raise BridgeError(f"read-back: {name} does not hold the published values", "engine")
 
-        live = module.weight.detach()[: shard.weight.shape[0]]
-        published = shard.weight.to(live.device)
+        live = module.weight.detach()[: shard.first.shape[0]]
+        published = shard.first.to(live.device)
         if live.dtype != published.dtype:
             live, published = live.float(), published.float()
         return [(explain, (live != published).any())]
 
-    def _columns(self, picked: np.ndarray, shard: Shard) -> Columns:
-        return Columns(picked, shard.width, computing=self._device, staged=shard.weight.device)
+    def _columns(self, picked: np.ndarray, width: int, staged: Any) -> Columns:
+        return Columns(picked, width, computing=self._device, staged=staged.device)
 
     def _functional(
-        self, name: str, module: Any, shards: list[Shard], asked: Iterator[Columns]
+        self, name: str, module: Any, weights: list[Weight], formula: formulas.Formula, asked: Iterator[Columns]
     ) -> list[tuple[Callable[[], None], Any]]:
         """`asked`: the one-hot rows to push, a chunk at a time."""
         verdicts: list[tuple[Callable[[], None], Any]] = []
@@ -276,7 +206,7 @@ class ReadBack:
             def explain_bias() -> None:
                 raise BridgeError(f"read-back: the bias of {name} does not hold the published values", "engine")
 
-            want_bias = torch.cat([shard.bias for shard in shards if shard.bias is not None])
+            want_bias = torch.cat([weight.bias for weight in weights if weight.bias is not None])
             # Marlin keeps a bias in its own order: its values are then compared as a set.
             live, want_bias = bias.detach().float().cpu(), want_bias.float().cpu()
             if "Marlin" in type(getattr(getattr(module, "scheme", None), "kernel", None)).__name__:
@@ -285,17 +215,18 @@ class ReadBack:
 
         def push(columns: Columns) -> tuple[Any, list[Any], Any]:
             got = module.quant_method.apply(module, columns.one_hot, None).float()
-            alternatives = [x.to(self._device) for x in expected(shards, columns, self._activations)]
+            alternatives = [x.to(self._device) for x in formula.expected([w.tensors for w in weights], columns)]
             got = got[:, : alternatives[0].shape[1]]  # a padded vocabulary has rows of its own
             wrong = ~torch.isfinite(got)
             return got, alternatives, wrong | functools.reduce(torch.logical_and, (got != a for a in alternatives))
 
+        width = weights[0].first.shape[1] * formula.inputs
         # `explain` outlives the layer's turn: it does not hold the rows, but makes them anew.
         for columns in asked:
 
             def explain(picked: np.ndarray = columns.picked) -> None:
                 with torch.inference_mode(), self._context():
-                    got, alternatives, wrong = push(self._columns(picked, shards[0]))
+                    got, alternatives, wrong = push(self._columns(picked, width, weights[0].first))
                 places = wrong.nonzero().cpu()
                 if len(places):
                     row, out = (int(i) for i in places[0])

@@ -1,0 +1,162 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the published tensors of a layer stand for: one row per format, found by the tensors' names and dtypes.
+
+    bf16    weight bfloat16 [N, K]
+    int8    weight int8 [N, K], weight_scale float32 [N, 1]                     activations int8
+    fp8     weight float8_e4m3fn [N, K], weight_scale float32 [N, 1]            activations e4m3
+    int4    weight_packed int32 [N, K/8], weight_scale bfloat16 [N, K/G]        activations bfloat16, or int8
+
+A new format is one row: how codes and scales are read off its tensors, for some inputs and as a whole. The read-back of
+dense layers and that of experts follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from qarl_bridge.protocol.errors import BridgeError
+
+Tensors = Mapping[str, Any]  # of one weight, by leaf
+_NO_ARRAYS = ("weight_shape", "bias")
+
+
+class Columns:
+    """One-hot rows at some inputs, and what it takes to pick their columns from staged tensors.
+
+    Made once for all layers of a width: on a GPU, a read-back takes as long as its kernels take to start.
+
+    Attributes:
+      picked: the inputs, int64 [R].
+      width: K.
+      one_hot: bfloat16 [R, K], where the model computes.
+      index: `picked` where the staged tensors are.
+    """
+
+    def __init__(self, picked: np.ndarray, width: int, *, computing: Any, staged: Any):
+        self.picked, self.width = picked, width
+        self.index = torch.from_numpy(picked).to(staged)
+        every = torch.arange(width, device=computing)
+        self.one_hot = (every == self.index.to(computing)[:, None]).to(torch.bfloat16)
+        self._columns: dict[int, Any] = {1: self.index}
+
+    def of(self, tensors: Sequence[Any]) -> Any:
+        """Columns of matrices side by side, which have one per 1, 8 or G inputs: [N_i, columns] -> [R, sum of N_i]."""
+        inputs = self.width // tensors[0].shape[1]
+        if inputs not in self._columns:
+            self._columns[inputs] = self.index // inputs
+        return torch.cat([tensor.index_select(1, self._columns[inputs]) for tensor in tensors]).t()
+
+    def places(self, inputs: int) -> Any:
+        """Where in a column of so many inputs each of these is, int32 [R, 1]."""
+        return (self.index % inputs).to(torch.int32)[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """One row.
+
+    Attributes:
+      leaves: of the tensors of a weight, with their dtypes; codes first.
+      columns: (tensors of weights side by side, columns) -> codes float32 [R, N] and scales [R or 1, N], or None.
+      whole: tensors, with any leading dimensions -> codes and scales, [..., N, K] and [..., N, groups], or None.
+      inputs: of one column of the codes.
+      top: the largest code of quantized activations; None: they are bfloat16.
+      rounded: whether code times scale is rounded to bfloat16 before it is multiplied.
+    """
+
+    leaves: Mapping[str, torch.dtype]
+    columns: Callable[[Sequence[Tensors], Columns], tuple[Any, Any]]
+    whole: Callable[[Tensors], tuple[Any, Any]]
+    inputs: int = 1
+    top: float | None = None
+    rounded: bool = False
+
+    def served(self, tensors: Tensors, dtype: Any) -> Any:
+        """[..., N, K] in `dtype`: the weight that is multiplied with."""
+        codes, scales = self.whole(tensors)
+        codes = codes.float().to(dtype)
+        if scales is None:
+            return codes
+        weight = (codes.unflatten(-1, (scales.shape[-1], -1)) * scales.to(dtype).unsqueeze(-1)).flatten(-2)
+        return weight.float().bfloat16().to(dtype) if self.rounded else weight
+
+    def expected(self, weights: Sequence[Tensors], columns: Columns) -> list[Any]:
+        """What one-hot rows must return from a layer of these weights: one alternative [R, N] float32, or two either of
+        which is right (the orders in which a GPU's kernel may multiply by its scales)."""
+        codes, scales = self.columns(weights, columns)
+        if self.top is None:
+            return [_bf16(codes if scales is None else codes * scales)]
+        # A float32 tensor: a Python float would be multiplied in float64 on some backends. Both are exact as the kernel
+        # has them: |acc| < 2^24.
+        x_scale = torch.tensor(1 / self.top, dtype=torch.float32, device=codes.device)
+        acc = codes * self.top
+        if columns.one_hot.device.type == "cpu":  # the bridge's own layers
+            return [_bf16((acc.double() * scales.double() * x_scale.double()).float())]
+        return [_bf16((acc * x_scale) * scales), _bf16((acc * scales) * x_scale)]
+
+
+def find(tensors: Tensors, activations: str) -> Formula:
+    """The row of a weight with these tensors.
+
+    Args:
+      activations: of int4 layers, "bf16" or "int8".
+
+    Raises:
+      BridgeError("engine"): tensors that no row has.
+    """
+    given = {leaf: tensor.dtype for leaf, tensor in tensors.items() if leaf not in _NO_ARRAYS}
+    for formula in FORMULAS:
+        if formula.leaves == given:
+            return INT4_INT8 if formula is INT4 and activations == "int8" else formula
+    said = ", ".join(f"{leaf} {dtype}" for leaf, dtype in given.items())
+    raise BridgeError(f"read-back: no formula for a layer of {said} (engine/readback/formulas.py)", "engine")
+
+
+def _bf16(x: Any) -> Any:
+    return x.to(torch.bfloat16).float()
+
+
+def _plain_columns(weights: Sequence[Tensors], columns: Columns) -> tuple[Any, Any]:
+    return columns.of([tensors["weight"] for tensors in weights]).float(), None
+
+
+def _channel_columns(weights: Sequence[Tensors], columns: Columns) -> tuple[Any, Any]:
+    bytes_ = columns.of([tensors["weight"].view(torch.uint8) for tensors in weights])  # float8 cannot be indexed
+    codes = bytes_.contiguous().view(weights[0]["weight"].dtype).float()
+    return codes, torch.cat([tensors["weight_scale"].float().reshape(1, -1) for tensors in weights], dim=1)
+
+
+def _int4_columns(weights: Sequence[Tensors], columns: Columns) -> tuple[Any, Any]:
+    words = columns.of([tensors["weight_packed"] for tensors in weights])
+    scales = columns.of([tensors["weight_scale"] for tensors in weights])
+    return (((words >> 4 * columns.places(8)) & 0xF) - 8).float(), scales.float()
+
+
+def _int4_whole(tensors: Tensors) -> tuple[Any, Any]:
+    words = tensors["weight_packed"]
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return (((words.unsqueeze(-1) >> shifts) & 0xF) - 8).flatten(-2), tensors["weight_scale"]
+
+
+def _channel_whole(tensors: Tensors) -> tuple[Any, Any]:
+    return tensors["weight"], tensors["weight_scale"]
+
+
+INT4 = Formula(
+    {"weight_packed": torch.int32, "weight_scale": torch.bfloat16}, _int4_columns, _int4_whole, inputs=8, rounded=True
+)
+INT4_INT8 = dataclasses.replace(INT4, top=127.0, rounded=False)
+FORMULAS = (
+    Formula({"weight": torch.bfloat16}, _plain_columns, lambda tensors: (tensors["weight"], None)),
+    Formula({"weight": torch.int8, "weight_scale": torch.float32}, _channel_columns, _channel_whole, top=127.0),
+    Formula(
+        {"weight": torch.float8_e4m3fn, "weight_scale": torch.float32}, _channel_columns, _channel_whole, top=448.0
+    ),
+    INT4,
+)

@@ -1,3 +1,0 @@
-# Copyright 2026 The qarl_jax authors.
-# SPDX-License-Identifier: Apache-2.0
-"""Answers that are worked out step by step."""

@@ -1,0 +1,58 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A run's prompts, opened before anything dear starts, and what its plan says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from qarl_jax import data
+from qarl_jax.run import build
+from qarl_jax.run.config import RunConfig
+from qarl_jax.types import Prompt
+
+LOOKED_AT = 64
+"""Prompts whose lengths the plan tells; making a reasoning-gym task takes time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The prompts of a run.
+
+    Attributes:
+      tokenizer: the policy's. train: those to train on. held_out: those to evaluate on; empty: it does not evaluate.
+      lines: what the plan says of them, as `config.describe` takes it.
+    """
+
+    tokenizer: Any
+    train: data.PromptSource
+    held_out: list[Prompt]
+    lines: list[tuple[str, str]]
+
+
+def open_prompts(cfg: RunConfig) -> tuple[RunConfig, Prompts]:
+    """Reads the tokenizer and the data; the config comes back with `data.max_prompt_len` resolved.
+
+    Raises:
+      UserError: either cannot be read, or there is nothing to train or evaluate on.
+    """
+    tokenizer = data.load_tokenizer(cfg.model.path)
+    cfg = dataclasses.replace(cfg, data=data.with_prompt_len(cfg.data, tokenizer))
+    train = data.make_source(cfg.data, tokenizer, "train")
+    lengths = [len(train.prompt(i).tokens) for i in range(min(LOOKED_AT, len(train)))]
+    some = f"the first {len(lengths)} have" if len(lengths) < len(train) else "they have"
+    lines = [("prompts", f"{len(train)} to train on; {some} {min(lengths)} to {max(lengths)} tokens")]
+    if train.skipped.total:
+        lines.append(("", f"left out: {train.skipped}"))
+    lines += [("", note) for note in train.notes.values()]
+    better = data.rounded(max(lengths))
+    shorter = cfg.row_len - cfg.data.prompt_limit + better
+    if not cfg.train.row_len and shorter < 0.75 * cfg.row_len:
+        makes = f"rows of {shorter} tokens, not {cfg.row_len}, and leaves longer prompts out"
+        lines.append(("", f"data.max_prompt_len={better} makes {makes}"))
+    said: list[str] = []
+    evaluates = cfg.eval.every or cfg.eval.at_start or cfg.eval.at_end
+    held_out = build.eval_prompts(cfg, tokenizer, said.append) if evaluates else []
+    lines += [("evaluation", cfg.eval.words(len(held_out))), *(("", text) for text in said)]
+    return cfg, Prompts(tokenizer=tokenizer, train=train, held_out=held_out, lines=lines)

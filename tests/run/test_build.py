@@ -1,0 +1,22 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A run's objects are made as its config says."""
+
+import pytest
+
+from qarl_jax.run import build
+from qarl_jax.types import UserError
+from tests.reference import tiny
+
+
+def test_what_is_observed_is_written_with_the_arguments_that_prompts_are_written_with(tmp_path, monkeypatch):
+    world = tiny.World(tmp_path)
+    chat = {"template": "chat", "chat_args": {"enable_thinking": False}}
+    cfg = world.changed(data=chat, rollout={"environment": {"name": "calculator"}}).config
+    monkeypatch.setattr(build, "TurnTaking", lambda *args, **settings: settings)
+    made = build.make_engine(cfg)
+    assert (made["chat"], made["chat_args"]) == (True, {"enable_thinking": False})
+    other = {**world.tree["data"], "template": "chat", "chat_args": {}}
+    cfg = world.changed(data=chat, eval={"data": other}, rollout={"environment": {"name": "calculator"}}).config
+    with pytest.raises(UserError, match=r"give eval\.data the same"):
+        build.eval_prompts(cfg, None)

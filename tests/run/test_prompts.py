@@ -1,0 +1,101 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a run knows its data: how many prompts there are, how long they are, and what that makes of the rows."""
+
+import json
+
+import pytest
+
+from qarl_jax import data
+from qarl_jax.data.sources import files
+from qarl_jax.run import config
+from qarl_jax.run.prompts import open_prompts
+from qarl_jax.types import UserError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    data.make_char_tokenizer("0123456789+?x", folder)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def opened(model, tmp_path):
+    """Opens the prompts of a run over so many sums, with settings over it."""
+
+    def open_them(count, question="{}+1?", eval_settings=None, **settings):
+        file = tmp_path / "sums.jsonl"
+        file.write_text(
+            "".join(json.dumps({"question": question.format(i), "answer": i + 1}) + "\n" for i in range(count))
+        )
+        tree = {
+            "model": {"path": str(model)},
+            "data": {"source": {"name": "jsonl", "path": str(file)}, "template": "raw"} | settings,
+            "rollout": {"max_response_len": 20},
+            "eval": eval_settings or {},
+        }
+        cfg, prompts = open_prompts(config.from_dict(tree))
+        return cfg, prompts, config.describe(cfg, prompts.lines)
+
+    return open_them
+
+
+def test_rows_have_the_size_of_the_longest_prompt(opened):
+    cfg, prompts, plan = opened(150, holdout=0.3)  # of four to six tokens
+    assert (cfg.data.max_prompt_len, cfg.row_len) == (16, 36)
+    assert f"{len(prompts.train)} to train on; the first 64 have 4 to 5 tokens" in plan
+    assert "data.max_prompt_len" not in plan
+    given, _, _ = opened(150, holdout=0.3, max_prompt_len=16)
+    assert given.data == cfg.data  # so that a run resumes whichever way it is asked for
+
+
+def test_the_longest_prompt_counts_of_both_splits_up_to_a_limit(opened):
+    cfg, _, _ = opened(60, question="{}?" + "x" * 100, holdout=0.5)
+    assert cfg.data.max_prompt_len == 112
+    cfg, prompts, _ = opened(60, question="{0:x<1022}?", holdout=0.5)  # "0xxx...?": 1,023 tokens
+    assert cfg.data.max_prompt_len == data.LONGEST == 1024
+    assert len(prompts.train) + len(prompts.held_out) == 60
+
+
+def test_rows_that_are_mostly_room_for_longer_prompts_are_told(opened):
+    _, _, plan = opened(60, max_prompt_len=200, holdout=0.0, eval_settings={"at_start": False, "at_end": False})
+    assert "data.max_prompt_len=16 makes rows of 36 tokens, not 220, and leaves longer prompts out" in plan
+    assert "evaluation   none" in plan
+
+
+def test_prompts_of_tasks_have_a_limit_of_their_own(model):
+    source = {"name": "reasoning_gym", "dataset": "chain_sum", "config": {"max_terms": 2}, "size": 80}
+    source["question"] = "{{ meta.expression.replace(' ', '').replace('-', '+') }}?"
+    cfg = config.from_dict({"model": {"path": str(model)}, "data": {"source": source, "template": "raw"}})
+    cfg, prompts = open_prompts(cfg)
+    assert (cfg.data.max_prompt_len, cfg.row_len) == (1024, 1024 + cfg.rollout.max_response_len)
+    assert "makes rows of" in config.describe(cfg, prompts.lines)
+
+
+def test_the_plan_counts_the_prompts_that_there_are_and_warns_of_few(opened):
+    _, prompts, plan = opened(40)
+    assert len(prompts.held_out) < 5
+    assert f"evaluation   {len(prompts.held_out)} prompts (of 128 asked for) x 1 samples, before, after" in plan
+    assert "eval.every=0 eval.at_start=false eval.at_end=false" in plan
+    _, prompts, plan = opened(400, holdout=0.2, eval_settings={"num_prompts": 40})
+    assert "evaluation   40 prompts x 1 samples" in plan
+    assert "too few" not in plan
+    _, _, plan = opened(60, question="{}?", holdout=0.9, eval_settings={"num_prompts": 29})
+    assert "different ones are 29, too few" in plan
+    with pytest.raises(UserError, match=r"leaves no held-out prompt .* turn evaluation off with eval\.every=0"):
+        opened(40, holdout=0.0)
+
+
+def test_a_plan_without_its_data_says_what_was_asked_for():
+    cfg = config.from_dict({"model": {"path": "none"}, "data": {"source": {"name": "jsonl", "path": "none"}}})
+    assert "evaluation   128 prompts x 1 samples, before, after" in config.describe(cfg)
+    assert cfg.data.prompt_limit == 1024
+    with pytest.raises(UserError, match="no such folder"):
+        open_prompts(cfg)
+
+
+def test_a_limit_that_is_given_is_kept(model, tmp_path):
+    cfg = data.Config(source=files.Jsonl(path=str(tmp_path / "never read")), max_prompt_len=9)
+    assert data.with_prompt_len(cfg, None) is cfg
