@@ -280,9 +280,9 @@ def _moments(cfg: RunConfig) -> Knob:
 
 def _masters(cfg: RunConfig) -> Knob:
     half = Choice(
-        settings={"model.param_dtype": "bfloat16"},
+        settings={"model.param_dtype": "bfloat16", "optimizer.master_rounding": "stochastic"},
         cost=Cost(bits=8),
-        notes=("bfloat16 masters hardly move at lr 1e-6",),
+        notes=("masters are bfloat16, rounded stochastically",),
     )
     return [Choice(settings={"model.param_dtype": "float32"}), half]
 
