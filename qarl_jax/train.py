@@ -32,6 +32,7 @@ from qarl_jax.loop import resume, step_metrics
 from qarl_jax.loop.setup import Run
 from qarl_jax.loop.updates import advantages_of
 from qarl_jax.memory import choose, plan
+from qarl_jax.models import published
 from qarl_jax.observe import flops, recorder
 from qarl_jax.observe.token_trace import Follower
 from qarl_jax.run import config
@@ -126,39 +127,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides)
-    if args.dry_run and args.cards is not None:
-        cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(args.cards))
-        if (needed := cfg.mesh.size) > args.cards:
-            raise UserError(f"--cards {args.cards}: the mesh has {needed} devices; set mesh.fsdp=-1 to take all cards.")
-    if not args.dry_run:
-        processes.start(cfg.distributed)  # before anything asks JAX for its devices
-    size = plan.capacity() if args.card_gb is None else int(args.card_gb * 2**30)
-    if not args.dry_run and (said := processes.from_first(lambda: resume.finished(cfg, on_gpu=size is not None))):
+    if args.dry_run:
+        return dry_run(cfg, args.cards, None if args.card_gb is None else int(args.card_gb * 2**30))
+    processes.start(cfg.distributed)  # before anything asks JAX for its devices
+    size = plan.capacity()
+    if said := processes.from_first(lambda: resume.finished(cfg, on_gpu=size is not None)):
         if processes.is_first():
             print(said)
         return 0
-    try:
-        cfg, prompts = open_prompts(cfg)  # first: it is cheap, can refuse, and sizes the rows
-        lines = prompts.lines
-    except UserError as error:
-        if not args.dry_run:
-            raise
-        lines = [("prompts", f"cannot be read: {error}"), ("evaluation", cfg.eval.words())]
-    if not args.dry_run:
-        doctor.ask(cfg)
+    cfg, prompts = open_prompts(cfg)  # first: it is cheap, can refuse, and sizes the rows
+    doctor.ask(cfg)
     cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
-    if made is not None and not args.dry_run:
+    if made is not None:
         made.keep()
-    if args.dry_run:
-        print(config.to_yaml(cfg))
-    if args.dry_run or processes.is_first():
-        print(config.describe(cfg, lines))
-        print("\n".join(made.lines() if made is not None else ()), end="\n" * (made is not None))
-    if args.dry_run:
-        print(plan.describe(cfg))
-        return 0
+    if processes.is_first():
+        print_plan(cfg, made, prompts.lines)
     run(cfg, prompts)
     return 0
+
+
+def dry_run(cfg: RunConfig, cards: int | None, size: int | None) -> int:
+    """Prints the resolved config and the plans, for cards that need not be here; returns the exit code.
+
+    Args:
+      cards: how many; None: those that are here.
+      size: bytes of each; None: as the first that is here.
+    """
+    if cards is not None:
+        cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(cards))
+        if cfg.mesh.size > cards:
+            raise UserError(
+                f"--cards {cards}: the mesh has {cfg.mesh.size} devices; set mesh.fsdp=-1 to take all cards."
+            )
+    try:
+        cfg, prompts = open_prompts(cfg)
+        lines = prompts.lines
+    except UserError as error:
+        lines = [("prompts", f"cannot be read: {error}"), ("evaluation", cfg.eval.words())]
+    with published.folder(cfg.model.path) as folder:  # its shapes are all that is needed
+        settled, made = choose.settle(config.replaced(cfg, {"model.path": folder}), size or plan.capacity())
+        print(config.to_yaml(config.replaced(settled, {"model.path": cfg.model.path})))
+        print_plan(settled, made, lines)
+        print(plan.describe(settled))
+    return 0
+
+
+def print_plan(cfg: RunConfig, made: plan.Plan | None, lines: list[tuple[str, str]]) -> None:
+    """Prints the numbers of a run, those of its prompts (`lines`), and the plan of its device, if there is one."""
+    print(config.describe(cfg, lines))
+    if made is not None:
+        print("\n".join(made.lines()))
 
 
 if __name__ == "__main__":

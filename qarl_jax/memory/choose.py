@@ -59,8 +59,8 @@ Knob = list[Choice]
 def settle(cfg: RunConfig, size: int | None) -> tuple[RunConfig, Plan | None]:
     """Replaces every "auto" of a run's memory settings; returns the run and the plan that it fits.
 
-    `model.remat`, `optimizer.offload`, `train.grad_dtype` and `rollout.engine.memory` may be auto. Without a device's
-    size (on a CPU) nothing is planned: everything is recomputed, nothing offloaded, and gradients are float32.
+    `model.remat`, `optimizer.offload`, a critic's, `train.grad_dtype` and `rollout.engine.memory` may be auto. Without
+    a device's size (on a CPU) nothing is planned: all is recomputed, nothing offloaded, and gradients are float32.
 
     A mesh axis of -1 becomes the number of devices here.
 
@@ -81,7 +81,8 @@ def settle(cfg: RunConfig, size: int | None) -> tuple[RunConfig, Plan | None]:
 
 
 def _without_plan(cfg: RunConfig) -> dict[str, Any]:
-    return {
+    critic = {} if cfg.critic is None else {"critic.optimizer.offload": cfg.critic.optimizer.offload is True}
+    return critic | {
         "model.remat": cfg.model.remat_or_full,
         "optimizer.offload": cfg.optimizer.offload is True,
         "train.grad_dtype": cfg.train.grad_dtype_or_float32,
@@ -213,7 +214,9 @@ def automatic(cfg: RunConfig, size: int) -> Knobs:
     if cfg.model.remat == "auto":
         ours.append(_remat(cfg))
     if cfg.optimizer.offload == "auto":
-        ours.append(_offload(cfg))
+        ours.append(_offload(cfg, "optimizer"))
+    if cfg.critic is not None and cfg.critic.optimizer.offload == "auto":
+        ours.append(_offload(cfg, "critic's optimizer"))
     if cfg.train.grad_dtype == "auto":
         ours.append(_grad_dtype())
     engine = cfg.rollout.engine
@@ -223,7 +226,8 @@ def automatic(cfg: RunConfig, size: int) -> Knobs:
 
 def allowed(cfg: RunConfig, size: int) -> Knobs:
     """All knobs. The run's own settings cost nothing."""
-    ours = [_remat(cfg), _offload(cfg), _rows(cfg), _code_flips(), _grad_dtype(), _moments(cfg), _masters(cfg)]
+    ours = [_remat(cfg), *(_offload(cfg, owner) for owner in learner.optimizer_states(cfg))]
+    ours += [_rows(cfg), _code_flips(), _grad_dtype(), _moments(cfg), _masters(cfg)]
     theirs = []
     engine = cfg.rollout.engine
     if isinstance(engine, vllm.Config):
@@ -248,9 +252,10 @@ def _remat(cfg: RunConfig) -> Knob:
     return [Choice(settings={"model.remat": p}, cost=Cost(seconds=costs.remat_seconds(cfg, p))) for p in policies]
 
 
-def _offload(cfg: RunConfig) -> Knob:
-    cost = Cost(seconds=costs.offload_seconds(cfg))
-    return [Choice(settings={"optimizer.offload": False}), Choice(settings={"optimizer.offload": True}, cost=cost)]
+def _offload(cfg: RunConfig, owner: str) -> Knob:
+    field = {"optimizer": "optimizer.offload", "critic's optimizer": "critic.optimizer.offload"}[owner]
+    cost = Cost(seconds=costs.offload_seconds(cfg, owner))
+    return [Choice(settings={field: False}), Choice(settings={field: True}, cost=cost)]
 
 
 def _rows(cfg: RunConfig) -> Knob:
@@ -282,9 +287,9 @@ def _moments(cfg: RunConfig) -> Knob:
 
 def _masters(cfg: RunConfig) -> Knob:
     half = Choice(
-        settings={"model.param_dtype": "bfloat16"},
+        settings={"model.param_dtype": "bfloat16", "optimizer.master_rounding": "stochastic"},
         cost=Cost(bits=8),
-        notes=("bfloat16 masters hardly move at lr 1e-6",),
+        notes=("masters are bfloat16, rounded stochastically",),
     )
     return [Choice(settings={"model.param_dtype": "float32"}), half]
 

@@ -9,6 +9,7 @@ docs/operations/performance.md and steps.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from qarl_jax.memory import learner
 from qarl_jax.memory.engine import at_once, published_bytes
@@ -18,24 +19,35 @@ from qarl_jax.run.config import RunConfig
 LEARNER_FLOPS = 350e12  # per second and GPU, forward and backward
 HOST_BYTES = 40e9  # per second between a GPU and pinned host memory
 SHARED_BYTES = 2.5e9  # per second of a version through host memory, checks included
+SHARED_EXPERTS = 0.3e9  # of a MoE model's version, whose tensors are many and small (step_30b_a3b_two_h200.json)
+ROUNDING_S = 3600.0  # a step, for the least of the choices that round otherwise
 DECODE_BYTES = 2.5e12  # per second of weights read for a token
 LAUNCH_S = 0.005  # of an engine's step, whatever it reads
 # Share of the forward that the backward repeats, by `model.remat`.
 REPEATED = {"none": 0.0, "dots": 0.05, "mixer": 0.6, "attention": 0.9, "full": 1.0}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+@functools.total_ordering
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The price of a choice. Choices that change bits come after all that do not.
+    """The price of a choice, ordered by seconds. Other bits count `ROUNDING_S` a step: only hours are dearer.
 
     Attributes:
-      bits: how much of the result the choice changes: 0, nothing; 1, the rounding of gradients; 2, of moments; 4, of
+      bits: how much of the result the choice changes: 0, nothing; 1, the rounding of gradients; 2, of moments; 8, of
         masters.
       seconds: a step, estimated.
     """
 
     bits: int = 0
     seconds: float = 0.0
+
+    @property
+    def price(self) -> float:
+        """Seconds a step that the choice is worth avoiding."""
+        return self.seconds + self.bits * ROUNDING_S
+
+    def __lt__(self, other: Cost) -> bool:
+        return self.price < other.price
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(bits=self.bits + other.bits, seconds=self.seconds + other.seconds)
@@ -55,9 +67,9 @@ def remat_seconds(cfg: RunConfig, policy: str) -> float:
     return update_seconds(cfg) * REPEATED[policy] / 3
 
 
-def offload_seconds(cfg: RunConfig) -> float:
-    """Seconds a step of the optimizer state's two transfers per update."""
-    state = learner.nbytes(learner.shapes(cfg).opt_state, learner.planned_mesh(cfg))
+def offload_seconds(cfg: RunConfig, owner: str) -> float:
+    """Seconds a step of an optimizer state's two transfers per update; owner: as in `learner.optimizer_states`."""
+    state = learner.nbytes(learner.optimizer_states(cfg)[owner][0], learner.planned_mesh(cfg))
     return 2 * state * cfg.train.updates_per_step / HOST_BYTES
 
 
@@ -72,7 +84,7 @@ def waiting_seconds(cfg: RunConfig, cached: int) -> float:
 def staging_seconds(cfg: RunConfig, buffers: int | None) -> float:
     """Seconds a step of publishing with so many staging buffers; None: through host memory."""
     if buffers is None:
-        return published_bytes(cfg) / SHARED_BYTES
+        return published_bytes(cfg) / (SHARED_BYTES if learner.model_of(cfg).moe is None else SHARED_EXPERTS)
     return 0.0 if buffers else published_bytes(cfg) / HOST_BYTES
 
 

@@ -5,7 +5,8 @@
 * Muon (`muon.py`) takes matrices only. Embeddings, head, norms, biases and routers take AdamW at the same lr
   (`label`); a stack of norm scales [L, D] is two-dimensional and would otherwise be orthogonalised.
 * Arithmetic, and the state unless told otherwise (`moments.py`), are float32, whatever the master's dtype. A bfloat16
-  master is legal, but near 0.02 its spacing is 1.2e-4: at lr 1e-6 it never moves. Keep masters in float32 for RL.
+  master has a spacing of 1.2e-4 near 0.02: rounded to nearest at lr 1e-6 it never moves. Keep masters in float32, or
+  round them stochastically (`master_rounding`).
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ class Common:
       second_moment_dtype: of the stored second moments, likewise. "bfloat16" is rounded stochastically
         (`moments.round_stochastically`): rounded to nearest, an average of 8 bits with b2 = 0.999 would absorb no new
         square.
+      master_rounding: how bfloat16 masters (`model.param_dtype`) are rounded after an update: "nearest", by which they
+        stand still where an update is below half their spacing; "stochastic", from the update's number, so that they
+        move by the update in the mean. Float32 masters are added to as they are.
       offload: keep the state in the host's memory; an update takes it to the device stack by stack (`by_stack`). The
         same numbers as an update outside of the gradient's program gives, less device memory, and two transfers of the
         state per update. auto: where the run would not fit its GPU otherwise (training runs alone; elsewhere false).
@@ -79,6 +83,7 @@ class Common:
     weight_decay: float = 0.01
     moment_dtype: MomentDtype = "float32"
     second_moment_dtype: MomentDtype = "float32"
+    master_rounding: Literal["nearest", "stochastic"] = "nearest"
     offload: bool | Literal["auto"] = False
     clip_norm: float | None = 1.0
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
@@ -86,6 +91,7 @@ class Common:
     def __post_init__(self) -> None:
         for field in ("moment_dtype", "second_moment_dtype"):
             _one_of(field, getattr(self, field), get_args(MomentDtype))
+        _one_of("master_rounding", self.master_rounding, ("nearest", "stochastic"))
         if not 0 <= self.lr < float("inf"):
             raise UserError(f"lr must be 0 or more, and finite, got {self.lr}.")
         at_least(self, 0, "weight_decay")
@@ -389,7 +395,12 @@ class Optimizer(optax.GradientTransformationExtraArgs):
       first: uint32 scalar; the leaf given begins at this of its elements (some layers of a stack). None: at 0.
 
     The state then holds the part's moments, in trees with an `optax.MaskedNode` for every parameter that is elsewhere.
+
+    Attributes:
+      rounds_stochastically: whether bfloat16 masters are rounded so.
     """
+
+    rounds_stochastically: bool = False
 
 
 def _in_float32(inner: optax.GradientTransformation) -> Optimizer:
@@ -420,7 +431,9 @@ def make_optimizer(cfg: Config, total_updates: int | None = None) -> Optimizer:
     inner = _BUILDERS[type(cfg)](cfg, total_updates)
     if cfg.clip_norm is not None:
         inner = optax.chain(_clip(cfg.clip_norm), inner)
-    return _in_float32(inner)
+    made = _in_float32(inner)
+    made.rounds_stochastically = cfg.master_rounding == "stochastic"
+    return made
 
 
 class Owner(NamedTuple):
@@ -491,6 +504,8 @@ def init(optimizer: optax.GradientTransformation, params: Any) -> Any:
 
 # ------------------------------------------------------------------------------------------------------------- applying
 
+_MASTERS = 1 << 16  # first number of masters' seeds: moments, which have those below, draw other bits
+
 
 def squares(tree: Any) -> Any:
     """The sum of squares of each leaf, in float32."""
@@ -507,9 +522,32 @@ def global_norm(tree: Any) -> Float[Array, ""]:
     return root(squares(tree))
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
-    """params + updates, added in float32 and rounded to each parameter's dtype."""
-    return jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u.astype(jnp.float32)).astype(p.dtype), params, updates)
+def apply_updates(params: Any, updates: Any, seed: Callable[[int], Array] | None = None) -> Any:
+    """params + updates, added in float32 and rounded to each parameter's dtype.
+
+    Args:
+      seed: of a leaf's number; bfloat16 parameters are rounded stochastically by it. None: to nearest.
+    """
+
+    def one(i: int, p: Array, u: Array) -> tuple[Array]:
+        total = p.astype(jnp.float32) + u.astype(jnp.float32)
+        if seed is None or p.dtype != jnp.bfloat16:
+            return (total.astype(p.dtype),)
+        return (round_stochastically(total, seed(i)),)
+
+    return leaf_by_leaf(one, 1, params, updates)[0]
+
+
+def masters_seed(optimizer: Any, counters: Sequence[Array], first: Any = None) -> Callable[[int], Array] | None:
+    """Seeds for `apply_updates`, by a parameter's place among all; None: masters are rounded to nearest.
+
+    Args:
+      counters: of an optimizer state before the update. All of its counters count updates.
+      first: as in `Optimizer`.
+    """
+    if not getattr(optimizer, "rounds_stochastically", False):
+        return None
+    return lambda i: rounding_seed(counters[0], _MASTERS + i, first)
 
 
 def select(condition: Any, new: Any, old: Any) -> Any:
@@ -534,7 +572,10 @@ def update(
     updates, new_state = optimizer.update(grads, state, params)
     stats = statistics(grad_norm, squares(updates), squares(params))
     moved = stats["moved"]
-    return select(moved, apply_updates(params, updates), params), select(moved, new_state, state), stats
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Blocks))
+    counters = [x for x, owner in zip(leaves, owners(state, params), strict=True) if owner is None]
+    after = apply_updates(params, updates, masters_seed(optimizer, counters))
+    return select(moved, after, params), select(moved, new_state, state), stats
 
 
 def statistics(grad_norm: Any, of_updates: Any, of_params: Any) -> dict[str, Any]:

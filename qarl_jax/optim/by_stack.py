@@ -332,7 +332,9 @@ class Update:
         """`_group_fn` of all elements given, at once; `where` they are, as `build.Optimizer` has it."""
         updates, *new = self._step(layout, group, part, **where)
         sums = optimizers.squares(updates), optimizers.squares(part.params)
-        after = [optimizers.apply_updates(part.params, updates), *new]
+        seed = optimizers.masters_seed(self.optimizer, part.counters, where.get("first"))
+        own = None if seed is None else lambda i: seed(group.params[i])
+        after = [optimizers.apply_updates(part.params, updates, own), *new]
         moved = jnp.isfinite(part.norms[0]) & (part.norms[0] > 0)
         return *optimizers.select(moved, after, list(part[:3])), sums
 

@@ -62,7 +62,8 @@ class ModelOptions:
       path: Hugging Face model folder (config.json, safetensors, tokenizer).
       init: pretrained, the folder's weights; random, fresh ones drawn on the devices from `seed` (it has none then).
       dtype: compute dtype of the forward and backward.
-      param_dtype: dtype of the master weights. At lr 1e-6 a bfloat16 master hardly ever moves; keep float32.
+      param_dtype: dtype of the master weights. At lr 1e-6 a bfloat16 master hardly ever moves, unless it is rounded
+        stochastically (`optimizer.master_rounding`); keep float32 where it fits.
       remat: what the backward recomputes: full (every layer), attention (all but softmax attention), mixer (the MLPs
         alone), dots (all but matrix products and attention), none. From least memory to least work; auto takes the
         last of them before none whose memory plan fits the device.
@@ -272,6 +273,11 @@ class RunConfig:
                 f"rollout.temperature={r.temperature}, rollout.top_p={r.top_p}, rollout.top_k={r.top_k}:"
                 " training needs temperature > 0, top_p=1 and top_k=0. A cut-off distribution has other log-probs than"
                 " the learner's softmax, so every importance ratio would be off. Evaluation has eval.temperature."
+            )
+        if self.optimizer.master_rounding == "stochastic" and self.model.param_dtype == "float32":
+            raise UserError(
+                "optimizer.master_rounding=stochastic is for bfloat16 masters: set model.param_dtype=bfloat16, or leave"
+                " master_rounding out."
             )
         self._check_critic()
         if self.rollout.num_samples_per_prompt < 2:

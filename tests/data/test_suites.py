@@ -95,6 +95,7 @@ def test_presets_are_the_papers_and_the_users_override_wins(tmp_path):
     for preset, expected in (("greedy", (0.0, 1.0, 1)), ("qurl", (0.0, 1.0, 1)), ("qerl", (0.6, 0.95, 1))):
         e = load("gsm8k", path, preset).eval
         assert (e.temperature, e.top_p, e.num_samples) == expected, preset
+    assert [load(name, path, "qarl").eval.num_samples for name in ("aime24", "aime25", "math500")] == [32, 32, 1]
     assert load("gsm8k", path, extra=["eval.max_response_len=64"]).eval.max_response_len == 64
 
 

@@ -221,6 +221,24 @@ def test_a_learner_fits_what_the_user_lets_jax_take_or_is_refused(run, monkeypat
         choose.settle(run(), H200)
 
 
+def test_a_dry_run_takes_the_name_of_a_published_model(capsys):
+    command = ["--config", "configs/papers/qwen3_8b_base.yaml", "--dry-run", "--cards", "8", "--card-gb", "79"]
+    assert train.main(command) == 0
+    out = capsys.readouterr().out
+    assert "8 such devices, an engine on each" in out
+    assert "path: models/Qwen3-8B-Base" in out
+    assert train.main([*command, "model.path=Qwen/Qwen3-8B"]) == 0
+    assert "8,190.7 M parameters" in capsys.readouterr().out
+    assert train.main([*command, "model.path=Qwen/Qwen9-8B"]) == 2
+    assert "A dry run also takes a name: DeepSeek-R1-Distill-Qwen-1.5B, " in capsys.readouterr().err
+
+
+def test_hours_a_step_are_dearer_than_rounding():
+    second, hours, rounded = Cost(seconds=1), Cost(seconds=9000), Cost(bits=1)
+    assert sorted([hours, rounded, second]) == [second, rounded, hours]
+    assert sorted([Cost(bits=8), Cost(bits=2), Cost(bits=1)]) == [Cost(bits=n) for n in (1, 2, 8)]
+
+
 def test_a_dry_run_says_for_any_card_whether_the_run_fits(overrides, capsys):
     command = ["--config", "configs/one_h200_8b.yaml", "--dry-run", *overrides]
     assert train.main([*command, "--card-gb", "140.4"]) == 0

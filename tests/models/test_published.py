@@ -5,6 +5,7 @@
 A fixture's tensors are [name, shape] with ranges: "model.layers.{0..27}.mlp.up_proj.weight" stands for 28 tensors.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -17,6 +18,7 @@ import pytest
 from flax import nnx
 
 from qarl_jax.models import abstract_model, by_path, hf_names, merge, parse_rules, read_config, split
+from qarl_jax.models import published as shapes
 from qarl_jax.models.hf.weights import check_names
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "models"
@@ -103,3 +105,33 @@ def test_every_published_model_can_be_quantized_and_run_abstractly(name, scheme)
 def test_published_configs_read_as_known(name, expected):
     config = read_config(published(name)["config"])
     assert {key: getattr(config, key) for key in expected} == expected
+
+
+# ---- shapes by name -------------------------------------------------------------------------------------------------
+
+PARAMETERS = {
+    "Qwen3-0.6B": 596049920, "Qwen3-4B": 4022468096, "Qwen3-14B": 14768307200, "Qwen3-32B": 32762123264,
+    "Qwen3-235B-A22B": 235093634560, "Qwen2.5-0.5B-Instruct": 494032768, "DeepSeek-R1-Distill-Qwen-1.5B": 1777088000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name in shapes.CONFIGS])
+def test_a_shape_by_name_is_that_of_the_published_config(name):
+    ours, theirs = read_config(shapes.CONFIGS[name]), read_config(published(name)["config"])
+    assert dataclasses.replace(ours, hf_config=theirs.hf_config) == theirs
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_shape_by_name_has_the_published_number_of_parameters(name):
+    leaves = by_path(split(abstract_model(read_config(shapes.CONFIGS[name])))[1]).values()
+    assert sum(leaf.size for leaf in leaves) == PARAMETERS[name]
+
+
+def test_a_folder_goes_before_a_name(tmp_path):
+    mine = tmp_path / "Qwen3-8B"
+    mine.mkdir()
+    with shapes.folder(str(mine)) as found:
+        assert found == str(mine)
+    with shapes.folder("Qwen/Qwen3-8B") as found:
+        assert read_config(found).hidden_size == 4096
+    assert not pathlib.Path(found).exists()

@@ -3,6 +3,7 @@
 """Claims about the rules for each parameter, schedules, stored moments and the update of a master weight."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -544,3 +545,53 @@ def test_a_misspelt_choice_is_refused_with_the_choices(make, says):
     # Where annotations are checked (--jaxtyping-packages), a wrong Literal is caught before our sentence.
     with pytest.raises((UserError, TypeCheckError), match=says):
         make()
+
+
+# ---- bfloat16 masters -----------------------------------------------------------------------------------------------
+
+
+def moved_masters(rounding, updates, dtype="bfloat16", lr=1e-6):
+    """(weights before, and after so many updates by AdamW of the sign of each), [64, 512] of a model's size."""
+    optimizer = build.make_optimizer(AdamW(lr=lr, weight_decay=0.0, clip_norm=None, master_rounding=rounding), 1000)
+    params = {"w": (0.02 * jax.random.normal(jax.random.key(0), (64, 512))).astype(dtype)}
+    state, step = build.init(optimizer, params), jax.jit(functools.partial(build.update, optimizer))
+    grads, first = {"w": jnp.ones((64, 512))}, params["w"]
+    for _ in range(updates):
+        params, state, _ = step(grads, state, params)
+    return np.float64(first), np.float64(params["w"])
+
+
+def test_bfloat16_masters_stand_still_rounded_to_nearest_and_move_by_the_update_in_the_mean_stochastically():
+    before, nearest = moved_masters("nearest", 50)
+    assert (nearest != before).mean() < 0.05  # only those near zero
+    before, after = moved_masters("stochastic", 50)
+    changes = after - before
+    # Each of 50 updates is -1e-6, of an expected total of -5e-5; its error is a Bernoulli variable's.
+    error = changes.std() / np.sqrt(changes.size)
+    assert abs(changes.mean() + 5e-5) < 4 * error
+    assert error < 2.5e-6
+    _, again = moved_masters("stochastic", 50)
+    np.testing.assert_array_equal(after, again)
+
+
+def test_float32_masters_are_not_rounded():
+    _, plain = moved_masters("nearest", 3, "float32")
+    _, asked = moved_masters("stochastic", 3, "float32")
+    np.testing.assert_array_equal(plain, asked)
+
+
+def test_a_resumed_run_rounds_its_masters_alike_and_every_update_otherwise():
+    optimizer = build.make_optimizer(AdamW(lr=1e-4, master_rounding="stochastic"), 10)
+    step = jax.jit(functools.partial(build.update, optimizer))
+    params = {"a": jnp.full((32, 64), 0.02, jnp.bfloat16), "b": jnp.full((32, 64), 0.02, jnp.bfloat16)}
+    state, grads = build.init(optimizer, params), jax.tree.map(lambda p: jnp.ones(p.shape), params)
+    states = [(params, state)]
+    for _ in range(4):
+        params, state, _ = step(grads, state, params)
+        states.append((params, state))
+    saved = jax.tree.map(jnp.asarray, jax.device_get(states[2]))
+    for wanted, _ in states[3:]:
+        *saved, _ = step(grads, saved[1], saved[0])
+        jax.tree.map(np.testing.assert_array_equal, saved[0], wanted)
+    first = states[1][0]
+    assert (np.asarray(first["a"]) != np.asarray(first["b"])).mean() > 0.05  # leaves have bits of their own
