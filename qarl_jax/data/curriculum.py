@@ -69,7 +69,7 @@ class Curriculum:
 
     Args:
       stages: in order; the last one has no end.
-      names: of the sources, in order.
+      names: the sources' names, in order.
       prompts_per_step: prompts of a step.
     """
 

@@ -41,7 +41,7 @@ class PromptStream:
 
     Args:
       source: the prompts; it is not empty, and has at least `prompts_per_step` of them.
-      seed: of the shuffles.
+      seed: seed of the shuffles.
       prompts_per_step: P above.
       stages: `data.stages`, of a mix.
     """

@@ -56,14 +56,14 @@ class Suite:
     """One benchmark.
 
     Attributes:
-      about: what it is, and where it is published.
+      about: its content and its source.
       rule: "number", "math", "choice" or "code" (the module's text).
       system: system message.
-      file: where `make data` puts questions; empty: nowhere, give --suite-data.
+      file: the file that `make data` writes; empty: none, give --suite-data.
       where: only rows of that file whose columns have these values.
       leave_out: ids of rows to leave out.
       max_response_len: tokens of a response, if the run's config does not say more.
-      presets: what a preset changes for this suite, over its usual settings.
+      presets: changes of a preset for this suite, over its usual settings.
     """
 
     about: str

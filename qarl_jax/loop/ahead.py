@@ -54,7 +54,7 @@ class Ahead:
       timer: gets the seconds that the learner waits.
       behind: the collector's own timer; its seconds are reported as `time/ahead_*`.
       first: the step the run begins or goes on with.
-      state: what a checkpoint held of the batches that were ready; None: nothing.
+      state: a checkpoint's batches that were ready; None: none.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class Collector:
 
     Args:
       cfg: the run's.
-      engine: what samples.
+      engine: the sampler.
       grader: the run's rewards.
       tokenizer: the policy's.
       stop: token ids that end a response.

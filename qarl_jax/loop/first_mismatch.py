@@ -25,7 +25,7 @@ class FirstMismatch:
 
     Attributes:
     tokens, mismatched: response tokens of the step drawn under the current version, and those that differ.
-    uid: of the prompt. sample: which of its responses. position: of the first token that differs, in the response.
+    uid: the prompt's. sample: number of the response. position: index of the first mismatch in the response.
     token: its id. sampler, learner: its two log-probs.
     sequence: the prompt and the response up to this token, which `python -m qarl_jax.parity --at` computes again.
     """
@@ -55,7 +55,7 @@ def first(parts: Iterable[tuple[Packed, Sequence[RolloutGroup], Sequence[Any]]],
     Args:
       parts: per update its rows, the groups they were packed from, and per micro-batch the proximal policy's log-probs,
         float32 [rows, T].
-      version: of the weights that those log-probs are of. Older tokens were drawn by another policy.
+      version: of the weights behind those log-probs. Older tokens were drawn by another policy.
     """
     found: dict[str, Any] | None = None
     tokens = count = 0

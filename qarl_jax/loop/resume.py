@@ -21,7 +21,7 @@ def finished(cfg: RunConfig, *, on_gpu: bool) -> str:
     """The last word of a run that has trained all of its steps; empty: there are steps to train. Writes nothing.
 
     Args:
-      on_gpu: whether the learner runs on a GPU; JAX is not asked.
+      on_gpu: True if the learner runs on a GPU; JAX is not asked.
 
     Raises:
       UserError: the run cannot go on under these settings (`stamp.check_same_policy`).

@@ -94,7 +94,7 @@ class Session:
 
         Args:
           groups: as sampled.
-          scheme: of the learner that scores; None: the run's own. "bf16" is a learner that is not aligned.
+          scheme: the scoring learner's; None: the run's own. "bf16" is a learner that is not aligned.
         """
         learner = self.learner if scheme is None else self._learner_under(scheme)
         nothing = np.zeros((len(groups), len(groups[0].completions)), np.float32)

@@ -32,10 +32,10 @@ class UpdateMetrics:
     """The metrics of a step's updates, added up as they come.
 
     Attributes:
-      total: of every update, the critic's among them.
+      total: metrics of all updates, the critic's among them.
       moved: histograms in which only the updates after the first count, where there are any.
-      first: of the first update alone.
-      later: of the updates after the first, under `later/`.
+      first: metrics of the first update alone.
+      later: metrics of the updates after the first, under `later/`.
     """
 
     total: dict[str, Metric] = dataclasses.field(default_factory=dict)
@@ -133,7 +133,7 @@ def speed(
 
     Args:
       devices: devices of the mesh; FLOP/s are those of one of them.
-      peak_flops: what all of them could do, where it is known: then MFU is reported too.
+      peak_flops: their peak, where it is known: then MFU is reported too.
     """
     tokens = record["response/tokens"]
     drawn = record.get("rollout/partial_tokens", tokens)

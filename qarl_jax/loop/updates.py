@@ -115,7 +115,7 @@ class Updates:
       publisher: has the QTensors of the masters.
       timer: gets the seconds of each phase.
       reference: masters and QTensors of the reference policy (`Learner.reference`), where the run has a KL term.
-      critic: where the run has one; its own state moves on with the policy's.
+      critic: the run's, if any; its state moves on with the policy's.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Updates:
 
         Args:
           state: the learner's.
-          groups, advantages: of `advantages_of`.
+          groups, advantages: results of `advantages_of`.
           follow: records what happens to single responses.
 
         Raises:
@@ -215,7 +215,7 @@ class Updates:
         `run` takes them.
 
         Args:
-          stream: of the collector.
+          stream: the collector's.
           state: the learner's, as `run` will be given it.
         """
         if self._scoring is not None:  # of a step that was dropped

@@ -69,8 +69,8 @@ class Schedule:
 
     Args:
       max_staleness: k.
-      lockstep: whether a publish waits for the batches that are due before it.
-      steps: of the run; no batch is begun for later ones.
+      lockstep: True if a publish waits for the batches that are due before it.
+      steps: the run's length; no batch is begun for later steps.
     """
 
     def __init__(self, max_staleness: int, lockstep: bool, steps: int):
@@ -120,7 +120,7 @@ class SharedEngine(RolloutEngine):
     """A RolloutEngine for two threads: one call at a time, and a publish before whatever else waits.
 
     Args:
-      engine: what draws. It is closed with this one.
+      engine: the sampler. It is closed with this one.
       schedule: is asked before a publish, and notified after it.
       chunk: tokens of a sequence after which it lets others in; 0: a call is one piece.
     """

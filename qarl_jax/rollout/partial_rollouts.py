@@ -103,7 +103,7 @@ class Group:
     """A prompt in hand, with its responses so far.
 
     Attributes:
-      index: of the prompt in its source.
+      index: the prompt's index in its source.
       prompt: the prompt.
       step: at which it was begun.
       first: number of its first sample (not 0 for a second copy of a prompt in a step).

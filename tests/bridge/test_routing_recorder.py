@@ -188,7 +188,7 @@ def test_a_position_that_was_not_routed_is_an_error_and_aborted_requests_are_for
 
 
 def test_a_dense_model_is_refused():
-    with pytest.raises(BridgeError, match="needs a MoE model"):
+    with pytest.raises(BridgeError, match="needs an MoE model"):
         Recorder({"model.layers.0.mlp": types.SimpleNamespace()}, types.SimpleNamespace(input_batch=None), **SIZES)
 
 

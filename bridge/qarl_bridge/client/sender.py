@@ -42,7 +42,7 @@ class StagedVersion:
     """A version in a sealed memory file. Close it, or let it be collected, to free the memory.
 
     Attributes:
-      fd: of the file; -1 once closed.
+      fd: the file's descriptor; -1 once closed.
       stage_s: seconds that staging took.
     """
 
@@ -139,7 +139,7 @@ class ChunkedVersion(DeviceVersion):
     """A version that is written part by part into a buffer smaller than the version, on each of some GPUs.
 
     Attributes:
-      ends: where parts end, see messages.DeviceMemory.
+      ends: indices of parts' ends, see messages.DeviceMemory.
       write: (part, buffer) -> writes that part into the buffer; BridgeError("bad_state") if the version is gone.
     """
 
@@ -196,7 +196,7 @@ def stage(
     Args:
       tensors: whole fused modules together and layer by layer (the engine's loader holds one module at a time); arrays
         of any dtype in `tensors.DTYPES`.
-      version: what this is.
+      version: number and run of these tensors.
       model: `tensors.model_fingerprint` of the config.json.
       scheme: `tensors.scheme_hash` of its quantization_config.
     """

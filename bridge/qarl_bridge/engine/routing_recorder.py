@@ -83,7 +83,7 @@ class Recorder:
                 router.set_capture_fn(functools.partial(self._tell, int(place[1])))
                 self._layers.append(int(place[1]))
         if not self._layers:
-            raise BridgeError("this model routes nothing: recording routed experts needs a MoE model", "setup")
+            raise BridgeError("this model routes nothing: recording routed experts needs an MoE model", "setup")
         shape = (max_rows, num_layers, num_chosen)
         self._chosen = torch.full(shape, NOT_ROUTED, dtype=torch.int16, device=runner.device)
         self._execute = runner.execute_model

@@ -43,9 +43,9 @@ class Array:
       name: in a QTensor: "codes", "scales" and whatever else a grid has (block scales, zero points, ...).
       leaf: last part of the name of its tensor ("weight_packed").
       dtype: as it travels.
-      inputs: how many inputs a column stands for; 0: all of them (one column).
-      per_output: whether it has a row per output; otherwise it is a single number, stored as [1, 1], travelling as [1].
-      is_scale: whether every value must be finite and positive.
+      inputs: inputs per column; 0: all of them (one column).
+      per_output: True if it has a row per output; otherwise it is a single number, stored as [1, 1], travelling as [1].
+      is_scale: True if every value must be finite and positive.
     """
 
     name: str
@@ -70,9 +70,9 @@ class Layout:
 
     Attributes:
       scheme: as the learner prints it, for messages.
-      format, weights, activations: of its group in compressed-tensors' config section.
-      arrays: of a weight; the codes come first.
-      shape_leaf: of a tensor that says (N, K), int64 [2]; empty: there is none.
+      format, weights, activations: fields of its group in compressed-tensors' config section.
+      arrays: a weight's arrays; the codes come first.
+      shape_leaf: name of a tensor with (N, K), int64 [2]; empty: there is none.
     """
 
     scheme: str
@@ -91,7 +91,7 @@ class Layout:
         """Array -> tensor of a weight, in order; last, as "", the tensor that says the weight's shape, if any.
 
         Args:
-          name: of the module, with or without ".weight".
+          name: the module's, with or without ".weight".
         """
         module = module_name(name)
         found = {array.name: f"{module}.{array.leaf}" for array in self.arrays}

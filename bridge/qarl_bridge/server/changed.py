@@ -45,7 +45,7 @@ class Changes:
 
     Args:
       base: the version that is changed, with its sums.
-      manifest: what it becomes; of the same layout.
+      manifest: the new version, with the same layout.
     """
 
     def __init__(self, base: messages.Manifest, sums: Sums, manifest: messages.Manifest):

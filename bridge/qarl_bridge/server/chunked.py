@@ -75,7 +75,7 @@ class ChunkedCopy:
 
     Args:
       manifest: checked already (`manifest.check_manifest`).
-      ends: where parts end, see messages.DeviceMemory.
+      ends: indices of parts' ends, see messages.DeviceMemory.
       open_part: a part's manifest -> a copy in the buffer.
     """
 

@@ -74,7 +74,7 @@ class Pending:
     """An announced version.
 
     Attributes:
-      owner: who announced it.
+      owner: the peer that announced it.
       received: memory file with the chunks so far; -1: none came, or they became a copy.
       high_water: bytes of all chunks that came.
       copy: the validated version; None until it is staged.

@@ -50,8 +50,8 @@ class HostCopy:
     Args:
       manifest: checked already (`manifest.check_manifest`).
       buffer: [total_bytes] uint8, read only.
-      fd: of the memory file, where it is this process's own to show to others; -1: it is not.
-      changes: what made it of another version that was valid; None: it came whole.
+      fd: the memory file's descriptor, where this process may show it to others; -1: it may not.
+      changes: the difference to the valid version it was made of; None: it came whole.
 
     Attributes:
       of_changes: whether it was made of another. sums: of the rows of its tensors, once it is valid.

@@ -147,7 +147,7 @@ class Communicator:
     """An NCCL communicator of `world` GPUs; this process's GPU is number `rank`. One thread may use it at a time.
 
     Args:
-      unique_id: of `new_id`, the same at every rank.
+      unique_id: made by `new_id`, the same at every rank.
       timeout_s: longest time until all have come.
       check: called again and again while there is something to wait for; what it raises ends the waiting.
 

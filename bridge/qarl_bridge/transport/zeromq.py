@@ -151,7 +151,7 @@ class Listener:
 
     Args:
       address: see messages.parse_address. A stale unix socket that nobody listens on is replaced.
-      key: who does not hold it stays outside.
+      key: a peer without it stays outside.
 
     Raises:
       BridgeError("setup"): the address is taken or cannot be listened on.

@@ -47,7 +47,7 @@ class Config:
       question: a Jinja template that makes the question from a task's own `question` and `meta`, for example
         "{{ meta.expression }}="; empty: the task's own.
       size: number of training prompts; the held-out split has size x data.holdout of its own on top.
-      seed: of the tasks themselves (their order comes from the run's seed).
+      seed: seed of the tasks themselves (their order comes from the run's seed).
     """
 
     dataset: str = ""

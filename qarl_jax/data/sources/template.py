@@ -73,7 +73,7 @@ class Template:
     a template would leave out is refused.
 
     Attributes:
-      notes: what a reader should know of the prompts rendered so far, by kind.
+      notes: remarks on the prompts rendered so far, by kind.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, system: str, chat_args: Mapping[str, Any], max_len: int):

@@ -92,7 +92,7 @@ def _cut(
 
     Args:
       parts: the sharding of each cut before the all-gather, which is its array's.
-      place: how it lies on them afterwards; None: they are on one.
+      place: the sharding after the all-gather; None: one GPU.
     """
 
     def one(x: jax.Array, start: jax.Array, size: int, dtype: Any, part: Any) -> jax.Array:

@@ -68,7 +68,7 @@ class BrokenPromiseError(UserError):
 
     Attributes:
       code: the bridge's: "read_back", "torn" or "tensor".
-      found: what the bridge found, with the name of the layer or tensor.
+      found: the bridge's finding, with the name of the layer or tensor.
     """
 
     def __init__(self, error: BridgeError, schemes: Sequence[str], facts: messages.Facts | None):

@@ -272,7 +272,7 @@ class DeviceStager:
 
     Args:
       pools: the buffers of each GPU an engine is on; the weights are on all of these GPUs, whole or in parts.
-      transport: how versions travel, see `sender.DeviceVersion`.
+      transport: the way of versions, see `sender.DeviceVersion`.
       chunked: a buffer has one part of a version (`sender.ChunkedVersion`), written when the bridge asks for it.
     """
 

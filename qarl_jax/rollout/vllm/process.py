@@ -34,10 +34,10 @@ class BridgeProcess:
     """Runs at most one `python -m qarl_bridge` at a time.
 
     Args:
-      arguments: of its command line, beside what is in the folder.
+      arguments: its command line, beyond the folder's files.
       python: interpreter; empty: this one.
       visible_gpus: its CUDA_VISIBLE_DEVICES; empty: this process's.
-      log_file: where its output goes, behind what is there; empty: into the folder.
+      log_file: file that its output is appended to; empty: in the folder.
       host: address of this host that it listens on, at a free port; empty: a unix socket.
     """
 

@@ -54,7 +54,7 @@ class Replica:
       holds: the version it serves; None: none that is known.
       trouble: why it must be replaced before it is used again. error: why it was given up, until `retry_at`.
       task: the thread that brings it to the current version, if any.
-      has_held_lease: whether it was connected once.
+      has_held_lease: True if it was connected once.
       deaths: in a row. requests, draws: in flight. report: of the last publish.
     """
 
