@@ -266,23 +266,30 @@ class Worker:
     def ask(self, task: Mapping[str, Any], timeout_s: float) -> Answer:
         """The answer; one without a score if it did not come in time, or will not come."""
         self.served += 1
-        self.send(task)
-        line = self._read_line(timeout_s)
+        until = time.monotonic() + timeout_s
+        line = self._read_line(until - time.monotonic()) if self.send(task, timeout_s) else None
         if line is not None:
             try:
                 answer = json.loads(line)
                 return Answer(float(answer["score"]), answer.get("error", ""))
             except (ValueError, KeyError, TypeError, RecursionError):  # written by what it evaluates
                 return Answer(None, "it wrote what is no answer")
-        end = self._end()
+        end = "" if time.monotonic() > until else self._end()
         return Answer(None, end or f"it took longer than {timeout_s:g} s", ended=bool(end))
 
-    def send(self, task: Mapping[str, Any]) -> None:
-        """Gives it a task."""
+    def send(self, task: Mapping[str, Any], timeout_s: float = _START_S) -> bool:
+        """Gives it a task; whether it took it. One that does not read it within `timeout_s` is ended."""
         assert self.process.stdin is not None
+        handle, deadline = self.process.stdin.fileno(), time.monotonic() + timeout_s
+        os.set_blocking(handle, False)
+        data = memoryview(json.dumps(task).encode() + b"\n")
         with contextlib.suppress(OSError):  # it is gone, which shows when it is listened to
-            self.process.stdin.write(json.dumps(task).encode() + b"\n")
-            self.process.stdin.flush()
+            while data:
+                if not select.select([], [handle], [], max(0.0, deadline - time.monotonic()))[1]:
+                    self.kill()
+                    return False
+                data = data[os.write(handle, data) :]
+        return True
 
     def _read_line(self, timeout_s: float) -> bytes | None:
         assert self.process.stdout is not None

@@ -93,6 +93,14 @@ def test_a_worker_that_somebody_kills_is_replaced_and_the_task_graded(make_pool)
         assert scores.result(60) == [0.5, 2]
 
 
+def test_a_task_longer_than_a_pipe_cannot_wait_for_a_worker_that_reads_nothing(make_pool):
+    pool = make_pool(workers=1, timeout_s=1.0)
+    (pid,) = map(int, pool.map(do("pid")))
+    os.kill(pid, signal.SIGSTOP)
+    assert pool.map([{"do": 1, "text": "x" * 1_000_000}]) == [None]
+    assert pool.map(do(2)) == [2]  # by its successor
+
+
 def test_a_worker_is_replaced_after_its_share_of_tasks(make_pool):
     pool = make_pool(workers=1, recycle_after=3)
     assert pool.map(do(*["served"] * 7)) == [1, 2, 3, 1, 2, 3, 1]
