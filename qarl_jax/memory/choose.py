@@ -121,10 +121,14 @@ def savings(cfg: RunConfig, size: int) -> list[str] | None:
         changed = {key: value for key, value in changed.items() if not key.startswith("rollout.engine.")}
         changed |= {} if engine.memory == "auto" else {"rollout.engine.memory": "auto"}
     for key in list(changed):  # a choice of several settings may hold some that are not needed
-        rest = {other: value for other, value in changed.items() if other != key}
-        if fits(replaced(cfg, rest), size):
+        rest = {other: value for other, value in changed.items() if key not in (other, _NEEDED_BY.get(other))}
+        smaller = _valid(cfg, Choice(settings=rest))
+        if key not in _NEEDED_BY and smaller is not None and fits(smaller, size):
             changed = rest
     return _words(changed).split()
+
+
+_NEEDED_BY = {"optimizer.master_rounding": "model.param_dtype"}  # saves nothing, and goes with what does
 
 
 def refusal(cfg: RunConfig, size: int) -> str:
