@@ -16,6 +16,7 @@ from benchmarks import (
     engine_price,
     gemm,
     learner,
+    masters,
     memory,
     memory_draws,
     packing,
@@ -259,3 +260,14 @@ def test_a_drawn_run_that_takes_too_long_is_gone_with_its_engine_and_leaves_its_
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert memory_draws.finished([sys.executable, "-c", "raise SystemExit(2)"], str(log), 60.0) == 2
+
+
+@pytest.mark.slow
+def test_masters_are_compared_by_what_an_update_moves(capsys):
+    assert masters.main(["--updates", "2"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    full, nearest, stochastic = (rows[way] for way in masters.WAYS)
+    assert full["moved"] > 0.9 > 0.1 > stochastic["moved"] > nearest["moved"]
+    assert full["covered"] == pytest.approx(1, abs=0.01)
+    assert nearest["covered"] < 0.1
+    assert stochastic["covered"] == pytest.approx(1, abs=0.4)

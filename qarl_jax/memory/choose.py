@@ -126,10 +126,14 @@ def _saved(cfg: RunConfig, size: int) -> dict[str, Any] | None:
         changed = {key: value for key, value in changed.items() if not key.startswith("rollout.engine.")}
         changed |= {} if engine.memory == "auto" else {"rollout.engine.memory": "auto"}
     for key in list(changed):  # a choice of several settings may hold some that are not needed
-        rest = {other: value for other, value in changed.items() if other != key}
-        if fits(replaced(cfg, rest), size):
+        rest = {other: value for other, value in changed.items() if key not in (other, _NEEDED_BY.get(other))}
+        smaller = _valid(cfg, Choice(settings=rest))
+        if key not in _NEEDED_BY and smaller is not None and fits(smaller, size):
             changed = rest
     return changed
+
+
+_NEEDED_BY = {"optimizer.master_rounding": "model.param_dtype"}  # saves nothing, and goes with what does
 
 
 def refusal(cfg: RunConfig, size: int) -> str:

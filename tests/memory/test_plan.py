@@ -181,6 +181,18 @@ def test_what_a_run_lacks_is_what_it_lacks_as_it_is_and_not_what_its_largest_cho
         choose.settle(cfg, small)
 
 
+def test_bfloat16_masters_are_advised_with_the_rounding_that_moves_them(run):
+    words = ("train.micro_batch_rows=1", "model.remat=full", "train.grad_dtype=bfloat16", "rollout.engine.memory=auto")
+    words += ("optimizer.moment_dtype=int8", "optimizer.second_moment_dtype=int8", "quant.code_flips=false")
+    smallest = next(
+        size for size in range(60, 20, -1) if not choose.fits(run(*words, "optimizer.offload=true"), size * GIB)
+    )
+    advised = choose.savings(run(*words, "optimizer.offload=true"), smallest * GIB)
+    assert {"model.param_dtype=bfloat16", "optimizer.master_rounding=stochastic"} <= set(advised)
+    with pytest.raises(UserError, match=r"is for bfloat16 masters: set model\.param_dtype=bfloat16"):
+        run("optimizer.master_rounding=stochastic")
+
+
 def test_what_makes_it_worse_is_not_advised(run):
     # Half of the rows would be two micro-batches, whose gradients are added up beside the new ones.
     words = ("train.packing=unpacked", "train.row_len=576", "train.micro_batch_rows=128", "model.remat=full")
