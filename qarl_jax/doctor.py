@@ -79,7 +79,7 @@ def numerics(cfg: RunConfig | None) -> Check:
         if mode == "compiled":
             todo = "set rollout.engine.execution=auto: compiled kernels round otherwise than the learner does"
             return Check(name="numerics", status="warn", found=found + ", which is not aligned", todo=todo)
-        if mode == "graphs" and not on_gpu and not cfg.rollout.engine.by_hand:
+        if mode == "graphs" and not on_gpu and not cfg.rollout.engine.endpoints:
             todo = "set rollout.engine.execution=auto: CUDA graphs need a CUDA GPU"
             return Check(name="numerics", status="fail", found=found, todo=todo)
     return Check(name="numerics", status="ok", found=found)
@@ -112,11 +112,8 @@ def bridge(cfg: RunConfig | None) -> Iterator[Check]:
     """The interpreter that runs vLLM. It fails only for a run that samples with vLLM."""
     needed = cfg is not None and cfg.rollout.engine_name == "vllm"
     settings: Any = cfg.rollout.engine if cfg is not None and needed else None
-    if needed and settings.address:
-        yield Check(name="bridge", status="ok", found=f"started by hand, at {settings.address}")
-        return
-    if needed and settings.engine == "fake":
-        yield Check(name="bridge", status="warn", found="rollout.engine.engine=fake", todo="its samples mean nothing")
+    if needed and settings.endpoints:
+        yield Check(name="bridge", status="ok", found=f"started by hand, at {', '.join(settings.endpoints)}")
         return
     python = (settings.python if settings is not None else "") or sys.executable
     try:
@@ -399,7 +396,7 @@ def with_config(cfg: RunConfig) -> Iterator[Check]:
 def _can_be_probed(cfg: RunConfig) -> bool:
     """Whether the run starts a vLLM of its own; one started by hand has its model already."""
     engine = cfg.rollout.engine
-    return isinstance(engine, vllm.Config) and engine.engine == "vllm" and not engine.by_hand
+    return isinstance(engine, vllm.Config) and engine.engine == "vllm" and not engine.endpoints
 
 
 def examine(

@@ -63,7 +63,7 @@ def run(cfg: RunConfig) -> None:
                     run.programs_are_ready()
 
                 # ---- learn, publish ----------------------------------------------------------------------------------
-                groups, advantages = advantages_of(cfg, collected.groups, step)
+                groups, advantages = advantages_of(cfg, collected.groups)
                 follow = Follower(
                     recorder.picks(groups, cfg.log.samples_per_step),
                     run.learner.loss_fn,

@@ -176,7 +176,7 @@ def refused(world, capsys):
                 "loss.name=ppo",
                 "seed=1",
                 "train.steps=1",
-                *(f"eval.{o}=2" for o in ("num_prompts", "top_k", "every", "max_response_len")),
+                *(f"eval.{o}=2" for o in ("num_prompts", "num_samples", "every", "max_response_len")),
             ],
             ["run.yaml, 7 overrides: loss.name=ppo"],
         ),
@@ -468,7 +468,7 @@ def test_more_devices_than_there_are_is_refused(refused):
 
 
 def test_a_bridge_by_hand_without_its_key_is_refused(refused):
-    said = refused("rollout.engine.name=vllm", "rollout.engine.address=tcp://127.0.0.1:9")
+    said = refused("rollout.engine.name=vllm", "rollout.engine.endpoints=[tcp://127.0.0.1:9]")
     assert "key_file" in said
 
 

@@ -14,6 +14,8 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import typing
+from dataclasses import is_dataclass
 
 import pytest
 import yaml
@@ -21,7 +23,7 @@ import yaml
 from qarl_jax import data, loss, metrics, quant, rewards, rollout, sft
 from qarl_jax.models import MODELS
 from qarl_jax.run import config
-from qarl_jax.typed_config import load
+from qarl_jax.typed_config import annotations, load
 from tests.reference import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -104,6 +106,24 @@ def test_every_setting_named_in_the_text_exists(document):
     assert not [
         name for name in sorted(named) if name not in known and not any(k.startswith(f"{name}.") for k in known)
     ]
+
+
+def sections(cls):
+    """The dataclasses that a config of type `cls` is made of."""
+    for hint in annotations.field_types(cls).values():
+        items = [part for part in typing.get_args(hint) if isinstance(part, type)]  # of a tuple
+        for nested, _ in (found for part in (hint, *items) for found in annotations.nested(part)):
+            if nested is not cls:
+                yield from (nested, *sections(nested))
+
+
+def test_every_option_of_a_run_is_on_a_page():
+    page, losses = text_of("docs/options.md"), text_of("docs/algorithms.md")
+    for cls in {*sections(config.RunConfig)}:
+        pages = losses if cls.__module__.startswith("qarl_jax.loss.") else "".join(b.__doc__ or "" for b in cls.__mro__)
+        assert not [name for name in annotations.field_types(cls) if not re.search(rf"\b{name}\b", pages)], cls
+        listed = [f"::: {base.__module__}.{base.__qualname__}\n" in page for base in cls.__mro__ if is_dataclass(base)]
+        assert all(listed) or pages is losses, cls
 
 
 def test_every_metric_named_in_the_readme_is_logged():

@@ -147,7 +147,11 @@ def test_the_engine_is_started_for_a_run_that_starts_it_and_where_nothing_has_fa
     assert "thirty seconds" in told[0]
     assert list(doctor.examine(vllm_config, probes=False)) == []
     assert list(doctor.examine(None)) == []
-    for engine in (vllm.Config(engine="fake"), vllm.Config(address="/a/socket", key_file="key"), jax_sampler.Config()):
+    for engine in (
+        vllm.Config(engine="fake"),
+        vllm.Config(endpoints=("/a/socket",), key_file="key"),
+        jax_sampler.Config(),
+    ):
         rollout = dataclasses.replace(vllm_config.rollout, engine=engine)
         assert list(doctor.examine(dataclasses.replace(vllm_config, rollout=rollout))) == []
     found.append(doctor.Check(name="bridge", status="fail", found="", todo="x"))

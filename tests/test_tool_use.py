@@ -29,7 +29,7 @@ def run(folder, name, environment):
             "num_samples_per_prompt": 8,
             "max_response_len": 18,
             "environment": environment,
-            "engine": {"name": "jax", "batch_size": 256, "prompt_bucket": 8, "response_bucket": 18},
+            "engine": {"name": "jax", "batch_size": 256},
         },
         "loss": {"name": "grpo"},
         "optimizer": {"name": "muon", "lr": 2.0e-3},

@@ -188,14 +188,6 @@ def test_a_single_update_per_step_needs_no_scoring_pass(world, run):
 
 
 @pytest.mark.slow
-def test_shuffled_advantages_change_the_update_but_not_the_samples(world, run):
-    plain, shuffled = run.records(), other(world, "shuffled", train={"shuffle_advantages": True})
-    assert shuffled[0]["reward/mean"] == plain[0]["reward/mean"]
-    assert shuffled[0]["optim/grad_norm"] != plain[0]["optim/grad_norm"]
-    assert shuffled[1]["reward/mean"] != plain[1]["reward/mean"]
-
-
-@pytest.mark.slow
 def test_what_cannot_be_compiled_ahead_is_compiled_when_it_is_needed(world, run, monkeypatch, capsys):
     def failing(*args):
         raise RuntimeError("INTERNAL: Failed to launch ptxas")

@@ -93,8 +93,7 @@ class Options:
       entropy_coef: weight of the entropy bonus (0: entropy is only a metric).
       kl_coef: weight of the KL to the reference policy (0: none, and no reference is needed).
       kl: that term, from `loss.get_term`.
-      error_prob: response tokens below this probability are counted as error tokens (0: none are).
-      histograms: count log-ratios per bin, by the sign of the advantage.
+      diagnostics: count error tokens, and log-ratios per bin by the sign of the advantage.
       token_logprobs: return the log-probs a gradient was taken at, as `token_trace.LOGPROBS` among the metrics.
     """
 
@@ -107,8 +106,7 @@ class Options:
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl: Loss | None = None
-    error_prob: float = 0.0
-    histograms: bool = False
+    diagnostics: bool = False
     token_logprobs: bool = False
 
 
@@ -373,9 +371,8 @@ class Learner:
                 kl_mean, kl_metrics = self.options.kl(inputs)
                 total = total + self.options.kl_coef * normalized(kl_mean, inputs, self.options.kl)
                 metrics |= kl_metrics
-            if self.options.error_prob:
-                metrics |= error_tokens.token_metrics(inputs, self.options.error_prob)
-            if self.options.histograms:
+            if self.options.diagnostics:
+                metrics |= error_tokens.token_metrics(inputs)
                 metrics |= {f"hist/{key}": Counts(n) for key, n in diagnostics.histograms(inputs).items()}
             if self.options.token_logprobs:
                 metrics[token_trace.LOGPROBS] = Rows((jax.lax.stop_gradient(logprobs),))

@@ -107,7 +107,7 @@ class Session:
         """One step as `train` makes it: collect, advantages, update, publish. Returns its metrics."""
         collected = self._collector.collect(self.step)
         self._collector.keep()
-        groups, advantages = advantages_of(self.cfg, collected.groups, self.step)
+        groups, advantages = advantages_of(self.cfg, collected.groups)
         self.state, learning = self._updates.run(self.state, groups, advantages, self.step)
         self.step += 1
         reward = float(np.mean([group.rewards for group in collected.sampled]))

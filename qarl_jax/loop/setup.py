@@ -180,7 +180,6 @@ class Run:
             sampling=build.eval_sampling(cfg, self._stop),
             num_samples=cfg.eval.num_samples,
             key=build.seed_of(cfg.seed, 0, "eval"),
-            ks=cfg.eval.ks,
         ).metrics
         processes.from_first(lambda: evaluation.record(cfg.run_dir, version, result))
         return result

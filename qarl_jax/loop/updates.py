@@ -32,7 +32,6 @@ from qarl_jax.observe import flops
 from qarl_jax.observe.recorder import PhaseTimer
 from qarl_jax.observe.token_trace import LOGPROBS, Follower
 from qarl_jax.rollout import dynamic_sampling
-from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import processes
 from qarl_jax.types import DivergedError, RolloutGroup, TrainBatch
@@ -42,7 +41,7 @@ Learned = tuple[dict[str, float], dict[str, list[int]]]
 
 
 def advantages_of(
-    cfg: RunConfig, groups: list[RolloutGroup], step: int
+    cfg: RunConfig, groups: list[RolloutGroup]
 ) -> tuple[list[RolloutGroup], Float[np.ndarray, "g n *turns"]]:
     """The groups as they are trained on, and an advantage per response, or per turn where the run has it so; with a
     critic the reward itself, of which the critic makes an advantage per token."""
@@ -56,9 +55,6 @@ def advantages_of(
             advantages = turn_advantages(rewards, cfg.advantage.name, valid=valid)
         else:
             advantages = group_advantages(advantages, cfg.advantage.name, valid=valid)
-    if cfg.train.shuffle_advantages:
-        rng = np.random.default_rng(build.seed_of(cfg.seed, step, "shuffle"))
-        advantages = rng.permutation(advantages.reshape(-1, *advantages.shape[2:])).reshape(advantages.shape)
     if cfg.train.mask_truncated:
         groups = dynamic_sampling.without_truncated(groups)
     return groups, advantages
@@ -216,7 +212,7 @@ class Updates:
         several = len(chosen) * cfg.train.update_epochs > 1
 
         def make(groups: list[RolloutGroup]) -> tuple[np.ndarray, MiniBatch]:
-            _, advantages = advantages_of(cfg, groups, step)
+            _, advantages = advantages_of(cfg, groups)
             with self._timer("pack"):
                 batch = self._packed(groups, advantages, step)
             if several:

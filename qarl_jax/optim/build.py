@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 from qarl_jax.optim import eight_bit, muon
 from qarl_jax.optim.eight_bit import Blocks
 from qarl_jax.optim.moments import MomentDtype, leaf_by_leaf, round_stochastically, rounding_seed
+from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import UserError, at_least
 
 # -------------------------------------------------------------------------------------------------------- configuration
@@ -56,7 +57,7 @@ class Schedule:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Common:
+class Common:
     """What both optimizers take.
 
     Attributes:
@@ -93,28 +94,28 @@ class _Common:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Muon(_Common):
+class Muon(Common):
     """Muon on matrices, AdamW on everything else. Defaults: QaRL (arXiv 2604.07853): lr 1e-6, weight decay 0.01.
 
     Attributes:
       momentum: decay of the gradient's running average.
-      nesterov: look one gradient ahead.
-      newton_schulz_steps: rounds of the iteration.
+      nesterov: look one gradient ahead (not from a config).
+      newton_schulz_steps: rounds of the iteration (not from a config).
       scale: "match_rms" or "original"; see `muon.py`.
       matmul_precision: of the iteration's products. "default" is what an accelerator does fastest with float32 (TF32 on
         a GPU, one pass of bfloat16 on a TPU), "highest" is float32, a tenth as fast on a GPU. "bfloat16" rounds what is
         multiplied, as Muon's authors do: twice as fast on a GPU.
-      eps: added to the Frobenius norm; a zero gradient gives a zero update.
+      eps: added to the Frobenius norm; a zero gradient gives a zero update (not from a config).
       adamw_lr: peak learning rate of the other parameters; None: `lr`.
       adamw_b1, adamw_b2, adamw_eps, adamw_weight_decay: AdamW on the other parameters. Norms and biases never decay.
     """
 
     momentum: float = 0.95
-    nesterov: bool = True
-    newton_schulz_steps: int = 5
+    nesterov: bool = internal(True)
+    newton_schulz_steps: int = internal(5)
     scale: Literal["match_rms", "original"] = "match_rms"
     matmul_precision: muon.Precision = "default"
-    eps: float = 1e-8
+    eps: float = internal(1e-8)
     adamw_lr: float | None = None
     adamw_b1: float = 0.9
     adamw_b2: float = 0.95
@@ -131,7 +132,7 @@ class Muon(_Common):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamW(_Common):
+class AdamW(Common):
     """AdamW on everything (Loshchilov & Hutter, arXiv 1711.05101); norms and biases never decay. Defaults: what RL
     recipes for LLMs use.
 

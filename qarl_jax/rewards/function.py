@@ -27,6 +27,7 @@ from jaxtyping import Float
 
 from qarl_jax.rewards.pool import PoolConfig, WorkerPool
 from qarl_jax.rewards.sample import BaseReward, Sample
+from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import UserError
 
 
@@ -37,7 +38,6 @@ class Config(PoolConfig):
     options: keyword arguments for the function.
     workers: processes that it runs in, each with the function's state to itself; 0: one per core, at most 8.
     timeout_s: seconds a single response may take; then the run ends.
-    recycle_after: responses after which a process is replaced; 0: never.
     memory_mb: address space of a process; 0: not limited.
     """
 
@@ -45,7 +45,7 @@ class Config(PoolConfig):
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     workers: int = 1
     timeout_s: float = 60.0
-    recycle_after: int = 0
+    recycle_after: int = internal(0)
     memory_mb: int = 0
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import UserError, at_least
 
 _SCRIPT = os.path.join(os.path.dirname(__file__), "_worker.py")
@@ -44,13 +45,13 @@ class PoolConfig:
     """Attributes:
     workers: processes; 0: one per core, at most 8.
     timeout_s: seconds a single response may take; then it scores 0.
-    recycle_after: tasks after which a worker is replaced; 0: never.
+    recycle_after: tasks after which a worker is replaced; 0: never (not from a config).
     memory_mb: address space of a worker; 0: not limited.
     """
 
     workers: int = 0
     timeout_s: float = 5.0
-    recycle_after: int = 500
+    recycle_after: int = internal(500)
     memory_mb: int = 4096
 
     def __post_init__(self) -> None:

@@ -228,8 +228,7 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
             entropy_coef=cfg.train.entropy_coef,
             kl_coef=cfg.kl.coef,
             kl=get_term("kl", kind=cfg.kl.kind, aggregation=cfg.kl.aggregation),
-            error_prob=cfg.train.error_prob,
-            histograms=cfg.train.histograms,
+            diagnostics=True,
             token_logprobs=bool(cfg.log.samples_per_step and cfg.log.sample_tokens),
         ),
     )
@@ -336,6 +335,5 @@ def eval_sampling(cfg: RunConfig, stop: tuple[int, ...]) -> SamplingConfig:
         max_response_len=cfg.eval.max_response_len or cfg.rollout.max_response_len,
         temperature=cfg.eval.temperature,
         top_p=cfg.eval.top_p,
-        top_k=cfg.eval.top_k,
         stop_token_ids=stop,
     )

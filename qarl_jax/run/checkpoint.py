@@ -51,6 +51,7 @@ from qarl_jax.optim.build import path_name
 from qarl_jax.run import on_disk
 from qarl_jax.run.on_disk import DamagedCheckpointError as DamagedCheckpointError
 from qarl_jax.runtime import processes
+from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import UserError, at_least
 
 log = logging.getLogger(__name__)
@@ -67,9 +68,8 @@ class Config:
       every: save after every so many steps; 0: never on a schedule (only when asked, e.g. at the end or on Ctrl-C).
       at_end: save after the last step.
       keep: how many of the newest whole steps stay; null: all. A damaged one does not count, and stays.
-      keep_every: steps that are multiples of this stay for good, on top of `keep`; null: none.
       asynchronous: write in the background while training goes on; a failure is then told at the next step. On a CPU
-        this holds a copy of the state until it is written.
+        this holds a copy of the state until it is written (not from a config).
       start_over: begin at step 0 where a run has records but no whole checkpoint, with the old records kept aside;
         false: refuse.
     """
@@ -77,14 +77,12 @@ class Config:
     every: int = 50
     at_end: bool = True
     keep: int | None = 3
-    keep_every: int | None = None
-    asynchronous: bool = True
+    asynchronous: bool = internal(True)
     start_over: bool = False
 
     def __post_init__(self) -> None:
         at_least(self, 0, "every", note="; 0 means never")
         at_least(self, 1, "keep", note="; null keeps all")
-        at_least(self, 1, "keep_every", note="; null means none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,8 +281,6 @@ class Checkpoints:
             return
         newer = 0
         for step in reversed(self.steps()):
-            if newer >= self.config.keep and self.config.keep_every and step % self.config.keep_every == 0:
-                continue
             # Sizes are compared every time, contents once in a process: reading all that is kept at every save is dear.
             if not on_disk.is_sound(self.path(step), contents=step not in self._read_whole):
                 continue

@@ -119,9 +119,6 @@ class TrainConfig:
       grad_dtype: dtype of gradients and of their sum over micro-batches; bfloat16 halves them (see `learner.Options`).
       entropy_coef: weight of an entropy bonus.
       mask_truncated: leave unfinished responses out of the loss (DAPO's overlong filtering).
-      error_prob: response tokens below this probability are counted as error tokens (`error/*`); 0: not counted.
-      histograms: count ratios and mismatch weights per bin (histograms.jsonl, `ratio/*` quantiles).
-      shuffle_advantages: a control, which must not learn: permutes the advantages of a step over its samples.
       asynchronous: sampling goes on while the learner updates; off by default.
       profile_steps: steps during which a JAX profile is written.
       compile_cache: folder for compiled programs; auto: ~/.cache/qarl_jax/xla on an accelerator; off: none.
@@ -139,9 +136,6 @@ class TrainConfig:
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     entropy_coef: float = 0.0
     mask_truncated: bool = False
-    error_prob: float = 1e-3
-    histograms: bool = True
-    shuffle_advantages: bool = False
     asynchronous: AsynchronousConfig = dataclasses.field(default_factory=AsynchronousConfig)
     profile_steps: tuple[int, ...] = ()
     compile_cache: str = "auto"
@@ -152,8 +146,6 @@ class TrainConfig:
         at_least(self, 1, "steps", "prompts_per_step", "update_epochs")
         at_least(self, 1, "micro_batch_rows", "max_segments", "logprob_chunk")
         at_least(self, 0, "prompts_per_update", "row_len")
-        if not 0 <= self.error_prob < 1:
-            raise UserError(f"error_prob must be a probability below 1 (0: not counted), got {self.error_prob}.")
         if self.prompts_per_update > self.prompts_per_step:
             raise UserError(
                 f"prompts_per_update={self.prompts_per_update} exceeds prompts_per_step={self.prompts_per_step}: an"
@@ -190,9 +182,8 @@ class EvalConfig:
       at_start, at_end: evaluate before the first and after the last step.
       num_prompts: prompts, the first of the held-out split; 0: all of them.
       num_samples: responses per prompt.
-      ks: the k of pass@k and maj@k, at most num_samples; empty: powers of two up to num_samples, and num_samples.
       temperature: 0 is greedy.
-      top_p, top_k: as in sampling; off (1 and 0) they leave the policy's own distribution.
+      top_p: as in sampling; 1 leaves the policy's own distribution.
       max_response_len: 0: rollout.max_response_len.
       data: other data to evaluate on, all of it; null: the held-out split of `data`.
     """
@@ -202,19 +193,14 @@ class EvalConfig:
     at_end: bool = True
     num_prompts: int = 128
     num_samples: int = 1
-    ks: tuple[int, ...] = ()
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0
     max_response_len: int = 0
     data: DataConfig | None = None
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "every", "num_prompts", "top_k", "max_response_len")
+        at_least(self, 0, "every", "num_prompts", "max_response_len")
         at_least(self, 1, "num_samples")
-        for k in self.ks:
-            if not 1 <= k <= self.num_samples:
-                raise UserError(f"ks: pass@{k} needs 1 <= k <= num_samples={self.num_samples}.")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be in (0, 1], got {self.top_p}; 1 turns it off.")
         if self.temperature < 0:

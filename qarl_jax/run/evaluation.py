@@ -143,21 +143,14 @@ def evaluate(
     sampling: SamplingConfig,
     num_samples: int,
     key: int,
-    ks: Sequence[int] = (),
 ) -> Evaluation:
-    """Samples and grades `prompts` under the engine's published version.
-
-    Args:
-      ks: the k of pass@k and maj@k, each at most `num_samples`; empty: `default_ks`.
-    """
+    """Samples and grades `prompts` under the engine's published version."""
     completions = engine.generate(prompts, num_samples=num_samples, sampling=sampling, key=key)
     groups, parts = grader.grade(tokenizer, prompts, completions)
-    return measure(groups, parts, grader, ks)
+    return measure(groups, parts, grader)
 
 
-def measure(
-    groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, " n"]], grader: Grader, ks: Sequence[int] = ()
-) -> Evaluation:
+def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, " n"]], grader: Grader) -> Evaluation:
     """Graded responses, equally many for every prompt -> metrics and records.
 
     Correct is a response to which the reward's verifier (the first of `VERIFIERS` in a sum) gives 1 or more; where
@@ -189,7 +182,7 @@ def measure(
         "eval/prompts": float(len(groups)),
         **_mean(f"eval/avg_at_{num_samples}", num_correct / num_samples),
     }
-    for k in ks or default_ks(num_samples):
+    for k in default_ks(num_samples):
         metrics |= _mean(f"eval/pass_at_{k}", pass_at_k(num_correct, num_samples, k))
         if k > 1:
             metrics |= _mean(f"eval/maj_at_{k}", maj_at_k(votes, correct, k))
@@ -330,7 +323,6 @@ def run(
                 sampling=sampling,
                 num_samples=each.eval.num_samples,
                 key=build.seed_of(each.seed, 0, "eval"),
-                ks=each.eval.ks,
             )
             yield result, version
 
@@ -338,7 +330,7 @@ def run(
 def with_room(cfg: RunConfig, longest: int) -> RunConfig:
     """With an engine that takes so many tokens of prompt and response, where the config's has fewer for training."""
     engine = cfg.rollout.engine
-    if not isinstance(engine, vllm.Config) or engine.by_hand or not 0 < engine.max_model_len < longest:
+    if not isinstance(engine, vllm.Config) or engine.endpoints or not 0 < engine.max_model_len < longest:
         return cfg
     _say(f"rollout.engine.max_model_len={longest} for the longest prompt and response, not {engine.max_model_len}")
     engine = dataclasses.replace(engine, max_model_len=longest)

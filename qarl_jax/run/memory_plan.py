@@ -405,9 +405,8 @@ def int4_copies(cfg: RunConfig) -> dict[str, int]:
 
 def _apart(cfg: RunConfig, engine: vllm.Config) -> list[str]:
     """Lines on a vLLM with a GPU of its own."""
-    where = (
-        f"GPU {engine.visible_gpus}" if engine.visible_gpus else f"the GPU of the bridge at {', '.join(engine.named)}"
-    )
+    named = ", ".join(engine.endpoints)
+    where = f"GPU {engine.visible_gpus}" if engine.visible_gpus else f"the GPU of the bridge at {named}"
     lines = [f"vLLM         on {where}: {engine.gpu_memory_utilization:.0%} of it at most (gpu_memory_utilization)"]
     if not engine.stages_on_gpu:
         return [*lines, "  weights go over host memory"]

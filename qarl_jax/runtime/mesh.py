@@ -57,7 +57,14 @@ def launching(mesh: Mesh) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The section `mesh` of a run's config: devices per mesh axis; -1 in one place: all the rest."""
+    """The section `mesh` of a run's config: devices per mesh axis; -1 in one place: all the rest.
+
+    Attributes:
+      data: whole copies of the policy, each with its own rows.
+      fsdp: devices that share rows and a copy's weights, gathered layer by layer.
+      tensor: devices that share every layer's products.
+      expert: devices that share the experts of an MoE model.
+    """
 
     data: int = 1
     fsdp: int = 1

@@ -37,20 +37,21 @@ def dotted_keys(cls: type, prefix: str = "", _inside: tuple[type, ...] = ()) -> 
     for name, hint in field_types(cls).items():
         dotted = f"{prefix}{name}"
         keys.append(dotted)
-        for nested, is_variant in _nested(hint):
+        for section, is_variant in nested(hint):
             if is_variant and f"{dotted}.name" not in keys:
                 keys.append(f"{dotted}.name")
-            keys.extend(k for k in dotted_keys(nested, f"{dotted}.", (*_inside, cls)) if k not in keys)
+            keys.extend(k for k in dotted_keys(section, f"{dotted}.", (*_inside, cls)) if k not in keys)
     return keys
 
 
-def _nested(hint: Any) -> list[tuple[type, bool]]:
+def nested(hint: Any) -> list[tuple[type, bool]]:
+    """The dataclasses that an annotation names, and whether a `name` key chooses each."""
     origin = typing.get_origin(hint)
     if origin is Annotated:
         marks = variants_of(hint)
-        return [(cls, True) for cls in marks[0].types.values()] if marks else _nested(hint.__origin__)
+        return [(cls, True) for cls in marks[0].types.values()] if marks else nested(hint.__origin__)
     if origin in (Union, types.UnionType):
-        return [item for option in typing.get_args(hint) for item in _nested(option)]
+        return [item for option in typing.get_args(hint) for item in nested(option)]
     return [(typing.cast(type, hint), False)] if dataclasses.is_dataclass(hint) else []
 
 
@@ -86,10 +87,20 @@ def variants_of(hint: Any) -> list[Variants]:
     return [mark for mark in hint.__metadata__ if isinstance(mark, Variants)]
 
 
+INTERNAL = {"internal": True}
+"""Metadata of a field that code sets and no config does: it is no option. The bridge's dataclasses spell it out."""
+
+
+def internal(default: Any) -> Any:
+    """A dataclass field with this default that is no option."""
+    return dataclasses.field(default=default, metadata=INTERNAL)
+
+
 def field_types(cls: type) -> dict[str, Any]:
-    """Field name -> resolved annotation, in order, of the fields that `cls(...)` takes."""
+    """Field name -> resolved annotation, in order, of the options among the fields that `cls(...)` takes."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+    options = [field for field in dataclasses.fields(cls) if field.init and not field.metadata.get("internal")]
+    return {field.name: hints[field.name] for field in options}
 
 
 def type_words(hint: Any) -> str:

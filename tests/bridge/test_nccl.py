@@ -490,12 +490,12 @@ def test_settings_that_contradict_each_other_are_refused():
     with pytest.raises(UserError, match=r"transport=nccl is for.*different GPUs.*visible_gpus"):
         Config(transport="nccl")
     with pytest.raises(UserError, match=r"transport=cuda_ipc needs learner and engine on one GPU.*set nccl or host"):
-        Config(transport="cuda_ipc", address="tcp://h:1", key_file="k")
+        Config(transport="cuda_ipc", endpoints=("tcp://h:1",), key_file="k")
     with pytest.raises(UserError, match="visible_gpus is for a bridge that the trainer starts"):
-        Config(visible_gpus="1", address="/tmp/s", key_file="k")
-    apart = Config(transport="nccl", address="tcp://h:1", key_file="k")
+        Config(visible_gpus="1", endpoints=("/tmp/s",), key_file="k")
+    apart = Config(transport="nccl", endpoints=("tcp://h:1",), key_file="k")
     assert apart.has_own_gpu
     assert apart.stages_on_gpu
-    assert not Config(address="tcp://h:1", key_file="k").stages_on_gpu
+    assert not Config(endpoints=("tcp://h:1",), key_file="k").stages_on_gpu
     assert not Config().has_own_gpu
     assert not Config(visible_gpus="0", transport="cuda_ipc").has_own_gpu

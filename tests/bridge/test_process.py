@@ -307,7 +307,7 @@ def test_the_exported_config_lists_the_scheme_and_the_tensors_fit_it(scheme):
 
 def test_bad_settings_are_refused():
     for options in (
-        {"address": "tcp://h:1"},
+        {"endpoints": ("tcp://h:1",)},
         {"gpu_memory_utilization": 0.0},
         {"max_num_seqs": 0},
         {"threads": -1},
@@ -345,7 +345,7 @@ def by_hand(tmp_path, *extra, address=None):
 def test_a_bridge_started_by_hand_serves_trainers_and_outlives_them(tmp_path):
     with by_hand(tmp_path) as (process, address, key_file):
         connected(address, key_file).close()
-        config = dataclasses.replace(FAKE, address=address, key_file=key_file)
+        config = dataclasses.replace(FAKE, endpoints=(address,), key_file=key_file)
         with engine(config, run_id="a", incarnation=1) as e:
             e.publish(weights(0), 5)
             before = generate(e)
@@ -406,12 +406,12 @@ def test_over_tcp_the_key_is_a_must_and_bytes_travel_in_chunks(tmp_path):
     messages.create_key(str(tmp_path / "key"))
     with by_hand(tmp_path, address=address) as (process, _, key_file):
         connected(address, key_file).close()
-        with engine(dataclasses.replace(FAKE, address=address, key_file=key_file)) as e:
+        with engine(dataclasses.replace(FAKE, endpoints=(address,), key_file=key_file)) as e:
             e.publish(weights(0), 0)
             generate(e)
         wrong = tmp_path / "wrong"
         messages.create_key(str(wrong))
-        config = dataclasses.replace(FAKE, address=address, key_file=str(wrong))
+        config = dataclasses.replace(FAKE, endpoints=(address,), key_file=str(wrong))
         with engine(config) as e, pytest.raises(UserError, match="does not hold this bridge's key"):
             e.publish(weights(0), 0)
 
@@ -436,7 +436,7 @@ def test_a_taken_socket_a_bad_folder_and_an_open_key_exit_with_two_and_a_sentenc
 def test_a_trainer_killed_in_the_middle_of_a_publish_leaves_the_engine_as_it_was(tmp_path, stage):
     with by_hand(tmp_path) as (_, address, key_file):
         connected(address, key_file).close()
-        config = dataclasses.replace(FAKE, address=address, key_file=key_file)
+        config = dataclasses.replace(FAKE, endpoints=(address,), key_file=key_file)
         with engine(config, run_id="run", incarnation=1) as e:
             e.publish(weights(0), 0)
             before = tokens(generate(e))
@@ -496,10 +496,10 @@ def test_an_address_where_nobody_listens_is_spoken_of_with_the_time_left(tmp_pat
     said = []
     key = tmp_path / "key"
     messages.create_key(str(key))
-    config = Config(address=str(tmp_path / "mistyped"), key_file=str(key), start_timeout_s=1.0)
+    config = Config(endpoints=(str(tmp_path / "mistyped"),), key_file=str(key), start_timeout_s=1.0)
     with engine(config, log=said.append) as e, pytest.raises(UserError, match=r"nobody is listening .*waited 1 s"):
         e.publish(weights(), 0)
-    where = f"{tmp_path}/mistyped (rollout.engine.address)"
+    where = f"{tmp_path}/mistyped (rollout.engine.endpoints)"
     assert said[1:] == [f"waiting for the bridge at {where} to answer: 1 s left (rollout.engine.start_timeout_s)"]
 
 

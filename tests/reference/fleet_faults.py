@@ -189,7 +189,7 @@ def drawn_of(groups: list[list[Completion]]) -> list[tuple]:
 def one_engine(folder: pathlib.Path) -> list[list[list[tuple]]]:
     """[seed][key]: what one engine draws that nobody disturbs."""
     bridge = Bridge(str(folder / "s"))
-    config = Config(address=bridge.address, key_file=key_file(folder), max_model_len=128)
+    config = Config(endpoints=(bridge.address,), key_file=key_file(folder), max_model_len=128)
     engine = VllmEngine(config, run_id="one", incarnation=1)
     out = []
     for seed in range(SEEDS):

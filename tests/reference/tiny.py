@@ -178,13 +178,7 @@ class World:
             "rollout": {
                 "num_samples_per_prompt": 4,
                 "max_response_len": 12,
-                "engine": {
-                    "name": "jax",
-                    "batch_size": 16,
-                    "min_slots": 16,
-                    "prompt_bucket": 8,
-                    "response_bucket": 12,
-                },
+                "engine": {"name": "jax", "batch_size": 16},
             },
             "loss": {"name": "tbpo", "clip_high": 0.02, "neg_clip_low": 0.02, "neg_clip_high": 0.02},
             "optimizer": {"name": "muon", "lr": 0.02},

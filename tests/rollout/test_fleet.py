@@ -300,7 +300,6 @@ def test_a_request_that_no_engine_can_serve_is_the_users_to_mend(endpoints):
         ({"endpoints": ("tcp://h:1",)}, "key_file"),
         ({"endpoints": ("h:1://",), "key_file": "k"}, "bad address"),
         ({"endpoints": ("/s", "/s"), "key_file": "k"}, "twice"),
-        ({"address": "/s", "endpoints": ("/t",), "key_file": "k"}, "among rollout.engine.endpoints"),
         ({"replicas": 2, "visible_gpus": "1;2;3"}, "3 lists"),
         ({"replicas": -1}, "replicas"),
         ({"endpoints": ("/s",), "key_file": "k", "visible_gpus": "1"}, "CUDA_VISIBLE_DEVICES"),

@@ -261,11 +261,11 @@ def test_an_episode_that_failed_enters_no_statistic_of_its_group(tokenizer):
     group, parts = graded(tokenizer, [right, wrong, failed, wrong], exact.Config(extract="last_number"))
     assert group.rewards.tolist() == [1, 0, 0, 0]
     cfg = config.load(tiny.ROOT / "configs/quickstart.yaml", ["advantage.name=drgrpo"])
-    _, advantages = updates.advantages_of(cfg, [group], 0)
+    _, advantages = updates.advantages_of(cfg, [group])
     np.testing.assert_allclose(advantages, [[2 / 3, -1 / 3, 0, -1 / 3]], rtol=1e-6)
     by_turn = ["advantage.level=turn", "loss.name=grpo", "rollout.environment.name=calculator"]
     cfg = config.load(tiny.ROOT / "configs/quickstart.yaml", ["advantage.name=drgrpo", *by_turn])
-    _, advantages = updates.advantages_of(cfg, [group], 0)
+    _, advantages = updates.advantages_of(cfg, [group])
     np.testing.assert_allclose(advantages[0, :, 0], [2 / 3, -1 / 3, 0, -1 / 3], rtol=1e-6)
     assert advantages[0, :, 1].tolist() == [0, 0, 0, 0]  # nobody else has a second turn
     same, parts = graded(tokenizer, [right, failed], exact.Config(extract="last_number"))

@@ -372,7 +372,7 @@ def sections(cls, path):
         found = []
         for owner in classes:
             hint = schema.field_types(owner).get(part)
-            found.extend(nested for nested, _ in annotations._nested(hint) if hint is not None)
+            found.extend(nested for nested, _ in annotations.nested(hint) if hint is not None)
         classes = found
     return classes
 

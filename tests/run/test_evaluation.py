@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+from qarl_bridge.protocol import messages
 
 from qarl_jax import train
 from qarl_jax.rewards import Grader, exact, format, total
@@ -104,27 +105,27 @@ def graded(grader, expected, *rows):
     return grader.grade(Characters(), prompts, completions)
 
 
-def measured(cfg, expected, *rows, ks=()):
+def measured(cfg, expected, *rows):
     grader = Grader(cfg, max_response_len=16)
-    return evaluation.measure(*graded(grader, expected, *rows), grader, ks)
+    return evaluation.measure(*graded(grader, expected, *rows), grader)
 
 
 def test_equal_numbers_vote_together_and_truncated_responses_do_not_vote():
-    result = measured(exact.Config(), ["0.5"], ["1/2", "7", "7", "0.50", ".5"], ks=(5,))
+    result = measured(exact.Config(), ["0.5"], ["1/2", "7", "7", "0.50", ".5"])
     assert result.metrics["eval/maj_at_5"] == 1.0
     assert result.metrics["eval/avg_at_5"] == pytest.approx(0.6)
     (record,) = result.prompts
     assert (record["majority"], record["majority_correct"], record["num_correct"]) == ("1/2", True, 3)
-    cut = measured(exact.Config(), ["7"], [("7", "length"), ("7", "length"), "8", ""], ks=(4,))
+    cut = measured(exact.Config(), ["7"], [("7", "length"), ("7", "length"), "8", ""])
     assert cut.metrics["eval/maj_at_4"] == 0.0
     assert cut.metrics["eval/no_answer"] == 0.75
     assert cut.metrics["eval/truncated"] == 0.5
-    scored = measured(exact.Config(truncated="score"), ["7"], [("7", "length"), ("7", "length"), "8", ""], ks=(4,))
+    scored = measured(exact.Config(truncated="score"), ["7"], [("7", "length"), ("7", "length"), "8", ""])
     assert scored.metrics["eval/maj_at_4"] == 1.0
 
 
 def test_numbers_and_their_standard_errors_by_hand():
-    result = measured(exact.Config(), ["1", "2"], ["1", "1", "3", "1"], ["2", "5", "5", "6"], ks=(1, 2))
+    result = measured(exact.Config(), ["1", "2"], ["1", "1", "3", "1"], ["2", "5", "5", "6"])
     m = result.metrics
     assert m["eval/reward/mean"] == m["eval/avg_at_4"] == m["eval/pass_at_1"] == pytest.approx((0.75 + 0.25) / 2)
     assert m["eval/reward/stderr"] == pytest.approx(np.std([0.75, 0.25], ddof=1) / np.sqrt(2))
@@ -156,7 +157,6 @@ def test_the_table_shows_every_estimate():
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({"num_samples": 4, "temperature": 1.0, "ks": [8]}, "pass@8 needs 1 <= k <= num_samples=4"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
         ({"num_samples": 4, "temperature": 0.0}, "greedy responses to a prompt are all the same"),
     ],
@@ -231,8 +231,9 @@ def test_other_data_can_be_evaluated(run, capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_bridge_can_be_the_engine(run, capsys):
-    found = as_json(capsys, "--checkpoint", run.run_dir, "--engine", "vllm", "rollout.engine.engine=fake")
+def test_the_bridge_can_be_the_engine(run, capsys, monkeypatch):
+    monkeypatch.setattr(messages.EngineOptions, "to_json", lambda options: '{"engine": "fake"}')
+    found = as_json(capsys, "--checkpoint", run.run_dir, "--engine", "vllm")
     assert found["eval/prompts"] == 4
 
 

@@ -249,7 +249,7 @@ def test_the_embedded_sampler_holds_what_is_planned(world):
     engine.publish(rollout.PolicyWeights(graphdef=graphdef, params=params, qweights=qweights), 0)
     assert sizes["sampler's policy"] == really(engine._weights)
     model = models.config_of(graphdef)
-    rows, length = 16, 8 + 12  # of the config: 4 prompts x 4 samples, buckets of 8 and 12
+    rows, length = 16, 16 + 16  # 4 prompts x 4 samples; 8 and 12 tokens in buckets of 16
     keys = model.num_layers * rows * length * model.num_kv_heads * model.head_dim * 4
     assert sizes["sampler's KV cache"] == 2 * keys + rows * 4
     vllm = world.changed(rollout=world.tree["rollout"] | {"engine": {"name": "vllm"}}).config
@@ -259,7 +259,7 @@ def test_the_embedded_sampler_holds_what_is_planned(world):
 def test_partial_rollouts_are_planned_with_a_response_for_a_prompt(world):
     cfg = world.changed(rollout={"partial": {"over_provision": 1.5, "chunk": 4}}).config
     model = models.config_of(memory_plan.abstract_policy(cfg)[0])
-    rows, length = 16, 32 + 12  # 8 + 12 - 1 tokens in buckets of 8, 16, 32; a chunk in a bucket of 12
+    rows, length = 16, 32 + 16  # 8 + 12 - 1 tokens in a bucket of 32, a chunk in one of 16
     keys = model.num_layers * rows * length * model.num_kv_heads * model.head_dim * 4
     assert memory_plan.parts(cfg)["sampler's KV cache"] == 2 * keys + rows * 4
 
@@ -302,9 +302,9 @@ def test_the_plan_says_how_a_card_is_shared(world, monkeypatch):
     assert "0.000 GiB for versions" in lines
     assert "add up" not in lines
     assert lines in memory_plan.describe(with_vllm(world, gpu_memory_utilization=0.4, transport="host"))
-    far = with_vllm(world, address="tcp://h:1", key_file="k")
+    far = with_vllm(world, endpoints=("tcp://h:1",), key_file="k")
     assert memory_plan.colocation(far) == ["vLLM         on another host: weights go over the socket"]
-    for apart in ({"visible_gpus": "1"}, {"transport": "nccl", "address": "tcp://h:1", "key_file": "k"}):
+    for apart in ({"visible_gpus": "1"}, {"transport": "nccl", "endpoints": ("tcp://h:1",), "key_file": "k"}):
         first, second = memory_plan.colocation(with_vllm(world, gpu_memory_utilization=0.9, **apart))
         assert ("on GPU 1: 90% of it" if "visible_gpus" in apart else "of the bridge at tcp://h:1: 90%") in first
         assert "over NCCL" in second

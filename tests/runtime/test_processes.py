@@ -258,7 +258,7 @@ def world(tmp_path_factory):
     return world.changed(
         mesh={"fsdp": 2},
         optimizer={"name": "adamw", "lr": 0.01},
-        train={"steps": STEPS, "prompts_per_update": 0, "histograms": False, "error_prob": 0},
+        train={"steps": STEPS, "prompts_per_update": 0},
         eval={"at_start": False, "at_end": False},
         log={"samples_per_step": 0},
     )
@@ -328,7 +328,7 @@ def test_on_eight_devices_two_processes_come_to_the_numbers_of_one_and_outlive_a
         run_dir=str(tmp_path / "alone"),
         mesh={"data": 2, "fsdp": 2, "tensor": 2},
         optimizer={"name": "muon", "lr": 0.02},
-        train={"steps": 2, "prompts_per_update": 2, "histograms": True},
+        train={"steps": 2, "prompts_per_update": 2},
         eval={"at_start": True, "at_end": True},
         log={"samples_per_step": 4, "view": "lines"},
     )

@@ -84,7 +84,7 @@ def engine_arguments(options: messages.EngineOptions, *, path: str, has_weights:
         "skip_tokenizer_init": True,
         "enforce_eager": execution == "eager",
         "dtype": "bfloat16",
-        "seed": options.seed,
+        "seed": 0,  # every draw has its own
         "load_format": "safetensors" if has_weights else "dummy",
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",

@@ -261,17 +261,22 @@ class Facts(_Struct):
     tensor_parallel_size: Count = 1
 
 
+_INTERNAL = {"internal": True}  # for the reader of configs (qarl_jax.typed_config)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """How an engine is started: the one list of its options. It travels as JSON (`python -m qarl_bridge --options`).
 
-    The learner's `rollout.engine` section inherits these fields: an option is written here, and where it is used.
+    The learner's `rollout.engine` section inherits these fields: an option is written here, and where it is used. A
+    field with `_INTERNAL` is for code, and no option of a config.
 
     Attributes:
-      engine: "vllm", or "fake", an engine that computes nothing, to try a set-up.
+      engine: "vllm", or "fake", an engine that computes nothing, to try a set-up (not from a config).
       max_model_len: longest prompt + response in tokens; 0: what the model allows.
       max_num_seqs: most sequences decoded together.
-      max_num_batched_tokens: most tokens computed in one step; longer prompts are cut into chunks. 0: vLLM decides.
+      max_num_batched_tokens: most tokens computed in one step; longer prompts are cut into chunks. 0: vLLM decides
+        (not from a config).
       kv_cache_gb: size of the KV cache in GiB; 0: vLLM decides from `gpu_memory_utilization`.
       gpu_memory_utilization: share of the device's memory vLLM may use (on a CPU: of the host's).
       threads: CPU threads of the engine; 0: all that the process may use.
@@ -290,13 +295,12 @@ class EngineOptions:
       record_routing: return the experts each token was sent to (a mixture of experts, not compiled); a trainer sets it
         for `rollout.router_replay`. Prompts are then computed for every sample: no prefix cache.
       profile: folder for a profile of every load and read-back in the engine, and of a hundred steps; empty: none.
-      seed: of the engine; every draw has its own besides.
     """
 
-    engine: Literal["vllm", "fake"] = "vllm"
+    engine: Literal["vllm", "fake"] = dataclasses.field(default="vllm", metadata=_INTERNAL)
     max_model_len: int = 0
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 0
+    max_num_batched_tokens: int = dataclasses.field(default=0, metadata=_INTERNAL)
     kv_cache_gb: float = 0.0
     gpu_memory_utilization: float = 0.5
     threads: int = 0
@@ -306,9 +310,8 @@ class EngineOptions:
     split_attention: bool = False
     loader: Literal["auto", "vllm"] = "auto"
     tensor_parallel_size: int = 1
-    record_routing: bool = False
+    record_routing: bool = dataclasses.field(default=False, metadata=_INTERNAL)
     profile: str = ""
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError where a value cannot be meant; the message begins with the option's name."""

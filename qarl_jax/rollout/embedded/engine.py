@@ -47,6 +47,7 @@ from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, requests_fo
 from qarl_jax.rollout.embedded.decode_form import Policy, compute_form
 from qarl_jax.rollout.embedded.draw import draw
 from qarl_jax.runtime import mesh, processes
+from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import Completion, Prompt, UserError, VersionSpan, at_least
 
 # Named, so that no global setting of JAX changes what a run draws.
@@ -55,7 +56,9 @@ _typed_key = functools.partial(jax.random.wrap_key_data, impl="threefry2x32")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Attributes:
+    """The `rollout.engine` section; `batch_size` alone is an option, the rest is for code.
+
+    Attributes:
     batch_size: slots, i.e. sequences decoded at once.
     min_slots: an emptying batch is halved down to this many slots, one compiled decode program for each size.
     prompt_bucket: prompt lengths are rounded up to this times a power of two.
@@ -65,10 +68,10 @@ class Config:
     """
 
     batch_size: int = 64
-    min_slots: int = 8
-    prompt_bucket: int = 16
-    response_bucket: int = 16
-    refill_fraction: float = 0.125
+    min_slots: int = internal(8)
+    prompt_bucket: int = internal(16)
+    response_bucket: int = internal(16)
+    refill_fraction: float = internal(0.125)
 
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "min_slots", "prompt_bucket", "response_bucket")

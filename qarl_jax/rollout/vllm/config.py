@@ -10,6 +10,7 @@ from typing import Literal
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 
+from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import UserError, at_least
 
 
@@ -20,9 +21,9 @@ class Config(messages.EngineOptions):
     Attributes:
     python: interpreter that runs the bridge, with qarl_bridge and vLLM installed; empty: this one.
     replicas: engines that the trainer starts, each behind a bridge of its own; 0: one, or none where others are named.
-    address: a bridge started by hand: a unix socket's path or tcp://host:port; empty: start one.
-    endpoints: several of them. One that does not answer yet, or no longer, joins when it does.
-    key_file: the key of them all (64 hexadecimal digits, mode 0600), needed with addresses.
+    endpoints: bridges started by hand, each a unix socket's path or tcp://host:port. One of several that does not
+      answer yet, or no longer, joins when it does.
+    key_file: the key of them all (64 hexadecimal digits, mode 0600), needed with endpoints.
     visible_gpus: the engine's GPU, as CUDA_VISIBLE_DEVICES names it (a number, or a UUID); empty: what the trainer
       sees, so that they share the first. With `replicas`, one such list per engine, joined by ";": "1;2;3". Those that
       are the learner's: `shares_gpus`.
@@ -38,14 +39,12 @@ class Config(messages.EngineOptions):
     readback: weights compared after each publish: "off", "sampled" (16 inputs of every layer) or "full".
     start_timeout_s: longest start of the engine.
     request_timeout_s: longest silence of the bridge before it is taken for dead (it reports every 2 s).
-    drain_timeout_s: longest wait for running requests before a publish.
-    max_restarts: bridge deaths survived in a row, without a successful call in between.
+    max_restarts: bridge deaths survived in a row, without a successful call in between (not from a config).
     log_file: where the bridge's output goes; empty: in a temporary folder, shown when it fails.
     """
 
     python: str = ""
     replicas: int = 0
-    address: str = ""
     endpoints: tuple[str, ...] = ()
     key_file: str = ""
     visible_gpus: str = ""
@@ -56,34 +55,23 @@ class Config(messages.EngineOptions):
     readback: Literal["off", "sampled", "full"] = "sampled"
     start_timeout_s: float = 600.0
     request_timeout_s: float = 120.0
-    drain_timeout_s: float = 600.0
-    max_restarts: int = 3
+    max_restarts: int = internal(3)
     log_file: str = ""
 
     @property
     def is_fleet(self) -> bool:
         """Whether there may be several engines."""
-        return len(self.named) + self.started > 1
-
-    @property
-    def named(self) -> tuple[str, ...]:
-        """Addresses of bridges started by hand."""
-        return (self.address, *self.endpoints) if self.address else self.endpoints
-
-    @property
-    def by_hand(self) -> str:
-        """The option that names bridges started by hand, to speak of; empty: none does."""
-        return next((name for name in ("address", "endpoints") if getattr(self, name)), "")
+        return len(self.endpoints) + self.started > 1
 
     @property
     def started(self) -> int:
         """How many engines the trainer starts."""
-        return self.replicas or int(not self.named)
+        return self.replicas or int(not self.endpoints)
 
     @property
     def is_remote(self) -> bool:
         """Whether some bridge is reached over a network."""
-        return any(address.startswith("tcp://") for address in self.named)
+        return any(address.startswith("tcp://") for address in self.endpoints)
 
     @property
     def has_own_gpu(self) -> bool:
@@ -102,24 +90,21 @@ class Config(messages.EngineOptions):
         return lists[number] if len(lists) > 1 else self.visible_gpus
 
     def __post_init__(self) -> None:
-        by_hand = self.by_hand
-        if self.address and self.endpoints:
-            raise UserError("rollout.engine.address is for one bridge: put it among rollout.engine.endpoints")
-        if by_hand and not self.key_file:
+        if self.endpoints and not self.key_file:
             raise UserError(
-                f"rollout.engine.{by_hand} names a bridge started by hand: set rollout.engine.key_file to its key"
+                "rollout.engine.endpoints names a bridge started by hand: set rollout.engine.key_file to its key"
             )
-        for address in self.named:
+        for address in self.endpoints:
             try:
                 messages.parse_address(address)
             except BridgeError as error:
-                raise UserError(f"rollout.engine.{by_hand}: {error}") from None
-        if len(set(self.named)) < len(self.named):
+                raise UserError(f"rollout.engine.endpoints: {error}") from None
+        if len(set(self.endpoints)) < len(self.endpoints):
             raise UserError("rollout.engine.endpoints names a bridge twice: it serves one connection as well as two")
-        if by_hand and self.visible_gpus and not self.replicas:
+        if self.endpoints and self.visible_gpus and not self.replicas:
             raise UserError(
                 "rollout.engine.visible_gpus is for a bridge that the trainer starts: start the one at "
-                f"rollout.engine.{by_hand} with CUDA_VISIBLE_DEVICES, and leave visible_gpus empty"
+                "rollout.engine.endpoints with CUDA_VISIBLE_DEVICES, and leave visible_gpus empty"
             )
         lists = len(self.visible_gpus.split(";"))
         if lists not in (1, self.started):
@@ -132,7 +117,7 @@ class Config(messages.EngineOptions):
                 "rollout.engine.transport=cuda_ipc needs learner and engine on one GPU: to a bridge over TCP set nccl "
                 "or host"
             )
-        if self.transport == "nccl" and not by_hand and not self.visible_gpus:
+        if self.transport == "nccl" and not self.endpoints and not self.visible_gpus:
             raise UserError(
                 "rollout.engine.transport=nccl is for learner and engine on different GPUs: name the engine's in "
                 "rollout.engine.visible_gpus, or set transport=auto"
@@ -141,7 +126,7 @@ class Config(messages.EngineOptions):
             super().__post_init__()
         except ValueError as error:
             raise UserError(f"rollout.engine.{error}") from None
-        at_least(self, 0, "replicas", "max_restarts", "drain_timeout_s")
+        at_least(self, 0, "replicas", "max_restarts")
         for name in ("start_timeout_s", "request_timeout_s"):
             if getattr(self, name) <= 0:
                 raise UserError(f"rollout.engine.{name} must be positive, got {getattr(self, name)}")

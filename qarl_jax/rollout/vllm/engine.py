@@ -442,7 +442,7 @@ class VllmEngine:
         if facts.engine != "fake" and facts.records_routing != self._config.record_routing:
             needed = "true" if self._config.record_routing else "false"
             raise UserError(
-                f"rollout.router_replay: start the bridges of rollout.engine.{self._config.by_hand} with record_routing"
+                f"rollout.router_replay: start the bridges of rollout.engine.endpoints with record_routing"
                 f" {needed} in their --options"
             )
 

@@ -122,7 +122,7 @@ class Fleet:
         self._numbers = itertools.count(1)
         self._device_turn = threading.Lock()  # one broadcast from a GPU at a time
         self.replicas = [self._replica(number=number) for number in range(config.started)]
-        self.replicas += [self._replica(address=address) for address in config.named]
+        self.replicas += [self._replica(address=address) for address in config.endpoints]
 
     def _replica(self, **where: Any) -> Replica:
         number = next(self._numbers)

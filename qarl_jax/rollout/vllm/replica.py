@@ -171,7 +171,7 @@ class Replica:
         """While it lasts, lines that say what is being waited for, with the time left."""
         what = f"{self.name.replace('the vLLM', 'its vLLM')} to start"
         if self.address:
-            what = f"the bridge at {self.address} (rollout.engine.{self._config.by_hand}) to answer"
+            what = f"the bridge at {self.address} (rollout.engine.endpoints) to answer"
         over = threading.Event()
 
         def speak() -> None:
@@ -192,7 +192,7 @@ class Replica:
     def publish(self, staged: sender.Version) -> dict[str, float]:
         """Puts a version into the engine; seconds, bytes and counts (`sender.Client.publish`)."""
         assert self.client is not None
-        return self.client.publish(staged, readback=self._config.readback, drain_timeout_s=self._config.drain_timeout_s)
+        return self.client.publish(staged, readback=self._config.readback)
 
     def ask(self, call: Callable[[sender.Client], Any]) -> Any:
         """What `call` makes of a connection that no other request is on."""
