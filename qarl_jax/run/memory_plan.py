@@ -16,8 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from qarl_jax import models
 from qarl_jax.learning import critic
-from qarl_jax.optim import build as optimizer
-from qarl_jax.optim import by_stack
+from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.embedded import engine as jax_sampler
 from qarl_jax.rollout.vllm import engine as vllm
@@ -71,7 +70,7 @@ def abstract_critic(cfg: RunConfig, graphdef: Any) -> tuple[models.ModelConfig, 
     body = build.critic_body(cfg, models.config_of(graphdef))
     policy = models.split(models.abstract_model(body))[1]
     params = jax.eval_shape(lambda p: critic.init_params(p, body.hidden_size), policy)
-    transformation = optimizer.make_optimizer(cfg.critic.optimizer, cfg.train.total_updates)
+    transformation = leafwise.Optimizer(cfg.critic.optimizer, cfg.train.total_updates)
     return body, params, jax.eval_shape(transformation.init, params)
 
 
@@ -138,21 +137,21 @@ def update_scratch(
     and of a state from the host two neighbouring groups. So XLA allocates for an H200 at Qwen3-8B under Muon
     (benchmarks/memory.py), or less.
     """
-    layout = by_stack.Layout.of(params, opt_state)
+    groups = by_stack.groups_of(params)
     sizes = jax.tree.leaves(bytes_of_each(params, mesh, jnp.float32))
-    moments = [sum(jax.tree.leaves(x)) for x in layout.leaves(bytes_of_each(opt_state, mesh))]
-    if len(layout.groups) == 1:
+    moments = [sum(jax.tree.leaves(x)) for x in leafwise.moments_of(params, bytes_of_each(opt_state, mesh))]
+    if len(groups) == 1:
         return sum(sizes) + max(sizes) + (sum(moments) if offload else 0)
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
     own = [
         6 * sizes[first] // shapes[first][0]
         if not others and by_stack.is_stack(shapes[first])
         else 5 * sum(sizes[i] for i in (first, *others)) // 2
-        for (first, *others), _ in layout.groups
+        for first, *others in groups
     ]
     if not offload:
         return max(own)
-    here = [sum(moments[i] for i in group.moments) for group in layout.groups]
+    here = [sum(moments[i] for i in group) for group in groups]
     beside = [max(before, after) for before, after in zip([0, *here], [*here[1:], 0], strict=False)]
     return max(map(sum, zip(own, here, beside, strict=True)))
 
@@ -247,7 +246,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
     graphdef, params = abstract_policy(cfg)
     model = models.config_of(graphdef)
     qweights = jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params)
-    opt_state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
+    opt_state = jax.eval_shape(leafwise.Optimizer(cfg.optimizer, cfg.policy_updates).init, params)
     mesh = planned_mesh(cfg) if per_device else None
     batch_shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)
     shape: dict[str, Any] = {
@@ -305,7 +304,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
 def optimizer_states(cfg: RunConfig) -> dict[str, tuple[Any, bool]]:
     """Whole abstract optimizer states by owner, and whether they rest on the host."""
     graphdef, params = abstract_policy(cfg)
-    state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
+    state = jax.eval_shape(leafwise.Optimizer(cfg.optimizer, cfg.policy_updates).init, params)
     out = {"optimizer": (state, cfg.optimizer.offload is True)}
     if cfg.critic is not None:
         out["critic's optimizer"] = (abstract_critic(cfg, graphdef)[2], cfg.critic.optimizer.offload is True)

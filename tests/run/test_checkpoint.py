@@ -21,7 +21,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from qarl_jax.optim import build, by_stack
+from qarl_jax.optim import build, by_stack, leafwise
 from qarl_jax.run import checkpoint, on_disk
 from qarl_jax.run.checkpoint import Checkpoints, Config, DamagedCheckpointError
 from qarl_jax.types import UserError
@@ -67,8 +67,8 @@ def test_parameters_optimizer_state_and_extra_come_back_bit_for_bit(checkpoints)
             self.norm = nnx.RMSNorm(4, rngs=rngs)
 
     params = nnx.split(Block(nnx.Rngs(0)))[1]
-    tx = build.make_optimizer(build.Muon(lr=0.1))
-    step = jax.jit(lambda grads, state, params: build.update(tx, grads, state, params))
+    tx = leafwise.Optimizer(build.Muon(lr=0.1))
+    step = jax.jit(lambda grads, state, params: leafwise.update(tx, grads, state, params))
     params, opt_state, _ = step(params, tx.init(params), params)
     state = {"params": params, "opt_state": opt_state, "updates": jnp.int32(1)}
     checkpoints.save(1, state, EXTRA)
@@ -89,7 +89,7 @@ def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind
     eight = {"moment_dtype": "int8", "second_moment_dtype": "int8"}
     rng = np.random.default_rng(0)
     params = {name: jnp.asarray(rng.standard_normal((3, 8, 300)), jnp.float32) for name in ("kernel", "embed")}
-    tx = build.make_optimizer(build.Muon(lr=0.1, **eight))
+    tx = leafwise.Optimizer(build.Muon(lr=0.1, **eight))
     update = by_stack.Update(tx, lambda stats, updates: stats, offload=kind == "pinned_host")
     monkeypatch.setattr(by_stack, "GROUP_BYTES", 2**14)
 
@@ -102,7 +102,7 @@ def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind
 
     def fresh():
         copies = jax.tree.map(jnp.copy, params)
-        return update.placed(State(copies, build.init(tx, copies), jnp.int32(0)))
+        return update.placed(State(copies, leafwise.init(tx, copies), jnp.int32(0)))
 
     def trained(state, updates):
         for _ in range(updates):
@@ -110,7 +110,7 @@ def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind
         return state
 
     state = trained(fresh(), 2)
-    assert len(update.layout(state).groups) == 2
+    assert len(by_stack.groups_of(state.params)) == 2
     copied = jax.device_get(state)
     with Checkpoints(tmp_path / "checkpoints", Config(asynchronous=asynchronous)) as checkpoints:
         checkpoints.save(1, vars(state))
