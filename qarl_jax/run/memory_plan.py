@@ -16,6 +16,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from qarl_jax import models
 from qarl_jax.learning import critic
+from qarl_jax.learning.trainable import ALL, NOTHING, Trainable, joined
+from qarl_jax.models.params import united
 from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.embedded import engine as jax_sampler
@@ -233,20 +235,22 @@ def update_parts(
     }
 
 
-def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
+def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable = ALL) -> dict[str, int]:
     """Bytes by part: what one update holds at once, over the whole mesh or on one of its devices.
 
-    Policy and critic are updated in turn, so that gradients and activations are those of the larger of the two. The
-    reference policy of a KL term is a copy in the compute dtype with QTensors of its own. An optimizer state that rests
-    on the host counts for its visit alone ("update (estimate)"); all of it is in `optimizer_states`.
+    Policy and critic are updated in turn, so that gradients and activations are those of the larger of the two. What is
+    frozen, and the reference policy of a KL term, are QTensors and values in the compute dtype. An optimizer state that
+    rests on the host counts for its visit alone ("update (estimate)"); all of it is in `optimizer_states`.
 
     activations is an estimate (`update_parts`), an upper one where the tensor axis splits them. The embedded sampler
     keeps a copy of the policy and its keys and values between updates; vLLM's memory is its own (`rollout.engine`).
     """
     graphdef, params = abstract_policy(cfg)
     model = models.config_of(graphdef)
-    qweights = jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params)
-    opt_state = jax.eval_shape(leafwise.Optimizer(cfg.optimizer, cfg.policy_updates).init, params)
+    learned = trainable.learned(params)
+    codes = jax.eval_shape(lambda p: models.quantize_params(graphdef, p), learned)
+    frozen, qweights = joined(nnx.State({}), united(codes, _held(trainable, graphdef, params)))
+    opt_state = jax.eval_shape(leafwise.Optimizer(cfg.optimizer, cfg.policy_updates).init, learned)
     mesh = planned_mesh(cfg) if per_device else None
     batch_shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)
     shape: dict[str, Any] = {
@@ -259,13 +263,15 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         "offload": cfg.optimizer.offload is True,
         "mesh": mesh,
     }
-    out = update_parts(model, params, qweights, opt_state, **shape)
+    out = update_parts(model, learned, qweights, opt_state, **shape)
+    if trainable.freeze:
+        out["frozen weights"] = nbytes(frozen, mesh)
     served = build.rollout_graphdef(cfg, graphdef)
     if cfg.quant.code_flips and (cfg.train.updates_per_step > 1 or served != graphdef):
-        kept = nbytes(jax.eval_shape(lambda p: models.quantize_params(served, p), params), mesh)
+        kept = nbytes(jax.eval_shape(lambda p: models.quantize_params(served, p), learned), mesh)
         out |= {"QTensors published before": kept} if kept else {}
     if cfg.kl.coef:
-        out["reference policy"] = nbytes(params, mesh, model.compute_dtype) + nbytes(qweights, mesh)
+        out["reference policy"] = nbytes(_held(NOTHING, graphdef, params), mesh)
     if cfg.critic is not None:
         body, own, moments = abstract_critic(cfg, graphdef)
         # Its gradient is float32, with an accumulator of its own, and it has no logits.
@@ -299,6 +305,10 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         )
         out |= {"sampler's policy": nbytes(weights, mesh), "sampler's KV cache": nbytes(cache)}
     return out
+
+
+def _held(trainable: Trainable, graphdef: Any, params: Any) -> Any:
+    return jax.eval_shape(lambda p: trainable.held(graphdef, p), params)
 
 
 def optimizer_states(cfg: RunConfig) -> dict[str, tuple[Any, bool]]:
