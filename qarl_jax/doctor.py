@@ -215,7 +215,7 @@ def model_folder(cfg: RunConfig) -> Check:
         return Check(name="model", status="fail", found=str(error), todo=todo)
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(models.split(models.abstract_model(model))[1]))
     found = f"{cfg.model.path}: {model.architecture}, {count / 1e6:,.1f} M parameters"
-    longest = cfg.data.prompt_limit + cfg.rollout.max_response_len
+    longest = cfg.data.max_prompt_len + cfg.rollout.max_response_len  # at least: 0 is sized by the data
     return check(
         "model",
         longest <= model.max_position_embeddings,

@@ -135,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if processes.is_first():
             print(said)
         return 0
-    cfg, prompts = open_prompts(cfg)  # first: it is cheap, can refuse, and sizes the rows
     doctor.ask(cfg)
+    cfg, prompts = open_prompts(cfg)  # before the plan: it sizes the rows
     cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
     if made is not None:
         made.keep()

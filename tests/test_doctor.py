@@ -116,7 +116,7 @@ def shrink_the_vocabulary(world, monkeypatch):
 
 VLLM = "rollout.engine={name: vllm, max_model_len: %d, python: %s}"
 TOLD_FIRST = {
-    "data": ("data.source.path=/no/such.jsonl", None, "/no/such.jsonl: cannot read the data set: no such file"),
+    "data": ("data.source.path=/no/such.jsonl", None, "/no/such.jsonl: no such file"),
     "no weights": ("", lambda world, patch: (world.model / "model.safetensors").unlink(), "no weights there"),
     "a tensor is missing": ("", drop_a_tensor, "model.norm.weight"),
     "a tensor of another shape": ("", reshape_a_tensor, "has shape (63,), but config.json asks for (64,)"),
@@ -134,7 +134,8 @@ def test_a_run_is_told_what_keeps_it_from_starting_before_anything_is_made(tmp_p
     world = tiny.World(tmp_path)
     if spoil is not None:
         spoil(world, monkeypatch)
-    monkeypatch.setattr(train, "run", lambda cfg: pytest.fail("begun"))
+    for dear in ("open_prompts", "run"):
+        monkeypatch.setattr(train, dear, lambda *args: pytest.fail("begun"))
     assert train.main(world.command(*filter(None, [override]))) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ")

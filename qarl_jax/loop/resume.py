@@ -33,14 +33,8 @@ def finished(cfg: RunConfig, *, on_gpu: bool) -> str:
     stamp.check_same_policy(cfg, saved, on_gpu=on_gpu)
     if saved["step"] < cfg.train.steps or not on_disk.is_sound(checkpoints.path(saved["step"]), contents=False):
         return ""
-    ignored = [change for change in stamp.changes(cfg, saved) if not change.startswith("train.steps")]
-    return "\n".join(
-        [
-            f"done: {cfg.run_dir} has trained step {saved['step']}, its last; a larger train.steps goes on from there",
-            *([f"not of its policy, and written nowhere: {'; '.join(ignored)}"] if ignored else []),
-            *step_metrics.next_steps(cfg),
-        ]
-    )
+    done = f"done: {cfg.run_dir} has trained step {saved['step']}, its last; a larger train.steps goes on from there"
+    return "\n".join([done, *step_metrics.next_steps(cfg)])
 
 
 def restore(
