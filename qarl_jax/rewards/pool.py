@@ -324,8 +324,10 @@ class Worker:
 
     def kill(self) -> None:
         """End it, and all that it started."""
+        if self.process.returncode is not None:  # its number may be somebody else's
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            self.process.send_signal(signal.SIGSTOP)  # it starts nothing more
+            os.kill(self.process.pid, signal.SIGSTOP)  # it starts nothing more
             _worker.end_started(self.process.pid)
             os.killpg(self.process.pid, signal.SIGKILL)
 

@@ -198,7 +198,10 @@ class Episodes:
 
     def close(self) -> None:
         """Ends the processes. Idempotent."""
-        self._pool.close()
+        if (host := self._host) is not None:
+            host.kill()  # whoever waits for it goes on, and lets go of the lock
+        with self._lock:
+            self._pool.close()
 
     def _start(self) -> Worker:
         self._host = self._pool.start()
