@@ -176,7 +176,7 @@ def refused(world, capsys):
                 "loss.name=ppo",
                 "seed=1",
                 "train.steps=1",
-                *(f"eval.{o}=2" for o in ("num_prompts", "num_samples", "every", "max_response_len")),
+                *(f"eval.{o}=2" for o in ("num_prompts", "temperature", "every", "max_response_len")),
             ],
             ["run.yaml, 7 overrides: loss.name=ppo"],
         ),

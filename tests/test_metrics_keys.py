@@ -94,7 +94,7 @@ def test_the_resolved_config_lies_beside_the_metrics_and_starts_the_same_run(tbp
 @pytest.mark.slow
 def test_a_start_prints_every_derived_number(tbpo, capsys, monkeypatch):
     capsys.readouterr()
-    monkeypatch.setattr(train, "run", lambda cfg: None)
+    monkeypatch.setattr(train, "run", lambda cfg, prompts: None)
     assert train.main(tbpo.command(f"run_dir={tbpo.folder}/fresh")) == 0
     said = capsys.readouterr().out
     for part in (

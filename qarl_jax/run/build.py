@@ -236,7 +236,7 @@ def make_engine(
         engine = dataclasses.replace(
             engine,
             record_routing=cfg.rollout.router_replay or engine.record_routing,
-            log_file=engine.log_file or (log_file if engine.launch == "process" else ""),
+            log_file=engine.log_file or log_file,
         )
         folder = os.path.abspath(cfg.run_dir)
         options = {"run_id": hashlib.blake2b(folder.encode(), digest_size=8).hexdigest(), "log": log}

@@ -41,7 +41,7 @@ _RETIRED = (
     *("checkpoint.keep_every", "eval.ks", "eval.top_k"),
     *("reward.recycle_after", "train.error_prob", "train.histograms"),
     *("train.shuffle_advantages", "rollout.engine.address", "rollout.engine.drain_timeout_s"),
-    *("rollout.engine.endpoints_file", "rollout.engine.engine", "rollout.engine.hedge", "rollout.engine.launch"),
+    *("rollout.engine.endpoints_file", "rollout.engine.hedge", "rollout.engine.launch"),
     *("rollout.engine.max_num_batched_tokens", "rollout.engine.max_restarts", "rollout.engine.min_slots"),
     *("rollout.engine.prompt_bucket", "rollout.engine.ray_cpus", "rollout.engine.ray_gpus", "rollout.engine.seed"),
     *("rollout.engine.record_routing", "rollout.engine.refill_fraction", "rollout.engine.response_bucket"),

@@ -122,7 +122,7 @@ def judge(pair: Pair) -> Alignment:
 def _of_the_engine(engine: vllm.Config, facts: Facts | None) -> tuple[str, str] | None:
     """Why an engine is not batch-invariant, and what to do; None: it is."""
     if engine.engine == "fake" or (facts is not None and facts.execution == "none"):
-        return "this engine computes nothing", "sample with vLLM"
+        return "this engine computes nothing", "set rollout.engine.engine=vllm"
     if engine.arithmetic == "vllm":
         reason = "vLLM's own kernels depend on the batch and round otherwise (rollout.engine.arithmetic=vllm)"
         return reason, "set rollout.engine.arithmetic=batch_invariant"

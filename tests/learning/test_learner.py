@@ -338,7 +338,7 @@ def test_weights_are_quantized_once_per_update_and_the_published_tensors_are_rea
     updates = Updates(cfg, world_learner, publisher, PhaseTimer())
     state, learning = updates.run(state, groups(), advantages, 0)
     report = publisher.publish(state, 1)
-    metrics, _ = learning()
+    metrics = learning.result().metrics
     assert metrics["train/updates"] == 2
     assert len(quantized) == 3  # at the start, and after each of two updates
     first, second, third = quantized

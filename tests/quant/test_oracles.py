@@ -72,7 +72,7 @@ def aqt_rows(x):
     quantizer.calibration = calibration.AbsMaxCalibration
     quantizer.init_calibration()
     qt, _ = quantizer.quant(x, calibration_axes=[-1])
-    return qt.codes, qt.scales[0]
+    return qt.qvalue, qt.scale[0]
 
 
 @pytest.mark.slow

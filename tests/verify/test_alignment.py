@@ -35,6 +35,7 @@ def test_a_batch_invariant_engine_and_a_learner_that_mirrors_it_are_aligned(sche
     ("overrides", "kind", "reason", "remedy"),
     [
         (["rollout.engine.arithmetic=vllm"], "apart", "vLLM's own kernels", "arithmetic=batch_invariant"),
+        (["rollout.engine.engine=fake"], "apart", "computes nothing", "set rollout.engine.engine=vllm"),
         (["quant.engine=plain"], "apart", "does not round where vLLM does", "set quant.engine=auto"),
         (["model.dtype=float32"], "apart", "in float32, vLLM in bfloat16", "set model.dtype=bfloat16"),
         (["quant.forward=fp8", "quant.kernels=xla"], "apart", "quant.kernels=xla", "set quant.kernels=auto"),

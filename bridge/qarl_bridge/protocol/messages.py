@@ -277,7 +277,7 @@ class EngineOptions:
     field with `_INTERNAL` is for code, and no option of a config.
 
     Attributes:
-      engine: "vllm", or "fake", an engine that computes nothing, to try a set-up (not from a config).
+      engine: "vllm", or "fake", an engine that computes nothing, to try a set-up.
       max_model_len: longest prompt + response in tokens; 0: what the model allows.
       max_num_seqs: most sequences decoded together.
       max_num_batched_tokens: most tokens computed in one step; longer prompts are cut into chunks. 0: vLLM decides
@@ -295,7 +295,7 @@ class EngineOptions:
       profile: folder for a profile of every load and read-back in the engine, and of a hundred steps; empty: none.
     """
 
-    engine: Literal["vllm", "fake"] = dataclasses.field(default="vllm", metadata=_INTERNAL)
+    engine: Literal["vllm", "fake"] = "vllm"
     max_model_len: int = 0
     max_num_seqs: int = 256
     max_num_batched_tokens: int = dataclasses.field(default=0, metadata=_INTERNAL)
