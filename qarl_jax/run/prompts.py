@@ -42,7 +42,8 @@ def open_prompts(cfg: RunConfig) -> tuple[RunConfig, Prompts]:
     train = data.make_source(cfg.data, tokenizer, "train")
     lengths = [len(train.prompt(i).tokens) for i in range(min(LOOKED_AT, len(train)))]
     some = f"the first {len(lengths)} have" if len(lengths) < len(train) else "they have"
-    lines = [("prompts", f"{len(train)} to train on; {some} {min(lengths)} to {max(lengths)} tokens")]
+    span = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
+    lines = [("prompts", f"{len(train)} to train on; {some} {span} tokens")]
     if train.skipped.total:
         lines.append(("", f"left out: {train.skipped}"))
     lines += [("", note) for note in train.notes.values()]
