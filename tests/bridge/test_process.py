@@ -121,6 +121,14 @@ def test_more_tokens_than_the_model_has_positions_are_refused_before_vllm_is_sta
                 begin()
 
 
+def test_a_line_for_a_log_on_a_full_disk_ends_no_bridge(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        cli._log("serving version 1")
+        with contextlib.suppress(OSError):
+            full.close()
+
+
 def test_it_is_the_registrys_vllm_engine():
     e = make_engine("vllm", FAKE)
     assert isinstance(e, VllmEngine)
