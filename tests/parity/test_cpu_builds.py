@@ -177,7 +177,7 @@ def test_a_model_of_a_real_width_has_the_engines_log_probs_to_the_last_bit(real_
     if forced not in runnable():
         pytest.skip(f"this machine cannot run vLLM's {forced} build")
     monkeypatch.setenv(cpu_build.VARIABLE, forced)
-    options = ladder.Options(prompts=4, prompt_len=12, response_len=12, threads=1, unaligned=False, bf16_pair=False)
+    options = ladder.Options(prompts=4, prompt_len=12, response_len=12, threads=1, unaligned=False)
     result = ladder.climb(str(real_width), scheme, "cpu", options)
     assert result["first_broken"] is None, result["rungs"]
     assert result["engine"].endswith(forced)
