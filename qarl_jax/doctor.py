@@ -418,7 +418,8 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
 
 
 def before_a_run(cfg: RunConfig) -> Iterator[Check]:
-    """What keeps a run from starting, as far as seconds can tell it, from cheap to dear. JAX is asked for no device."""
+    """Yields checks of what keeps a run from starting: those that take seconds, from cheap to dear. JAX is asked for
+    no device."""
     yield (folder := run_folder(cfg))
     yield data_files(cfg)
     yield (model := model_folder(cfg))
@@ -430,7 +431,7 @@ def before_a_run(cfg: RunConfig) -> Iterator[Check]:
 
 
 def ask(cfg: RunConfig) -> None:
-    """What a run does before anything is started or compiled: warns of what `before_a_run` finds, or refuses it.
+    """Warns of what `before_a_run` finds, or refuses it, before anything is started or compiled.
 
     Raises:
       UserError: a check failed.
@@ -444,7 +445,7 @@ def ask(cfg: RunConfig) -> None:
 
 
 def with_config(cfg: RunConfig) -> Iterator[Check]:
-    """What takes longer, or the devices."""
+    """Yields the checks that take longer, or the devices."""
     yield from rewards(cfg)
     if model_folder(cfg).status != "fail":
         weights = list(quantized_weights(cfg))

@@ -92,7 +92,7 @@ class Config:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Targets:
-    """What one micro-batch is fitted to: [B, T] float32, and where: [B, T] bool, its drawn tokens or the first of each
+    """The targets of one micro-batch: [B, T] float32, and where: [B, T] bool, its drawn tokens or the first of each
     turn."""
 
     values: Any

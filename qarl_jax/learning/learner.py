@@ -77,7 +77,7 @@ def fresh_state(update: by_stack.Update, params: Any, places: Any, replicated: N
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What of the run's configuration changes the compiled step.
+    """The part of the run's configuration that changes the compiled step.
 
     Attributes:
       temperature: sampling temperature; the learner divides its logits by the same number (algorithms: ls, lo and lp

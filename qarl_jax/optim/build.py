@@ -59,7 +59,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Common:
-    """What both optimizers take.
+    """The options of both optimizers.
 
     Attributes:
       lr: peak learning rate.
@@ -192,7 +192,7 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def label(path: Sequence[Any] | str, ndim: int) -> str:
-    """Which rule updates a parameter: "muon" (a matrix, or a stack of them) or "adamw" (all else).
+    """Names the rule that updates a parameter: "muon" (a matrix, or a stack of them) or "adamw" (all else).
 
     Embeddings, the head, norms, biases and routers are recognised by name, vectors by `ndim`.
     """
@@ -437,14 +437,14 @@ def make_optimizer(cfg: Config, total_updates: int | None = None) -> Optimizer:
 
 
 class Owner(NamedTuple):
-    """Of a moment: the number of its parameter's leaf, and the name of the tree of moments it stands in."""
+    """The owner of a moment: the number of its parameter's leaf, and the name of its tree of moments."""
 
     param: int
     tree: str
 
 
 def owners(state: Any, params: Any) -> list[Owner | None]:
-    """For each leaf of an optimizer state (a `Blocks` is one) whom it belongs to; None: a counter.
+    """Finds the owner of each leaf of an optimizer state (a `Blocks` is one); None: a counter.
 
     Args:
       state, params: abstract or not.
@@ -468,7 +468,7 @@ def owners(state: Any, params: Any) -> list[Owner | None]:
 
 
 def state_shardings(abstract_state: Any, params: Any) -> Any:
-    """Where each leaf of an optimizer state lives: with the parameter it belongs to, or, for counters, everywhere.
+    """Places each leaf of an optimizer state: with the parameter it belongs to, or, for counters, everywhere.
 
     Args:
       abstract_state: `jax.eval_shape(optimizer.init, params)`.
@@ -488,7 +488,7 @@ def state_shardings(abstract_state: Any, params: Any) -> Any:
 
 
 def _of_scales(place: Any, shape: Sequence[int]) -> Any:
-    """Where the scales of codes of `shape` at `place` lie: with them, or whole along an axis that cuts blocks."""
+    """Places the scales of codes of `shape` at `place`: with them, or whole along an axis that cuts blocks."""
     if not isinstance(place, jax.sharding.NamedSharding) or len(place.spec) < len(shape):
         return place
     if place.shard_shape(tuple(shape))[-1] % eight_bit.BLOCK == 0:
@@ -513,7 +513,7 @@ def squares(tree: Any) -> Any:
 
 
 def root(sums: Any) -> Float[Array, ""]:
-    """Of the sum of all leaves: the norm whose `squares` they are."""
+    """Computes the norm from the sum of all leaves' `squares`."""
     return jnp.sqrt(sum(jax.tree.leaves(sums), jnp.float32(0)))
 
 

@@ -96,7 +96,7 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which leaf of an optimizer state belongs to which parameter; the same for abstract and real trees.
+    """The map from leaves of an optimizer state to parameters; the same for abstract and real trees.
 
     Attributes:
       params, state: their structures; in the state a `Blocks` is one leaf.
@@ -155,7 +155,7 @@ def _by_size(leaves: Sequence[Any]) -> list[list[int]]:
 
 
 def is_stack(shape: Sequence[int]) -> bool:
-    """Whether a leaf that is a group of its own is updated layer by layer."""
+    """Tells whether a leaf that is a group of its own is updated layer by layer."""
     return len(shape) > 2
 
 
@@ -180,7 +180,7 @@ class _Leaves:
         self._sums: tuple[list[Any], list[Any]] = [None] * len(self.params), [None] * len(self.params)
 
     def put(self, group: Group, params: list[Any], moments: list[Any], squares: tuple[list[Any], list[Any]]) -> None:
-        """What `Update._group_fn` made of a group."""
+        """Stores the result of `Update._group_fn` for a group."""
         for i, *found in zip(group.params, params, *squares, strict=True):
             self.params[i], self._sums[0][i], self._sums[1][i] = found
         for i, x in zip(group.moments, moments, strict=True):
@@ -198,7 +198,7 @@ class _Leaves:
 
 
 class Part(NamedTuple):
-    """What the update of a group is computed from.
+    """The inputs of a group's update.
 
     Attributes:
       params, moments, grads: leaves of the group, or a cut of its only one.
@@ -352,7 +352,7 @@ class Update:
         return layout if len(layout.groups) > 1 else None
 
     def programs(self, layout: Layout, state: Any) -> list[Any]:
-        """For each group a jitted `_group_fn(params, moments, counters, grads, norms)`, in place of the first two."""
+        """Jits `_group_fn(params, moments, counters, grads, norms)` for each group, in place of the first two."""
         params, moments = jax.tree.leaves(state.params), layout.leaves(state.opt_state)
         places = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), (params, moments))
         key = layout, tuple(jax.tree.leaves(places))

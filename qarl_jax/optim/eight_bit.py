@@ -67,7 +67,7 @@ class Grid:
 
     @property
     def signed(self) -> bool:
-        """Whether there are negative levels, and a zero between."""
+        """Tells whether there are negative levels, and a zero between."""
         return self.dtype == "int8"
 
     @property
@@ -112,7 +112,7 @@ def random_bits(shape: Sequence[int], seed: Any) -> UInt32[Array, "*shape"]:
 
 
 def zeros(shape: Sequence[int], grid: Grid) -> Blocks:
-    """What decodes to zeros of `shape` (at least one axis): scales of 0."""
+    """Makes blocks that decode to zeros of `shape` (at least one axis): scales of 0."""
     scales = (*shape[:-1], -(-shape[-1] // BLOCK))
     return Blocks(codes=jnp.zeros(shape, grid.dtype), scale=jnp.zeros(scales, jnp.float32))
 

@@ -84,7 +84,7 @@ def orthogonalize(
 
 
 def _product(x: Array, y: Array, precision: Precision) -> Array:
-    """Of float32 matrices, float32; "bfloat16": of their roundings."""
+    """Multiplies float32 matrices in float32; "bfloat16": their roundings."""
     if precision == "bfloat16":
         return jnp.matmul(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
     return jnp.matmul(x, y, precision=precision)

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which weight gets which scheme: an ordered list of (regex, scheme), first match wins.
+"""Rules from weights to schemes: an ordered list of (regex, scheme), first match wins.
 
     quant:
       rules:

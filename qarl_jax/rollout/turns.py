@@ -110,7 +110,7 @@ class Observations:
         return tuple(self._tokenizer(before + text, add_special_tokens=False)["input_ids"])[drawn:]
 
     def _behind(self, messages: Messages) -> str:
-        """What the template writes behind a turn that messages follow."""
+        """Renders the text that the template writes behind a turn that messages follow."""
         assert self._template is not None
         drawn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _DRAWN}]
         _, found, behind = self._template.render([*drawn, *messages], {}).partition(_DRAWN)
@@ -163,7 +163,7 @@ class Episode:
         self.turns.append(Turn(start=start, end=len(self.tokens)))
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """What the environment said."""
+        """Appends an observation of the environment."""
         self.tokens += tokens
         self.logprobs.append(np.zeros(len(tokens), np.float32))
 

@@ -1,3 +1,3 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is: its configuration, the objects it is made of, and the files it leaves."""
+"""A run: its configuration, its objects, and its files."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From a RunConfig to the objects of a run. What `train`, `evaluate`, `export` and notebooks have in common."""
+"""Builders of a run's objects from a RunConfig, for `train`, `evaluate`, `export` and notebooks."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def make_grader(cfg: RunConfig) -> Grader:
 
 
 def make_schedule(cfg: RunConfig) -> Schedule | None:
-    """When batches are begun and versions come in; None where the sampler waits for the learner."""
+    """Makes the schedule of batches and versions; None where the sampler waits for the learner."""
     ahead = cfg.train.asynchronous
     return Schedule(ahead.max_staleness, cfg.is_lockstep, cfg.train.steps) if ahead.is_on else None
 
@@ -255,7 +255,7 @@ def make_engine(
 
 
 def no_qweights() -> Any:
-    """What `models.merge` takes for a policy without QTensors."""
+    """Makes the empty QTensors that `models.merge` takes for a policy without any."""
     return nnx.State({})
 
 
@@ -289,7 +289,7 @@ def eval_prompts(cfg: RunConfig, tokenizer: Any, say: Callable[[str], None] = la
 
 
 def eval_sampling(cfg: RunConfig, stop: tuple[int, ...]) -> SamplingConfig:
-    """How evaluation samples."""
+    """Makes the sampling settings of evaluation."""
     return SamplingConfig(
         max_response_len=cfg.eval.max_response_len or cfg.rollout.max_response_len,
         temperature=cfg.eval.temperature,

@@ -59,7 +59,7 @@ _SAVING = ".saving-"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """When to save and what to keep.
+    """The section `checkpoint`: when to save, and what to keep.
 
     Attributes:
       every: save after every so many steps; 0: never on a schedule (only when asked, e.g. at the end or on Ctrl-C).
@@ -84,7 +84,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What came back: the step, the state (the trees asked for) and the JSON that was saved with it."""
+    """A restored checkpoint: the step, the state (the trees asked for) and the JSON saved with it."""
 
     step: int
     state: dict[str, Any]
@@ -125,7 +125,7 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def must_have_saved(self, done: int) -> bool:
-        """Whether a run that was never without `steps` had a checkpoint on disk after `done` steps."""
+        """Tells whether a run that was never without `steps` had a checkpoint on disk after `done` steps."""
         # A save in the background is waited for by the one after it.
         return self.config.every > 0 and done > self.config.every * (2 if self.config.asynchronous else 1)
 
@@ -134,7 +134,7 @@ class Checkpoints:
         return self.directory / f"step_{step:08d}"
 
     def should_save(self, step: int) -> bool:
-        """Whether the schedule asks for a checkpoint after `step`."""
+        """Tells whether the schedule asks for a checkpoint after `step`."""
         return self.config.every > 0 and step % self.config.every == 0
 
     def extra(self, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
@@ -421,7 +421,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def find(path: str | os.PathLike[str]) -> tuple[Checkpoints, int | None]:
-    """What the user means by `path`: a run directory, its checkpoint directory, or one step of it.
+    """Finds the checkpoints that `path` names: a run directory, its checkpoint directory, or one step of it.
 
     Returns:
       (checkpoints, step), step None where the path names none.

@@ -206,7 +206,7 @@ class EvalConfig:
     data: DataConfig | None = None
 
     def words(self, prompts: int | None = None) -> str:
-        """How much is evaluated, and when. prompts: as many as there are; None: not known."""
+        """Words how much is evaluated, and when. prompts: as many as there are; None: not known."""
         when = [f"every {self.every} steps"] * bool(self.every) + ["before"] * self.at_start + ["after"] * self.at_end
         if not when:
             return "none"
@@ -352,7 +352,7 @@ class RunConfig:
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether versions are taken by count, so that the run does not depend on the clock."""
+        """Tells whether versions are taken by count, so that the run does not depend on the clock."""
         wanted = self.train.asynchronous.lockstep
         embedded = isinstance(self.rollout.engine, jax_sampler.Config) and not self.train.asynchronous.chunk
         return wanted == "on" or (wanted == "auto" and embedded)
@@ -529,7 +529,7 @@ def describe(cfg: RunConfig, prompts: Sequence[tuple[str, str]] = ()) -> str:
 
 
 def _arm(cfg: QuantConfig) -> list[str]:
-    """What a run is for in which learner and sampler are different policies; nothing where they are one (QaRL)."""
+    """Words the purpose of a run whose learner and sampler are different policies; empty where they are one (QaRL)."""
     learner, sampler = cfg.forward, cfg.rollout_scheme
     if quant.parse_scheme(learner, cfg.group_size) == quant.parse_scheme(sampler, cfg.group_size):
         return []

@@ -53,7 +53,7 @@ VERIFIERS = ("exact", "math_verify", "reasoning_gym", "code", "python")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What came out.
+    """The outcome of an evaluation.
 
     Attributes:
       metrics: name -> number (see `measure`).
@@ -143,7 +143,7 @@ def _answer(group: RolloutGroup, index: int, settings: Any) -> str | None:
 
 
 def _vote(answer: str | None, settings: Any) -> Hashable | None:
-    """What an answer counts as: numbers by value, everything else as normalised text."""
+    """Returns the vote of an answer: numbers by value, everything else as normalised text."""
     if answer is None:
         return None
     text = extract.normalize(answer, ignore_case=getattr(settings, "ignore_case", True))
@@ -279,7 +279,7 @@ def run(
 
 
 def with_room(cfg: RunConfig, longest: int) -> RunConfig:
-    """With an engine that takes so many tokens of prompt and response, where the config's has fewer for training."""
+    """Gives the engine room for so many tokens of prompt and response, where the config has fewer for training."""
     engine = cfg.rollout.engine
     if not isinstance(engine, vllm.Config) or engine.endpoints or not 0 < engine.max_model_len < longest:
         return cfg
@@ -336,7 +336,7 @@ def _config(args: argparse.Namespace, suite: str | None) -> RunConfig:
 
 
 def _out(path: Path | None, suite: str, several: bool) -> Path | None:
-    """Where responses go: --out, with the suite's name before its ending where there are several."""
+    """Names the file of responses: --out, with the suite's name before its ending where there are several."""
     if path is None or not several:
         return path
     return path.with_name(f"{path.stem}.{suite.replace(':', '_')}{path.suffix}")

@@ -96,7 +96,7 @@ def verify(step: Path, files: Mapping[str, Sequence[int]], contents: bool = True
 
 
 def is_sound(step: Path, contents: bool = True) -> bool:
-    """Whether every file is there in full and, with `contents`, unaltered."""
+    """Tells whether every file is there in full and, with `contents`, unaltered."""
     try:
         verify(step, read_manifest(step)["files"], contents)
     except DamagedCheckpointError:
@@ -144,7 +144,7 @@ def _whole_manifest(step: Path) -> dict[str, Any]:
 
 
 def stored_name(name: str, number: int) -> str:
-    """What an array is called in a checkpoint of that format."""
+    """Names an array in a checkpoint of that format."""
     return name if number >= 3 else name.replace("stacks.", "segments.")
 
 
@@ -195,5 +195,5 @@ def unused(path: Path) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, for the middle of a sentence."""
+    """Words an error for the middle of a sentence."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

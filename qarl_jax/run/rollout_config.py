@@ -140,7 +140,7 @@ class RolloutConfig:
         return next((stage for stage in self.stages if step < stage.until), None)
 
     def sampling(self, stop_token_ids: tuple[int, ...] = (), step: int | None = None) -> SamplingConfig:
-        """What the engines take at a step (None: after the last stage)."""
+        """Makes the sampling settings of a step (None: after the last stage)."""
         return SamplingConfig(
             max_response_len=self.max_response_len if step is None else self.max_response_len_at(step),
             temperature=self.temperature,

@@ -145,7 +145,7 @@ def learner_numerics(cfg: RunConfig, found: dict[str, Any] | None) -> quant.Nume
 
 
 def changes(cfg: RunConfig, found: dict[str, Any]) -> list[str]:
-    """What differs from the settings of a saved policy: "optimizer.lr 0.02 -> 0.01". New versions' settings do not."""
+    """Lists differences from the settings of a saved policy ("optimizer.lr 0.02 -> 0.01"), new settings apart."""
     old, new = _flat(found["config"]), _flat(_plain(cfg))
     both = [key for key in old if key in new and not key.startswith(_UNTOLD)]
     return [f"{key} {old[key]} -> {new[key]}" for key in both if old[key] != new[key]]
@@ -179,7 +179,7 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
 
 
 def _policy(flat: dict[str, Any]) -> dict[str, Any]:
-    """What the settings of `POLICY` mean, where two ways to write one thing are equal."""
+    """Resolves the settings of `POLICY`, so that two ways to write one thing are equal."""
     out = {key: flat[key] for key in POLICY if key in flat}
     out["model.path"] = os.path.realpath(out["model.path"])
     out["quant.rollout"] = out["quant.rollout"] or out["quant.forward"]

@@ -42,7 +42,7 @@ from qarl_bridge.server.staged import Copy
 
 
 def _int4_activations(config: Mapping[str, Any]) -> str:
-    """What the int4 layers of this config.json take: "bf16" or "int8" (w4a8); all the same.
+    """Reads the activations of the int4 layers of this config.json: "bf16" or "int8" (w4a8); all the same.
 
     vLLM's CPU engine runs all int4 layers one way.
     """
@@ -153,7 +153,7 @@ class VllmEngine:
         self._receiver = staged_gpu.receiver() if on_gpu else None
 
     def _look_inside(self, activations: str) -> None:
-        """What reads weights back, and what loads them: whole modules, of which a shard has parts."""
+        """Makes the reader and the loader of weights: whole modules, of which a shard has parts."""
         from qarl_bridge.engine.fast_load import WholeModules
         from qarl_bridge.engine.readback.linear import ReadBack
 
@@ -251,7 +251,7 @@ class VllmEngine:
         self._worker.forget()
 
     def _reload(self, parts: Parts) -> None:
-        """By vLLM's own loader, which keeps what it is given until a layer is complete."""
+        """Loads by vLLM's own loader, which keeps tensors until a layer is complete."""
         keep = lasts(parts)
         pairs = ((name, x if keep else x.to("cpu", copy=True)) for part in parts for name, x in part.items())
         self._worker.reload(expert_stacks.apart(pairs))

@@ -57,7 +57,7 @@ def _stems(prefix: str) -> list[str]:
 
 
 def _sources(prefix: str, parameters: Mapping[str, Any], published: Mapping[str, Any]) -> list[_Source]:
-    """How a module's parameters are put together; empty: nothing of it is published.
+    """Lists the sources of a module's parameters; empty: nothing of it is published.
 
     Raises:
       Unsupported: a part is published and a part is not.
@@ -107,7 +107,7 @@ def _assemble(source: _Source, like: Any, published: Mapping[str, Any], where: A
 
 
 def _owner(name: str) -> str:
-    """Of a published tensor: the linear layer it belongs to, or all the experts of a layer."""
+    """Names the owner of a published tensor: a linear layer, or all experts of a layer."""
     return readback_experts.prefix_of(name) or name.rpartition(".")[0]
 
 

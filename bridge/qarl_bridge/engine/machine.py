@@ -18,7 +18,7 @@ from qarl_bridge.protocol.messages import BridgeError
 
 
 class Machine(Protocol):
-    """What an engine asks of its machine.
+    """The interface of a machine to its engine.
 
     Attributes:
       profile: "cpu" or "cuda", the arithmetic that a learner mirrors, and torch's name of the device.
@@ -35,7 +35,7 @@ class Machine(Protocol):
         batch-invariance. BridgeError("setup"): this machine cannot serve the model."""
 
     def left_to_vllm(self, modules: Mapping[str, Any]) -> list[str]:
-        """What departs from batch-invariance in a live model, by its modules."""
+        """Lists departures from batch-invariance in a live model, by its modules."""
 
     def after_load(self, modules: Mapping[str, Any]) -> None:
         """After weights were replaced: renews what is made of them behind vLLM's back."""

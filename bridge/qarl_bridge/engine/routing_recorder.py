@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts each token was sent to, recorded in a live vLLM, so that a learner can replay the choice.
+"""A recorder of each token's experts in a live vLLM, so that a learner can replay the choice.
 
 A router whose logits are nearly (in bf16 often exactly) tied picks another expert in the sampler than in the learner,
 and a flipped choice is the largest mismatch a MoE model has. vLLM 0.32 records choices itself only under its

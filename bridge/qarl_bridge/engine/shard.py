@@ -33,7 +33,7 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is no other shard."""
+        """Tells whether there is no other shard."""
         return self.size == 1
 
     def check(self, config: Mapping[str, Any], options: messages.EngineOptions, *, on_gpu: bool) -> None:
@@ -57,13 +57,13 @@ class Shard:
             raise BridgeError(f"tensor_parallel_size={size}: {why}; set rollout.engine.tensor_parallel_size=1", "setup")
 
     def arguments(self) -> dict[str, Any]:
-        """What EngineArgs gets; nothing for a whole engine."""
+        """Returns the shard's EngineArgs; empty for a whole engine."""
         if self.is_whole:
             return {}
         return {"tensor_parallel_size": self.size, "distributed_executor_backend": "external_launcher"}
 
     def environment(self, port: int) -> dict[str, str]:
-        """What tells vLLM, through torch, which shard a process is, and on which port of this host all shards meet."""
+        """Returns the variables that tell vLLM, through torch, a process's shard and the port where all shards meet."""
         ranks = {"RANK": self.rank, "LOCAL_RANK": self.rank, "WORLD_SIZE": self.size, "MASTER_PORT": port}
         return {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"}
 

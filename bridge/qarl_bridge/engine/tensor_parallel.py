@@ -102,11 +102,11 @@ class ShardedEngine:
         return self._all("read_back", lambda: self._own.read_back([named], mode, seed), [named], mode, seed)
 
     def open_device(self, manifest: messages.Manifest, memory: messages.DeviceMemory) -> Copy:
-        """As the engine of one shard, on a CPU: BridgeError("unshared")."""
+        """Raises BridgeError("unshared"), as the engine of one shard does on a CPU."""
         return self._own.open_device(manifest, memory)
 
     def receive(self, manifest: messages.Manifest, memory: messages.NcclMemory, check: Callable[[], None]) -> Copy:
-        """As the engine of one shard, on a CPU: BridgeError("unshared")."""
+        """Raises BridgeError("unshared"), as the engine of one shard does on a CPU."""
         return self._own.receive(manifest, memory, check)
 
     def forget_trainer(self) -> None:

@@ -135,7 +135,7 @@ _MANY_QUERIES = 128
 
 
 def _one_order(named: dict[str, Any]) -> dict[str, Any]:
-    """What a call of FlashAttention-3 gets in place of what vLLM passes.
+    """Changes the arguments of a call of FlashAttention-3 from those that vLLM passes.
 
     For heads of up to 64 the kernel drops the causal mask where each sequence has a single query, and takes one group
     of threads where few queries share a head: both meet 192 keys at a time, a prompt 128 (tile_size.h). The largest

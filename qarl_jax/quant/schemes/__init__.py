@@ -76,7 +76,7 @@ def on_engine(scheme: Scheme | None, numerics: Numerics) -> Scheme | None:
 
 
 def quantizes_activations(scheme: Scheme | None) -> bool:
-    """Whether activations are quantized before they meet a weight of this scheme. None (bf16): no."""
+    """Tells whether activations are quantized before they meet a weight of this scheme. None (bf16): no."""
     return scheme is not None and scheme.low_bit_activations
 
 

@@ -27,7 +27,7 @@ _ZERO_SCALE = 2.0**-7
 
 @dataclasses.dataclass(frozen=True)
 class Config(Scheme):
-    """What the int4 schemes share; each has its own subclass, so that a QTensor names its scheme.
+    """The base of the int4 schemes; each has its own subclass, so that a QTensor names its scheme.
 
     Attributes:
       bits: width of a code; all are stored in four bits.

@@ -91,7 +91,7 @@ class Config(Scheme):
         return qt.codes.astype(jnp.float32) * qt.scales
 
     def activations(self, x, *, numerics: Numerics):
-        """What meets the weight: int8 codes [M, K] and float32 scales [M, 1] of rows."""
+        """Quantizes rows to int8 codes [M, K] and float32 scales [M, 1]."""
         return quantize_rows(x, amax_floor=numerics.amax_floor)
 
     def multiply(self, used, qt: QTensor, bias, *, numerics: Numerics, product: Product):

@@ -202,7 +202,7 @@ class _Episode:
         return {}
 
     def run(self, method, *arguments):
-        """What a method returns, plain or async."""
+        """Calls a method, plain or async."""
         found = method(*arguments)
         return self.loop.run_until_complete(found) if inspect.isawaitable(found) else found
 

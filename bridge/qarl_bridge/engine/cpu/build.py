@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which of its builds vLLM's CPU wheel loads, and how to have it load another.
+"""The choice of a build by vLLM's CPU wheel, and a way to force another.
 
 The x86 wheel holds three extensions and picks one by what torch says of the CPU: `_C` (AVX-512 with bf16 instructions;
 AMX is a switch inside it), `_C_AVX512` and `_C_AVX2`. On Arm there is one. `QARL_BRIDGE_CPU_BUILD` names the build to

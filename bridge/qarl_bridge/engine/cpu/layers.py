@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What lies between the linear layers of vLLM's CPU engine, one arithmetic for every build (`cpu/linear.py`).
+"""Operations between the linear layers of vLLM's CPU engine, in one arithmetic for every build (`cpu/linear.py`).
 
 Each operation is its formula in float64, rounded to float32 and then to the compute dtype, so that neither the order of
 a sum nor a library's exp or cos can be seen in it. bf is that last rounding.
@@ -257,7 +257,7 @@ class Rewound(torch.Generator):
         self._before = self.get_state()
 
     def get_offset(self) -> int:
-        """Of the state after the last draw; that before it is four less, by vLLM's count."""
+        """Returns the offset after the last draw; the offset before it is four less, by vLLM's count."""
         return 4
 
     def set_offset(self, offset: int) -> None:

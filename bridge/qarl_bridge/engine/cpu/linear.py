@@ -219,7 +219,7 @@ class Float64Linear:
 
 
 def _dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """In place of vLLM's choice of a product for an unquantized layer, which would pack the weight for its build."""
+    """Replaces vLLM's choice of a product for an unquantized layer, which would pack the weight for its build."""
     del remove_weight  # kept: the product is made from it anew after every load
     layer.cpu_linear = torch.nn.functional.linear if layer.weight.ndim != 2 else Float64Linear(layer)
 

@@ -86,7 +86,7 @@ def _without_wgmma() -> str:
 
 
 def left_to_vllm(modules: Mapping[str, Any]) -> list[str]:
-    """What departs from batch-invariance in a live model: the first layers that the bridge's kernels did not take.
+    """Lists departures from batch-invariance in a live model: the first layers without the bridge's kernels.
 
     Args:
       modules: all of the model's, by name.
@@ -111,7 +111,7 @@ def _replace(owner: type, name: str, make: Callable[[Callable[..., Any]], Callab
 
 @functools.cache
 def _has_wgmma() -> bool:
-    """Whether this is a Hopper GPU, whose tensor cores the products are written for."""
+    """Tells whether this is a Hopper GPU, whose tensor cores the products are written for."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 

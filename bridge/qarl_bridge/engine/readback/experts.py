@@ -40,7 +40,7 @@ _TOLERANCE = {None: 0.02, 127.0: 0.06, 448.0: 0.15}
 
 
 def is_experts(module: Any) -> bool:
-    """Whether this module holds the fused weights of routed experts."""
+    """Tells whether this module holds the fused weights of routed experts."""
     return hasattr(module, "quant_method") and any(hasattr(module, n) for n in ("w13_weight", "w13_weight_packed"))
 
 
@@ -62,7 +62,7 @@ def check_shape(config: Mapping[str, Any]) -> None:
 
 
 def in_whole_blocks(hidden: int, width: int) -> bool:
-    """Whether int4 experts of these widths have batch-invariant products (cuda/expert_ops.py)."""
+    """Tells whether int4 experts of these widths have batch-invariant products (cuda/expert_ops.py)."""
     return hidden % split_k.STEP == 0 and width % split_k.STEP == 0
 
 
@@ -130,7 +130,7 @@ class Staged:
 
     @property
     def num_experts(self) -> int:
-        """How many."""
+        """Returns the number of experts."""
         return len(self.first(_PARTS[0]))
 
     def matrix(self, expert: int, which: str) -> Any:

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the published tensors of a layer stand for: one row per format, found by the tensors' names and dtypes.
+"""Formulas of published tensors: one row per format, found by the tensors' names and dtypes.
 
     bf16    weight bfloat16 [N, K]
     int8    weight int8 [N, K], weight_scale float32 [N, 1]                     activations int8
@@ -53,7 +53,7 @@ class Columns:
         return torch.cat([tensor.index_select(1, self._columns[inputs]) for tensor in tensors]).t()
 
     def places(self, inputs: int) -> Any:
-        """Where in a column of so many inputs each of these is, int32 [R, 1]."""
+        """Computes the place of each input in a column of so many, int32 [R, 1]."""
         return (self.index % inputs).to(torch.int32)[:, None]
 
 
@@ -87,8 +87,8 @@ class Formula:
         return weight.float().bfloat16().to(dtype) if self.rounded else weight
 
     def expected(self, weights: Sequence[Tensors], columns: Columns) -> list[Any]:
-        """What one-hot rows must return from a layer of these weights: one alternative [R, N] float32, or two either of
-        which is right (the orders in which a GPU's kernel may multiply by its scales)."""
+        """Computes the outputs of one-hot rows from a layer of these weights: one alternative [R, N] float32, or two
+        either of which is right (the orders in which a GPU's kernel may multiply by its scales)."""
         codes, scales = self.columns(weights, columns)
         if self.top is None:
             return [_bf16(codes if scales is None else codes * scales)]

@@ -167,7 +167,7 @@ class ReadBack:
         return layers, rows
 
     def _weights(self, name: str, published: Mapping[str, Mapping[str, Any]]) -> list[Weight] | None:
-        """What was published for a live module, in row order; None: nothing, or not all of it."""
+        """Collects the published tensors of a live module, in row order; None: nothing, or not all of it."""
         if name in self._tied:  # published as the embedding, which is stored; here it is multiplied with
             prefixes = [self._tied[name]]
         else:
@@ -177,7 +177,7 @@ class ReadBack:
         return found if len(found) == len(prefixes) else None
 
     def _is_stored(self, name: str, weight: Weight) -> bool:
-        """Whether a module's values are compared as they are: it multiplies nothing with them."""
+        """Tells whether a module's values are compared as they are: it multiplies nothing with them."""
         module = self._modules[name]
         multiplies = hasattr(module, "quant_method") and "Embedding" not in type(module).__name__
         return name not in self._tied and (not multiplies or weight.first.ndim != 2)
