@@ -5,6 +5,7 @@
 import contextlib
 import dataclasses
 import os
+import pathlib
 import pickle
 import signal
 import subprocess
@@ -540,8 +541,15 @@ def test_an_address_where_nobody_listens_is_spoken_of_with_the_time_left(tmp_pat
     assert said[1:] == [f"waiting for the bridge at {where} to answer: 1 s left (rollout.engine.start_timeout_s)"]
 
 
-def test_what_a_killed_trainer_and_its_bridge_leave_is_removed_by_the_next(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+@pytest.fixture
+def short_folder():
+    """A folder whose path is short enough for the sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="q", dir="/tmp") as folder:
+        yield pathlib.Path(folder)
+
+
+def test_what_a_killed_trainer_and_its_bridge_leave_is_removed_by_the_next(short_folder, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(short_folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
     code = f"""
 import os, time
@@ -558,9 +566,9 @@ time.sleep(600)
         bridge = int(trainer.stdout.readline())
         os.kill(bridge, signal.SIGKILL)
         trainer.kill()
-    (key,) = tmp_path.glob("qarl-bridge-*/key")
+    (key,) = short_folder.glob("qarl-bridge-*/key")
     with engine() as e:
         e.publish(weights(), 0)
         assert not key.exists()
-        assert len(list(tmp_path.iterdir())) == 2  # the folders of this engine and of its bridge
-    assert not list(tmp_path.iterdir())
+        assert len(list(short_folder.iterdir())) == 2  # the folders of this engine and of its bridge
+    assert not list(short_folder.iterdir())
