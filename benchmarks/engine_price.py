@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What batch-invariance costs the engine: tokens per second with the bridge's kernels, and of vLLM as it comes.
+"""The price of batch-invariance in the engine: tokens per second with the bridge's kernels, and of vLLM as it comes.
 
     python -m benchmarks.engine_price --shapes 4b --schemes w8a8 fp8 w4a16 bf16 --sequences 64 128 256 --out FILE
 

@@ -56,7 +56,7 @@ PANELS = (
 
 
 def sets(questions: Run) -> dict[str, list[list[str]]]:
-    """Of each test: its questions, each as the uids under which it was asked."""
+    """Maps each test to its questions, each given as the uids under which it was asked."""
     held_out, gsm8k = [], {}
     for number, row in enumerate(questions.lines(f"{QUESTIONS}.jsonl"), start=1):
         uid = f"{QUESTIONS}/{number}"

@@ -35,6 +35,8 @@ Score = Callable[[list[RolloutGroup]], tuple[np.ndarray, Any]]
 T = TypeVar("T")
 # Graded groups as they are complete, each with the number of its prompt; returns T.
 GroupStream = Generator[tuple[int, RolloutGroup], None, T]
+# The groups of a step; returns what the step trains on.
+StepStream = GroupStream[Collected]
 
 
 def drained(stream: Generator[Any, None, T], add: Callable[..., None] | None = None) -> T:
@@ -149,7 +151,3 @@ class Scoring:
     def close(self) -> None:
         """Drops what waits; waits for what runs. Idempotent."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-
-# The groups of a step, streamed; returns what the step trains on.
-StepStream = GroupStream[Collected]

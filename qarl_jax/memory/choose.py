@@ -47,7 +47,7 @@ class Choice:
     def lines(self) -> list[str]:
         """Words each part: its settings, and what they cost."""
         return [
-            f"{_words(part.settings)}: {'; '.join((*costs.in_words(part.cost), *part.notes))}"
+            f"{' '.join(_words(part.settings))}: {'; '.join((*costs.in_words(part.cost), *part.notes))}"
             for part in self.parts or (self,)
             if part.settings
         ]
@@ -111,7 +111,7 @@ def fits(cfg: RunConfig, size: int) -> bool:
 def savings(cfg: RunConfig, size: int) -> list[str] | None:
     """Words the cheapest overrides under which the run fits; None: there are none."""
     found = _saved(cfg, size)
-    return None if found is None else _words(found).split()
+    return None if found is None else _words(found)
 
 
 def _saved(cfg: RunConfig, size: int) -> dict[str, Any] | None:
@@ -145,7 +145,7 @@ def refusal(cfg: RunConfig, size: int) -> str:
     if overrides is not None:
         _, plan = settle(replaced(cfg, overrides), size)
         assert plan is not None
-        advice = f"Smaller settings take {plan.taken / GIB:.1f} GiB of it. It fits with: {_words(overrides)}"
+        advice = f"Smaller settings take {plan.taken / GIB:.1f} GiB of it. It fits with: {' '.join(_words(overrides))}"
     return f"This run does not fit the device: {min(plans, key=lambda plan: plan.missing).words()}. {advice}"
 
 
@@ -158,8 +158,8 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _words(settings: Mapping[str, Any]) -> str:
-    return " ".join(f"{key}={_word(value)}" for key, value in settings.items())
+def _words(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={_word(value)}" for key, value in settings.items()]
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def arrays(config, n=128, k=256, seed=0):
 
 
 def layouts(schemes):
-    """Of schemes by module."""
+    """Maps each module to the wire layout of its scheme."""
     found = {name: quant.parse_scheme(scheme) for name, scheme in schemes.items()}
     return {name: None if scheme is None else scheme.wire for name, scheme in found.items()}
 
@@ -207,7 +207,7 @@ def test_experts_of_a_layer_must_share_a_scheme():
 
 
 def test_a_layout_may_have_several_levels_of_scales_a_tensors_own_and_experts():
-    """What NVFP4 and nested grids need: block scales, zero points, a single number per weight."""
+    """The needs of NVFP4 and of nested grids: block scales, zero points, a single number per weight."""
     layout = formats.Layout(
         scheme="toy",
         format="toy-packed",

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a program may try against the trainer, its user and its kernel. Each attempt is a few lines of Python.
+"""Attempts of a program against the trainer, its user and its kernel. Each attempt is a few lines of Python.
 
 They see `victim`, the number of a process of the same user, `file`, a file of the user's, and `call`, a system call by
 its number. Nothing here does harm where it succeeds: the signal is SIGCONT, and what is written goes beside `file`.

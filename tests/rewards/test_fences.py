@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of a response are code: CommonMark's, and those that models write beside its rules."""
+"""Code blocks of a response: CommonMark's, and those that models write beside its rules."""
 
 import time
 

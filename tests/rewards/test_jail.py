@@ -71,7 +71,7 @@ def run(wall):
 
 @pytest.fixture(scope="module")
 def became(run, victim, file):
-    """What became of every attempt, made by one program."""
+    """The outcome of every attempt, made by one program."""
     return json.loads(run(escapes.program(escapes.ALL, victim.pid, str(file))))
 
 

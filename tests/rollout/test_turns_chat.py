@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between the turns of a chat: what the chat template writes there, behind the tokens that were drawn."""
+"""Tokens between the turns of a chat: the text that the chat template writes behind the tokens that were drawn."""
 
 import pytest
 

@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's objects are made as its config says."""
 
+import contextlib
+
 import pytest
 
+from qarl_jax.rollout.vllm.engine import VllmEngine
 from qarl_jax.run import build
 from qarl_jax.types import UserError
 from tests.reference import tiny
@@ -20,3 +23,11 @@ def test_what_is_observed_is_written_with_the_arguments_that_prompts_are_written
     cfg = world.changed(data=chat, eval={"data": other}, rollout={"environment": {"name": "calculator"}}).config
     with pytest.raises(UserError, match=r"give eval\.data the same"):
         build.eval_prompts(cfg, None)
+
+
+def test_an_engine_over_a_bridge_is_built_from_its_section_before_any_bridge_starts(tmp_path):
+    cfg = tiny.World(tmp_path).changed(rollout={"engine": {"name": "vllm", "engine": "fake"}}).config
+    with contextlib.closing(build.make_engine(cfg, log_file=str(tmp_path / "bridge.log"))) as made:
+        assert isinstance(made, VllmEngine)
+        assert (made.version, made.facts) == (-1, None)
+    assert not (tmp_path / "bridge.log").exists()

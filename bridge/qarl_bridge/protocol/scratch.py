@@ -21,7 +21,7 @@ _FALLBACK = "/tmp"
 _SOCKET_PATH = 107
 """Bytes of a unix socket's path, on Linux."""
 _SOCKET_NAME = 37
-"""Of "/" and the longest name that a socket gets in such a folder: a UUID, by vLLM."""
+"""The length of "/" and of the longest socket name in such a folder, a UUID that vLLM gives."""
 
 
 class Scratch:
