@@ -28,7 +28,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -40,8 +39,7 @@ from qarl_jax.models import invariant_scaling
 from qarl_jax.models.logprobs import token_logprobs
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.observe import error_tokens, token_trace
-from qarl_jax.optim import build as optimizers
-from qarl_jax.optim import by_stack
+from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.quant import QTensor
 from qarl_jax.runtime import compilation, processes
 from qarl_jax.runtime import mesh as sharding
@@ -55,7 +53,7 @@ class TrainState:
 
     Attributes:
       params: nnx.State of master weights (float32 by default).
-      opt_state: optax state.
+      opt_state: `leafwise.State`.
       updates: int32 scalar, optimizer updates applied so far.
     """
 
@@ -71,7 +69,7 @@ class TrainState:
 def fresh_state(update: by_stack.Update, params: Any, places: Any, replicated: NamedSharding) -> TrainState:
     """The state before the first `update`: `params` put where `places` (a tree like it) says, moments beside them."""
     params = jax.device_put(params, places)
-    opt_state = optimizers.init(update.optimizer, params)
+    opt_state = leafwise.init(update.optimizer, params)
     return update.placed(TrainState(params=params, opt_state=opt_state, updates=processes.put(np.int32(0), replicated)))
 
 
@@ -143,7 +141,7 @@ class Learner:
     Args:
       graphdef: structure of the model (`models.split`); its config names the forward scheme.
       loss_fn: `LossInputs -> (Mean, metrics)`, from `qarl_jax.loss.get_loss`.
-      optimizer: optax transformation over the `params` state.
+      optimizer: of the `params` state.
       mesh: device mesh (`mesh.make_mesh()`: one device).
       options: static settings of the step.
       schedule: learning rate as a function of the update count, for the metrics.
@@ -154,7 +152,7 @@ class Learner:
         graphdef: nnx.GraphDef,
         *,
         loss_fn: Objective,
-        optimizer: optax.GradientTransformation,
+        optimizer: leafwise.Optimizer,
         mesh: Mesh,
         options: Options = Options(),
         schedule: Callable[[Any], Any] | None = None,
@@ -223,7 +221,7 @@ class Learner:
         opt_state = jax.eval_shape(self.optimizer.init, params)
         state = TrainState(
             params=params,
-            opt_state=jax.tree.map(_at, opt_state, optimizers.state_shardings(opt_state, params)),
+            opt_state=jax.tree.map(_at, opt_state, leafwise.state_shardings(opt_state, params)),
             updates=jax.ShapeDtypeStruct((), np.int32, sharding=self.replicated),
         )
         return self._apply.resting(state)
@@ -422,7 +420,7 @@ class Learner:
     # ---- update -----------------------------------------------------------------------------------------------------
 
     def _described(self, stats: dict[str, Any], updates: Any) -> dict[str, Metric]:
-        """An update's metrics, from `optimizer.update`'s stats and the count of those before it."""
+        """An update's metrics, from its `leafwise.statistics` and the count of those before it."""
         moved, one = stats["moved"], jnp.ones((), jnp.float32)
         change = jnp.where(moved, invariant_scaling.relative_norm(*stats["squares"]), 0.0)
         metrics: dict[str, Metric] = {

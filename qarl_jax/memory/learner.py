@@ -18,8 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from qarl_jax import models
 from qarl_jax.learning import critic
-from qarl_jax.optim import by_stack
-from qarl_jax.optim.build import make_optimizer
+from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.rollout.embedded import engine as jax_sampler
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
@@ -57,7 +56,7 @@ def shapes(cfg: RunConfig) -> Shapes:
     if key not in _SHAPES:
         graphdef, params = models.split(models.abstract_model(build.model_config(cfg, cfg.quant.forward)))[:2]
         served = build.rollout_graphdef(cfg, graphdef)
-        optimizer = make_optimizer(cfg.optimizer, cfg.policy_updates)
+        optimizer = leafwise.Optimizer(cfg.optimizer, cfg.policy_updates)
         _SHAPES[key] = Shapes(
             graphdef,
             params,
@@ -115,7 +114,7 @@ def abstract_critic(cfg: RunConfig) -> tuple[models.ModelConfig, Any, Any]:
     body = build.critic_body(cfg, model_of(cfg))
     policy = models.split(models.abstract_model(body))[1]
     params = jax.eval_shape(lambda p: critic.init_params(p, body.hidden_size), policy)
-    transformation = make_optimizer(cfg.critic.optimizer, cfg.train.total_updates)
+    transformation = leafwise.Optimizer(cfg.critic.optimizer, cfg.train.total_updates)
     return body, params, jax.eval_shape(transformation.init, params)
 
 
@@ -182,21 +181,21 @@ def update_scratch(
     and of a state from the host two neighbouring groups. So XLA allocates for an H200 at Qwen3-8B under Muon
     (benchmarks/memory.py), or less.
     """
-    layout = by_stack.Layout.of(params, opt_state)
+    groups = by_stack.groups_of(params)
     sizes = jax.tree.leaves(bytes_of_each(params, mesh, jnp.float32))
-    moments = [sum(jax.tree.leaves(x)) for x in layout.leaves(bytes_of_each(opt_state, mesh))]
-    if len(layout.groups) == 1:
+    moments = [sum(jax.tree.leaves(x)) for x in leafwise.moments_of(params, bytes_of_each(opt_state, mesh))]
+    if len(groups) == 1:
         return sum(sizes) + max(sizes) + (sum(moments) if offload else 0)
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
     own = [
         6 * sizes[first] // shapes[first][0]
         if not others and by_stack.is_stack(shapes[first])
         else 5 * sum(sizes[i] for i in (first, *others)) // 2
-        for (first, *others), _ in layout.groups
+        for first, *others in groups
     ]
     if not offload:
         return max(own)
-    here = [sum(moments[i] for i in group.moments) for group in layout.groups]
+    here = [sum(moments[i] for i in group) for group in groups]
     beside = [max(before, after) for before, after in zip([0, *here], [*here[1:], 0], strict=False)]
     return max(map(sum, zip(own, here, beside, strict=True)))
 
