@@ -107,7 +107,6 @@ COMPILED_AS_A_RUN = (
     "learning/test_one_function.py",
     "models",
     "numerics",
-    "optim/test_by_stack.py",
     "parity",
     "memory/test_learner.py",
     "runtime/test_collectives.py",
