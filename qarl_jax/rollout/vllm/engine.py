@@ -19,6 +19,7 @@ in common: what a version is, what a request asks, and what an answer must hold.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import os
@@ -185,6 +186,7 @@ class VllmEngine(RolloutEngine):
         self._stager: DeviceStager | None = None
         self._transport = config.transport
         self.route = ""  # "host", "cuda_ipc" or "nccl": how the last version went
+        self._folded: Any = None  # masters of the last version, where it has adapters
         self._model_json: dict[str, Any] | None = None
         self._model: tuple[bytes, bytes] | None = None  # fingerprint, scheme hash
         self._numerics, self._shards = "plain", 1
@@ -228,6 +230,9 @@ class VllmEngine(RolloutEngine):
             )
         self._model, self._model_json = identity, model_json
         config = models.config_of(weights.graphdef)
+        if config.lora is not None:
+            weights = dataclasses.replace(weights, params=models.fold_adapters(weights.graphdef, weights.params))
+            self._folded = weights.params  # a stager holds no arrays
         check_length(self._config, config.max_position_embeddings)
         self._numerics, self._shards = config.numerics.profile, config.numerics.shards
         self._schemes = _schemes(config)
