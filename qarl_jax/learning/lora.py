@@ -38,6 +38,7 @@ class Config:
         in a MoE model the attention's, for experts have no adapters.
       rslora: scale by alpha / sqrt(rank).
       train_norms: the gains of the norms before attention and MLP learn too.
+      init: PEFT folder of adapters to start from; null: fresh ones.
     """
 
     rank: int = 32
@@ -45,6 +46,7 @@ class Config:
     targets: tuple[str, ...] = ()
     rslora: bool = False
     train_norms: bool = False
+    init: str | None = None
 
     def __post_init__(self) -> None:
         if self.rank not in RANKS:

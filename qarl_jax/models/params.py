@@ -25,6 +25,7 @@ from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.families import ADAPTER
 from qarl_jax.models.layers import Quantized, folded, fresh_a
 from qarl_jax.models.transformer import Transformer, quantizable
+from qarl_jax.numerics.float32 import round_to
 from qarl_jax.quant import Rules
 from qarl_jax.runtime.mesh import launching, param_shardings
 from qarl_jax.types import UserError
@@ -119,6 +120,30 @@ def fold_adapters(graphdef: nnx.GraphDef, params: nnx.State) -> nnx.State:
     mine = lambda path: path.endswith(".lora_b")  # noqa: E731
     fold = functools.partial(folded, scale=config.lora.scale, dtype=config.compute_dtype)
     return united(part_of(params, lambda path: not mine(path)), _mapped(fold, part_of(params, mine)))
+
+
+def merge_adapters(model: Transformer) -> Transformer:
+    """The base with kernels W + B' A in the place of adapters, in float32, rounded once to the kernels' dtype: masters
+    alone, no QTensors. Itself where there are no adapters."""
+    config = model.config
+    if config.lora is None:
+        return model
+    merged = jax.jit(functools.partial(_merged, scale=config.lora.scale, dtype=config.compute_dtype))
+    for linear in quantizable(model).values():
+        if linear.lora_a is not None and linear.lora_b is not None:
+            parts = (x.get_value() for x in (linear.kernel, linear.lora_a, linear.lora_b))
+            linear.kernel.set_value(merged(*parts))
+    params = part_of(split(model)[1], lambda path: path.rpartition(".")[2] not in ADAPTER)
+    base = dataclasses.replace(config.base, quant=Rules())
+    return merge(split(abstract_model(base))[0], params, nnx.State({}))
+
+
+def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, *, scale: float, dtype: Any) -> jax.Array:
+    def one(layer: tuple[jax.Array, ...]) -> jax.Array:
+        weight, a, b = (x.astype(jnp.float32) for x in layer)
+        return (weight + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)).astype(kernel.dtype)
+
+    return jax.lax.map(one, (kernel, round_to(a, dtype), folded(b, scale, dtype)))
 
 
 def _mapped(function: Callable[[jax.Array], jax.Array], state: nnx.State) -> nnx.State:

@@ -116,7 +116,10 @@ def load_policy(cfg: RunConfig, learner: Learner) -> tuple[Any, Any]:
         leaves = models.read_masters(cfg.model.path, config, mesh, dtype_of)
     if cfg.lora is None:
         return invariant_scaling.invariant_scaling(nnx.from_flat_state(list(leaves)), cfg.quant.uaq_scale), None
-    learned, frozen = [models.fresh_adapters(config, mesh, seed_of(cfg.seed, 0, "adapters") % 2**32)], []
+    adapters = models.fresh_adapters(config, mesh, seed_of(cfg.seed, 0, "adapters") % 2**32)
+    if cfg.lora.init is not None:
+        adapters = models.read_peft(cfg.lora.init, config, adapters)
+    learned, frozen = [adapters], []
     for keys, variable in leaves:
         master = nnx.from_flat_state([(keys, variable)])
         if trainable.learns(path_of(keys, variable)):
