@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ from qarl_jax.loss.common import diagnostics
 from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, masked_mean, merge
 from qarl_jax.models import invariant_scaling
 from qarl_jax.models.logprobs import token_logprobs
-from qarl_jax.models.params import part_of, united
+from qarl_jax.models.params import part_of, path_of, united
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.observe import error_tokens, token_trace
@@ -208,6 +208,28 @@ class Learner:
         if lost := sorted(set(models.by_path(self.abstract_params)) - set(there)):
             raise UserError(f"trainable: there is no value of {', '.join(lost)}; give it as a master or as frozen.")
         return fresh_state(self._apply, params, self.param_shardings, self.replicated)
+
+    def read(self, read_leaves: Callable[..., Iterable[tuple[Any, Any]]], *source: Any) -> tuple[Any, Any]:
+        """(masters, frozen) for `init`, of a policy whose leaves come one by one.
+
+        Each frozen leaf goes into the form it is held in as it comes: no two masters of those are ever on the devices.
+
+        Args:
+          read_leaves: `models.read_masters` or `models.random_leaves`, or the like. source: its first arguments.
+        """
+        config, learns = self.config, self.trainable.learns
+        dtypes = config.compute_dtype, config.param_dtype
+        leaves = read_leaves(*source, mesh=self.mesh, dtype_of=lambda path: dtypes[learns(path)])
+        if not self.trainable.freeze:
+            return nnx.from_flat_state(list(leaves)), None
+        learned, frozen = [], []
+        for keys, variable in leaves:
+            master = nnx.from_flat_state([(keys, variable)])
+            if learns(path_of(keys, variable)):
+                learned.append(master)
+            else:
+                frozen.append(self.held(master))
+        return united(*learned), united(*frozen)
 
     def hold(self, frozen: Any) -> None:
         """Takes the entries of `qweights` for the frozen leaves. `init` does; what only scores needs no more."""

@@ -81,6 +81,15 @@ class Config:
         return Lora(rank=self.rank, scale=scale, targets=self.targets)
 
     @property
+    def words(self) -> str:
+        """The section in words."""
+        scale = f"alpha {self.alpha:g}{' over the root of the rank (rsLoRA)' * self.rslora}"
+        norms = ", and gains of norms" * self.train_norms
+        return (
+            f"rank {self.rank}, {scale}, of {', '.join(self.targets) or 'all linear maps'}{norms}; the rest is frozen"
+        )
+
+    @property
     def trainable(self) -> Trainable:
         """The leaves that learn."""
         norms = (r"\.(attn_norm|mlp_norm)\.weight$",) if self.train_norms else ()

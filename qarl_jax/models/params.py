@@ -153,11 +153,11 @@ def _mapped(function: Callable[[jax.Array], jax.Array], state: nnx.State) -> nnx
 def random_masters(config: ModelConfig, mesh: Mesh, seed: int = 0) -> nnx.State:
     """Fresh masters like those of `random_model`, drawn on the devices, each its own part: no byte of them is ever on
     the host, and no device holds more than a layer beside its part. A seed means the same weights on every mesh."""
-    return nnx.from_flat_state(list(random_leaves(config, mesh, seed)))
+    return nnx.from_flat_state(list(random_leaves(config, mesh, seed=seed)))
 
 
 def random_leaves(
-    config: ModelConfig, mesh: Mesh, seed: int = 0, dtype_of: Callable[[str], Any] | None = None
+    config: ModelConfig, mesh: Mesh, *, seed: int = 0, dtype_of: Callable[[str], Any] | None = None
 ) -> Iterator[tuple[Any, nnx.Param]]:
     """Yields the entries of `random_masters` as they are drawn. dtype_of: dtype of the master at a path; None: the
     config's."""

@@ -520,6 +520,7 @@ def describe(cfg: RunConfig, prompts: Sequence[tuple[str, str]] = ()) -> str:
     saved = f"every {cfg.checkpoint.every} steps" if cfg.checkpoint.every else at_end
     lines = [
         ("scheme", schemes),
+        *([("adapters", cfg.lora.words)] if cfg.lora is not None else []),
         *[("" if number else "note", text) for number, text in enumerate(arm)],
         ("step", f"{per_step} prompts x {samples} samples = {per_step * samples} responses"),
         ("update", f"{per_update} prompts x {samples} samples = {per_update * samples} responses; {updates}"),
