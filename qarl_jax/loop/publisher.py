@@ -13,6 +13,7 @@ from qarl_jax.models import invariant_scaling
 from qarl_jax.rollout import PolicyWeights, RolloutEngine
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import progress
 from qarl_jax.runtime.mesh import launch_lock
 
 
@@ -45,7 +46,8 @@ class Publisher:
         """Publishes `state` as `version`; returns the engine's timings and the share of codes that changed."""
         qweights = self.qweights(state) if self._quantize is None else self._quantize(state.params)
         weights = PolicyWeights(graphdef=self.graphdef, params=state.params, qweights=qweights)
-        report = timed(self.engine.publish(weights, version))
+        with progress.task("publishing"):
+            report = timed(self.engine.publish(weights, version))
         with launch_lock(self.learner.mesh.size):
             if jax.tree.leaves(qweights):
                 error = invariant_scaling.quantization_error(state.params, qweights)

@@ -28,7 +28,7 @@ from qarl_jax.run import build, config, evaluation, stamp
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.prompts import Prompts
-from qarl_jax.runtime import compilation, processes, startup
+from qarl_jax.runtime import compilation, processes, progress, startup
 from qarl_jax.verify import alignment
 
 
@@ -79,7 +79,8 @@ class Run:
         if processes.count() == 1:
             stack.callback(self._starting.wait)
             first = saved["step"] if saved else 0
-            self._starting.background("programs", functools.partial(build.compile_ahead, cfg, self.learner, first))
+            programs = functools.partial(build.compile_ahead, cfg, self.learner, first)
+            self._starting.background("programs", programs, "compiling")
         with self._starting.span("weights"):
             params = jax.block_until_ready(build.load_masters(cfg, graphdef, self.mesh))
         # The reference is the policy the run starts from, whatever checkpoint it resumes from.
@@ -185,15 +186,16 @@ class Run:
 
     def _measured(self) -> evaluation.Evaluation:
         cfg = self.cfg
-        return evaluation.evaluate(
-            self.engine,
-            self._held_out,
-            self.grader,
-            self.tokenizer,
-            sampling=build.eval_sampling(cfg, self._stop),
-            num_samples=cfg.eval.num_samples,
-            key=build.seed_of(cfg.seed, 0, "eval"),
-        )
+        with progress.task("evaluating"):
+            return evaluation.evaluate(
+                self.engine,
+                self._held_out,
+                self.grader,
+                self.tokenizer,
+                sampling=build.eval_sampling(cfg, self._stop),
+                num_samples=cfg.eval.num_samples,
+                key=build.seed_of(cfg.seed, 0, "eval"),
+            )
 
     def _tell(self, version: int, result: evaluation.Evaluation) -> None:
         when = f"of version {version}" if version else "before training"
@@ -203,7 +205,8 @@ class Run:
         """A checkpoint after so many steps: all of the run's state, and the settings it was made with."""
         extra = {"data": self.stream.state(step), "policy_version": step, "seed": self.cfg.seed}
         extra |= stamp.make(self.cfg, models.config_of(self._graphdef).numerics.profile)
-        self.checkpoints.save(step, self._entries(), extra | self.collector.state())
+        with progress.task("saving a checkpoint"):
+            self.checkpoints.save(step, self._entries(), extra | self.collector.state())
 
     def end_interrupted(self, step: int) -> None:
         """The last words of a run that was asked to stop after so many steps, which are saved unless there is none."""

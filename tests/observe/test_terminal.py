@@ -69,6 +69,7 @@ def test_in_a_terminal_a_table_shows_every_group_and_notes_scroll_above(tmp_path
     for text in ("step 12 of 100", "0:06:10 left", "reward", "0.530", "▁█", "1.50e-05", "12.5%", "2.50s", "12,346"):
         assert text in shown  # 87 steps of 4.25 s are 370 s
     assert "saved [step 11]" in shown
+    assert "[dim]" not in shown  # the table is drawn anew below a note
     assert "loss/total = nan" in shown
 
 

@@ -48,7 +48,7 @@ from qarl_jax.models.logprobs import logits_of
 from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.embedded.decode_form import Policy, compute_form
 from qarl_jax.rollout.embedded.draw import draw
-from qarl_jax.runtime import mesh, processes
+from qarl_jax.runtime import mesh, processes, progress
 from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import Completion, UserError, VersionSpan, at_least
 
@@ -374,7 +374,10 @@ class JaxSampler(RolloutEngine):
         if not requests:
             self.stats = {}
             return
-        yield from enumerate(_Call(self, self._policy, requests, sampling, samples_per_prompt(requests)).run())
+        call = _Call(self, self._policy, requests, sampling, samples_per_prompt(requests))
+        with progress.task("sampling", len(requests), "responses") as task:
+            results = call.run(task)
+        yield from enumerate(results)
 
 
 class _Call:
@@ -425,7 +428,7 @@ class _Call:
     def program(self, name: str, fn: Any, **options: Any) -> Any:
         return self.engine._program((name, self.static), fn, **options)
 
-    def run(self) -> list[Completion]:
+    def run(self, task: progress.Task) -> list[Completion]:
         start = time.perf_counter()
         policy, static = self.policy, self.static
         decode = self.program("decode", functools.partial(_decode, policy, static), donate_argnums=1)
@@ -447,6 +450,7 @@ class _Call:
             self.steps += int(steps)
             self.slot_steps += int(steps) * self.num_slots
             self.collect()
+            task.done = sum(result is not None for result in self.results)
         self.engine.stats = {
             "decode_steps": self.steps,
             "slot_steps": self.slot_steps,
