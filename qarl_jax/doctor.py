@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.doctor [--config FILE [section.field=value ...]] [--json]`: what is here, what a run would use.
+"""`python -m qarl_jax.doctor [FILE [section.field=value ...]] [--json]`: what is here, what a run would use.
 
 Every line is `ok`, `warn` or `fail`, with what was found and, where something is amiss, what to do. With a config also
 what only a run can tell: model folder, tokenizer, quantized weights and their groups, memory. A config that samples
@@ -50,6 +50,7 @@ from qarl_jax.rollout.vllm.config import check_length
 from qarl_jax.run import build, config
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import progress
 from qarl_jax.types import Parser, UserError, entry_point
 from qarl_jax.verify import alignment, layers, machine
 from qarl_jax.verify.machine import GIB, Check, Status, amount, check
@@ -504,13 +505,14 @@ def render(line: Check) -> str:
 
 
 @entry_point
+@progress.shown()
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns 2 where a check failed, otherwise 0."""
-    parser = Parser(prog="python -m qarl_jax.doctor", description=__doc__.split("\n")[0])
-    parser.add_argument("--config", help="YAML file of a run (see configs/); default: the machine alone")
+    parser = Parser(
+        "doctor", config="of a run, as for train; default: the machine alone", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument("--no-probe", action="store_true", help="do not start vLLM, even if the config samples with it")
-    parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides) if args.config or args.overrides else None
     if cfg is not None:

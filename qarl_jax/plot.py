@@ -35,7 +35,7 @@ from typing import Any
 
 from qarl_jax.observe import html_report
 from qarl_jax.observe.recorder import folder_of, lines_of, read_lines
-from qarl_jax.types import UserError, did_you_mean, entry_point
+from qarl_jax.types import UserError, command, did_you_mean, entry_point
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette: told apart under every common colour blindness, and in grey."""
@@ -467,7 +467,7 @@ def _positive(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int],
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m qarl_jax.plot", description="Curves of runs, side by side.")
+    parser = argparse.ArgumentParser(prog=command("plot"), description="Curves of runs, side by side.")
     parser.add_argument("runs", nargs="+", help="run directories")
     parser.add_argument("--out", help="directory for figures and report (default: the run's; of several runs, figures)")
     parser.add_argument("--window", type=int, default=5, help="steps of the running mean (default: 5)")

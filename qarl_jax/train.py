@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.train --config FILE [section.field=value ...]`: quantization-aware RL, top to bottom.
+"""`python -m qarl_jax.train FILE [section.field=value ...]`: quantization-aware RL, top to bottom.
 
      prompts -> rollout engine -> completions + rollout_logprobs -> rewards -> advantages -> packed rows
                   ^                                                                             |
@@ -38,7 +38,7 @@ from qarl_jax.observe.token_trace import Follower
 from qarl_jax.run import config
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.prompts import Prompts, open_prompts
-from qarl_jax.runtime import compilation, processes
+from qarl_jax.runtime import compilation, processes, progress
 from qarl_jax.types import Parser, UserError, entry_point
 
 
@@ -119,12 +119,12 @@ def profiled(cfg: RunConfig, step: int) -> contextlib.AbstractContextManager[Any
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = Parser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
-    parser.add_argument("--config", required=True, help="YAML file (see configs/)")
+    parser = Parser(
+        "train", config="YAML file, or the name of one in configs/", needed=True, description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plans, then stop")
     parser.add_argument("--card-gb", type=float, help="with --dry-run: plan for a card of that many GiB")
     parser.add_argument("--cards", type=int, help="with --dry-run: plan for so many cards (all of mesh.fsdp=-1)")
-    parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides)
     if args.dry_run:
@@ -135,9 +135,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if processes.is_first():
             print(said)
         return 0
-    doctor.ask(cfg)
-    cfg, prompts = open_prompts(cfg)  # before the plan: it sizes the rows
-    cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
+    with progress.shown() if processes.is_first() else contextlib.nullcontext():
+        with progress.task("checking machine and config"):
+            doctor.ask(cfg)
+        with progress.task("reading prompts"):
+            cfg, prompts = open_prompts(cfg)  # before the plan: it sizes the rows
+        cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
     if made is not None:
         made.keep()
     if processes.is_first():
