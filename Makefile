@@ -1,7 +1,6 @@
 # One virtual environment, `.venv`, for everything. `make help` lists the targets.
 #
-# vLLM's CPU build needs torch 2.13 (CPU). Where pip's own index offers only CUDA builds of torch, either is fine for the
-# tests, but the CPU one is far smaller; add its index:
+# vLLM's CPU build needs torch 2.13 (CPU). Where pip's own index offers only CUDA builds of torch, add its index:
 #   make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PYTHON ?= python3
 PIP_ARGS ?=

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"qarl-jax {qarl_jax.__version__}")
         return 0
     lines = "\n".join(commands())
-    usage = f"qarl VERB ..., or python -m qarl_jax.VERB ...\n\n{lines}\n\n`qarl VERB --help` lists a verb's options."
+    usage = f"qarl VERB ..., or python -m qarl_jax VERB ...\n\n{lines}\n\n`qarl VERB --help` lists a verb's options."
     if verb in ("-h", "--help"):
         print(usage)
         return 0
