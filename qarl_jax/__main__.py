@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 import qarl_jax
+from qarl_jax.runtime import progress
 
 VERBS = {
     "init": "qarl_jax.run.init",
@@ -43,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `qarl`; returns the verb's exit code."""
     verb, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if verb in VERBS:
-        return importlib.import_module(VERBS[verb]).main(rest)
+        with progress.shown(), progress.task("loading"):  # JAX and transformers: seconds, minutes from a network's disk
+            module = importlib.import_module(VERBS[verb])
+        return module.main(rest)
     if verb == "--version":
         print(f"qarl-jax {qarl_jax.__version__}")
         return 0

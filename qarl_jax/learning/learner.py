@@ -43,7 +43,7 @@ from qarl_jax.observe import error_tokens, token_trace
 from qarl_jax.optim import build as optimizers
 from qarl_jax.optim import by_stack
 from qarl_jax.quant import QTensor
-from qarl_jax.runtime import compilation, processes
+from qarl_jax.runtime import compilation, processes, progress
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.types import LossInputs, TrainBatch
 
@@ -264,22 +264,22 @@ class Learner:
             self.param_shardings,
         )
 
-        def compiled(program: Any, *arguments: Any) -> Any:
-            with jax.set_mesh(self.mesh):
+        def compiled(name: str, program: Any, *arguments: Any) -> Any:
+            with jax.set_mesh(self.mesh), progress.task(f"compiling {name}"):
                 return program.lower(*arguments).compile()
 
         program = self._quantizer(self.graphdef)
-        programs = [compiled(program, state.params)]
+        programs = [compiled("quantization", program, state.params)]
         with jax.set_mesh(self.mesh):
             qweights = jax.tree.map(_at, jax.eval_shape(program, state.params), programs[0].output_shardings)
         rest = qweights, batch, row(np.float32) if scored else None, *counts, ref
-        calls: list[tuple[Any, ...]] = [(self._score, state.params, qweights, batch)] if scored else []
+        calls: list[tuple[Any, ...]] = [("scoring", self._score, state.params, qweights, batch)] if scored else []
         if not self.options.one_program:
-            calls.append((self._accumulate, grads, state.params, *rest))
+            calls.append(("gradients", self._accumulate, grads, state.params, *rest))
         elif self.options.offload:
-            calls.append((self._grads, state.params, *rest))
+            calls.append(("gradients", self._grads, state.params, *rest))
         else:
-            calls.append((self._update, state, *rest))
+            calls.append(("an update", self._update, state, *rest))
         with ThreadPoolExecutor(len(calls) + 1, thread_name_prefix="compile") as threads:
             waiting = [threads.submit(compiled, *call) for call in calls]
             if not self.options.one_program or self.options.offload:

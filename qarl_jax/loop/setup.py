@@ -79,8 +79,7 @@ class Run:
         if processes.count() == 1:
             stack.callback(self._starting.wait)
             first = saved["step"] if saved else 0
-            programs = functools.partial(build.compile_ahead, cfg, self.learner, first)
-            self._starting.background("programs", programs, "compiling")
+            self._starting.background("programs", functools.partial(build.compile_ahead, cfg, self.learner, first))
         with self._starting.span("weights"):
             params = jax.block_until_ready(build.load_masters(cfg, graphdef, self.mesh))
         # The reference is the policy the run starts from, whatever checkpoint it resumes from.

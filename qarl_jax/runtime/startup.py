@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 
 from qarl_jax.metrics import TIME
-from qarl_jax.runtime import progress
 
 
 class SideBySide:
@@ -47,12 +46,12 @@ class SideBySide:
         finally:
             self._spans[name] = self._spans.get(name, 0.0) + self._clock() - start
 
-    def background(self, name: str, call: Callable[[], object], work: str = "") -> None:
-        """Run `call` in a thread, and time it. work: its name while it runs (`progress.task`); empty: `name`."""
+    def background(self, name: str, call: Callable[[], object]) -> None:
+        """Run `call` in a thread, and time it."""
 
         def run() -> None:
             try:
-                with self.span(name), progress.task(work or name):
+                with self.span(name):
                     call()
             except BaseException as error:  # told by `join`, where somebody needs what was to be made
                 self._raised.append(error)
