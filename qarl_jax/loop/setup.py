@@ -185,16 +185,15 @@ class Run:
 
     def _measured(self) -> evaluation.Evaluation:
         cfg = self.cfg
-        with progress.task("evaluating"):
-            return evaluation.evaluate(
-                self.engine,
-                self._held_out,
-                self.grader,
-                self.tokenizer,
-                sampling=build.eval_sampling(cfg, self._stop),
-                num_samples=cfg.eval.num_samples,
-                key=build.seed_of(cfg.seed, 0, "eval"),
-            )
+        return evaluation.evaluate(
+            self.engine,
+            self._held_out,
+            self.grader,
+            self.tokenizer,
+            sampling=build.eval_sampling(cfg, self._stop),
+            num_samples=cfg.eval.num_samples,
+            key=build.seed_of(cfg.seed, 0, "eval"),
+        )
 
     def _tell(self, version: int, result: evaluation.Evaluation) -> None:
         when = f"of version {version}" if version else "before training"

@@ -79,7 +79,8 @@ def evaluate(
 ) -> Evaluation:
     """Samples and grades `prompts` under the engine's published version."""
     completions = engine.generate(prompts, num_samples=num_samples, sampling=sampling, key=key)
-    groups, parts = grader.grade(tokenizer, prompts, completions)
+    with progress.task("grading"):
+        groups, parts = grader.grade(tokenizer, prompts, completions)
     return measure(groups, parts, grader)
 
 

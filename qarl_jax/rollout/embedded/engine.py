@@ -30,6 +30,7 @@ speculative decoding. Large models belong to vLLM.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -348,7 +349,9 @@ class JaxSampler(RolloutEngine):
         return functools.partial(self._launch, self._programs[name])
 
     def _launch(self, program: Any, *arguments: Any) -> Any:
-        with mesh.launch_lock(self._devices):  # a learner may train in another thread
+        # The first call compiles; what it launches is not waited for.
+        compiling = contextlib.nullcontext() if program._cache_size() else progress.task("compiling the sampler")
+        with compiling, mesh.launch_lock(self._devices):  # a learner may train in another thread
             return program(*arguments)
 
     def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:
