@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Sequence
 
 from qarl_jax.run import shipped
-from qarl_jax.types import UserError, entry_point
+from qarl_jax.types import UserError, command, entry_point
 
 _FILES = ("config.yaml", "reward.py", "data.jsonl")
 
@@ -45,5 +45,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(argv).folder
     for file in write(folder):
         print(file)
-    print(f"next: qarl train {pathlib.Path(folder).as_posix()}")
+    print(f"next: {command('train')} {pathlib.Path(folder).as_posix()}")
     return 0

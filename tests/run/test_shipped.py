@@ -45,7 +45,7 @@ def test_a_name_that_no_config_has_is_told_with_those_near():
 
 def test_a_new_run_names_its_own_files_and_replaces_none(capsys):
     assert init.main(["my_run/"]) == 0
-    assert "next: qarl train my_run" in capsys.readouterr().out
+    assert "next: python -m qarl_jax.train my_run" in capsys.readouterr().out
     cfg = config.load("my_run")
     assert (cfg.run_dir, cfg.data.source.path) == ("my_run/run", "my_run/data.jsonl")
     assert cfg.reward.path == "my_run/reward.py:graded"
