@@ -19,7 +19,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("PJRT_NPROC", "16")
 _FLAGS = (
     "--xla_force_host_platform_device_count=8",
-    "--xla_cpu_multi_thread_eigen=false",  # qarl_jax.runtime.mesh.order_collectives
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=240",
 )
