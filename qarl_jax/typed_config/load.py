@@ -37,6 +37,7 @@ import difflib
 import math
 import os
 import pathlib
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -324,15 +325,22 @@ class _Builder:
         self.root = root
         self.layer = layer
 
-    def section(self, path: Path) -> str:
-        """Names the sources of a section's values, overrides included, as a prefix."""
-        inside = {
-            o: None for p, o in self.layer.origins.items() if p[: len(path)] == path and o.startswith("override ")
-        }
-        others = [o for o in inside if o != self.layer.where(path)]
-        if len(others) > 6:  # they would bury the sentence
-            others = [f"{len(others)} overrides"]
-        return ", ".join([self.layer.where(path), *others]) + ": "
+    def section(self, path: Path, message: str = "") -> str:
+        """Names, as a prefix, where the values of a section come from that a message names; else where it begins."""
+        words = [tuple(word.split(".")) for word in re.findall(r"[A-Za-z_]\w*(?:\.\w+)*", message)]
+        blamed = [origin for word in words for field in ((*path, *word), word) for origin in self._set(field, path)]
+        keys = re.findall(r"(?<![\w.])(\w+)=", message)  # "buffer_len=65", of a section below
+        blamed += [o for at, o in self.layer.origins.items() if at[: len(path)] == path and at and at[-1] in keys]
+        given = [origin for origin in blamed if origin.startswith("override ")]
+        return ", ".join(dict.fromkeys(given or blamed or [self.layer.where(path)])) + ": "
+
+    def _set(self, field: Path, path: Path) -> list[str]:
+        """Lists where a field, or a section ("rollout.environment"), below `path` was set; empty: it was not."""
+        known = {at: origin for at, origin in self.layer.origins.items() if at[: len(path)] == path and at}
+        is_section = len(field) > 1  # a single word may be one of the sentence
+        inside = [origin for at, origin in known.items() if at == field or (is_section and at[: len(field)] == field)]
+        # An override may set a section as a whole.
+        return inside or [o for at, o in known.items() if at == field[: len(at)] and o.startswith("override ")]
 
     def error(self, path: Path, message: str) -> UserError:
         prefix = f"{_dotted(path)}: " if path else ""
@@ -356,11 +364,11 @@ class _Builder:
                 dotted = _dotted((*path, field.name))
                 words = type_words(hints[field.name])
                 advice = f"add it to the file or pass {dotted}=..."
-                raise UserError(f"{self.section(path)}{dotted} is required ({words}); {advice}")
+                raise UserError(f"{self.section(path, 'name')}{dotted} is required ({words}); {advice}")
         try:
             return cls(**given)
         except (UserError, ValueError) as error:
-            raise UserError(f"{self.section(path)}{_dotted(path)}{': ' if path else ''}{error}") from None
+            raise UserError(f"{self.section(path, str(error))}{_dotted(path)}{': ' if path else ''}{error}") from None
 
     def unknown_key(self, hints: dict[str, Any], path: Path, siblings: Variants | None, variant: str) -> UserError:
         key = path[-1]
