@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 
-from qarl_jax import doctor
+from qarl_jax import doctor, plot
 from qarl_jax.loop import resume, step_metrics
 from qarl_jax.loop.setup import Run
 from qarl_jax.loop.updates import advantages_of
@@ -112,6 +112,7 @@ def run(cfg: RunConfig, prompts: Prompts) -> None:
             if stopping and not last:
                 return run.end_interrupted(done)
         checkpoints.wait()
+        processes.from_first(lambda: plot.leave(cfg.run_dir))
         processes.from_first(lambda: observer.end(step_metrics.summary(cfg)))
 
 

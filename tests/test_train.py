@@ -12,7 +12,7 @@ import signal
 import numpy as np
 import pytest
 
-from qarl_jax import train
+from qarl_jax import plot, train
 from qarl_jax.loop import updates
 from qarl_jax.loop.collector import Collector
 from qarl_jax.observe import recorder
@@ -261,7 +261,8 @@ def test_a_mesh_of_devices_gives_the_same_first_step(world, run):
 
 
 @pytest.mark.slow
-def test_fresh_masters_need_no_weights_in_the_folder_and_a_run_may_end_without_a_checkpoint(world):
+def test_fresh_masters_need_no_weights_in_the_folder_and_a_run_may_end_without_a_checkpoint(world, monkeypatch):
+    monkeypatch.setattr(plot, "leave", plot.leave.__wrapped__)
     changed = world.changed(
         run_dir=str(world.folder / "fresh"),
         model=world.tree["model"] | {"init": "random"},
@@ -280,6 +281,7 @@ def test_fresh_masters_need_no_weights_in_the_folder_and_a_run_may_end_without_a
     assert line["optim/grad_norm"] > 0
     assert "quant/code_flips" not in line
     assert not list((changed.run_dir / "checkpoints").glob("step_*"))
+    assert {"curves.png", "report.html"} <= {path.name for path in changed.run_dir.iterdir()}
 
 
 def test_a_dry_run_prints_config_and_plans_and_writes_nothing(world, capsys):

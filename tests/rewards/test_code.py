@@ -216,6 +216,12 @@ def test_livecodebench_tests_are_read_and_pickles_of_anything_else_are_not(rewar
         score(reward, RIGHT, meta | {"private_test_cases": evil})
 
 
+def test_a_program_may_start_threads(reward):
+    body = "with ThreadPoolExecutor(2) as pool:\n        return sum(pool.map(lambda y: y, (x, x)))"
+    text = f"```python\nfrom concurrent.futures import ThreadPoolExecutor\ndef f(x):\n    {body}\n```"
+    assert score(reward, text, {"entry_point": "f", "test": "def check(f):\n    assert f(2) == 4"}) == 1.0
+
+
 def test_a_prompt_without_tests_is_an_error_that_names_the_columns(reward):
     with pytest.raises(UserError, match="prompt, entry_point, test"):
         score(reward, RIGHT, {})
