@@ -5,7 +5,8 @@
 The program is the last fenced block that defines the function asked for, else the last one labelled as Python, else the
 last without a label, else the last (`fences.py`). It may use what the other blocks define. A response without a block
 is the program, or continues the prompt's code. The program runs in a sandbox (`_sandbox.py`), apart from the process
-that runs the tests. The prompt's row has the tests, in one of three layouts:
+that runs the tests; it has Python's standard library and no package. The prompt's row has the tests, in one of three
+layouts:
 
     HumanEval       columns prompt, entry_point and test, which defines check(candidate) (arXiv 2107.03374)
     LiveCodeBench   columns public_test_cases, private_test_cases, metadata (arXiv 2403.07974)
@@ -99,9 +100,14 @@ def _definition(name: str) -> re.Pattern[str]:
 _PROSE = re.compile(r"(?:[A-Z][a-z'\u2019]*(?:[,.!?](?=\s|$)|:?\s|:$)|[*>]|[-+] |\d+[.)]\s)(?!.*=)")
 
 
+# "<answer>" and the like before or behind code, or "[PYTHON]" on a line of its own.
+_TAG = re.compile(r"^(?:</?\w+>)+|(?:</\w+>)+\s*$|^\[/?[A-Z]+\]\s*$", re.MULTILINE)
+
+
 def _without_prose(text: str) -> str:
-    """A text without its sentences, where code stands among them unfenced."""
-    return "\n".join(line for line in text.split("\n") if not _PROSE.match(line))
+    """A text without its thoughts, sentences and tags, where code stands among them unfenced."""
+    lines = _TAG.sub("", text.rpartition("</think>")[2]).split("\n")
+    return "\n".join(line for line in lines if not _PROSE.match(line))
 
 
 def _body(text: str, before: str) -> str:

@@ -27,7 +27,7 @@ Every mistake is a `UserError` that says where the value came from (file:line or
 and what is close to it. What we left out: environment variables, interpolation and several files on the command line,
 each of which makes a run depend on something that its dumped config does not show.
 
-What an annotation says is read in `annotations.py`.
+What an annotation says is read in `annotations.py`; what YAML takes for something else, in `misread.py`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from qarl_jax.typed_config.annotations import (
     type_words,
     variants_of,
 )
+from qarl_jax.typed_config.misread import misread, mistake_of
 from qarl_jax.types import UserError, did_you_mean
 
 T = TypeVar("T")
@@ -212,6 +213,8 @@ def _convert(node: yaml.Node, path: Path, layer: Layer, name: str, open_nodes: t
         raise UserError(f"{name}:{node.start_mark.line + 1}: an alias contains itself.")
     if len(open_nodes) > 50:
         raise UserError(f"{name}:{node.start_mark.line + 1}: nested deeper than 50 levels.")
+    if said := misread(node):
+        raise UserError(f"{name}:{node.start_mark.line + 1}: {_dotted(path)}: {said}")
     inside = (*open_nodes, id(node))
     if isinstance(node, yaml.CollectionNode) and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
         raise UserError(f"{name}:{node.start_mark.line + 1}: {_dotted(path)}: the tag {node.tag} is not accepted here.")
@@ -347,7 +350,7 @@ class _Builder:
         return UserError(f"{self.layer.where(path)}: {prefix}{message}")
 
     def dataclass(self, cls: type, value: Any, path: Path, siblings: Variants | None = None, variant: str = "") -> Any:
-        value = self.plain(value)
+        value = self.read(value, path)
         if not isinstance(value, Mapping):
             raise self.error(path, f"expected a section with keys {listing(field_types(cls))}, got {_show(value)}.")
         hints = field_types(cls)
@@ -405,6 +408,15 @@ class _Builder:
         """An override's text read as YAML, for fields whose values are not plain text."""
         return _read_text_value(value) if isinstance(value, _Text) else value
 
+    def read(self, value: Any, path: Path) -> Any:
+        """`plain`, but for a value that is certainly YAML: what it would read amiss is refused."""
+        plain = self.plain(value)
+        if isinstance(value, _Text) and not isinstance(plain, str):
+            node = yaml.compose(value.text, Loader=yaml.SafeLoader)
+            if node is not None and (mistake := mistake_of(node)):
+                raise self.error(path, mistake)
+        return plain
+
     def deep(self, value: Any) -> Any:
         """`plain` all the way down, for fields that take anything."""
         value = self.plain(value)
@@ -429,7 +441,7 @@ class _Builder:
             return self.mapping(hint, value, path)
         if dataclasses.is_dataclass(hint):
             return self.dataclass(typing.cast(type, hint), value, path)
-        value = value.text if hint is str and isinstance(value, _Text) else self.plain(value)
+        value = value.text if hint is str and isinstance(value, _Text) else self.read(value, path)
         if isinstance(value, str) and value.startswith("~/"):
             return os.path.expanduser(value)  # a shell expands it at the beginning of a word only, not after key=
         if hint is float:
@@ -441,7 +453,7 @@ class _Builder:
         raise self.error(path, f"expected {type_words(hint)}, got {_show(value)}.{_type_hint(hint, value)}")
 
     def variant(self, variants: Variants, value: Any, path: Path, default: Any) -> Any:
-        value = self.plain(value)
+        value = self.read(value, path)
         names = listing(variants.types)
         if isinstance(value, str):
             raise self.error(path, f"expected a section, got {value!r}; write {_dotted(path)}.name={value}.")
@@ -492,7 +504,7 @@ class _Builder:
 
     def tuple(self, hint: Any, value: Any, path: Path) -> tuple[Any, ...]:
         args = typing.get_args(hint)
-        value = self.plain(value)
+        value = self.read(value, path)
         if not isinstance(value, list | tuple):
             raise self.error(path, f"expected {type_words(hint)}, got {_show(value)}.")
         if len(args) == 2 and args[1] is Ellipsis:
@@ -505,7 +517,7 @@ class _Builder:
 
     def mapping(self, hint: Any, value: Any, path: Path) -> dict[str, Any]:
         args = typing.get_args(hint) or (str, Any)
-        value = self.plain(value)
+        value = self.read(value, path)
         if not isinstance(value, Mapping):
             raise self.error(path, f"expected a mapping (key: value), got {_show(value)}.")
         return {str(key): self.value(args[1], item, (*path, str(key))) for key, item in value.items()}

@@ -59,6 +59,8 @@ def score(reward, text, meta=DOUBLE):
         ("        return x + x\n", 1.0),
         ("y = x\n    return x + y<|im_end|>", 1.0),  # stripped
         ("Here is the function:\n\ndef double(x):\n    return x * 2\n\nIt doubles x.\n- a number\n", 1.0),
+        ("<think>\nTwice?\n</think>\n<answer>def double(x):\n    return x * 2</answer>", 1.0),
+        ("[PYTHON]\ndef double(x):\n    return x * 2\n[/PYTHON]", 1.0),
         # What the other blocks define.
         ("```python\ndef twice(x):\n    return 2 * x\n```\n```python\ndef double(x):\n    return twice(x)\n```", 1.0),
         ("```python\ndef double(x):\n    return N * x\n```\nwith\n```\nN = 2\n```", 1.0),
