@@ -33,7 +33,7 @@ QWEN3_4B = qwen3(
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory):
     folder = tmp_path_factory.mktemp("4b")
-    (folder / "config.json").write_text(json.dumps(QWEN3_4B))
+    (folder / "config.json").write_text(json.dumps(QWEN3_4B | {"max_position_embeddings": 40960}))
     return [
         f"model.path={folder}", "model.remat=mixer", "quant.forward=w8a8", "data.max_prompt_len=64",
         "rollout.max_response_len=512", "rollout.engine.max_model_len=1024", "train.prompts_per_step=16",
