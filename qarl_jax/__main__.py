@@ -31,12 +31,16 @@ VERBS = {
 
 
 def commands() -> list[str]:
-    """A line per verb: its name and purpose."""
+    """Two lines per verb: how it is called, and its purpose."""
     lines = []
-    for verb, module in VERBS.items():
+    for module in VERBS.values():
         file = pathlib.Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
         text = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").splitlines()[0]
-        lines.append(f"  {verb:<10}{text.rpartition('`: ')[2].rstrip('.')}")
+        called, _, purpose = text.strip("`").partition("`: ")
+        lines += [
+            f"  {called.removeprefix('qarl ').removeprefix('python -m qarl_jax.')}",
+            f"      {purpose.rstrip('.')}",
+        ]
     return lines
 
 

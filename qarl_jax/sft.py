@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.sft --config FILE [section.field=value ...]`: supervised fine-tuning on prompts and answers.
+"""`python -m qarl_jax.sft FILE [section.field=value ...]`: supervised fine-tuning on prompts and answers.
 
 The same learner, optimizers and low-bit forward as RL, with the negative log-likelihood of the answer tokens as the
 objective. It makes the starting policy of an RL run: from a model folder (`model.path`), or from random weights

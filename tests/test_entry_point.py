@@ -3,6 +3,7 @@
 """What a command tells its user: mistakes and warnings as sentences on stderr, without a library's decoration."""
 
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -51,9 +52,16 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(capsys):
 
 def test_the_package_lists_its_commands():
     done = subprocess.run([sys.executable, "-m", "qarl_jax"], capture_output=True, text=True, check=True)
-    listed = [line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith("  ")]
-    assert [verb for verb, _ in listed] == list(VERBS)
-    assert all(len(purpose) > 20 for _, purpose in listed)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("  ")]
+    arguments = {line.split()[0]: line.split()[1:] for line in lines[::2]}
+    assert list(arguments) == list(VERBS)
+    assert all(len(purpose.strip()) > 20 for purpose in lines[1::2])
+    for verb, given in arguments.items():
+        file = (ROOT / f"{VERBS[verb].replace('.', '/')}.py").read_text()
+        needed = re.findall(r'add_argument\(\s*"(--[a-z-]+)", (?:required=True|\*\*must)', file)
+        assert given, verb
+        assert set(needed) <= set(given), verb
+    assert {"--checkpoint", "FILE"} <= {word.strip("[]|") for word in arguments["evaluate"]}
     doors = {path.stem for path in (ROOT / "qarl_jax").glob("[a-z]*.py") if "__main__" in path.read_text()}
     assert doors < VERBS.keys()
 
