@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.evaluate FILE | --checkpoint RUN [section.field=value ...]`: how good a policy is on held-out data.
+"""`python -m qarl_jax.evaluate FILE | --checkpoint RUN [setting ...]`: how good a policy is on held-out data.
 
     python -m qarl_jax.evaluate --checkpoint runs/quickstart eval.num_samples=16 eval.temperature=1.0
     python -m qarl_jax.evaluate --config configs/quickstart.yaml --model Qwen/folder --scheme w8a8 --engine vllm --json
