@@ -8,7 +8,7 @@
               metrics.jsonl   one JSON object per step: {"step": 12, "reward/mean": 0.53, ..., "time/rollout_s": 1.2}
               samples.jsonl   a few completions per step, in full, token by token
               histograms.jsonl  counts of log-ratios per step, for the bins of `loss.diagnostics.EDGES`
-              tensorboard/    the same numbers as metrics.jsonl
+              trackers/       how far each of `log.trackers` got, and what it said (`trackers/`)
 
 Rules that make the files worth comparing:
 
@@ -36,6 +36,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -44,8 +45,9 @@ import jax
 
 from qarl_jax.data.tokenizer import Tokenizer, decode
 from qarl_jax.metrics import TIME, Max, Mean, phases
-from qarl_jax.observe.tensorboard import EventFile
 from qarl_jax.observe.terminal import make_view
+from qarl_jax.observe.trackers import TRACKERS
+from qarl_jax.observe.trackers.watched import Watched
 from qarl_jax.types import Completion, RolloutGroup, Turn, UserError, at_least
 
 log = logging.getLogger(__name__)
@@ -58,20 +60,28 @@ class Config:
     Attributes:
       view: "table" (stays at the bottom of the terminal), "lines" (one per step), "off", or "auto": the table in a
         terminal, lines elsewhere.
-      tensorboard: write event files.
+      trackers: where metrics and samples are shown beside the run's own files: any of tensorboard, wandb (Weights &
+        Biases), mlflow, trackio. Each needs its package, the extra of the same name. Its own variables choose server
+        and mode, as WANDB_MODE=offline does.
+      project: the project or experiment that a tracker files the run under.
       samples_per_step: completions per step in samples.jsonl; 0: none.
       sample_tokens: tokens of each of them recorded with their log-probs, ratio, weight and fate (`token_trace.py`); of
         a longer response the first and the last half of as many; 0: none.
     """
 
     view: Literal["auto", "table", "lines", "off"] = "auto"
-    tensorboard: bool = True
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
+    project: str = "qarl_jax"
     samples_per_step: int = 4
     sample_tokens: int = 1024
 
     def __post_init__(self) -> None:
         if self.view not in ("auto", "table", "lines", "off"):
             raise UserError(f"view is {self.view!r}; it must be one of auto, table, lines, off.")
+        if unknown := [kind for kind in self.trackers if kind not in TRACKERS]:
+            raise UserError(f"trackers has {unknown[0]!r}; it may have any of {', '.join(TRACKERS)}.")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise UserError(f"trackers names one twice: {', '.join(self.trackers)}. Name each once.")
         at_least(self, 0, "samples_per_step", "sample_tokens")
 
 
@@ -360,23 +370,28 @@ class Observer:
                 " that you may write to, on a disk with free space."
             ) from None
         self._last_step: int | None = None
-        self._resumed = -1
-        self._tensorboard: EventFile | None = None
+        self._trackers: list[Watched] | None = None  # started once there is something to show
         self._stream = stream or sys.stdout
         self._view = make_view(self.config.view, self.run_dir.name, total_steps, self._stream)
 
     # ------------------------------------------------------------------------------------------------------------ files
 
     def start(self, *, config: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
-        """Write run.json. A resumed run replaces `config` and adds one more entry to `starts`."""
+        """Write run.json. A resumed run replaces `config`, keeps its `id`, and adds one more entry to `starts`."""
         path = self.run_dir / "run.json"
-        starts = []
+        before: dict[str, Any] = {}
         if path.exists():
-            with contextlib.suppress(ValueError, KeyError):
-                starts = json.loads(path.read_text())["starts"]
-        starts.append({**_start_facts(), **(facts or {})})
+            with contextlib.suppress(ValueError):
+                before = json.loads(path.read_text())
+        start = {**_start_facts(), **(facts or {})}
+        run_id = before.get("id") if start.get("step") else None
+        record = {
+            "id": run_id or uuid.uuid4().hex[:8],  # of one that begins anew, too
+            "config": config,
+            "starts": [*before.get("starts", ()), start],
+        }
         with self._disk_errors(path):
-            _replace(path, (json.dumps({"config": config, "starts": starts}, indent=2) + "\n").encode())
+            _replace(path, (json.dumps(record, indent=2) + "\n").encode())
 
     def write(self, name: str, text: str) -> None:
         """Put a file into the run directory, whole or not at all."""
@@ -389,7 +404,7 @@ class Observer:
         for path in self._step_files:
             with self._disk_errors(path):
                 _truncate(path, step)
-        self._last_step, self._resumed = None, step
+        self._last_step = None
 
     def set_aside(self) -> None:
         """Keep what an earlier run recorded here under other names, `metrics.jsonl.old-1` and so on."""
@@ -412,9 +427,10 @@ class Observer:
         record = to_record(step, metrics)
         self._append(self.metrics_path, [record])
         self._last_step = step
-        if self.config.tensorboard:
-            self._tensorboard = self._tensorboard or EventFile(self.run_dir / "tensorboard", self._resumed + 1)
-            self._tensorboard.write(record)
+        if self._trackers is None and (self.run_dir / "run.json").exists():
+            self._trackers = [Watched(kind, self.run_dir, self.config.project) for kind in self.config.trackers]
+        for tracker in self._trackers or ():
+            tracker.check()
         self._show(self._view.show, record)
         return record
 
@@ -448,18 +464,19 @@ class Observer:
         self._show(self._view.close)
         self._show(self._view.say, text)
 
-    def close(self) -> None:
-        """Finish the view and the event files, and let go of the directory."""
+    def close(self, *, ended: bool = True) -> None:
+        """Finish the view and the trackers, and let go of the directory. ended: no error ended the run."""
         self._show(self._view.close)
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for tracker in self._trackers or ():
+            tracker.close(ended=ended)
+        self._trackers = []
         self._lock.close()
 
     def __enter__(self) -> Observer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(ended=kind is None)
 
     def latest(self) -> int | None:
         """The last step on record, or None."""

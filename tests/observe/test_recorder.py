@@ -24,7 +24,7 @@ from qarl_jax.observe.recorder import Config, Observer, PhaseTimer, read_lines
 from qarl_jax.types import Prompt, RolloutGroup, UserError
 from tests.reference.rollouts import completion
 
-QUIET = Config(view="off", tensorboard=False)
+QUIET = Config(view="off", trackers=())
 
 
 def group(uid="t/0", rewards=(0.0, 1.0), texts=("no", "yes")):
@@ -162,7 +162,7 @@ def test_hostile_text_in_a_sample_stays_on_one_valid_line(observer):
 
 
 def test_samples_can_be_switched_off_and_empty_groups_are_skipped(tmp_path):
-    with Observer(tmp_path, Config(view="off", tensorboard=False, samples_per_step=0)) as observer:
+    with Observer(tmp_path, Config(view="off", trackers=(), samples_per_step=0)) as observer:
         observer.samples(1, [group()])
     assert not (tmp_path / "samples.jsonl").exists()
     assert recorder.sample_records([group(rewards=(), texts=())], 4) == []
@@ -197,7 +197,7 @@ def test_a_second_process_is_refused_while_the_first_lives_and_welcome_when_it_i
             textwrap.dedent(f"""
                 import time
                 from qarl_jax.observe.recorder import Observer, Config
-                observer = Observer({str(tmp_path)!r}, Config(view="off", tensorboard=False))
+                observer = Observer({str(tmp_path)!r}, Config(view="off", trackers=()))
                 print("mine", flush=True)
                 time.sleep(60)
             """),
@@ -238,38 +238,6 @@ def test_impossible_settings_are_refused_with_the_field_s_name(options):
         Config(**options)
 
 
-# ---------------------------------------------------------------------------------------------------------- tensorboard
-
-
-def events(directory):
-    """(step, tag, value) of every scalar in a directory's event files, in order, and the purge marks."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    out = []
-    for path in sorted(directory.iterdir()):
-        data, at = path.read_bytes(), 0
-        while at < len(data):  # record: uint64 length, 4 bytes of CRC, payload, 4 bytes of CRC
-            length = int.from_bytes(data[at : at + 8], "little")
-            event = Event.FromString(data[at + 12 : at + 12 + length])
-            at += 12 + length + 4
-            out += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-            if event.HasField("session_log"):
-                out.append((event.step, "session", event.session_log.status))
-    return out
-
-
-def test_tensorboard_shows_the_same_numbers_and_forgets_steps_that_are_run_again(tmp_path):
-    config = Config(view="off")
-    with Observer(tmp_path, config) as observer:
-        observer.log(1, {"a": 0.5, "b": float("nan"), "name": "x", "n": 3})
-    assert events(tmp_path / "tensorboard") == [(1, "a", 0.5), (1, "n", 3.0)]
-    with Observer(tmp_path, config) as observer:
-        observer.truncate_to(1)
-        observer.log(2, {"a": 0.25})
-    marks = [e for e in events(tmp_path / "tensorboard") if e[0] == 2]
-    assert marks == [(2, "session", 1), (2, "a", 0.25)]  # 1 = START: readers drop older events from step 2 on
-
-
 # ------------------------------------------------------------------------------------------------------------ full disk
 
 
@@ -297,10 +265,10 @@ def fill_the_disk(monkeypatch, pattern, room=0):
 
 @pytest.mark.parametrize("room", [0, 10])
 def test_a_record_that_does_not_fit_on_the_disk_ends_the_run_in_one_sentence(room, tmp_path, monkeypatch):
-    with Observer(tmp_path, Config(view="off")) as observer:
+    with Observer(tmp_path, QUIET) as observer:
         observer.log(0, {"a": 0.5})
         with monkeypatch.context() as patched:
-            fill_the_disk(patched, r"metrics\.jsonl|tfevents", room)
+            fill_the_disk(patched, r"metrics\.jsonl", room)
             with pytest.raises(UserError, match=r"Cannot write .*metrics.jsonl: No space left on device"):
                 observer.log(1, {"a": 0.25})
     with Observer(tmp_path, QUIET) as observer:  # with room again it goes on, whatever part of a line was written
@@ -309,23 +277,12 @@ def test_a_record_that_does_not_fit_on_the_disk_ends_the_run_in_one_sentence(roo
         assert [record["step"] for record in read_lines(observer.metrics_path)] == [0, 1]
 
 
-def test_a_run_goes_on_without_event_files_that_cannot_be_written(tmp_path, monkeypatch, caplog):
-    fill_the_disk(monkeypatch, "tfevents", room=2000)
-    with Observer(tmp_path, Config(view="off")) as observer:
-        for step in range(200):  # as many as filled the queue of a writer whose thread is gone
-            observer.log(step, {f"a{i}": 0.5 for i in range(20)})
-        assert len(read_lines(observer.metrics_path)) == 200
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(told) == 1
-    assert "No space left on device. The run goes on without TensorBoard's files" in told[0]
-
-
 def test_a_run_goes_on_when_nobody_reads_what_it_shows(tmp_path, caplog):
     reading, writing = os.pipe()
     os.close(reading)
     with (
         open(writing, "w") as stream,
-        Observer(tmp_path, Config(view="lines", tensorboard=False), stream=stream) as observer,
+        Observer(tmp_path, Config(view="lines", trackers=()), stream=stream) as observer,
     ):
         for step in range(3):
             observer.log(step, {"a": 0.5})
