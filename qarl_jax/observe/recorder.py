@@ -7,7 +7,9 @@
               config.yaml     the resolved config once more, as a file to start another run from
               metrics.jsonl   one JSON object per step: {"step": 12, "reward/mean": 0.53, ..., "time/rollout_s": 1.2}
               samples.jsonl   a few completions per step, in full, token by token
-              histograms.jsonl  counts of log-ratios per step, for the bins of `loss.diagnostics.EDGES`
+              histograms.jsonl  counts of log-ratios per step, for the bins of `loss.diagnostics.EDGES`, and
+                              `flips/*`: the share of a weight's codes that the publish changed, layer by layer
+              timeline.jsonl  begin and end of a step's phases, in seconds
               trackers/       how far each of `log.trackers` got, and what it said (`trackers/`)
 
 Rules that make the files worth comparing:
@@ -34,8 +36,6 @@ import platform
 import socket
 import subprocess
 import sys
-import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,7 +44,8 @@ from typing import Any, Literal, TextIO
 import jax
 
 from qarl_jax.data.tokenizer import Tokenizer, decode
-from qarl_jax.metrics import TIME, Max, Mean, phases
+from qarl_jax.metrics import Max, Mean
+from qarl_jax.observe.phases import Spans
 from qarl_jax.observe.terminal import make_view
 from qarl_jax.observe.trackers import TRACKERS
 from qarl_jax.observe.trackers.watched import Watched
@@ -83,61 +84,6 @@ class Config:
         if len(set(self.trackers)) < len(self.trackers):
             raise UserError(f"trackers names one twice: {', '.join(self.trackers)}. Name each once.")
         at_least(self, 0, "samples_per_step", "sample_tokens")
-
-
-# ---------------------------------------------------------------------------------------------------------------- times
-
-
-class PhaseTimer:
-    """Seconds per phase of a step, in the thread that takes them (at first: that made it), and beside it in others.
-
-    Every second of a step is in one phase: one inside another is taken out of it, and what no phase covers is `other`.
-    So `phases` of what `take` returns sum to `time/step_s`. What other threads do in that time does not count there.
-
-    Example:
-      timer = PhaseTimer()
-      with timer("rollout"):
-          ...                     # meanwhile another thread: with timer("reward"): ...
-      timer.take()   # {"time/rollout_s": 1.21, "time/beside/reward_s": 0.4, "time/other_s": 0.09, "time/step_s": 1.30}
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock, self._owner, self._lock = clock, threading.get_ident(), threading.Lock()
-        self._seconds: dict[str, float] = {}
-        self._inside: list[float] = []  # per open phase, the seconds of phases within it
-        self._start = clock()
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Time a block; a phase entered several times adds up. The time counts even if the block raises."""
-        beside = threading.get_ident() != self._owner
-        start = self._clock()
-        if not beside:
-            self._inside.append(0.0)
-        try:
-            yield
-        finally:
-            took = self._clock() - start
-            own = took
-            if not beside:
-                own -= self._inside.pop()
-                if self._inside:
-                    self._inside[-1] += took
-            name = f"beside/{phase}" if beside else phase
-            with self._lock:
-                self._seconds[name] = self._seconds.get(name, 0.0) + own
-
-    def take(self) -> dict[str, float]:
-        """Seconds of each phase and, as `time/step_s`, since the last call; then start anew."""
-        now, self._owner = self._clock(), threading.get_ident()
-        with self._lock:
-            seconds, self._seconds = self._seconds, {}
-        out = {f"{TIME}{phase}_s": value for phase, value in seconds.items()}
-        whole = now - self._start
-        out[f"{TIME}other_s"] = whole - sum(phases(out).values())
-        out[f"{TIME}step_s"] = whole
-        self._start = now
-        return out
 
 
 # ---------------------------------------------------------------------------------------------------------------- lines
@@ -357,9 +303,11 @@ class Observer:
         """`total_steps` is for the view ("step 3 of 100"); `stream` is where it writes (None: standard output)."""
         self.run_dir = Path(run_dir).absolute()
         self._step_files = tuple(
-            self.run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "histograms", "first_mismatch")
+            self.run_dir / f"{name}.jsonl"
+            for name in ("metrics", "samples", "histograms", "timeline", "first_mismatch")
         )
-        self.metrics_path, self.samples_path, self._histograms_path, self._first_mismatch_path = self._step_files
+        self.metrics_path, self.samples_path, self._histograms_path, self._timeline_path, *_ = self._step_files
+        self._first_mismatch_path = self._step_files[-1]
         self.config = config or Config()
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -446,10 +394,16 @@ class Observer:
         if records:
             self._append(self.samples_path, [{"step": step, **record} for record in records])
 
-    def histograms(self, step: int, counts: Mapping[str, Sequence[int]]) -> None:
-        """Record a step's histograms: name -> counts per bin."""
+    def histograms(self, step: int, counts: Mapping[str, Sequence[Any]]) -> None:
+        """Record a step's histograms: name -> counts per bin, or a share per layer."""
         if counts:
             self._append(self._histograms_path, [{"step": step, **counts}])
+
+    def timeline(self, step: int, taken: Spans) -> None:
+        """Record when a step's phases began and ended."""
+        spans = [(name, round(begin, 4), round(end, 4)) for name, begin, end in taken.spans]
+        ends = {"seconds": round(taken.seconds, 4), "ended": round(taken.ended, 3)}
+        self._append(self._timeline_path, [{"step": step, **ends, "spans": spans}])
 
     def first_mismatch(self, step: int, found: Mapping[str, Any]) -> None:
         """Record the first token of a step whose log-prob differs (`loop.first_mismatch.FirstMismatch`)."""
@@ -516,7 +470,7 @@ class Silent:
         return None
 
     start = write = truncate_to = set_aside = latest = log = _nothing
-    samples = histograms = first_mismatch = say = end = _nothing
+    samples = histograms = timeline = first_mismatch = say = end = _nothing
 
     def __enter__(self) -> Silent:
         return self

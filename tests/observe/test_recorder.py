@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ from jaxtyping import TypeCheckError
 
 from qarl_jax.metrics import PERF, TIME, Max, Mean, phases
 from qarl_jax.observe import recorder
-from qarl_jax.observe.recorder import Config, Observer, PhaseTimer, read_lines
+from qarl_jax.observe.phases import PhaseTimer
+from qarl_jax.observe.recorder import Config, Observer, read_lines
 from qarl_jax.types import Prompt, RolloutGroup, UserError
 from tests.reference.rollouts import completion
 
@@ -345,3 +347,32 @@ def test_a_phase_that_raises_is_still_counted():
     with pytest.raises(KeyError):
         fail()
     assert timer.take()["time/rollout_s"] == 1.0
+
+
+def test_spans_of_a_step_are_kept_for_a_picture(observer):
+    now = [10.0]
+    timer = PhaseTimer(clock=lambda: now[0])
+    for _ in range(3):  # 5 ms apart: one span
+        with timer("rollout"):
+            now[0] += 1.0
+        now[0] += 0.005
+    with timer("update"):
+        with timer("compile"):
+            now[0] += 0.5
+        now[0] += 0.5
+    observer.timeline(7, (timer.take(), timer.taken)[1])
+    (line,) = read_lines(observer.run_dir / "timeline.jsonl")
+    ended = line.pop("ended")
+    assert abs(ended - time.time()) < 60
+    assert line == {
+        "step": 7,
+        "seconds": 4.015,
+        "spans": [["rollout", 0.0, 3.01], ["compile", 3.015, 3.515], ["update", 3.015, 4.015]],
+    }
+    for _ in range(2000):  # more than any picture shows: the last one goes on
+        with timer("reward"):
+            now[0] += 0.02
+        now[0] += 0.02
+    timer.take()
+    assert len(timer.taken.spans) == 500
+    assert timer.taken.spans[-1][2] == pytest.approx(79.98)
