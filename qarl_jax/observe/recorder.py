@@ -47,8 +47,7 @@ from qarl_jax.data.tokenizer import Tokenizer, decode
 from qarl_jax.metrics import Max, Mean
 from qarl_jax.observe.phases import Spans
 from qarl_jax.observe.terminal import make_view
-from qarl_jax.observe.trackers import TRACKERS
-from qarl_jax.observe.trackers.watched import Watched
+from qarl_jax.observe.trackers import TRACKERS, watched
 from qarl_jax.types import Completion, RolloutGroup, Turn, UserError, at_least
 
 log = logging.getLogger(__name__)
@@ -318,7 +317,7 @@ class Observer:
                 " that you may write to, on a disk with free space."
             ) from None
         self._last_step: int | None = None
-        self._trackers: list[Watched] | None = None  # started once there is something to show
+        self._trackers: list[watched.Watched] | None = None  # started once there is something to show
         self._stream = stream or sys.stdout
         self._view = make_view(self.config.view, self.run_dir.name, total_steps, self._stream)
 
@@ -376,7 +375,7 @@ class Observer:
         self._append(self.metrics_path, [record])
         self._last_step = step
         if self._trackers is None and (self.run_dir / "run.json").exists():
-            self._trackers = [Watched(kind, self.run_dir, self.config.project) for kind in self.config.trackers]
+            self._trackers = [watched.Watched(kind, self.run_dir, self.config.project) for kind in self.config.trackers]
         for tracker in self._trackers or ():
             tracker.check()
         self._show(self._view.show, record)
@@ -421,8 +420,7 @@ class Observer:
     def close(self, *, ended: bool = True) -> None:
         """Finish the view and the trackers, and let go of the directory. ended: no error ended the run."""
         self._show(self._view.close)
-        for tracker in self._trackers or ():
-            tracker.close(ended=ended)
+        watched.close(self._trackers or (), ended=ended)
         self._trackers = []
         self._lock.close()
 

@@ -71,6 +71,7 @@ class RunData:
         self._offsets: list[int] = []
         self._positions: dict[int, np.ndarray] = {}
         self._about: tuple[tuple[int, ...], dict[str, Any]] = ((), {})
+        self._told = 0  # counts what `_about` has been
 
     def look(self) -> None:
         """Reads what was written since the last look."""
@@ -105,7 +106,8 @@ class RunData:
         changed = self._mtime("run.json"), counts["eval"], self._mtime("config.yaml")
         if self._about[0] != changed:
             self._about = changed, about(self.folder, self._records["eval"])
-        if fresh or have.get("about") != hash(changed):
+            self._told += 1
+        if fresh or have.get("about") != self._told:
             out["about"] = self._about[1]
         at = have.get("metrics", 0)
         if new["metrics"]:
@@ -123,7 +125,7 @@ class RunData:
             out["timeline"] = self._records["timeline"][-STEPS_TIMED:]
         age = self._mtime("metrics.jsonl")
         out["written"] = age / 1e9 if age else None
-        return out, counts | {"generation": self._generation, "about": hash(changed)}
+        return out, counts | {"generation": self._generation, "about": self._told}
 
     def sample(self, index: int) -> dict[str, Any]:
         """A sample in full. Raises IndexError if there is none of that number."""

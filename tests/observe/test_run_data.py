@@ -48,6 +48,7 @@ def test_metrics_are_columns_and_later_parts_have_what_is_new(run):
     assert part["metrics"]["steps"] == list(range(10))
     assert part["metrics"]["values"]["reward/mean"] == pytest.approx([0.2 + s / 20 for s in range(10)])
     assert part["metrics"]["values"]["eval/reward/mean"] == [None] * 9 + [0.625]
+    assert max(have.values()) < 2**53  # what JavaScript gives back unchanged
     again, have = data.part(have)
     assert set(again) == {"name", "fresh", "written"}
     append(run / "metrics.jsonl", {"step": 10, "reward/mean": 0.75, "new": None})

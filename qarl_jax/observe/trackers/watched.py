@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's end of a tracker: starts its process, notices if it dies, and waits for it a while at the end."""
+"""The trainer's end of trackers: starts their processes, notices if one dies, and waits a while for all at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from qarl_jax.observe.trackers import PACKAGES
@@ -18,7 +19,7 @@ from qarl_jax.observe.trackers import PACKAGES
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 20.0
-"""Seconds that a run waits at its end for one tracker; after them it finishes by itself."""
+"""Seconds that a run waits at its end for its trackers; one that takes longer finishes by itself."""
 
 
 def missing(kinds: Iterable[str]) -> list[str]:
@@ -27,7 +28,7 @@ def missing(kinds: Iterable[str]) -> list[str]:
 
 
 class Watched:
-    """A tracker's process. Nothing here raises, and nothing but `close` waits.
+    """A tracker's process. Nothing here raises, and nothing but `wait` waits.
 
     Args:
       kind: a key of `TRACKERS`.
@@ -61,15 +62,18 @@ class Watched:
             self._hang_up(b"")
             self._lost(_last_line(self._log))
 
-    def close(self, *, ended: bool) -> None:
+    def end(self, *, ended: bool) -> None:
         """Lets the tracker hand on what is left, and finish. ended: the run was not stopped by an error."""
         self.check()
+        self._hang_up(b"0" if ended else b"1")
+
+    def wait(self, seconds: float) -> None:
+        """Waits so long for a tracker that was told to end."""
         process = self._process
         if process is None:
             return
-        self._hang_up(b"0" if ended else b"1")
         try:
-            if process.wait(PATIENCE_S):
+            if process.wait(max(seconds, 0.0)):
                 self._lost(_last_line(self._log))
         except subprocess.TimeoutExpired:
             log.warning("%s is still busy and finishes by itself (process %d, %s).", self._kind, process.pid, self._log)
@@ -91,6 +95,15 @@ class Watched:
             " hands on what is missing (%s).",
             *(self._kind, why.rstrip("."), self._log),
         )
+
+
+def close(trackers: Sequence[Watched], *, ended: bool) -> None:
+    """Ends trackers side by side, and waits `PATIENCE_S` for them in all."""
+    for tracker in trackers:
+        tracker.end(ended=ended)
+    deadline = time.monotonic() + PATIENCE_S
+    for tracker in trackers:
+        tracker.wait(deadline - time.monotonic())
 
 
 def _last_line(path: Path) -> str:
