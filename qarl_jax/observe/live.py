@@ -33,6 +33,8 @@ from qarl_jax.observe.run_data import RunData
 from qarl_jax.types import UserError
 
 COOKIE = "qarl_token"
+AT_ONCE = 16 << 20
+"""Bytes of a file read for one answer, so that the first ones of a long run come soon."""
 
 
 def folders(paths: Sequence[str | Path]) -> list[Path]:
@@ -66,7 +68,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, paths: Sequence[str | Path], host: str = "127.0.0.1", port: int = 0, extra: Sequence[str] = ()):
         found = folders(paths)
-        self.runs = [RunData(f, name) for f, name in zip(found, curves.names_of(found), strict=True)]
+        self.runs = [RunData(f, name, most=AT_ONCE) for f, name in zip(found, curves.names_of(found), strict=True)]
         self.panels = curves.specs(extra)
         self.lock = threading.Lock()
         self.token = None if is_loopback(host) else secrets.token_urlsafe(24)

@@ -57,15 +57,16 @@ class RunData:
       folder: the run's.
       name: in legends.
       steps: only samples of so many steps spread over the run, in full: for a report. None: a line of each.
+      most: bytes of a file that one look reads; -1: all. A part that left some for the next says `more`.
     """
 
-    def __init__(self, folder: Path, name: str, *, steps: int | None = None):
-        self.folder, self.name, self._steps = folder, name, steps
+    def __init__(self, folder: Path, name: str, *, steps: int | None = None, most: int = -1):
+        self.folder, self.name, self._steps, self._most = folder, name, steps, most
         self._generation = 0
         self._begin()
 
     def _begin(self) -> None:
-        self._tails = {name: Tail(self.folder / f"{name}.jsonl") for name in _FILES}
+        self._tails = {name: Tail(self.folder / f"{name}.jsonl", self._most) for name in _FILES}
         self._records: dict[str, list[dict[str, Any]]] = {name: [] for name in _FILES if name != "samples"}
         self._samples: list[dict[str, Any]] = []
         self._offsets: list[int] = []
@@ -103,6 +104,8 @@ class RunData:
         counts = {name: len(records) for name, records in self._records.items()} | {"samples": len(self._samples)}
         new = {name: counts[name] > have.get(name, 0) for name in counts}
         out: dict[str, Any] = {"name": self.name, "fresh": fresh}
+        if any(tail.more for tail in self._tails.values()):
+            out["more"] = True
         changed = self._mtime("run.json"), counts["eval"], self._mtime("config.yaml")
         if self._about[0] != changed:
             self._about = changed, about(self.folder, self._records["eval"])
@@ -138,10 +141,14 @@ class RunData:
     def find(self, text: str) -> list[int]:
         """Numbers of the samples that have a text in prompt, response, answer or uid; case does not matter."""
         wanted, out = text.casefold(), []
+        raw = wanted.encode() if wanted.isascii() and wanted.isprintable() and not set(wanted) & set('"\\') else b""
         with self._tails["samples"].path.open("rb") as file:
             for number, offset in enumerate(self._offsets):
                 file.seek(offset)
-                record = json.loads(file.readline())
+                line = file.readline()
+                if raw not in line.lower():  # JSON has such a text as it is
+                    continue
+                record = json.loads(line)
                 said = (str(record.get(key) or "") for key in ("uid", "prompt", "response", "answer"))
                 if any(wanted in one.casefold() for one in said):
                     out.append(number)
@@ -250,11 +257,10 @@ def _add_positions(sums: dict[int, np.ndarray], record: Mapping[str, Any]) -> No
     found = tokens.get("mismatch") or []
     at, left_out = tokens.get("left_out", [len(found), 0])
     mine = sums.setdefault(record["step"], np.zeros((len(POSITIONS), 3)))
-    known = [(i, abs(math.log(ratio))) for i, ratio in enumerate(found) if ratio]
-    if not known:
+    index, value = _logs(found)
+    if not len(index):
         return
-    index = np.array([i if i < at else i + left_out for i, _ in known])
-    value = np.array([value for _, value in known])
+    index = np.where(index < at, index, index + left_out)
     bins = np.minimum(np.searchsorted(POSITIONS, index + 1), len(POSITIONS) - 1)
     np.add.at(mine[:, 0], bins, value)
     np.maximum.at(mine[:, 1], bins, value)
@@ -312,9 +318,17 @@ def summary(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def strong(tokens: Mapping[str, Sequence[float | None]], advantage: float | None) -> list[float]:
     """95th percentiles over a sample's tokens: of |log| for `ratio`, `mismatch` and `weight`, and of |A gain|."""
-    logs = [[abs(math.log(v)) for v in tokens.get(key) or () if v] for key in ("ratio", "mismatch", "weight")]
-    pushes = [abs((advantage or 0) * v) for v in tokens.get("gain") or () if v]
-    return [float(f"{sorted(x)[int(0.95 * (len(x) - 1))]:.3g}") if x else 0.0 for x in (*logs, pushes)]
+    found = [_logs(tokens.get(key) or ())[1] for key in ("ratio", "mismatch", "weight")]
+    gains = np.array(tokens.get("gain") or (), float)
+    found.append(np.abs(gains[(gains != 0) & np.isfinite(gains)]) * abs(advantage or 0.0))
+    return [float(f"{np.sort(x)[int(0.95 * (len(x) - 1))]:.3g}") if len(x) else 0.0 for x in found]
+
+
+def _logs(ratios: Sequence[float | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Where there is a positive number, and the |log| of it. Arguments: a column of a sample, None where unknown."""
+    values = np.array(ratios, float)  # None becomes NaN
+    where = np.flatnonzero(values > 0)
+    return where, np.abs(np.log(values[where]))
 
 
 def full(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,14 +13,18 @@ class Tail:
 
     Args:
       path: may not exist yet.
+      most: bytes read at a time, up to the end of a line; -1: all.
+
+    Attributes:
+      more: True if the last call left lines for the next.
 
     Example:
       tail = Tail(run / "metrics.jsonl")
       anew, lines = tail.read()    # anew: the file was cut or replaced, and `lines` are those of its beginning
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], most: int = -1):
+        self.path, self._most, self.more = Path(path), most, False
         self._at, self._file = 0, (0, 0)
 
     def read(self) -> tuple[bool, list[tuple[int, bytes]]]:
@@ -36,7 +40,10 @@ class Tail:
                 self._file = (found.st_dev, found.st_ino)
                 self._at = 0 if anew else self._at
                 file.seek(self._at)
-                data = file.read()
+                data = file.read(self._most)
+                if self._most >= 0:
+                    data += file.readline()
+                self.more = file.tell() < found.st_size
         except FileNotFoundError:
             self._at, self._file = 0, (0, 0)
             return known, []

@@ -64,6 +64,19 @@ def test_metrics_are_columns_and_later_parts_have_what_is_new(run):
     assert data.part(have)[0]["metrics"]["steps"] == [11]
 
 
+def test_a_long_file_comes_in_pieces(run):
+    data = RunData(run, "a", most=100)
+    part, have = data.part({})
+    steps, pieces = part["metrics"]["steps"], 1
+    while part.get("more"):
+        part, have = data.part(have)
+        steps += part.get("metrics", {"steps": []})["steps"]
+        pieces += 1
+    assert steps == list(range(10))
+    assert pieces > 4
+    assert have["samples"] == 5
+
+
 def test_a_run_that_resumes_is_sent_anew(run):
     data = RunData(run, "a")
     _, have = data.part({})
@@ -91,6 +104,7 @@ def test_a_sample_is_a_line_in_the_list_and_is_read_in_full_where_it_is_asked_fo
     assert (third["update"], third["updates"], third["ratio"]) == (2, 4, 1.0123)
     assert data.find("WAIT") == [1]
     assert data.find("2+2") == [0, 1, 2, 3]
+    assert data.find('& "') == data.find("\u202e") == [4]  # escaped in the file
     with pytest.raises(IndexError):
         data.sample(5)
 

@@ -134,10 +134,12 @@ async function ask(path, words) {
 }
 
 async function poll() {
+  let more = false;
   try {
     if (!document.hidden || !have.length) {
       const {runs: parts, have: now} = await ask("data", {have: JSON.stringify(have)});
       const changed = apply(parts);
+      more = parts.some(part => part.more);
       have = now;
       failures = 0;
       update(changed);
@@ -150,7 +152,7 @@ async function poll() {
     $("state").className = "lost";
     $("state").textContent = failures > 1 ? "the server does not answer" : "…";
   }
-  setTimeout(poll, Math.min(2000 * 2 ** Math.min(failures, 4), 30000));
+  setTimeout(poll, more ? 0 : Math.min(2000 * 2 ** Math.min(failures, 4), 30000));
 }
 
 function update(changed) {
