@@ -43,7 +43,7 @@ from qarl_jax.memory import choose, learner, plan
 from qarl_jax.models.hf import weights as hf
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.observe.trackers import watched
-from qarl_jax.optim import build as optimizer
+from qarl_jax.optim import leafwise
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.environments import Episodes
 from qarl_jax.rollout.vllm import engine as vllm
@@ -183,7 +183,7 @@ def disk(cfg: RunConfig | None) -> Check:
         with contextlib.suppress(UserError):  # told by the check of the model
             model = models.read_config(cfg.model.path, param_dtype=cfg.model.param_dtype)
             params = models.split(models.abstract_model(model))[1]
-            state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
+            state = jax.eval_shape(leafwise.Optimizer(cfg.optimizer, cfg.policy_updates).init, params)
             needed = learner.nbytes(params) + learner.nbytes(state)
         kept = cfg.checkpoint.keep or cfg.train.steps // max(1, cfg.checkpoint.every)
         # One more than is kept: the new step is whole before the oldest goes.

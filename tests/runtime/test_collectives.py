@@ -13,7 +13,7 @@ import pytest
 from qarl_jax import models
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_loss
-from qarl_jax.optim import build
+from qarl_jax.optim import build, leafwise
 from qarl_jax.runtime import mesh
 from qarl_jax.types import TrainBatch
 from tests.reference import tiny
@@ -31,7 +31,7 @@ def programs(scheme):
     made = Learner(
         graphdef,
         loss_fn=get_loss("grpo"),
-        optimizer=build.make_optimizer(build.AdamW()),
+        optimizer=leafwise.Optimizer(build.AdamW()),
         mesh=mesh.make_mesh(fsdp=8),
         options=Options(logprob_chunk=64),
     )
