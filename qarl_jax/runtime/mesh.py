@@ -60,7 +60,7 @@ def order_collectives(several_processes: bool = False) -> None:
       several_processes: the mesh will span processes, so that each may have a single device.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    simulated = "xla_force_host_platform_device_count" in flags or (jax.config.jax_num_cpu_devices or 1) > 1
+    simulated = "xla_force_host_platform_device_count" in flags or jax.config.values["jax_num_cpu_devices"] > 1
     if (simulated or several_processes) and _ONE_BY_ONE not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{_ONE_BY_ONE}=false".strip()
 
