@@ -110,7 +110,7 @@ class Run:
         self.timer = phases.PhaseTimer()
         self.publisher = Publisher(cfg, self.learner, self.engine)
         self.updates = Updates(cfg, self.learner, self.publisher, self.timer, reference=reference, critic=self.critic)
-        behind = self.timer if schedule is None else phases.PhaseTimer()  # each thread has its own
+        behind = self.timer if schedule is None else phases.PhaseTimer(beside=self.timer)  # each thread has its own
         self.collector: Collector | Ahead = Collector(
             cfg, self.engine, self.grader, self.tokenizer, self._stop, self.stream, buffer, behind
         )
@@ -129,6 +129,7 @@ class Run:
             published = self.publisher.publish(self.state, self.start)
         self.begun = self._starting.seconds() | {k: v for k, v in published.items() if k.startswith("time/start_")}
         self.observer.say(startup.words(self.begun))
+        self.observer.say(f"to follow it in a browser: python -m qarl_jax.plot --watch {cfg.run_dir}")
         if (facts := self.engine.facts) is not None:
             self.observer.say(f"{alignment.of_run(cfg, facts)} (execution {facts.execution})")
         self._at_start = self._measured() if cfg.eval.at_start and self.start == 0 else None

@@ -39,6 +39,33 @@ def _add(spans: list[tuple[str, float, float]], new: tuple[str, float, float]) -
 _MOST_SPANS, _GAP_S = 500, 0.01
 
 
+class _Picture:
+    """The spans of a step, of all threads; one that is still open when the step ends goes on in the next."""
+
+    def __init__(self, now: float):
+        self._lock, self._start = threading.Lock(), now
+        self._spans: list[tuple[str, float, float]] = []
+        self._open: dict[object, tuple[str, float]] = {}
+
+    def begin(self, name: str, at: float) -> object:
+        key = object()
+        with self._lock:
+            self._open[key] = name, at
+        return key
+
+    def end(self, key: object, at: float) -> None:
+        with self._lock:
+            name, begin = self._open.pop(key)
+            _add(self._spans, (name, max(begin - self._start, 0.0), at - self._start))
+
+    def take(self, now: float) -> list[tuple[str, float, float]]:
+        with self._lock:
+            for name, begin in self._open.values():
+                _add(self._spans, (name, max(begin - self._start, 0.0), now - self._start))
+            spans, self._spans, self._start = self._spans, [], now
+        return spans
+
+
 class PhaseTimer:
     """Seconds per phase of a step, in the thread that takes them (at first: that made it), and beside it in others.
 
@@ -52,23 +79,30 @@ class PhaseTimer:
       timer.take()   # {"time/rollout_s": 1.21, "time/beside/reward_s": 0.4, "time/other_s": 0.09, "time/step_s": 1.30}
       timer.taken    # Spans(spans=[("beside/reward", 0.7, 1.1), ("rollout", 0.0, 1.21)], ...)
 
+    Args:
+      clock: gives seconds.
+      beside: a timer in whose picture the phases of this one stand, as those of another thread.
+
     Attributes:
-      taken: begin and end of the phases that the last `take` added up.
+      taken: begin and end of the phases between the last two calls of `take`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, beside: PhaseTimer | None = None):
         self._clock, self._owner, self._lock = clock, threading.get_ident(), threading.Lock()
         self._seconds: dict[str, float] = {}
         self._inside: list[float] = []  # per open phase, the seconds of phases within it
         self._start = clock()
-        self._spans: list[tuple[str, float, float]] = []
+        self._is_beside = beside is not None
+        self._picture: _Picture = beside._picture if beside is not None else _Picture(self._start)
         self.taken = Spans()
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Time a block; a phase entered several times adds up. The time counts even if the block raises."""
         beside = threading.get_ident() != self._owner
+        name = f"beside/{phase}" if beside else phase
         start = self._clock()
+        shown = self._picture.begin(f"beside/{phase}" if self._is_beside else name, start)
         if not beside:
             self._inside.append(0.0)
         try:
@@ -80,21 +114,20 @@ class PhaseTimer:
                 own -= self._inside.pop()
                 if self._inside:
                     self._inside[-1] += took
-            name = f"beside/{phase}" if beside else phase
+            self._picture.end(shown, start + took)
             with self._lock:
                 self._seconds[name] = self._seconds.get(name, 0.0) + own
-                _add(self._spans, (name, start - self._start, start - self._start + took))
 
     def take(self) -> dict[str, float]:
         """Seconds of each phase and, as `time/step_s`, since the last call; then start anew."""
         now, self._owner = self._clock(), threading.get_ident()
         with self._lock:
             seconds, self._seconds = self._seconds, {}
-            spans, self._spans = self._spans, []
         out = {f"{TIME}{phase}_s": value for phase, value in seconds.items()}
         whole = now - self._start
         out[f"{TIME}other_s"] = whole - sum(phases(out).values())
         out[f"{TIME}step_s"] = whole
-        self.taken = Spans(spans=spans, seconds=whole, ended=time.time())
+        if not self._is_beside:
+            self.taken = Spans(spans=self._picture.take(now), seconds=whole, ended=time.time())
         self._start = now
         return out

@@ -376,3 +376,24 @@ def test_spans_of_a_step_are_kept_for_a_picture(observer):
     timer.take()
     assert len(timer.taken.spans) == 500
     assert timer.taken.spans[-1][2] == pytest.approx(79.98)
+
+
+def test_a_timer_beside_another_shows_its_phases_in_that_ones_picture():
+    """Sampling ahead: it begins in one step and ends in the next, and counts in neither."""
+    now = [0.0]
+    timer = PhaseTimer(clock=lambda: now[0])
+    behind = PhaseTimer(clock=lambda: now[0], beside=timer)
+    now[0] = 1.0
+    sampling = behind("rollout")
+    sampling.__enter__()
+    with timer("update"):
+        now[0] = 3.0
+    assert phases(timer.take()) == {"update": 2.0, "other": 1.0}
+    assert timer.taken.spans == [("update", 1.0, 3.0), ("beside/rollout", 1.0, 3.0)]
+    behind.take()  # as the thread does between batches: the picture is the other's
+    now[0] = 4.0
+    sampling.__exit__(None, None, None)
+    now[0] = 5.0
+    assert phases(timer.take()) == {"other": 2.0}
+    assert timer.taken.spans == [("beside/rollout", 0.0, 1.0)]
+    assert behind.take()["time/rollout_s"] == 3.0
