@@ -103,8 +103,8 @@ def test_every_view_draws_and_logs_nothing(run, tmp_path):
     views, console, _ = open_page(page, tmp_path, script=script)
     assert console == []
     figures = {name: value[0] for name, value in views.items()}
-    # Bars per run, and the timeline of the one that has step 9.
-    assert figures == {"curves": 5, "time": 3, "band": 4, "mismatch": 2, "codes": 2, "samples": 0, "settings": 0}
+    # Per run bars, and the timeline of the step nearest to the newest.
+    assert figures == {"curves": 5, "time": 4, "band": 4, "mismatch": 2, "codes": 2, "samples": 0, "settings": 0}
     for name, canvases in (("band", 4), ("codes", 2)):
         assert views[name][1] == canvases
         assert views[name][2] > 5, f"{name}: an empty picture"

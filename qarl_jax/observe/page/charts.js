@@ -128,7 +128,7 @@ function readings({panel, scale}, x) {
   const content = [el("div", {className: "soft"}, ui.x === "step" ? `step ${Math.round(x)}` : `${number(x)} ${ui.x}`)];
   for (const line of lines.slice(0, 16)) {
     const i = nearest(line.x, x);
-    if (line.marks && Math.abs(line.x[i] - x) > 0.03 * (scale.x1 - scale.x0)) continue;
+    if (Math.abs(line.x[i] - x) > 0.03 * (scale.x1 - scale.x0)) continue;  // it has no number near here
     const value = (line.raw || line.y)[i], name = runs.length > 1 ? `${line.run.name} ${line.label}` : line.label || panel.title;
     content.push(tipLine(line.run.index, name, panel.percent ? percent(value) : number(value, 5)));
   }

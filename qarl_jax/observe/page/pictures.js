@@ -44,7 +44,7 @@ function viewTime(view) {
     const slide = el("input", {type: "range", min: 0, max: steps.length - 1, value: steps.indexOf(step), ariaLabel: "Step", oninput: event => { ui.step = steps[event.target.value]; swap(); }});
     const words = el("b", {className: "num"}), lanes = el("div");
     const swap = () => {
-      const now = steps[nearest(steps, ui.step ?? last(steps))], timed = shown().map(run => [run, run.timeline.find(one => one.step === now)]).filter(([, one]) => one);
+      const now = steps[nearest(steps, ui.step ?? last(steps))], timed = shown().filter(run => run.timeline.length).map(run => [run, run.timeline[nearest(run.timeline.map(one => one.step), now)]]);
       words.textContent = `step ${now}`;
       slide.value = steps.indexOf(now);
       const most = Math.max(...timed.map(([, one]) => one.seconds));
@@ -104,7 +104,7 @@ function stacked(run, colors) {
       if (top > sum) bar.append(svg("rect", {x: place(i), width: Math.max(0.6, (width - LEFT - RIGHT) / bars - (bars < 80 ? 1 : 0)), y: down(top), height: down(sum) - down(top), fill: colors.get(name) || "#9aa0a8"}));
       sum = top;
     }
-    if (sums[i] > most) bar.append(svg("text", {x: place(i), y: TOP + 8}, `${number(sums[i], 3)} s ↑`));
+    if (sums[i] > most) bar.append(svg("text", {x: place(i) + 2, y: TOP + 10, style: "fill:#fff"}, `${number(sums[i], 3)} s ↑`));
     bar.addEventListener("pointermove", event => tip(event, el("div", {className: "soft"}, label, el("b", {}, `${number(sums[i], 3)} s`)), ...one.filter(([, s]) => s > 0.001 * sums[i]).map(([name, s]) => el("div", {}, el("i", {className: "swatch", style: `background:${colors.get(name)}`}), name.replace(/_/g, " "), el("b", {}, `${number(s, 3)} s`)))));
     bar.addEventListener("pointerleave", () => tip(null));
     bar.addEventListener("click", () => { ui.step = end; draw(); });

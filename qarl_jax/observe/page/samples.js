@@ -241,7 +241,7 @@ function point(i, force = true) {
   drawStrip();
   if (i === null) return panel.replaceChildren(el("h3", {}, "Token"), el("p", {className: "soft"}, "Point at a token; click to keep it. ← → go from token to token, n and p to those that stand out."));
   const {full, spans} = detail, c = full.columns, of = key => (c[key] || [])[i];
-  const chance = x => x === null || x === undefined ? "–" : `${Math.exp(x).toPrecision(3)}  (${x.toPrecision(4)})`;
+  const chance = x => x === null || x === undefined ? "–" : `${number(Math.exp(x), 3)}  (${number(x)})`;
   const lines = [["sampler p (log)", chance(of("rollout"))], ["learner, start", chance(of("old"))], ["learner, updated", chance(of("now"))], ["ratio", number(of("ratio"), 6)],
     ["learner / sampler", number(of("mismatch"), 6)], ["weight w", number(of("weight"), 6)], ["gain", number(of("gain"), 6)], ["push", number(of("push"), 6)], ["the loss", {...FATES, kept: "kept", rejected: "rejected: weight 0"}[full.fates[i]]]];
   spans[i].classList.add("on");
