@@ -140,6 +140,7 @@ def test_a_tracker_that_hangs_blocks_no_step_and_holds_up_the_end_for_a_while_on
         process.wait()
 
 
+@pytest.mark.slow  # two seconds: a trainer and its tracker
 def test_what_a_killed_trainer_wrote_is_handed_on(tmp_path):
     script = textwrap.dedent(f"""
         import os, signal
