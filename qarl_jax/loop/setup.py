@@ -62,7 +62,7 @@ class Run:
         compilation.enable_cache(cfg.train.compile_cache)
         self.tokenizer, self._held_out = prompts.tokenizer, prompts.held_out
         self._stop = data.stop_token_ids(self.tokenizer, cfg.model.path)
-        self.stream = data.PromptStream(prompts.train, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
+        self.stream = prompts.stream
 
         # ---- policy, learner, engine ---------------------------------------------------------------------------------
         saved = processes.from_first(lambda: stamp.of(self.checkpoints.directory))

@@ -318,6 +318,7 @@ class Observer:
             ) from None
         self._last_step: int | None = None
         self._trackers: list[watched.Watched] | None = None  # started once there is something to show
+        self._is_set_aside = False
         self._stream = stream or sys.stdout
         self._view = make_view(self.config.view, self.run_dir.name, total_steps, self._stream)
 
@@ -348,18 +349,26 @@ class Observer:
 
     def truncate_to(self, step: int) -> None:
         """The run continues after `step`: drop later records and a torn last line. A fresh start passes -1."""
+        if self._is_set_aside:
+            self._rename()
         for path in self._step_files:
             with self._disk_errors(path):
                 _truncate(path, step)
         self._last_step = None
 
     def set_aside(self) -> None:
-        """Keep what an earlier run recorded here under other names, `metrics.jsonl.old-1` and so on."""
+        """Keep what an earlier run recorded here under other names, `metrics.jsonl.old-1` and so on.
+
+        It is renamed by `truncate_to`, once there is something to record.
+        """
+        self._is_set_aside = True
+
+    def _rename(self) -> None:
         number = 1 + sum(1 for _ in self.run_dir.glob("metrics.jsonl.old-*"))
         for path in (*self._step_files, *self.run_dir.glob("eval*.jsonl")):
             with self._disk_errors(path), contextlib.suppress(FileNotFoundError):
                 path.rename(path.with_name(f"{path.name}.old-{number}"))
-        self._last_step = None
+        self._is_set_aside = False
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Record a step everywhere; returns the record as written.
