@@ -42,6 +42,7 @@ from qarl_jax.data.sources import files, mix
 from qarl_jax.memory import choose, learner, plan
 from qarl_jax.models.hf import weights as hf
 from qarl_jax.models.transformer import quantizable
+from qarl_jax.observe.trackers import watched
 from qarl_jax.optim import leafwise
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.environments import Episodes
@@ -195,6 +196,14 @@ def disk(cfg: RunConfig | None) -> Check:
         why = f"{kept} checkpoints and one being written take {amount(wanted)} more"
     fails = cfg is not None and (cfg.checkpoint.every or cfg.checkpoint.at_end) and free < needed
     return check("disk", free >= wanted, f"{amount(free)} free", f"free some space: {why}", "fail" if fails else "warn")
+
+
+def trackers(cfg: RunConfig) -> Check:
+    """Looks for the packages of `log.trackers`; none is imported."""
+    lost = watched.missing(cfg.log.trackers)
+    todo = f"run pip install 'qarl-jax[{','.join(lost)}]', or take {' and '.join(lost)} out of log.trackers"
+    found = f"not installed: {', '.join(lost)}" if lost else ", ".join(cfg.log.trackers) or "none"
+    return check("trackers", not lost, found, todo)
 
 
 def _run_dir(cfg: RunConfig | None) -> pathlib.Path:
@@ -443,6 +452,7 @@ def before_a_run(cfg: RunConfig) -> Iterator[Check]:
     """Yields checks of what keeps a run from starting: those that take seconds, from cheap to dear. JAX is asked for
     no device."""
     yield (folder := run_folder(cfg))
+    yield trackers(cfg)
     yield data_files(cfg)
     yield (model := model_folder(cfg))
     if folder.status != "fail":

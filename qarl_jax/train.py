@@ -103,7 +103,8 @@ def run(cfg: RunConfig, prompts: Prompts) -> None:
                 speed = step_metrics.speed(record, timer.take(), run.mesh.devices.size, peak_flops)
                 observer.log(step, record | speed)
                 observer.samples(step, collected.groups, traces, run.tokenizer)
-                observer.histograms(step, learned.histograms)
+                observer.histograms(step, {**learned.histograms, **run.publisher.flips})
+                observer.timeline(step, timer.taken)
             run.remark(step, record, learned.first_mismatch)
             stopping = run.interrupt.agreed()
             if checkpoints.should_save(done) or (last and cfg.checkpoint.at_end) or stopping:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -116,26 +117,30 @@ def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 @jax.jit
-def code_flips(before: Any, after: Any) -> Mean:
-    """Share of integer (or fp8) codes that differ between two trees of QTensors of one scheme.
+def code_flips(before: Any, after: Any) -> dict[str, Mean]:
+    """Shares of integer (or fp8) codes that differ between two trees of QTensors of one scheme, weight by weight.
 
-    QuRL's alarm for a policy that learns too little to change a quantized weight.
+    Returns:
+      The weight's path in the tree -> Mean [layers] of a stack's weight, [] of another.
     """
 
     def is_qtensor(x: Any) -> bool:
         return isinstance(x, QTensor)
 
-    changed, count = jnp.zeros((), jnp.float32), 0
-    pairs = zip(jax.tree.leaves(before, is_leaf=is_qtensor), jax.tree.leaves(after, is_leaf=is_qtensor), strict=True)
-    for old, new in pairs:
+    out = {}
+    pairs = zip(jax.tree.leaves_with_path(before, is_qtensor), jax.tree.leaves(after, is_leaf=is_qtensor), strict=True)
+    for (path, old), new in pairs:
         together = old.scheme.wire.codes.inputs  # codes to a word
         width = 8 * old.codes.dtype.itemsize // together
         words = [jax.lax.bitcast_convert_type(x.codes, f"uint{width * together}") for x in (old, new)]
         bits = jax.lax.bitwise_xor(*words)
+        name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+        inside = tuple(range(name.startswith("stacks."), bits.ndim))
         codes = [jax.lax.shift_right_logical(bits, jnp.full_like(bits, width * i)) for i in range(together)]
-        changed += sum((code & (2**width - 1) != 0).astype(jnp.float32).sum() for code in codes)
-        count += together * old.codes.size
-    return Mean(changed, jnp.float32(count))
+        changed = sum((code & (2**width - 1) != 0).astype(jnp.float32).sum(inside) for code in codes)
+        count = together * math.prod(old.codes.shape[axis] for axis in inside)
+        out[name] = Mean(changed, jnp.full_like(changed, count))
+    return out
 
 
 class Learner:

@@ -28,7 +28,7 @@ from qarl_jax.loop.step_metrics import UpdateMetrics
 from qarl_jax.loss.advantages import finite, group_advantages, padded, turn_advantages
 from qarl_jax.metrics import Metric, Rows
 from qarl_jax.observe import flops
-from qarl_jax.observe.recorder import PhaseTimer
+from qarl_jax.observe.phases import PhaseTimer
 from qarl_jax.observe.token_trace import LOGPROBS, Follower
 from qarl_jax.rollout import dynamic_sampling
 from qarl_jax.rollout.dynamic_sampling import Collected

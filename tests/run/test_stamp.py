@@ -178,3 +178,5 @@ def test_a_record_of_november_2026_is_read_today():
     recorded = json.loads((pathlib.Path(__file__).parents[1] / "fixtures" / "run_2026_11.json").read_text())
     cfg = config.from_dict(stamp._as_today(recorded))
     assert (cfg.rollout.engine.arithmetic, cfg.rollout.engine_name) == ("batch_invariant", "vllm")
+    assert cfg.log.trackers == ("tensorboard",)
+    assert stamp._as_today({"log": {"tensorboard": False}}) == {"log": {"trackers": []}}
