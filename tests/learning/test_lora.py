@@ -227,6 +227,14 @@ def test_what_cannot_be_is_refused_with_the_config(tmp_path, sections, said):
         world(tmp_path).changed(**sections).config  # noqa: B018
 
 
+@pytest.mark.parametrize("lora", [{"targets": ["q"]}, {"init": "assets"}])
+def test_adapters_that_are_not_the_models_are_refused_before_anything_starts(tmp_path, lora, capsys):
+    run = world(tmp_path, lora=LORA | lora)
+    assert train.main(run.command()) == 2
+    assert re.search(r"adapters: .*(no linear map 'q'|no adapter_config\.json there)", capsys.readouterr().err)
+    assert not run.run_dir.exists()
+
+
 def test_targets_are_linear_maps_of_the_model_and_no_experts():
     with pytest.raises(UserError, match="no linear map 'q'; take some of q_proj, k_proj"):
         tiny.model_config(lora=models.Lora(rank=8, scale=1, targets=("q",)))
