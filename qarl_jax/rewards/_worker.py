@@ -40,6 +40,7 @@ def main() -> None:
         "function": load_function,
         "code": load_code,
         "environment": load_environment,
+        "model": load_model,
     }
     try:
         grade = graders[kind](timeout_s, setup)
@@ -59,7 +60,8 @@ def main() -> None:
         # Ends this process from a native thread, even if the trainer has died and the interpreter is stuck.
         faulthandler.dump_traceback_later(4 * timeout_s + 1, exit=True, file=sys.stderr)
         try:
-            answer: dict = {"score": float(grade(task))}
+            found = grade(task)
+            answer: dict = {"score": 0.0, "scores": found} if isinstance(found, list) else {"score": float(found)}
         except MemoryError:
             os._exit(3)
         except BaseException as error:  # sys.exit() in a user's function among them
@@ -216,6 +218,15 @@ def load_function(timeout_s: float, setup: str):
     function = find_function(path)
     check_call(path, function, ("text", "answer", "meta"), options)
     return lambda task: function(*pickle.loads(base64.b64decode(task["call"])), **options)
+
+
+def load_model(timeout_s: float, setup: str):
+    """task {"conversations": [messages, ...]} -> a score each (qarl_bridge/engine/reward_model.py, which has torch)."""
+    module = importlib.import_module("qarl_bridge.engine.reward_model")
+    try:
+        return module.load(*json.loads(setup))
+    except module.NoRewardModelError as error:
+        raise RefusedError(str(error)) from None
 
 
 def load_environment(timeout_s: float, setup: str):
