@@ -2,14 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A judge over a real HTTP server: scores, retries, cache and budget; nothing becomes 0 in silence."""
 
-import collections
-import http.server
-import json
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 
@@ -18,48 +14,13 @@ import pytest
 from qarl_jax import data
 from qarl_jax.rewards import Sample, judge
 from qarl_jax.types import Prompt, UserError
-from tests.reference import tiny
-
-
-class Endpoint(http.server.ThreadingHTTPServer):
-    """Gives the score that a response names; `failures` are the status codes of the next requests."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.bodies, self.keys, self.failures = [], [], collections.deque()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}/v1"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.keys.append(self.headers.get("Authorization"))
-        self.server.bodies.append((self.path, body))
-        code = self.server.failures.popleft() if self.server.failures else 200
-        text = body["messages"][0]["content"]
-        number = text.split("worth ")[1].split()[0] if "worth " in text else ""
-        reply = {"choices": [{"message": {"content": f"Score: 1? No.\n**Score:** {number}"}}]}
-        said = json.dumps(reply | {"usage": {"total_tokens": 10}} if code == 200 else {"error": "busy"}).encode()
-        self.send_response(code)
-        self.send_header("Retry-After", "0.01")
-        self.send_header("Content-Length", str(len(said)))
-        self.end_headers()
-        self.wfile.write(said)
-
-    def log_message(self, *args):
-        pass
+from tests.reference import reward_servers, tiny
 
 
 @pytest.fixture
 def endpoint():
-    with Endpoint() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
+    with reward_servers.serving() as server:
         yield server
-        server.shutdown()
 
 
 def sample(text, question="How?", finish="stop"):

@@ -6,27 +6,16 @@ import json
 
 import pytest
 
-from qarl_jax import data
 from qarl_jax.rewards import Sample, reward_model
 from qarl_jax.types import Prompt, UserError
+from tests.reference import reward_servers
 
-CHAT = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
 TEXTS = ["a", "bcd", "abcabcabc", "", "d"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    path = tmp_path_factory.mktemp("reward_model")
-    tokenizer = data.make_char_tokenizer("abcdsu:+", path, chat_template=CHAT)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.Qwen2Config(
-        vocab_size=len(tokenizer), num_key_value_heads=2, num_labels=1, initializer_range=0.5, pad_token_id=0, **sizes
-    )
-    torch.manual_seed(0)
-    transformers.Qwen2ForSequenceClassification(config).save_pretrained(path)
-    return path
+    return reward_servers.reward_model(tmp_path_factory.mktemp("reward_model"))
 
 
 def sample(text, finish="stop"):

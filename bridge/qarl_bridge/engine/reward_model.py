@@ -51,6 +51,7 @@ def load(path: str, dtype: str, max_len: int) -> Callable[[dict[str, list[Messag
 
     def score(task: dict[str, list[Messages]]) -> list[float]:
         texts = [tokenizer.apply_chat_template(each, tokenize=False) for each in task["conversations"]]
+        texts = [text.encode("utf-8", "replace").decode() for text in texts]  # half of a character is no text
         rows = [tokenizer(text, add_special_tokens=False)["input_ids"][-max_len:] for text in texts]
         return scores(model, rows)
 
