@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from qarl_jax import models
-from qarl_jax.optim import build
+from qarl_jax.optim import build, leafwise
 
 WAYS = {
     "float32": ("float32", "nearest"),
@@ -44,7 +44,7 @@ def measure(folder: str, way: str, lr: float, updates: int) -> dict[str, float]:
     """
     dtype, rounding = WAYS[way]
     graphdef, params, qweights = models.split(models.load_hf(folder, param_dtype=dtype))
-    optimizer = build.make_optimizer(build.Muon(lr=lr, weight_decay=0.0, master_rounding=rounding), updates)
+    optimizer = leafwise.Optimizer(build.Muon(lr=lr, weight_decay=0.0, master_rounding=rounding), updates)
     vocab = models.config_of(graphdef).vocab_size
 
     @jax.jit
@@ -52,17 +52,19 @@ def measure(folder: str, way: str, lr: float, updates: int) -> dict[str, float]:
         tokens = jax.random.randint(key, (4, 64), 0, vocab)
         grads = jax.grad(functools.partial(loss, graphdef))(params, qweights, tokens)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        asked = optimizer.update(grads, state, params)[0]
-        after, state, _ = build.update(optimizer, grads, state, params)
+        arrays = jax.tree.leaves(params), leafwise.moments_of(params, state), jax.tree.leaves(grads)
+        norm = leafwise.clipping_norm(grads)
+        asked = leafwise.asked(optimizer, optimizer.leaves(params), state.count, norm, *arrays)[0]
+        after, state, _ = leafwise.update(optimizer, grads, state, params)
         changed = sum(jnp.sum(a != b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True))
         return after, state, asked, changed
 
-    first, state = params, build.init(optimizer, params)
-    total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    first, state = params, leafwise.init(optimizer, params)
+    total = [jnp.zeros(p.shape, jnp.float32) for p in jax.tree.leaves(params)]
     size, moved = sum(p.size for p in jax.tree.leaves(params)), 0
     for number in range(updates):
         params, state, asked, changed = step(params, state, jax.random.fold_in(jax.random.key(0), number))
-        total, moved = jax.tree.map(jnp.add, total, asked), moved + int(changed)
+        total, moved = list(map(jnp.add, total, asked)), moved + int(changed)
     way_made = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), params, first)
     dot = lambda a, b: float(sum(jnp.vdot(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)))  # noqa: E731
     return {"moved": moved / updates / size, "covered": dot(way_made, total) / dot(total, total)}

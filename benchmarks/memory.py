@@ -43,6 +43,7 @@ from benchmarks import shapes
 from benchmarks.shapes import Setting
 from qarl_jax.learning.learner import Learner, TrainState
 from qarl_jax.memory import learner as on_learner
+from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.runtime.mesh import MESH_AXES, param_shardings
 from qarl_jax.types import TrainBatch
 
@@ -153,21 +154,18 @@ def lower(case: Setting, mesh: Mesh) -> list[tuple[Any, int]]:
 
 def streamed(made: Learner, state: TrainState, beside: int, mesh: Mesh) -> list[tuple[Any, int]]:
     """The programs of an update from the host, traced, and the bytes held while each runs."""
-    layout = made._apply.layout(state)
-    assert layout is not None
-    programs = made._apply.programs(layout, state)
-    params, moments = jax.tree.leaves(state.params), layout.leaves(state.opt_state)
+    groups, programs = by_stack.groups_of(state.params), made._apply.programs(state)
+    params, moments = jax.tree.leaves(state.params), leafwise.moments_of(state.params, state.opt_state)
     grads = [x.update(dtype=made.grad_dtype) for x in params]
-    counters = [moments[i] for i in layout.counters]
     norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=made.replicated)
     held = on_learner.nbytes(state.params, mesh) + beside
     held += sum(jax.tree.leaves(on_learner.bytes_of_each(state.params, mesh, made.grad_dtype)))
-    sizes = [sum(jax.tree.leaves(x)) for x in layout.leaves(on_learner.bytes_of_each(state.opt_state, mesh))]
-    visits = [sum(sizes[i] for i in group.moments) for group in layout.groups]
+    stored = leafwise.moments_of(state.params, on_learner.bytes_of_each(state.opt_state, mesh))
+    visits = [sum(sum(jax.tree.leaves(stored[i])) for i in group) for group in groups]
     traces = []
-    for number, (group, program) in enumerate(zip(layout.groups, programs, strict=True)):
-        own = [params[i] for i in group.params], [moments[i] for i in group.moments], counters
-        traced = program.trace(*own, [grads[i] for i in group.params], (norm, norm))
+    for number, (group, program) in enumerate(zip(groups, programs, strict=True)):
+        own = ([row[i] for i in group] for row in (params, moments, grads))
+        traced = program.trace(*own, state.opt_state.count, (norm, norm))
         neighbours = [*visits[max(0, number - 1) : number], *visits[number + 1 : number + 2], 0]
         traces.append((traced, held + visits[number] + max(neighbours)))
     return traces

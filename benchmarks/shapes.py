@@ -16,7 +16,7 @@ from qarl_jax import models
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_loss
 from qarl_jax.memory import learner as on_learner
-from qarl_jax.optim import build as optimizer
+from qarl_jax.optim import build, leafwise
 from qarl_jax.quant import resolve
 from qarl_jax.runtime.mesh import MESH_AXES
 from qarl_jax.types import TrainBatch
@@ -119,13 +119,13 @@ def model_config(setting: Setting) -> models.ModelConfig:
     )
 
 
-def optimizer_config(setting: Setting) -> optimizer.Config:
+def optimizer_config(setting: Setting) -> build.Config:
     """AdamW or Muon, both moments in one dtype."""
     dtype = setting.moments or setting.master
     dtypes: Any = {"moment_dtype": dtype, "second_moment_dtype": dtype, "offload": setting.offload}
     if setting.optimizer == "adamw":
-        return optimizer.AdamW(lr=1e-5, **dtypes)
-    return optimizer.Muon(lr=1e-5, **dtypes)
+        return build.AdamW(lr=1e-5, **dtypes)
+    return build.Muon(lr=1e-5, **dtypes)
 
 
 def make_learner(setting: Setting, mesh: Mesh) -> tuple[Learner, Any, Any]:
@@ -135,7 +135,7 @@ def make_learner(setting: Setting, mesh: Mesh) -> tuple[Learner, Any, Any]:
     made = Learner(
         graphdef,
         loss_fn=get_loss("grpo", aggregation="seq-mean-token-mean"),
-        optimizer=optimizer.make_optimizer(optimizer_config(setting)),
+        optimizer=leafwise.Optimizer(optimizer_config(setting)),
         mesh=mesh,
         options=Options(max_segments=setting.segments, logprob_chunk=setting.chunk, offload=setting.offload, **options),
     )
@@ -144,7 +144,7 @@ def make_learner(setting: Setting, mesh: Mesh) -> tuple[Learner, Any, Any]:
 
 def opt_state_of(setting: Setting, params: Any) -> Any:
     """The abstract optimizer state of a setting."""
-    return jax.eval_shape(optimizer.make_optimizer(optimizer_config(setting)).init, params)
+    return jax.eval_shape(leafwise.Optimizer(optimizer_config(setting)).init, params)
 
 
 def host_bytes(setting: Setting) -> int:

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ from qarl_jax.data.sources import files, mix
 from qarl_jax.memory import choose, learner, plan
 from qarl_jax.models.hf import weights as hf
 from qarl_jax.models.transformer import quantizable
-from qarl_jax.optim import build as optimizer
+from qarl_jax.optim import leafwise
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.environments import Episodes
 from qarl_jax.rollout.vllm import engine as vllm
@@ -182,7 +182,7 @@ def disk(cfg: RunConfig | None) -> Check:
         with contextlib.suppress(UserError):  # told by the check of the model
             model = models.read_config(cfg.model.path, param_dtype=cfg.model.param_dtype)
             params = models.split(models.abstract_model(model))[1]
-            state = jax.eval_shape(optimizer.make_optimizer(cfg.optimizer, cfg.policy_updates).init, params)
+            state = jax.eval_shape(leafwise.Optimizer(cfg.optimizer, cfg.policy_updates).init, params)
             needed = learner.nbytes(params) + learner.nbytes(state)
         kept = cfg.checkpoint.keep or cfg.train.steps // max(1, cfg.checkpoint.every)
         # One more than is kept: the new step is whole before the oldest goes.
@@ -202,27 +202,39 @@ def _run_dir(cfg: RunConfig | None) -> pathlib.Path:
 
 def model_folder(cfg: RunConfig) -> Check:
     """config.json and the headers of the safetensors files: every tensor there in its shape, none left over."""
-    try:
-        model = models.read_config(cfg.model.path)
-        if cfg.model.init == "pretrained":
-            hf.check_weights(cfg.model.path, model)
-        if cfg.critic is not None and cfg.critic.path is not None:
-            hf.check_weights(cfg.critic.path, models.read_config(cfg.critic.path))
-        if isinstance(cfg.rollout.engine, vllm.Config):
-            check_length(cfg.rollout.engine, model.max_position_embeddings)
-    except UserError as error:
-        todo = "give model.path a Hugging Face folder; some configs name in their header the command that makes it"
-        return Check(name="model", status="fail", found=str(error), todo=todo)
+    folders = {"model.path": cfg.model.path}
+    if cfg.critic is not None and cfg.critic.path is not None:
+        folders["critic.path"] = cfg.critic.path
+    for field, folder in folders.items():
+        todo = f"give {field} a Hugging Face folder; some configs name in their header the command that makes it"
+        try:
+            read = models.read_config(folder)
+            todo = f"get the model of {field} again: config.json and safetensors that belong together"
+            if cfg.model.init == "pretrained" or field == "critic.path":
+                hf.check_weights(folder, read)
+        except UserError as error:
+            if os.path.isfile(os.path.join(folder, "config.json")) and todo.startswith("give"):
+                todo = f"mend that file, or give {field} another model"
+            return Check(name="model", status="fail", found=str(error), todo=todo)
+    model = models.read_config(cfg.model.path)
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(models.split(models.abstract_model(model))[1]))
     found = f"{cfg.model.path}: {model.architecture}, {count / 1e6:,.1f} M parameters"
+    return Check(name="model", status="ok", found=found)
+
+
+def positions(cfg: RunConfig) -> Check:
+    """The model has positions for prompt and response, and for what the engine is started for."""
+    known = models.read_config(cfg.model.path).max_position_embeddings
     longest = cfg.data.max_prompt_len + cfg.rollout.max_response_len  # at least: 0 is sized by the data
-    return check(
-        "model",
-        longest <= model.max_position_embeddings,
-        found,
-        f"prompt + response may take {longest} tokens, the model knows {model.max_position_embeddings} positions",
-        "warn",
-    )
+    try:
+        if isinstance(cfg.rollout.engine, vllm.Config):
+            check_length(cfg.rollout.engine, known)
+    except UserError as error:
+        found, _, todo = str(error).rpartition(": ")
+        return Check(name="positions", status="fail", found=found, todo=todo)
+    found = f"prompt and response take at most {longest} tokens, the model has {known} positions"
+    todo = "lower data.max_prompt_len or rollout.max_response_len, or take a model of longer context"
+    return check("positions", longest <= known, found, todo, "warn")
 
 
 def tokenizer(cfg: RunConfig) -> Check:
@@ -234,7 +246,8 @@ def tokenizer(cfg: RunConfig) -> Check:
         stop = data.stop_token_ids(loaded, cfg.model.path)
         vocab = models.read_config(cfg.model.path).vocab_size
     except UserError as error:
-        return Check(name="tokenizer", status="fail", found=str(error), todo="put the model's tokenizer beside it")
+        todo = f"mend the tokenizer's files in {cfg.model.path}, or copy the model's own there"
+        return Check(name="tokenizer", status="fail", found=str(error), todo=todo)
     return check(
         "tokenizer",
         len(loaded) <= vocab and bool(stop),
@@ -245,12 +258,17 @@ def tokenizer(cfg: RunConfig) -> Check:
 
 def data_files(cfg: RunConfig) -> Check:
     """The files that prompts come from; their rows are looked at when they are read."""
-    sources = [each.source for each in (cfg.data, cfg.eval.data) if each is not None]
-    parts = [part for one in sources for part in (one.parts.values() if isinstance(one, mix.Config) else [one])]
-    paths = [part.path for part in parts if isinstance(part, files.Jsonl)]
-    missing = [path for path in paths if not (os.path.exists(path) or glob.glob(path))]
-    found = f"{', '.join(missing)}: no such file" if missing else ", ".join(paths) or "made by a program"
-    return check("data", not missing, found, "see data.source.path; `make data` downloads those of configs/")
+    sources = {"data.source": cfg.data.source} | ({"eval.data.source": cfg.eval.data.source} if cfg.eval.data else {})
+    paths: dict[str, str] = {}
+    for name, one in sources.items():
+        parts = {f"{name}.parts.{key}": part for key, part in one.parts.items()} if isinstance(one, mix.Config) else {}
+        for field, part in (parts or {name: one}).items():
+            if isinstance(part, files.Jsonl):
+                paths[f"{field}.path"] = part.path
+    missing = {field: path for field, path in paths.items() if not (os.path.exists(path) or glob.glob(path))}
+    found = ", ".join((missing or paths).values()) + ": no such file" * bool(missing)
+    todo = f"see {', '.join(missing)}; `make data` downloads those of configs/"
+    return check("data", not missing, found or "made by a program", todo)
 
 
 def rewards(cfg: RunConfig) -> Iterator[Check]:
@@ -426,17 +444,19 @@ def before_a_run(cfg: RunConfig) -> Iterator[Check]:
     if folder.status != "fail":
         yield disk(cfg)
     if model.status != "fail":
+        yield positions(cfg)
         yield from bridge(cfg)
         yield tokenizer(cfg)
+    yield from rewards(cfg)
 
 
-def ask(cfg: RunConfig) -> None:
-    """Warns of what `before_a_run` finds, or refuses it, before anything is started or compiled.
+def ask(lines: Iterable[Check]) -> None:
+    """Warns of what checks find, or refuses it; a run asks `before_a_run` before anything is started or compiled.
 
     Raises:
       UserError: a check failed.
     """
-    for line in before_a_run(cfg):
+    for line in lines:
         told = f"{line.name}: {line.found.rstrip('.')}. {line.todo[:1].upper()}{line.todo[1:]}."
         if line.status == "fail":
             raise UserError(told)
@@ -446,7 +466,6 @@ def ask(cfg: RunConfig) -> None:
 
 def with_config(cfg: RunConfig) -> Iterator[Check]:
     """Yields the checks that take longer, or the devices."""
-    yield from rewards(cfg)
     if model_folder(cfg).status != "fail":
         weights = list(quantized_weights(cfg))
         yield from weights

@@ -1,7 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.parity --model DIR --scheme w8a8 --engine cpu [--json]`: climbs the ladder of promises
-(`verify/ladder.py`). With `--at RUN/first_mismatch.jsonl`: which block makes that token's log-prob differ
+"""`python -m qarl_jax.parity --model DIR --scheme w8a8 --engine cpu [--json]`: climbs the ladder of promises.
+
+The ladder is `verify/ladder.py`. With `--at RUN/first_mismatch.jsonl`: which block makes that token's log-prob differ
 (`verify/first_mismatch.py`). With `--modes`: whether an engine computes the same op by op and in CUDA graphs
 (`verify/modes.py`).
 Exit code 0: all are kept, 1: one is not, 2: it could not be tried."""

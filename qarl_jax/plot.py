@@ -25,8 +25,10 @@ The figures need matplotlib (`pip install qarl-jax[plot]`); the report is writte
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
+import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,6 +38,8 @@ from typing import Any
 from qarl_jax.observe import html_report
 from qarl_jax.observe.recorder import folder_of, lines_of, read_lines
 from qarl_jax.types import UserError, did_you_mean, entry_point
+
+log = logging.getLogger(__name__)
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette: told apart under every common colour blindness, and in grey."""
@@ -464,6 +468,47 @@ def _positive(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int],
     return [s for s, _ in kept], [v for _, v in kept]
 
 
+def draw(paths: Sequence[str], out: Path, *, window: int = 5, extra: Sequence[str] = (), steps: int = 12) -> list[Path]:
+    """Draws runs into the folder `out`: report.html and, where matplotlib is installed, figures. Returns the files.
+
+    Args:
+      paths: the runs. window: steps of the running mean. extra: metrics to show besides.
+      steps: of each run, whose samples the report shows.
+
+    Raises:
+      UserError: a run cannot be read, or `out` not be written.
+    """
+    runs = load_runs(paths)
+    figures = {}
+    with contextlib.suppress(NoMatplotlibError):
+        figures["curves.png"] = figure(runs, window=window, extra=extra)
+        counts = {run.name: load_histograms(path) for run, path in zip(runs, paths, strict=True)}
+        if any(counts.values()):
+            figures["ratios.png"] = ratio_figure(counts)
+        tokens = {run.name: load_tokens(path) for run, path in zip(runs, paths, strict=True)}
+        if any(tokens.values()):
+            figures["probabilities.png"] = probability_figure(tokens)
+    for name, fig in figures.items():
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            fig.savefig(out / name, dpi=150)
+        except OSError as error:
+            raise UserError(f"Cannot write {out / name}: {error.strerror or error}.") from None
+    names = {run.name: path for run, path in zip(runs, paths, strict=True)}
+    html_report.write(
+        out / "report.html", html_report.render(names, charts(runs, window=window, extra=extra), steps=steps)
+    )
+    return [out / name for name in (*figures, "report.html")]
+
+
+def leave(run_dir: str) -> None:
+    """Draws a finished run into its own folder. What goes wrong is told, and ends nothing."""
+    try:
+        draw([run_dir], Path(run_dir))
+    except Exception as error:
+        log.warning("%s was not drawn: %s The run is whole.", run_dir, error)
+
+
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
@@ -480,31 +525,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--window must be at least 1, got {args.window}.")
     if args.report_steps < 0:
         raise UserError(f"--report-steps must be 0 or more, got {args.report_steps}.")
-    runs = load_runs(args.runs)
     out = Path(args.out or (folder_of(args.runs[0]) if len(args.runs) == 1 else "figures"))
-    figures = {}
-    try:
-        figures["curves.png"] = figure(runs, window=args.window, extra=args.metric)
-        counts = {run.name: load_histograms(path) for run, path in zip(runs, args.runs, strict=True)}
-        if any(counts.values()):
-            figures["ratios.png"] = ratio_figure(counts)
-        tokens = {run.name: load_tokens(path) for run, path in zip(runs, args.runs, strict=True)}
-        if any(tokens.values()):
-            figures["probabilities.png"] = probability_figure(tokens)
-    except NoMatplotlibError as missing:
-        print(f"the report alone: {missing}", file=sys.stderr)
-    for name, fig in figures.items():
-        target = out / name
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            fig.savefig(target, dpi=150)
-        except OSError as error:
-            raise UserError(f"Cannot write {target}: {error.strerror or error}.") from None
-    names = {run.name: path for run, path in zip(runs, args.runs, strict=True)}
-    page = html_report.render(names, charts(runs, window=args.window, extra=args.metric), steps=args.report_steps)
-    html_report.write(out / "report.html", page)
-    for name in [*figures, "report.html"]:
-        print(out / name)
+    drawn = draw(args.runs, out, window=args.window, extra=args.metric, steps=args.report_steps)
+    if len(drawn) == 1:
+        print("the report alone: plots need matplotlib: pip install qarl-jax[plot].", file=sys.stderr)
+    for path in drawn:
+        print(path)
     return 0
 
 

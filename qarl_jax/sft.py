@@ -27,7 +27,7 @@ import numpy as np
 from qarl_jax import data, metrics, models
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.metrics import Mean, Metric, masked_mean
-from qarl_jax.optim import build as optimizer
+from qarl_jax.optim import build, leafwise
 from qarl_jax.run import on_disk
 from qarl_jax.run.export import RECEIPT
 from qarl_jax.runtime import mesh
@@ -96,8 +96,8 @@ class Config:
     tokenizer: Tokenizer = dataclasses.field(default_factory=Tokenizer)
     quant: str = "bf16"
     train: Train = dataclasses.field(default_factory=Train)
-    optimizer: Annotated[Any, load.Variants(optimizer.OPTIMIZERS)] = dataclasses.field(
-        default_factory=lambda: optimizer.AdamW(lr=1e-5)
+    optimizer: Annotated[Any, load.Variants(build.OPTIMIZERS)] = dataclasses.field(
+        default_factory=lambda: build.AdamW(lr=1e-5)
     )
     seed: int = 0
 
@@ -208,12 +208,11 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
     # ---- data, learner ----------------------------------------------------------------------------------------------
     source = data.make_source(cfg.data, tokenizer, "train")
     stream = data.PromptStream(source, cfg.seed, cfg.train.rows)
-    transformation = optimizer.make_optimizer(cfg.optimizer, cfg.train.updates)
     learner = Learner(
         graphdef,
         loss_fn=NegativeLogLikelihood(),
-        optimizer=transformation,
-        schedule=optimizer.make_schedule(cfg.optimizer.lr, cfg.optimizer.schedule, cfg.train.updates),
+        optimizer=leafwise.Optimizer(cfg.optimizer, cfg.train.updates),
+        schedule=build.make_schedule(cfg.optimizer.lr, cfg.optimizer.schedule, cfg.train.updates),
         mesh=mesh.make_mesh(),
         options=Options(max_segments=1, offload=cfg.optimizer.offload is True),
     )

@@ -210,6 +210,10 @@ class UserError(Exception):
     """
 
 
+class AbsentError(UserError):
+    """Something that is not on this machine: a file, a folder, a package. A dry run makes its plan without it."""
+
+
 def at_least(config: Any, least: float, *fields: str, note: str = "") -> None:
     """Refuses a config of which a field is below `least`, or NaN; None passes. `note`: behind the sentence."""
     for field in fields:
@@ -240,7 +244,7 @@ def check_model_folder(folder: str | os.PathLike[str]) -> None:
             f" Nothing is downloaded here: if this is a name on the Hugging Face Hub, `hf download {folder} --local-dir"
             " DIR` fetches it, and DIR is the folder to give."
         )
-    raise UserError(said)
+    raise AbsentError(said)
 
 
 class DivergedError(RuntimeError):

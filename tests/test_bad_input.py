@@ -178,7 +178,7 @@ def refused(world, capsys):
                 "train.steps=1",
                 *(f"eval.{o}=2" for o in ("num_prompts", "temperature", "every", "max_response_len")),
             ],
-            ["run.yaml, 7 overrides: loss.name=ppo"],
+            ["override 'loss.name=ppo': loss.name=ppo"],
         ),
         (["loss.name=ppo", "advantage.name=gae", "critic.path=nowhere"], ["nowhere", "no such folder"]),
     ],

@@ -3,6 +3,7 @@
 """What a command tells its user: mistakes and warnings as sentences on stderr, without a library's decoration."""
 
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,15 @@ def test_the_package_lists_its_commands():
     called = [line.split()[2] for line in done.stdout.splitlines() if line.startswith("python -m ")]
     verbs = ("train", "convert", "doctor", "evaluate", "export", "parity", "plot", "sft")
     assert called == [f"qarl_jax.{verb}" for verb in verbs]
+    arguments = {
+        line.split()[2]: line.split()[3:] for line in done.stdout.splitlines() if line.startswith("python -m ")
+    }
+    for verb, given in arguments.items():
+        file = (ROOT / f"{verb.replace('.', '/')}.py").read_text()
+        needed = re.findall(r'add_argument\(\s*"(--[a-z-]+)", (?:required=True|\*\*must)', file)
+        assert given, verb
+        assert set(needed) <= set(given), verb
+    assert {"--config", "--checkpoint"} <= set(arguments["qarl_jax.evaluate"])
 
 
 def test_make_tells_an_unfit_python_in_a_line_and_makes_nothing(tmp_path):

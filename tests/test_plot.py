@@ -264,3 +264,16 @@ def test_a_run_with_tokens_gets_the_papers_two_figures(tmp_path, capsys):
     assert plot.main([str(run), "--out", str(tmp_path / "figures")]) == 0
     assert str(tmp_path / "figures" / "probabilities.png") in capsys.readouterr().out
     assert (tmp_path / "figures" / "probabilities.png").stat().st_size > 10_000
+
+
+def test_a_finished_run_is_drawn_into_its_folder_and_no_failure_ends_it(tmp_path, monkeypatch, caplog):
+    run = write_run(tmp_path / "run", steps=3)
+    monkeypatch.setattr(plot, "leave", plot.leave.__wrapped__)
+    plot.leave(str(run))
+    assert {"curves.png", "report.html"} <= {path.name for path in run.iterdir()}
+    (run / "report.html").unlink()
+    (run / "report.html").mkdir()
+    plot.leave(str(run))
+    assert "was not drawn: Cannot write" in caplog.text
+    plot.leave(str(tmp_path / "nowhere"))
+    assert "The run is whole" in caplog.text

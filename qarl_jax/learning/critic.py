@@ -43,7 +43,6 @@ from typing import Annotated, Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
@@ -55,8 +54,9 @@ from qarl_jax.loss.advantages import Gae, gae, moments, over_turns, token_reward
 from qarl_jax.loss.value import explained_variance
 from qarl_jax.metrics import Max, Mean, Metric, merge
 from qarl_jax.models.logprobs import preceding, scored_mask
-from qarl_jax.optim import build as optimizers
+from qarl_jax.optim import build
 from qarl_jax.optim.by_stack import Update
+from qarl_jax.optim.leafwise import Optimizer
 from qarl_jax.runtime import compilation, processes
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.typed_config.load import Variants
@@ -79,8 +79,8 @@ class Config:
     dtype: Literal["bfloat16", "float32"] | None = None
     clip: float | None = 0.5
     warmup_steps: int = 0
-    optimizer: Annotated[Any, Variants(optimizers.OPTIMIZERS)] = dataclasses.field(
-        default_factory=lambda: optimizers.AdamW(lr=1e-5)
+    optimizer: Annotated[Any, Variants(build.OPTIMIZERS)] = dataclasses.field(
+        default_factory=lambda: build.AdamW(lr=1e-5)
     )
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class Critic:
       params: {"body": nnx.State of float32 masters, "head": {"weight": [D], "bias": []} float32} (`init_params`).
       term: the value loss, from `loss.get_term("value", ...)`.
       advantage: discount, decay, whitening.
-      optimizer: optax transformation over `params`.
+      optimizer: of `params`.
       mesh: device mesh; the body lies on it as the policy does, the head is everywhere.
       max_segments: static bound on responses per row; 1: unpacked.
       offload: the optimizer state rests in the host's memory.
@@ -159,7 +159,7 @@ class Critic:
         *,
         term: Loss,
         advantage: Gae,
-        optimizer: optax.GradientTransformation,
+        optimizer: Optimizer,
         mesh: Mesh,
         max_segments: int = 1,
         offload: bool = False,

@@ -28,24 +28,25 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qarl_jax import models
+from qarl_jax import models, quant
+from qarl_jax.learning.trainable import ALL, NOTHING, Trainable, joined
 from qarl_jax.loss import Loss, Objective, normalized
 from qarl_jax.loss.common import diagnostics
 from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, masked_mean, merge
 from qarl_jax.models import invariant_scaling
 from qarl_jax.models.logprobs import token_logprobs
+from qarl_jax.models.params import part_of, united
+from qarl_jax.models.transformer import quantizable
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.observe import error_tokens, token_trace
-from qarl_jax.optim import build as optimizers
-from qarl_jax.optim import by_stack
+from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.quant import QTensor
 from qarl_jax.runtime import compilation, processes
 from qarl_jax.runtime import mesh as sharding
-from qarl_jax.types import LossInputs, TrainBatch
+from qarl_jax.types import LossInputs, TrainBatch, UserError
 
 
 @jax.tree_util.register_dataclass
@@ -54,8 +55,8 @@ class TrainState:
     """Everything an optimizer update reads and writes.
 
     Attributes:
-      params: nnx.State of master weights (float32 by default).
-      opt_state: optax state.
+      params: nnx.State of the masters that learn (float32 by default).
+      opt_state: `leafwise.State`.
       updates: int32 scalar, optimizer updates applied so far.
     """
 
@@ -71,7 +72,7 @@ class TrainState:
 def fresh_state(update: by_stack.Update, params: Any, places: Any, replicated: NamedSharding) -> TrainState:
     """The state before the first `update`: `params` put where `places` (a tree like it) says, moments beside them."""
     params = jax.device_put(params, places)
-    opt_state = optimizers.init(update.optimizer, params)
+    opt_state = leafwise.init(update.optimizer, params)
     return update.placed(TrainState(params=params, opt_state=opt_state, updates=processes.put(np.int32(0), replicated)))
 
 
@@ -138,15 +139,22 @@ def code_flips(before: Any, after: Any) -> Mean:
 
 
 class Learner:
-    """Owns the compiled functions of one run; every array stays an argument.
+    """Owns the compiled functions of one run, and what is frozen; every other array stays an argument.
 
     Args:
       graphdef: structure of the model (`models.split`); its config names the forward scheme.
       loss_fn: `LossInputs -> (Mean, metrics)`, from `qarl_jax.loss.get_loss`.
-      optimizer: optax transformation over the `params` state.
+      optimizer: of the `params` state.
       mesh: device mesh (`mesh.make_mesh()`: one device).
       options: static settings of the step.
       schedule: learning rate as a function of the update count, for the metrics.
+      trainable: which leaves learn.
+
+    Attributes:
+      frozen: entries of `qweights` of the other leaves, since `init`.
+
+    Raises:
+      UserError: a pattern of `trainable` is found in no weight's path, or nothing learns.
     """
 
     def __init__(
@@ -154,16 +162,21 @@ class Learner:
         graphdef: nnx.GraphDef,
         *,
         loss_fn: Objective,
-        optimizer: optax.GradientTransformation,
+        optimizer: leafwise.Optimizer,
         mesh: Mesh,
         options: Options = Options(),
         schedule: Callable[[Any], Any] | None = None,
+        trainable: Trainable = ALL,
     ):
         self.graphdef, self.config = graphdef, models.config_of(graphdef)
         self.loss_fn, self.optimizer, self.options = loss_fn, optimizer, options
-        self.mesh, self.schedule = mesh, schedule
-        abstract = models.split(models.abstract_model(self.config))[1]
-        self.param_shardings = sharding.param_shardings(abstract, mesh)
+        self.mesh, self.schedule, self.trainable = mesh, schedule, trainable
+        self.abstract_params = models.split(models.abstract_model(self.config))[1]
+        trainable.check(models.by_path(self.abstract_params))
+        self._places = sharding.param_shardings(self.abstract_params, mesh)
+        self.param_shardings = trainable.learned(self._places)
+        self.frozen: Any = nnx.State({})
+        self._fixed: dict[Any, Any] = {}  # frozen entries by graph definition
         self.batch_sharding = sharding.batch_sharding(mesh)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self._quantize = self.quantizer(graphdef)
@@ -178,26 +191,56 @@ class Learner:
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
-    def init(self, params: Any) -> TrainState:
-        """A fresh state around `params`, placed on the mesh; the moments lie where their parameters do."""
+    def init(self, params: Any, frozen: Any = None) -> TrainState:
+        """A fresh state around `params`, placed on the mesh; the moments lie where their parameters do.
+
+        Args:
+          params: masters of all leaves, or, beside `frozen`, of those that learn.
+          frozen: entries of `qweights` for the frozen leaves, in place on the mesh; None: they are made of `params`.
+
+        Raises:
+          UserError: a leaf has neither master nor entry.
+        """
+        params, whole = self.trainable.learned(params), params
+        if self.trainable.freeze:
+            self.frozen = self._held(self.trainable, whole) if frozen is None else frozen
+            self._fixed = {self.graphdef: self.frozen}
+        there = models.by_path(params) | models.by_path(self.frozen)
+        if lost := sorted(set(models.by_path(self.abstract_params)) - set(there)):
+            raise UserError(f"trainable: there is no value of {', '.join(lost)}; give it as a master or as frozen.")
         return fresh_state(self._apply, params, self.param_shardings, self.replicated)
 
+    def _held(self, trainable: Trainable, params: Any) -> Any:
+        own = trainable.frozen(params)
+        places = part_of(self._places, models.by_path(own).__contains__)
+        with sharding.launching(self.mesh):
+            return self._holder(trainable)(jax.device_put(own, places))
+
+    def _holder(self, trainable: Trainable) -> Any:
+        return jax.jit(functools.partial(trainable.held, self.graphdef))
+
     def model(self, params: Any) -> models.Transformer:
-        """The model itself, for export and inspection."""
-        return models.merge(self.graphdef, params, self.quantize(params))
+        """The model itself, for export and inspection. Frozen QTensors stand for their masters, dequantized."""
+        params, qtensors = joined(params, self.quantize(params))
+        model = models.merge(self.graphdef, params, qtensors)
+        masters, codes = models.by_path(params), models.by_path(qtensors)
+        for path, linear in quantizable(model).items():
+            if path not in masters:
+                linear.kernel.set_value(quant.dequantize(codes[path], self.config.compute_dtype))
+        return model
 
     def reference(self, params: Any) -> tuple[Any, Any]:
-        """Masters and QTensors of a policy that stays: copies of `params`, for `score`.
+        """Masters, of which there are none, and `qweights` of a policy that stays as `params` are, for `score`.
 
-        It computes under the learner's own scheme, so that its KL to the policy is 0 where a run starts. In a bfloat16
-        forward every master is rounded to bfloat16 before use, so the copy is kept in that dtype and scores the same.
+        It computes under the learner's own scheme, so that its KL to the policy is 0 where a run starts. What is frozen
+        in the learner is shared with it.
         """
-        dtype = self.config.compute_dtype
-        copy = jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), jax.device_put(params, self.param_shardings))
-        return copy, self.quantize(copy)
+        made = self._held(NOTHING, params)
+        return nnx.State({}), united(made, self.frozen) if self.trainable.freeze else made
 
     def quantize(self, params: Any) -> Any:
-        """Masters -> QTensors of the forward scheme: once per optimizer update. Empty under bf16."""
+        """Makes what the forward reads beside masters, once per optimizer update: QTensors of its scheme (none under
+        bf16), and all that is frozen."""
         return self._quantize(params)
 
     def quantizer(self, graphdef: nnx.GraphDef) -> Callable[[Any], Any]:
@@ -206,7 +249,11 @@ class Learner:
 
         def quantize(params: Any) -> Any:
             with sharding.launching(self.mesh):
-                return compiled(params)
+                if not self.trainable.freeze:
+                    return compiled(params)
+                if graphdef not in self._fixed:  # it may cover frozen leaves that the learner's scheme does not
+                    self._fixed[graphdef] = united(self.frozen, compiled(joined(nnx.State({}), self.frozen)[0]))
+                return united(compiled(params), self._fixed[graphdef])
 
         return quantize
 
@@ -218,12 +265,11 @@ class Learner:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and places of `init`'s state; no array is made."""
-        abstract = models.split(models.abstract_model(self.config))[1]
-        params = jax.tree.map(_at, abstract, self.param_shardings)
+        params = jax.tree.map(_at, self.trainable.learned(self.abstract_params), self.param_shardings)
         opt_state = jax.eval_shape(self.optimizer.init, params)
         state = TrainState(
             params=params,
-            opt_state=jax.tree.map(_at, opt_state, optimizers.state_shardings(opt_state, params)),
+            opt_state=jax.tree.map(_at, opt_state, leafwise.state_shardings(opt_state, params)),
             updates=jax.ShapeDtypeStruct((), np.int32, sharding=self.replicated),
         )
         return self._apply.resting(state)
@@ -268,10 +314,15 @@ class Learner:
             with jax.set_mesh(self.mesh):
                 return program.lower(*arguments).compile()
 
-        program = self._quantizer(self.graphdef)
-        programs = [compiled(program, state.params)]
+        sources = [(self._quantizer(self.graphdef), state.params)]
+        if self.trainable.freeze:
+            frozen = map(self.trainable.frozen, (self.abstract_params, self._places))
+            sources.append((self._holder(self.trainable), jax.tree.map(_at, *frozen)))
+        programs = [compiled(*source) for source in sources]
         with jax.set_mesh(self.mesh):
-            qweights = jax.tree.map(_at, jax.eval_shape(program, state.params), programs[0].output_shardings)
+            made = [jax.eval_shape(*source) for source in sources]
+        read = [jax.tree.map(_at, x, done.output_shardings) for x, done in zip(made, programs, strict=True)]
+        qweights = united(*read) if self.trainable.freeze else read[0]
         rest = qweights, batch, row(np.float32) if scored else None, *counts, ref
         calls: list[tuple[Any, ...]] = [(self._score, state.params, qweights, batch)] if scored else []
         if not self.options.one_program:
@@ -294,7 +345,7 @@ class Learner:
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def _logprobs(self, params: Any, qweights: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array]:
-        model = models.merge(self.graphdef, params, qweights)
+        model = models.merge(self.graphdef, *joined(params, qweights))
         # One response to a row, padding behind it: causality alone keeps them apart, and attention needs no mask.
         segment_ids = None if self.options.max_segments == 1 else batch.segment_ids
         hidden = model.hidden_states(
@@ -422,7 +473,7 @@ class Learner:
     # ---- update -----------------------------------------------------------------------------------------------------
 
     def _described(self, stats: dict[str, Any], updates: Any) -> dict[str, Metric]:
-        """An update's metrics, from `optimizer.update`'s stats and the count of those before it."""
+        """An update's metrics, from its `leafwise.statistics` and the count of those before it."""
         moved, one = stats["moved"], jnp.ones((), jnp.float32)
         change = jnp.where(moved, invariant_scaling.relative_norm(*stats["squares"]), 0.0)
         metrics: dict[str, Metric] = {

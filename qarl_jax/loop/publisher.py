@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 
+from qarl_jax import models
 from qarl_jax.learning.learner import Learner, TrainState, code_flips
+from qarl_jax.learning.trainable import joined
 from qarl_jax.models import invariant_scaling
 from qarl_jax.rollout import PolicyWeights, RolloutEngine
 from qarl_jax.run import build
@@ -44,16 +46,19 @@ class Publisher:
     def publish(self, state: TrainState, version: int) -> dict[str, float]:
         """Publishes `state` as `version`; returns the engine's timings and the share of codes that changed."""
         qweights = self.qweights(state) if self._quantize is None else self._quantize(state.params)
-        weights = PolicyWeights(graphdef=self.graphdef, params=state.params, qweights=qweights)
+        learned = self.learner.trainable.learned(qweights)
+        params, qtensors = joined(state.params, qweights)
+        fixed = frozenset(models.by_path(self.learner.frozen))
+        weights = PolicyWeights(graphdef=self.graphdef, params=params, qweights=qtensors, fixed=fixed)
         report = timed(self.engine.publish(weights, version))
         with launch_lock(self.learner.mesh.size):
-            if jax.tree.leaves(qweights):
-                error = invariant_scaling.quantization_error(state.params, qweights)
+            if jax.tree.leaves(learned):
+                error = invariant_scaling.quantization_error(state.params, learned)
                 report["quant/error"] = float(jax.device_get(error))
                 if self._published is not None:
                     # QuRL's "frozen actor" alarm: a policy whose codes do not change samples the same way for ever.
-                    report["quant/code_flips"] = float(jax.device_get(code_flips(self._published, qweights).value))
-        self._published = qweights if self._compares else None
+                    report["quant/code_flips"] = float(jax.device_get(code_flips(self._published, learned).value))
+        self._published = learned if self._compares else None
         return report
 
 

@@ -62,7 +62,7 @@ class Run:
         compilation.enable_cache(cfg.train.compile_cache)
         self.tokenizer, self._held_out = prompts.tokenizer, prompts.held_out
         self._stop = data.stop_token_ids(self.tokenizer, cfg.model.path)
-        self.stream = data.PromptStream(prompts.train, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
+        self.stream = prompts.stream
 
         # ---- policy, learner, engine ---------------------------------------------------------------------------------
         saved = processes.from_first(lambda: stamp.of(self.checkpoints.directory))
@@ -82,11 +82,11 @@ class Run:
             self._starting.background("programs", functools.partial(build.compile_ahead, cfg, self.learner, first))
         with self._starting.span("weights"):
             params = jax.block_until_ready(build.load_masters(cfg, graphdef, self.mesh))
-        # The reference is the policy the run starts from, whatever checkpoint it resumes from.
-        reference = self.learner.reference(params) if cfg.kl.coef else None
         self.critic = build.make_critic(cfg, graphdef, params, self.mesh)
         self.state = self.learner.init(params)
         del params  # donated with the state from here on
+        # The reference is the policy the run starts from, whatever checkpoint it resumes from.
+        reference = self.learner.reference(self.state.params) if cfg.kl.coef else None
         self.start, self._changed, unfinished, ready = 0, [], None, None
         restored = resume.restore(cfg, self.checkpoints, self.observer, self._entries())
         if restored is not None:
@@ -142,7 +142,7 @@ class Run:
         """
         cfg = self.cfg
         with processes.together():
-            facts = policy_facts(cfg, self._graphdef, self.state.params)
+            facts = policy_facts(cfg, self._graphdef, self.learner.abstract_params)
             facts |= {"step": self.start, "changed": self._changed}
             self.observer.start(config=config.to_dict(cfg), facts=facts)
             self.observer.write("config.yaml", config.to_yaml(cfg))

@@ -164,8 +164,9 @@ def summary(cfg: RunConfig) -> str:
     """The run in a few lines: reward of the first and last five steps, held-out evaluations, the curve."""
     records = recorder.read_lines(os.path.join(cfg.run_dir, "metrics.jsonl"))
     rewards = [record["reward/mean"] for record in records]
+    curves = ", its curves in report.html" if os.path.isfile(os.path.join(cfg.run_dir, "report.html")) else ""
     lines = [
-        f"done: {cfg.run_dir}, its numbers in metrics.jsonl, its policy in checkpoints/",
+        f"done: {cfg.run_dir}, its numbers in metrics.jsonl{curves}, its policy in checkpoints/",
         f"reward/mean       {np.mean(rewards[:5]):.3f} (first five steps) -> {np.mean(rewards[-5:]):.3f} (last five)",
         f"                  {terminal.sparkline(rewards)}",
     ]

@@ -176,7 +176,7 @@ class Updates:
                     "train/padding_share": float(np.mean([batch.packed.padding_share for batch in batches])),
                     "train/tokens": float(sum(batch.packed.num_tokens for batch in batches)),
                     "train/updates": 0.0 if warming else float(len(batches)),
-                    "train/flops": 0.0 if warming else sum(self._flops(state, batch.packed) for batch in batches),
+                    "train/flops": 0.0 if warming else sum(self._flops(batch.packed) for batch in batches),
                 }
                 return Learned(numbers | judged | step_metrics.quantiles(histograms), histograms, found)
 
@@ -321,8 +321,8 @@ class Updates:
     def _first_mismatch(batches: Sequence[MiniBatch], step: int) -> first_mismatch.FirstMismatch | None:
         return first_mismatch.first(((b.packed, b.groups, b.scored) for b in batches if len(b.scored)), step)
 
-    def _flops(self, state: TrainState, packed: packing.Packed) -> float:
+    def _flops(self, packed: packing.Packed) -> float:
         """Model FLOPs of one update on these rows."""
         lengths = (segment.prompt_len + segment.response_len for segment in packed.segments)
         config = self._learner.config
-        return flops.training(config, flops.active_parameters(config, state.params), lengths)
+        return flops.training(config, flops.active_parameters(config, self._learner.abstract_params), lengths)

@@ -8,6 +8,7 @@ parts(cfg, per_device=True)       # {"masters": ..., "optimizer": ..., "gradient
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -18,8 +19,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from qarl_jax import models
 from qarl_jax.learning import critic
-from qarl_jax.optim import by_stack
-from qarl_jax.optim.build import make_optimizer
+from qarl_jax.learning.trainable import ALL, NOTHING, Trainable, joined
+from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.rollout.embedded import engine as jax_sampler
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
@@ -34,7 +35,8 @@ class Shapes:
     """A run's policy as shapes, from its config.json; no weights are read.
 
     Attributes:
-      graphdef, params, qweights: of the learner, under `quant.forward`.
+      graphdef, params, qweights: of the learner, under `quant.forward`; QTensors alone.
+      learned, frozen: the masters that learn, and the frozen leaves that are no QTensors.
       opt_state: of its optimizer.
       served, published: graphdef and QTensors of the sampler, under `quant.rollout`.
     """
@@ -42,6 +44,8 @@ class Shapes:
     graphdef: Any
     params: Any
     qweights: Any
+    learned: Any
+    frozen: Any
     opt_state: Any
     served: Any
     published: Any
@@ -50,23 +54,29 @@ class Shapes:
 _SHAPES: dict[str, Shapes] = {}
 
 
-def shapes(cfg: RunConfig) -> Shapes:
+def shapes(cfg: RunConfig, trainable: Trainable = ALL) -> Shapes:
     """The shapes of a run's policy; made once for all settings that they do not depend on."""
     depends = dataclasses.replace(cfg.model, remat="full"), dataclasses.replace(cfg.optimizer, offload=False), cfg.quant
-    key = repr((*depends, cfg.numerics, cfg.policy_updates))  # as text: the sections hold dicts
+    key = repr((*depends, cfg.numerics, cfg.policy_updates, trainable))  # as text: the sections hold dicts
     if key not in _SHAPES:
         graphdef, params = models.split(models.abstract_model(build.model_config(cfg, cfg.quant.forward)))[:2]
         served = build.rollout_graphdef(cfg, graphdef)
-        optimizer = make_optimizer(cfg.optimizer, cfg.policy_updates)
+        optimizer = leafwise.Optimizer(cfg.optimizer, cfg.policy_updates)
         _SHAPES[key] = Shapes(
             graphdef,
             params,
             jax.eval_shape(lambda p: models.quantize_params(graphdef, p), params),
-            jax.eval_shape(optimizer.init, params),
+            trainable.learned(params),
+            joined(nnx.State({}), _held(trainable, graphdef, params))[0],
+            jax.eval_shape(optimizer.init, trainable.learned(params)),
             served,
             jax.eval_shape(lambda p: models.quantize_params(served, p), params),
         )
     return _SHAPES[key]
+
+
+def _held(trainable: Trainable, graphdef: Any, params: Any) -> Any:
+    return jax.eval_shape(functools.partial(trainable.held, graphdef), params)
 
 
 def model_of(cfg: RunConfig) -> models.ModelConfig:
@@ -115,7 +125,7 @@ def abstract_critic(cfg: RunConfig) -> tuple[models.ModelConfig, Any, Any]:
     body = build.critic_body(cfg, model_of(cfg))
     policy = models.split(models.abstract_model(body))[1]
     params = jax.eval_shape(lambda p: critic.init_params(p, body.hidden_size), policy)
-    transformation = make_optimizer(cfg.critic.optimizer, cfg.train.total_updates)
+    transformation = leafwise.Optimizer(cfg.critic.optimizer, cfg.train.total_updates)
     return body, params, jax.eval_shape(transformation.init, params)
 
 
@@ -182,21 +192,21 @@ def update_scratch(
     and of a state from the host two neighbouring groups. So XLA allocates for an H200 at Qwen3-8B under Muon
     (benchmarks/memory.py), or less.
     """
-    layout = by_stack.Layout.of(params, opt_state)
+    groups = by_stack.groups_of(params)
     sizes = jax.tree.leaves(bytes_of_each(params, mesh, jnp.float32))
-    moments = [sum(jax.tree.leaves(x)) for x in layout.leaves(bytes_of_each(opt_state, mesh))]
-    if len(layout.groups) == 1:
+    moments = [sum(jax.tree.leaves(x)) for x in leafwise.moments_of(params, bytes_of_each(opt_state, mesh))]
+    if len(groups) == 1:
         return sum(sizes) + max(sizes) + (sum(moments) if offload else 0)
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
     own = [
         6 * sizes[first] // shapes[first][0]
         if not others and by_stack.is_stack(shapes[first])
         else 5 * sum(sizes[i] for i in (first, *others)) // 2
-        for (first, *others), _ in layout.groups
+        for first, *others in groups
     ]
     if not offload:
         return max(own)
-    here = [sum(moments[i] for i in group.moments) for group in layout.groups]
+    here = [sum(moments[i] for i in group) for group in groups]
     beside = [max(before, after) for before, after in zip([0, *here], [*here[1:], 0], strict=False)]
     return max(map(sum, zip(own, here, beside, strict=True)))
 
@@ -278,18 +288,17 @@ def update_parts(
     }
 
 
-def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
+def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable = ALL) -> dict[str, int]:
     """Bytes by part: what one update holds at once, over the whole mesh or on one of its devices.
 
-    Policy and critic are updated in turn, so that gradients and activations are those of the larger of the two. The
-    reference policy of a KL term is a copy in the compute dtype with QTensors of its own. An optimizer state that rests
-    on the host counts for its visit alone ("update (estimate)"); all of it is in `optimizer_states`.
+    Policy and critic are updated in turn, so that gradients and activations are those of the larger of the two. What is
+    frozen, and the reference policy of a KL term, are QTensors and values in the compute dtype. An optimizer state that
+    rests on the host counts for its visit alone ("update (estimate)"); all of it is in `optimizer_states`.
 
     activations is an estimate (`update_parts`), an upper one where the tensor axis splits them. The embedded sampler
     keeps a copy of the policy and its keys and values between updates; vLLM's memory is its own (`rollout.engine`).
     """
-    made, model = shapes(cfg), model_of(cfg)
-    params, qweights = made.params, made.qweights
+    made, model = shapes(cfg, trainable), model_of(cfg)
     mesh = planned_mesh(cfg) if per_device else None
     batch_shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)
     shape: dict[str, Any] = {
@@ -302,12 +311,14 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         "offload": cfg.optimizer.offload is True,
         "mesh": mesh,
     }
-    out = update_parts(model, params, qweights, made.opt_state, **shape)
+    out = update_parts(model, made.learned, made.qweights, made.opt_state, **shape)
+    if trainable.freeze:
+        out["frozen weights"] = nbytes(made.frozen, mesh)
     if cfg.quant.code_flips and (cfg.train.updates_per_step > 1 or made.served != made.graphdef):
-        kept = nbytes(made.published, mesh)
+        kept = nbytes(trainable.learned(made.published), mesh)
         out |= {"QTensors published before": kept} if kept else {}
     if cfg.kl.coef:
-        out["reference policy"] = nbytes(params, mesh, model.compute_dtype) + nbytes(qweights, mesh)
+        out["reference policy"] = nbytes(_held(NOTHING, made.graphdef, made.learned), mesh)
     if cfg.critic is not None:
         body, own, moments = abstract_critic(cfg)
         # Its gradient is float32, with an accumulator of its own, and it has no logits.
@@ -332,7 +343,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False) -> dict[str, int]:
         weights, cache = jax_sampler.footprint(
             cfg.rollout.engine,
             made.served,
-            params,
+            made.params,
             made.published,
             prompt_len=prompt_len,
             response_len=response_len,

@@ -127,7 +127,7 @@ def relative_norm(updates: Any, params: Any) -> Float[Array, ""]:
     """||dW||^2 / ||W||^2 over the layers' kernels (QuRL, eq. 13). Traceable.
 
     Args:
-      updates, params: trees like the parameters, of each one's sum of squares (`optim.build.squares`): of what an
+      updates, params: trees like the parameters, of each one's sum of squares (`optim.leafwise.squares`): of what an
         optimizer adds to it, and of itself.
     """
     pairs = zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True)

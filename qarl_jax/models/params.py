@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,7 +35,20 @@ def split(model: Transformer) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
 
 
 def merge(graphdef: nnx.GraphDef, params: nnx.State, qweights: nnx.State) -> Transformer:
-    """The inverse of `split`. `qweights` must be those of the graphdef's scheme (`quantize_params`)."""
+    """The inverse of `split`. `qweights` must be those of the graphdef's scheme (`quantize_params`).
+
+    A master that has a QTensor may be missing, since no forward reads it. Zeros stand in for it; in a program they are
+    compiled away.
+    """
+    there = {keys for keys, _ in nnx.to_flat_state(params)}
+    dtype = config_of(graphdef).compute_dtype
+    missing = [
+        ((*keys[:-1], "kernel"), nnx.Param(jnp.zeros(held.get_value().shape, dtype), axes=held.get_metadata()["axes"]))
+        for keys, held in nnx.to_flat_state(qweights)
+        if (*keys[:-1], "kernel") not in there
+    ]
+    if missing:
+        params = nnx.from_flat_state([*nnx.to_flat_state(params), *missing])
     return nnx.merge(graphdef, params, qweights)
 
 
@@ -152,7 +166,7 @@ def quantize_params(model: nnx.GraphDef | Transformer, params: nnx.State) -> nnx
 
     Args:
       model: graphdef (or model) whose config.quant holds the rules.
-      params: its masters.
+      params: its masters, or some of them.
 
     Returns:
       An nnx.State of Quantized variables, empty under bf16, that `merge` takes.
@@ -164,9 +178,8 @@ def quantize_params(model: nnx.GraphDef | Transformer, params: nnx.State) -> nnx
     masters = dict(nnx.to_flat_state(params))
     out: dict[tuple[Any, ...], Any] = {}
     for path in quantizable(abstract_model(config)):
-        scheme = config.scheme_of(path)
-        if scheme is not None:
-            keys = path_keys(path)
+        scheme, keys = config.scheme_of(path), path_keys(path)
+        if scheme is not None and keys in masters:
             master = masters[keys]
             qtensor = quant.quantize(master.get_value(), scheme, config.describe(path))
             out[(*keys[:-1], "quantized")] = Quantized(qtensor, axes=master.get_metadata()["axes"])
@@ -178,11 +191,22 @@ def path_keys(path: str) -> tuple[str | int, ...]:
     return tuple(int(key) if key.isdigit() else key for key in path.split("."))
 
 
+def path_of(keys: tuple[Any, ...], variable: Any) -> str:
+    """The path of an entry of a params or qweights State. A QTensor has its master's (".kernel")."""
+    leaf = "kernel" if isinstance(variable, Quantized) else keys[-1]
+    return ".".join(map(str, (*keys[:-1], leaf)))
+
+
+def part_of(state: nnx.State, wanted: Callable[[str], bool]) -> nnx.State:
+    """The entries of a params or qweights State whose paths are `wanted`."""
+    return nnx.from_flat_state([(keys, leaf) for keys, leaf in nnx.to_flat_state(state) if wanted(path_of(keys, leaf))])
+
+
+def united(*states: nnx.State) -> nnx.State:
+    """One State of the entries of several."""
+    return nnx.from_flat_state([leaf for state in states for leaf in nnx.to_flat_state(state)])
+
+
 def by_path(state: nnx.State) -> dict[str, Any]:
-    """A params or qweights State as {path: array or QTensor}. A QTensor stands at its master's path (".kernel")."""
-    out = {}
-    for keys, variable in nnx.to_flat_state(state):
-        *module, _ = keys
-        leaf = "kernel" if isinstance(variable, Quantized) else keys[-1]
-        out[".".join(map(str, (*module, leaf)))] = variable.get_value()
-    return out
+    """A params or qweights State as {path: array or QTensor}."""
+    return {path_of(keys, variable): variable.get_value() for keys, variable in nnx.to_flat_state(state)}

@@ -360,6 +360,7 @@ class Observer:
                 " that you may write to, on a disk with free space."
             ) from None
         self._last_step: int | None = None
+        self._is_set_aside = False
         self._resumed = -1
         self._tensorboard: EventFile | None = None
         self._stream = stream or sys.stdout
@@ -386,18 +387,26 @@ class Observer:
 
     def truncate_to(self, step: int) -> None:
         """The run continues after `step`: drop later records and a torn last line. A fresh start passes -1."""
+        if self._is_set_aside:
+            self._rename()
         for path in self._step_files:
             with self._disk_errors(path):
                 _truncate(path, step)
         self._last_step, self._resumed = None, step
 
     def set_aside(self) -> None:
-        """Keep what an earlier run recorded here under other names, `metrics.jsonl.old-1` and so on."""
+        """Keep what an earlier run recorded here under other names, `metrics.jsonl.old-1` and so on.
+
+        It is renamed by `truncate_to`, once there is something to record.
+        """
+        self._is_set_aside = True
+
+    def _rename(self) -> None:
         number = 1 + sum(1 for _ in self.run_dir.glob("metrics.jsonl.old-*"))
         for path in (*self._step_files, *self.run_dir.glob("eval*.jsonl")):
             with self._disk_errors(path), contextlib.suppress(FileNotFoundError):
                 path.rename(path.with_name(f"{path.name}.old-{number}"))
-        self._last_step = None
+        self._is_set_aside = False
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Record a step everywhere; returns the record as written.

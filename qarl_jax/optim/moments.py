@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -14,15 +13,6 @@ from jaxtyping import Array, Float
 from qarl_jax.optim import eight_bit
 
 MomentDtype = Literal["float32", "bfloat16", "int8"]
-
-
-def leaf_by_leaf(f: Callable[..., tuple[Any, ...]], count: int, tree: Any, *rest: Any) -> tuple[Any, ...]:
-    """`count` trees of f's results, f taking a leaf's number, the leaf, and its subtree in each of `rest`."""
-    leaves = jax.tree.leaves(tree)
-    structure: Any = jax.tree.structure(tree)
-    rows = zip(range(len(leaves)), leaves, *map(structure.flatten_up_to, rest), strict=True)
-    results = [f(*row) for row in rows]
-    return tuple(jax.tree.unflatten(structure, [result[i] for result in results]) for i in range(count))
 
 
 def round_stochastically(x: Float[Array, "*S"], seed: Array) -> Float[Array, "*S"]:

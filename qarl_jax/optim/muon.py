@@ -36,17 +36,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from qarl_jax.optim import eight_bit
 from qarl_jax.optim.eight_bit import Blocks
-from qarl_jax.optim.moments import MomentDtype, leaf_by_leaf
 from qarl_jax.runtime.mesh import AXIS_RULES
 
 Precision = Literal["default", "high", "highest", "bfloat16"]
@@ -132,13 +130,9 @@ def _each_its_experts(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class MuonState(NamedTuple):
-    """`momentum`: a tree like the parameters, in the configured moment dtype; `Blocks` for arrays under int8."""
-
-    momentum: Any
-
-
-def scale_by_muon(
+def step(
+    grad: Float[Array, "*S N K"],
+    stored: Any,
     *,
     momentum: float = 0.95,
     nesterov: bool = True,
@@ -146,21 +140,15 @@ def scale_by_muon(
     scale: str = "match_rms",
     precision: Precision = "highest",
     eps: float = 1e-8,
-    moment_dtype: MomentDtype = "float32",
-) -> optax.GradientTransformation:
-    """Float32 gradients [..., N, K] -> scaled orthogonal directions, float32; leading dimensions are walked.
+) -> tuple[Float[Array, "*S N K"], Any]:
+    """(scaled orthogonal directions, float32; the momentum after them, stored as it was) of a stack of matrices.
 
     Args:
+      grad: float32; leading dimensions are walked.
+      stored: the momentum, float32 or bfloat16, or `Blocks`.
       momentum, nesterov, steps, precision, eps: as `build.Muon` has them.
       scale: one of `SCALES`.
-      moment_dtype: of the stored momentum.
     """
-    dtype = jnp.dtype(moment_dtype)
-
-    def init(params: Any) -> MuonState:
-        if moment_dtype == "int8":
-            return MuonState(momentum=jax.tree.map(lambda p: eight_bit.zeros(p.shape, eight_bit.LINEAR), params))
-        return MuonState(momentum=jax.tree.map(lambda p: jnp.zeros_like(p, dtype=dtype), params))
 
     def in_eight_bits(grad: Array, stored: Blocks) -> tuple[Array, Blocks]:
         # Decoded and encoded within the walk as well: no stack of float32 momenta.
@@ -175,19 +163,8 @@ def scale_by_muon(
         u = momentum * average + (1.0 - momentum) * grad if nesterov else average
         return SCALES[scale](*grad.shape) * orthogonalize(u, steps=steps, eps=eps, precision=precision)
 
-    def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
-        del params
-        if moment_dtype == "int8":
-            with jax.named_scope("newton_schulz"):
-                directions, stored = leaf_by_leaf(
-                    lambda _, *pair: _each_its_experts(in_eight_bits)(*pair), 2, grads, state.momentum
-                )
-            return directions, MuonState(momentum=stored)
-        average = jax.tree.map(
-            lambda m, g: momentum * m.astype(jnp.float32) + (1.0 - momentum) * g, state.momentum, grads
-        )
-        with jax.named_scope("newton_schulz"):
-            directions = jax.tree.map(_each_its_experts(direction), average, grads)
-        return directions, MuonState(momentum=jax.tree.map(lambda m: m.astype(dtype), average))
-
-    return optax.GradientTransformation(init, update)
+    with jax.named_scope("newton_schulz"):
+        if isinstance(stored, Blocks):
+            return _each_its_experts(in_eight_bits)(grad, stored)
+        average = momentum * stored.astype(jnp.float32) + (1.0 - momentum) * grad
+        return _each_its_experts(direction)(average, grad), average.astype(stored.dtype)

@@ -70,12 +70,15 @@ class PolicyWeights:
     Attributes:
       graphdef: the model's static half (`models.split`), carrying config and scheme.
       params: the masters. An engine reads those that have no QTensor (embedding, norms, head, biases), in its dtype.
+        A master that has a QTensor may be missing.
       qweights: the QTensors, by path; empty for a bf16 policy.
+      fixed: paths of the leaves that are the same in every version that the engine is given: it may keep what it has.
     """
 
     graphdef: Any
     params: Any
     qweights: Any
+    fixed: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from qarl_jax.learning import critic as critics
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_term, loss_from_config
 from qarl_jax.models import invariant_scaling
-from qarl_jax.optim import build
+from qarl_jax.optim import build, leafwise
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import RolloutEngine, SamplingConfig
 from qarl_jax.rollout.asynchronous import Schedule, SharedEngine
@@ -147,7 +147,7 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
     return Learner(
         graphdef,
         loss_fn=loss_from_config(cfg.loss, max_response_len=cfg.rollout.max_response_len),
-        optimizer=build.make_optimizer(cfg.optimizer, cfg.policy_updates),
+        optimizer=leafwise.Optimizer(cfg.optimizer, cfg.policy_updates),
         schedule=build.make_schedule(cfg.optimizer.lr, cfg.optimizer.schedule, cfg.policy_updates),
         mesh=mesh,
         options=Options(
@@ -202,7 +202,7 @@ def make_critic(cfg: RunConfig, graphdef: Any, params: Any, mesh: Mesh) -> criti
         critics.init_params(params, config.hidden_size),
         term=get_term("value", clip=cfg.critic.clip),
         advantage=cfg.advantage,
-        optimizer=build.make_optimizer(chosen, updates),
+        optimizer=leafwise.Optimizer(chosen, updates),
         schedule=build.make_schedule(chosen.lr, chosen.schedule, updates),
         mesh=mesh,
         max_segments=max_segments(cfg),

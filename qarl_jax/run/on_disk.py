@@ -22,8 +22,11 @@ log = logging.getLogger(__name__)
 
 DELETING = ".deleting-"
 STEP = re.compile(r"step_(\d+)")
-FORMAT = 3
-"""2: a stack of layers was called a segment. 1: and a manifest had no sum of its own."""
+FORMAT = 4
+"""3: moments stood in nested transformations, each with a counter of updates. 2: and a stack of layers was called a
+segment. 1: and a manifest had no sum of its own."""
+
+_OF_OPTIMIZER = re.compile(r"count$|(momentum|mu|nu)\.")
 
 
 @contextlib.contextmanager
@@ -143,9 +146,12 @@ def _whole_manifest(step: Path) -> dict[str, Any]:
     return manifest
 
 
-def stored_name(name: str, number: int) -> str:
-    """Names an array in a checkpoint of that format."""
-    return name if number >= 3 else name.replace("stacks.", "segments.")
+def stored_name(name: str, number: int, saved: Sequence[str]) -> str:
+    """Names an array in a checkpoint of that format, whose entry has arrays with the names `saved`."""
+    stored = name if number >= 3 else name.replace("stacks.", "segments.")
+    if number >= 4 or not _OF_OPTIMIZER.match(stored):
+        return stored
+    return next((other for other in saved if other.endswith("." + stored)), stored)
 
 
 def load_json(step: Path, name: str) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from qarl_jax.loss.advantages import Gae
 from qarl_jax.loss.value import explained_variance
 from qarl_jax.metrics import values as reduced
 from qarl_jax.observe import recorder
-from qarl_jax.optim import build as optimizer
-from qarl_jax.optim import by_stack
+from qarl_jax.optim import by_stack, leafwise
+from qarl_jax.optim.build import AdamW, labels
 from qarl_jax.run import build
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.runtime.mesh import batch_sharding, make_mesh
@@ -88,7 +88,7 @@ def compiled(mesh="", gamma=0.9, whiten=True, offload=False):
         jax.tree.map(jnp.asarray, params),
         term=get_term("value", clip=0.5),
         advantage=Gae(gamma=gamma, lam=0.8 if whiten else 1.0, whiten=whiten),
-        optimizer=optimizer.make_optimizer(optimizer.AdamW(lr=3e-3)),
+        optimizer=leafwise.Optimizer(AdamW(lr=3e-3)),
         mesh=make_mesh(**MESHES[mesh]),
         max_segments=6,
         offload=offload,
@@ -356,7 +356,7 @@ def test_an_update_without_a_token_moves_nothing_and_a_broken_one_is_told():
 
 
 def test_muon_updates_the_body_and_leaves_the_head_to_adamw():
-    tree = optimizer.labels(jax.tree.map(jnp.asarray, initial()[1]))
+    tree = labels(jax.tree.map(jnp.asarray, initial()[1]))
     assert tree["head"] == {"weight": "adamw", "bias": "adamw"}
     assert set(jax.tree.leaves(tree["body"])) == {"muon", "adamw"}
 

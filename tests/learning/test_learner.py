@@ -20,7 +20,7 @@ from qarl_jax.loop.updates import Updates
 from qarl_jax.loss import get_loss
 from qarl_jax.metrics import merge, values
 from qarl_jax.observe.recorder import PhaseTimer
-from qarl_jax.optim import build, by_stack
+from qarl_jax.optim import build, by_stack, leafwise
 from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.sft import NegativeLogLikelihood
 from tests.reference import launches, tiny
@@ -73,7 +73,7 @@ def make(scheme="w4a16:g32", mesh="", loss="tbpo"):
     made = Learner(
         models.with_scheme(graphdef, scheme),
         loss_fn=loss_fn,
-        optimizer=build.make_optimizer(build.Muon(lr=0.02)),
+        optimizer=leafwise.Optimizer(build.Muon(lr=0.02)),
         mesh=make_mesh(**MESHES[mesh] if mesh else {}),
         options=Options(max_segments=6, logprob_chunk=64),
     )
@@ -434,7 +434,7 @@ def updated(micro_rows, **options):
     made = Learner(
         models.with_scheme(graphdef, "w4a16:g32"),
         loss_fn=get_loss("grpo"),
-        optimizer=build.make_optimizer(build.AdamW(lr=0.01, eps=1e-3)),
+        optimizer=leafwise.Optimizer(build.AdamW(lr=0.01, eps=1e-3)),
         mesh=make_mesh(),
         options=Options(max_segments=6, logprob_chunk=64, **options),
     )
@@ -475,7 +475,7 @@ def test_a_state_on_the_host_gives_the_numbers_of_one_on_the_device(mesh, bound,
         learner = Learner(
             made.graphdef,
             loss_fn=made.loss_fn,
-            optimizer=build.make_optimizer(chosen),
+            optimizer=leafwise.Optimizer(chosen),
             mesh=made.mesh,
             options=dataclasses.replace(made.options, offload=offload),
         )
@@ -549,13 +549,13 @@ def test_an_entropy_bonus_pulls_and_raises_entropy():
     made = Learner(
         graphdef,
         loss_fn=get_loss("grpo"),
-        optimizer=build.make_optimizer(build.AdamW()),
+        optimizer=leafwise.Optimizer(build.AdamW()),
         mesh=make_mesh(),
         options=Options(max_segments=6, logprob_chunk=64, entropy_coef=1.0),
     )
     state = made.init(jax.tree.map(lambda x: jnp.array(x, copy=True), params))
     pull = gradient(made, state, dataclasses.replace(rows, batch=batch), ROWS, scored=False)[0]
-    size = float(build.global_norm(pull))
+    size = float(leafwise.global_norm(pull))
     assert size > 1e-3
     step = 1e-2 / size
     placed, mask = made.put(batch), batch.loss_mask
@@ -575,7 +575,7 @@ def test_a_step_finds_compiled_what_was_compiled_ahead_of_its_weights(one_progra
     made = Learner(
         models.with_scheme(graphdef, "w4a16:g32"),
         loss_fn=get_loss("grpo"),
-        optimizer=build.make_optimizer(build.Muon(lr=0.02)),
+        optimizer=leafwise.Optimizer(build.Muon(lr=0.02)),
         mesh=make_mesh(),
         options=Options(max_segments=6, logprob_chunk=64, one_program=one_program, offload=offload),
     )

@@ -15,7 +15,7 @@ from qarl_jax import models
 from qarl_jax.learning import learner as learning
 from qarl_jax.learning.learner import Learner, Options, TrainState
 from qarl_jax.loss import get_loss
-from qarl_jax.optim import build
+from qarl_jax.optim import build, leafwise
 from qarl_jax.runtime.mesh import make_mesh
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "models"
@@ -35,7 +35,7 @@ def lowered(name, scheme, mesh, platform):
     made = Learner(
         graphdef,
         loss_fn=get_loss("tbpo"),
-        optimizer=build.make_optimizer(build.Muon()),
+        optimizer=leafwise.Optimizer(build.Muon()),
         mesh=make_mesh(**mesh),
         options=Options(max_segments=4),
     )

@@ -13,7 +13,7 @@ from qarl_jax import models, train
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_loss, get_term
 from qarl_jax.metrics import values
-from qarl_jax.optim import build
+from qarl_jax.optim import build, leafwise
 from qarl_jax.runtime import mesh
 from qarl_jax.types import TrainBatch
 from tests.reference import tiny
@@ -27,7 +27,7 @@ def made_learner(coef, kind):
     return Learner(
         models.with_scheme(graphdef, "w4a16:g32"),
         loss_fn=get_loss("grpo"),
-        optimizer=build.make_optimizer(build.Muon(lr=0.02)),
+        optimizer=leafwise.Optimizer(build.Muon(lr=0.02)),
         mesh=mesh.make_mesh(),
         options=Options(max_segments=1, logprob_chunk=64, kl_coef=coef, kl=get_term("kl", kind=kind)),
     )

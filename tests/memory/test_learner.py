@@ -16,7 +16,7 @@ import pytest
 from benchmarks import shapes
 from qarl_jax import models, rollout
 from qarl_jax.memory import choose, engine, learner, plan
-from qarl_jax.optim import build as optimizer
+from qarl_jax.optim import leafwise
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import build
 from qarl_jax.runtime.mesh import make_mesh, param_shardings
@@ -45,7 +45,7 @@ def test_planned_bytes_are_those_of_the_arrays(world, forward):
     assert sizes["masters"] == really(params)
     assert sizes["gradients"] == 2 * really(params)  # one micro-batch's and the accumulator: updates have up to two
     assert sizes["QTensors"] == really(qweights)
-    transformation = optimizer.make_optimizer(cfg.optimizer, cfg.train.total_updates)
+    transformation = leafwise.Optimizer(cfg.optimizer, cfg.train.total_updates)
     assert sizes["optimizer"] == really(transformation.init(params))
 
 
@@ -55,7 +55,7 @@ def test_planned_optimizer_bytes_are_those_of_the_states_arrays(world, name, fir
     chosen = {"name": name, "moment_dtype": first, "second_moment_dtype": second}
     cfg = world.changed(optimizer=chosen).config
     params = models.split(tiny.random_model())[1]
-    state = optimizer.init(optimizer.make_optimizer(cfg.optimizer), params)
+    state = leafwise.init(leafwise.Optimizer(cfg.optimizer), params)
     assert learner.parts(cfg)["optimizer"] == really(state)
     ((name, (planned, on_host)),) = learner.optimizer_states(cfg).items()
     assert (name, learner.nbytes(planned), on_host) == ("optimizer", really(state), False)
@@ -67,7 +67,7 @@ def test_one_device_of_a_mesh_holds_its_share_of_eight_bit_states(world, name):
     cfg = world.changed(optimizer=chosen, mesh={"fsdp": 8}, train={"micro_batch_rows": 8}).config
     params = models.split(tiny.random_model())[1]
     params = jax.device_put(params, param_shardings(params, make_mesh(fsdp=8)))
-    state = optimizer.init(optimizer.make_optimizer(cfg.optimizer), params)
+    state = leafwise.init(leafwise.Optimizer(cfg.optimizer), params)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert learner.parts(cfg, per_device=True)["optimizer"] == held < really(state)
 
@@ -93,7 +93,7 @@ def test_a_state_on_the_host_is_planned_there_and_on_the_device_for_what_its_vis
     assert (learner.nbytes(planned), on_host) == (sizes["optimizer"], True)
     # Gradients are accumulated: when the state arrives, the last micro-batch's and all activations are gone.
     params = learner.shapes(there).params
-    state = jax.eval_shape(optimizer.make_optimizer(there.optimizer).init, params)
+    state = jax.eval_shape(leafwise.Optimizer(there.optimizer).init, params)
     scratch = learner.update_scratch(params, state)
     gone = less["activations (estimate)"] + less["log-prob chunk"] + less["gradients"] // 2
     assert sizes["update (estimate)"] == max(0, scratch - gone)

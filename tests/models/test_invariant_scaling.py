@@ -12,7 +12,7 @@ from flax import nnx
 
 from qarl_jax import models, quant
 from qarl_jax.models import invariant_scaling
-from qarl_jax.optim.build import squares
+from qarl_jax.optim.leafwise import squares
 from qarl_jax.types import UserError
 
 pytestmark = pytest.mark.usefixtures("compiled_programs")

@@ -388,3 +388,17 @@ def test_a_phase_that_raises_is_still_counted():
     with pytest.raises(KeyError):
         fail()
     assert timer.take()["time/rollout_s"] == 1.0
+
+
+def test_records_are_set_aside_once_there_is_something_to_record(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    (tmp_path / "eval.jsonl").write_text('{"version": 0}\n')
+    with recorder.Observer(tmp_path, recorder.Config(view="off")) as observer:
+        observer.set_aside()
+    assert not list(tmp_path.glob("*.old-*")), "a start that trained nothing"
+    with recorder.Observer(tmp_path, recorder.Config(view="off", tensorboard=False)) as observer:
+        observer.set_aside()
+        observer.truncate_to(-1)
+        observer.log(0, {"reward/mean": 1.0})
+    assert {path.name for path in tmp_path.glob("*.old-*")} == {"metrics.jsonl.old-1", "eval.jsonl.old-1"}
+    assert len(recorder.read_lines(tmp_path / "metrics.jsonl")) == 1

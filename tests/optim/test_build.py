@@ -15,12 +15,12 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import TypeCheckError
 
-from qarl_jax.optim import build, eight_bit, moments, muon
+from qarl_jax.optim import build, eight_bit, leafwise, moments, muon
 from qarl_jax.optim.build import AdamW, Muon, Schedule
 from qarl_jax.optim.eight_bit import LINEAR, SIGNED, UNSIGNED, Blocks
 from qarl_jax.types import UserError
 from tests.reference.muon import adamw_steps, muon_steps
-from tests.reference.optimizing import normal, run
+from tests.reference.optimizing import normal, run, unguarded
 
 FREE = {"clip_norm": None, "weight_decay": 0.0}
 
@@ -90,14 +90,14 @@ def test_adamw_follows_the_float64_reference_and_spares_norms_and_biases_from_de
         np.testing.assert_allclose(pick(got), want, atol=1e-6)
 
 
-def test_adamw_in_float32_is_optax_s_to_the_last_bit():
+def test_adamw_in_float32_is_optax_s_to_the_last_bit(compiled_as_a_run):
     """Policies are known by their hash: their last bits may not change with a rewriting of this optimizer."""
     params = {"kernel": normal(0, 96, 64), "table": normal(1, 33, 64), "bias": normal(2, 64)}
-    ours = build.make_optimizer(AdamW(lr=0.01, **FREE))
+    ours = leafwise.Optimizer(AdamW(lr=0.01, **FREE))
     theirs = optax.chain(optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8), optax.scale_by_learning_rate(0.01))
     results = []
-    for tx in (ours, theirs):
-        state, step = tx.init(params), jax.jit(lambda g, s, p, tx=tx: tx.update(g, s, p))
+    for tx, update in ((ours, functools.partial(unguarded, ours)), (theirs, theirs.update)):
+        state, step = tx.init(params), jax.jit(update)
         for seed in range(5):
             grads = jax.tree.map(lambda p, seed=seed: normal(10 + seed, *p.shape), params)
             with jax.numpy_dtype_promotion("standard"):
@@ -142,8 +142,8 @@ def test_gradients_are_clipped_by_their_global_norm_and_the_unclipped_norm_is_re
     # at the first moment: (1 - b1) times the clipped gradient.
     params = {"a": jnp.zeros((1,)), "b": jnp.zeros((1,))}
     grads = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}
-    tx = build.make_optimizer(AdamW(b1=0.5, clip_norm=1.0))
-    _, state, stats = build.update(tx, grads, tx.init(params), params)
+    tx = leafwise.Optimizer(AdamW(b1=0.5, clip_norm=1.0))
+    _, state, stats = leafwise.update(tx, grads, tx.init(params), params)
     mu = optax.tree.get(state, "mu")
     np.testing.assert_allclose([mu["a"][0], mu["b"][0]], [0.3, 0.4], rtol=1e-6)
     np.testing.assert_allclose(stats["grad_norm"], 5.0)
@@ -153,12 +153,12 @@ def test_gradients_are_clipped_by_their_global_norm_and_the_unclipped_norm_is_re
 @pytest.mark.parametrize(("cfg", "bad"), [(Muon(lr=0.1), np.nan), (AdamW(lr=0.1), np.inf)])
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(cfg, bad):
     params = {"kernel": jnp.asarray(normal(0, 4, 3)), "bias": jnp.asarray(normal(1, 4))}
-    tx = build.make_optimizer(cfg)
+    tx = leafwise.Optimizer(cfg)
     good = jax.tree.map(jnp.ones_like, params)
-    params, state, stats = build.update(tx, good, tx.init(params), params)
+    params, state, stats = leafwise.update(tx, good, tx.init(params), params)
     assert bool(stats["finite"])
     broken = {**good, "bias": good["bias"].at[2].set(bad)}
-    new_params, new_state, stats = jax.jit(lambda g, s, p: build.update(tx, g, s, p))(broken, state, params)
+    new_params, new_state, stats = jax.jit(lambda g, s, p: leafwise.update(tx, g, s, p))(broken, state, params)
     assert not bool(stats["finite"])
     assert not np.isfinite(stats["grad_norm"])
     jax.tree.map(np.testing.assert_array_equal, new_params, params)
@@ -170,10 +170,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(cfg, bad)
 def test_a_bfloat16_master_is_updated_in_float32_and_rounded_once(cfg):
     w = jnp.asarray(normal(0, 2, 6, 4)).astype(jnp.bfloat16)
     g = jnp.asarray(normal(1, 2, 6, 4)).astype(jnp.bfloat16)
-    tx = build.make_optimizer(cfg)
+    tx = leafwise.Optimizer(cfg)
     state = tx.init({"kernel": w})
     assert {x.dtype for x in jax.tree.leaves(state)} <= {jnp.dtype("float32"), jnp.dtype("int32")}
-    low, _, _ = build.update(tx, {"kernel": g}, state, {"kernel": w})
+    low, _, _ = leafwise.update(tx, {"kernel": g}, state, {"kernel": w})
     high = run(cfg, {"kernel": w.astype(jnp.float32)}, [{"kernel": g.astype(jnp.float32)}])
     np.testing.assert_array_equal(low["kernel"], high["kernel"].astype(jnp.bfloat16))
 
@@ -181,9 +181,9 @@ def test_a_bfloat16_master_is_updated_in_float32_and_rounded_once(cfg):
 @pytest.mark.parametrize("second", ["float32", "bfloat16"])
 def test_moments_have_the_configured_dtypes(second):
     params = {"kernel": jnp.zeros((6, 4)), "bias": jnp.zeros((6,))}
-    tx = build.make_optimizer(Muon(moment_dtype="bfloat16", second_moment_dtype=second))
+    tx = leafwise.Optimizer(Muon(moment_dtype="bfloat16", second_moment_dtype=second))
     state = tx.init(params)
-    new_state = jax.eval_shape(lambda s: build.update(tx, params, s, params)[1], state)
+    new_state = jax.eval_shape(lambda s: leafwise.update(tx, params, s, params)[1], state)
     dtypes = {
         build.path_name(path): leaf.dtype.name
         for path, leaf in jax.tree_util.tree_leaves_with_path(new_state)
@@ -198,11 +198,11 @@ def test_moments_have_the_configured_dtypes(second):
 @pytest.mark.parametrize("second", ["float32", "bfloat16", "int8"])
 def test_a_bfloat16_first_moment_is_averaged_in_float32_and_rounded_once(second):
     """bfloat16 has no 0.9: its 0.8984 would make every update 1.6 % too short."""
-    tx = build.make_optimizer(AdamW(b1=0.9, moment_dtype="bfloat16", second_moment_dtype=second, clip_norm=None))
+    tx = leafwise.Optimizer(AdamW(b1=0.9, moment_dtype="bfloat16", second_moment_dtype=second, clip_norm=None))
     params, g = {"kernel": jnp.zeros((4, 256))}, jnp.asarray(normal(1, 4, 256))
-    first = tx.update({"kernel": g}, tx.init(params), params)[1]
+    first = unguarded(tx, {"kernel": g}, tx.init(params), params)[1]
     before = optax.tree.get(first, "mu")["kernel"]
-    after = optax.tree.get(tx.update({"kernel": g}, first, params)[1], "mu")["kernel"]
+    after = optax.tree.get(unguarded(tx, {"kernel": g}, first, params)[1], "mu")["kernel"]
     assert before.dtype == after.dtype == jnp.bfloat16
     wanted = 0.9 * np.float64(before) + 0.1 * np.float64(g)
     nearest = np.float64(jnp.asarray(wanted, jnp.float32).astype(jnp.bfloat16))
@@ -240,9 +240,9 @@ def test_a_bfloat16_second_moment_forgets_as_a_float32_one_does():
     """b2 = 0.999 moves an average by a thousandth: rounded to nearest it would stay at its first value for ever."""
     params = {"kernel": jnp.zeros((64, 64))}
     cfg = AdamW(lr=0.0, second_moment_dtype="bfloat16", clip_norm=None)
-    tx = build.make_optimizer(cfg)
+    tx = leafwise.Optimizer(cfg)
     state = tx.init(params)
-    step = jax.jit(lambda s, g: tx.update({"kernel": jnp.full((64, 64), g)}, s, params)[1])
+    step = jax.jit(lambda s, g: unguarded(tx, {"kernel": jnp.full((64, 64), g)}, s, params)[1])
     state = step(state, jnp.float32(1.0))
     for _ in range(200):
         state = step(state, jnp.float32(0.0))
@@ -266,10 +266,10 @@ EIGHT = {"moment_dtype": "int8", "second_moment_dtype": "int8"}
 
 def steps(cfg, params, grads_per_step):
     """(parameters, optimizer state) after one donated update per gradient tree."""
-    tx = build.make_optimizer(cfg)
+    tx = leafwise.Optimizer(cfg)
     params = jax.tree.map(lambda x: jnp.array(x, copy=True), params)
-    state = build.init(tx, params)
-    step = jax.jit(lambda g, s, p: build.update(tx, g, s, p)[:2], donate_argnums=(1, 2))
+    state = leafwise.init(tx, params)
+    step = jax.jit(lambda g, s, p: leafwise.update(tx, g, s, p)[:2], donate_argnums=(1, 2))
     for grads in grads_per_step:
         params, state = step(jax.tree.map(jnp.asarray, grads), state, params)
     return params, state
@@ -282,9 +282,9 @@ def test_matrices_have_moments_in_a_byte_each_and_few_numbers_stay_in_float32(co
         "embed": jnp.zeros((10, 300)),
         "bias": jnp.zeros((6,)),
     }
-    tx = build.make_optimizer(config_type(**EIGHT))
+    tx = leafwise.Optimizer(config_type(**EIGHT))
     state = tx.init(params)
-    new_state = jax.eval_shape(lambda s: build.update(tx, params, s, params)[1], state)
+    new_state = jax.eval_shape(lambda s: leafwise.update(tx, params, s, params)[1], state)
     described = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (state, new_state)]
     assert described[0] == described[1]
     few = {"norm", "bias"}
@@ -352,9 +352,9 @@ def test_adamw_in_eight_bits_stays_within_what_its_grids_allow(leading):
 def test_an_eight_bit_second_moment_forgets_beside_one_that_does_not():
     """Half of a block keeps its square of 1, so that its scale stays; the other half must decay by its codes alone."""
     params = {"kernel": jnp.zeros((64, 256))}
-    tx = build.make_optimizer(AdamW(lr=0.0, second_moment_dtype="int8", clip_norm=None))
+    tx = leafwise.Optimizer(AdamW(lr=0.0, second_moment_dtype="int8", clip_norm=None))
     held = jnp.arange(256) < 128
-    step = jax.jit(lambda s, g: tx.update({"kernel": jnp.broadcast_to(g, (64, 256))}, s, params)[1])
+    step = jax.jit(lambda s, g: unguarded(tx, {"kernel": jnp.broadcast_to(g, (64, 256))}, s, params)[1])
     state = step(tx.init(params), jnp.ones((256,)))
     for _ in range(200):
         state = step(state, held.astype(jnp.float32))
@@ -378,10 +378,10 @@ def test_eight_bit_states_lie_with_their_parameters_and_are_the_same_on_a_mesh(c
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     places = {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in specs.items()}
     sharded = jax.device_put(params, places)
-    tx = build.make_optimizer(cfg)
-    on_mesh = build.init(tx, sharded)
+    tx = leafwise.Optimizer(cfg)
+    on_mesh = leafwise.init(tx, sharded)
     born = jax.tree.map(lambda x: x.sharding, on_mesh)
-    step = jax.jit(lambda g, s, p: build.update(tx, g, s, p)[:2], donate_argnums=(1, 2))
+    step = jax.jit(lambda g, s, p: leafwise.update(tx, g, s, p)[:2], donate_argnums=(1, 2))
     for g in grads:
         before = jax.tree.leaves(on_mesh)
         sharded, on_mesh = step(jax.device_put(g, places), on_mesh, sharded)
@@ -416,20 +416,20 @@ def test_eight_bit_states_lie_with_their_parameters_and_are_the_same_on_a_mesh(c
 @pytest.mark.slow
 def test_a_gradient_that_is_not_finite_leaves_eight_bit_states_as_they_are():
     params = {"kernel": jnp.asarray(normal(0, 4, 300))}
-    tx = build.make_optimizer(AdamW(lr=0.1, **EIGHT))
-    params, state, _ = build.update(tx, params, tx.init(params), params)
+    tx = leafwise.Optimizer(AdamW(lr=0.1, **EIGHT))
+    params, state, _ = leafwise.update(tx, params, tx.init(params), params)
     broken = {"kernel": params["kernel"].at[2, 7].set(jnp.nan)}
-    after, new_state, stats = build.update(tx, broken, state, params)
+    after, new_state, stats = leafwise.update(tx, broken, state, params)
     assert not bool(stats["moved"])
     jax.tree.map(np.testing.assert_array_equal, (after, new_state), (params, state))
 
 
 def test_a_zero_gradient_changes_nothing_and_is_reported():
     params = {"kernel": jnp.asarray(normal(0, 4, 3))}
-    tx = build.make_optimizer(Muon(lr=0.1))
-    params, state, stats = build.update(tx, params, tx.init(params), params)
+    tx = leafwise.Optimizer(Muon(lr=0.1))
+    params, state, stats = leafwise.update(tx, params, tx.init(params), params)
     assert bool(stats["moved"])
-    after, new_state, stats = build.update(tx, jax.tree.map(jnp.zeros_like, params), state, params)
+    after, new_state, stats = leafwise.update(tx, jax.tree.map(jnp.zeros_like, params), state, params)
     assert (bool(stats["moved"]), bool(stats["finite"]), float(stats["update_norm"])) == (False, True, 0.0)
     jax.tree.map(np.testing.assert_array_equal, (after, new_state), (params, state))
 
@@ -464,10 +464,10 @@ def test_weights_sharded_on_their_outputs_follow_the_single_device_run(cfg):
     def place(tree):
         return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
 
-    tx = build.make_optimizer(cfg)
+    tx = leafwise.Optimizer(cfg)
     sharded = place(params)
-    state = build.init(tx, sharded)
-    step = jax.jit(lambda g, s, p: build.update(tx, g, s, p), donate_argnums=(1, 2))
+    state = leafwise.init(tx, sharded)
+    step = jax.jit(lambda g, s, p: leafwise.update(tx, g, s, p), donate_argnums=(1, 2))
     for g in grads:
         sharded, state, _ = step(place(g), state, sharded)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), sharded, single)
@@ -480,7 +480,7 @@ def test_optimizer_state_is_born_in_its_parameter_s_sharding():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     on_outputs = NamedSharding(mesh, PartitionSpec(None, "fsdp", None))
     params = {"layers": {"kernel": jax.device_put(normal(0, 2, 16, 4), on_outputs)}}
-    state = build.init(build.make_optimizer(Muon()), params)
+    state = leafwise.init(leafwise.Optimizer(Muon()), params)
     momentum = optax.tree.get(state, "momentum")["layers"]["kernel"]
     assert momentum.sharding == on_outputs
     counters = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 0]
@@ -497,7 +497,7 @@ def test_every_optimizer_descends_a_quadratic_and_accepts_an_abstract_tree(confi
     target = {"layers": {"kernel": normal(0, 2, 6, 4)}, "norm": normal(1, 4)}
     params = jax.tree.map(jnp.zeros_like, target)
     cfg = config_type(lr=0.1, weight_decay=0.0)
-    tx = build.make_optimizer(cfg)
+    tx = leafwise.Optimizer(cfg)
     abstract = jax.eval_shape(tx.init, jax.eval_shape(lambda: params))
     assert jax.tree.structure(abstract) == jax.tree.structure(tx.init(params))
 
@@ -506,7 +506,7 @@ def test_every_optimizer_descends_a_quadratic_and_accepts_an_abstract_tree(confi
 
     state = tx.init(params)
     before = distance(params)
-    step = jax.jit(lambda s, p: build.update(tx, jax.tree.map(jnp.subtract, p, target), s, p))
+    step = jax.jit(lambda s, p: leafwise.update(tx, jax.tree.map(jnp.subtract, p, target), s, p))
     for _ in range(100):
         params, state, _ = step(state, params)
     assert distance(params) < 0.1 * before
@@ -552,9 +552,9 @@ def test_a_misspelt_choice_is_refused_with_the_choices(make, says):
 
 def moved_masters(rounding, updates, dtype="bfloat16", lr=1e-6):
     """(weights before, and after so many updates by AdamW of the sign of each), [64, 512] of a model's size."""
-    optimizer = build.make_optimizer(AdamW(lr=lr, weight_decay=0.0, clip_norm=None, master_rounding=rounding), 1000)
+    optimizer = leafwise.Optimizer(AdamW(lr=lr, weight_decay=0.0, clip_norm=None, master_rounding=rounding), 1000)
     params = {"w": (0.02 * jax.random.normal(jax.random.key(0), (64, 512))).astype(dtype)}
-    state, step = build.init(optimizer, params), jax.jit(functools.partial(build.update, optimizer))
+    state, step = leafwise.init(optimizer, params), jax.jit(functools.partial(leafwise.update, optimizer))
     grads, first = {"w": jnp.ones((64, 512))}, params["w"]
     for _ in range(updates):
         params, state, _ = step(grads, state, params)
@@ -581,10 +581,10 @@ def test_float32_masters_are_not_rounded():
 
 
 def test_a_resumed_run_rounds_its_masters_alike_and_every_update_otherwise():
-    optimizer = build.make_optimizer(AdamW(lr=1e-4, master_rounding="stochastic"), 10)
-    step = jax.jit(functools.partial(build.update, optimizer))
+    optimizer = leafwise.Optimizer(AdamW(lr=1e-4, master_rounding="stochastic"), 10)
+    step = jax.jit(functools.partial(leafwise.update, optimizer))
     params = {"a": jnp.full((32, 64), 0.02, jnp.bfloat16), "b": jnp.full((32, 64), 0.02, jnp.bfloat16)}
-    state, grads = build.init(optimizer, params), jax.tree.map(lambda p: jnp.ones(p.shape), params)
+    state, grads = leafwise.init(optimizer, params), jax.tree.map(lambda p: jnp.ones(p.shape), params)
     states = [(params, state)]
     for _ in range(4):
         params, state, _ = step(grads, state, params)

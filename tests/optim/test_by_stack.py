@@ -7,12 +7,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qarl_jax.learning.learner import TrainState
-from qarl_jax.optim import build, by_stack
+from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.optim.build import AdamW, Muon, Schedule
 from qarl_jax.optim.eight_bit import Blocks
 from qarl_jax.runtime import compilation
@@ -62,12 +61,14 @@ def gradient(kind, number, on_mesh, dtype="float32"):
 
 def start(update, on_mesh, dtype="float32"):
     params = drawn(0, 1.0, on_mesh, dtype)
-    state = TrainState(params=params, opt_state=build.init(update.optimizer, params), updates=jnp.zeros((), jnp.int32))
+    state = TrainState(
+        params=params, opt_state=leafwise.init(update.optimizer, params), updates=jnp.zeros((), jnp.int32)
+    )
     return update.placed(state)
 
 
 def make(cfg, **options):
-    return by_stack.Update(build.make_optimizer(cfg, 20), lambda stats, updates: stats | {"before": updates}, **options)
+    return by_stack.Update(leafwise.Optimizer(cfg, 20), lambda stats, updates: stats | {"before": updates}, **options)
 
 
 def run(update, on_mesh=False, dtype="float32"):
@@ -109,7 +110,7 @@ def config(kind, moments):
 @pytest.mark.parametrize(
     ("kind", "moments", "master", "on_mesh"), [ADAMW, nightly(*MUON), *CASES]
 )  # Muon: test_learner.py
-def test_a_state_on_the_host_gives_the_bits_of_one_on_the_device(kind, moments, master, on_mesh):
+def test_a_state_on_the_host_gives_the_bits_of_one_on_the_device(kind, moments, master, on_mesh, compiled_as_a_run):
     here, there = (make(config(kind, moments), offload=offload) for offload in (False, True))
     found, wanted = (run(update, on_mesh, master) for update in (there, here))
     assert same_bits(found, wanted)
@@ -122,9 +123,9 @@ def test_a_state_on_the_host_gives_the_bits_of_one_on_the_device(kind, moments, 
 def test_groups_give_the_numbers_of_one_program(kind, moments, master, on_mesh, monkeypatch):
     update = make(config(kind, moments), offload=True)
     found = run(update, on_mesh, master)
-    assert len(update.layout(start(update, on_mesh)).groups) == 5
+    assert len(by_stack.groups_of(start(update, on_mesh).params)) == 5
     monkeypatch.setattr(by_stack, "GROUP_BYTES", 2**30)
-    assert update.layout(start(update, on_mesh)) is None
+    assert len(by_stack.groups_of(start(update, on_mesh).params)) == 1
     wanted = run(update, on_mesh, master)
     ulp = 2.0**-7 if master == "bfloat16" else 1e-5
     for number, ((state, stats), (whole, expected)) in enumerate(zip(found, wanted, strict=True)):
@@ -193,12 +194,11 @@ def test_a_rounding_s_random_bits_are_those_of_the_place_in_the_whole(kind, mome
 def test_no_more_than_two_groups_of_moments_are_on_the_device_and_they_hold_every_parameter_once():
     update = make(Muon(moment_dtype="bfloat16", second_moment_dtype="bfloat16"), offload=True)
     state = start(update, False)
-    layout = update.layout(state)
-    assert sorted(i for group in layout.groups for i in group.params) == list(range(LEAVES))
-    moments = layout.leaves(state.opt_state)
-    sizes = [sum(moments[i].nbytes for i in group.moments) for group in layout.groups]
-    assert sum(sizes) + 4 * len(layout.counters) == sum(x.nbytes for x in moments)
-    del moments
+    groups = by_stack.groups_of(state.params)
+    assert sorted(i for group in groups for i in group) == list(range(LEAVES))
+    own = [sum(x.nbytes for x in jax.tree.leaves(each)) for each in leafwise.moments_of(state.params, state.opt_state)]
+    sizes = [sum(own[i] for i in group) for group in groups]
+    assert sum(sizes) + 4 == sum(x.nbytes for x in jax.tree.leaves(state.opt_state))  # and the count
     held = []
 
     def on_device():
@@ -215,7 +215,7 @@ def test_no_more_than_two_groups_of_moments_are_on_the_device_and_they_hold_ever
 
         return call
 
-    programs = update.programs(layout, state)
+    programs = update.programs(state)
     programs[:] = map(watched, programs)
     update(state, gradient("small", 0, False))
     neighbours = [a + b for a, b in zip([0, *sizes], sizes, strict=False)]
@@ -242,22 +242,12 @@ def test_no_update_compiles_again(offload):
     state, grads = start(update, False), [gradient("small", number, False) for number in range(4)]
     built = compilation.Recompiles()
     state, _ = update(state, grads[0])
-    assert built.take() >= len(update.layout(state).groups) == 5
+    assert built.take() >= len(by_stack.groups_of(state.params)) == 5
     state, _ = update(state, grads[1])  # the count of updates, a fresh array before, is a program's result from here on
     assert built.take() <= 1
     for gradients in grads[2:]:
         state, _ = update(state, gradients)
     assert built.take() == 0
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_an_optimizer_that_knows_of_no_parts_is_updated_as_a_whole(offload):
-    update = by_stack.Update(optax.sgd(0.5), lambda stats, updates: stats, offload=offload)
-    state, grads = start(update, False), gradient("small", 0, False)
-    assert update.layout(state) is None
-    wanted = jax.tree.map(lambda p, g: p - 0.5 * g, jax.device_get(state.params), jax.device_get(grads))
-    after, _ = update(state, grads)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), after.params, wanted)
 
 
 @pytest.mark.slow

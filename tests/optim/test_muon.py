@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qarl_jax.optim import build, muon
+from qarl_jax.optim import eight_bit, leafwise, muon
 from qarl_jax.optim.build import Muon
 from qarl_jax.runtime.mesh import make_mesh
 from tests.reference.muon import muon_steps, newton_schulz
@@ -128,8 +128,8 @@ def equations(jaxpr):
 def test_newton_schulz_sees_as_many_matrices_as_it_may(monkeypatch, leading, together):
     monkeypatch.setattr(muon, "TOGETHER", 3 * 12 * 8)  # five and four are no multiples of three
     params = {"kernel": jnp.zeros((*leading, 12, 8))}
-    tx = build.make_optimizer(Muon())
-    jaxpr = jax.make_jaxpr(lambda g, s, p: build.update(tx, g, s, p))(params, tx.init(params), params)
+    tx = leafwise.Optimizer(Muon())
+    jaxpr = jax.make_jaxpr(lambda g, s, p: leafwise.update(tx, g, s, p))(params, tx.init(params), params)
     products = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
     assert len(products) == 3 * 5  # three products a round, traced once for the whole stack
     batch = (together,) if together > 1 else ()
@@ -140,14 +140,18 @@ def test_newton_schulz_sees_as_many_matrices_as_it_may(monkeypatch, leading, tog
         assert all(shape[:-2] == batch for shape in shapes if shape[-2:] == (8, 8))
 
 
+def fresh(grads, dtype="float32"):
+    """The momentum of matrices that never moved, as it is stored."""
+    return eight_bit.zeros(grads.shape, eight_bit.LINEAR) if dtype == "int8" else jnp.zeros_like(grads, dtype)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_matrices_together_move_as_alone(monkeypatch, dtype):
-    grads = {"experts": jnp.asarray(normal(5, 2, 6, 24, 40))}
-    transformation = muon.scale_by_muon(moment_dtype=dtype)
-    state = transformation.init(grads)
-    together = jax.jit(transformation.update)(grads, state)
+    grads = jnp.asarray(normal(5, 2, 6, 24, 40))
+    stored = fresh(grads, dtype)
+    together = jax.jit(muon.step)(grads, stored)
     monkeypatch.setattr(muon, "TOGETHER", 1)
-    alone = jax.jit(lambda *args: transformation.update(*args))(grads, state)
+    alone = jax.jit(lambda *args: muon.step(*args))(grads, stored)
     for a, b in zip(jax.tree.leaves(together[0]), jax.tree.leaves(alone[0]), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -156,9 +160,8 @@ def test_newton_schulz_temporaries_are_one_copy_of_the_stack_and_a_few_matrices(
     monkeypatch.setattr(muon, "TOGETHER", 64 * 64)
 
     def temporaries(layers):
-        params = {"kernel": jnp.zeros((layers, 64, 64))}
-        tx = muon.scale_by_muon()
-        compiled = jax.jit(tx.update, donate_argnums=(1,)).lower(params, tx.init(params)).compile()
+        grads = jnp.zeros((layers, 64, 64))
+        compiled = jax.jit(muon.step, donate_argnums=(1,)).lower(grads, fresh(grads)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     matrix = 64 * 64 * 4
@@ -170,15 +173,14 @@ def test_newton_schulz_temporaries_are_one_copy_of_the_stack_and_a_few_matrices(
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_on_a_mesh_each_device_walks_its_own_experts_and_no_bit_changes(monkeypatch, dtype):
     monkeypatch.setattr(muon, "TOGETHER", 1)  # a device has fewer experts to take together
-    grads = {"experts": jnp.asarray(normal(3, 2, 4, 24, 40))}
-    transformation = muon.scale_by_muon(moment_dtype=dtype)
-    state = transformation.init(grads)
-    want = jax.jit(transformation.update)(grads, state)
+    grads = jnp.asarray(normal(3, 2, 4, 24, 40))
+    stored = fresh(grads, dtype)
+    want = jax.jit(muon.step)(grads, stored)
     mesh = make_mesh(fsdp=2, expert=2)
     place = NamedSharding(mesh, PartitionSpec(None, ("expert", "fsdp")))
-    spread = jax.tree.map(lambda x: jax.device_put(x, place), (grads, state))
+    spread = jax.tree.map(lambda x: jax.device_put(x, place), (grads, stored))
     with jax.set_mesh(mesh):
-        program = jax.jit(transformation.update).lower(*spread).compile()
+        program = jax.jit(muon.step).lower(*spread).compile()
     for a, b in zip(jax.tree.leaves(program(*spread)), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert not re.search("all-gather|all-reduce|all-to-all|collective", program.as_text())

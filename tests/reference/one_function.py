@@ -17,7 +17,7 @@ from qarl_jax.data import packing
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_loss
 from qarl_jax.observe.token_trace import LOGPROBS
-from qarl_jax.optim import build
+from qarl_jax.optim import build, leafwise
 from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import RolloutGroup
 from tests.reference.rollouts import completion, group_of
@@ -108,7 +108,7 @@ def logprobs(model: models.Transformer, responses: list[RolloutGroup], way: Way,
     learner = Learner(
         models.split(models.abstract_model(config))[0],
         loss_fn=get_loss("grpo"),
-        optimizer=build.make_optimizer(build.AdamW(lr=1e-3)),
+        optimizer=leafwise.Optimizer(build.AdamW(lr=1e-3)),
         mesh=make_mesh(**way.mesh),
         options=Options(
             max_segments=packed.max_segments,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qarl_jax.optim import build
+from qarl_jax.optim import leafwise
 
 
 def normal(seed, *shape):
@@ -16,10 +16,18 @@ def normal(seed, *shape):
 
 def run(cfg, params, grads_per_step, **kwargs):
     """Parameters after one update per gradient tree."""
-    tx = build.make_optimizer(cfg, **kwargs)
+    tx = leafwise.Optimizer(cfg, **kwargs)
     params = jax.tree.map(jnp.asarray, params)
-    state = build.init(tx, params)
-    step = jax.jit(lambda g, s, p: build.update(tx, g, s, p))
+    state = leafwise.init(tx, params)
+    step = jax.jit(lambda g, s, p: leafwise.update(tx, g, s, p))
     for grads in grads_per_step:
         params, state, _ = step(jax.tree.map(jnp.asarray, grads), state, params)
     return params
+
+
+def unguarded(tx, grads, state, params):
+    """(updates, state after it) of all parameters, whatever the gradient is: an update that a zero does not stop."""
+    arrays = jax.tree.leaves(params), leafwise.moments_of(params, state), jax.tree.leaves(grads)
+    updates, moments = leafwise.asked(tx, tx.leaves(params), state.count, leafwise.clipping_norm(grads), *arrays)
+    after = leafwise.with_moments(params, state.count + 1, moments)
+    return jax.tree.unflatten(jax.tree.structure(params), updates), after

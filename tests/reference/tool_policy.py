@@ -18,7 +18,7 @@ import numpy as np
 
 from qarl_jax import data, models
 from qarl_jax.learning.learner import Learner, Options
-from qarl_jax.optim import build as optimizer
+from qarl_jax.optim import build, leafwise
 from qarl_jax.runtime import mesh
 from qarl_jax.sft import NegativeLogLikelihood, rows_of
 from tests.reference import tiny
@@ -66,11 +66,11 @@ def make(folder: pathlib.Path, updates: int = 300) -> pathlib.Path:
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, initializer_range=0.05
     )
     graphdef, params, _ = models.split(models.random_model(config, 0))
-    chosen = optimizer.Muon(lr=0.02, adamw_lr=0.002)
+    chosen = build.Muon(lr=0.02, adamw_lr=0.002)
     learner = Learner(
         graphdef,
         loss_fn=NegativeLogLikelihood(),
-        optimizer=optimizer.make_optimizer(chosen, updates),
+        optimizer=leafwise.Optimizer(chosen, updates),
         mesh=mesh.make_mesh(),
         options=Options(),
     )

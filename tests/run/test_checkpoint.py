@@ -23,7 +23,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from qarl_jax.optim import build, by_stack
+from qarl_jax.optim import build, by_stack, leafwise
 from qarl_jax.run import checkpoint, on_disk
 from qarl_jax.run.checkpoint import Checkpoints, Config, DamagedCheckpointError
 from qarl_jax.types import UserError
@@ -69,8 +69,8 @@ def test_parameters_optimizer_state_and_extra_come_back_bit_for_bit(checkpoints)
             self.norm = nnx.RMSNorm(4, rngs=rngs)
 
     params = nnx.split(Block(nnx.Rngs(0)))[1]
-    tx = build.make_optimizer(build.Muon(lr=0.1))
-    step = jax.jit(lambda grads, state, params: build.update(tx, grads, state, params))
+    tx = leafwise.Optimizer(build.Muon(lr=0.1))
+    step = jax.jit(lambda grads, state, params: leafwise.update(tx, grads, state, params))
     params, opt_state, _ = step(params, tx.init(params), params)
     state = {"params": params, "opt_state": opt_state, "updates": jnp.int32(1)}
     checkpoints.save(1, state, EXTRA)
@@ -91,7 +91,7 @@ def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind
     eight = {"moment_dtype": "int8", "second_moment_dtype": "int8"}
     rng = np.random.default_rng(0)
     params = {name: jnp.asarray(rng.standard_normal((3, 8, 300)), jnp.float32) for name in ("kernel", "embed")}
-    tx = build.make_optimizer(build.Muon(lr=0.1, **eight))
+    tx = leafwise.Optimizer(build.Muon(lr=0.1, **eight))
     update = by_stack.Update(tx, lambda stats, updates: stats, offload=kind == "pinned_host")
     monkeypatch.setattr(by_stack, "GROUP_BYTES", 2**14)
 
@@ -104,7 +104,7 @@ def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind
 
     def fresh():
         copies = jax.tree.map(jnp.copy, params)
-        return update.placed(State(copies, build.init(tx, copies), jnp.int32(0)))
+        return update.placed(State(copies, leafwise.init(tx, copies), jnp.int32(0)))
 
     def trained(state, updates):
         for _ in range(updates):
@@ -112,7 +112,7 @@ def test_an_eight_bit_state_resumes_bit_for_bit_wherever_it_rests(tmp_path, kind
         return state
 
     state = trained(fresh(), 2)
-    assert len(update.layout(state).groups) == 2
+    assert len(by_stack.groups_of(state.params)) == 2
     copied = jax.device_get(state)
     with Checkpoints(tmp_path / "checkpoints", Config(asynchronous=asynchronous)) as checkpoints:
         checkpoints.save(1, vars(state))
@@ -328,6 +328,44 @@ def test_a_checkpoint_in_which_a_stack_of_layers_is_a_segment_is_read(checkpoint
     monkeypatch.undo()
     back = checkpoints.restore({"params": jax.tree.map(jnp.zeros_like, arrays)})
     np.testing.assert_array_equal(back.state["params"]["stacks"][0]["kernel"], [0.0, 1.0, 2.0])
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_an_optimizer_state_of_nested_transformations_is_read(checkpoints, monkeypatch, clips):
+    params = {"layers": {"kernel": jnp.ones((2, 3, 4)), "bias": jnp.ones((2, 3))}}
+    tx = leafwise.Optimizer(build.Muon())
+    state = tx.init(params)
+    bias = {"layers": {"bias": state.mu["layers"]["bias"]}}
+    rules = {
+        "muon": {
+            "inner_state": [
+                {"momentum": {"layers": {"kernel": state.momentum["layers"]["kernel"] + 1}}},
+                (),
+                {"count": jnp.int32(7)},
+            ]
+        },
+        "adamw": {
+            "inner_state": [
+                {
+                    "count": jnp.int32(7),
+                    "mu": jax.tree.map(lambda x: x + 2, bias),
+                    "nu": jax.tree.map(lambda x: x + 3, bias),
+                },
+                (),
+                {"count": jnp.int32(7)},
+            ]
+        },
+    }
+    older = {"inner_states": rules}
+    monkeypatch.setattr(on_disk, "FORMAT", 3)
+    checkpoints.save(1, {"opt_state": [(), older] if clips else older})
+    monkeypatch.undo()
+    back = checkpoints.restore({"opt_state": state}).state["opt_state"]
+    assert back.count == 7
+    found = (back.momentum["layers"]["kernel"], back.mu["layers"]["bias"], back.nu["layers"]["bias"])
+    assert [float(x.mean()) for x in found] == [1.0, 2.0, 3.0]
+    with pytest.raises(UserError, match="another model or optimizer"):
+        checkpoints.restore({"opt_state": leafwise.Optimizer(build.AdamW()).init(params)})
 
 
 def test_a_run_that_fell_back_saves_over_the_damaged_step_and_keeps_the_evidence(checkpoints):

@@ -8,11 +8,9 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 
 from qarl_jax import models, quant
-from qarl_jax.models.params import path_keys
+from qarl_jax.models.params import part_of
 from qarl_jax.models.transformer import quantizable
 
 
@@ -20,12 +18,10 @@ from qarl_jax.models.transformer import quantizable
 class Policy:
     """The static half of what is sampled: hashable, bound into the programs.
 
-    graphdef: of the compute form. shadowed: path, shape and dtype of the masters that no forward reads and that are
-    therefore not kept; inside the programs zeros stand in for them, and are compiled away.
+    graphdef: of the compute form.
     """
 
     graphdef: Any
-    shadowed: tuple[tuple[Any, tuple[int, ...], Any], ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -34,11 +30,7 @@ class Policy:
 
     def model(self, weights: Any) -> Any:
         """The model that `weights` of `compute_form` belong to."""
-        params, qweights = weights
-        flat = dict(nnx.to_flat_state(params))
-        for path, shape, dtype in self.shadowed:
-            flat[path] = nnx.Param(jnp.zeros(shape, dtype))
-        return models.merge(self.graphdef, nnx.from_flat_state(flat), qweights)
+        return models.merge(self.graphdef, *weights)
 
     def head(self, weights: Any) -> jax.Array:
         """[V, D], in the compute dtype."""
@@ -53,26 +45,20 @@ def compute_form(graphdef: Any, params: Any, qweights: Any) -> tuple[Policy, tup
 
       * a scheme of weights alone multiplies with them decoded: that is stored, in the compute dtype, as a plain kernel;
       * other kernels, embedding and head are stored in the compute dtype instead of being cast at every step;
-      * the codes of the other schemes are multiplied as they are, and the masters they shadow are dropped.
+      * the codes of the other schemes are multiplied as they are, and their masters are dropped.
     """
     model = models.merge(graphdef, params, qweights)
     config = model.config
-    shadowed = []
-    for path, linear in quantizable(model).items():
-        master = linear.kernel.get_value()
-        if linear.quantized is None:
-            linear.kernel.set_value(master.astype(config.compute_dtype))
-            continue
-        qtensor = linear.quantized.get_value()
-        if not qtensor.scheme.low_bit_activations:
+    for linear in quantizable(model).values():
+        qtensor = None if linear.quantized is None else linear.quantized.get_value()
+        if qtensor is None:
+            linear.kernel.set_value(linear.kernel.get_value().astype(config.compute_dtype))
+        elif not qtensor.scheme.low_bit_activations:
             linear.kernel.set_value(quant.dequantize(qtensor, config.compute_dtype))
             linear.quantized = None
-        else:
-            shadowed.append((path_keys(path), master.shape, master.dtype))
     for table in (model.embed, model.head):
         if table is not None:
             table.kernel.set_value(table.kernel.get_value().astype(config.compute_dtype))
     graphdef, params, qweights = models.split(model)
-    dropped = {path for path, _, _ in shadowed}
-    kept = [(path, leaf) for path, leaf in nnx.to_flat_state(params) if path not in dropped]
-    return Policy(graphdef, tuple(shadowed)), (nnx.from_flat_state(kept), qweights)
+    coded = models.by_path(qweights)
+    return Policy(graphdef), (part_of(params, lambda path: path not in coded), qweights)

@@ -45,6 +45,7 @@ import numpy as np
 
 from qarl_jax import models
 from qarl_jax.models.logprobs import logits_of
+from qarl_jax.models.params import part_of, united
 from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.embedded.decode_form import Policy, compute_form
 from qarl_jax.rollout.embedded.draw import draw
@@ -309,6 +310,7 @@ class JaxSampler(RolloutEngine):
         self._published: Any = None
         self._policy: Policy | None = None
         self._weights: Any = None
+        self._fixed = frozenset[str]()  # what of them was the same in every version
         self._programs: dict[Any, Any] = {}
         self._devices = 1  # that the weights lie on
 
@@ -321,21 +323,29 @@ class JaxSampler(RolloutEngine):
         """Does nothing: the sampler starts with its weights."""
 
     def publish(self, weights: PolicyWeights, version: int) -> dict[str, float]:
-        """Takes a copy of the policy. Returns `rollout/publish_s`."""
+        """Takes a copy of the policy, but of what is fixed only the first time. Returns `rollout/publish_s`."""
         start = time.perf_counter()
         if weights.graphdef != self._published:
-            self._programs = {}
+            self._programs, self._fixed = {}, frozenset()
             self._published = weights.graphdef
         self._devices = max(len(array.devices()) for array in jax.tree.leaves((weights.params, weights.qweights)))
-        self._weights = jax.block_until_ready(self._program("publish", self._prepare)(weights.params, weights.qweights))
+        kept = weights.fixed & self._fixed
+        prepare = self._program(("publish", kept), functools.partial(self._prepare, kept))
+        taken = jax.block_until_ready(prepare(weights.params, weights.qweights))
+        if kept:
+            pairs = zip(taken, self._weights, strict=True)
+            taken = tuple(united(new, part_of(before, kept.__contains__)) for new, before in pairs)
+        self._weights, self._fixed = taken, weights.fixed
         self.version = version
         return {"rollout/publish_s": time.perf_counter() - start}
 
-    def _prepare(self, params: Any, qweights: Any) -> Any:
-        """Traced once per graphdef; the policy is a by-product of the trace."""
+    def _prepare(self, kept: frozenset[str], params: Any, qweights: Any) -> Any:
+        """The compute form of all leaves but those that are `kept` from the version before. Traced once per graphdef;
+        the policy is a by-product of the trace."""
         self._policy, weights = compute_form(self._published, params, qweights)
         # jnp.copy: where nothing changed jit would hand back the caller's own buffers, which the learner donates.
-        return jax.tree.map(jnp.copy, weights)
+        taken = weights if not kept else tuple(part_of(x, lambda path: path not in kept) for x in weights)
+        return jax.tree.map(jnp.copy, taken)
 
     def close(self) -> None:
         """Drops the weights and the programs."""

@@ -1,0 +1,110 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Splits the leaves of a policy into those that learn and frozen ones, and says how the frozen ones are held.
+
+    of a leaf    that learns                        that is frozen
+    ---------    -------------------------------    ----------------------------------------------------------
+    master       `TrainState.params`                none
+    gradient     one per master                     none
+    moments      beside the master                  none
+    forward      its QTensor, new at every update   its QTensor, made once; where no scheme covers it, its value
+    checkpoint   master and moments                 nothing: the model's folder has it
+    published    with every version                 the same in every version (`PolicyWeights.fixed`)
+    code flips   counted                            not counted
+
+What a forward reads in place of masters is one tree, `qweights`: QTensors of what learns, and all that is frozen. So a
+program takes masters and `qweights`, whatever learns. A policy of which nothing learns has no masters at all: that is a
+reference policy.
+
+    ADAPTERS = Trainable(freeze=("",), train=(r"\\.lora_",))      # all is frozen but the adapters
+
+Left out: parts of a leaf (some layers of a stack), which share one array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qarl_jax import models
+from qarl_jax.models.params import part_of, united
+from qarl_jax.types import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainable:
+    """Tells leaves that learn from frozen ones by their paths ("stacks.0.mlp.up.kernel").
+
+    Attributes:
+      freeze: regular expressions; a leaf in whose path one is found is frozen.
+      train: regular expressions of exceptions; a leaf in whose path one is found learns all the same.
+    """
+
+    freeze: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for pattern in (*self.freeze, *self.train):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise UserError(f"trainable: {pattern!r} is no regular expression ({error}).") from None
+
+    def learns(self, path: str) -> bool:
+        """Tells whether the leaf at this path has a master."""
+        found = lambda patterns: any(re.search(pattern, path) for pattern in patterns)  # noqa: E731
+        return not found(self.freeze) or found(self.train)
+
+    def check(self, paths: Collection[str]) -> None:
+        """Refuses patterns that say nothing of a policy with leaves at these paths.
+
+        Raises:
+          UserError: a pattern is found in no path, or nothing learns.
+        """
+        for pattern in (*self.freeze, *self.train):
+            if not any(re.search(pattern, path) for path in paths):
+                known = ", ".join(sorted(paths))
+                raise UserError(f"trainable: {pattern!r} is found in no weight's path; take one of {known}.")
+        if not any(map(self.learns, paths)):
+            raise UserError(f"trainable: nothing learns where {', '.join(map(repr, self.freeze))} is frozen.")
+
+    def learned(self, state: nnx.State) -> nnx.State:
+        """The part of `params` or `qweights` that learns; the state itself where all of it does."""
+        return part_of(state, self.learns) if self.freeze else state
+
+    def frozen(self, state: nnx.State) -> nnx.State:
+        """The part of `params` or `qweights` that is frozen."""
+        return part_of(state, lambda path: not self.learns(path))
+
+    def held(self, graphdef: Any, params: nnx.State) -> nnx.State:
+        """Makes what stays of the frozen leaves of `params`: entries of `qweights`. Traceable; copies.
+
+        A leaf that the graphdef's scheme covers becomes a QTensor. Another one becomes its value in the compute dtype,
+        to which every master is rounded before it is used. Both compute what masters would.
+        """
+        frozen, dtype = self.frozen(params), models.config_of(graphdef).compute_dtype
+        qtensors = models.quantize_params(graphdef, frozen)
+        covered = models.by_path(qtensors)
+        plain = part_of(frozen, lambda path: path not in covered)
+        return united(qtensors, jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), plain))
+
+
+ALL = Trainable()
+NOTHING = Trainable(freeze=("",))
+"""A policy that stays as it is."""
+
+
+def joined(params: nnx.State, qweights: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """(params, QTensors) as `models.merge` takes them: frozen values that are no QTensors stand among the masters."""
+    flat = nnx.to_flat_state(qweights)
+    plain = [(keys, leaf) for keys, leaf in flat if not isinstance(leaf, models.Quantized)]
+    if not plain:
+        return params, qweights
+    qtensors = [(keys, leaf) for keys, leaf in flat if isinstance(leaf, models.Quantized)]
+    return united(params, nnx.from_flat_state(plain)), nnx.from_flat_state(qtensors)
