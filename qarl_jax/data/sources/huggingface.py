@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from qarl_jax.data.sources import files
-from qarl_jax.types import UserError
+from qarl_jax.types import AbsentError, UserError
 
 _SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk writes
 
@@ -69,7 +69,7 @@ def _opened(cfg: Config) -> Any:
         import datasets
         import huggingface_hub
     except ImportError:
-        raise UserError(f"{cfg.path}: a Hugging Face data set needs: pip install 'qarl-jax[data]'.") from None
+        raise AbsentError(f"{cfg.path}: a Hugging Face data set needs: pip install 'qarl-jax[data]'.") from None
     options: dict[str, Any] = {"name": cfg.subset or None, "split": cfg.split, "streaming": cfg.streaming}
     datasets.disable_progress_bars()
     try:
@@ -94,6 +94,5 @@ def _opened(cfg: Config) -> Any:
 
 def _told(cfg: Config, error: Exception) -> UserError:
     reason = str(error).strip().split("\n")[0] or type(error).__name__
-    return UserError(
-        f"{cfg.path}: cannot read the data set: {reason.rstrip('.')}. See data.source.path, subset and split."
-    )
+    kind = AbsentError if isinstance(error, ConnectionError | FileNotFoundError) else UserError
+    return kind(f"{cfg.path}: cannot read the data set: {reason.rstrip('.')}. See data.source.path, subset and split.")
