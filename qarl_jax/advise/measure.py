@@ -65,7 +65,7 @@ def whole_step(cfg: RunConfig) -> dict[str, float]:
 
 
 def steps_of(cfg: RunConfig, layers: int) -> dict[str, float]:
-    """Mean seconds of a step by phase, of a run whose model has so many layers."""
+    """Median seconds of a step by phase, of a run whose model has so many layers."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
         _model_folder(cfg, layers, folder)
@@ -75,7 +75,7 @@ def steps_of(cfg: RunConfig, layers: int) -> dict[str, float]:
         _finish(command, folder / "log", f"steps of {layers} layers")
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
     took = {
-        name: float(np.mean([record.get(f"time/{name}_s") or 0.0 for record in records]))
+        name: float(np.median([record.get(f"time/{name}_s") or 0.0 for record in records]))
         for name in ("rollout", "old_logprobs", "pack", "update", "publish", "step")
     }
     took["old_logprobs"] += took.pop("pack")
