@@ -70,7 +70,7 @@ def start_from(args: argparse.Namespace, scheme: str, saved: Sequence[str]) -> s
     """A command line for the run with --config, else a config file."""
     words = [*args.overrides, f"quant.forward={scheme}", *saved]
     if args.config:
-        return f"python -m qarl_jax.train --config {args.config} {' '.join(words)}"
+        return f"python -m qarl_jax.train {args.config} {' '.join(words)}"
     tree = tree_of(args)
     for word in words:
         path, value = word.split("=", 1)
@@ -119,7 +119,11 @@ def verdict(forecasts: Mapping[str, Forecast], error: float) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = Parser(prog="python -m qarl_jax.advise", description="Forecasts a step of a run, scheme by scheme.")
+    parser = Parser(
+        "advise",
+        config="of the run whose step is forecast; default: 128 responses of 1,024 tokens",
+        description="Forecasts a step of a run, scheme by scheme.",
+    )
     parser.add_argument(
         "--model", default="", help=f"a Hugging Face folder, or one of {', '.join(sorted(published.CONFIGS))}"
     )
@@ -127,11 +131,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--device", required=True, choices=(*MACHINES, "cpu"), help="cpu: this machine's, which is timed"
     )
     parser.add_argument("--gpus", type=int, default=1, help="that the learner is spread over, with an engine on each")
-    parser.add_argument("--config", default="", help="forecast this run's step; default: 128 responses of 1,024 tokens")
     parser.add_argument("--mean-len", type=float, default=0.0, help="mean tokens of a response; default: the most")
     parser.add_argument("--measure", action="store_true", help="run steps of a few layers on this machine, minutes")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument("overrides", nargs="*", help="section.field=value, of the run")
     return parser
 
 
