@@ -87,7 +87,8 @@ class Grid:
       rounded: whether the served weight, code times step, is rounded to bfloat16.
       floating: whether codes are floats.
       step: arrays -> the distance between neighbouring codes, float32 [..., N, K].
-      clamped: the largest distance, in steps, of a weight from the code it is clamped to, before `rounded`.
+      clamped: the largest distance, in steps, of a weight from the code it is clamped to.
+      drift: the largest change, in steps, of a served weight that is quantized again.
     """
 
     arrays: Callable[[np.ndarray, Any], Arrays]
@@ -95,6 +96,7 @@ class Grid:
     floating: bool = False
     step: Callable[[Arrays], np.ndarray] = steps
     clamped: float = 0.5 + 7.5 * 2.0**-8
+    drift: float = 1.0
 
     def value(self, arrays: Arrays) -> np.ndarray:
         """The weight that an engine computes with, float32 [..., N, K]."""
