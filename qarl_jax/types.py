@@ -105,13 +105,17 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One task to answer. Example: Prompt(uid="chain_sum/17", tokens=(12, 10), text="1+2=", answer="3", meta={})."""
+    """One task to answer. Example: Prompt(uid="chain_sum/17", tokens=(12, 10), text="1+2=", answer="3", meta={}).
+
+    `messages` are what is asked as chat messages, before a template renders them to `text`; empty: not known.
+    """
 
     uid: str
     tokens: tuple[int, ...]
     text: str
     answer: str
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+    messages: tuple[dict[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,11 +258,33 @@ class _Warnings(logging.Handler):
         print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
+def command(verb: str) -> str:
+    """Words the command that runs a verb, as the user types it: "qarl train" or "python -m qarl_jax.train"."""
+    return f"qarl {verb}" if os.path.basename(sys.argv[0]) == "qarl" else f"python -m qarl_jax.{verb}"
+
+
 class Parser(argparse.ArgumentParser):
-    """A command line with settings on it (section.field=value), which are easily written as options or among them."""
+    """A command line with a config and settings on it (section.field=value), which are easily written among options.
+
+    Args:
+      verb: the command's name: "train" is called as `qarl train` or `python -m qarl_jax.train`.
+      config: help for the config, which `[--config] FILE` names.
+      needed: refuse a command line without one.
+    """
+
+    def __init__(self, verb: str, *, config: str, needed: bool = False, **options: Any):
+        super().__init__(prog=command(verb), **options)
+        self._needed = needed
+        self.add_argument("--config", metavar="FILE", help=config)
+        self.add_argument("overrides", nargs="*", metavar="[FILE] section.field=value", help="the config, and settings")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        return self.parse_intermixed_args(args, namespace)
+        found = self.parse_intermixed_args(args, namespace)
+        if found.config is None and found.overrides and "=" not in found.overrides[0]:
+            found.config = found.overrides.pop(0)
+        if found.config is None and self._needed:
+            self.error(f"which config? For example: {self.prog} quickstart")
+        return found
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments: -"):

@@ -95,7 +95,7 @@ class World:
             "rollout": {"max_response_len": 8, "num_samples_per_prompt": 2},
             "train": {"steps": 1, "prompts_per_step": 2, "micro_batch_rows": 4},
             "eval": {"num_prompts": 2, "at_start": False, "at_end": False},
-            "log": {"view": "off", "tensorboard": False},
+            "log": {"view": "off", "trackers": []},
         }
 
     def write(self, name, text):

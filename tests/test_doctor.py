@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from qarl_jax import doctor, models, quant, train
 from qarl_jax.memory import learner, plan
+from qarl_jax.observe.trackers import watched
 from qarl_jax.quant.contractions import Dense
 from qarl_jax.rollout.embedded import engine as embedded
 from qarl_jax.rollout.vllm import engine as vllm
@@ -149,6 +150,11 @@ TOLD_FIRST = {
     "a reward's signature": ("reward.options={bonus: 1}", None, "is called with (text, answer, meta, bonus=...)"),
     "an environment": ("rollout.environment={name: custom, path: 'json:JSONDecoder'}", None, "has no method 'reset'"),
     "run_dir": ("run_dir=/proc/run", None, "Set run_dir to a folder of yours"),
+    "a tracker": (
+        "log.trackers=[tensorboard, wandb]",
+        lambda world, patch: patch.setitem(watched.PACKAGES, "wandb", "no_such_package"),
+        "trackers: not installed: wandb. Run pip install 'qarl-jax[wandb]', or take wandb out of log.trackers",
+    ),
     "disk": ("", starve, "0 MiB free. Free some space: 2 checkpoints and one being written take"),
 }
 

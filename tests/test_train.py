@@ -98,6 +98,19 @@ def test_error_tokens_and_histograms_cover_every_response_token(run):
 
 
 @pytest.mark.slow
+def test_a_step_leaves_its_timeline_and_the_codes_that_changed_in_each_layer(run):
+    for line, picture, counts in zip(run.records(), run.records("timeline"), run.records("histograms"), strict=True):
+        names = {name for name, _, _ in picture["spans"]}
+        assert {"rollout", "update", "publish", "metrics"} <= names
+        assert all(-1e-3 <= begin <= end <= picture["seconds"] + 1e-3 for _, begin, end in picture["spans"])
+        flips = {key: row for key, row in counts.items() if key.startswith("flips/")}
+        assert {len(row) for row in flips.values()} == {2}  # layers
+        assert len(flips) == 7
+        shares = [share for row in flips.values() for share in row]
+        assert min(shares) < line["quant/code_flips"] < max(shares)
+
+
+@pytest.mark.slow
 def test_the_policy_is_evaluated_before_and_after(run):
     first, last = run.records("eval")
     assert (first["version"], last["version"]) == (0, 2)

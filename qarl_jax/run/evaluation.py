@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.evaluate`: how good a policy is on data it was not trained on.
+"""`python -m qarl_jax.evaluate FILE | --checkpoint RUN [setting ...]`: how good a policy is on held-out data.
 
     python -m qarl_jax.evaluate --checkpoint runs/quickstart eval.num_samples=16 eval.temperature=1.0
     python -m qarl_jax.evaluate --config configs/quickstart.yaml --model Qwen/folder --scheme w8a8 --engine vllm --json
@@ -38,8 +38,9 @@ from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import build, checkpoint, config, stamp
 from qarl_jax.run.config import RunConfig
-from qarl_jax.run.estimators import default_ks, interval, maj_at_k, majority, pass_at_k
+from qarl_jax.run.estimators import default_ks, interval, maj_at_k, majority, pass_at_k, standard_error
 from qarl_jax.run.rollout_config import ENGINE_CONFIGS
+from qarl_jax.runtime import progress
 from qarl_jax.types import Parser, Prompt, RolloutGroup, UserError, entry_point
 
 FILES = ("eval.jsonl", "eval_correct.jsonl")  # of a run: see `record`
@@ -78,7 +79,8 @@ def evaluate(
 ) -> Evaluation:
     """Samples and grades `prompts` under the engine's published version."""
     completions = engine.generate(prompts, num_samples=num_samples, sampling=sampling, key=key)
-    groups, parts = grader.grade(tokenizer, prompts, completions)
+    with progress.task("grading"):
+        groups, parts = grader.grade(tokenizer, prompts, completions)
     return measure(groups, parts, grader)
 
 
@@ -91,9 +93,9 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
     Returns:
       Evaluation, with metrics: eval/reward/mean and eval/reward/best (mean over prompts of the best response);
       eval/avg_at_<n>, eval/pass_at_<k>, eval/maj_at_<k> (k > 1), each with `/low`, `/high` (`interval`) and `/stderr`
-      (not of one prompt), as has eval/reward; eval/response_len/mean (tokens), eval/truncated (share of responses
-      without an end token), eval/no_answer (share that casts no vote), eval/prompts, eval/different_prompts and
-      eval/responses.
+      (clustered by question; not of one), as has eval/reward; eval/response_len/mean (tokens), eval/truncated (share of
+      responses without an end token), eval/no_answer (share that casts no vote), eval/prompts, eval/different_prompts
+      and eval/responses.
     """
     rewards = np.array([group.rewards for group in groups], np.float64)
     num_samples = rewards.shape[1]
@@ -104,13 +106,14 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
     answers = [[_answer(group, i, settings) for i in range(num_samples)] for group in groups]
     votes = [[_vote(answer, settings) for answer in row] for row in answers]
 
-    different = len({(group.prompt.text, group.prompt.answer) for group in groups})
+    questions = [(group.prompt.text, group.prompt.answer) for group in groups]
+    different = len(set(questions))
 
     def mean(name: str, per_prompt: Float[np.ndarray, " P"], suffix: str = "") -> dict[str, float]:
         low, high = interval(per_prompt, different, num_samples)
         found = {f"{name}{suffix}": float(per_prompt.mean()), f"{name}/low": low, f"{name}/high": high}
-        if len(per_prompt) > 1:
-            found[f"{name}/stderr"] = float(per_prompt.std(ddof=1) / np.sqrt(len(per_prompt)))
+        if (error := standard_error(per_prompt, questions)) is not None:
+            found[f"{name}/stderr"] = error
         return found
 
     flat = [completion for group in groups for completion in group.completions]
@@ -343,10 +346,12 @@ def _out(path: Path | None, suite: str, several: bool) -> Path | None:
 
 
 @entry_point
+@progress.shown()
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = Parser(prog="python -m qarl_jax.evaluate", description=__doc__.split("\n")[0])
-    parser.add_argument("--config", help="YAML file; default: the config of the run that --checkpoint belongs to")
+    parser = Parser(
+        "evaluate", config="as for train; default: the run's of --checkpoint", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--checkpoint", help="a run folder, or one step_* of it; default: model.path itself")
     parser.add_argument("--model", help="Hugging Face folder, instead of model.path")
     parser.add_argument("--scheme", help="evaluate under this scheme, e.g. bf16 or w8a8; default: the config's")
@@ -363,7 +368,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", metavar="FILE.jsonl", help="write one line per prompt, with its responses; FILE.SUITE.jsonl if several"
     )
-    parser.add_argument("overrides", nargs="*", help="section.field=value, e.g. eval.num_samples=16")
     args = parser.parse_args(argv)
     names = [None if name == OWN else name for name in args.suite.split(",")]
     if args.suite_data and len(names) > 1:

@@ -24,7 +24,8 @@ from qarl_jax.models.hf import safetensors
 from qarl_jax.models.hf.safetensors import MAX_SHARD_BYTES
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.run import build, checkpoint, on_disk, stamp
-from qarl_jax.types import UserError, entry_point
+from qarl_jax.runtime import progress
+from qarl_jax.types import UserError, command, entry_point
 
 FORMATS = ("hf", "compressed-tensors")
 RECEIPT = "sft.json"  # what `sft` notes of the weights it made
@@ -94,9 +95,10 @@ def write_quantized(graphdef: Any, params: Any, folder: pathlib.Path) -> None:
 
 
 @entry_point
+@progress.shown()
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m qarl_jax.export", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=command("export"), description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", required=True, help="run folder, or one step_* folder of its checkpoints")
     parser.add_argument("--format", required=True, choices=FORMATS)
     parser.add_argument("--out", required=True, help="folder to write")

@@ -29,6 +29,7 @@ from qarl_jax.models.hf.safetensors import INDEX, MAX_SHARD_BYTES, SINGLE
 from qarl_jax.models.params import abstract_model, by_path, finish, parse_rules, split
 from qarl_jax.models.transformer import Transformer
 from qarl_jax.quant import QTensor, resolve
+from qarl_jax.runtime import progress
 from qarl_jax.runtime.mesh import param_shardings
 from qarl_jax.types import UserError, check_model_folder
 
@@ -240,10 +241,12 @@ def load_masters(path: str | pathlib.Path, config: ModelConfig, mesh: Mesh | Non
     default = SingleDeviceSharding(jax.devices()[0])
     loaded = {}
     names = hf_names(config)
-    for keys, variable in nnx.to_flat_state(abstract):
-        name = ".".join(map(str, keys))
-        sharding = default if shardings is None else shardings[name]
-        loaded[keys] = variable.replace(_read(checkpoint, names[name], variable.get_value(), sharding))
+    flat = nnx.to_flat_state(abstract)
+    with progress.task("reading weights", len(flat), "parameters") as task:
+        for keys, variable in task.count(flat):
+            name = ".".join(map(str, keys))
+            sharding = default if shardings is None else shardings[name]
+            loaded[keys] = variable.replace(_read(checkpoint, names[name], variable.get_value(), sharding))
     return graphdef, nnx.from_flat_state(loaded)
 
 
