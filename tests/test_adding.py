@@ -29,6 +29,7 @@ COPIED = (
     "tests/reference",
     "tests/conftest.py",
     "tests/quant/test_schemes.py",
+    "tests/quant/test_dot.py",
     "tests/bridge/test_formats.py",
     "pyproject.toml",
 )
@@ -292,7 +293,7 @@ else:
 
 @pytest.mark.slow
 def test_the_battery_greets_the_scheme(tree):
-    files = ["tests/quant/test_schemes.py", "tests/bridge/test_formats.py"]
+    files = ["tests/quant/test_schemes.py", "tests/quant/test_dot.py", "tests/bridge/test_formats.py"]
     said = run(tree, f"import pytest\nassert pytest.main(['-p', 'no:cacheprovider', *{files}, '-k', 'w5a16']) == 0")
     assert int(re.findall(r"(\d+) passed", " ".join(said))[0]) > 15
 
