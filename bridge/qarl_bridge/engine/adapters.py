@@ -11,8 +11,7 @@ Layers that vLLM fuses have one adapter, whose B is block diagonal:
     h = x [A_q; A_k; A_v]^T        d = h diag(B_q, B_k, B_v)^T
 
 The zeros of B add exact zeros, so that these are the numbers of three adapters, from two products. Both are the
-device's own: sums in float64 on a CPU (cpu/linear.py), `ops.product` on a GPU, where the inputs are cut by
-`split_k.splits_of(r, K)` and h's not at all.
+device's own: sums in float64 on a CPU (cpu/linear.py), `ops.product` on a GPU, in one part (no split-K).
 
 vLLM sees none of it: tensors are no parameters or buffers of a module, which its reload would rebuild. What we left
 out: experts, embeddings, the head, several shards, vLLM's own arithmetic. Not run on a GPU.

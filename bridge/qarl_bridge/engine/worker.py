@@ -33,7 +33,7 @@ def _product() -> tuple[Product, torch.dtype]:
     from qarl_bridge.engine.cuda import ops
 
     def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = ops.product(x.reshape(-1, x.shape[-1]), weight)
+        y = ops.product(x.reshape(-1, x.shape[-1]), weight, splits=1)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     return product, torch.bfloat16
