@@ -142,7 +142,7 @@ def test_the_learner_is_the_policy_that_vllm_samples(run):
 def test_a_full_precision_learner_would_not_be_that_policy(run):
     """The log-probs that vLLM served under the last version, against the learner's, and against a bf16 forward's."""
     cfg = run.world.config
-    graphdef, params = build.load_model(cfg, build.make_mesh(cfg))
+    graphdef, params = tiny.load_model(cfg, build.make_mesh(cfg))
     params = Checkpoints(run.world.run_dir / "checkpoints").restore({"params": params}).state["params"]
     groups = [group_of([served], prompt=prompt) for prompt, served in zip(PROMPTS, run.served, strict=True)]
     rows = packing.pack(groups, np.zeros((len(groups), 1)), row_len=tiny.ROW_LEN, unpacked=True)

@@ -203,12 +203,19 @@ class Learner:
         """
         params, whole = self.trainable.learned(params), params
         if self.trainable.freeze:
-            self.frozen = self._held(self.trainable, whole) if frozen is None else frozen
-            self._fixed = {self.graphdef: self.frozen}
+            self.hold(self.held(whole) if frozen is None else frozen)
         there = models.by_path(params) | models.by_path(self.frozen)
         if lost := sorted(set(models.by_path(self.abstract_params)) - set(there)):
             raise UserError(f"trainable: there is no value of {', '.join(lost)}; give it as a master or as frozen.")
         return fresh_state(self._apply, params, self.param_shardings, self.replicated)
+
+    def hold(self, frozen: Any) -> None:
+        """Takes the entries of `qweights` for the frozen leaves. `init` does; what only scores needs no more."""
+        self.frozen, self._fixed = frozen, {self.graphdef: frozen}
+
+    def held(self, params: Any) -> Any:
+        """Makes those entries of the frozen masters among `params`, which may be some of them."""
+        return self._held(self.trainable, params)
 
     def _held(self, trainable: Trainable, params: Any) -> Any:
         own = trainable.frozen(params)
@@ -216,6 +223,7 @@ class Learner:
         with sharding.launching(self.mesh):
             return self._holder(trainable)(jax.device_put(own, places))
 
+    @functools.lru_cache(maxsize=4)  # noqa: B019 -- a learner lives as long as its process
     def _holder(self, trainable: Trainable) -> Any:
         return jax.jit(functools.partial(trainable.held, self.graphdef))
 
@@ -315,9 +323,10 @@ class Learner:
                 return program.lower(*arguments).compile()
 
         sources = [(self._quantizer(self.graphdef), state.params)]
-        if self.trainable.freeze:
-            frozen = map(self.trainable.frozen, (self.abstract_params, self._places))
-            sources.append((self._holder(self.trainable), jax.tree.map(_at, *frozen)))
+        if self.trainable.freeze:  # leaf by leaf, as a policy is read (`build.load_policy`)
+            frozen = jax.tree.map(_at, *map(self.trainable.frozen, (self.abstract_params, self._places)))
+            holder = self._holder(self.trainable)
+            sources += [(holder, nnx.from_flat_state([leaf])) for leaf in nnx.to_flat_state(frozen)]
         programs = [compiled(*source) for source in sources]
         with jax.set_mesh(self.mesh):
             made = [jax.eval_shape(*source) for source in sources]

@@ -162,6 +162,10 @@ class Transformer(nnx.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config=config, stack={})
         self.head = None if config.tie_embeddings else Embedding(config=config, rngs=rngs)
+        if config.lora is not None:
+            for path, linear in quantizable(self).items():
+                if config.has_adapter(path):
+                    linear.attach_adapter(config.lora, rngs)
         attach_quantized(self)
 
     def head_weight(self) -> Float[Array, "V D"]:

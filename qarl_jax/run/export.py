@@ -59,8 +59,9 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str) -> Non
     cfg = stamp.config_of(source)
     mesh = build.make_mesh(cfg)
     # Under auto this machine's arithmetic may be another than the policy's, and may lack its scheme.
-    graphdef, params = build.load_model(cfg, mesh, stamp.numerics_of(stamp.of(source)))
-    state = build.make_learner(cfg, graphdef, mesh).init(params)
+    graphdef = build.policy_graphdef(cfg, stamp.numerics_of(stamp.of(source)))
+    learner = build.make_learner(cfg, graphdef, mesh)
+    state = learner.init(*build.load_policy(cfg, learner))
     # The whole state is named, so that a checkpoint of another model is refused rather than half read.
     params = checkpoints.restore(state.entries(), step=step).state["params"]
     for kept in (pathlib.Path(cfg.model.path, name) for name in KEPT):

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from qarl_jax.models.config import ModelConfig, read_config
-from qarl_jax.models.families import MODELS, hf_template
+from qarl_jax.models.families import ADAPTER, MODELS, hf_template
 from qarl_jax.models.hf import safetensors
 from qarl_jax.models.hf.safetensors import INDEX, MAX_SHARD_BYTES, SINGLE
 from qarl_jax.models.params import abstract_model, by_path, finish, parse_rules, split
@@ -84,23 +84,28 @@ class Place:
 
 def checkpoint_order(config: ModelConfig) -> Iterator[list[Place]]:
     """All places in the order of files and of publishing: embedding, layers one by one, final norm, head (if not
-    tied)."""
+    tied), and adapters, layer by layer."""
     names = hf_names(config)
 
     def top(path: str) -> Iterator[list[Place]]:
         if path in names:
             yield [Place(path, None, (str(names[path]),))]
 
+    def layers(adapters: bool) -> Iterator[list[Place]]:
+        for number, stack in enumerate(config.stacks):
+            here = [path for path in names if path.startswith(f"stacks.{number}.")]
+            members = {path: names[path] for path in here if (path.rpartition(".")[2] in ADAPTER) == adapters}
+            for layer in range(stack.length if members else 0):
+                yield [
+                    Place(path, layer, tuple(np.atleast_1d(own[layer]).tolist()), own.ndim > 1)
+                    for path, own in members.items()
+                ]
+
     yield from top("embed.kernel")
-    for number, stack in enumerate(config.stacks):
-        members = {path: own for path, own in names.items() if path.startswith(f"stacks.{number}.")}
-        for layer in range(stack.length):
-            yield [
-                Place(path, layer, tuple(np.atleast_1d(own[layer]).tolist()), own.ndim > 1)
-                for path, own in members.items()
-            ]
+    yield from layers(adapters=False)
     yield from top("norm.weight")
     yield from top("head.kernel")
+    yield from layers(adapters=True)
 
 
 class Checkpoint:
@@ -228,23 +233,42 @@ def load_hf(
 
 
 def load_masters(path: str | pathlib.Path, config: ModelConfig, mesh: Mesh | None = None) -> tuple[Any, nnx.State]:
-    """(graphdef, masters) of a folder whose config.json was read: no QTensor is made of them.
+    """(graphdef, masters) of a folder whose config.json was read: no QTensor is made of them, and no adapter.
 
     Raises:
       UserError: as `load_hf`.
     """
+    masters = nnx.from_flat_state(list(read_masters(path, config, mesh)))
+    return split(abstract_model(config))[0], masters
+
+
+def read_masters(
+    path: str | pathlib.Path,
+    config: ModelConfig,
+    mesh: Mesh | None = None,
+    dtype_of: Callable[[str], Any] | None = None,
+) -> Iterator[tuple[Any, nnx.Param]]:
+    """Yields the entries of `load_masters` as they are read, so that no two need be held at once.
+
+    Args:
+      dtype_of: dtype of the master at a path; None: the config's `param_dtype`.
+
+    Raises:
+      UserError: as `load_hf`.
+    """
+    config = config.base
     checkpoint = Checkpoint(path)
     check_names(config, set(checkpoint), str(path))
-    graphdef, abstract, _ = split(abstract_model(config))
+    abstract = split(abstract_model(config))[1]
     shardings = None if mesh is None else by_path(param_shardings(abstract, mesh))
     default = SingleDeviceSharding(jax.devices()[0])
-    loaded = {}
     names = hf_names(config)
     for keys, variable in nnx.to_flat_state(abstract):
-        name = ".".join(map(str, keys))
+        name, like = ".".join(map(str, keys)), variable.get_value()
         sharding = default if shardings is None else shardings[name]
-        loaded[keys] = variable.replace(_read(checkpoint, names[name], variable.get_value(), sharding))
-    return graphdef, nnx.from_flat_state(loaded)
+        if dtype_of is not None:
+            like = jax.ShapeDtypeStruct(like.shape, dtype_of(name))
+        yield keys, variable.replace(_read(checkpoint, names[name], like, sharding))
 
 
 def _read(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:

@@ -19,6 +19,7 @@ in common: what a version is, what a request asks, and what an answer must hold.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import os
@@ -200,6 +201,7 @@ class VllmEngine(RolloutEngine):
         self._stager: DeviceStager | None = None
         self._transport = config.transport
         self.route = ""  # "host", "cuda_ipc" or "nccl": how the last version went
+        self._folded: Any = None  # masters of the last version, where it has adapters
         self._model_json: dict[str, Any] | None = None
         self._model: tuple[bytes, bytes] | None = None  # fingerprint, scheme hash
         self._numerics, self._shards = "plain", 1
@@ -243,6 +245,9 @@ class VllmEngine(RolloutEngine):
             )
         self._model, self._model_json = identity, model_json
         config = models.config_of(weights.graphdef)
+        if config.lora is not None:
+            weights = dataclasses.replace(weights, params=models.fold_adapters(weights.graphdef, weights.params))
+            self._folded = weights.params  # a stager holds no arrays
         check_length(self._config, config.max_position_embeddings)
         self._numerics, self._shards = config.numerics.profile, config.numerics.shards
         self._schemes = _schemes(config)
@@ -253,16 +258,12 @@ class VllmEngine(RolloutEngine):
                 raise UserError(f"publishing: {error}") from error
             if error.code in _PROMISES:  # found while staging
                 raise BrokenPromiseError(error, self._schemes, self.facts) from None
-            lost = error.code == "base"
-            if not lost and (error.code != "unshared" or self._transport == "host"):
+            if error.code != "unshared" or self._transport == "host":
                 raise
-            if not lost and self._transport != "auto":
+            if self._transport != "auto":
                 raise UserError(f"rollout.engine.transport={self._transport}: {error}; set auto or host") from error
-            self._log(f"publishing {'all weights' if lost else 'over host memory'}: {error}")
+            self._log(f"publishing over host memory: {error}")
         # Out of the handler: what goes wrong from here on has nothing to do with the first way.
-        if lost:
-            self._fixed = frozenset()  # the next version is complete
-            return self.publish(weights, version)
         self._transport = "host"
         if self._stager is not None and self._staged is None:  # nothing published lies in its buffers
             self._stager.close()
@@ -290,9 +291,13 @@ class VllmEngine(RolloutEngine):
         try:
             assert self._model_json is not None
             report = self.fleet.publish(staged, self._model_json)
-        except BaseException:
+        except BaseException as error:
             staged.close()
-            raise
+            if over is None or getattr(error, "code", "") != "base":
+                raise
+            self._log(f"publishing all weights: {error}")
+            self._fixed = frozenset()
+            return self._publish(weights, version, transport)
         finally:
             if self._stager is not None:
                 self._stager.forget()
