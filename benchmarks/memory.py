@@ -4,7 +4,7 @@
 
     python -m benchmarks.memory --out benchmarks/results/memory_h200.json
 
-XLA compiles the update of Qwen3 shapes ahead of time for an H200 (`--mixtures`: of Qwen3-30B-A3B for two) and says what
+XLA compiles the update of Qwen3 shapes ahead of time for an H200 (`--moe`: of Qwen3-30B-A3B for two) and says what
 it will hold: arguments, results that share no buffer with them, and temporaries. `plan.update_parts` computes the same
 from shapes alone. One JSON line per case; `tests/memory/test_learner.py` holds the prediction to the recorded ones.
 
@@ -104,9 +104,9 @@ CASES = (
     dataclasses.replace(LONG_ROW, seq=1024, moments="int8", offload=True),  # its update is the fullest moment
 )
 # The gradient of Qwen3-30B-A3B on two cards, of which `benchmarks.step_gpu --cards 2` makes two or more updates a step.
-_MIXTURE = Setting(model="30b-a3b", scheme="w4a16", rows=64, seq=1088, optimizer="muon", moments="int8", cards=2)
-MIXTURES = tuple(
-    dataclasses.replace(_MIXTURE, offload=True, scheme=scheme, rows=rows, remat=remat, engine=engine)
+_MOE = Setting(model="30b-a3b", scheme="w4a16", rows=64, seq=1088, optimizer="muon", moments="int8", cards=2)
+MOE_CASES = tuple(
+    dataclasses.replace(_MOE, offload=True, scheme=scheme, rows=rows, remat=remat, engine=engine)
     for scheme, rows, remat, engine in (
         ("w4a16", 64, "full", "plain"),
         ("w4a16", 16, "full", "plain"),
@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", default="")
     parser.add_argument("--measure", action="store_true", help="run MEASURED on the GPU that is here")
     parser.add_argument("--only", type=int, nargs="*", help="measure these of MEASURED only; default: all")
-    parser.add_argument("--mixtures", action="store_true", help="compile MIXTURES, for two cards, instead of CASES")
+    parser.add_argument("--moe", action="store_true", help="compile MOE_CASES, for two cards, instead of CASES")
     parser.add_argument("--cases", type=int, nargs="*", help="compile these of them only; default: all")
     args, more = parser.parse_known_args(argv)
     if args.measure:
@@ -270,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     if more:
         parser.error(f"unknown: {' '.join(more)}")
     without_autotuning()
-    cases = MIXTURES if args.mixtures else CASES
+    cases = MOE_CASES if args.moe else CASES
     meshes = {count: absent_gpus(count) for count in {case.cards for case in cases}}
     rows = []
     for case in cases if args.cases is None else [cases[i] for i in args.cases]:

@@ -7,8 +7,8 @@
     python -m benchmarks.step_gpu --shapes 30b-a3b --layers 8 --folder /tmp/30b-8 --case w4a16
 
 Each call is one case and ends within ten minutes; a folder that does not exist is made first, without weights: the run
-draws random ones on its devices. `--cards` spreads the learner over so many, with an engine on each. A mixture of
-experts, and any model on several cards, is trained as large ones are: bfloat16 masters, moments in int8 on the host, an
+draws random ones on its devices. `--cards` spreads the learner over so many, with an engine on each. An MoE
+model, and any model on several GPUs, is trained as large ones are: bfloat16 masters, moments in int8 on the host, an
 update's responses in one micro-batch, one version staged at a time, and routing replayed.
 Cases:
 
@@ -205,7 +205,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=0, help="of a new folder's model; 0: all")
     parser.add_argument("--cards", type=int, default=1, help="that the learner is spread over, with an engine on each")
     parser.add_argument("--updates", type=int, default=2, help="of a step")
-    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="of a mixture or several cards")
+    parser.add_argument(
+        "--optimizer", choices=("muon", "adamw"), default="muon", help="of an MoE model or several GPUs"
+    )
     parser.add_argument("--case", choices=CASES, default="w8a8")
     parser.add_argument("--batch", type=int, default=128, help="responses of a step")
     parser.add_argument("--response-len", type=int, default=1024)

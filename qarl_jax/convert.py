@@ -25,7 +25,8 @@ from typing import Any
 
 from qarl_jax import models
 from qarl_jax.run import on_disk
-from qarl_jax.types import UserError, entry_point
+from qarl_jax.runtime import progress
+from qarl_jax.types import UserError, command, entry_point
 
 MAGIC = b"GGUF"
 _BLOCK = 1 << 24
@@ -82,11 +83,14 @@ def join(files: Sequence[str | os.PathLike[str]], out: pathlib.Path, sha256: str
                 digest = hashlib.file_digest(source, "sha256")
     else:
         with out.open("wb") as whole:
-            for path in paths:
-                with path.open("rb") as source:
-                    while block := source.read(_BLOCK):
-                        digest.update(block)
-                        whole.write(block)
+            size = sum(path.stat().st_size for path in paths)
+            with progress.task("joining the parts", size / 1e6, "MB") as task:
+                for path in paths:
+                    with path.open("rb") as source:
+                        while block := source.read(_BLOCK):
+                            digest.update(block)
+                            whole.write(block)
+                            task.done += len(block) / 1e6
     if sha256 is not None and digest.hexdigest() != sha256.lower():
         raise UserError(
             f"--gguf: the sha256 of the {len(paths)} file(s) is {digest.hexdigest()}, expected {sha256.lower()};"
@@ -102,12 +106,14 @@ def _write(gguf: pathlib.Path, out: pathlib.Path, dtype: str) -> None:
         import gguf as _gguf  # noqa: F401
         import transformers
 
+        transformers.utils.logging.disable_progress_bar()  # of each of its stages; ours says what takes long
         dense: dict[str, Any] = {}
         if hasattr(transformers, "GgufConfig"):  # newer versions leave the weights packed unless told otherwise
             dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=dtype, **dense
-        )
+        with progress.task(f"dequantizing {gguf.stat().st_size / 1e6:,.0f} MB of weights"):
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, dtype=dtype, **dense
+            )
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except ImportError as error:
         raise UserError(f"reading GGUF needs torch and two packages: pip install 'qarl-jax[gguf]' ({error}).") from None
@@ -115,7 +121,8 @@ def _write(gguf: pathlib.Path, out: pathlib.Path, dtype: str) -> None:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"transformers cannot read this GGUF file: {reason}") from error
     model.config.architectures = [type(model).__name__]
-    model.save_pretrained(out)
+    with progress.task("writing the model folder"):
+        model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     ends = [tokenizer.eos_token_id]
     ends += [i for text in _END_TEXTS if (i := tokenizer.get_vocab().get(text)) is not None and i not in ends]
@@ -123,10 +130,11 @@ def _write(gguf: pathlib.Path, out: pathlib.Path, dtype: str) -> None:
 
 
 @entry_point
+@progress.shown()
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m qarl_jax.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=command("convert"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gguf", nargs="+", required=True, metavar="FILE", help="the GGUF file, or its parts in order")
     parser.add_argument("--out", required=True, metavar="DIR", help="model folder to write")

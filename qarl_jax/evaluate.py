@@ -1,6 +1,9 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.evaluate`: how good a policy is on data it was not trained on."""
+"""`python -m qarl_jax.evaluate FILE | --checkpoint RUN [section.field=value ...]`: how good a policy is.
+
+Its data is data that the policy was not trained on; `run/evaluation.py` has the options.
+"""
 
 from qarl_jax.run.evaluation import main
 

@@ -1,7 +1,8 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.parity --model DIR --scheme w8a8 --engine cpu [--json]`: climbs the ladder of promises
-(`verify/ladder.py`). With `--at RUN/first_mismatch.jsonl`: which block makes that token's log-prob differ
+"""`python -m qarl_jax.parity --model DIR --scheme w8a8 --engine cpu [--json]`: climbs the ladder of promises.
+
+The ladder is `verify/ladder.py`. With `--at RUN/first_mismatch.jsonl`: which block makes that token's log-prob differ
 (`verify/first_mismatch.py`). With `--modes`: whether an engine computes the same op by op and in CUDA graphs
 (`verify/modes.py`).
 Exit code 0: all are kept, 1: one is not, 2: it could not be tried."""
@@ -17,16 +18,19 @@ from typing import Any
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import quant
-from qarl_jax.types import UserError, entry_point
+from qarl_jax.run import shipped
+from qarl_jax.runtime import progress
+from qarl_jax.types import UserError, command, entry_point
 from qarl_jax.verify import first_mismatch, ladder, modes
 
 
 @entry_point
+@progress.shown()
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns 1 where a promise is broken, otherwise 0."""
     defaults = ladder.Options()
     parser = argparse.ArgumentParser(
-        prog="python -m qarl_jax.parity",
+        prog=command("parity"),
         description="Climbs the ladder of promises with a learner and a live vLLM: grids, layers, tokens.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -64,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="share of the device's memory the engine may use",
     )
     args = parser.parse_args(argv, argparse.Namespace(at=""))
+    args.model = shipped.path(args.model)
     options = ladder.Options(
         **{f.name: getattr(args, f.name) for f in dataclasses.fields(ladder.Options) if f.name != "unaligned"}
     )

@@ -25,212 +25,27 @@ The figures need matplotlib (`pip install qarl-jax[plot]`); the report is writte
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import itertools
+import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl_jax.observe import html_report
-from qarl_jax.observe.recorder import folder_of, lines_of, read_lines
-from qarl_jax.types import UserError, did_you_mean, entry_point
+from qarl_jax.observe import html_report, live
+from qarl_jax.observe.curves import Chart, Run, charts, load_runs
+from qarl_jax.observe.recorder import folder_of, lines_of
+from qarl_jax.types import UserError, command, did_you_mean, entry_point
+
+log = logging.getLogger(__name__)
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette: told apart under every common colour blindness, and in grey."""
 
 STYLES: tuple[Any, ...] = ("-", "--", ":", "-.")
 """Metrics within a panel."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """One set of axes. `metrics` maps a metric's name to what the legend calls it.
-
-    `log` is for numbers that may span orders of magnitude; the axis is logarithmic where they do. `needs` is a metric
-    without which, or at 0, a step has nothing to show here.
-    """
-
-    title: str
-    metrics: Mapping[str, str]
-    log: bool = False
-    percent: bool = False
-    markers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    needs: str = ""
-
-    def series(self, run: Run, metric: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one of its metrics that it can show."""
-        steps, values = run.evaluated(metric) if metric in self.markers else run.series(metric, self.needs)
-        return _positive(steps, values) if self.log else (steps, values)
-
-    def values(self, runs: Sequence[Run]) -> list[float]:
-        """All that it can show."""
-        return [x for run in runs for metric in (*self.metrics, *self.markers) for x in self.series(run, metric)[1]]
-
-
-PANELS: tuple[Panel, ...] = (
-    Panel("Reward", {"reward/mean": "mean"}, markers={"eval/reward/mean": "held-out"}),
-    Panel("Response length (tokens)", {"response/length_mean": "mean"}),
-    Panel("Truncated responses", {"response/truncated": "share"}, percent=True),
-    Panel("Entropy (nats per token)", {"entropy/mean": "mean"}),
-    Panel("Learner and sampler apart", {"mismatch/k3": "KL (k3)", "mismatch/max_abs": "max |Δ logp|"}, log=True),
-    Panel(
-        "Sequences dropped by the loss",
-        {"clip/seq_dropped": "all updates", "later/clip/seq_dropped": "after the first"},
-        percent=True,
-    ),
-    Panel(
-        "Sequences dropped, by band",
-        {"clip/seq_pos_high": "A > 0, above", "clip/seq_neg_low": "A < 0, below", "clip/seq_neg_high": "A < 0, above"},
-        percent=True,
-    ),
-    Panel(
-        "Tokens clipped, by sign of advantage",
-        {
-            "clip/pos_high": "A > 0, above",
-            "clip/neg_low": "A < 0, below",
-            "clip/dual_neg_high": "A < 0, above (dual clip)",
-        },
-        percent=True,
-    ),
-    Panel(
-        "Largest token ratio and weight",
-        {"loss/ratio_max": "learner now / start", "mismatch/w_max": "weight in the loss"},
-        log=True,
-    ),
-    Panel(
-        "Mismatch weights cut, by edge",
-        {
-            "mismatch/w_cap_high": "above",
-            "mismatch/w_cap_low": "below",
-            "mismatch/seq_rejected": "whole response rejected",
-        },
-        percent=True,
-    ),
-    Panel(
-        "Error tokens (below p = 0.001)",
-        {"error/tok_learner": "learner", "error/tok_sampler": "sampler", "error/tok_hidden": "learner alone"},
-        log=True,
-    ),
-    Panel(
-        "Error tokens of the learner, by sign of A",
-        {"error/tok_learner_pos": "A > 0", "error/tok_learner_neg": "A < 0"},
-        percent=True,
-    ),
-    Panel(
-        "Error tokens in clusters",
-        {"error/cluster_tok_learner": "learner", "error/cluster_tok_sampler": "sampler"},
-        percent=True,
-    ),
-    Panel(
-        "Responses with a cluster of error tokens",
-        {"error/seq_learner_pos": "A > 0", "error/seq_learner_neg": "A < 0"},
-        percent=True,
-    ),
-    Panel(
-        "Where the first cluster begins (share of the response)",
-        {"error/onset_share": "mean"},
-        percent=True,
-        needs="error/seq_learner",
-    ),
-    Panel("Repetition", {"text/repeated": "repeated 4-grams", "text/loops": "responses that loop"}, percent=True),
-    Panel("Responses, compressed / plain bytes", {"text/zlib_ratio": "mean"}),
-    Panel("Critic: variance of the returns explained", {"critic/explained_variance": "share"}),
-    Panel("Gradient norm", {"optim/grad_norm": "before clipping"}, log=True),
-    Panel(
-        "Weights: update and quantization error",
-        {"quant/weight_change": "change per update, squared", "quant/error": "quantization error, squared"},
-        log=True,
-    ),
-    Panel("Codes changed per publish", {"quant/code_flips": "share"}, log=True),
-    Panel("Seconds per step", {"time/step_s": "all", "time/rollout_s": "rollout"}),
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run's name in the legend, its records by step, and those of its held-out evaluations by version."""
-
-    name: str
-    records: Sequence[Mapping[str, Any]]
-    evaluations: Sequence[Mapping[str, Any]] = ()
-
-    def evaluated(self, metric: str) -> tuple[list[int], list[float]]:
-        """Versions and values of a held-out metric, the policy before training included (version 0).
-
-        Step n samples from version n, and is recorded with the evaluation of version n + 1 that it made.
-        """
-        if not self.evaluations:
-            steps, values = self.series(metric)
-            return [step + 1 for step in steps], values
-        points = [
-            (record["version"], float(record[metric]))
-            for record in self.evaluations
-            if {metric, "version"} <= set(record)
-        ]
-        return [version for version, _ in points], [value for _, value in points]
-
-    def series(self, metric: str, needs: str = "") -> tuple[list[int], list[float]]:
-        """Steps and values where the metric is a finite number, and `needs` (where given) is positive."""
-        points = [
-            (record["step"], float(record[metric]))
-            for record in self.records
-            if isinstance(record.get(metric), (int, float)) and math.isfinite(record[metric])
-            if not needs or (record.get(needs) or 0) > 0
-        ]
-        return [step for step, _ in points], [value for _, value in points]
-
-
-def load_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """Runs from run directories (or metrics.jsonl files), named by what tells them apart.
-
-    Raises:
-      UserError: no metrics there, or none recorded yet.
-    """
-    files = []
-    for path in map(Path, paths):
-        file = path / "metrics.jsonl" if path.is_dir() else path
-        if not file.is_file():
-            raise UserError(f"{path} is not a run: there is no {file}.")
-        files.append(file)
-    runs = []
-    for file, name in zip(files, _names([file.absolute().parent for file in files]), strict=True):
-        records = read_lines(file)
-        if not records:
-            raise UserError(f"{file} holds no step yet.")
-        if not all(isinstance(record, dict) and isinstance(record.get("step"), int) for record in records):
-            raise UserError(f"{file} is not the metrics.jsonl of a run: not every line has a `step`.")
-        records.sort(key=lambda record: record["step"])
-        evaluations = lines_of(file.parent, "eval.jsonl") if file.name == "metrics.jsonl" else []
-        runs.append(Run(name=name, records=records, evaluations=evaluations))
-    return runs
-
-
-def _names(directories: Sequence[Path]) -> list[str]:
-    """The shortest endings of the paths that differ: ["a", "b"], or ["x/run", "y/run"]."""
-    depth = 1
-    most = max(len(directory.parts) for directory in directories)
-    while depth < most and len({d.parts[-depth:] for d in directories}) < len(set(directories)):
-        depth += 1
-    return ["/".join(d.parts[-depth:]) for d in directories]
-
-
-def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last `window` values (fewer at the start). window 1 changes nothing."""
-    out, total = [], 0.0
-    for i, value in enumerate(values):
-        total += value
-        if i >= window:
-            total -= values[i - window]
-        out.append(total / min(i + 1, window))
-    return out
-
-
-def _panels(runs: Sequence[Run], extra: Sequence[str]) -> list[Panel]:
-    """Picks the panels with a nonzero value, and the panels of the metrics that were asked for."""
-    asked = [Panel(metric, {metric: ""}) for metric in extra]
-    return [panel for panel in PANELS if any(panel.values(runs))] + [panel for panel in asked if panel.values(runs)]
 
 
 class NoMatplotlibError(UserError):
@@ -410,26 +225,7 @@ def probability_figure(runs: Mapping[str, Mapping[str, Sequence[float]]]) -> Any
     return fig
 
 
-def charts(runs: Sequence[Run], *, window: int = 5, extra: Sequence[str] = ()) -> list[html_report.Chart]:
-    """Every panel with something to show, as figure and report draw it."""
-    out = []
-    for panel in _panels(runs, extra):
-        lines = []
-        for index, run in enumerate(runs):
-            for style, (metric, label) in enumerate(panel.metrics.items()):
-                steps, values = panel.series(run, metric)
-                line = html_report.Line(label=label, run=index, style=style, steps=steps, values=values, faint=True)
-                smooth = dataclasses.replace(line, values=running_mean(values, window), faint=False)
-                lines += ([line, smooth] if window > 1 else [smooth]) if steps else []
-            for metric, label in panel.markers.items():
-                steps, values = panel.series(run, metric)
-                if steps:
-                    lines.append(html_report.Line(label=label, run=index, steps=steps, values=values, marks=True))
-        out.append(html_report.Chart(title=panel.title, lines=lines, percent=panel.percent, log=panel.log))
-    return out
-
-
-def _draw(axes: Any, chart: html_report.Chart) -> None:
+def _draw(axes: Any, chart: Chart) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -459,16 +255,62 @@ def _draw(axes: Any, chart: html_report.Chart) -> None:
         axes.legend(handles=list(shown.values()), fontsize=8, framealpha=0.7, edgecolor="none")
 
 
-def _positive(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    kept = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0]
-    return [s for s, _ in kept], [v for _, v in kept]
+def watch(runs: Sequence[str], host: str, port: int, extra: Sequence[str]) -> int:
+    """Serves the page of runs until Ctrl-C; returns the exit code."""
+    with live.Server(runs, host, port, extra) as server:
+        print(f"{', '.join(run.name for run in server.runs)}: {server.url}   (Ctrl-C ends it)", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return 0
+
+
+def draw(paths: Sequence[str], out: Path, *, window: int = 5, extra: Sequence[str] = (), steps: int = 12) -> list[Path]:
+    """Draws runs into the folder `out`: report.html and, where matplotlib is installed, figures. Returns the files.
+
+    Args:
+      paths: the runs. window: steps of the running mean. extra: metrics to show besides.
+      steps: of each run, whose samples the report shows.
+
+    Raises:
+      UserError: a run cannot be read, or `out` not be written.
+    """
+    runs = load_runs(paths)
+    figures = {}
+    with contextlib.suppress(NoMatplotlibError):
+        figures["curves.png"] = figure(runs, window=window, extra=extra)
+        counts = {run.name: load_histograms(path) for run, path in zip(runs, paths, strict=True)}
+        if any(counts.values()):
+            figures["ratios.png"] = ratio_figure(counts)
+        tokens = {run.name: load_tokens(path) for run, path in zip(runs, paths, strict=True)}
+        if any(tokens.values()):
+            figures["probabilities.png"] = probability_figure(tokens)
+    for name, fig in figures.items():
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            fig.savefig(out / name, dpi=150)
+        except OSError as error:
+            raise UserError(f"Cannot write {out / name}: {error.strerror or error}.") from None
+    names = {run.name: path for run, path in zip(runs, paths, strict=True)}
+    html_report.write(out / "report.html", html_report.render(names, steps=steps, extra=extra))
+    return [out / name for name in (*figures, "report.html")]
+
+
+def leave(run_dir: str) -> None:
+    """Draws a finished run into its own folder. What goes wrong is told, and ends nothing."""
+    try:
+        draw([run_dir], Path(run_dir))
+    except Exception as error:
+        log.warning("%s was not drawn: %s The run is whole.", run_dir, error)
 
 
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m qarl_jax.plot", description="Curves of runs, side by side.")
+    parser = argparse.ArgumentParser(prog=command("plot"), description="Curves of runs, side by side.")
     parser.add_argument("runs", nargs="+", help="run directories")
+    parser.add_argument("--watch", action="store_true", help="serve the report as a page that follows runs that train")
+    parser.add_argument("--host", default="127.0.0.1", help="with --watch: elsewhere than here the page needs a token")
+    parser.add_argument("--port", type=int, default=8265, help="with --watch (default: 8265; 0: any that is free)")
     parser.add_argument("--out", help="directory for figures and report (default: the run's; of several runs, figures)")
     parser.add_argument("--window", type=int, default=5, help="steps of the running mean (default: 5)")
     parser.add_argument("--metric", action="append", default=[], help="one more metric to show; may be repeated")
@@ -480,31 +322,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--window must be at least 1, got {args.window}.")
     if args.report_steps < 0:
         raise UserError(f"--report-steps must be 0 or more, got {args.report_steps}.")
-    runs = load_runs(args.runs)
+    if args.watch:
+        return watch(args.runs, args.host, args.port, args.metric)
     out = Path(args.out or (folder_of(args.runs[0]) if len(args.runs) == 1 else "figures"))
-    figures = {}
-    try:
-        figures["curves.png"] = figure(runs, window=args.window, extra=args.metric)
-        counts = {run.name: load_histograms(path) for run, path in zip(runs, args.runs, strict=True)}
-        if any(counts.values()):
-            figures["ratios.png"] = ratio_figure(counts)
-        tokens = {run.name: load_tokens(path) for run, path in zip(runs, args.runs, strict=True)}
-        if any(tokens.values()):
-            figures["probabilities.png"] = probability_figure(tokens)
-    except NoMatplotlibError as missing:
-        print(f"the report alone: {missing}", file=sys.stderr)
-    for name, fig in figures.items():
-        target = out / name
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            fig.savefig(target, dpi=150)
-        except OSError as error:
-            raise UserError(f"Cannot write {target}: {error.strerror or error}.") from None
-    names = {run.name: path for run, path in zip(runs, args.runs, strict=True)}
-    page = html_report.render(names, charts(runs, window=args.window, extra=args.metric), steps=args.report_steps)
-    html_report.write(out / "report.html", page)
-    for name in [*figures, "report.html"]:
-        print(out / name)
+    drawn = draw(args.runs, out, window=args.window, extra=args.metric, steps=args.report_steps)
+    if len(drawn) == 1:
+        print("the report alone: plots need matplotlib: pip install qarl-jax[plot].", file=sys.stderr)
+    for path in drawn:
+        print(path)
     return 0
 
 

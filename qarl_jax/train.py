@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.train --config FILE [section.field=value ...]`: quantization-aware RL, top to bottom.
+"""`python -m qarl_jax.train FILE [section.field=value ...]`: quantization-aware RL, top to bottom.
 
      prompts -> rollout engine -> completions + rollout_logprobs -> rewards -> advantages -> packed rows
                   ^                                                                             |
@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 
-from qarl_jax import doctor
+from qarl_jax import doctor, plot
 from qarl_jax.loop import resume, step_metrics
 from qarl_jax.loop.setup import Run
 from qarl_jax.loop.updates import advantages_of
@@ -38,8 +38,14 @@ from qarl_jax.observe.token_trace import Follower
 from qarl_jax.run import config
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.prompts import Prompts, open_prompts
-from qarl_jax.runtime import compilation, processes
-from qarl_jax.types import Parser, UserError, entry_point
+from qarl_jax.runtime import compilation, processes, progress
+from qarl_jax.types import AbsentError, Parser, UserError, entry_point
+
+DRY_RUN = (
+    "print the resolved config and the plans, then stop. A mistake in config, tokenizer or data: exit code 2."
+    " Data or a package that is not on this machine is no mistake: the last line names it. No weights are needed."
+    " Reward and engine are not started; qarl_jax.doctor starts them."
+)
 
 
 def run(cfg: RunConfig, prompts: Prompts) -> None:
@@ -97,7 +103,8 @@ def run(cfg: RunConfig, prompts: Prompts) -> None:
                 speed = step_metrics.speed(record, timer.take(), run.mesh.devices.size, peak_flops)
                 observer.log(step, record | speed)
                 observer.samples(step, collected.groups, traces, run.tokenizer)
-                observer.histograms(step, learned.histograms)
+                observer.histograms(step, {**learned.histograms, **run.publisher.flips})
+                observer.timeline(step, timer.taken)
             run.remark(step, record, learned.first_mismatch)
             stopping = run.interrupt.agreed()
             if checkpoints.should_save(done) or (last and cfg.checkpoint.at_end) or stopping:
@@ -106,6 +113,7 @@ def run(cfg: RunConfig, prompts: Prompts) -> None:
             if stopping and not last:
                 return run.end_interrupted(done)
         checkpoints.wait()
+        processes.from_first(lambda: plot.leave(cfg.run_dir))
         processes.from_first(lambda: observer.end(step_metrics.summary(cfg)))
 
 
@@ -119,12 +127,12 @@ def profiled(cfg: RunConfig, step: int) -> contextlib.AbstractContextManager[Any
 @entry_point
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = Parser(prog="python -m qarl_jax.train", description=__doc__.split("\n")[0])
-    parser.add_argument("--config", required=True, help="YAML file (see configs/)")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plans, then stop")
+    parser = Parser(
+        "train", config="YAML file, or the name of one in configs/", needed=True, description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--dry-run", action="store_true", help=DRY_RUN)
     parser.add_argument("--card-gb", type=float, help="with --dry-run: plan for a card of that many GiB")
     parser.add_argument("--cards", type=int, help="with --dry-run: plan for so many cards (all of mesh.fsdp=-1)")
-    parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides)
     if args.dry_run:
@@ -135,9 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if processes.is_first():
             print(said)
         return 0
-    doctor.ask(cfg)
-    cfg, prompts = open_prompts(cfg)  # before the plan: it sizes the rows
-    cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
+    with progress.shown() if processes.is_first() else contextlib.nullcontext():
+        with progress.task("checking machine and config"):
+            doctor.ask(doctor.before_a_run(cfg))
+        with progress.task("reading prompts"):
+            cfg, prompts = open_prompts(cfg)  # before the plan: it sizes the rows
+        cfg, made = choose.settle(cfg, size)  # a run that does not fit ends here
     if made is not None:
         made.keep()
     if processes.is_first():
@@ -159,16 +170,22 @@ def dry_run(cfg: RunConfig, cards: int | None, size: int | None) -> int:
             raise UserError(
                 f"--cards {cards}: the mesh has {cfg.mesh.size} devices; set mesh.fsdp=-1 to take all cards."
             )
+    absent, path = None, cfg.model.path
     try:
         cfg, prompts = open_prompts(cfg)
         lines = prompts.lines
-    except UserError as error:
-        lines = [("prompts", f"cannot be read: {error}"), ("evaluation", cfg.eval.words())]
+        doctor.ask([doctor.tokenizer(cfg)])
+    except AbsentError as error:
+        absent, lines = error, [("prompts", "not read: see the last line"), ("evaluation", cfg.eval.words())]
     with published.folder(cfg.model.path) as folder:  # its shapes are all that is needed
-        settled, made = choose.settle(config.replaced(cfg, {"model.path": folder}), size or plan.capacity())
-        print(config.to_yaml(config.replaced(settled, {"model.path": cfg.model.path})))
+        cfg = config.replaced(cfg, {"model.path": folder})
+        doctor.ask([doctor.positions(cfg)])
+        settled, made = choose.settle(cfg, size or plan.capacity())
+        print(config.to_yaml(config.replaced(settled, {"model.path": path})))
         print_plan(settled, made, lines)
         print(plan.describe(settled))
+    if absent is not None:
+        print(f"not on this machine, so the prompts are not checked: {absent}")
     return 0
 
 

@@ -206,6 +206,10 @@ class UserError(Exception):
     """
 
 
+class AbsentError(UserError):
+    """Something that is not on this machine: a file, a folder, a package. A dry run makes its plan without it."""
+
+
 def at_least(config: Any, least: float, *fields: str, note: str = "") -> None:
     """Refuses a config of which a field is below `least`, or NaN; None passes. `note`: behind the sentence."""
     for field in fields:
@@ -236,7 +240,7 @@ def check_model_folder(folder: str | os.PathLike[str]) -> None:
             f" Nothing is downloaded here: if this is a name on the Hugging Face Hub, `hf download {folder} --local-dir"
             " DIR` fetches it, and DIR is the folder to give."
         )
-    raise UserError(said)
+    raise AbsentError(said)
 
 
 class DivergedError(RuntimeError):
@@ -250,11 +254,33 @@ class _Warnings(logging.Handler):
         print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
+def command(verb: str) -> str:
+    """Words the command that runs a verb, as the user types it: "qarl train" or "python -m qarl_jax.train"."""
+    return f"qarl {verb}" if os.path.basename(sys.argv[0]) == "qarl" else f"python -m qarl_jax.{verb}"
+
+
 class Parser(argparse.ArgumentParser):
-    """A command line with settings on it (section.field=value), which are easily written as options or among them."""
+    """A command line with a config and settings on it (section.field=value), which are easily written among options.
+
+    Args:
+      verb: the command's name: "train" is called as `qarl train` or `python -m qarl_jax.train`.
+      config: help for the config, which `[--config] FILE` names.
+      needed: refuse a command line without one.
+    """
+
+    def __init__(self, verb: str, *, config: str, needed: bool = False, **options: Any):
+        super().__init__(prog=command(verb), **options)
+        self._needed = needed
+        self.add_argument("--config", metavar="FILE", help=config)
+        self.add_argument("overrides", nargs="*", metavar="[FILE] section.field=value", help="the config, and settings")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        return self.parse_intermixed_args(args, namespace)
+        found = self.parse_intermixed_args(args, namespace)
+        if found.config is None and found.overrides and "=" not in found.overrides[0]:
+            found.config = found.overrides.pop(0)
+        if found.config is None and self._needed:
+            self.error(f"which config? For example: {self.prog} quickstart")
+        return found
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments: -"):

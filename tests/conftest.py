@@ -9,6 +9,7 @@ leaves none for whatever else has to run before the last can arrive. So: more th
 
 import collections
 import ctypes
+import functools
 import gc
 import os
 import pathlib
@@ -19,7 +20,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("PJRT_NPROC", "16")
 _FLAGS = (
     "--xla_force_host_platform_device_count=8",
-    "--xla_cpu_multi_thread_eigen=false",  # qarl_jax.runtime.mesh.order_collectives
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=240",
 )
@@ -30,6 +30,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402  (the flags above must be set first)
 import pytest  # noqa: E402
 
+from qarl_jax import plot  # noqa: E402
 from tests.reference.promises import pytest_runtest_makereport  # noqa: E402, F401  (a hook)
 
 # A busy machine is no failure. `make test` asks for "repeatable" besides: the same examples every time, so that what
@@ -54,6 +55,14 @@ def programs_are_forgotten():
         jax.clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runs_leave_no_plots():
+    """They take a second of every run that ends in this process. `plot.leave.__wrapped__` draws them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plot, "leave", functools.wraps(plot.leave)(lambda run_dir: None))
+        yield
 
 
 # Files that take a minute with few tests in them.

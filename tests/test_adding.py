@@ -211,7 +211,7 @@ assert held == sum(int(np.prod(s)) + int(np.prod(s)) // 32 + 4 * int(np.prod(s[:
 
 out = pathlib.Path({str(tmp_path / "out")!r})
 out.mkdir()
-export.write_quantized(weights.graphdef, weights.params, out)
+export.write_quantized(weights.graphdef, weights.params, weights.qweights, out)
 section = json.loads((out / "config.json").read_text())["quantization_config"]
 assert section["format"] == "w5-quantized"
 assert section["config_groups"]["group_0"]["weights"]["num_bits"] == 5

@@ -95,7 +95,7 @@ class World:
             "rollout": {"max_response_len": 8, "num_samples_per_prompt": 2},
             "train": {"steps": 1, "prompts_per_step": 2, "micro_batch_rows": 4},
             "eval": {"num_prompts": 2, "at_start": False, "at_end": False},
-            "log": {"view": "off", "tensorboard": False},
+            "log": {"view": "off", "trackers": []},
         }
 
     def write(self, name, text):
@@ -178,7 +178,7 @@ def refused(world, capsys):
                 "train.steps=1",
                 *(f"eval.{o}=2" for o in ("num_prompts", "temperature", "every", "max_response_len")),
             ],
-            ["run.yaml, 7 overrides: loss.name=ppo"],
+            ["override 'loss.name=ppo': loss.name=ppo"],
         ),
         (["loss.name=ppo", "advantage.name=gae", "critic.path=nowhere"], ["nowhere", "no such folder"]),
     ],

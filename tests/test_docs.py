@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the documents name is there: files, links, make targets, commands, settings, metrics, tests, extras, schemes.
 
-The notebook is run from top to bottom, on a policy small enough for it.
+The notebooks are run from top to bottom, on policies small enough for it.
 """
 
 import ast
@@ -44,7 +44,7 @@ ROOMS = ("bridge/README.md", "configs/README.md", *(path.name for path in ROOT.g
 WRITTEN = sorted({*EXPERIMENT, *PAGES, *ROOMS, *SITE} - {*GENERATED, *LOG})
 DOCUMENTS = sorted({*WRITTEN, *GENERATED, *LOG})
 PRESENT = [page for page in WRITTEN if not page.startswith("docs/log/")]  # the log states its day
-NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+NOTEBOOKS = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "examples").glob("*.ipynb"))}
 VERBS = sorted({*re.findall(r"python -m qarl_jax\.(\w+)", "".join((ROOT / d).read_text() for d in DOCUMENTS))})
 FOLDERS = ("qarl_jax", "assets", "bridge", "configs", "tests", "docs", "examples", "benchmarks", "experiments")
 
@@ -290,47 +290,49 @@ def test_documents_are_for_readers_of_the_repository_alone(document):
     assert not re.search(r"/work\b|/tmp/venv|\bTODO\b|\bFIXME\b|\bTBD\b", text_of(document))
 
 
-# ---- the notebook ----------------------------------------------------------------------------------------------------
+# ---- the notebooks ---------------------------------------------------------------------------------------------------
 
 
-def cells(kind):
-    return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind]
+def cells(notebook, kind="code"):
+    return [cell for cell in NOTEBOOKS[notebook]["cells"] if cell["cell_type"] == kind]
 
 
-def test_the_notebook_is_valid_and_carries_no_output():
-    notebook = json.loads(NOTEBOOK.read_text())
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_valid_carries_no_output_and_installs_what_it_needs_first(name):
+    notebook = NOTEBOOKS[name]
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     names = [cell["id"] for cell in notebook["cells"]]
     assert len(names) == len(set(names))
     assert all(re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name) for name in names)
-    for cell in cells("code"):
+    install, parameters = cells(name)[:2]
+    assert install["metadata"]["tags"] == ["install"]
+    assert "".join(install["source"]) == "".join(cells("quickstart")[0]["source"])  # one text for all of them
+    assert parameters["metadata"]["tags"] == ["parameters"]
+    for cell in cells(name):
         assert cell["outputs"] == []
         assert cell["execution_count"] is None
         ast.parse("".join(cell["source"]))
-    for cell in cells("markdown"):
+    for cell in cells(name, "markdown"):
         assert "".join(cell["source"]).strip()
 
 
+def run_notebook(name, **parameters):
+    """Runs the cells from top to bottom, the second with other values; returns what they defined."""
+    install, own, *others = cells(name)
+    assert {node.targets[0].id for node in ast.parse("".join(own["source"])).body} == set(parameters)
+    space = {"__name__": "__main__", **parameters}
+    for cell in (install, *others):
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), space)
+    return space
+
+
 @pytest.mark.slow
-def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
+def test_the_quickstarts_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("agg")
     monkeypatch.chdir(tmp_path)
-    world = tiny.World(tmp_path)
-    file = world.command()[1]
-    parameters, *others = cells("code")
-    assert parameters["metadata"]["tags"] == ["parameters"]
-    names = {node.targets[0].id for node in ast.parse("".join(parameters["source"])).body}
-    space = {
-        "__name__": "__main__",
-        "CONFIG": file,
-        "OVERRIDES": [],
-        "SCHEMES": ("w8a8", "w4a16:g32"),
-        "STEPS": 3,
-    }
-    assert names == set(space) - {"__name__"}
-    for cell in others:
-        exec(compile("".join(cell["source"]), cell["id"], "exec"), space)
+    file = tiny.World(tmp_path).command()[1]
+    space = run_notebook("quickstart", CONFIG=file, OVERRIDES=[], SCHEMES=("w8a8", "w4a16:g32"), STEPS=3)
     pyplot.close("all")
     bf16, quantized = space["differences"].values()
     # The claim the notebook makes: the int4 learner is the sampler's policy, the bf16 learner is not.
@@ -338,6 +340,18 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     assert len(space["history"]) == 3
     assert space["session"].engine.version == 3
     assert 0 < space["flips"] < 1
+
+
+@pytest.mark.nightly
+def test_the_notebook_of_rewards_and_environments_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = ["train.prompts_per_step=4", "train.prompts_per_update=2", "train.micro_batch_rows=4"]
+    space = run_notebook("reward_and_environment", FOLDER="mine", OVERRIDES=small, STEPS=1)
+    # What the text claims: lines cost, a number off by one pays a little, and wrong answers get a second try.
+    assert [space["folder"] / name for name in ("config.yaml", "reward.py", "data.jsonl")] == space["files"]
+    assert -0.1 < space["rewards"][0] < 1
+    assert set(space["tried"]) == {1, 2}
+    assert 0 < space["numbers"]["reward/mean"] < 1
 
 
 # ---- the site --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from qarl_jax import doctor, models, quant, train
 from qarl_jax.memory import learner, plan
+from qarl_jax.observe.trackers import watched
 from qarl_jax.quant.contractions import Dense
 from qarl_jax.rollout.embedded import engine as embedded
 from qarl_jax.rollout.vllm import engine as vllm
@@ -107,6 +109,19 @@ def reshape_a_tensor(world, monkeypatch):
     save_file(tensors, world.model / "model.safetensors")
 
 
+def cut_the_weights(world, monkeypatch):
+    file = world.model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def end_nowhere(world, monkeypatch):
+    (world.model / "generation_config.json").write_text('{"eos_token_id": "1"}')
+
+
+def break_the_config(world, monkeypatch):
+    (world.model / "config.json").write_text('{"architectures": "Qwen3ForCausalLM"}')
+
+
 def shrink_the_vocabulary(world, monkeypatch):
     file = world.model / "tokenizer.json"
     values = json.loads(file.read_text())
@@ -115,6 +130,8 @@ def shrink_the_vocabulary(world, monkeypatch):
 
 
 VLLM = "rollout.engine={name: vllm, max_model_len: %d, python: %s}"
+CRITIC = "loss.name=ppo advantage.name=gae critic={optimizer: {name: adamw}"
+ELSEWHERE = "eval.data={source: {name: jsonl, path: /no/such.jsonl}}"
 TOLD_FIRST = {
     "data": ("data.source.path=/no/such.jsonl", None, "/no/such.jsonl: no such file"),
     "no weights": ("", lambda world, patch: (world.model / "model.safetensors").unlink(), "no weights there"),
@@ -123,7 +140,21 @@ TOLD_FIRST = {
     "tokenizer": ("", shrink_the_vocabulary, "31 entries (model: 30)"),
     "positions": (VLLM % (129, sys.executable), None, "max_model_len=129 is more than the model's 128 positions"),
     "no vLLM": (VLLM % (128, "/nowhere/python"), None, "/nowhere/python cannot be asked for its packages"),
+    "no folder": ("model.path=/nowhere", None, "Give model.path a Hugging Face folder"),
+    "no folder of a critic": (f"{CRITIC}, path: /nowhere}}", None, "Give critic.path a Hugging Face folder"),
+    "no config": ("", break_the_config, "Mend that file, or give model.path another model"),
+    "cut weights": ("", cut_the_weights, "Get the model of model.path again"),
+    "longer than the model": (VLLM % (129, sys.executable), None, "Lower it, or set 0, what the model allows"),
+    "no end token": ("", end_nowhere, "Mend the tokenizer's files in"),
+    "data to evaluate on": (ELSEWHERE, None, "See eval.data.source.path; "),
+    "a reward's signature": ("reward.options={bonus: 1}", None, "is called with (text, answer, meta, bonus=...)"),
+    "an environment": ("rollout.environment={name: custom, path: 'json:JSONDecoder'}", None, "has no method 'reset'"),
     "run_dir": ("run_dir=/proc/run", None, "Set run_dir to a folder of yours"),
+    "a tracker": (
+        "log.trackers=[tensorboard, wandb]",
+        lambda world, patch: patch.setitem(watched.PACKAGES, "wandb", "no_such_package"),
+        "trackers: not installed: wandb. Run pip install 'qarl-jax[wandb]', or take wandb out of log.trackers",
+    ),
     "disk": ("", starve, "0 MiB free. Free some space: 2 checkpoints and one being written take"),
 }
 
@@ -136,11 +167,12 @@ def test_a_run_is_told_what_keeps_it_from_starting_before_anything_is_made(tmp_p
         spoil(world, monkeypatch)
     for dear in ("open_prompts", "run"):
         monkeypatch.setattr(train, dear, lambda *args: pytest.fail("begun"))
-    assert train.main(world.command(*filter(None, [override]))) == 2
+    assert train.main(world.command(*re.split(" (?=[a-z.]+=)", override) if override else ())) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ")
     assert told.count("\n") == 1
     assert says in told
+    assert ("Give model.path a Hugging Face folder" in told) == (case == "no folder")
     assert not world.run_dir.exists()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from qarl_jax import plot
+from qarl_jax.observe import curves
 from qarl_jax.types import UserError
 
 
@@ -62,7 +63,7 @@ def test_the_strong_line_is_the_running_mean_of_what_was_recorded(tmp_path):
     faint, strong = plot.figure([loaded], window=4).axes[0].lines
     np.testing.assert_allclose(faint.get_xydata(), np.column_stack([steps, values]))
     np.testing.assert_allclose(strong.get_ydata()[10], np.mean(values[7:11]))
-    assert plot.running_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+    assert curves.running_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
 
 
 def test_missing_null_and_zero_values_leave_gaps_not_errors(tmp_path):
@@ -125,13 +126,13 @@ def test_held_out_rewards_stand_at_their_version_from_before_training_on(tmp_pat
     assert (list(marks.steps), list(marks.values)) == ([5], [0.4])
 
 
-def test_the_report_draws_the_figures_panels(tmp_path):
+def test_the_figure_draws_the_charts_panels(tmp_path):
     runs = plot.load_runs([write_run(tmp_path / name, seed=i) for i, name in enumerate("ab")])
     charts = plot.charts(runs, window=3, extra=["time/step_s"])
     assert [chart.title for chart in charts] == titles(plot.figure(runs, extra=["time/step_s"]))
     faint, strong, *other = charts[0].lines
     assert (faint.faint, strong.faint, strong.run, other[-1].run) == (True, False, 0, 1)
-    assert strong.values == plot.running_mean(faint.values, 3)
+    assert strong.values == curves.running_mean(faint.values, 3)
 
 
 def test_any_metric_can_be_added(tmp_path):
@@ -264,3 +265,16 @@ def test_a_run_with_tokens_gets_the_papers_two_figures(tmp_path, capsys):
     assert plot.main([str(run), "--out", str(tmp_path / "figures")]) == 0
     assert str(tmp_path / "figures" / "probabilities.png") in capsys.readouterr().out
     assert (tmp_path / "figures" / "probabilities.png").stat().st_size > 10_000
+
+
+def test_a_finished_run_is_drawn_into_its_folder_and_no_failure_ends_it(tmp_path, monkeypatch, caplog):
+    run = write_run(tmp_path / "run", steps=3)
+    monkeypatch.setattr(plot, "leave", plot.leave.__wrapped__)
+    plot.leave(str(run))
+    assert {"curves.png", "report.html"} <= {path.name for path in run.iterdir()}
+    (run / "report.html").unlink()
+    (run / "report.html").mkdir()
+    plot.leave(str(run))
+    assert "was not drawn: Cannot write" in caplog.text
+    plot.leave(str(tmp_path / "nowhere"))
+    assert "The run is whole" in caplog.text

@@ -43,7 +43,7 @@ def run(folder, name, environment):
         },
         "checkpoint": {"every": 0},
         "eval": {"num_prompts": 96, "temperature": 1.0},
-        "log": {"view": "lines", "tensorboard": False},
+        "log": {"view": "lines", "trackers": []},
     }
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))

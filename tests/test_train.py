@@ -12,7 +12,7 @@ import signal
 import numpy as np
 import pytest
 
-from qarl_jax import train
+from qarl_jax import plot, train
 from qarl_jax.loop import updates
 from qarl_jax.loop.collector import Collector
 from qarl_jax.observe import recorder
@@ -95,6 +95,19 @@ def test_error_tokens_and_histograms_cover_every_response_token(run):
         # The ratios are those of the second update alone: about half the tokens, and they have moved.
         assert 0 < sum(counts["hist/ratio_pos"]) + sum(counts["hist/ratio_neg"]) < signed
         assert line["quantile/ratio_pos/p01"] < line["quantile/ratio_pos/p99"]
+
+
+@pytest.mark.slow
+def test_a_step_leaves_its_timeline_and_the_codes_that_changed_in_each_layer(run):
+    for line, picture, counts in zip(run.records(), run.records("timeline"), run.records("histograms"), strict=True):
+        names = {name for name, _, _ in picture["spans"]}
+        assert {"rollout", "update", "publish", "metrics"} <= names
+        assert all(-1e-3 <= begin <= end <= picture["seconds"] + 1e-3 for _, begin, end in picture["spans"])
+        flips = {key: row for key, row in counts.items() if key.startswith("flips/")}
+        assert {len(row) for row in flips.values()} == {2}  # layers
+        assert len(flips) == 7
+        shares = [share for row in flips.values() for share in row]
+        assert min(shares) < line["quant/code_flips"] < max(shares)
 
 
 @pytest.mark.slow
@@ -261,7 +274,8 @@ def test_a_mesh_of_devices_gives_the_same_first_step(world, run):
 
 
 @pytest.mark.slow
-def test_fresh_masters_need_no_weights_in_the_folder_and_a_run_may_end_without_a_checkpoint(world):
+def test_fresh_masters_need_no_weights_in_the_folder_and_a_run_may_end_without_a_checkpoint(world, monkeypatch):
+    monkeypatch.setattr(plot, "leave", plot.leave.__wrapped__)
     changed = world.changed(
         run_dir=str(world.folder / "fresh"),
         model=world.tree["model"] | {"init": "random"},
@@ -280,6 +294,7 @@ def test_fresh_masters_need_no_weights_in_the_folder_and_a_run_may_end_without_a
     assert line["optim/grad_norm"] > 0
     assert "quant/code_flips" not in line
     assert not list((changed.run_dir / "checkpoints").glob("step_*"))
+    assert {"curves.png", "report.html"} <= {path.name for path in changed.run_dir.iterdir()}
 
 
 def test_a_dry_run_prints_config_and_plans_and_writes_nothing(world, capsys):
@@ -289,3 +304,28 @@ def test_a_dry_run_prints_config_and_plans_and_writes_nothing(world, capsys):
     for part in ("forward: w4a16:g32", "micro-batch", "masters", "QTensors", "one device", "mlp.down_proj.weight"):
         assert part in said
     assert not changed.run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.source={name: jsonl, path: ROWS}"], "rows.jsonl:2: not a JSON object"),
+        (["data.template='{{ nothing }}'"], "data.template"),
+        (["train.prompts_per_step=9998"], "train.prompts_per_step=9998 is more than the"),
+        (["rollout.engine={name: vllm, max_model_len: 9999}"], "max_model_len=9999 is more than the model's"),
+    ],
+)
+def test_a_dry_run_refuses_what_no_machine_could_train_on(world, tmp_path, capsys, overrides, said):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\nno\n')
+    asked = [override.replace("ROWS", str(tmp_path / "rows.jsonl")) for override in overrides]
+    assert train.main([*world.command(*asked), "--dry-run"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert said in told.err
+
+
+def test_a_dry_run_without_its_data_plans_and_says_what_was_not_checked(world, capsys):
+    assert train.main([*world.command("data.source={name: jsonl, path: /no/rows.jsonl}"), "--dry-run"]) == 0
+    *plan, last = capsys.readouterr().out.splitlines()
+    assert "micro-batch" in "\n".join(plan)
+    assert last.startswith("not on this machine, so the prompts are not checked: /no/rows.jsonl")

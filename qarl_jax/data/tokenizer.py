@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from qarl_jax.types import UserError, check_model_folder
+from qarl_jax.types import AbsentError, UserError, check_model_folder
 
 # The learner needs no torch, and transformers advises whoever lacks it at import.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -31,13 +31,14 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     fallback for folders that have only a sentencepiece model.
 
     Raises:
-      UserError: no folder, no tokenizer in it, or files that transformers cannot read.
+      AbsentError: no folder, or no tokenizer in it.
+      UserError: files that transformers cannot read.
     """
     folder = os.fspath(path)
     check_model_folder(folder)
     names = set(os.listdir(folder))
     if not names & {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"}:
-        raise UserError(
+        raise AbsentError(
             f"{folder}: no tokenizer here (neither tokenizer.json nor tokenizer.model); copy the tokenizer files of the"
             " model into this folder."
         )

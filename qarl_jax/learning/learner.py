@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -38,13 +39,13 @@ from qarl_jax.loss.common import diagnostics
 from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, masked_mean, merge
 from qarl_jax.models import invariant_scaling
 from qarl_jax.models.logprobs import token_logprobs
-from qarl_jax.models.params import part_of, united
+from qarl_jax.models.params import part_of, path_of, united
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.observe import error_tokens, token_trace
 from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.quant import QTensor
-from qarl_jax.runtime import compilation, processes
+from qarl_jax.runtime import compilation, processes, progress
 from qarl_jax.runtime import mesh as sharding
 from qarl_jax.types import LossInputs, TrainBatch, UserError
 
@@ -116,26 +117,30 @@ def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 @jax.jit
-def code_flips(before: Any, after: Any) -> Mean:
-    """Share of integer (or fp8) codes that differ between two trees of QTensors of one scheme.
+def code_flips(before: Any, after: Any) -> dict[str, Mean]:
+    """Shares of integer (or fp8) codes that differ between two trees of QTensors of one scheme, weight by weight.
 
-    QuRL's alarm for a policy that learns too little to change a quantized weight.
+    Returns:
+      The weight's path in the tree -> Mean [layers] of a stack's weight, [] of another.
     """
 
     def is_qtensor(x: Any) -> bool:
         return isinstance(x, QTensor)
 
-    changed, count = jnp.zeros((), jnp.float32), 0
-    pairs = zip(jax.tree.leaves(before, is_leaf=is_qtensor), jax.tree.leaves(after, is_leaf=is_qtensor), strict=True)
-    for old, new in pairs:
+    out = {}
+    pairs = zip(jax.tree.leaves_with_path(before, is_qtensor), jax.tree.leaves(after, is_leaf=is_qtensor), strict=True)
+    for (path, old), new in pairs:
         together = old.scheme.wire.codes.inputs  # codes to a word
         width = 8 * old.codes.dtype.itemsize // together
         words = [jax.lax.bitcast_convert_type(x.codes, f"uint{width * together}") for x in (old, new)]
         bits = jax.lax.bitwise_xor(*words)
+        name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+        inside = tuple(range(name.startswith("stacks."), bits.ndim))
         codes = [jax.lax.shift_right_logical(bits, jnp.full_like(bits, width * i)) for i in range(together)]
-        changed += sum((code & (2**width - 1) != 0).astype(jnp.float32).sum() for code in codes)
-        count += together * old.codes.size
-    return Mean(changed, jnp.float32(count))
+        changed = sum((code & (2**width - 1) != 0).astype(jnp.float32).sum(inside) for code in codes)
+        count = together * math.prod(old.codes.shape[axis] for axis in inside)
+        out[name] = Mean(changed, jnp.full_like(changed, count))
+    return out
 
 
 class Learner:
@@ -208,6 +213,28 @@ class Learner:
         if lost := sorted(set(models.by_path(self.abstract_params)) - set(there)):
             raise UserError(f"trainable: there is no value of {', '.join(lost)}; give it as a master or as frozen.")
         return fresh_state(self._apply, params, self.param_shardings, self.replicated)
+
+    def read(self, read_leaves: Callable[..., Iterable[tuple[Any, Any]]], *source: Any) -> tuple[Any, Any]:
+        """(masters, frozen) for `init`, of a policy whose leaves come one by one.
+
+        Each frozen leaf goes into the form it is held in as it comes: no two masters of those are ever on the devices.
+
+        Args:
+          read_leaves: `models.read_masters` or `models.random_leaves`, or the like. source: its first arguments.
+        """
+        config, learns = self.config, self.trainable.learns
+        dtypes = config.compute_dtype, config.param_dtype
+        leaves = read_leaves(*source, mesh=self.mesh, dtype_of=lambda path: dtypes[learns(path)])
+        if not self.trainable.freeze:
+            return nnx.from_flat_state(list(leaves)), None
+        learned, frozen = [], []
+        for keys, variable in leaves:
+            master = nnx.from_flat_state([(keys, variable)])
+            if learns(path_of(keys, variable)):
+                learned.append(master)
+            else:
+                frozen.append(self.held(master))
+        return united(*learned), united(*frozen)
 
     def hold(self, frozen: Any) -> None:
         """Takes the entries of `qweights` for the frozen leaves. `init` does; what only scores needs no more."""
@@ -318,8 +345,8 @@ class Learner:
             self.param_shardings,
         )
 
-        def compiled(program: Any, *arguments: Any) -> Any:
-            with jax.set_mesh(self.mesh):
+        def compiled(name: str, program: Any, *arguments: Any) -> Any:
+            with jax.set_mesh(self.mesh), progress.task(f"compiling {name}"):
                 return program.lower(*arguments).compile()
 
         sources = [(self._quantizer(self.graphdef), state.params)]
@@ -327,19 +354,19 @@ class Learner:
             frozen = jax.tree.map(_at, *map(self.trainable.frozen, (self.abstract_params, self._places)))
             holder = self._holder(self.trainable)
             sources += [(holder, nnx.from_flat_state([leaf])) for leaf in nnx.to_flat_state(frozen)]
-        programs = [compiled(*source) for source in sources]
+        programs = [compiled("quantization", *source) for source in sources]
         with jax.set_mesh(self.mesh):
             made = [jax.eval_shape(*source) for source in sources]
         read = [jax.tree.map(_at, x, done.output_shardings) for x, done in zip(made, programs, strict=True)]
         qweights = united(*read) if self.trainable.freeze else read[0]
         rest = qweights, batch, row(np.float32) if scored else None, *counts, ref
-        calls: list[tuple[Any, ...]] = [(self._score, state.params, qweights, batch)] if scored else []
+        calls: list[tuple[Any, ...]] = [("scoring", self._score, state.params, qweights, batch)] if scored else []
         if not self.options.one_program:
-            calls.append((self._accumulate, grads, state.params, *rest))
+            calls.append(("gradients", self._accumulate, grads, state.params, *rest))
         elif self.options.offload:
-            calls.append((self._grads, state.params, *rest))
+            calls.append(("gradients", self._grads, state.params, *rest))
         else:
-            calls.append((self._update, state, *rest))
+            calls.append(("an update", self._update, state, *rest))
         with ThreadPoolExecutor(len(calls) + 1, thread_name_prefix="compile") as threads:
             waiting = [threads.submit(compiled, *call) for call in calls]
             if not self.options.one_program or self.options.offload:

@@ -38,6 +38,7 @@ class Config:
         in a MoE model the attention's, for experts have no adapters.
       rslora: scale by alpha / sqrt(rank).
       train_norms: the gains of the norms before attention and MLP learn too.
+      init: PEFT folder of adapters to start from; null: fresh ones.
     """
 
     rank: int = 32
@@ -45,6 +46,7 @@ class Config:
     targets: tuple[str, ...] = ()
     rslora: bool = False
     train_norms: bool = False
+    init: str | None = None
 
     def __post_init__(self) -> None:
         if self.rank not in RANKS:
@@ -77,6 +79,15 @@ class Config:
         """The adapters as the model's config has them."""
         scale = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
         return Lora(rank=self.rank, scale=scale, targets=self.targets)
+
+    @property
+    def words(self) -> str:
+        """The section in words."""
+        scale = f"alpha {self.alpha:g}{' over the root of the rank (rsLoRA)' * self.rslora}"
+        norms = ", and gains of norms" * self.train_norms
+        return (
+            f"rank {self.rank}, {scale}, of {', '.join(self.targets) or 'all linear maps'}{norms}; the rest is frozen"
+        )
 
     @property
     def trainable(self) -> Trainable:

@@ -22,7 +22,7 @@ import numpy as np
 
 from qarl_jax.data import PromptStream
 from qarl_jax.loop import pipeline
-from qarl_jax.observe.recorder import PhaseTimer
+from qarl_jax.observe.phases import PhaseTimer
 from qarl_jax.rollout import continuation, dynamic_sampling
 from qarl_jax.rollout.asynchronous import Schedule, StoppedError
 from qarl_jax.rollout.dynamic_sampling import Collected

@@ -19,7 +19,7 @@ import numpy as np
 from qarl_jax.data import PromptStream
 from qarl_jax.data.tokenizer import Tokenizer
 from qarl_jax.loop import pipeline
-from qarl_jax.observe.recorder import PhaseTimer
+from qarl_jax.observe.phases import PhaseTimer
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import Request, RolloutEngine, dynamic_sampling, partial_rollouts, requests_for
 from qarl_jax.rollout.dynamic_sampling import Collected, Parts

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from qarl_jax.observe.recorder import PhaseTimer
+from qarl_jax.observe.phases import PhaseTimer
 from qarl_jax.rollout import Drawn
 from qarl_jax.rollout.dynamic_sampling import Collected, Parts
 from qarl_jax.runtime import processes

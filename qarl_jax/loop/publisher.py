@@ -4,17 +4,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from qarl_jax import models
 from qarl_jax.learning.learner import Learner, TrainState, code_flips
 from qarl_jax.learning.trainable import joined
+from qarl_jax.metrics import Mean
 from qarl_jax.models import invariant_scaling
 from qarl_jax.rollout import PolicyWeights, RolloutEngine
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
+from qarl_jax.runtime import progress
 from qarl_jax.runtime.mesh import launch_lock
 
 
@@ -23,6 +27,9 @@ class Publisher:
 
     Where learner and sampler share a scheme (QaRL), what is published are the learner's own tensors, those its forward
     reads in the next update; else (quantized rollout under a bf16 learner) the sampler's are made here.
+
+    Attributes:
+      flips: shares of codes that the last publish changed (`by_layer`); empty before two of them.
     """
 
     def __init__(self, cfg: RunConfig, learner: Learner, engine: RolloutEngine):
@@ -32,6 +39,7 @@ class Publisher:
         self._compares = cfg.quant.code_flips
         self._qweights: Any = None
         self._published: Any = None
+        self.flips: dict[str, list[float | None]] = {}
 
     def qweights(self, state: TrainState) -> Any:
         """The learner's QTensors for `state`: those just published, where they are its own."""
@@ -50,16 +58,41 @@ class Publisher:
         params, qtensors = joined(state.params, qweights)
         fixed = frozenset(models.by_path(self.learner.frozen))
         weights = PolicyWeights(graphdef=self.graphdef, params=params, qweights=qtensors, fixed=fixed)
-        report = timed(self.engine.publish(weights, version))
+        with progress.task("publishing"):
+            report = timed(self.engine.publish(weights, version))
         with launch_lock(self.learner.mesh.size):
             if jax.tree.leaves(learned):
                 error = invariant_scaling.quantization_error(state.params, learned)
                 report["quant/error"] = float(jax.device_get(error))
                 if self._published is not None:
+                    flips = jax.device_get(code_flips(self._published, learned))
                     # QuRL's "frozen actor" alarm: a policy whose codes do not change samples the same way for ever.
-                    report["quant/code_flips"] = float(jax.device_get(code_flips(self._published, learned).value))
+                    changed, all_codes = (
+                        sum(float(np.sum(getattr(m, part))) for m in flips.values()) for part in ("total", "count")
+                    )
+                    report["quant/code_flips"] = changed / all_codes
+                    self.flips = by_layer(flips, models.config_of(self.graphdef).stacks)
         self._published = learned if self._compares else None
         return report
+
+
+def by_layer(flips: Mapping[str, Mean], stacks: Sequence[Any]) -> dict[str, list[float | None]]:
+    """`learner.code_flips` as a line of histograms.jsonl: `flips/attn.q` -> a share per layer.
+
+    None stands for a layer without this weight. A weight outside the layers has one share.
+    """
+    out: dict[str, list[float | None]] = {}
+    layers = max(stack.start + stack.length for stack in stacks)
+    for path, mean in flips.items():
+        shares = [float(f"{share:.4g}") for share in np.atleast_1d(mean.total / mean.count)]
+        names = [part for part in path.split(".") if part not in ("kernel", "value")]
+        if names[0] != "stacks":
+            out["flips/" + ".".join(names)] = [*shares]
+            continue
+        stack = stacks[int(names[1])]
+        row = out.setdefault("flips/" + ".".join(names[2:]), [None] * layers)
+        row[stack.start : stack.start + stack.length] = shares
+    return out
 
 
 def timed(published: dict[str, float]) -> dict[str, float]:

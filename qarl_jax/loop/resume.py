@@ -63,7 +63,6 @@ def restore(
             f"{lost} Put one back, or name another run_dir; checkpoint.start_over=true begins at step 0 and keeps the"
             " old records aside."
         )
-    with processes.together():
-        observer.set_aside()
-    observer.say(f"{lost} The run begins at step 0; its old records are kept as *.jsonl.old-*")
+    observer.set_aside()
+    observer.say(f"{lost} The run begins at step 0; its old records will be kept as *.jsonl.old-*")
     return None

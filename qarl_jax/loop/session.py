@@ -26,7 +26,7 @@ from qarl_jax.learning.learner import TrainState
 from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.updates import Updates, advantages_of, packed_rows
-from qarl_jax.observe.recorder import PhaseTimer
+from qarl_jax.observe.phases import PhaseTimer
 from qarl_jax.rollout import partial_rollouts
 from qarl_jax.run import build, config
 from qarl_jax.run.config import RunConfig

@@ -22,13 +22,13 @@ from qarl_jax.loop.collector import Collector
 from qarl_jax.loop.interrupt import Interrupt
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.updates import Updates
-from qarl_jax.observe import recorder, terminal
+from qarl_jax.observe import phases, recorder, terminal
 from qarl_jax.rollout import partial_rollouts
 from qarl_jax.run import build, config, evaluation, stamp
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.prompts import Prompts
-from qarl_jax.runtime import compilation, processes, startup
+from qarl_jax.runtime import compilation, processes, progress, startup
 from qarl_jax.verify import alignment
 
 
@@ -62,7 +62,7 @@ class Run:
         compilation.enable_cache(cfg.train.compile_cache)
         self.tokenizer, self._held_out = prompts.tokenizer, prompts.held_out
         self._stop = data.stop_token_ids(self.tokenizer, cfg.model.path)
-        self.stream = data.PromptStream(prompts.train, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
+        self.stream = prompts.stream
 
         # ---- policy, learner, engine ---------------------------------------------------------------------------------
         saved = processes.from_first(lambda: stamp.of(self.checkpoints.directory))
@@ -107,10 +107,10 @@ class Run:
         )
 
         # ---- the loop's verbs ----------------------------------------------------------------------------------------
-        self.timer = recorder.PhaseTimer()
+        self.timer = phases.PhaseTimer()
         self.publisher = Publisher(cfg, self.learner, self.engine)
         self.updates = Updates(cfg, self.learner, self.publisher, self.timer, reference=reference, critic=self.critic)
-        behind = self.timer if schedule is None else recorder.PhaseTimer()  # each thread has its own
+        behind = self.timer if schedule is None else phases.PhaseTimer(beside=self.timer)  # each thread has its own
         self.collector: Collector | Ahead = Collector(
             cfg, self.engine, self.grader, self.tokenizer, self._stop, self.stream, buffer, behind
         )
@@ -129,6 +129,7 @@ class Run:
             published = self.publisher.publish(self.state, self.start)
         self.begun = self._starting.seconds() | {k: v for k, v in published.items() if k.startswith("time/start_")}
         self.observer.say(startup.words(self.begun))
+        self.observer.say(f"to follow it in a browser: python -m qarl_jax.plot --watch {cfg.run_dir}")
         if (facts := self.engine.facts) is not None:
             self.observer.say(f"{alignment.of_run(cfg, facts)} (execution {facts.execution})")
         self._at_start = self._measured() if cfg.eval.at_start and self.start == 0 else None
@@ -203,7 +204,8 @@ class Run:
         """A checkpoint after so many steps: all of the run's state, and the settings it was made with."""
         extra = {"data": self.stream.state(step), "policy_version": step, "seed": self.cfg.seed}
         extra |= stamp.make(self.cfg, models.config_of(self._graphdef).numerics.profile)
-        self.checkpoints.save(step, self._entries(), extra | self.collector.state())
+        with progress.task("saving a checkpoint"):
+            self.checkpoints.save(step, self._entries(), extra | self.collector.state())
 
     def end_interrupted(self, step: int) -> None:
         """The last words of a run that was asked to stop after so many steps, which are saved unless there is none."""

@@ -17,7 +17,7 @@ from qarl_jax.metrics import Metric
 from qarl_jax.observe import error_tokens, recorder, terminal
 from qarl_jax.run import evaluation
 from qarl_jax.run.config import RunConfig
-from qarl_jax.types import Completion, RolloutGroup
+from qarl_jax.types import Completion, RolloutGroup, command
 
 # Reported once more over the updates after a step's first, where alone the ratio bands can act (the first has ratio 1).
 LATER = ("clip/", "loss/ratio", "loss/seq_ratio", "proximal/")
@@ -164,8 +164,9 @@ def summary(cfg: RunConfig) -> str:
     """The run in a few lines: reward of the first and last five steps, held-out evaluations, the curve."""
     records = recorder.read_lines(os.path.join(cfg.run_dir, "metrics.jsonl"))
     rewards = [record["reward/mean"] for record in records]
+    curves = ", its curves in report.html" if os.path.isfile(os.path.join(cfg.run_dir, "report.html")) else ""
     lines = [
-        f"done: {cfg.run_dir}, its numbers in metrics.jsonl, its policy in checkpoints/",
+        f"done: {cfg.run_dir}, its numbers in metrics.jsonl{curves}, its policy in checkpoints/",
         f"reward/mean       {np.mean(rewards[:5]):.3f} (first five steps) -> {np.mean(rewards[-5:]):.3f} (last five)",
         f"                  {terminal.sparkline(rewards)}",
     ]
@@ -185,10 +186,10 @@ def summary(cfg: RunConfig) -> str:
 def next_steps(cfg: RunConfig) -> list[str]:
     """The commands that most people want once a run has ended, as lines."""
     run, name = cfg.run_dir, os.path.basename(os.path.normpath(cfg.run_dir))
-    commands = {
-        f"plot {run}": f"report.html and plots, into {run}",
-        f"evaluate --checkpoint {run}": "its policy on held-out prompts",
-        f"export --checkpoint {run} --format hf --out models/{name}": "as a model folder",
+    lines = {
+        f"{command('plot')} --watch {run}": "its page; report.html in its folder is the same as a file",
+        f"{command('evaluate')} --checkpoint {run}": "its policy on held-out prompts",
+        f"{command('export')} --checkpoint {run} --format hf --out models/{name}": "as a model folder",
     }
-    width = max(map(len, commands))
-    return ["next:", *(f"  python -m qarl_jax.{command:<{width}}   # {what}" for command, what in commands.items())]
+    width = max(map(len, lines))
+    return ["next:", *(f"  {line:<{width}}   # {purpose}" for line, purpose in lines.items())]

@@ -28,12 +28,12 @@ from qarl_jax.loop.step_metrics import UpdateMetrics
 from qarl_jax.loss.advantages import finite, group_advantages, padded, turn_advantages
 from qarl_jax.metrics import Metric, Rows
 from qarl_jax.observe import flops
-from qarl_jax.observe.recorder import PhaseTimer
+from qarl_jax.observe.phases import PhaseTimer
 from qarl_jax.observe.token_trace import LOGPROBS, Follower
 from qarl_jax.rollout import dynamic_sampling
 from qarl_jax.rollout.dynamic_sampling import Collected
 from qarl_jax.run.config import RunConfig
-from qarl_jax.runtime import processes
+from qarl_jax.runtime import processes, progress
 from qarl_jax.types import DivergedError, RolloutGroup, TrainBatch
 
 
@@ -160,13 +160,14 @@ class Updates:
         if not warming:
             self.score(state, batches)
         gathered = UpdateMetrics()
-        for number, batch in enumerate(batches):
-            place = f"step {step}, update {number + 1} of {len(batches)}"
-            if critic is not None:
-                gathered.add_critic(self.fit_critic(critic, batch, place))
-            if not warming:
-                state, inner = self.update_once(state, batch, number, place, follow)
-                gathered.add(number, inner)
+        with progress.task("updating", len(batches), "updates") as task:
+            for number, batch in enumerate(task.count(batches)):
+                place = f"step {step}, update {number + 1} of {len(batches)}"
+                if critic is not None:
+                    gathered.add_critic(self.fit_critic(critic, batch, place))
+                if not warming:
+                    state, inner = self.update_once(state, batch, number, place, follow)
+                    gathered.add(number, inner)
 
         def read() -> Learned:
             with self._timer("metrics"):

@@ -89,7 +89,7 @@ def staging_seconds(cfg: RunConfig, buffers: int | None) -> float:
 
 
 def in_words(cost: Cost) -> tuple[str, ...]:
-    """Words a cost: its seconds, then its rounding."""
-    words = [f"{cost.seconds:+.1f} s a step (estimate)"] if cost.seconds >= 0.05 else []
+    """Words a cost: its seconds, beside the value of the setting that takes none, then its rounding."""
+    words = [f"{cost.seconds:+.1f} s a step over its fastest value (estimate)"] if cost.seconds >= 0.05 else []
     words += ["rounds otherwise"] if cost.bits else []
     return tuple(words) or ("costs no time",)

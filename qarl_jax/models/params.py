@@ -25,6 +25,7 @@ from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.families import ADAPTER
 from qarl_jax.models.layers import Quantized, folded, fresh_a
 from qarl_jax.models.transformer import Transformer, quantizable
+from qarl_jax.numerics.float32 import round_to
 from qarl_jax.quant import Rules
 from qarl_jax.runtime.mesh import launching, param_shardings
 from qarl_jax.types import UserError
@@ -121,6 +122,30 @@ def fold_adapters(graphdef: nnx.GraphDef, params: nnx.State) -> nnx.State:
     return united(part_of(params, lambda path: not mine(path)), _mapped(fold, part_of(params, mine)))
 
 
+def merge_adapters(model: Transformer) -> Transformer:
+    """The base with kernels W + B' A in the place of adapters, in float32, rounded once to the kernels' dtype: masters
+    alone, no QTensors. Itself where there are no adapters."""
+    config = model.config
+    if config.lora is None:
+        return model
+    merged = jax.jit(functools.partial(_merged, scale=config.lora.scale, dtype=config.compute_dtype))
+    for linear in quantizable(model).values():
+        if linear.lora_a is not None and linear.lora_b is not None:
+            parts = (x.get_value() for x in (linear.kernel, linear.lora_a, linear.lora_b))
+            linear.kernel.set_value(merged(*parts))
+    params = part_of(split(model)[1], lambda path: path.rpartition(".")[2] not in ADAPTER)
+    base = dataclasses.replace(config.base, quant=Rules())
+    return merge(split(abstract_model(base))[0], params, nnx.State({}))
+
+
+def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, *, scale: float, dtype: Any) -> jax.Array:
+    def one(layer: tuple[jax.Array, ...]) -> jax.Array:
+        weight, a, b = (x.astype(jnp.float32) for x in layer)
+        return (weight + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)).astype(kernel.dtype)
+
+    return jax.lax.map(one, (kernel, round_to(a, dtype), folded(b, scale, dtype)))
+
+
 def _mapped(function: Callable[[jax.Array], jax.Array], state: nnx.State) -> nnx.State:
     return jax.jit(functools.partial(jax.tree.map, function))(state)
 
@@ -128,11 +153,11 @@ def _mapped(function: Callable[[jax.Array], jax.Array], state: nnx.State) -> nnx
 def random_masters(config: ModelConfig, mesh: Mesh, seed: int = 0) -> nnx.State:
     """Fresh masters like those of `random_model`, drawn on the devices, each its own part: no byte of them is ever on
     the host, and no device holds more than a layer beside its part. A seed means the same weights on every mesh."""
-    return nnx.from_flat_state(list(random_leaves(config, mesh, seed)))
+    return nnx.from_flat_state(list(random_leaves(config, mesh, seed=seed)))
 
 
 def random_leaves(
-    config: ModelConfig, mesh: Mesh, seed: int = 0, dtype_of: Callable[[str], Any] | None = None
+    config: ModelConfig, mesh: Mesh, *, seed: int = 0, dtype_of: Callable[[str], Any] | None = None
 ) -> Iterator[tuple[Any, nnx.Param]]:
     """Yields the entries of `random_masters` as they are drawn. dtype_of: dtype of the master at a path; None: the
     config's."""

@@ -7,8 +7,10 @@
               config.yaml     the resolved config once more, as a file to start another run from
               metrics.jsonl   one JSON object per step: {"step": 12, "reward/mean": 0.53, ..., "time/rollout_s": 1.2}
               samples.jsonl   a few completions per step, in full, token by token
-              histograms.jsonl  counts of log-ratios per step, for the bins of `loss.diagnostics.EDGES`
-              tensorboard/    the same numbers as metrics.jsonl
+              histograms.jsonl  counts of log-ratios per step, for the bins of `loss.diagnostics.EDGES`, and
+                              `flips/*`: the share of a weight's codes that the publish changed, layer by layer
+              timeline.jsonl  begin and end of a step's phases, in seconds
+              trackers/       how far each of `log.trackers` got, and what it said (`trackers/`)
 
 Rules that make the files worth comparing:
 
@@ -34,8 +36,7 @@ import platform
 import socket
 import subprocess
 import sys
-import threading
-import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -43,9 +44,10 @@ from typing import Any, Literal, TextIO
 import jax
 
 from qarl_jax.data.tokenizer import Tokenizer, decode
-from qarl_jax.metrics import TIME, Max, Mean, phases
-from qarl_jax.observe.tensorboard import EventFile
+from qarl_jax.metrics import Max, Mean
+from qarl_jax.observe.phases import Spans
 from qarl_jax.observe.terminal import make_view
+from qarl_jax.observe.trackers import TRACKERS, watched
 from qarl_jax.types import Completion, RolloutGroup, Turn, UserError, at_least
 
 log = logging.getLogger(__name__)
@@ -58,76 +60,29 @@ class Config:
     Attributes:
       view: "table" (stays at the bottom of the terminal), "lines" (one per step), "off", or "auto": the table in a
         terminal, lines elsewhere.
-      tensorboard: write event files.
+      trackers: where metrics and samples are shown beside the run's own files: any of tensorboard, wandb (Weights &
+        Biases), mlflow, trackio. Each needs its package, the extra of the same name. Its own variables choose server
+        and mode, as WANDB_MODE=offline does.
+      project: the project or experiment that a tracker files the run under.
       samples_per_step: completions per step in samples.jsonl; 0: none.
       sample_tokens: tokens of each of them recorded with their log-probs, ratio, weight and fate (`token_trace.py`); of
         a longer response the first and the last half of as many; 0: none.
     """
 
     view: Literal["auto", "table", "lines", "off"] = "auto"
-    tensorboard: bool = True
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
+    project: str = "qarl_jax"
     samples_per_step: int = 4
     sample_tokens: int = 1024
 
     def __post_init__(self) -> None:
         if self.view not in ("auto", "table", "lines", "off"):
             raise UserError(f"view is {self.view!r}; it must be one of auto, table, lines, off.")
+        if unknown := [kind for kind in self.trackers if kind not in TRACKERS]:
+            raise UserError(f"trackers has {unknown[0]!r}; it may have any of {', '.join(TRACKERS)}.")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise UserError(f"trackers names one twice: {', '.join(self.trackers)}. Name each once.")
         at_least(self, 0, "samples_per_step", "sample_tokens")
-
-
-# ---------------------------------------------------------------------------------------------------------------- times
-
-
-class PhaseTimer:
-    """Seconds per phase of a step, in the thread that takes them (at first: that made it), and beside it in others.
-
-    Every second of a step is in one phase: one inside another is taken out of it, and what no phase covers is `other`.
-    So `phases` of what `take` returns sum to `time/step_s`. What other threads do in that time does not count there.
-
-    Example:
-      timer = PhaseTimer()
-      with timer("rollout"):
-          ...                     # meanwhile another thread: with timer("reward"): ...
-      timer.take()   # {"time/rollout_s": 1.21, "time/beside/reward_s": 0.4, "time/other_s": 0.09, "time/step_s": 1.30}
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock, self._owner, self._lock = clock, threading.get_ident(), threading.Lock()
-        self._seconds: dict[str, float] = {}
-        self._inside: list[float] = []  # per open phase, the seconds of phases within it
-        self._start = clock()
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Time a block; a phase entered several times adds up. The time counts even if the block raises."""
-        beside = threading.get_ident() != self._owner
-        start = self._clock()
-        if not beside:
-            self._inside.append(0.0)
-        try:
-            yield
-        finally:
-            took = self._clock() - start
-            own = took
-            if not beside:
-                own -= self._inside.pop()
-                if self._inside:
-                    self._inside[-1] += took
-            name = f"beside/{phase}" if beside else phase
-            with self._lock:
-                self._seconds[name] = self._seconds.get(name, 0.0) + own
-
-    def take(self) -> dict[str, float]:
-        """Seconds of each phase and, as `time/step_s`, since the last call; then start anew."""
-        now, self._owner = self._clock(), threading.get_ident()
-        with self._lock:
-            seconds, self._seconds = self._seconds, {}
-        out = {f"{TIME}{phase}_s": value for phase, value in seconds.items()}
-        whole = now - self._start
-        out[f"{TIME}other_s"] = whole - sum(phases(out).values())
-        out[f"{TIME}step_s"] = whole
-        self._start = now
-        return out
 
 
 # ---------------------------------------------------------------------------------------------------------------- lines
@@ -347,9 +302,11 @@ class Observer:
         """`total_steps` is for the view ("step 3 of 100"); `stream` is where it writes (None: standard output)."""
         self.run_dir = Path(run_dir).absolute()
         self._step_files = tuple(
-            self.run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "histograms", "first_mismatch")
+            self.run_dir / f"{name}.jsonl"
+            for name in ("metrics", "samples", "histograms", "timeline", "first_mismatch")
         )
-        self.metrics_path, self.samples_path, self._histograms_path, self._first_mismatch_path = self._step_files
+        self.metrics_path, self.samples_path, self._histograms_path, self._timeline_path, *_ = self._step_files
+        self._first_mismatch_path = self._step_files[-1]
         self.config = config or Config()
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -360,23 +317,29 @@ class Observer:
                 " that you may write to, on a disk with free space."
             ) from None
         self._last_step: int | None = None
-        self._resumed = -1
-        self._tensorboard: EventFile | None = None
+        self._trackers: list[watched.Watched] | None = None  # started once there is something to show
+        self._is_set_aside = False
         self._stream = stream or sys.stdout
         self._view = make_view(self.config.view, self.run_dir.name, total_steps, self._stream)
 
     # ------------------------------------------------------------------------------------------------------------ files
 
     def start(self, *, config: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
-        """Write run.json. A resumed run replaces `config` and adds one more entry to `starts`."""
+        """Write run.json. A resumed run replaces `config`, keeps its `id`, and adds one more entry to `starts`."""
         path = self.run_dir / "run.json"
-        starts = []
+        before: dict[str, Any] = {}
         if path.exists():
-            with contextlib.suppress(ValueError, KeyError):
-                starts = json.loads(path.read_text())["starts"]
-        starts.append({**_start_facts(), **(facts or {})})
+            with contextlib.suppress(ValueError):
+                before = json.loads(path.read_text())
+        start = {**_start_facts(), **(facts or {})}
+        run_id = before.get("id") if start.get("step") else None
+        record = {
+            "id": run_id or uuid.uuid4().hex[:8],  # of one that begins anew, too
+            "config": config,
+            "starts": [*before.get("starts", ()), start],
+        }
         with self._disk_errors(path):
-            _replace(path, (json.dumps({"config": config, "starts": starts}, indent=2) + "\n").encode())
+            _replace(path, (json.dumps(record, indent=2) + "\n").encode())
 
     def write(self, name: str, text: str) -> None:
         """Put a file into the run directory, whole or not at all."""
@@ -386,18 +349,26 @@ class Observer:
 
     def truncate_to(self, step: int) -> None:
         """The run continues after `step`: drop later records and a torn last line. A fresh start passes -1."""
+        if self._is_set_aside:
+            self._rename()
         for path in self._step_files:
             with self._disk_errors(path):
                 _truncate(path, step)
-        self._last_step, self._resumed = None, step
+        self._last_step = None
 
     def set_aside(self) -> None:
-        """Keep what an earlier run recorded here under other names, `metrics.jsonl.old-1` and so on."""
+        """Keep what an earlier run recorded here under other names, `metrics.jsonl.old-1` and so on.
+
+        It is renamed by `truncate_to`, once there is something to record.
+        """
+        self._is_set_aside = True
+
+    def _rename(self) -> None:
         number = 1 + sum(1 for _ in self.run_dir.glob("metrics.jsonl.old-*"))
         for path in (*self._step_files, *self.run_dir.glob("eval*.jsonl")):
             with self._disk_errors(path), contextlib.suppress(FileNotFoundError):
                 path.rename(path.with_name(f"{path.name}.old-{number}"))
-        self._last_step = None
+        self._is_set_aside = False
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Record a step everywhere; returns the record as written.
@@ -412,9 +383,10 @@ class Observer:
         record = to_record(step, metrics)
         self._append(self.metrics_path, [record])
         self._last_step = step
-        if self.config.tensorboard:
-            self._tensorboard = self._tensorboard or EventFile(self.run_dir / "tensorboard", self._resumed + 1)
-            self._tensorboard.write(record)
+        if self._trackers is None and (self.run_dir / "run.json").exists():
+            self._trackers = [watched.Watched(kind, self.run_dir, self.config.project) for kind in self.config.trackers]
+        for tracker in self._trackers or ():
+            tracker.check()
         self._show(self._view.show, record)
         return record
 
@@ -430,10 +402,16 @@ class Observer:
         if records:
             self._append(self.samples_path, [{"step": step, **record} for record in records])
 
-    def histograms(self, step: int, counts: Mapping[str, Sequence[int]]) -> None:
-        """Record a step's histograms: name -> counts per bin."""
+    def histograms(self, step: int, counts: Mapping[str, Sequence[Any]]) -> None:
+        """Record a step's histograms: name -> counts per bin, or a share per layer."""
         if counts:
             self._append(self._histograms_path, [{"step": step, **counts}])
+
+    def timeline(self, step: int, taken: Spans) -> None:
+        """Record when a step's phases began and ended."""
+        spans = [(name, round(begin, 4), round(end, 4)) for name, begin, end in taken.spans]
+        ends = {"seconds": round(taken.seconds, 4), "ended": round(taken.ended, 3)}
+        self._append(self._timeline_path, [{"step": step, **ends, "spans": spans}])
 
     def first_mismatch(self, step: int, found: Mapping[str, Any]) -> None:
         """Record the first token of a step whose log-prob differs (`loop.first_mismatch.FirstMismatch`)."""
@@ -448,18 +426,18 @@ class Observer:
         self._show(self._view.close)
         self._show(self._view.say, text)
 
-    def close(self) -> None:
-        """Finish the view and the event files, and let go of the directory."""
+    def close(self, *, ended: bool = True) -> None:
+        """Finish the view and the trackers, and let go of the directory. ended: no error ended the run."""
         self._show(self._view.close)
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        watched.close(self._trackers or (), ended=ended)
+        self._trackers = []
         self._lock.close()
 
     def __enter__(self) -> Observer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(ended=kind is None)
 
     def latest(self) -> int | None:
         """The last step on record, or None."""
@@ -499,7 +477,7 @@ class Silent:
         return None
 
     start = write = truncate_to = set_aside = latest = log = _nothing
-    samples = histograms = first_mismatch = say = end = _nothing
+    samples = histograms = timeline = first_mismatch = say = end = _nothing
 
     def __enter__(self) -> Silent:
         return self

@@ -12,15 +12,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
-import os
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qarl_jax.metrics import PERF, TIME, phases
+from qarl_jax.runtime import progress
 
 log = logging.getLogger(__name__)
 
@@ -178,6 +179,8 @@ class _Lines:
 
     def __init__(self, total_steps: int | None, stream: Any):
         self._total, self._stream = total_steps, stream
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(progress.told(self.say))
 
     def show(self, record: Mapping[str, Any]) -> None:
         self.say(summary_line(record, self._total))
@@ -186,7 +189,7 @@ class _Lines:
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        pass
+        self._stack.close()
 
 
 class _Table:
@@ -198,12 +201,21 @@ class _Table:
 
         self._name, self._total = name, total_steps
         self._last: Mapping[str, Any] = {}
+        self._ended = False
         self._rewards: deque[float] = deque(maxlen=40)
         self._seconds: deque[float] = deque(maxlen=20)
         self._console = Console(file=stream)
         stdout = stream is sys.stdout  # then prints and log lines of others scroll above the table, too
-        self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=stdout, redirect_stderr=stdout)
+        self._live = Live(
+            console=self._console, get_renderable=self._renderable, redirect_stdout=stdout, redirect_stderr=stdout
+        )
         self._live.start()
+
+    def _renderable(self) -> Any:
+        from rich.console import Group
+
+        parts = [self._render(self._last, ended=self._ended)] if self._last else []
+        return Group(*parts, progress.renderable())
 
     def show(self, record: Mapping[str, Any]) -> None:
         if isinstance(record.get("reward/mean"), float):
@@ -211,7 +223,7 @@ class _Table:
         if isinstance(record.get(f"{TIME}step_s"), float):
             self._seconds.append(record[f"{TIME}step_s"])
         self._last = record
-        self._live.update(self._render(record), refresh=True)
+        self._live.refresh()
 
     def _render(self, record: Mapping[str, Any], *, ended: bool = False) -> Any:
         from rich import box
@@ -234,19 +246,19 @@ class _Table:
         return table
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
+        from rich.text import Text
+
+        self._console.print(Text(text))  # markup=False would reach the table, which is drawn anew below the text
 
     def close(self) -> None:
-        if self._last:
-            self._live.update(self._render(self._last, ended=True))
-            self._last = {}
+        self._ended = True
         self._live.stop()
 
 
 def make_view(kind: str, name: str, total_steps: int | None, stream: Any) -> _Silent | _Lines | _Table:
     """The view `kind` ("auto", "table", "lines" or "off", see `recorder.Config`) of run `name`, written to `stream`."""
     if kind == "auto":
-        kind = "table" if stream.isatty() and os.environ.get("TERM") != "dumb" else "lines"
+        kind = "table" if progress.is_terminal(stream) else "lines"
     if kind == "off":
         return _Silent()
     return _Table(name, total_steps, stream) if kind == "table" else _Lines(total_steps, stream)

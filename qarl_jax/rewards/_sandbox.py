@@ -28,6 +28,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 MAX_ANSWER = 1 << 20  # bytes of an answer, or of a program's standard output
 MAX_DEPTH = 50
@@ -164,6 +165,8 @@ def child() -> None:
     lock_down()
     site.setquit()  # exit() and quit(), which Python has without -S
     names: dict = {"__name__": "__main__" if "stdin" in task else "solution"}
+    for text in task["beside"]:
+        define(text, names)
     if "stdin" in task:
         sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
         try:
@@ -195,6 +198,31 @@ def child() -> None:
             answer({"value": encode(function(*map(decode, call["args"])))})
         except BaseException as error:
             answer({"error": f"{type(error).__name__}: {error}"[:300]})
+
+
+MADE_BY = {"Counter", "defaultdict", "deque", "dict", "float", "frozenset", "list", "lru_cache", "namedtuple", "set"}
+
+
+def define(text: str, names: dict) -> None:
+    """Executes the definitions in a text: imports, functions, classes, and values that no call of a function makes."""
+    import ast
+
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
+            called = {getattr(func, "id", getattr(func, "attr", "")) for func in calls}
+            if not called <= MADE_BY and not isinstance(node.value, ast.Lambda):
+                continue
+        elif not isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        try:
+            exec(compile(ast.Module([node], []), "beside", "exec"), names)
+        except Exception:
+            continue
 
 
 # ---- plain data --------------------------------------------------------------------------------------------------
@@ -258,8 +286,18 @@ class FailedError(Exception):
 class Program:
     """A running program. Every wait ends at the deadline, and so does the process."""
 
-    def __init__(self, program: str, deadline: float, memory_mb: int, stdin: str | None = None, *, tell: bool = False):
-        """`tell`: with `stdin`, an exception that ends the program is printed, and no failure."""
+    def __init__(
+        self,
+        program: str,
+        deadline: float,
+        memory_mb: int,
+        *,
+        beside: Sequence[str] = (),
+        stdin: str | None = None,
+        tell: bool = False,
+    ):
+        """`beside`: texts whose definitions the program may use. `tell`: with `stdin`, an exception that ends the
+        program is printed, and no failure."""
         self.deadline = deadline
         self.buffer = b""
         self.read = 0
@@ -271,7 +309,7 @@ class Program:
             env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
         )
         cpu_s = max(1, round(deadline - time.monotonic()) + 1)
-        task = {"program": program, "memory_mb": memory_mb, "cpu_s": cpu_s, "tell": tell}
+        task = {"program": program, "beside": list(beside), "memory_mb": memory_mb, "cpu_s": cpu_s, "tell": tell}
         self._send(task if stdin is None else task | {"stdin": stdin})
 
     def call(self, name: str, args: list) -> object:
@@ -365,7 +403,7 @@ def prepare(memory_mb: int) -> None:
 def passes(task: dict, timeout_s: float, memory_mb: int) -> bool:
     """Tells whether a program passes its tests.
 
-    task: {"program", and one of
+    task: {"program", "beside": optional, see `Program`, and one of
            "test": text that defines check(candidate), "entry_point": name, "preamble": text that it may need;
            "inputs", "outputs": texts for standard input, and what it must print (compared word by word);
            "inputs", "outputs", "function": JSON argument lists, one argument a line, and the JSON value of a call}
@@ -375,10 +413,9 @@ def passes(task: dict, timeout_s: float, memory_mb: int) -> bool:
         if "test" in task:
             return _check_holds(task, deadline, memory_mb)
         for given, expected in zip(task["inputs"], task["outputs"], strict=True):
-            if task.get("function"):
-                program = Program(task["program"], deadline, memory_mb)
-            else:
-                program = Program(task["program"], deadline, memory_mb, stdin=given)
+            own_input = None if task.get("function") else given
+            beside = task.get("beside", ())
+            program = Program(task["program"], deadline, memory_mb, beside=beside, stdin=own_input)
             try:
                 if task.get("function"):
                     program.answer()
@@ -399,7 +436,7 @@ def _check_holds(task: dict, deadline: float, memory_mb: int) -> bool:
     names: dict = {"__name__": "check"}
     exec(compile(task.get("preamble", ""), "preamble", "exec"), names)
     exec(compile(task["test"], "test", "exec"), names)
-    program = Program(task["program"], deadline, memory_mb)
+    program = Program(task["program"], deadline, memory_mb, beside=task.get("beside", ()))
 
     def candidate(*args: object) -> object:
         return program.call(task["entry_point"], list(args))

@@ -3,9 +3,10 @@
 """1 where the program in a response passes the problem's tests, else 0. Linux on x86-64 only.
 
 The program is the last fenced block that defines the function asked for, else the last one labelled as Python, else the
-last without a label, else the last (`fences.py`). A response without a block continues the prompt's code. The program
-runs in a sandbox (`_sandbox.py`), apart from the process that runs the tests. The prompt's row has the tests, in one of
-three layouts:
+last without a label, else the last (`fences.py`). It may use what the other blocks define. A response without a block
+is the program, or continues the prompt's code. The program runs in a sandbox (`_sandbox.py`), apart from the process
+that runs the tests; it has Python's standard library and no package. The prompt's row has the tests, in one of three
+layouts:
 
     HumanEval       columns prompt, entry_point and test, which defines check(candidate) (arXiv 2107.03374)
     LiveCodeBench   columns public_test_cases, private_test_cases, metadata (arXiv 2403.07974)
@@ -20,6 +21,7 @@ import io
 import json
 import pickle
 import re
+import textwrap
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,25 +67,59 @@ class Reward(BaseReward):
         return out
 
 
-def program(text: str, name: str, before: str = "") -> str:
-    """The program in a response.
+def program(text: str, name: str, before: str = "") -> tuple[str, list[str]]:
+    """The program in a response, and the blocks beside it, whose definitions it may use.
 
     Args:
       text: the response. name: the function it should define; empty: any program.
       before: code that the prompt ends with, which a response without a fenced block goes on with.
     """
-    blocks = fences.blocks(text)
-    head = re.compile(rf"^\s*(async )?def {re.escape(name)}\b", re.MULTILINE)
-    if defining := [block for _, block in blocks if name and head.search(block)]:
-        return defining[-1]
-    if blocks:
-        labelled = [block for language, block in blocks if language in fences.PYTHON]
-        last = (labelled or [block for language, block in blocks if not language] or [blocks[-1][1]])[-1]
-        # A body without its head: it belongs under the prompt's.
-        return before + last if before and name else last
-    if name and head.search(text):
-        return text
-    return before + text
+    blocks, is_head = fences.blocks(text), _definition(name)
+    if not blocks:
+        alone = _without_prose(fences.without_stop_tokens(text))
+        return (alone if name and is_head.search(alone) else before + _body(alone, before)), []
+    defining = [i for i, (_, block) in enumerate(blocks) if name and is_head.search(block)]
+    labelled = [i for i, (language, _) in enumerate(blocks) if language in fences.PYTHON]
+    unlabelled = [i for i, (language, _) in enumerate(blocks) if not language]
+    last = (defining or labelled or unlabelled or [len(blocks) - 1])[-1]
+    beside = [blocks[i][1] for i in sorted({*labelled, *unlabelled} - {last})]
+    if before and name and not defining:  # a body without its head: it belongs under the prompt's
+        return before + _body(blocks[last][1], before), beside
+    return blocks[last][1], beside
+
+
+def _definition(name: str) -> re.Pattern[str]:
+    """Matches where `name` is defined: as a function, a class or a value, or by an import."""
+    name = re.escape(name)
+    assigned = rf"{name}[ \t]*(?::[^=\n]+)?=(?!=)(?![ \t]*(?:await )?{name}\b)"
+    imported = rf"from [\w.]+ import [^\n]*\b{name}\b"
+    return re.compile(rf"^[ \t]*(?:(?:(?:async )?def|class) {name}\b|{assigned}|{imported})", re.MULTILINE)
+
+
+# A sentence or an item of a list at the beginning of a line, but no assignment.
+_PROSE = re.compile(r"(?:[A-Z][a-z'\u2019]*(?:[,.!?](?=\s|$)|:?\s|:$)|[*>]|[-+] |\d+[.)]\s)(?!.*=)")
+
+
+# "<answer>" and the like before or behind code, or "[PYTHON]" on a line of its own.
+_TAG = re.compile(r"^(?:</?\w+>)+|(?:</\w+>)+\s*$|^\[/?[A-Z]+\]\s*$", re.MULTILINE)
+
+
+def _without_prose(text: str) -> str:
+    """A text without its thoughts, sentences and tags, where code stands among them unfenced."""
+    lines = _TAG.sub("", text.rpartition("</think>")[2]).split("\n")
+    return "\n".join(line for line in lines if not _PROSE.match(line))
+
+
+def _body(text: str, before: str) -> str:
+    """A function's body, indented as `before` goes on with it."""
+    last = before.rstrip().rsplit("\n", 1)[-1]
+    margin = re.match(r"[ \t]*", last)[0] + ("    " if last.endswith(":") else "")  # type: ignore[index]
+    text = text.strip("\n") + "\n"
+    first, _, rest = text.partition("\n")
+    if not first.startswith((" ", "\t")) and not first.endswith(":") and re.match(r"\n*[ \t]+\S", rest):
+        text = margin + text  # the response's own white space was stripped
+    even = textwrap.dedent(text)
+    return textwrap.indent(even, margin) if even != text or not text.startswith((" ", "\t")) else text
 
 
 def task(text: str, meta: Mapping[str, Any], uid: str) -> dict[str, Any]:
@@ -96,9 +132,12 @@ def task(text: str, meta: Mapping[str, Any], uid: str) -> dict[str, Any]:
         if "test" in meta and "entry_point" in meta:
             name, prompt = str(meta["entry_point"]), str(meta.get("prompt", ""))
             head = "".join(line for line in prompt.splitlines(True) if re.match(r"(from|import)\b", line))
-            preamble = f"{prompt}\n    pass\n" if f"def {name}" in prompt else head
+            is_head = re.search(rf"^(async )?def {re.escape(name)}\b", prompt, re.MULTILINE) is not None
+            preamble = f"{prompt}\n    pass\n" if is_head else head
+            found, beside = program(text, name, prompt if is_head else "")
             return {
-                "program": f"{head}\n{program(text, name, prompt)}",
+                "program": f"{head}\n{found}",
+                "beside": [preamble, *beside],
                 "test": meta["test"],
                 "entry_point": name,
                 "preamble": preamble,
@@ -120,10 +159,10 @@ def task(text: str, meta: Mapping[str, Any], uid: str) -> dict[str, Any]:
             )
     except (ValueError, KeyError, TypeError, AttributeError, pickle.UnpicklingError, zlib.error) as error:
         raise UserError(f"reward code: the tests of prompt {uid} cannot be read: {error!r:.200}") from None
-    found = program(text, function)
+    found, beside = program(text, function)
     if function and re.search(r"^class Solution\b", found, re.MULTILINE):
-        function = f"Solution.{function}"
-    return {"program": found, "inputs": inputs, "outputs": outputs, "function": function}
+        function = f"Solution.{function}" if not re.search(rf"^def {re.escape(function)}\b", found, re.M) else function
+    return {"program": found, "beside": beside, "inputs": inputs, "outputs": outputs, "function": function}
 
 
 class _TextAlone(pickle.Unpickler):

@@ -3,37 +3,101 @@
 """The fenced code blocks of a response, as CommonMark reads them (https://spec.commonmark.org/0.31.2, section 4.5).
 
 A block may be indented in a list, stand in a quotation, be fenced by tildes, hold a shorter or indented fence, and end
-with the response. Three things that models write are read as meant, where CommonMark would not see a block: a fence
-beside a tag ("```</answer>"), a labelled fence behind words ("So: ```python"), and a block that is indented as a whole.
+with the response. What models write beside its rules is read as meant:
+
+    words, a tag or a stop token beside a fence     "So: ```python", "```</answer>", "``` That's it", "return x```"
+    a block that begins before another has ended    a fence is missing between the two
+    a block that is indented as a whole             it is given without the indentation
+    a block in one that is labelled Markdown        it counts as well
+
 Linear time on any text. Imports nothing of qarl_jax: the environment `python` reads this file by its path.
 """
 
 import functools
 import re
+import textwrap
 
 from markdown_it import MarkdownIt
 
 MAX_CHARS = 100_000  # of a response, from its end
 PYTHON = ("python", "py", "python3", "py3")
-_FENCE = r"(?:```|~~~)"
-# What stands beside a fence gets a line of its own.
-_APART = re.compile(
-    rf"^(?P<tag>[ \t]*</?\w+>)[ \t]*(?={_FENCE})|(?P<words>[A-Za-z][:.,*]*)[ \t]*(?=```(?:{'|'.join(PYTHON)})[ \t]*$)"
-    rf"|(?P<fence>^[ \t]*{_FENCE}+)[ \t]*(?=</\w+>)",
-    re.MULTILINE,
-)
+_FENCE = re.compile(r"(?P<margin>[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?)(?P<fence>`{3,}|~{3,})(?P<rest>.*)")
+_INVISIBLE = re.compile("^[\ufeff\u200b\u2060]+", re.MULTILINE)  # byte order marks, and spaces of no width
+_STOP = re.compile(r"\s*(?:<[|\uff5c][^\s<>]{1,40}[|\uff5c]>|</s>|<eos>|<end_of_turn>)$")
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
     """(language in lower case, content) of each block, in order. Example: blocks("~~~Py\\nx") = [("py", "x\\n")]."""
     found = []
-    for token in _parser().parse(_APART.sub(lambda match: f"{match[0]}\n", text[-MAX_CHARS:])):
+    for token in _parser().parse(_fences_apart(without_stop_tokens(text[-MAX_CHARS:]))):
         if token.type == "fence":
             language = re.search(r"\w+", token.info)
-            found.append((language[0].lower() if language else "", token.content))
-        elif token.type == "code_block" and re.match(_FENCE, token.content):
+            label = language[0].lower() if language else ""
+            inside = blocks(token.content) if label in ("markdown", "md") else []
+            found += inside or [(label, textwrap.dedent(token.content))]
+        elif token.type == "code_block" and _FENCE.match(token.content):
             found += blocks(token.content)
     return found
+
+
+def without_stop_tokens(text: str) -> str:
+    """A text without the stop tokens that it ends with, as text."""
+    while stop := _STOP.search(text, max(0, len(text) - 64)):
+        text = text[: stop.start()]
+    return text
+
+
+def _fences_apart(text: str) -> str:
+    """Gives each fence a line of its own, and each block its closing fence."""
+    out: list[str] = []
+    opened, margin, stuck = "", "", -1  # the open block's fence, and its first line that has a fence at its end
+    for line in _INVISIBLE.sub("", re.sub(r"\r\n?", "\n", text)).split("\n"):
+        match = _FENCE.match(line)
+        if not opened:
+            if match is None or ("`" in match["fence"] and "`" in match["rest"]):
+                words, fence, info = _beside(line)
+                out.append(words)
+                if not fence:
+                    continue
+                line = fence + info
+                match = _FENCE.match(line)
+                assert match is not None
+            opened, margin, stuck = match["fence"], re.sub(r"[^\s>]", " ", match["margin"]), -1
+        elif match is not None and match["fence"].startswith(opened):
+            rest = match["rest"].strip()
+            if not rest:
+                opened = opened if len(match["margin"]) > len(margin) + 3 else ""
+            elif len(match["margin"]) > len(margin):
+                pass  # of a docstring
+            elif re.fullmatch(r"\w+", match["rest"].rstrip()) or rest in PYTHON:  # the next block's
+                _end(out, margin + opened, stuck)
+                opened, stuck = match["fence"], -1
+            else:
+                out.append(match["margin"] + match["fence"])
+                opened, line = "", rest
+        elif stuck < 0 and line.rstrip().endswith(opened):
+            stuck = len(out)
+        out.append(line)
+    if opened and stuck >= 0:
+        _end(out, margin + opened, stuck)
+    return "\n".join(out)
+
+
+def _beside(line: str) -> tuple[str, str, str]:
+    """(words, fence, label) of a line in which a block begins behind words, or behind a tag; else (line, "", "")."""
+    for fence in ("```", "~~~"):
+        words, mark, info = line.partition(fence)
+        if mark and words.strip() and re.fullmatch(r"[ \t]*\w*[ \t]*", info) and (fence == "```" or words[-1] == ">"):
+            return words, mark, info
+    return line, "", ""
+
+
+def _end(out: list[str], fence: str, stuck: int) -> None:
+    """Ends a block that has no closing fence: behind the line that one sticks to, else here."""
+    if stuck < 0:
+        out.append(fence)
+    else:
+        out[stuck] = f"{out[stuck].rstrip().rstrip(fence[-1])}\n{fence}"
 
 
 @functools.cache

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import zlib
@@ -21,7 +22,7 @@ from qarl_jax.learning import critic as critics
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_term, loss_from_config
 from qarl_jax.models import invariant_scaling
-from qarl_jax.models.params import path_of, united
+from qarl_jax.models.params import united
 from qarl_jax.optim import build, leafwise
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import RolloutEngine, SamplingConfig
@@ -102,28 +103,21 @@ def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> A
 
 
 def load_policy(cfg: RunConfig, learner: Learner) -> tuple[Any, Any]:
-    """The policy that the run starts from, as `Learner.init` takes it: masters on the mesh, and what is frozen.
-
-    Where something is frozen, each leaf goes into the form it is held in as it is read: no two masters of the base are
-    ever on the devices at once.
-    """
-    config, mesh, trainable = learner.config, learner.mesh, learner.trainable
-    dtype_of = lambda path: config.param_dtype if trainable.learns(path) else config.compute_dtype  # noqa: E731
-    seed = seed_of(cfg.seed, 0, "masters") % 2**32
+    """The policy that the run starts from, as `Learner.init` takes it: masters on the mesh, and what is frozen."""
+    config, mesh = learner.config, learner.mesh
+    adapters = None
+    if cfg.lora is not None:
+        adapters = models.fresh_adapters(config, mesh, seed_of(cfg.seed, 0, "adapters") % 2**32)
+        if cfg.lora.init is not None:
+            adapters = models.read_peft(cfg.lora.init, config, adapters)
     if cfg.model.init == "random":
-        leaves = models.random_leaves(config, mesh, seed, dtype_of)
+        seed = seed_of(cfg.seed, 0, "masters") % 2**32
+        params, frozen = learner.read(functools.partial(models.random_leaves, seed=seed), config)
     else:
-        leaves = models.read_masters(cfg.model.path, config, mesh, dtype_of)
-    if cfg.lora is None:
-        return invariant_scaling.invariant_scaling(nnx.from_flat_state(list(leaves)), cfg.quant.uaq_scale), None
-    learned, frozen = [models.fresh_adapters(config, mesh, seed_of(cfg.seed, 0, "adapters") % 2**32)], []
-    for keys, variable in leaves:
-        master = nnx.from_flat_state([(keys, variable)])
-        if trainable.learns(path_of(keys, variable)):
-            learned.append(master)
-        else:
-            frozen.append(learner.held(master))
-    return united(*learned), united(*frozen)
+        params, frozen = learner.read(models.read_masters, cfg.model.path, config)
+    if adapters is not None:
+        return united(adapters, params), frozen
+    return invariant_scaling.invariant_scaling(params, cfg.quant.uaq_scale), frozen
 
 
 def compile_ahead(cfg: RunConfig, learner: Learner, step: int) -> list[jax.stages.Compiled]:

@@ -45,6 +45,7 @@ from qarl_jax.rollout.asynchronous import Config as AsynchronousConfig
 from qarl_jax.rollout.embedded import engine as jax_sampler
 from qarl_jax.rollout.environments import ENVIRONMENTS
 from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.run import shipped
 from qarl_jax.run.checkpoint import Config as CheckpointConfig
 from qarl_jax.run.rollout_config import RolloutConfig
 from qarl_jax.runtime.mesh import Config as MeshConfig
@@ -462,13 +463,14 @@ def load(file: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> 
     """Reads the configuration of a run.
 
     Args:
-      file: YAML file; None: defaults and overrides alone.
+      file: YAML file, or a shipped one's name (`shipped.py`); None: defaults and overrides alone.
       overrides: "section.field=value" strings; "arm=NAME" takes a run of the file's tables, in a folder of its own.
 
     Raises:
       UserError: one sentence that says where the mistake is and what would be right.
     """
-    cfg = schema.load(RunConfig, file, overrides)
+    cfg = schema.load(RunConfig, None if file is None else shipped.config_file(file), overrides)
+    cfg = replaced(cfg, {"model.path": shipped.path(cfg.model.path)})
     if not cfg.run_dir:
         stem = os.path.splitext(os.path.basename(os.fspath(file)))[0] if file is not None else "default"
         cfg = dataclasses.replace(cfg, run_dir=os.path.join("runs", stem))
@@ -520,6 +522,7 @@ def describe(cfg: RunConfig, prompts: Sequence[tuple[str, str]] = ()) -> str:
     saved = f"every {cfg.checkpoint.every} steps" if cfg.checkpoint.every else at_end
     lines = [
         ("scheme", schemes),
+        *([("adapters", cfg.lora.words)] if cfg.lora is not None else []),
         *[("" if number else "note", text) for number, text in enumerate(arm)],
         ("step", f"{per_step} prompts x {samples} samples = {per_step * samples} responses"),
         ("update", f"{per_update} prompts x {samples} samples = {per_update * samples} responses; {updates}"),

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.evaluate`: how good a policy is on data it was not trained on.
+"""`python -m qarl_jax.evaluate FILE | --checkpoint RUN [setting ...]`: how good a policy is on held-out data.
 
     python -m qarl_jax.evaluate --checkpoint runs/quickstart eval.num_samples=16 eval.temperature=1.0
     python -m qarl_jax.evaluate --config configs/quickstart.yaml --model Qwen/folder --scheme w8a8 --engine vllm --json
@@ -41,6 +41,7 @@ from qarl_jax.run import build, checkpoint, config, stamp
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.estimators import default_ks, interval, maj_at_k, majority, pass_at_k
 from qarl_jax.run.rollout_config import ENGINE_CONFIGS
+from qarl_jax.runtime import progress
 from qarl_jax.types import Parser, Prompt, RolloutGroup, UserError, entry_point
 
 FILES = ("eval.jsonl", "eval_correct.jsonl")  # of a run: see `record`
@@ -79,7 +80,8 @@ def evaluate(
 ) -> Evaluation:
     """Samples and grades `prompts` under the engine's published version."""
     completions = engine.generate(prompts, num_samples=num_samples, sampling=sampling, key=key)
-    groups, parts = grader.grade(tokenizer, prompts, completions)
+    with progress.task("grading"):
+        groups, parts = grader.grade(tokenizer, prompts, completions)
     return measure(groups, parts, grader)
 
 
@@ -348,10 +350,12 @@ def _out(path: Path | None, suite: str, several: bool) -> Path | None:
 
 
 @entry_point
+@progress.shown()
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = Parser(prog="python -m qarl_jax.evaluate", description=__doc__.split("\n")[0])
-    parser.add_argument("--config", help="YAML file; default: the config of the run that --checkpoint belongs to")
+    parser = Parser(
+        "evaluate", config="as for train; default: the run's of --checkpoint", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--checkpoint", help="a run folder, or one step_* of it; default: model.path itself")
     parser.add_argument("--model", help="Hugging Face folder, instead of model.path")
     parser.add_argument("--scheme", help="evaluate under this scheme, e.g. bf16 or w8a8; default: the config's")
@@ -368,7 +372,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", metavar="FILE.jsonl", help="write one line per prompt, with its responses; FILE.SUITE.jsonl if several"
     )
-    parser.add_argument("overrides", nargs="*", help="section.field=value, e.g. eval.num_samples=16")
     args = parser.parse_args(argv)
     names = [None if name == OWN else name for name in args.suite.split(",")]
     if args.suite_data and len(names) > 1:

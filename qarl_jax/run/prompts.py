@@ -21,12 +21,13 @@ class Prompts:
     """The prompts of a run.
 
     Attributes:
-      tokenizer: the policy's. train: those to train on. held_out: those to evaluate on; empty: it does not evaluate.
+      tokenizer: the policy's. stream: those to train on, in order. held_out: those to evaluate on; empty: it does not
+        evaluate.
       lines: what the plan says of them, as `config.describe` takes it.
     """
 
     tokenizer: Any
-    train: data.PromptSource
+    stream: data.PromptStream
     held_out: list[Prompt]
     lines: list[tuple[str, str]]
 
@@ -35,11 +36,13 @@ def open_prompts(cfg: RunConfig) -> tuple[RunConfig, Prompts]:
     """Reads the tokenizer and the data; the config comes back with `data.max_prompt_len` resolved.
 
     Raises:
-      UserError: either cannot be read, or there is nothing to train or evaluate on.
+      AbsentError: one of the two is not on this machine.
+      UserError: either cannot be read, or there is too little to train or evaluate on.
     """
     tokenizer = data.load_tokenizer(cfg.model.path)
     cfg = dataclasses.replace(cfg, data=data.with_prompt_len(cfg.data, tokenizer))
     train = data.make_source(cfg.data, tokenizer, "train")
+    stream = data.PromptStream(train, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
     lengths = [len(train.prompt(i).tokens) for i in range(min(LOOKED_AT, len(train)))]
     some = f"the first {len(lengths)} have" if len(lengths) < len(train) else "they have"
     span = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
@@ -56,4 +59,4 @@ def open_prompts(cfg: RunConfig) -> tuple[RunConfig, Prompts]:
     evaluates = cfg.eval.every or cfg.eval.at_start or cfg.eval.at_end
     held_out = build.eval_prompts(cfg, tokenizer, said.append) if evaluates else []
     lines += [("evaluation", cfg.eval.words(len(held_out))), *(("", text) for text in said)]
-    return cfg, Prompts(tokenizer=tokenizer, train=train, held_out=held_out, lines=lines)
+    return cfg, Prompts(tokenizer=tokenizer, stream=stream, held_out=held_out, lines=lines)

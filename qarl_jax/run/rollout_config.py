@@ -51,8 +51,8 @@ class RolloutConfig:
       dynamic: DAPO's dynamic sampling; off by default (see `dynamic_sampling.py`).
       partial: APRIL's partial rollouts; off by default (see `partial_rollouts.py`).
       environment: what answers between the policy's turns (tools, simulations); null: a response is one turn.
-      router_replay: the learner sends each token to the experts the engine sent it to (R3, arXiv 2510.11370): a mixture
-        of experts, with vLLM.
+      router_replay: the learner sends each token to the experts the engine sent it to (R3, arXiv 2510.11370): an MoE
+        model, with vLLM.
     """
 
     engine: Annotated[Any, Variants(ENGINE_CONFIGS)] = dataclasses.field(default_factory=jax_sampler.Config)

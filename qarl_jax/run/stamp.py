@@ -93,6 +93,9 @@ def _as_today(recorded: dict[str, Any]) -> dict[str, Any]:
         if optimizer.get("name") == "muon":
             for name in ("nesterov", "newton_schulz_steps", "eps"):
                 optimizer.pop(name, None)
+    log = found.get("log") or {}
+    if not log.pop("tensorboard", True):
+        log["trackers"] = []
     engine = (found.get("rollout") or {}).get("engine") or {}
     retired = {name: engine.pop(name) for name in _ARITHMETIC if name in engine}
     if any(value not in _ARITHMETIC[name] for name, value in retired.items()):

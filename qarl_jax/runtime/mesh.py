@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -38,7 +37,6 @@ from qarl_jax.types import UserError
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 BATCH_AXES = ("data", "fsdp")
 _LAUNCHING = threading.RLock()
-_ONE_BY_ONE = "xla_cpu_multi_thread_eigen"
 
 
 def launch_lock(devices: int) -> contextlib.AbstractContextManager[Any]:
@@ -48,21 +46,6 @@ def launch_lock(devices: int) -> contextlib.AbstractContextManager[Any]:
     threads. Of two programs launched at once, each could wait on one device for a program queued behind the other.
     """
     return _LAUNCHING if devices > 1 else contextlib.nullcontext()
-
-
-def order_collectives(several_processes: bool = False) -> None:
-    """Runs a program's operations one by one on each CPU device, where this process simulates several devices.
-
-    XLA's pool of threads starts independent operations in any order. Two devices whose first collectives differ wait
-    for each other until XLA ends the process. XLA reads the flag when JAX is first asked for its devices.
-
-    Args:
-      several_processes: the mesh will span processes, so that each may have a single device.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    simulated = "xla_force_host_platform_device_count" in flags or (jax.config.jax_num_cpu_devices or 1) > 1
-    if (simulated or several_processes) and _ONE_BY_ONE not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --{_ONE_BY_ONE}=false".strip()
 
 
 @contextlib.contextmanager
@@ -191,7 +174,6 @@ def make_mesh(
     Raises:
       UserError: a size is not positive, or more devices are asked for than there are.
     """
-    order_collectives()
     devices = list(jax.devices() if devices is None else devices)
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
     free = [axis for axis, size in sizes.items() if size == -1]

@@ -34,7 +34,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from qarl_jax.runtime import peers
-from qarl_jax.runtime.mesh import order_collectives
 from qarl_jax.types import UserError, at_least
 
 AUTO = "auto"
@@ -94,7 +93,6 @@ def start(cfg: Config) -> None:
     Raises:
       UserError: no cluster says who is who, or the others do not come.
     """
-    order_collectives(cfg.is_on)
     if not cfg.is_on or jax.distributed.is_initialized():
         return
 

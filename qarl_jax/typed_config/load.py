@@ -27,7 +27,7 @@ Every mistake is a `UserError` that says where the value came from (file:line or
 and what is close to it. What we left out: environment variables, interpolation and several files on the command line,
 each of which makes a run depend on something that its dumped config does not show.
 
-What an annotation says is read in `annotations.py`.
+What an annotation says is read in `annotations.py`; what YAML takes for something else, in `misread.py`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import difflib
 import math
 import os
 import pathlib
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,7 @@ from qarl_jax.typed_config.annotations import (
     type_words,
     variants_of,
 )
+from qarl_jax.typed_config.misread import misread, mistake_of
 from qarl_jax.types import UserError, did_you_mean
 
 T = TypeVar("T")
@@ -211,6 +213,8 @@ def _convert(node: yaml.Node, path: Path, layer: Layer, name: str, open_nodes: t
         raise UserError(f"{name}:{node.start_mark.line + 1}: an alias contains itself.")
     if len(open_nodes) > 50:
         raise UserError(f"{name}:{node.start_mark.line + 1}: nested deeper than 50 levels.")
+    if said := misread(node):
+        raise UserError(f"{name}:{node.start_mark.line + 1}: {_dotted(path)}: {said}")
     inside = (*open_nodes, id(node))
     if isinstance(node, yaml.CollectionNode) and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
         raise UserError(f"{name}:{node.start_mark.line + 1}: {_dotted(path)}: the tag {node.tag} is not accepted here.")
@@ -324,22 +328,29 @@ class _Builder:
         self.root = root
         self.layer = layer
 
-    def section(self, path: Path) -> str:
-        """Names the sources of a section's values, overrides included, as a prefix."""
-        inside = {
-            o: None for p, o in self.layer.origins.items() if p[: len(path)] == path and o.startswith("override ")
-        }
-        others = [o for o in inside if o != self.layer.where(path)]
-        if len(others) > 6:  # they would bury the sentence
-            others = [f"{len(others)} overrides"]
-        return ", ".join([self.layer.where(path), *others]) + ": "
+    def section(self, path: Path, message: str = "") -> str:
+        """Names, as a prefix, where the values of a section come from that a message names; else where it begins."""
+        words = [tuple(word.split(".")) for word in re.findall(r"[A-Za-z_]\w*(?:\.\w+)*", message)]
+        blamed = [origin for word in words for field in ((*path, *word), word) for origin in self._set(field, path)]
+        keys = re.findall(r"(?<![\w.])(\w+)=", message)  # "buffer_len=65", of a section below
+        blamed += [o for at, o in self.layer.origins.items() if at[: len(path)] == path and at and at[-1] in keys]
+        given = [origin for origin in blamed if origin.startswith("override ")]
+        return ", ".join(dict.fromkeys(given or blamed or [self.layer.where(path)])) + ": "
+
+    def _set(self, field: Path, path: Path) -> list[str]:
+        """Lists where a field, or a section ("rollout.environment"), below `path` was set; empty: it was not."""
+        known = {at: origin for at, origin in self.layer.origins.items() if at[: len(path)] == path and at}
+        is_section = len(field) > 1  # a single word may be one of the sentence
+        inside = [origin for at, origin in known.items() if at == field or (is_section and at[: len(field)] == field)]
+        # An override may set a section as a whole.
+        return inside or [o for at, o in known.items() if at == field[: len(at)] and o.startswith("override ")]
 
     def error(self, path: Path, message: str) -> UserError:
         prefix = f"{_dotted(path)}: " if path else ""
         return UserError(f"{self.layer.where(path)}: {prefix}{message}")
 
     def dataclass(self, cls: type, value: Any, path: Path, siblings: Variants | None = None, variant: str = "") -> Any:
-        value = self.plain(value)
+        value = self.read(value, path)
         if not isinstance(value, Mapping):
             raise self.error(path, f"expected a section with keys {listing(field_types(cls))}, got {_show(value)}.")
         hints = field_types(cls)
@@ -356,11 +367,11 @@ class _Builder:
                 dotted = _dotted((*path, field.name))
                 words = type_words(hints[field.name])
                 advice = f"add it to the file or pass {dotted}=..."
-                raise UserError(f"{self.section(path)}{dotted} is required ({words}); {advice}")
+                raise UserError(f"{self.section(path, 'name')}{dotted} is required ({words}); {advice}")
         try:
             return cls(**given)
         except (UserError, ValueError) as error:
-            raise UserError(f"{self.section(path)}{_dotted(path)}{': ' if path else ''}{error}") from None
+            raise UserError(f"{self.section(path, str(error))}{_dotted(path)}{': ' if path else ''}{error}") from None
 
     def unknown_key(self, hints: dict[str, Any], path: Path, siblings: Variants | None, variant: str) -> UserError:
         key = path[-1]
@@ -397,6 +408,15 @@ class _Builder:
         """An override's text read as YAML, for fields whose values are not plain text."""
         return _read_text_value(value) if isinstance(value, _Text) else value
 
+    def read(self, value: Any, path: Path) -> Any:
+        """`plain`, but for a value that is certainly YAML: what it would read amiss is refused."""
+        plain = self.plain(value)
+        if isinstance(value, _Text) and not isinstance(plain, str):
+            node = yaml.compose(value.text, Loader=yaml.SafeLoader)
+            if node is not None and (mistake := mistake_of(node)):
+                raise self.error(path, mistake)
+        return plain
+
     def deep(self, value: Any) -> Any:
         """`plain` all the way down, for fields that take anything."""
         value = self.plain(value)
@@ -421,7 +441,7 @@ class _Builder:
             return self.mapping(hint, value, path)
         if dataclasses.is_dataclass(hint):
             return self.dataclass(typing.cast(type, hint), value, path)
-        value = value.text if hint is str and isinstance(value, _Text) else self.plain(value)
+        value = value.text if hint is str and isinstance(value, _Text) else self.read(value, path)
         if isinstance(value, str) and value.startswith("~/"):
             return os.path.expanduser(value)  # a shell expands it at the beginning of a word only, not after key=
         if hint is float:
@@ -433,7 +453,7 @@ class _Builder:
         raise self.error(path, f"expected {type_words(hint)}, got {_show(value)}.{_type_hint(hint, value)}")
 
     def variant(self, variants: Variants, value: Any, path: Path, default: Any) -> Any:
-        value = self.plain(value)
+        value = self.read(value, path)
         names = listing(variants.types)
         if isinstance(value, str):
             raise self.error(path, f"expected a section, got {value!r}; write {_dotted(path)}.name={value}.")
@@ -484,7 +504,7 @@ class _Builder:
 
     def tuple(self, hint: Any, value: Any, path: Path) -> tuple[Any, ...]:
         args = typing.get_args(hint)
-        value = self.plain(value)
+        value = self.read(value, path)
         if not isinstance(value, list | tuple):
             raise self.error(path, f"expected {type_words(hint)}, got {_show(value)}.")
         if len(args) == 2 and args[1] is Ellipsis:
@@ -497,7 +517,7 @@ class _Builder:
 
     def mapping(self, hint: Any, value: Any, path: Path) -> dict[str, Any]:
         args = typing.get_args(hint) or (str, Any)
-        value = self.plain(value)
+        value = self.read(value, path)
         if not isinstance(value, Mapping):
             raise self.error(path, f"expected a mapping (key: value), got {_show(value)}.")
         return {str(key): self.value(args[1], item, (*path, str(key))) for key, item in value.items()}

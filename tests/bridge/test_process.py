@@ -25,9 +25,10 @@ from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models
 from qarl_jax.rollout import PolicyWeights, Request, SamplingConfig, make_engine
-from qarl_jax.rollout.vllm import process, replica
+from qarl_jax.rollout.vllm import process
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, draw_seed, engine_config, engine_tensors
 from qarl_jax.rollout.vllm.fleet import batches
+from qarl_jax.runtime import progress
 from qarl_jax.types import Prompt, UserError
 from tests.reference import bridge_world
 from tests.reference.bridge_world import connected, free_port, killed_in_a_publish
@@ -529,16 +530,17 @@ time.sleep(600)
     assert not os.path.exists(tmp_path / "s")
 
 
-def test_an_address_where_nobody_listens_is_spoken_of_with_the_time_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(replica, "_FIRST_WORD_S", 0.05)
+def test_an_address_where_nobody_listens_is_spoken_of_with_the_most_that_is_waited(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "FIRST_S", 0.1)
     said = []
     key = tmp_path / "key"
     messages.create_key(str(key))
     config = Config(endpoints=(str(tmp_path / "mistyped"),), key_file=str(key), start_timeout_s=1.0)
-    with engine(config, log=said.append) as e, pytest.raises(UserError, match=r"nobody is listening .*waited 1 s"):
+    refused = pytest.raises(UserError, match=r"nobody is listening .*waited 1 s")
+    with engine(config) as e, refused, progress.told(said.append):
         e.publish(weights(), 0)
     where = f"{tmp_path}/mistyped (rollout.engine.endpoints)"
-    assert said[1:] == [f"waiting for the bridge at {where} to answer: 1 s left (rollout.engine.start_timeout_s)"]
+    assert said[0] == f"waiting for the bridge at {where} to answer, 1 s at most (rollout.engine.start_timeout_s): 0 s"
 
 
 @pytest.fixture

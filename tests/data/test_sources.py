@@ -136,6 +136,13 @@ def test_the_held_out_share_of_texts_is_the_one_asked_for():
     assert abs(share - 0.2) < 5 * 0.0028
 
 
+def test_white_space_around_a_question_moves_it_into_no_other_split():
+    for i in range(200):
+        question, spaced = f"How many? {i}", f"\n How many? {i} \n"
+        forms = (question, spaced, [{"role": "user", "content": spaced}])
+        assert len({is_heldout(form, 0.5) for form in forms}) == 1
+
+
 def test_a_mix_draws_tasks_by_weight(tokenizer):
     mix = (
         reasoning_gym.Task(dataset="gcd", weight=3.0, config={"max_numbers": 2}),

@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,11 @@ from flax import nnx
 from qarl_jax import models, quant
 from qarl_jax.data import packing
 from qarl_jax.learning.learner import Learner, Options, code_flips
-from qarl_jax.loop.publisher import Publisher
+from qarl_jax.loop.publisher import Publisher, by_layer
 from qarl_jax.loop.updates import Updates
 from qarl_jax.loss import get_loss
 from qarl_jax.metrics import merge, values
-from qarl_jax.observe.recorder import PhaseTimer
+from qarl_jax.observe.phases import PhaseTimer
 from qarl_jax.optim import build, by_stack, leafwise
 from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.sft import NegativeLogLikelihood
@@ -349,7 +350,11 @@ def test_weights_are_quantized_once_per_update_and_the_published_tensors_are_rea
     assert read[half - 1] is first  # all scoring passes and all micro-batches of the first update
     assert read[-1] is second
     assert engine.published[1].qweights is third
-    assert report["quant/code_flips"] == pytest.approx(float(code_flips(first, third).value))
+    flips = code_flips(first, third).values()
+    whole = float(sum(m.total.sum() for m in flips) / sum(m.count.sum() for m in flips))
+    assert report["quant/code_flips"] == pytest.approx(whole)
+    assert [len(row) for row in publisher.flips.values()] == [2] * 7
+    assert np.mean(list(publisher.flips.values())) == pytest.approx(whole, rel=0.5)  # weights differ in size
     assert 0 < report["quant/code_flips"] < 1
     assert publisher.qweights(state) is third  # and the next forward reads what was published
 
@@ -362,16 +367,34 @@ def test_code_flips_count_the_planted_ones():
     flipped = nibbles.codes.at[0, 0].set(nibbles.codes[0, 0] ^ 0x00000F00)
     flipped = flipped.at[3, 5].set(flipped[3, 5] ^ jnp.int32(-(2**31) + 0x11))
     other = dataclasses.replace(nibbles, arrays=nibbles.arrays | {"codes": flipped})
-    assert float(code_flips(nibbles, other).value) == pytest.approx(4 / (16 * 64))
-    assert float(code_flips(nibbles, nibbles).value) == 0
+    assert float(code_flips({"head": nibbles}, {"head": other})["head"].value) == pytest.approx(4 / (16 * 64))
+    assert float(code_flips({"head": nibbles}, {"head": nibbles})["head"].value) == 0
     for scheme in ("w8a8", "fp8"):
         eight = quant.quantize(w, quant.parse_scheme(scheme))
         codes = np.asarray(eight.codes).copy()
         codes.view(np.uint8)[[0, 1, 7], [3, 3, 60]] ^= 1
         other = dataclasses.replace(eight, arrays=eight.arrays | {"codes": jnp.asarray(codes)})
-        assert float(code_flips(eight, other).value) == pytest.approx(3 / (16 * 64))
-    # A tree counts all its codes: 3 of 1024 in one of two tensors.
-    assert float(code_flips([eight, eight], [other, eight]).value) == pytest.approx(3 / 2048)
+        assert float(code_flips({"head": eight}, {"head": other})["head"].value) == pytest.approx(3 / (16 * 64))
+
+
+def test_code_flips_are_told_apart_by_weight_and_layer():
+    """Three layers in two stacks, the second without `up`: a flip in layer 1 of `up`, two in layer 2 of `q`."""
+    w = jnp.asarray(np.random.default_rng(2).normal(size=(2, 16, 64)), jnp.float32)
+    two = jax.vmap(lambda w: quant.quantize(w, quant.parse_scheme("w8a8")))(w)
+    one = jax.tree.map(lambda x: x[:1], two)
+    before = {"stacks": [{"mlp": {"up": {"kernel": two}}, "q": {"kernel": two}}, {"q": {"kernel": one}}]}
+    up, q = (np.asarray(x.codes).copy() for x in (two, one))
+    up[1, 0, 0] ^= 1
+    q[0, [3, 4], 5] ^= 1
+    after = jax.tree.map(lambda x: x, before)
+    after["stacks"][0]["mlp"]["up"]["kernel"] = dataclasses.replace(two, arrays=two.arrays | {"codes": jnp.asarray(up)})
+    after["stacks"][1]["q"]["kernel"] = dataclasses.replace(one, arrays=one.arrays | {"codes": jnp.asarray(q)})
+    stacks = [SimpleNamespace(start=0, length=2), SimpleNamespace(start=2, length=1)]
+    found = by_layer(jax.device_get(code_flips(before, after)), stacks)
+    assert {name: [x and round(x * 1024) for x in row] for name, row in found.items()} == {
+        "flips/mlp.up": [0, 1, None],
+        "flips/q": [0, 0, 2],
+    }
 
 
 # ---- updates -------------------------------------------------------------------------------------------------------

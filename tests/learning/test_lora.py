@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from qarl_jax import models, train
 from qarl_jax.learning.lora import Config as LoraConfig
@@ -24,7 +25,7 @@ from qarl_jax.numerics.engine import CPU
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout.embedded.decode_form import compute_form
 from qarl_jax.rollout.embedded.engine import Config, JaxSampler
-from qarl_jax.run import build
+from qarl_jax.run import build, export
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.types import UserError
 from tests.reference import tiny
@@ -37,6 +38,11 @@ def world(folder, **sections):
     """A run of adapters on a w4a16 base, in the arithmetic of vLLM's CPU build."""
     own = {"lora": LORA, "quant": {"engine": "cpu"}, "optimizer": {"name": "adamw", "lr": 0.01}}
     return tiny.World(folder).changed(**own | sections)
+
+
+def has_same_bits(x, y):
+    pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
 def drawn(state, seed=0):
@@ -177,6 +183,18 @@ def test_a_run_learns_and_goes_on_from_its_adapters(tmp_path, capsys):
     sizes = [x.nbytes for x in jax.tree.leaves(state)]
     stored = sum(path.stat().st_size for path in (whole.run_dir / "checkpoints" / "step_00000006").rglob("*"))
     assert stored < 1.2 * sum(sizes) + 300_000
+    # The trained adapters as a folder, to start from; merged; and the base's codes.
+    out = {kind: tmp_path / kind for kind in export.FORMATS}
+    for kind, folder in out.items():
+        export.export(whole.run_dir, folder, kind)
+    assert "merged into what the base's codes stand for" in capsys.readouterr().out
+    init = whole.changed(lora={"init": str(out["peft"])}).config
+    assert has_same_bits(build.load_policy(init, learner)[0], state["params"])
+    masters = models.by_path(models.split(models.load_hf(out["hf"]))[1])
+    model = models.merge_adapters(learner.model(state["params"]))
+    wanted = np.asarray(models.by_path(models.split(model)[1])["stacks.0.mlp.up.kernel"])
+    assert np.array_equal(masters["stacks.0.mlp.up.kernel"], wanted.astype(BF16).astype(np.float32))
+    assert not any("lora" in name for name in load_file(out["compressed-tensors"] / "model.safetensors"))
     for other in ({"rank": 16}, {"targets": ["q_proj"]}, {"alpha": 16}):
         assert train.main(whole.changed(lora=other).command("train.steps=8")) == 2
         assert "would make another policy" in capsys.readouterr().err
@@ -201,7 +219,7 @@ def test_a_plan_has_no_masters_gradients_or_moments_of_the_base(policy):
         ({"lora": {"alpha": 0}}, "alpha must be positive"),
         ({"quant": {"uaq_scale": 1.5}}, "quant.uaq_scale=1.5 is for weights that learn"),
         ({"quant": {"rollout": "bf16"}}, "of a base under quant.forward=w4a16:g32 nothing is kept"),
-        ({"critic": {}, "advantage": {"name": "gae"}, "loss": {"name": "ppo"}}, "name a folder in critic.path"),
+        ({"critic": {}, "advantage": {"name": "gae"}, "loss": {"name": "ppo"}}, "name a model's folder in critic.path"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_config(tmp_path, sections, said):

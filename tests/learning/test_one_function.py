@@ -35,16 +35,16 @@ def config_of(scheme, profile="cpu", **more):
 
 
 @functools.cache
-def policy(scheme, mixture=False):
+def policy(scheme, moe=False):
     mixed = {"architecture": "Qwen3MoeForCausalLM", "qkv_bias": False, "qk_norm": True, "moe_layers": (0, 1)}
-    more = mixed | {"moe": EXPERTS} if mixture else {}
+    more = mixed | {"moe": EXPERTS} if moe else {}
     return one_function.moved(models.random_model(config_of(scheme, **more), seed=5))
 
 
 @functools.cache
-def found(scheme, way, mixture=False):
+def found(scheme, way, moe=False):
     ways = {"": one_function.REFERENCE} | one_function.WAYS | one_function.MORE_WAYS
-    return one_function.logprobs(policy(scheme, mixture), one_function.groups(300, LENGTHS), ways[way], TEMPERATURE)
+    return one_function.logprobs(policy(scheme, moe), one_function.groups(300, LENGTHS), ways[way], TEMPERATURE)
 
 
 def cases():
@@ -68,9 +68,9 @@ def test_log_probs_do_not_depend_on_how_a_batch_is_cut(scheme, way):
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", one_function.WAYS)
 def test_nor_do_those_of_an_moe_model(way):
-    wanted = found("w8a8", "", mixture=True)
+    wanted = found("w8a8", "", moe=True)
     assert np.std(np.concatenate(wanted)) > 0.1
-    assert one_function.differing(found("w8a8", way, mixture=True), wanted) == 0
+    assert one_function.differing(found("w8a8", way, moe=True), wanted) == 0
 
 
 def casts(jaxpr):

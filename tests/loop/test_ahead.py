@@ -16,7 +16,7 @@ from qarl_jax.data import PromptStream
 from qarl_jax.loop import ahead, setup, updates
 from qarl_jax.loop.ahead import Ahead, restored, saved
 from qarl_jax.loop.collector import Collector
-from qarl_jax.observe.recorder import PhaseTimer
+from qarl_jax.observe.phases import PhaseTimer
 from qarl_jax.rollout import RolloutEngine, SamplingConfig, dynamic_sampling
 from qarl_jax.rollout.asynchronous import Config, Schedule, SharedEngine
 from qarl_jax.rollout.dynamic_sampling import Collected

@@ -11,7 +11,8 @@ import pytest
 from qarl_jax import train
 from qarl_jax.loop import updates
 from qarl_jax.loop.pipeline import Scoring, drained, graded
-from qarl_jax.observe.recorder import PhaseTimer, read_lines
+from qarl_jax.observe.phases import PhaseTimer
+from qarl_jax.observe.recorder import read_lines
 from qarl_jax.rollout import RolloutEngine
 from qarl_jax.run import build
 from qarl_jax.types import Prompt, RolloutGroup

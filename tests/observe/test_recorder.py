@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -20,11 +21,12 @@ from jaxtyping import TypeCheckError
 
 from qarl_jax.metrics import PERF, TIME, Max, Mean, phases
 from qarl_jax.observe import recorder
-from qarl_jax.observe.recorder import Config, Observer, PhaseTimer, read_lines
+from qarl_jax.observe.phases import PhaseTimer
+from qarl_jax.observe.recorder import Config, Observer, read_lines
 from qarl_jax.types import Prompt, RolloutGroup, UserError
 from tests.reference.rollouts import completion
 
-QUIET = Config(view="off", tensorboard=False)
+QUIET = Config(view="off", trackers=())
 
 
 def group(uid="t/0", rewards=(0.0, 1.0), texts=("no", "yes")):
@@ -162,7 +164,7 @@ def test_hostile_text_in_a_sample_stays_on_one_valid_line(observer):
 
 
 def test_samples_can_be_switched_off_and_empty_groups_are_skipped(tmp_path):
-    with Observer(tmp_path, Config(view="off", tensorboard=False, samples_per_step=0)) as observer:
+    with Observer(tmp_path, Config(view="off", trackers=(), samples_per_step=0)) as observer:
         observer.samples(1, [group()])
     assert not (tmp_path / "samples.jsonl").exists()
     assert recorder.sample_records([group(rewards=(), texts=())], 4) == []
@@ -197,7 +199,7 @@ def test_a_second_process_is_refused_while_the_first_lives_and_welcome_when_it_i
             textwrap.dedent(f"""
                 import time
                 from qarl_jax.observe.recorder import Observer, Config
-                observer = Observer({str(tmp_path)!r}, Config(view="off", tensorboard=False))
+                observer = Observer({str(tmp_path)!r}, Config(view="off", trackers=()))
                 print("mine", flush=True)
                 time.sleep(60)
             """),
@@ -238,38 +240,6 @@ def test_impossible_settings_are_refused_with_the_field_s_name(options):
         Config(**options)
 
 
-# ---------------------------------------------------------------------------------------------------------- tensorboard
-
-
-def events(directory):
-    """(step, tag, value) of every scalar in a directory's event files, in order, and the purge marks."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    out = []
-    for path in sorted(directory.iterdir()):
-        data, at = path.read_bytes(), 0
-        while at < len(data):  # record: uint64 length, 4 bytes of CRC, payload, 4 bytes of CRC
-            length = int.from_bytes(data[at : at + 8], "little")
-            event = Event.FromString(data[at + 12 : at + 12 + length])
-            at += 12 + length + 4
-            out += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-            if event.HasField("session_log"):
-                out.append((event.step, "session", event.session_log.status))
-    return out
-
-
-def test_tensorboard_shows_the_same_numbers_and_forgets_steps_that_are_run_again(tmp_path):
-    config = Config(view="off")
-    with Observer(tmp_path, config) as observer:
-        observer.log(1, {"a": 0.5, "b": float("nan"), "name": "x", "n": 3})
-    assert events(tmp_path / "tensorboard") == [(1, "a", 0.5), (1, "n", 3.0)]
-    with Observer(tmp_path, config) as observer:
-        observer.truncate_to(1)
-        observer.log(2, {"a": 0.25})
-    marks = [e for e in events(tmp_path / "tensorboard") if e[0] == 2]
-    assert marks == [(2, "session", 1), (2, "a", 0.25)]  # 1 = START: readers drop older events from step 2 on
-
-
 # ------------------------------------------------------------------------------------------------------------ full disk
 
 
@@ -297,10 +267,10 @@ def fill_the_disk(monkeypatch, pattern, room=0):
 
 @pytest.mark.parametrize("room", [0, 10])
 def test_a_record_that_does_not_fit_on_the_disk_ends_the_run_in_one_sentence(room, tmp_path, monkeypatch):
-    with Observer(tmp_path, Config(view="off")) as observer:
+    with Observer(tmp_path, QUIET) as observer:
         observer.log(0, {"a": 0.5})
         with monkeypatch.context() as patched:
-            fill_the_disk(patched, r"metrics\.jsonl|tfevents", room)
+            fill_the_disk(patched, r"metrics\.jsonl", room)
             with pytest.raises(UserError, match=r"Cannot write .*metrics.jsonl: No space left on device"):
                 observer.log(1, {"a": 0.25})
     with Observer(tmp_path, QUIET) as observer:  # with room again it goes on, whatever part of a line was written
@@ -309,23 +279,12 @@ def test_a_record_that_does_not_fit_on_the_disk_ends_the_run_in_one_sentence(roo
         assert [record["step"] for record in read_lines(observer.metrics_path)] == [0, 1]
 
 
-def test_a_run_goes_on_without_event_files_that_cannot_be_written(tmp_path, monkeypatch, caplog):
-    fill_the_disk(monkeypatch, "tfevents", room=2000)
-    with Observer(tmp_path, Config(view="off")) as observer:
-        for step in range(200):  # as many as filled the queue of a writer whose thread is gone
-            observer.log(step, {f"a{i}": 0.5 for i in range(20)})
-        assert len(read_lines(observer.metrics_path)) == 200
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(told) == 1
-    assert "No space left on device. The run goes on without TensorBoard's files" in told[0]
-
-
 def test_a_run_goes_on_when_nobody_reads_what_it_shows(tmp_path, caplog):
     reading, writing = os.pipe()
     os.close(reading)
     with (
         open(writing, "w") as stream,
-        Observer(tmp_path, Config(view="lines", tensorboard=False), stream=stream) as observer,
+        Observer(tmp_path, Config(view="lines", trackers=()), stream=stream) as observer,
     ):
         for step in range(3):
             observer.log(step, {"a": 0.5})
@@ -388,3 +347,67 @@ def test_a_phase_that_raises_is_still_counted():
     with pytest.raises(KeyError):
         fail()
     assert timer.take()["time/rollout_s"] == 1.0
+
+
+def test_spans_of_a_step_are_kept_for_a_picture(observer):
+    now = [10.0]
+    timer = PhaseTimer(clock=lambda: now[0])
+    for _ in range(3):  # 5 ms apart: one span
+        with timer("rollout"):
+            now[0] += 1.0
+        now[0] += 0.005
+    with timer("update"):
+        with timer("compile"):
+            now[0] += 0.5
+        now[0] += 0.5
+    observer.timeline(7, (timer.take(), timer.taken)[1])
+    (line,) = read_lines(observer.run_dir / "timeline.jsonl")
+    ended = line.pop("ended")
+    assert abs(ended - time.time()) < 60
+    assert line == {
+        "step": 7,
+        "seconds": 4.015,
+        "spans": [["rollout", 0.0, 3.01], ["compile", 3.015, 3.515], ["update", 3.015, 4.015]],
+    }
+    for _ in range(2000):  # more than any picture shows: the last one goes on
+        with timer("reward"):
+            now[0] += 0.02
+        now[0] += 0.02
+    timer.take()
+    assert len(timer.taken.spans) == 500
+    assert timer.taken.spans[-1][2] == pytest.approx(79.98)
+
+
+def test_a_timer_beside_another_shows_its_phases_in_that_ones_picture():
+    """Sampling ahead: it begins in one step and ends in the next, and counts in neither."""
+    now = [0.0]
+    timer = PhaseTimer(clock=lambda: now[0])
+    behind = PhaseTimer(clock=lambda: now[0], beside=timer)
+    now[0] = 1.0
+    sampling = behind("rollout")
+    sampling.__enter__()
+    with timer("update"):
+        now[0] = 3.0
+    assert phases(timer.take()) == {"update": 2.0, "other": 1.0}
+    assert timer.taken.spans == [("update", 1.0, 3.0), ("beside/rollout", 1.0, 3.0)]
+    behind.take()  # as the thread does between batches: the picture is the other's
+    now[0] = 4.0
+    sampling.__exit__(None, None, None)
+    now[0] = 5.0
+    assert phases(timer.take()) == {"other": 2.0}
+    assert timer.taken.spans == [("beside/rollout", 0.0, 1.0)]
+    assert behind.take()["time/rollout_s"] == 3.0
+
+
+def test_records_are_set_aside_once_there_is_something_to_record(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    (tmp_path / "eval.jsonl").write_text('{"version": 0}\n')
+    with recorder.Observer(tmp_path, recorder.Config(view="off")) as observer:
+        observer.set_aside()
+    assert not list(tmp_path.glob("*.old-*")), "a start that trained nothing"
+    with recorder.Observer(tmp_path, recorder.Config(view="off", trackers=())) as observer:
+        observer.set_aside()
+        observer.truncate_to(-1)
+        observer.log(0, {"reward/mean": 1.0})
+    assert {path.name for path in tmp_path.glob("*.old-*")} == {"metrics.jsonl.old-1", "eval.jsonl.old-1"}
+    assert len(recorder.read_lines(tmp_path / "metrics.jsonl")) == 1

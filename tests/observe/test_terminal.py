@@ -46,7 +46,7 @@ def test_a_held_out_score_says_of_how_much_and_how_far_it_is_known():
 
 def test_outside_a_terminal_each_step_is_a_plain_line(tmp_path):
     stream = io.StringIO()
-    with Observer(tmp_path, Config(tensorboard=False), total_steps=2, stream=stream) as observer:
+    with Observer(tmp_path, Config(trackers=()), total_steps=2, stream=stream) as observer:
         observer.say("hello [bold]")
         observer.log(1, {"reward/mean": 0.5})
     assert stream.getvalue() == "hello [bold]\nstep 1/2 | reward 0.500\n"
@@ -61,7 +61,7 @@ def test_in_a_terminal_a_table_shows_every_group_and_notes_scroll_above(tmp_path
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
-    with Observer(tmp_path, Config(tensorboard=False), total_steps=100, stream=stream) as observer:
+    with Observer(tmp_path, Config(trackers=()), total_steps=100, stream=stream) as observer:
         observer.log(11, {"reward/mean": 0.1, "time/step_s": 4.25})
         observer.say("saved [step 11]")
         observer.log(12, {k: v for k, v in RECORD.items() if k not in ("step", "nonfinite")} | {"loss/total": np.nan})
@@ -69,13 +69,14 @@ def test_in_a_terminal_a_table_shows_every_group_and_notes_scroll_above(tmp_path
     for text in ("step 12 of 100", "0:06:10 left", "reward", "0.530", "▁█", "1.50e-05", "12.5%", "2.50s", "12,346"):
         assert text in shown  # 87 steps of 4.25 s are 370 s
     assert "saved [step 11]" in shown
+    assert "[dim]" not in shown  # the table is drawn anew below a note
     assert "loss/total = nan" in shown
 
 
 def test_a_view_that_has_ended_has_no_time_left(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    with Observer(tmp_path, Config(tensorboard=False), total_steps=3, stream=stream) as observer:
+    with Observer(tmp_path, Config(trackers=()), total_steps=3, stream=stream) as observer:
         observer.log(1, {"reward/mean": 0.5, "time/step_s": 24.0})
         assert "0:00:24 left" in stream.getvalue()
         observer.end("interrupted")
@@ -87,7 +88,7 @@ def test_a_view_that_has_ended_has_no_time_left(tmp_path, monkeypatch):
 def test_the_last_word_stands_below_the_table(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    with Observer(tmp_path, Config(tensorboard=False), total_steps=100, stream=stream) as observer:
+    with Observer(tmp_path, Config(trackers=()), total_steps=100, stream=stream) as observer:
         observer.log(12, {"reward/mean": 0.1})
         observer.end("interrupted: saved after step 12")
     shown = stream.getvalue()

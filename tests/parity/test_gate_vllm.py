@@ -33,7 +33,7 @@ def test_no_token_of_an_moe_model_differs(replay, tmp_path):
 
 
 def compared(folder, model, scheme, *arguments):
-    """How many conditions the gate met without an unequal token; its controls found some."""
+    """How many conditions the gate met without a mismatched token; its controls found some."""
     found = folder / "rows.json"
     command = [sys.executable, "-m", "benchmarks.gate", "--model", model, "--schemes", scheme, *arguments]
     done = subprocess.run([*command, *SIZES.split(), "--json", str(found)], capture_output=True, text=True, timeout=850)

@@ -198,7 +198,7 @@ class World:
             },
             "checkpoint": {"every": 1, "keep": 2},
             "eval": {"num_prompts": 4},
-            "log": {"view": "off", "tensorboard": False},
+            "log": {"view": "off", "trackers": []},
         }
 
     def changed(self, **sections: Any) -> World:

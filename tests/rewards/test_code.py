@@ -46,6 +46,26 @@ def score(reward, text, meta=DOUBLE):
         (RIGHT + "\nTry it:\n```python\nprint(double(2))\n```", 1.0),
         ("    return x + x\n", 1.0),  # a continuation, as a base model writes it
         ("def double(x):\n    return x * 2", 1.0),
+        # A fence with something beside it, and other ways to define a function.
+        (RIGHT + "<|im_end|>", 1.0),
+        (RIGHT + " That's it", 1.0),
+        ("\ufeff" + RIGHT, 1.0),
+        ("```python\ndouble = lambda x: 2 * x\n```", 1.0),
+        ("```python\ndouble: object = lambda x: 2 * x\n```\nSo:\n```python\nprint(double(2))\n```", 1.0),
+        ("```python\nclass Twice:\n    def __call__(self, x): return 2 * x\ndouble = Twice()\n```", 1.0),
+        ("```python\n    def double(x):\n        return 2 * x\n```", 1.0),
+        ("```python\nreturn 2 * x\n```", 1.0),
+        ("```python\n        y = x\n        return x + y\n```", 1.0),
+        ("        return x + x\n", 1.0),
+        ("y = x\n    return x + y<|im_end|>", 1.0),  # stripped
+        ("Here is the function:\n\ndef double(x):\n    return x * 2\n\nIt doubles x.\n- a number\n", 1.0),
+        ("<think>\nTwice?\n</think>\n<answer>def double(x):\n    return x * 2</answer>", 1.0),
+        ("[PYTHON]\ndef double(x):\n    return x * 2\n[/PYTHON]", 1.0),
+        # What the other blocks define.
+        ("```python\ndef twice(x):\n    return 2 * x\n```\n```python\ndef double(x):\n    return twice(x)\n```", 1.0),
+        ("```python\ndef double(x):\n    return N * x\n```\nwith\n```\nN = 2\n```", 1.0),
+        ("```python\nx = [double(1)]\nwhile True: pass\nno = (\n```\n" + RIGHT, 1.0),
+        ("```python\nwhile True: pass\nN = 3\n```\n```python\ndef double(x):\n    return N * x\n```", 0.0),
         ("```python\nimport numpy_is_not_here\n```", 0.0),
         ("```python\ndef double(x):\n    return 3\n```", 0.0),
         ("```python\ndef double(x) return\n```", 0.0),
@@ -151,6 +171,7 @@ def test_a_test_may_call_the_function_by_its_name_and_what_the_prompt_defines(re
     prompt = 'def half(x):\n    return x // 2\n\ndef double(x):\n    """Twice x."""\n'
     meta = DOUBLE | {"prompt": prompt, "test": "def check(f):\n    assert half(f(6)) == double(3) == 6"}
     assert score(reward, RIGHT, meta) == 1.0
+    assert score(reward, "```python\ndef double(x):\n    return x + half(2 * x)\n```", meta) == 1.0
     assert score(reward, "```python\ndef double(x):\n    return x\n```", meta) == 0.0
 
 
@@ -167,6 +188,8 @@ SUMS = {"input_output": json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})}
         f"<answer>```python\n{SUM}```</answer>",
         f"```python\n{SUM}exit()\n```",
         f"```python\nimport sys\n{SUM}sys.exit(0)\n```",
+        f"```python\ndef twice(a): return 2 * a\n```\n```python\n{SUM.replace('a + b', 'twice(a) + b - a')}```",
+        f"```python\nn = int(input())\n```\nNo:\n```python\n{SUM}```<|im_end|>",
         "```python\ndef main(): print(sum(map(int, input().split())))\nif __name__ == '__main__': main()\n```",
     ],
 )
@@ -187,10 +210,18 @@ def test_livecodebench_tests_are_read_and_pickles_of_anything_else_are_not(rewar
     packed = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(cases)))).decode()
     meta = {"public_test_cases": json.dumps(cases), "private_test_cases": packed, "metadata": '{"func_name": "pair"}'}
     assert score(reward, "```python\nclass Solution:\n    def pair(self, x, y):\n        return x, y\n```", meta) == 1.0
+    both = "```python\nclass Solution:\n    pass\ndef pair(x, y):\n    return x, y\n```"
+    assert score(reward, both, meta) == 1.0
     assert score(reward, "```python\ndef pair(x, y):\n    return y\n```", meta) == 0.0
     evil = base64.b64encode(zlib.compress(pickle.dumps(os.system))).decode()
     with pytest.raises(UserError, match="private_test_cases asks for"):
         score(reward, RIGHT, meta | {"private_test_cases": evil})
+
+
+def test_a_program_may_start_threads(reward):
+    body = "with ThreadPoolExecutor(2) as pool:\n        return sum(pool.map(lambda y: y, (x, x)))"
+    text = f"```python\nfrom concurrent.futures import ThreadPoolExecutor\ndef f(x):\n    {body}\n```"
+    assert score(reward, text, {"entry_point": "f", "test": "def check(f):\n    assert f(2) == 4"}) == 1.0
 
 
 def test_a_prompt_without_tests_is_an_error_that_names_the_columns(reward):

@@ -4,7 +4,9 @@
 
 import contextlib
 import importlib.util
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -284,6 +286,7 @@ def test_what_episodes_started_ends_with_a_trainer_that_is_killed(made, tmp_path
         child = int(trainer.stdout.readline())
         (host,) = _worker.children(trainer.pid)
         (episode,) = _worker.children(host)
+        os.kill(host, signal.SIGSTOP)  # it notices all the same
         trainer.kill()
     wait_for(lambda: not any(map(alive, (child, episode, host))))
 

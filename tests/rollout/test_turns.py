@@ -14,7 +14,8 @@ from qarl_jax import data, models, train
 from qarl_jax.data import packing
 from qarl_jax.loop import updates
 from qarl_jax.loop.step_metrics import rollout_metrics
-from qarl_jax.observe import html_report, recorder
+from qarl_jax.observe import recorder, run_data
+from qarl_jax.observe.run_data import RunData
 from qarl_jax.rewards import Grader, environment, exact, total
 from qarl_jax.rollout import PolicyWeights, Request, RolloutEngine, SamplingConfig, dynamic_sampling, turns
 from qarl_jax.rollout.environments import Calculator, Custom
@@ -301,17 +302,17 @@ def test_samples_and_the_report_show_turns(tokenizer, tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "samples.jsonl").write_text(json.dumps({"step": 0, **record, **extra}) + "\n")
-        page = html_report.render({"run": folder})
-        assert page.count('class="observed"') == 1
-        shown = re.sub(r"<[^>]*>|\s", "", page[page.index('class="text prompt"') :])
-        assert {"whole": "[6*7]$42=42$", "bare": "[6*7]42=42"}[name] in shown
-        assert "6 tokens (reward 0.25)" in page
+        (row,) = RunData(folder, "run", steps=1).part({})[0]["samples"]["rows"]
+        full = row["full"]
+        assert full["turns"] == record["turns"]
+        assert {"whole": full["observed"] == {6: "42="}, "bare": not full["tokens"]}[name]
+        assert {"whole": "".join(full["tokens"]), "bare": full["response"]}[name].startswith("[6*7]")
 
 
 def test_an_observation_is_shown_where_it_was_made_also_where_tokens_are_left_out():
     turns = [{"tokens": 3, "observation": "x"}, {"tokens": 6, "observation": "y"}, {"tokens": 1, "observation": ""}]
-    assert html_report._observed(turns, 10, 0) == {3: "x", 9: "y"}
-    assert html_report._observed(turns, 2, 6) == {2: "x", 3: "y"}  # of tokens 0 to 9, 2 to 7 are left out
+    assert run_data.observed(turns, 10, 0) == {3: "x", 9: "y"}
+    assert run_data.observed(turns, 2, 6) == {2: "x", 3: "y"}  # of tokens 0 to 9, 2 to 7 are left out
 
 
 # ---- over a bridge --------------------------------------------------------------------------------------------------

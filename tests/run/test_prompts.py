@@ -34,6 +34,7 @@ def opened(model, tmp_path):
             "model": {"path": str(model)},
             "data": {"source": {"name": "jsonl", "path": str(file)}, "template": "raw"} | settings,
             "rollout": {"max_response_len": 20},
+            "train": {"prompts_per_step": 1, "micro_batch_rows": 8},
             "eval": eval_settings or {},
         }
         cfg, prompts = open_prompts(config.from_dict(tree))
@@ -45,7 +46,7 @@ def opened(model, tmp_path):
 def test_rows_have_the_size_of_the_longest_prompt(opened):
     cfg, prompts, plan = opened(150, holdout=0.3)  # of four to six tokens
     assert (cfg.data.max_prompt_len, cfg.row_len) == (16, 36)
-    assert f"{len(prompts.train)} to train on; the first 64 have 4 to 5 tokens" in plan
+    assert f"{len(prompts.stream.source)} to train on; the first 64 have 4 to 5 tokens" in plan
     assert "data.max_prompt_len" not in plan
     given, _, _ = opened(150, holdout=0.3, max_prompt_len=16)
     assert given.data == cfg.data  # so that a run resumes whichever way it is asked for
@@ -56,7 +57,7 @@ def test_the_longest_prompt_counts_of_both_splits_up_to_a_limit(opened):
     assert cfg.data.max_prompt_len == 112
     cfg, prompts, _ = opened(60, question="{0:x<1022}?", holdout=0.5)  # "0xxx...?": 1,023 tokens
     assert cfg.data.max_prompt_len == data.LONGEST == 1024
-    assert len(prompts.train) + len(prompts.held_out) == 60
+    assert len(prompts.stream.source) + len(prompts.held_out) == 60
 
 
 def test_rows_that_are_mostly_room_for_longer_prompts_are_told(opened):

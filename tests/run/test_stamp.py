@@ -89,7 +89,7 @@ def test_a_finished_run_started_again_with_another_setting_changes_nothing(world
     if setting in OTHERS:
         assert told.out.startswith(f"done: {world.run_dir} has trained step {STEPS}, its last")
         assert told.out.count("\n") == 5  # nothing that an "auto" came to is told as another setting
-        for command in ("plot", "evaluate --checkpoint", "export --checkpoint"):
+        for command in ("plot --watch", "evaluate --checkpoint", "export --checkpoint"):
             assert f"python -m qarl_jax.{command} {world.run_dir}" in told.out
     else:
         name = "quant.engine" if setting == "rollout.engine" else setting
@@ -178,3 +178,5 @@ def test_a_record_of_november_2026_is_read_today():
     recorded = json.loads((pathlib.Path(__file__).parents[1] / "fixtures" / "run_2026_11.json").read_text())
     cfg = config.from_dict(stamp._as_today(recorded))
     assert (cfg.rollout.engine.arithmetic, cfg.rollout.engine_name) == ("batch_invariant", "vllm")
+    assert cfg.log.trackers == ("tensorboard",)
+    assert stamp._as_today({"log": {"tensorboard": False}}) == {"log": {"trackers": []}}

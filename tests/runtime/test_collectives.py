@@ -33,7 +33,7 @@ def programs(scheme):
         loss_fn=get_loss("grpo"),
         optimizer=leafwise.Optimizer(build.AdamW()),
         mesh=mesh.make_mesh(fsdp=8),
-        options=Options(logprob_chunk=64),
+        options=Options(logprob_chunk=64, diagnostics=True),
     )
 
     def placed(tree, dtype=None):
@@ -85,8 +85,17 @@ def test_scoring_under_fsdp_gathers_int4_codes_and_scales_alone():
 
 def test_forward_and_backward_under_fsdp_gather_int8_codes_and_scales_alone():
     _, gradient, params, qweights = programs("w8a8")
-    codes, _ = check(gradient.compile().as_text(), qweights, passes=2)  # recomputation gathers once more
+    text = gradient.compile().as_text()
+    codes, _ = check(text, qweights, passes=2)  # recomputation gathers once more
     assert codes == sum(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim == 3) // 3
+
+
+def test_metrics_travel_with_the_gradients():
+    """Sums alone, in one all-reduce: others would have no order among a loop's collectives (`metrics.masked_max`)."""
+    _, gradient, _, _ = programs("w4a16:g32")
+    text = gradient.compile().as_text()
+    reduced = re.findall(r"= \(?(\w+)\[.* all-reduce(?:-start)?\(", text[text.index("\nENTRY") :])
+    assert sorted(reduced) == ["f32", "pred"]  # the flag says that a row has more responses than slots
 
 
 def test_without_quantization_the_wire_carries_the_compute_dtype_and_not_the_master():

@@ -4,7 +4,6 @@
 
 import dataclasses
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,6 @@ from qarl_jax.runtime.mesh import (
     constrain,
     make_mesh,
     named_sharding,
-    order_collectives,
     param_shardings,
 )
 from qarl_jax.types import UserError
@@ -87,18 +85,6 @@ def test_a_dimension_that_does_not_divide_stays_whole():
     mesh = make_mesh(fsdp=2, tensor=4)
     assert named_sharding(("heads", "embed"), (64, 24), mesh).spec == P(("fsdp", "tensor"), None)
     assert named_sharding(("heads", "embed"), (12, 24), mesh).spec == P(None, None)
-
-
-@pytest.mark.parametrize(
-    ("flags", "several", "ordered"),
-    [("", False, False), ("", True, True), ("--xla_force_host_platform_device_count=2", False, True)],
-)
-def test_collectives_are_ordered_where_a_process_may_have_several_cpu_devices(monkeypatch, flags, several, ordered):
-    monkeypatch.setenv("XLA_FLAGS", flags)
-    for _ in range(2):  # the second call adds nothing
-        order_collectives(several)
-        assert os.environ["XLA_FLAGS"].count("--xla_cpu_multi_thread_eigen=false") == ordered
-        assert os.environ["XLA_FLAGS"].startswith(flags)
 
 
 def test_mesh_errors_say_what_is_wrong():

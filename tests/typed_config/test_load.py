@@ -193,6 +193,20 @@ def test_a_section_given_whole_does_not_undo_what_is_named_in_it_later():
     assert thing(None, "color.depth=3", "color.name=red", "color.name=blue").color == Blue(depth=3)
 
 
+@pytest.mark.parametrize("number", ["010", "-017", "1:30"])
+def test_a_number_that_yaml_takes_for_another_is_refused(number, write):
+    for refused in (lambda: thing(None, f"count={number}"), lambda: load.load(Thing, write(f"count: {number}\n"))):
+        with pytest.raises(UserError, match=rf"count: YAML reads {number} as -?\d+: write "):
+            refused()
+    assert thing(None, "count=0").count == 0
+    assert thing(None, f"label={number}").label == number
+
+
+def test_a_key_is_given_once_in_the_section_of_an_override_too():
+    with pytest.raises(UserError, match=r"override 'inner=\{x: 1, x: 2\}': inner: key 'x' is given twice"):
+        thing(None, "inner={x: 1, x: 2}")
+
+
 def test_later_overrides_win():
     assert thing(None, "count=1", "count=2").count == 2
     assert thing(None, "inner={x: 0, y: 1}", "inner.y=5").inner == Inner(x=0, y=5.0)

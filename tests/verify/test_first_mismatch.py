@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`parity --at`: the last unequal token of a run, looked up block by block; on a live vLLM (nightly)."""
+"""`parity --at`: the last mismatched token of a run, looked up block by block; on a live vLLM (nightly)."""
 
 import json
 

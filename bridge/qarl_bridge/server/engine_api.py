@@ -27,7 +27,7 @@ class Finished:
 
 
 Parts = Iterable[Mapping[str, Any]]
-"""A version's tensors by name, in parts of whole layers. It may be gone through more than once; what a part gave is
+"""A version's tensors by name, chunked by whole layers. It may be gone through more than once; what a part gave is
 there until the next one is asked for, or for good (`lasts`)."""
 
 

@@ -30,7 +30,7 @@ class Copy(Protocol):
         """Every tensor against its fingerprint and for values that must not be; BridgeError names the first bad one."""
 
     def parts(self) -> Iterator[Mapping[str, Any]]:
-        """All tensors by name, read only, in parts of whole layers in manifest order. A part is no longer there when
+        """All tensors by name, read only, chunked by whole layers in manifest order. A part is no longer there when
         the next one is asked for."""
 
     def at_the_door(self) -> Iterator[Mapping[str, Any]]:

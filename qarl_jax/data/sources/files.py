@@ -23,7 +23,7 @@ from typing import Any
 
 from qarl_jax.data.sources import layouts
 from qarl_jax.data.sources.template import Skipped, Split, Template, digest, is_system, wanted
-from qarl_jax.types import Prompt, UserError, at_least
+from qarl_jax.types import AbsentError, Prompt, UserError, at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,15 +141,13 @@ def final_answer(text: str) -> str:
 def _expand(path: str) -> list[str]:
     files = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) and not os.path.exists(path) else [path]
     if not files:
-        raise UserError(f"{path}: no file matches this pattern.")
+        raise AbsentError(f"{path}: no file matches this pattern.")
     for file in files:
         if not os.path.isfile(file):
-            what = (
-                "it is a folder; name the file, or a pattern such as folder/*.jsonl"
-                if os.path.isdir(file)
-                else "no such file"
-            )
-            raise UserError(f"{file}: cannot read the data set: {what}.")
+            if not os.path.exists(file):
+                raise AbsentError(f"{file}: cannot read the data set: no such file.")
+            what = "it is a folder; name the file, or a pattern such as folder/*.jsonl"
+            raise UserError(f"{file}: cannot read the data set: {what if os.path.isdir(file) else 'it is no file'}.")
     return files
 
 
@@ -198,7 +196,7 @@ def _read_parquet(file: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise UserError(f"{file}: reading parquet needs pyarrow: pip install 'qarl-jax[data]'.") from None
+        raise AbsentError(f"{file}: reading parquet needs pyarrow: pip install 'qarl-jax[data]'.") from None
     try:
         with pq.ParquetFile(file) as table:
             number = 0

@@ -207,13 +207,13 @@ def is_system(message: Mapping[str, Any]) -> bool:
 def asked(question: str | Messages) -> str:
     """A question as the split hashes it: its text; of chat messages all but the system's.
 
-    A single message of the user counts as its text.
+    A single message of the user counts as its text. White space around a text is no part of it.
     """
     if isinstance(question, str):
-        return question
+        return question.strip()
     said = [message for message in question if not is_system(message)]
     if len(said) == 1 and said[0]["role"] == "user":
-        return said[0]["content"]
+        return asked(said[0]["content"])
     return json.dumps([[message["role"], message["content"]] for message in said])
 
 

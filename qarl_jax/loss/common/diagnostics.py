@@ -150,9 +150,10 @@ def histograms(x: LossInputs) -> dict[str, Int[Array, " bins"]]:
         # Below-edge counts, then differences: a fused comparison and sum instead of a scatter.
         above = log[:, :, None] > jnp.asarray(EDGES, jnp.float32)[None, None, :]
         for suffix, chosen in (("pos", where & (sign > 0)), ("neg", where & (sign < 0))):
-            number = chosen.astype(jnp.int32).sum()
-            over = (above & chosen[:, :, None]).astype(jnp.int32).sum((0, 1))
-            out[f"{key}_{suffix}"] = -jnp.diff(over, prepend=number, append=0)
+            # Sums in float32, exact up to 2^24 tokens, travel between devices with the gradients' (metrics.masked_max).
+            number = chosen.astype(jnp.float32).sum()
+            over = (above & chosen[:, :, None]).astype(jnp.float32).sum((0, 1))
+            out[f"{key}_{suffix}"] = -jnp.diff(over, prepend=number, append=0).astype(jnp.int32)
     return out
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from qarl_bridge.protocol import tensors as wire
 
+from qarl_jax.runtime import progress
 from qarl_jax.types import UserError
 
 DTYPES: dict[str, np.dtype] = {
@@ -143,11 +144,13 @@ def write_sharded(
             filled = 0
         files[-1][name] = dtype, shape
         filled, total = filled + nbytes, total + nbytes
-    tensors, weight_map = iter(tensors), dict[str, str]()
-    for number, own in enumerate(files, start=1):
-        file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        write(folder / file, own, itertools.islice(tensors, len(own)))
-        weight_map |= dict.fromkeys(own, file)
+    weight_map: dict[str, str] = {}
+    with progress.task("writing weights", len(shapes), "tensors") as task:
+        counted = task.count(tensors)
+        for number, own in enumerate(files, start=1):
+            file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            write(folder / file, own, itertools.islice(counted, len(own)))
+            weight_map |= dict.fromkeys(own, file)
     if len(files) > 1:
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
 

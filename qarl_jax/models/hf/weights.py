@@ -29,6 +29,7 @@ from qarl_jax.models.hf.safetensors import INDEX, MAX_SHARD_BYTES, SINGLE
 from qarl_jax.models.params import abstract_model, by_path, finish, parse_rules, split
 from qarl_jax.models.transformer import Transformer
 from qarl_jax.quant import QTensor, resolve
+from qarl_jax.runtime import progress
 from qarl_jax.runtime.mesh import param_shardings
 from qarl_jax.types import UserError, check_model_folder
 
@@ -263,12 +264,14 @@ def read_masters(
     shardings = None if mesh is None else by_path(param_shardings(abstract, mesh))
     default = SingleDeviceSharding(jax.devices()[0])
     names = hf_names(config)
-    for keys, variable in nnx.to_flat_state(abstract):
-        name, like = ".".join(map(str, keys)), variable.get_value()
-        sharding = default if shardings is None else shardings[name]
-        if dtype_of is not None:
-            like = jax.ShapeDtypeStruct(like.shape, dtype_of(name))
-        yield keys, variable.replace(_read(checkpoint, names[name], like, sharding))
+    flat = nnx.to_flat_state(abstract)
+    with progress.task("reading weights", len(flat), "parameters") as task:
+        for keys, variable in task.count(flat):
+            name, like = ".".join(map(str, keys)), variable.get_value()
+            sharding = default if shardings is None else shardings[name]
+            if dtype_of is not None:
+                like = jax.ShapeDtypeStruct(like.shape, dtype_of(name))
+            yield keys, variable.replace(_read(checkpoint, names[name], like, sharding))
 
 
 def _read(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:

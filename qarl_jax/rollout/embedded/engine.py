@@ -30,6 +30,7 @@ speculative decoding. Large models belong to vLLM.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -49,7 +50,7 @@ from qarl_jax.models.params import part_of, united
 from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.embedded.decode_form import Policy, compute_form
 from qarl_jax.rollout.embedded.draw import draw
-from qarl_jax.runtime import mesh, processes
+from qarl_jax.runtime import mesh, processes, progress
 from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import Completion, UserError, VersionSpan, at_least
 
@@ -358,7 +359,9 @@ class JaxSampler(RolloutEngine):
         return functools.partial(self._launch, self._programs[name])
 
     def _launch(self, program: Any, *arguments: Any) -> Any:
-        with mesh.launch_lock(self._devices):  # a learner may train in another thread
+        # The first call compiles; what it launches is not waited for.
+        compiling = contextlib.nullcontext() if program._cache_size() else progress.task("compiling the sampler")
+        with compiling, mesh.launch_lock(self._devices):  # a learner may train in another thread
             return program(*arguments)
 
     def draw(self, requests: Sequence[Request], *, sampling: SamplingConfig) -> Drawn:
@@ -384,7 +387,10 @@ class JaxSampler(RolloutEngine):
         if not requests:
             self.stats = {}
             return
-        yield from enumerate(_Call(self, self._policy, requests, sampling, samples_per_prompt(requests)).run())
+        call = _Call(self, self._policy, requests, sampling, samples_per_prompt(requests))
+        with progress.task("sampling", len(requests), "responses") as task:
+            results = call.run(task)
+        yield from enumerate(results)
 
 
 class _Call:
@@ -435,7 +441,7 @@ class _Call:
     def program(self, name: str, fn: Any, **options: Any) -> Any:
         return self.engine._program((name, self.static), fn, **options)
 
-    def run(self) -> list[Completion]:
+    def run(self, task: progress.Task) -> list[Completion]:
         start = time.perf_counter()
         policy, static = self.policy, self.static
         decode = self.program("decode", functools.partial(_decode, policy, static), donate_argnums=1)
@@ -457,6 +463,7 @@ class _Call:
             self.steps += int(steps)
             self.slot_steps += int(steps) * self.num_slots
             self.collect()
+            task.done = sum(result is not None for result in self.results)
         self.engine.stats = {
             "decode_steps": self.steps,
             "slot_steps": self.slot_steps,

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python as a tool: the last fenced block of a turn is run, and what it prints is observed.
 
-A turn without one is the answer.
+It may use what the turn's other blocks define. A turn without a block is the answer.
 Every program runs anew, in the jail and the sandbox that grade code (`rewards/jail.py`, `rewards/_sandbox.py`): no
 files written, none of the user's read, no processes, no network, bounded time and memory.
 """
@@ -44,14 +44,14 @@ class Environment:
         blocks = [block for language, block in _fences.blocks(text) if language in ("", *_fences.PYTHON)]
         if not blocks:
             return "", 0.0, True
-        return self.run(blocks[-1])[: self.max_chars], 0.0, False
+        return self.run(*blocks)[: self.max_chars], 0.0, False
 
-    def run(self, code):
-        """Returns the output of a program, with the error that ended it."""
+    def run(self, *blocks):
+        """Returns the output of the last block, with the error that ended it; it may use what the others define."""
         program = None
         try:
             deadline = time.monotonic() + self.program_s
-            program = _sandbox.Program(code, deadline, self.memory_mb, stdin="", tell=True)
+            program = _sandbox.Program(blocks[-1], deadline, self.memory_mb, beside=blocks[:-1], stdin="", tell=True)
             return program.output()
         except _sandbox.FailedError as error:
             return f"error: {error}"

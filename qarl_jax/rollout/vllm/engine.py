@@ -40,6 +40,7 @@ from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, Sampl
 from qarl_jax.rollout.vllm.config import Config, check_length
 from qarl_jax.rollout.vllm.fleet import USER_CODES, Fleet
 from qarl_jax.rollout.vllm.gpu_staging import DeviceStager, gpus_of, layout
+from qarl_jax.runtime import progress
 from qarl_jax.types import Completion, UserError, VersionSpan
 
 # A promise that was not kept: what was promised, and what it means that it is broken.
@@ -380,8 +381,8 @@ class VllmEngine(RolloutEngine):
 
         routed = 2 * int(np.prod(self._routing_shape())) if self._config.record_routing else 0
         drawn = self.fleet.draw(draws, common, routed_bytes=routed, on_progress=self._on_progress)
-        with contextlib.closing(drawn):
-            for index, one in drawn:
+        with contextlib.closing(drawn), progress.task("sampling", len(requests), "responses") as task:
+            for index, one in task.count(drawn):
                 yield index, self._completion(requests[index], one)
 
     def close(self) -> None:

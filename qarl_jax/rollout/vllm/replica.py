@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from qarl_bridge.client import sender
@@ -27,9 +27,9 @@ from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax.rollout.vllm.config import Config
 from qarl_jax.rollout.vllm.process import BridgeProcess
+from qarl_jax.runtime import progress
 from qarl_jax.types import UserError
 
-_FIRST_WORD_S, _NEXT_WORD_S = 5.0, 30.0  # after which a bridge that does not answer is spoken of
 _LEASE_PATIENCE_S = 60.0  # for a bridge to notice that our own last connection is gone: TCP's heartbeats take 25 s
 MOST_REQUESTS = 16  # at once, each with a connection (a bridge takes zeromq.MAX_PEERS)
 
@@ -127,7 +127,7 @@ class Replica:
             assert self._prepared is not None
             self._place, self._prepared = self._prepared, None
         deadline = time.monotonic() + config.start_timeout_s
-        with self._speaking_up(deadline):
+        with self._waiting():
             client = self._first_contact(deadline, lambda: life.is_over)
         self.start_s = time.monotonic() - self._started
         client.set_timeout(config.request_timeout_s)
@@ -166,26 +166,13 @@ class Replica:
                     raise
             time.sleep(0.5)
 
-    @contextlib.contextmanager
-    def _speaking_up(self, deadline: float) -> Iterator[None]:
-        """While it lasts, lines that say what is being waited for, with the time left."""
+    def _waiting(self) -> contextlib.AbstractContextManager[progress.Task]:
+        """Shows what is being waited for, and how long at most."""
         what = f"{self.name.replace('the vLLM', 'its vLLM')} to start"
         if self.address:
             what = f"the bridge at {self.address} (rollout.engine.endpoints) to answer"
-        over = threading.Event()
-
-        def speak() -> None:
-            pause = _FIRST_WORD_S
-            while not over.wait(pause):
-                pause = _NEXT_WORD_S
-                left = max(0.0, deadline - time.monotonic())
-                self._log(f"waiting for {what}: {left:.0f} s left (rollout.engine.start_timeout_s)")
-
-        threading.Thread(target=speak, daemon=True).start()
-        try:
-            yield
-        finally:
-            over.set()
+        limit = f"{self._config.start_timeout_s:g} s at most (rollout.engine.start_timeout_s)"
+        return progress.task(f"waiting for {what}, {limit}")
 
     # ---- what it is for ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,152 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Progress of long work: its name, how far it is, how long it takes.
+
+    with progress.task("reading weights", total=339, unit="parameters") as task:
+        ...
+        task.done += 1
+
+The work only registers itself. An entry point shows it (`shown`), and so does the live view of a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+FIRST_S = 10.0  # outside a terminal: when a task is told of first; each further line comes after three times as long
+_SHORT_S = 0.5  # in a terminal: shorter tasks would only flicker
+
+
+@dataclasses.dataclass(eq=False)
+class Task:
+    """A piece of work that runs.
+
+    Attributes:
+      name: of the work. unit: of `total` and `done`, in the plural.
+      total: how much there is to do; None: not known.
+      done: how much is done; the work itself counts it up.
+      began: seconds of the clock.
+    """
+
+    name: str
+    total: float | None
+    unit: str
+    done: float = 0
+    began: float = dataclasses.field(default_factory=time.monotonic)
+
+    def count(self, items: Iterable[T]) -> Iterator[T]:
+        """Yields `items` and counts them as done."""
+        for item in items:
+            yield item
+            self.done += 1
+
+    @property
+    def seconds(self) -> float:
+        """Time since the task began."""
+        return time.monotonic() - self.began
+
+    def far(self) -> str:
+        """ "120 of 339 parameters, 12 s, 22 s left"; the parts that are known."""
+        parts = [f"{self.seconds:.0f} s"]
+        if self.total:
+            parts.insert(0, f"{self.done:,.0f} of {self.total:,.0f} {self.unit}".rstrip())
+            if 0 < self.done < self.total:
+                parts.append(f"{self.seconds / self.done * (self.total - self.done):.0f} s left")
+        return ", ".join(parts)
+
+
+_lock = threading.Lock()
+_tasks: list[Task] = []
+
+
+def running() -> list[Task]:
+    """The tasks of all threads, oldest first."""
+    with _lock:
+        return list(_tasks)
+
+
+@contextlib.contextmanager
+def task(name: str, total: float | None = None, unit: str = "") -> Iterator[Task]:
+    """Registers a piece of work while the block runs. See `Task`."""
+    made = Task(name, total, unit)
+    with _lock:
+        _tasks.append(made)
+    try:
+        yield made
+    finally:
+        with _lock:
+            _tasks.remove(made)
+
+
+def is_terminal(stream: Any) -> bool:
+    """Tells whether `stream` can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def renderable() -> Any:
+    """The running tasks for a terminal (rich): a line each, with a bar where the total is known."""
+    from rich.progress_bar import ProgressBar
+    from rich.spinner import Spinner
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 1))
+    for one in running():
+        if one.seconds > _SHORT_S:
+            bar = ProgressBar(total=one.total, completed=one.done, width=20) if one.total else ""
+            grid.add_row(Spinner("dots"), one.name, bar, one.far())
+    return grid
+
+
+@contextlib.contextmanager
+def told(say: Callable[[str], None]) -> Iterator[None]:
+    """Calls `say` with lines about tasks that last, while the block runs; of equal names only the first is told."""
+    over = threading.Event()
+    due: dict[str, tuple[Task, float]] = {}
+
+    def watch() -> None:
+        while not over.wait(FIRST_S / 10):
+            for one in running():
+                first, at = due.setdefault(one.name, (one, FIRST_S))
+                if first is one and one.seconds >= at:
+                    due[one.name] = one, 3 * at
+                    with contextlib.suppress(OSError, ValueError):  # a closed pipe or file, a full disk
+                        say(f"{one.name}: {one.far()}")
+
+    thread = threading.Thread(target=watch, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def shown(stream: Any = None) -> Iterator[None]:
+    """Shows the running tasks on `stream` (None: standard error) while the block runs: at the bottom, or as lines."""
+    stream = sys.stderr if stream is None else stream
+    if not is_terminal(stream):
+        with told(lambda line: print(line, file=stream, flush=True)):
+            yield
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    both = sys.stdout.isatty()  # else standard output is a file, which must get what is printed
+    with Live(
+        console=Console(file=stream),
+        get_renderable=renderable,
+        transient=True,
+        redirect_stdout=both,
+        redirect_stderr=True,
+    ):
+        yield
