@@ -2,12 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters on the bases that a real vLLM serves: its layers against the formula, and many versions in a row."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
+
+from qarl_jax import models
+from qarl_jax.rollout import SamplingConfig
+from qarl_jax.rollout.vllm.engine import VllmEngine
+from qarl_jax.verify import ladder
+from tests.reference.qwen3 import qwen3
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 SCRIPT = pathlib.Path(__file__).parents[1] / "reference" / "live_adapters.py"
@@ -64,3 +72,50 @@ def test_bad_adapters_are_refused_and_the_last_good_version_is_served_to_the_bit
     for (error, same), said in zip(found["refused"], words, strict=True):
         assert said in error
         assert same, error
+
+
+@pytest.mark.nightly
+def test_partial_versions_of_an_moe_model_are_what_the_learner_scores(tmp_path):
+    """Adapters of attention, and norms: neither the loader nor the read-back misses the experts, which stay."""
+    pytest.importorskip("vllm")
+    moe = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(qwen3(vocab=64, hidden=128, intermediate=128, layers=2, heads=2, kv_heads=1, head_dim=64) | moe)
+    )
+    config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
+    models.save_hf(models.random_model(config, 0), tmp_path)
+    base = ladder.load(str(tmp_path), "w8a8", "cpu")
+    options = ladder.Options(prompts=6, prompt_len=16, response_len=12, threads=1)
+    prompts = ladder.random_prompts(config.vocab_size, 6, 16, 0)
+    engine = VllmEngine(dataclasses.replace(options.engine(config), readback="full"))
+    try:
+        for number in range(3):
+            weights = ladder.with_adapters(base, 8, seed=number)
+            norms = frozenset(path for path in weights.fixed if "attn_norm" in path)
+            scale = 1 + number / 4
+            params = jax.tree.map_with_path(
+                lambda path, x, scale=scale: x * scale if "attn_norm" in jax.tree_util.keystr(path) else x,
+                weights.params,
+            )
+            weights = dataclasses.replace(weights, params=params, fixed=weights.fixed - norms)
+            report = engine.publish(weights, number)
+            layers = config.num_layers
+            assert number == 0 or report["tensors"] == layers * (2 * 4 + 1)
+            drawn = ladder.flat(
+                engine.generate(prompts, num_samples=1, sampling=SamplingConfig(max_response_len=12), key=number)
+            )
+            sampled = ladder.Sampled.of(drawn)
+            logprobs, _ = ladder.score(weights, sampled)
+            assert {c.policy_version for c in drawn} == {number}
+            assert (logprobs == sampled.logprobs)[sampled.response].all()
+    finally:
+        engine.close()
