@@ -20,6 +20,7 @@ VERBS = {
     "init": "qarl_jax.run.init",
     "train": "qarl_jax.train",
     "doctor": "qarl_jax.doctor",
+    "advise": "qarl_jax.advise.command",
     "evaluate": "qarl_jax.run.evaluation",
     "plot": "qarl_jax.plot",
     "export": "qarl_jax.run.export",

@@ -105,13 +105,17 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One task to answer. Example: Prompt(uid="chain_sum/17", tokens=(12, 10), text="1+2=", answer="3", meta={})."""
+    """One task to answer. Example: Prompt(uid="chain_sum/17", tokens=(12, 10), text="1+2=", answer="3", meta={}).
+
+    `messages` are what is asked as chat messages, before a template renders them to `text`; empty: not known.
+    """
 
     uid: str
     tokens: tuple[int, ...]
     text: str
     answer: str
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+    messages: tuple[dict[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

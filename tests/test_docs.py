@@ -279,7 +279,7 @@ class Rewarded:
 
 def test_every_reward_shown_loads(tmp_path):
     examples = blocks(text_of("docs/rewards.md"), "yaml")
-    assert len(examples) == 3
+    assert len(examples) == 5
     for example in examples:
         (tmp_path / "example.yaml").write_text(example)
         assert load.load(Rewarded, tmp_path / "example.yaml").reward

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from qarl_jax.data.curriculum import Stage
 from qarl_jax.data.curriculum import check as check_stages
-from qarl_jax.data.sources import files, mix, reasoning_gym
+from qarl_jax.data.sources import files, huggingface, mix, reasoning_gym
 from qarl_jax.data.sources.template import PromptSource, Split, Template
 from qarl_jax.data.stream import PromptStream
 from qarl_jax.data.tokenizer import Tokenizer, load_tokenizer, make_char_tokenizer, pad_token_id, stop_token_ids
@@ -24,6 +24,7 @@ SOURCES: dict[type, Any] = {
     reasoning_gym.Config: reasoning_gym.Source,
     files.Jsonl: files.Source,
     files.Parquet: files.Source,
+    huggingface.Config: files.Source,
 }
 
 # The names used in config files.
@@ -42,7 +43,7 @@ class Config:
     """Sources of prompts, and their templates.
 
     Attributes:
-      source: reasoning_gym, jsonl or parquet, with their own settings, or a mix of these.
+      source: reasoning_gym, jsonl, parquet or huggingface, with their own settings, or a mix of these.
       stages: which parts of a mix a step's prompts come from, and until when (`curriculum.py`); empty: each part by its
         size, from the first step to the last.
       template: raw | chat | a Jinja template (see `Template`).

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -141,6 +141,12 @@ def code_flips(before: Any, after: Any) -> dict[str, Mean]:
         count = together * math.prod(old.codes.shape[axis] for axis in inside)
         out[name] = Mean(changed, jnp.full_like(changed, count))
     return out
+
+
+def changed_share(flips: Mapping[str, Mean]) -> float:
+    """Share of all codes that differ, of the weights in `code_flips`."""
+    changed, codes = (sum(float(np.sum(getattr(m, part))) for m in flips.values()) for part in ("total", "count"))
+    return changed / codes
 
 
 class Learner:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from qarl_jax import models
-from qarl_jax.learning.learner import Learner, TrainState, code_flips
+from qarl_jax.learning.learner import Learner, TrainState, changed_share, code_flips
 from qarl_jax.learning.trainable import joined
 from qarl_jax.metrics import Mean
 from qarl_jax.models import invariant_scaling
@@ -67,10 +67,7 @@ class Publisher:
                 if self._published is not None:
                     flips = jax.device_get(code_flips(self._published, learned))
                     # QuRL's "frozen actor" alarm: a policy whose codes do not change samples the same way for ever.
-                    changed, all_codes = (
-                        sum(float(np.sum(getattr(m, part))) for m in flips.values()) for part in ("total", "count")
-                    )
-                    report["quant/code_flips"] = changed / all_codes
+                    report["quant/code_flips"] = changed_share(flips)
                     self.flips = by_layer(flips, models.config_of(self.graphdef).stacks)
         self._published = learned if self._compares else None
         return report

@@ -47,7 +47,7 @@ class Choice:
     def lines(self) -> list[str]:
         """Words each part: its settings, and what they cost."""
         return [
-            f"{' '.join(_words(part.settings))}: {'; '.join((*costs.in_words(part.cost), *part.notes))}"
+            f"{' '.join(words(part.settings))}: {'; '.join((*costs.in_words(part.cost), *part.notes))}"
             for part in self.parts or (self,)
             if part.settings
         ]
@@ -110,11 +110,12 @@ def fits(cfg: RunConfig, size: int) -> bool:
 
 def savings(cfg: RunConfig, size: int) -> list[str] | None:
     """Words the cheapest overrides under which the run fits; None: there are none."""
-    found = _saved(cfg, size)
-    return None if found is None else _words(found)
+    found = smaller(cfg, size)
+    return None if found is None else words(found)
 
 
-def _saved(cfg: RunConfig, size: int) -> dict[str, Any] | None:
+def smaller(cfg: RunConfig, size: int) -> dict[str, Any] | None:
+    """Finds the cheapest settings, by dotted field, under which the run fits; None: there are none."""
     cfg = on_a_gpu(with_engines(cfg))
     found = search(cfg, size, allowed(cfg, size))
     if found is None:
@@ -140,12 +141,12 @@ def refusal(cfg: RunConfig, size: int) -> str:
     """Says by how much a run does not fit as it is, and which overrides make it fit."""
     cfg = on_a_gpu(cfg)
     plans = [plan for _, plan in _plans(cfg, size, automatic(cfg, size))]
-    overrides = _saved(cfg, size)
+    overrides = smaller(cfg, size)
     advice = "No settings fit: use larger devices, more of them (mesh.fsdp), or a smaller model."
     if overrides is not None:
         _, plan = settle(replaced(cfg, overrides), size)
         assert plan is not None
-        advice = f"Smaller settings take {plan.taken / GIB:.1f} GiB of it. It fits with: {' '.join(_words(overrides))}"
+        advice = f"Smaller settings take {plan.taken / GIB:.1f} GiB of it. It fits with: {' '.join(words(overrides))}"
     return f"This run does not fit the device: {min(plans, key=lambda plan: plan.missing).words()}. {advice}"
 
 
@@ -158,7 +159,8 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _words(settings: Mapping[str, Any]) -> list[str]:
+def words(settings: Mapping[str, Any]) -> list[str]:
+    """Words settings as overrides."""
     return [f"{key}={_word(value)}" for key, value in settings.items()]
 
 
@@ -175,6 +177,11 @@ class Knobs:
 
 def search(cfg: RunConfig, size: int, knobs: Knobs) -> tuple[Choice, Plan] | None:
     """Finds the cheapest combination of all knobs that fits; None: none does."""
+    # A knob's last choice takes the least memory: where they do not fit together, nothing does.
+    least = sum((knob[-1] for knob in (*knobs.learner, *knobs.engine)), start=Choice(settings={}))
+    smallest = _valid(cfg, least)
+    if smallest is not None and make(smallest, size).missing:
+        return None
     return next(((choice, plan) for choice, plan in _plans(cfg, size, knobs) if not plan.missing), None)
 
 

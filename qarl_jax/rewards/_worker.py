@@ -43,6 +43,7 @@ def main() -> None:
         "function": load_function,
         "code": load_code,
         "environment": load_environment,
+        "model": load_model,
     }
     try:
         grade = graders[kind](timeout_s, setup)
@@ -62,7 +63,8 @@ def main() -> None:
         # Ends this process from a native thread, even if the trainer has died and the interpreter is stuck.
         faulthandler.dump_traceback_later(4 * timeout_s + 1, exit=True, file=sys.stderr)
         try:
-            answer: dict = {"score": float(grade(task))}
+            found = grade(task)
+            answer: dict = {"score": 0.0, "scores": found} if isinstance(found, list) else {"score": float(found)}
         except MemoryError:
             os._exit(3)
         except BaseException as error:  # sys.exit() in a user's function among them
@@ -137,7 +139,7 @@ def limit_memory(megabytes: int) -> None:
 
 
 def load_math(timeout_s: float, setup: str):
-    """task {"text", "answer"} -> 1.0 if math-verify finds the answer equal to the reference."""
+    """task {"text", "answer", "allowed"} -> 1.0 if math-verify finds the answer equal to the reference, or near it."""
     import logging
 
     from math_verify import parse, verify
@@ -152,7 +154,25 @@ def load_math(timeout_s: float, setup: str):
     def grade(task):
         reference = gold(task["answer"])
         given = parse(task["text"], parsing_timeout=soft_s)
-        return bool(reference) and bool(given) and verify(reference, given, timeout_seconds=soft_s)
+        if not reference or not given:
+            return False
+        if verify(reference, given, timeout_seconds=soft_s):
+            return True
+        return "allowed" in task and near(given[0], reference[0], *task["allowed"])
+
+    def near(given, expected, relative, absolute):
+        """Tells whether two expressions have values as near as a benchmark's judge allows (math_verify.Allowed)."""
+        try:
+            a, b = (complex(each.evalf()) for each in (given, expected))
+        except (AttributeError, TypeError, ValueError):  # text, sets, symbols
+            return False
+        if a.imag or b.imag:
+            return False
+        given, expected = a.real, b.real
+        return any(
+            abs(given - each) <= max(absolute, relative * max(abs(given), abs(each)))
+            for each in (expected, expected / 100, expected * 100)
+        )
 
     return grade
 
@@ -219,6 +239,15 @@ def load_function(timeout_s: float, setup: str):
     function = find_function(path)
     check_call(path, function, ("text", "answer", "meta"), options)
     return lambda task: function(*pickle.loads(base64.b64decode(task["call"])), **options)
+
+
+def load_model(timeout_s: float, setup: str):
+    """task {"conversations": [messages, ...]} -> a score each (qarl_bridge/engine/reward_model.py, which has torch)."""
+    module = importlib.import_module("qarl_bridge.engine.reward_model")
+    try:
+        return module.load(*json.loads(setup))
+    except module.NoRewardModelError as error:
+        raise RefusedError(str(error)) from None
 
 
 def load_environment(timeout_s: float, setup: str):

@@ -19,6 +19,15 @@ Where math-verify 0.9.0 is wrong, and what is done about it here:
     a typographic minus            it overlooks it after "####": given to it as "-"
     50\\% = 50, 50\\% = 0.5         it says yes to both; so do we. With antlr 4.11 it says no to both: 4.13 is required
     e^{i\\pi} = -1                  it says no, and so do we
+
+Published tables of two benchmarks come from judges that allow an error, and take a reference for a percentage, too.
+`tolerance` is theirs, beside everything that is equal anyway:
+
+    minerva         1e-4 of the larger number (Qwen2.5-Math's grader)
+    olympiadbench   1.01 times the row's `error`, 1e-8 where it has none (OlympiadBench's judge); of several answers,
+                    each is found among the given ones, as many as there are
+
+In both the reference, a hundred times it, and a hundredth of it count. Expressions are evaluated.
 """
 
 from __future__ import annotations
@@ -27,7 +36,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -35,6 +44,7 @@ from jaxtyping import Float
 from qarl_jax.rewards import extract
 from qarl_jax.rewards.pool import PoolConfig, WorkerPool
 from qarl_jax.rewards.sample import BaseReward, Sample
+from qarl_jax.types import UserError
 
 # The answer stands at the end; the parser's cost grows with the text.
 MAX_CHARS = 8000
@@ -58,9 +68,11 @@ _ORDINAL = re.compile(r"\^(?:\{\\text\{(?:st|nd|rd|th)\}\}|\\text\{(?:st|nd|rd|t
 class Config(PoolConfig):
     """Attributes (beside those of `PoolConfig`):
     truncated: what an unfinished response gets: "zero", or "score" to grade its text all the same.
+    tolerance: the error that a benchmark's own judge allows: none, minerva or olympiadbench (the module's text).
     """
 
     truncated: Literal["zero", "score"] = "zero"
+    tolerance: Literal["none", "minerva", "olympiadbench"] = "none"
 
 
 class Reward(BaseReward):
@@ -83,15 +95,76 @@ class Reward(BaseReward):
             boxed = boxed and _one_answer(boxed, answer)
             found = boxed or extract.extract(sample.text, "tag")
             verdict = settled(found, answer) if found else None
+            allowed = self._allowed(sample)
+            if not verdict and allowed and found and near(found, answer, allowed):
+                verdict = True
             if verdict is None:
                 text = f"\\boxed{{{boxed}}}" if boxed else found or sample.text
                 hard.append(i)
-                tasks.append({"text": _rewritten(text[-MAX_CHARS:]), "answer": _rewritten(answer)})
+                task: dict[str, Any] = {"text": _rewritten(text[-MAX_CHARS:]), "answer": _rewritten(answer)}
+                tasks.append(task | ({"allowed": dataclasses.astuple(allowed[0])} if allowed else {}))
             else:
                 out[i] = verdict
         for i, value in zip(hard, self.pool.map(tasks), strict=True):
             out[i] = value or 0.0
         return out
+
+    def _allowed(self, sample: Sample) -> list[Allowed]:
+        """The error that each answer of a question may have; empty: none."""
+        if self.cfg.tolerance == "none":
+            return []
+        if self.cfg.tolerance == "minerva":
+            return [Allowed(relative=1e-4)]
+        written = str(sample.prompt.meta.get("error") or "1e-8")
+        try:
+            return [Allowed(absolute=1.01 * float(part)) for part in written.split(",") if part.strip()]
+        except ValueError:
+            raise UserError(f"prompt {sample.prompt.uid}: column error={written!r} is no number.") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Allowed:
+    """An error that a number may have: `relative` of the larger of two, or `absolute`."""
+
+    relative: float = 0.0
+    absolute: float = 0.0
+
+    def holds(self, given: float, expected: float) -> bool:
+        """Tells whether a number is near the expected one, a hundred times it or a hundredth of it."""
+        return any(
+            abs(given - each) <= max(self.absolute, self.relative * max(abs(given), abs(each)))
+            for each in (expected, expected / 100, expected * 100)
+        )
+
+
+def near(given: str, expected: str, allowed: Sequence[Allowed]) -> bool:
+    """Tells whether all answers, parted by commas, are numbers near the expected ones, in any order.
+
+    Args:
+      given: as written. expected: likewise.
+      allowed: the error of each expected answer; the last one is that of all further ones.
+    """
+    wanted, left = ([_value(part) for part in _parts(text)] for text in (expected, given))
+    if len(wanted) != len(left) or None in wanted or None in left:
+        return False
+    for number, one in enumerate(wanted):
+        error = allowed[min(number, len(allowed) - 1)]
+        found = next((i for i, each in enumerate(left) if error.holds(float(each), float(one))), None)  # type: ignore[arg-type]
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _parts(text: str) -> list[str]:
+    """Answers parted by commas; a comma between groups of three digits parts none."""
+    whole = text.strip().strip("$")
+    return [whole] if _value(whole) is not None else [part for part in whole.split(",") if part.strip()]
+
+
+def _value(text: str) -> Fraction | None:
+    scientific = _scientific(text)
+    return extract.number(text) if scientific is None else scientific
 
 
 def _one_answer(boxed: str, expected: str) -> str:

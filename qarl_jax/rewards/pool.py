@@ -77,11 +77,13 @@ class PoolConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A score, None where there is none; what went wrong, if something did; whether the worker ended by itself."""
+    """A score, None where there is none; what went wrong, if something did; whether the worker ended by itself; the
+    scores of a task that is a batch."""
 
     score: float | None
     error: str = ""
     ended: bool = False
+    scores: tuple[float, ...] = ()
 
 
 def _tell(text: str) -> None:
@@ -98,6 +100,9 @@ class WorkerPool:
       name: what the graders are called in what is said of them; empty: by their kind.
       say: is given a line when a task takes long.
       jailed: whether the workers run what a policy wrote; those of math, gym and code always do.
+      python: the interpreter of workers that are not jailed.
+      gpus: CUDA_VISIBLE_DEVICES of such workers; empty: none.
+      start_s: seconds that a worker may take to start.
     """
 
     def __init__(
@@ -109,8 +114,12 @@ class WorkerPool:
         name: str = "",
         say: Callable[[str], None] = _tell,
         jailed: bool = False,
+        python: str = sys.executable,
+        gpus: str = "",
+        start_s: float = _START_S,
     ):
         self.kind = kind
+        self.python, self.gpus, self.start_s = python, gpus, start_s
         self.cfg = cfg
         self.setup = setup
         self.name = name or f"the {kind} grading process"
@@ -233,16 +242,16 @@ class Worker:
     def __init__(self, pool: WorkerPool):
         self.served = 0
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        hidden = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+        hidden = {"CUDA_VISIBLE_DEVICES": pool.gpus, "JAX_PLATFORMS": "cpu"}
         mine = pool.kind in (
             "function",
             "environment",
         )  # what a user's function prints is for the user, and its threads are its own
-        if not mine:
+        if not mine and pool.kind != "model":
             hidden |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         timeout_s, memory_mb = str(pool.cfg.timeout_s), str(pool.cfg.memory_mb)
         # -P: this folder has a math_verify.py of its own, which must not shadow the package.
-        command = jail.command() if pool.jailed else [sys.executable, "-P"]
+        command = jail.command() if pool.jailed else [pool.python, "-P"]
         self.process = (
             _launcher(os.getpid())
             .submit(
@@ -257,7 +266,7 @@ class Worker:
             .result()
         )
         self.buffer = b""
-        line = self._read_line(_START_S)
+        line = self._read_line(pool.start_s)
         greeting = {"error": self._last_words()} if line is None else json.loads(line)
         if "error" in greeting:
             self.stop()
@@ -271,7 +280,9 @@ class Worker:
         if line is not None:
             try:
                 answer = json.loads(line)
-                return Answer(float(answer["score"]), answer.get("error", ""))
+                return Answer(
+                    float(answer["score"]), answer.get("error", ""), scores=tuple(map(float, answer.get("scores", ())))
+                )
             except (ValueError, KeyError, TypeError, RecursionError):  # written by what it evaluates
                 return Answer(None, "it wrote what is no answer")
         end = "" if time.monotonic() > until else self._end()

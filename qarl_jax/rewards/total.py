@@ -22,7 +22,18 @@ import dataclasses
 import math
 from typing import Annotated, Any
 
-from qarl_jax.rewards import code, environment, exact, format, function, math_verify, overlong, reasoning_gym
+from qarl_jax.rewards import (
+    code,
+    environment,
+    exact,
+    format,
+    function,
+    judge,
+    math_verify,
+    overlong,
+    reasoning_gym,
+    reward_model,
+)
 from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import UserError
 
@@ -35,6 +46,8 @@ REWARDS: dict[str, Any] = {
     "format": format,
     "overlong": overlong,
     "python": function,
+    "judge": judge,
+    "reward_model": reward_model,
     "environment": environment,
 }
 TERMS: dict[str, type] = {name: module.Config for name, module in REWARDS.items()}

@@ -9,7 +9,9 @@ Of n responses to a prompt, c of them correct:
     maj@k    whether the most frequent answer of k responses is correct: a mean over the n // k disjoint runs of k
              responses, unbiased too. Of equally frequent answers the one that came first is taken.
 
-Each is a mean over prompts, with its standard error over prompts and an interval (`interval`).
+Each is a mean over prompts, with its standard error, clustered by question (`standard_error`), and an interval
+(`interval`). Responses to a question are no independent draws of the benchmark, so n responses make the error of a mean
+smaller only by what they say of their own question.
 """
 
 from __future__ import annotations
@@ -76,6 +78,25 @@ def maj_at_k(
             chosen = majority(answers[start : start + k])
             out[prompt] += 0.0 if chosen is None else float(correct[prompt, start + chosen])
     return out / len(starts)
+
+
+def standard_error(per_prompt: Float[np.ndarray, " P"], questions: Sequence[Hashable]) -> float | None:
+    """Standard error of the mean over prompts, clustered by question; None for a single question.
+
+    Deviations from the mean are added up within a question and squared (Liang and Zeger, Biometrika 73, 1986), times
+    G / (G - 1) for G questions. Where all questions differ it is the usual one.
+
+    Args:
+      per_prompt: the values, each a mean over a prompt's responses.
+      questions: equal for prompts that ask the same.
+    """
+    sums: dict[Hashable, float] = collections.defaultdict(float)
+    for value, question in zip(per_prompt - per_prompt.mean(), questions, strict=True):
+        sums[question] += float(value)
+    if len(sums) < 2:
+        return None
+    squares = sum(total**2 for total in sums.values())
+    return float(np.sqrt(squares * len(sums) / (len(sums) - 1)) / len(per_prompt))
 
 
 def default_ks(num_samples: int) -> tuple[int, ...]:

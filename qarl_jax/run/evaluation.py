@@ -39,7 +39,7 @@ from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import build, checkpoint, config, stamp
 from qarl_jax.run.config import RunConfig
-from qarl_jax.run.estimators import default_ks, interval, maj_at_k, majority, pass_at_k
+from qarl_jax.run.estimators import default_ks, interval, maj_at_k, majority, pass_at_k, standard_error
 from qarl_jax.run.rollout_config import ENGINE_CONFIGS
 from qarl_jax.runtime import progress
 from qarl_jax.types import Parser, Prompt, RolloutGroup, UserError, entry_point
@@ -94,9 +94,9 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
     Returns:
       Evaluation, with metrics: eval/reward/mean and eval/reward/best (mean over prompts of the best response);
       eval/avg_at_<n>, eval/pass_at_<k>, eval/maj_at_<k> (k > 1), each with `/low`, `/high` (`interval`) and `/stderr`
-      (not of one prompt), as has eval/reward; eval/response_len/mean (tokens), eval/truncated (share of responses
-      without an end token), eval/no_answer (share that casts no vote), eval/prompts, eval/different_prompts and
-      eval/responses.
+      (clustered by question; not of one), as has eval/reward; eval/response_len/mean (tokens), eval/truncated (share of
+      responses without an end token), eval/no_answer (share that casts no vote), eval/prompts, eval/different_prompts
+      and eval/responses.
     """
     rewards = np.array([group.rewards for group in groups], np.float64)
     num_samples = rewards.shape[1]
@@ -107,13 +107,14 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
     answers = [[_answer(group, i, settings) for i in range(num_samples)] for group in groups]
     votes = [[_vote(answer, settings) for answer in row] for row in answers]
 
-    different = len({(group.prompt.text, group.prompt.answer) for group in groups})
+    questions = [(group.prompt.text, group.prompt.answer) for group in groups]
+    different = len(set(questions))
 
     def mean(name: str, per_prompt: Float[np.ndarray, " P"], suffix: str = "") -> dict[str, float]:
         low, high = interval(per_prompt, different, num_samples)
         found = {f"{name}{suffix}": float(per_prompt.mean()), f"{name}/low": low, f"{name}/high": high}
-        if len(per_prompt) > 1:
-            found[f"{name}/stderr"] = float(per_prompt.std(ddof=1) / np.sqrt(len(per_prompt)))
+        if (error := standard_error(per_prompt, questions)) is not None:
+            found[f"{name}/stderr"] = error
         return found
 
     flat = [completion for group in groups for completion in group.completions]

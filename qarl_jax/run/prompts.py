@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from qarl_jax import data
+from qarl_jax.rewards.total import TERMS
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
-from qarl_jax.types import Prompt
+from qarl_jax.types import Prompt, UserError
 
 LOOKED_AT = 64
 """Prompts whose lengths the plan tells; making a reasoning-gym task takes time."""
@@ -43,7 +45,9 @@ def open_prompts(cfg: RunConfig) -> tuple[RunConfig, Prompts]:
     cfg = dataclasses.replace(cfg, data=data.with_prompt_len(cfg.data, tokenizer))
     train = data.make_source(cfg.data, tokenizer, "train")
     stream = data.PromptStream(train, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
-    lengths = [len(train.prompt(i).tokens) for i in range(min(LOOKED_AT, len(train)))]
+    first = [train.prompt(i) for i in range(min(LOOKED_AT, len(train)))]
+    _check_answers(cfg, first)
+    lengths = [len(prompt.tokens) for prompt in first]
     some = f"the first {len(lengths)} have" if len(lengths) < len(train) else "they have"
     span = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
     lines = [("prompts", f"{len(train)} to train on; {some} {span} tokens")]
@@ -60,3 +64,13 @@ def open_prompts(cfg: RunConfig) -> tuple[RunConfig, Prompts]:
     held_out = build.eval_prompts(cfg, tokenizer, said.append) if evaluates else []
     lines += [("evaluation", cfg.eval.words(len(held_out))), *(("", text) for text in said)]
     return cfg, Prompts(tokenizer=tokenizer, stream=stream, held_out=held_out, lines=lines)
+
+
+def _check_answers(cfg: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Refuses a reward that compares with a reference answer where the data has none."""
+    compares = [name for name, cls in TERMS.items() if type(cfg.reward) is cls and name in ("exact", "math_verify")]
+    if compares and prompts and not any(prompt.answer for prompt in prompts):
+        raise UserError(
+            f"reward.name={compares[0]} compares with a reference answer, and the data has none: set"
+            " data.source.answer_key, or take a judge, a reward_model or a function of your own."
+        )

@@ -95,8 +95,16 @@ def test_presets_are_the_papers_and_the_users_override_wins(tmp_path):
     for preset, expected in (("greedy", (0.0, 1.0, 1)), ("qurl", (0.0, 1.0, 1)), ("qerl", (0.6, 0.95, 1))):
         e = load("gsm8k", path, preset).eval
         assert (e.temperature, e.top_p, e.num_samples) == expected, preset
-    assert [load(name, path, "qarl").eval.num_samples for name in ("aime24", "aime25", "math500")] == [32, 32, 1]
+    assert [load(name, path, "qarl").eval.num_samples for name in ("aime24", "aime25", "math500")] == [32, 32, 4]
     assert load("gsm8k", path, extra=["eval.max_response_len=64"]).eval.max_response_len == 64
+
+
+def test_minerva_and_olympiadbench_are_judged_with_their_own_errors(tmp_path):
+    rows = [{"question": "n?", "final_answer": ["2.5"], "unit": None, "error": "1e-1"}]
+    (prompt,) = build.eval_prompts(load("olympiadbench", questions(tmp_path, rows)), EchoTokenizer())
+    for name, text, right in (("olympiadbench", "2.6", 1.0), ("minerva", "2.6", 0.0), ("minerva", "2.5001", 1.0)):
+        assert graded(load(name, questions(tmp_path, rows)), prompt, f"\\boxed{{{text}}}") == right, (name, text)
+    assert load("math500", questions(tmp_path, rows)).reward.tolerance == "none"
 
 
 def test_of_a_file_with_several_suites_each_takes_its_own_rows(tmp_path):

@@ -207,3 +207,50 @@ def test_another_chat_template_is_other_data(tokenizer, tmp_path):
     cfg = data.Config(source=rows(tmp_path), holdout=0.3)
     other = data.make_char_tokenizer(CHARACTERS, tmp_path, chat_template=CHAT + " ")
     assert data.make_source(cfg, tokenizer).fingerprint != data.make_source(cfg, other).fingerprint
+
+
+# ---- tools, and messages as people have them -------------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": None}}}
+WITH_TOOLS = "{% if tools %}<{{ tools | tojson }}>{% endif %}" + CHAT
+
+
+def prompts_of(tokenizer, path, rows, **settings):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = data.Config(source=files.Jsonl(path=str(path), **settings), max_prompt_len=400, holdout=0.0)
+    source = data.make_source(cfg, tokenizer)
+    return [source.prompt(i) for i in range(len(source))]
+
+
+def test_a_rows_tools_reach_the_chat_template_and_never_vanish(tokenizer, tmp_path):
+    knows = data.make_char_tokenizer(CHARACTERS, tmp_path / "knows", chat_template=WITH_TOOLS)
+    rows = [{"prompt": "1+1?", "answer": 2, "tools": tools} for tools in ([TOOL], json.dumps([TOOL]), [], "")]
+    texts = [prompt.text for prompt in prompts_of(knows, tmp_path / "a.jsonl", rows)]
+    assert texts[0] == texts[1]
+    assert json.loads(texts[0].split(">")[0][1:])[0]["function"]["name"] == "add"
+    assert "required" not in texts[0]  # a table's None is no key
+    assert texts[2] == texts[3] == "[user]1+1?[a]"
+    with pytest.raises(UserError, match=r"chat template leaves out the tool 'add'"):
+        prompts_of(tokenizer, tmp_path / "b.jsonl", rows[:1])
+    with pytest.raises(UserError, match=r"b.jsonl:1: column 'tools'"):
+        prompts_of(tokenizer, tmp_path / "b.jsonl", [{"prompt": "1", "answer": 2, "tools": {"a": 1}}])
+
+
+def test_conversations_parts_and_calls_are_read_as_they_are_published(tokenizer, tmp_path):
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    rows = [
+        {"messages": [message("user", parts), message("assistant", " 2 ")]},
+        {"messages": [*SET_UP, called, message("tool", "2", name=None)]},
+        {"messages": TURNS},
+    ]
+    found = prompts_of(tokenizer, tmp_path / "a.jsonl", rows)
+    assert [prompt.answer for prompt in found] == ["2", "", ""]
+    assert [prompt.text for prompt in found] == [
+        "[user]1+1?[a]",
+        "[system]Think.[user]1+1?[assistant][tool]2[a]",
+        "[user]1+1?[assistant]2[user]+1?[a]",
+    ]
+    assert found[1].messages[2]["tool_calls"] == called["tool_calls"]
+    (asked,) = prompts_of(tokenizer, tmp_path / "b.jsonl", [{"q": "1+1?"}], prompt_key="q")
+    assert (asked.text, asked.answer) == ("[user]1+1?[a]", "")

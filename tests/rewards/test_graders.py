@@ -160,3 +160,48 @@ def graded(reward, pairs):
         return Sample(prompt=Prompt(uid="p", tokens=(1,), text="", answer=answer, meta={}), text=text, num_tokens=9)
 
     return zip(pairs, reward.score([sample(*pair) for pair in pairs]).tolist(), strict=True)
+
+
+# ---- the errors that two benchmarks' judges allow --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "given", "expected", "error", "right"),
+    [
+        ("none", "4.5001", "4.5", "", False),
+        ("minerva", "4.5004", "4.5", "", True),  # 9e-5 of it
+        ("minerva", "4.5006", "4.5", "", False),
+        ("minerva", "4.5001e33", "4.5 \\times 10^{33}", "", True),
+        ("minerva", "0.5", "50", "", True),  # as a percentage
+        ("minerva", "500", "50", "", False),
+        ("minerva", "4,5", "4.5", "", False),
+        ("olympiadbench", "3.1", "3.0", "1e-1", True),
+        ("olympiadbench", "3.2", "3.0", "1e-1", False),
+        ("olympiadbench", "3.00001", "3", "", False),  # 1e-8 where a row says nothing
+        ("olympiadbench", "5.2, 2.05", "2, 5", "1e-1,3e-1", True),  # each with an error of its own, in any order
+        ("olympiadbench", "2.2, 5", "2, 5", "1e-1,3e-1", False),
+        ("olympiadbench", "2, 5, 7", "2, 5", "1", False),
+        ("olympiadbench", "1,000", "1000", "", True),
+    ],
+)
+def test_a_benchmarks_judge_allows_its_own_error(tolerance, given, expected, error, right):
+    config = math_verify.Config(workers=1, timeout_s=60.0, tolerance=tolerance)
+    with contextlib.closing(math_verify.Reward(config, 64)) as reward:
+        prompt = Prompt(uid="p", tokens=(1,), text="", answer=expected, meta={"error": error} if error else {})
+        allowed = reward._allowed(Sample(prompt=prompt, text="", num_tokens=1))
+    exact_already = math_verify.settled(given, expected)
+    assert bool(exact_already or (allowed and math_verify.near(given, expected, allowed))) is right
+
+
+@pytest.mark.slow
+def test_expressions_are_near_where_a_judge_evaluates_them():
+    for tolerance, given, right in (
+        ("olympiadbench", "4.24", 1.0),
+        ("olympiadbench", "4.3", 0.0),
+        ("none", "4.24", 0.0),
+    ):
+        config = math_verify.Config(workers=1, timeout_s=60.0, tolerance=tolerance)
+        prompt = Prompt(uid="p", tokens=(1,), text="", answer="3\\sqrt{2}", meta={"error": "1e-2"})
+        with contextlib.closing(math_verify.Reward(config, 64)) as reward:
+            (found,) = reward.score([Sample(prompt=prompt, text=f"\\boxed{{{given}}}", num_tokens=1)])
+        assert found == right, (tolerance, given)

@@ -17,13 +17,16 @@ from qarl_jax.rewards import (
     exact,
     format,
     function,
+    judge,
     math_verify,
     overlong,
     pool,
     reasoning_gym,
+    reward_model,
     total,
 )
 from qarl_jax.types import Prompt, UserError
+from tests.reference import reward_servers
 from tests.reference import rewards as user
 from tests.reference.bridge_world import alive, wait_for
 from tests.reference.rollouts import Characters, completion
@@ -69,14 +72,26 @@ CONFIGS = {
 COLUMNS = {"code": {"prompt": "def f():", "entry_point": "f", "test": "def check(f):\n    assert f() == 1\n"}}
 
 
+@pytest.fixture
+def judge_config():
+    with reward_servers.serving() as server:  # it finds no good word in these texts
+        yield judge.Config(url=server.url, model="m", best=1.0, prompt="worth 0 {{ response }}")
+
+
+@pytest.fixture
+def reward_model_config(tmp_path):
+    path = reward_servers.reward_model(tmp_path, deviation=0.0)
+    return reward_model.Config(path=str(path), dtype="float32", **POOL)
+
+
 # ---- the battery: a line in REWARDS enrols the newcomer
 # ------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", total.REWARDS)
-def test_any_text_gets_a_finite_reward_in_order(name):
-    reward = total.REWARDS[name].Reward(CONFIGS[name], 32)
+def test_any_text_gets_a_finite_reward_in_order(name, request):
+    reward = total.REWARDS[name].Reward(CONFIGS.get(name) or request.getfixturevalue(f"{name}_config"), 32)
     reasons = ("stop", "length", "abort")
     columns = {"origin": ORIGIN} | COLUMNS.get(name, {})
     samples = [sample(text, finish_reason=reason, **columns) for text in HOSTILE for reason in reasons]

@@ -229,8 +229,8 @@ PPO = ("loss.name=ppo", "advantage.name=gae", "critic={}")
             "reward.name=reasoning_gym asks the task's own scorer, but data.source is not reasoning_gym",
         ),
         (
-            ["data.source.name=jsonl", "data.source.path=x", "data.source.prompt_key=q"],
-            "give both prompt_key and",
+            ["data.source.name=jsonl", "data.source.path=x", "data.source.answer_key=a"],
+            "answer_key needs prompt_key",
         ),
         (["rollout.engine.name=vllm", "rollout.engine.max_model_len=100"], "rollout.engine.max_model_len=100 is below"),
         (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qarl_jax.run.estimators import default_ks, interval, maj_at_k, majority, pass_at_k
+from qarl_jax.run.estimators import default_ks, interval, maj_at_k, majority, pass_at_k, standard_error
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
@@ -113,3 +113,24 @@ def test_intervals_cover_the_mean_of_prompts_that_differ_in_difficulty(spread, s
     assert covered > 0.935  # of 0.95; 2,000 tries: a standard error of 0.005
     errors = 2 * 1.96 * values.std(1, ddof=1) / np.sqrt(prompts)
     assert np.median(ends[:, 1] - ends[:, 0]) < 1.1 * np.median(errors)  # and no wider than need be
+
+
+def test_the_standard_error_is_clustered_by_question():
+    rng = np.random.default_rng(0)
+    values = rng.random(50)
+    assert standard_error(values, range(50)) == pytest.approx(values.std(ddof=1) / 50**0.5)
+    # Every question asked four times says no more than asked once.
+    again = np.repeat(values, 4)
+    assert standard_error(again, np.repeat(np.arange(50), 4).tolist()) == pytest.approx(values.std(ddof=1) / 50**0.5)
+    assert standard_error(values[:3], ["one"] * 3) is None
+
+
+def test_the_clustered_error_is_the_spread_of_means():
+    rng, questions, times = np.random.default_rng(1), 40, 3
+    means, errors = [], []
+    for _ in range(2000):
+        solved = np.repeat(rng.random(questions), times)  # a question has one difficulty
+        drawn = (rng.random(questions * times) < solved).astype(float)
+        means.append(drawn.mean())
+        errors.append(standard_error(drawn, np.repeat(np.arange(questions), times).tolist()))
+    assert np.mean(errors) == pytest.approx(np.std(means), rel=0.05)

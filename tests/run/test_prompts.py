@@ -100,3 +100,18 @@ def test_a_plan_without_its_data_says_what_was_asked_for():
 def test_a_limit_that_is_given_is_kept(model, tmp_path):
     cfg = data.Config(source=files.Jsonl(path=str(tmp_path / "never read")), max_prompt_len=9)
     assert data.with_prompt_len(cfg, None) is cfg
+
+
+def test_a_reward_that_needs_answers_is_refused_where_the_data_has_none(model, tmp_path):
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "1+1?"}]}) + "\n")
+    tree = {
+        "model": {"path": str(model)},
+        "data": {"source": {"name": "jsonl", "path": str(file)}, "template": "raw", "holdout": 0.0},
+        "eval": {"every": 0, "at_start": False, "at_end": False},
+        "train": {"prompts_per_step": 1},
+    }
+    with pytest.raises(UserError, match=r"reward.name=exact compares with a reference answer, and the data has none"):
+        open_prompts(config.from_dict(tree | {"reward": {"name": "exact"}}))
+    judged = {"name": "judge", "url": "http://127.0.0.1:1/v1", "model": "m"}
+    assert len(open_prompts(config.from_dict(tree | {"reward": judged}))[1].stream.source) == 1

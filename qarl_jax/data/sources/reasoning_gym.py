@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from qarl_jax.data.sources.template import Skipped, Split, Template, compiled, digest, rendered, wanted
+from qarl_jax.data.sources.template import Skipped, Split, Template, compiled, digest, rendered, said_in, wanted
 from qarl_jax.types import Prompt, UserError, at_least, did_you_mean
 
 # Candidates per slot before giving up; a held-out share of 1 % needs a few hundred.
@@ -123,7 +123,8 @@ class Source:
             origin = {"dataset": task.dataset, "config": task.config, "seed": seed, "size": size, "index": index}
             uid = f"{task.dataset}/{self.split}/{i}"
             meta = {"origin": origin, "question": entry["question"]}
-            return Prompt(uid=uid, tokens=tokens, text=text, answer=str(entry["answer"]), meta=meta)
+            said = tuple(said_in(question))
+            return Prompt(uid=uid, tokens=tokens, text=text, answer=str(entry["answer"]), meta=meta, messages=said)
         raise UserError(
             f"reasoning_gym task {task.dataset!r}: no usable {self.split} prompt in {MAX_CANDIDATES} tries"
             f" (left out: {self.skipped}). The task may have too few different questions for data.holdout="

@@ -68,9 +68,9 @@ class Template:
     """Renders a question, text or chat messages, to text and tokens.
 
     `raw` is the question as it is; `chat` applies the tokenizer's chat template, and goes on with a last message of the
-    assistant. Any text with "{{" is a Jinja template that sees `question`, `system`, `messages` and `meta` (for
-    reasoning-gym the metadata of the task). A row's own system message follows `system` in one message. A message that
-    a template would leave out is refused.
+    assistant. Any text with "{{" is a Jinja template that sees `question`, `system`, `messages`, `tools` and `meta`
+    (for reasoning-gym the metadata of the task). A row's own system message follows `system` in one message. A
+    message or a tool that a template would leave out is refused.
 
     Attributes:
       notes: remarks on the prompts rendered so far, by kind.
@@ -101,19 +101,26 @@ class Template:
                 " data.chat_args={date_string: 26 Jul 2024} keeps them"
             )
 
-    def render(self, question: str | Messages, meta: Mapping[str, Any]) -> str:
+    def render(self, question: str | Messages, meta: Mapping[str, Any], tools: Sequence[Any] = ()) -> str:
         """The prompt's text.
 
+        Args:
+          question: text, or chat messages.
+          meta: the row's other columns.
+          tools: JSON schemas of the functions that the policy may call.
+
         Raises:
-          UserError: the template fails, or would leave out a message.
+          UserError: the template fails, or would leave out a message or the tools.
         """
-        messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+        messages = said_in(question)
         said = list(itertools.dropwhile(is_system, messages))
         heads = [self.system, *(message["content"] for message in messages[: len(messages) - len(said)])]
         system = "\n\n".join(dict.fromkeys(head for head in heads if head))  # the same words once
         whole = [{"role": "system", "content": system}, *said] if system else said
         if self.template == "chat":
-            return self._chat(whole)
+            return self._chat(whole, tools)
+        if tools and "tools" not in self._names:
+            raise UserError(f"data.template={self.template!r} leaves out a row's tools: use data.template=chat.")
         if len(said) > 1 and "messages" not in self._names:
             raise UserError(
                 f"data.template={self.template!r} writes one message, and here are {len(said)}"
@@ -127,15 +134,15 @@ class Template:
             raise UserError(
                 f"data.template={self.template!r} leaves out the system message {system!r:.80}: add {{{{ system }}}}."
             )
-        return rendered(
-            self.compiled, f"data.template {self.template!r}", question=text, system=system, messages=whole, meta=meta
-        )
+        values = {"question": text, "system": system, "messages": whole, "meta": meta, "tools": tools}
+        return rendered(self.compiled, f"data.template {self.template!r}", **values)
 
-    def _chat(self, messages: Messages) -> str:
+    def _chat(self, messages: Messages, tools: Sequence[Any]) -> str:
         goes_on = messages[-1]["role"] == "assistant"
         ends = {"continue_final_message" if goes_on else "add_generation_prompt": True}
+        given = {"tools": list(tools)} if tools else {}
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **ends, **self.chat_args)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **ends, **given, **self.chat_args)
         except Exception as error:  # a template is a program, and may fail in any way
             raise UserError(
                 f"the tokenizer's chat template fails on {messages!r:.200}: {type(error).__name__}: {error}"
@@ -145,6 +152,11 @@ class Template:
                 self.notes["left out"] = (
                     f"the chat template leaves out or changes a message: {message['role']}: {message['content']!r:.80}"
                 )
+        names = [(tool.get("function") or tool).get("name", "") for tool in tools]
+        if lost := next((name for name in names if name not in text), ""):
+            raise UserError(
+                f"the tokenizer's chat template leaves out the tool {lost!r}: take a tokenizer that has tools."
+            )
         return text
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -197,6 +209,11 @@ def rendered(template: Any, name: str, **values: Any) -> str:
         return template.render(**values)
     except Exception as error:
         raise UserError(f"{name} fails on {values['question']!r:.200}: {type(error).__name__}: {error}.") from None
+
+
+def said_in(question: str | Messages) -> list[dict[str, Any]]:
+    """A question as chat messages."""
+    return [{"role": "user", "content": question}] if isinstance(question, str) else [dict(m) for m in question]
 
 
 def is_system(message: Mapping[str, Any]) -> bool:

@@ -1,0 +1,224 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Forecasts a run's step under every scheme: seconds by phase, memory, mismatch, and whether low bits pay.
+
+    schemes = of_schemes(cfg, MACHINES["h200"])      # {"bf16": Forecast, "w8a8": Forecast, ...}
+
+`RATES` are fitted to recorded steps by `python -m benchmarks.forecast`; docs/operations/advise.md has the steps beside
+their forecasts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from qarl_jax import quant
+from qarl_jax.advise import counts
+from qarl_jax.advise.counts import Terms
+from qarl_jax.advise.machines import Machine
+from qarl_jax.memory import choose, learner
+from qarl_jax.memory import engine as on_engine
+from qarl_jax.memory.learner import GIB
+from qarl_jax.memory.plan import Plan
+from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.run.config import RunConfig, on_a_gpu, replaced
+from qarl_jax.types import UserError
+from qarl_jax.verify import alignment
+
+PHASES = (("rollout",), ("old_logprobs", "update"), ("publish",), ("other",))
+"""Phases whose rates are fitted together; every other term belongs to one phase alone."""
+
+# Factors of the terms of `counts`: of a time at the roofline, or seconds of a count.
+RATES: dict[str, float] = {
+    "attention": 1,
+    "decode": 0.24,
+    "exchange": 1.8,
+    "grouped": 1,
+    "layer": 6.2e-05,
+    "micro_batch": 0.0002,
+    "offload": 1,
+    "orthogonalize": 1.6,
+    "orthogonalize_experts": 5.4,
+    "other": 0.43,
+    "prefill": 2.4,
+    "product": 1.9,
+    "publish_chunked": 1.6,
+    "publish_host": 0.95,
+    "publish_staged": 1.7,
+    "read": 1,
+    "read_experts": 0.8,
+    "routed_layer": 4.3e-05,
+    "sequence": 1.7e-05,
+    "stream": 1,
+    "stream_optimizer": 8.6,
+}
+# Least factors of a fit. A time at the roofline takes as long at least, but tokens that route alike touch fewer experts
+# than random ones. A layer's programs of a micro-batch have gaps of 0.2 ms at most.
+BOUNDS: dict[str, tuple[float, float]] = {
+    name: (1.0, float("inf"))
+    for name in (
+        "read", "prefill", "product", "grouped", "attention", "stream", "exchange", "orthogonalize",
+        "orthogonalize_experts", "stream_optimizer", "offload",
+    )
+} | {"read_experts": (0.8, float("inf")), "micro_batch": (0.0, 2e-4)}  # fmt: skip
+ERRORS = {"dense": 0.06, "MoE": 0.18}
+"""Mean relative error of whole steps, each forecast without the steps of its model, machine and number of GPUs."""
+MOST_SEQUENCES = 4096
+SMALL = 1.2e9  # parameters, below which a host's work is most of a step
+
+
+def seconds(terms: Mapping[str, Terms], rates: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase; a term without a rate counts as it is."""
+    return {
+        phase: sum(value * rates.get(name, 1.0) for name, value in counted.items()) for phase, counted in terms.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A run's step under one scheme.
+
+    Attributes:
+      cfg: the run, every "auto" settled.
+      saved: settings without which it does not fit the device, as overrides.
+      plan: of a device's memory.
+      seconds: by phase; empty: the run is impossible.
+      stops_paying: the least number of sequences of an engine at which a decoded token takes as long as in bf16; None:
+        it never does, or the scheme is bf16.
+      k3: expected mismatch of an aligned learner; k3_bf16: of a bf16 learner. None: not measured.
+      problem: why the run is impossible; "": it is not.
+      mean_len: mean tokens of a response; 0: all have the most.
+      is_measured: whether the seconds were corrected by steps on this machine.
+    """
+
+    cfg: RunConfig
+    saved: tuple[str, ...] = ()
+    plan: Plan | None = None
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    stops_paying: int | None = None
+    k3: float | None = None
+    k3_bf16: float | None = None
+    problem: str = ""
+    is_measured: bool = False
+    mean_len: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def responses(self) -> int:
+        """Number of responses of a step."""
+        return self.cfg.train.prompts_per_step * self.cfg.rollout.num_samples_per_prompt
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Response tokens of a step over its seconds."""
+        return self.responses * (self.mean_len or self.cfg.rollout.max_response_len) / self.step
+
+    @property
+    def cached(self) -> tuple[int, int]:
+        """Number of sequences of full length that an engine's KV cache holds, and that an engine is given."""
+        engine, most = self.cfg.rollout.engine, -(-self.responses // counts.engines(self.cfg))
+        if not isinstance(engine, vllm.Config) or not engine.kv_cache_gb:
+            return most, most
+        return min(most, int(engine.kv_cache_gb * GIB / on_engine.kv_bytes(self.cfg, 1))), most
+
+    @property
+    def gib(self) -> float:
+        """GiB of a device that the run takes."""
+        return 0.0 if self.plan is None else self.plan.taken / GIB
+
+
+def of_schemes(cfg: RunConfig, machine: Machine, mean_len: float = 0.0) -> dict[str, Forecast]:
+    """Forecasts a run under every registered scheme, in learner and sampler alike.
+
+    Args:
+      cfg: the run; its own schemes do not count.
+      machine: the devices.
+      mean_len: mean tokens of a response; 0: all have the most.
+    """
+    out: dict[str, Forecast] = {}
+    for name in quant.scheme_names():
+        changed = replaced(cfg, {"quant.forward": name, "quant.rollout": None})
+        try:
+            out[name] = of_run(changed, machine, mean_len)
+        except UserError as error:
+            out[name] = Forecast(cfg=changed, problem=str(error))
+    return {
+        name: dataclasses.replace(one, stops_paying=stops_paying(one.cfg, out["bf16"].cfg, machine))
+        if name != "bf16" and not one.problem and not out["bf16"].problem
+        else one
+        for name, one in out.items()
+    }
+
+
+def of_run(cfg: RunConfig, machine: Machine, mean_len: float = 0.0) -> Forecast:
+    """Forecasts one run, with the cheapest settings that fit where its own do not.
+
+    Raises:
+      UserError: no settings fit, or the scheme does not suit the model or the engine.
+    """
+    cfg, saved = on_a_gpu(choose.with_engines(cfg)), []
+    if not choose.fits(cfg, machine.size):
+        found = choose.smaller(cfg, machine.size)
+        if found is None:
+            raise UserError(f"no settings fit {machine.size / GIB:.1f} GiB; use larger devices, or more of them")
+        cfg, saved = replaced(cfg, found), choose.words(found)
+    cfg, plan = choose.settle(cfg, machine.size)
+    scheme = quant.parse_scheme(cfg.quant.forward)
+    return Forecast(
+        cfg=cfg,
+        saved=tuple(saved),
+        plan=plan,
+        seconds=seconds(counts.of_step(cfg, machine, mean_len), RATES),
+        mean_len=mean_len,
+        k3=alignment.of_run(cfg).known_k3,
+        k3_bf16=0.0 if scheme is None else scheme.baseline_k3,
+    )
+
+
+def stops_paying(cfg: RunConfig, bf16: RunConfig, machine: Machine) -> int | None:
+    """Finds the least number of sequences at which a scheme decodes no faster than bf16; None: none up to 4,096."""
+    weights = [counts.weights_of(one, rollout=True) for one in (cfg, bf16)]
+    context = cfg.data.prompt_limit + cfg.rollout.max_response_len / 2
+
+    def gain(sequences: int) -> float:
+        low, high = (
+            seconds({"": counts.token(one, machine, sequences, context, own)}, RATES)[""]
+            for one, own in zip((cfg, bf16), weights, strict=True)
+        )
+        return high / low
+
+    return next((n for n in range(1, MOST_SEQUENCES + 1) if gain(n) <= 1.0), None)
+
+
+def unknown(forecasts: Mapping[str, Forecast], machine: Machine) -> list[str]:
+    """Says what the forecasts rest on that nobody measured."""
+    cfg = next(iter(forecasts.values())).cfg
+    lines = ["rewards and data are counted at no time"]
+    if not next(iter(forecasts.values())).mean_len:
+        lines.append("responses are counted at their full length; --mean-len says how long they are")
+    if learner.parameters(cfg) < SMALL:
+        lines.append("steps of real policies of 0.5B parameters took 1.3 to 1.9 times their forecasts")
+    if any(one.is_measured for one in forecasts.values()):
+        lines.append("schemes beside the measured one are corrected by its factors")
+    elif machine.name == "cpu":
+        lines.append(
+            "no step was measured on this CPU: its memory and products were timed, the rest is a GPU's; --measure"
+        )
+    elif not machine.is_measured:
+        lines.append(f"no step was measured on {machine.name}: its peaks are the vendor's, the shares of them Hopper's")
+    if not isinstance(cfg.rollout.engine, vllm.Config):
+        lines.append("the embedded sampler is taken for a vLLM, whose rates are measured")
+    for name, one in forecasts.items():
+        scheme = quant.parse_scheme(name)
+        if one.problem or scheme is None:
+            continue
+        if scheme.kernel and scheme.kernel not in machine.low_bit:
+            lines.append(f"{name}: a {machine.name} has no products of {scheme.kernel}; bfloat16's speed is taken")
+        if one.k3_bf16 is None:
+            lines.append(f"{name}: no step, token or mismatch of this scheme was measured on a GPU")
+    return lines

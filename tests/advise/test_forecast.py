@@ -1,0 +1,139 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Forecasts follow the registry, the roofline and the plan; their rates and errors are those of the records."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+
+from benchmarks import forecast as records
+from qarl_jax import quant
+from qarl_jax.advise import command as advise
+from qarl_jax.advise import counts, forecast, measure
+from qarl_jax.advise.machines import MACHINES
+from qarl_jax.models import published
+from qarl_jax.run import config
+from qarl_jax.types import UserError
+from tests.reference import tiny
+
+SMALL = ["rollout.max_response_len=64", "data.max_prompt_len=16"]
+
+
+def advised(capsys, *words):
+    assert advise.main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def run():
+    args = advise.build_parser().parse_args(["--model", "Qwen3-1.7B", "--device", "h200"])
+    with published.folder("Qwen3-1.7B") as folder:
+        cfg = advise.run_of(args, folder)
+        yield cfg, forecast.of_schemes(cfg, MACHINES["h200"])
+
+
+def test_every_registered_scheme_is_forecast_or_says_why_not(run):
+    _, found = run
+    assert tuple(found) == quant.scheme_names()
+    for one in found.values():
+        assert bool(one.seconds) != bool(one.problem)
+    assert found["w8a8"].seconds["rollout"] < found["bf16"].seconds["rollout"]
+    assert found["w4a16"].k3 == 0.0  # aligned
+    assert found["w4a16"].k3_bf16 == quant.parse_scheme("w4a16").baseline_k3
+
+
+def test_four_bits_stop_paying_at_the_batch_where_a_token_takes_as_long_as_in_bf16(run):
+    _, found = run
+    low, bf16 = found["w4a16"].cfg, found["bf16"].cfg
+
+    def token(cfg, sequences):
+        context = cfg.data.prompt_limit + cfg.rollout.max_response_len / 2
+        counted = counts.token(cfg, MACHINES["h200"], sequences, context, counts.weights_of(cfg, rollout=True))
+        return forecast.seconds({"token": counted}, forecast.RATES)["token"]
+
+    last = found["w4a16"].stops_paying
+    assert 1 < last < forecast.MOST_SEQUENCES
+    assert token(low, last) >= token(bf16, last)
+    assert token(low, last - 1) < token(bf16, last - 1)
+
+
+def test_a_token_takes_no_less_than_its_bytes_and_a_batch_no_less_than_its_products(run):
+    cfg, _ = run
+    machine, weights = MACHINES["h200"], counts.weights_of(cfg, rollout=True)
+    one, many = (counts.token(cfg, machine, n, 100, weights)["read"] for n in (1, 4096))
+    assert one >= (weights.dense_bytes + weights.head_bytes) / machine.bandwidth
+    assert many >= 2 * 4096 * (weights.dense + weights.head) / machine.product
+    bf16 = counts.weights_of(config.replaced(cfg, {"quant.forward": "bf16"}), rollout=True)
+    # Qwen3-1.7B, 28 layers: q, o 2048 x 2048; k, v 2048 x 1024; three of 2048 x 6144; a head of 151936 x 2048.
+    assert bf16.dense == 28 * 2048 * (2 * 2048 + 2 * 1024 + 3 * 6144)
+    assert (bf16.head, bf16.dense_bytes) == (151936 * 2048, 2 * bf16.dense)
+    assert weights.dense_bytes == bf16.dense * (4 + 16 / 128) / 8  # w4a16, a scale of 16 bits for 128 codes
+
+
+def test_shorter_responses_take_less_of_every_phase_but_publishing(run):
+    cfg, found = run
+    short = forecast.of_run(config.replaced(cfg, {"quant.forward": "w8a8"}), MACHINES["h200"], mean_len=128)
+    for phase in ("rollout", "old_logprobs", "update"):
+        assert short.seconds[phase] < found["w8a8"].seconds[phase]
+    assert short.seconds["publish"] == found["w8a8"].seconds["publish"]
+
+
+def test_the_config_to_start_from_is_the_forecast_run(run, capsys):
+    assert advise.main(["--model", "Qwen3-1.7B", "--device", "h100"]) == 0
+    said = capsys.readouterr().out
+    tree = yaml.safe_load(said.split("To start from (")[1].split("\n\n", 1)[1])
+    made = config.from_dict(tree, "test")
+    assert made.quant.forward == said.split("To start from (")[1].split(")")[0]
+    assert made.rollout.engine_name == "vllm"
+
+
+def test_an_unmeasured_machine_and_a_model_that_does_not_fit_are_said(capsys):
+    said = advised(capsys, "--model", "Qwen3-1.7B", "--device", "a100")
+    assert any("no step was measured on a100" in line for line in said["unknown"])
+    assert any("fp8" in line and "e4m3" in line for line in said["unknown"])
+    assert advise.main(["--model", "Qwen3-235B-A22B", "--device", "h100", "--json"]) == 1
+    assert "no scheme fits" in json.loads(capsys.readouterr().out)["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--device", "h200"], "name a model"),
+        (["--device", "h200", "--model", "Qwen3-8C"], "Qwen3-8B"),
+        (["--device", "h200", "--model", "Qwen3-8B", "--gpus", "0"], "--gpus must be at least 1"),
+        (["--device", "h200", "--model", "Qwen3-8B", "rollout.max_len=4"], "max_response_len"),
+    ],
+)
+def test_bad_input_is_told_in_a_sentence(capsys, words, error):
+    assert advise.main(words) == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_rates_errors_and_page_are_those_of_the_records():
+    rows = records.all_rows()
+    assert records.rounded(records.fit(rows)) == forecast.RATES
+    assert records.errors_by_kind(rows) == forecast.ERRORS
+    text = records.PAGE.read_text()
+    assert records.page(text, rows) == text
+    whole = [row for row in rows if row.step and row.is_fitted]
+    found = records.errors(whole, records.left_out(rows))
+    assert len(whole) > 30
+    assert np.mean(found) < 0.15
+
+
+@pytest.mark.nightly
+def test_a_measured_step_of_few_layers_says_what_all_layers_take(tmp_path, monkeypatch):
+    folder = tiny.model_folder(tmp_path / "model")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 12}))
+    args = advise.build_parser().parse_args(["--model", str(folder), "--device", "cpu", *SMALL, "quant.forward=bf16"])
+    cfg = advise.run_of(args, str(folder))
+    told, whole = measure.whole_step(cfg), measure.steps_of(cfg, 12)
+    assert told.keys() == whole.keys() >= {"rollout", "update"}
+    assert told["update"] == pytest.approx(whole["update"], rel=0.5)
+    monkeypatch.setattr(measure, "LIMIT_S", 0.5)
+    with pytest.raises(UserError, match=r"not measured within 0.5 s"):
+        measure.steps_of(cfg, 2)
