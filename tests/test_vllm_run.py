@@ -5,6 +5,7 @@
 What vLLM serves after the last publish must be what a fresh vLLM serves from the exported folder, to the bit.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -176,3 +177,20 @@ def test_no_bridge_outlives_the_run(run):
     for pid in run.pids:
         assert pid is not None
         assert not alive(pid)
+
+
+def test_a_run_of_adapters_publishes_them_alone_and_no_token_differs(tmp_path):
+    """The base travels with the first version; norms learn, too."""
+    world = Run(tmp_path, "w4a16:g32").world.changed(
+        lora={"rank": 8, "alpha": 12, "train_norms": True},
+        optimizer={"name": "adamw", "lr": 0.01},
+        train={"steps": 3},
+    )
+    assert train.main(world.command()) == 0
+    lines = world.records()
+    assert [line["mismatch/max_abs"] for line in lines] == [0, 0, 0]
+    raw = [json.loads(line) for line in (world.run_dir / "metrics.jsonl").read_text().splitlines()]
+    layers, norms = 2 * 7, 2 * 2
+    assert [line["time/publish/tensors"] for line in raw] == [2 * layers + norms] * 3
+    assert [line["time/publish/weights_read_back"] for line in raw] == [2 * 4 + norms] * 3  # four fused layers of seven
+    assert len({line["reward/mean"] for line in lines}) > 1

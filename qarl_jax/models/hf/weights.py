@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -339,7 +339,13 @@ def _on_host(table: jax.Array, dtype: np.dtype) -> np.ndarray:
 
 
 def export_tensors(
-    params: nnx.State, qweights: nnx.State, config: ModelConfig, dtype: Any = "bfloat16", *, stacked: bool = False
+    params: nnx.State,
+    qweights: nnx.State,
+    config: ModelConfig,
+    dtype: Any = "bfloat16",
+    *,
+    stacked: bool = False,
+    paths: Collection[str] | None = None,
 ) -> Iterator[tuple[str, np.ndarray | QTensor]]:
     """Yields (Hugging Face name, tensor), layer by layer: embedding, layers in order, final norm, head (if not tied).
 
@@ -348,6 +354,7 @@ def export_tensors(
       config: the model's config.
       dtype: what masters are cast to.
       stacked: whether the experts of a layer come as one tensor [E, ...], under the name of the first.
+      paths: of the parameters whose tensors are wanted; None: all.
 
     Yields:
       For a weight with a QTensor, its name ("...q_proj.weight") and a QTensor of numpy arrays ([N, K] logically); for
@@ -367,8 +374,10 @@ def export_tensors(
                 leaf.copy_to_host_async()
         return found
 
-    order = list(checkpoint_order(config))
-    under_way = None
+    every = checkpoint_order(config)
+    wanted = ([place for place in places if paths is None or place.path in paths] for places in every)
+    order = [places for places in wanted if places]
+    under_way = sent(order[0]) if order else None
     for places, following in zip(order, [*order[1:], []], strict=True):
         arriving, under_way = under_way, sent(following)
         host = jax.device_get(arriving)
