@@ -228,9 +228,8 @@ class Learner:
         Args:
           read_leaves: `models.read_masters` or `models.random_leaves`, or the like. source: its first arguments.
         """
-        config, learns = self.config, self.trainable.learns
-        dtypes = config.compute_dtype, config.param_dtype
-        leaves = read_leaves(*source, mesh=self.mesh, dtype_of=lambda path: dtypes[learns(path)])
+        learns = self.trainable.learns
+        leaves = read_leaves(*source, mesh=self.mesh, frozen=lambda path: not learns(path))
         if not self.trainable.freeze:
             return nnx.from_flat_state(list(leaves)), None
         learned, frozen = [], []
@@ -238,6 +237,8 @@ class Learner:
             master = nnx.from_flat_state([(keys, variable)])
             if learns(path_of(keys, variable)):
                 learned.append(master)
+            elif isinstance(variable, models.Quantized):  # released so
+                frozen.append(master)
             else:
                 frozen.append(self.held(master))
                 variable.get_value().delete()  # and not when a collector comes

@@ -15,6 +15,7 @@ from qarl_jax.models.families import MODELS
 from qarl_jax.models.hf.config import MoEConfig
 from qarl_jax.models.hf.peft import check_peft, read_peft, write_peft
 from qarl_jax.models.hf.weights import (
+    check_released,
     checkpoint_order,
     export_tensors,
     hf_config_json,

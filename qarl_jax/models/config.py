@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from qarl_jax.models.families import MODELS, hf_template
 from qarl_jax.models.hf.config import HFConfig, MoEConfig, RopeScaling
+from qarl_jax.models.hf.released import rules_of
 from qarl_jax.numerics.engine import NormOrder
 from qarl_jax.quant import Numerics, Rules, Scheme, on_engine, quantizes_activations
 from qarl_jax.runtime import remat
@@ -157,6 +158,11 @@ class ModelConfig:
     def base(self) -> ModelConfig:
         """The same model without adapters."""
         return self if self.lora is None else dataclasses.replace(self, lora=None)
+
+    @functools.cached_property
+    def released(self) -> Rules:
+        """The schemes that the folder's own weights have, by module name; no rule: it is not quantized."""
+        return rules_of(json.loads(self.hf_config).get("quantization_config"))
 
     def scheme_of(self, path: str) -> Scheme | None:
         """The scheme of the stacked kernel at `path` ("stacks.0.attn.q.kernel"), None for bf16."""

@@ -157,17 +157,16 @@ def random_masters(config: ModelConfig, mesh: Mesh, seed: int = 0) -> nnx.State:
 
 
 def random_leaves(
-    config: ModelConfig, mesh: Mesh, *, seed: int = 0, dtype_of: Callable[[str], Any] | None = None
+    config: ModelConfig, mesh: Mesh, *, seed: int = 0, frozen: Callable[[str], bool] = lambda path: False
 ) -> Iterator[tuple[Any, nnx.Param]]:
-    """Yields the entries of `random_masters` as they are drawn. dtype_of: dtype of the master at a path; None: the
-    config's."""
+    """Yields the entries of `random_masters` as they are drawn. frozen: see `read_masters`."""
     abstract = split(abstract_model(config.base))[1]
     places = by_path(param_shardings(abstract, mesh))
     for number, (keys, variable) in enumerate(nnx.to_flat_state(abstract)):
         path, like = ".".join(map(str, keys)), variable.get_value()
         place = places[path]
-        if dtype_of is not None:
-            like = jax.ShapeDtypeStruct(like.shape, dtype_of(path))
+        if frozen(path):
+            like = jax.ShapeDtypeStruct(like.shape, config.compute_dtype)
         deviation = config.initializer_range if keys[-1] == "kernel" else None
         value = 1.0 if keys[-1] == "weight" else 0.0
         draw = jax.jit(_drawn, static_argnames=("like", "place", "deviation", "value"), out_shardings=place)

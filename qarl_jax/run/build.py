@@ -95,6 +95,7 @@ def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> A
         numerics or cfg.numerics, own_kernels=cfg.quant.kernels == "auto", shards=cfg.numerics.shards
     )
     model = model_config(cfg, cfg.quant.forward, numerics, cfg.model.attention)
+    models.check_released(model, lambda path: not cfg.trainable.learns(path))
     if cfg.rollout.router_replay and model.moe is None:
         raise UserError(
             f"rollout.router_replay=true, but {cfg.model.path} is no MoE model: there is no routing to replay."

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from qarl_jax.models.hf.released import rules_of
 from qarl_jax.types import UserError
 
 
@@ -117,11 +118,7 @@ class HFConfig:
                 f"config.json ({self.architecture}): 'use_sliding_window' is on for layers from {first}; sliding-window"
                 " attention is not supported. Set it to false to run with full attention."
             )
-        if self.values.get("quantization_config"):
-            raise UserError(
-                f"config.json ({self.architecture}): 'quantization_config' is set; load the unquantized weights"
-                " (masters are full precision) and choose a scheme instead"
-            )
+        rules_of(self.values.get("quantization_config"))
 
     def common(self) -> dict[str, Any]:
         """The ModelConfig fields that every family spells alike."""

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -21,14 +22,16 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
+from qarl_bridge.protocol import formats
 
 from qarl_jax.models.config import ModelConfig, read_config
 from qarl_jax.models.families import ADAPTER, MODELS, hf_template
-from qarl_jax.models.hf import safetensors
+from qarl_jax.models.hf import released, safetensors
 from qarl_jax.models.hf.safetensors import INDEX, MAX_SHARD_BYTES, SINGLE
+from qarl_jax.models.layers import Quantized
 from qarl_jax.models.params import abstract_model, by_path, finish, parse_rules, split
-from qarl_jax.models.transformer import Transformer
-from qarl_jax.quant import QTensor, resolve
+from qarl_jax.models.transformer import Transformer, quantizable
+from qarl_jax.quant import QTensor, Scheme, dequantize, resolve
 from qarl_jax.runtime import progress
 from qarl_jax.runtime.mesh import param_shardings
 from qarl_jax.types import UserError, check_model_folder
@@ -116,8 +119,9 @@ class Checkpoint:
       UserError: no weights, a shard missing or damaged, a tensor in two files, an index that disagrees with its files.
     """
 
-    def __init__(self, folder: str | pathlib.Path):
+    def __init__(self, folder: str | pathlib.Path, config: ModelConfig):
         check_model_folder(folder)
+        self.released = released_schemes(config)
         self.folder = pathlib.Path(folder)
         index = self.folder / INDEX
         if index.is_file():
@@ -144,7 +148,9 @@ class Checkpoint:
         return iter(self._file_of)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A float tensor of exactly `shape`, as a view of its file."""
+        """A float tensor of exactly `shape`, as a view of its file; of a quantized layer, what it stands for."""
+        if name in self.released:
+            return np.asarray(dequantize(self.codes(name, shape), jnp.float32))
         file = self._file_of[name]
         dtype, found, _ = file.entries[name]
         if found != shape:
@@ -155,6 +161,16 @@ class Checkpoint:
             )
         return file.tensor(name)
 
+    def codes(self, name: str, shape: tuple[int, ...], scheme: Scheme | None = None) -> QTensor:
+        """The QTensor of a quantized layer's weight [N, K], as views of the files. scheme: None: the folder's."""
+        n, k = shape
+        scheme = scheme or self.released[name]
+        file = lambda tensor: self._file_of[tensor].tensor(tensor) if tensor in self._file_of else None  # noqa: E731
+        try:
+            return released.read(file, formats.module_name(name), (n, k), scheme)
+        except UserError as error:
+            raise UserError(f"{self.folder}: {error}") from None
+
 
 def check_names(config: ModelConfig, found: set[str], where: str) -> None:
     """Every tensor the config asks for is in `found`, and nothing else is.
@@ -162,7 +178,9 @@ def check_names(config: ModelConfig, found: set[str], where: str) -> None:
     Raises:
       UserError: tensors are missing or unexpected; the sentence names the first ones.
     """
-    wanted = {name for names in hf_names(config).values() for name in names.reshape(-1)}
+    schemes = released_schemes(config)
+    plain = {str(name) for names in hf_names(config).values() for name in names.reshape(-1)} - set(schemes)
+    wanted = plain.union(*(scheme.wire.names(name).values() for name, scheme in schemes.items()))
     # A tied head may be written out (it equals the embedding); old exports also carry RoPE's constant frequencies.
     allowed = {"lm_head.weight"} if config.tie_embeddings else set()
     missing = sorted(wanted - found)
@@ -178,17 +196,18 @@ def check_names(config: ModelConfig, found: set[str], where: str) -> None:
 
 
 def check_weights(folder: str | pathlib.Path, config: ModelConfig) -> None:
-    """Compares names, shapes and dtypes of a folder's tensors with what `config` asks for; reads no weight.
+    """Compares names, shapes and dtypes of a folder's tensors with what `config` asks for; reads scales alone.
 
     Raises:
       UserError: as `load_masters`, but for weights that are not finite.
     """
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder, config)
     check_names(config, set(checkpoint), str(folder))
     names = hf_names(config)
     for path, like in by_path(split(abstract_model(config))[1]).items():
         for name in names[path].reshape(-1):
-            checkpoint.tensor(str(name), like.shape[names[path].ndim :])
+            read = checkpoint.codes if name in checkpoint.released else checkpoint.tensor
+            read(str(name), like.shape[names[path].ndim :])
 
 
 def load_hf(
@@ -247,37 +266,98 @@ def read_masters(
     path: str | pathlib.Path,
     config: ModelConfig,
     mesh: Mesh | None = None,
-    dtype_of: Callable[[str], Any] | None = None,
-) -> Iterator[tuple[Any, nnx.Param]]:
+    frozen: Callable[[str], bool] = lambda path: False,
+) -> Iterator[tuple[Any, nnx.Variable]]:
     """Yields the entries of `load_masters` as they are read, so that no two need be held at once.
 
     Args:
-      dtype_of: dtype of the master at a path; None: the config's `param_dtype`.
+      frozen: tells by its path whether a leaf never learns. Its master has the compute dtype, a learning one's the
+        config's `param_dtype`. A frozen weight that the folder holds quantized has no master: its QTensor is yielded.
 
     Raises:
-      UserError: as `load_hf`.
+      UserError: as `load_hf`, or a frozen weight was released under another scheme than the config's.
     """
     config = config.base
-    checkpoint = Checkpoint(path)
+    check_released(config, frozen)
+    checkpoint = Checkpoint(path, config)
     check_names(config, set(checkpoint), str(path))
     abstract = split(abstract_model(config))[1]
     shardings = None if mesh is None else by_path(param_shardings(abstract, mesh))
     default = SingleDeviceSharding(jax.devices()[0])
     names = hf_names(config)
     flat = nnx.to_flat_state(abstract)
+    if any(str(names[own].flat[0]) in checkpoint.released and not frozen(own) for own in by_path(abstract)):
+        warnings.warn(
+            f"{path} was released quantized: its masters are what codes and scales stand for, and quantizing these"
+            " again may give other codes and scales.",
+            stacklevel=2,
+        )
     with progress.task("reading weights", len(flat), "parameters") as task:
         for keys, variable in task.count(flat):
             name, like = ".".join(map(str, keys)), variable.get_value()
             sharding = default if shardings is None else shardings[name]
-            if dtype_of is not None:
-                like = jax.ShapeDtypeStruct(like.shape, dtype_of(name))
+            if frozen(name):
+                like = jax.ShapeDtypeStruct(like.shape, config.compute_dtype)
+                if str(names[name].flat[0]) in checkpoint.released:  # and so all of the stack, as was checked
+                    scheme = config.scheme_of(name)
+                    assert scheme is not None
+                    held = _read_codes(checkpoint, names[name], like, scheme, variable, mesh)
+                    yield (*keys[:-1], "quantized"), held
+                    continue
             yield keys, variable.replace(_read(checkpoint, names[name], like, sharding))
+
+
+@functools.lru_cache(maxsize=32)
+def released_schemes(config: ModelConfig) -> dict[str, Scheme]:
+    """{Hugging Face name: scheme} of the weights that the config's folder holds quantized."""
+    if not config.released.rules:
+        return {}
+    paths = quantizable(abstract_model(config))
+    names = [str(name) for path in paths for name in hf_names(config)[path].reshape(-1)]
+    found = {name: config.released.scheme_for(formats.module_name(name)) for name in names}
+    return {name: scheme for name, scheme in found.items() if scheme is not None}
+
+
+def check_released(config: ModelConfig, frozen: Callable[[str], bool]) -> None:
+    """Compares the schemes of a folder's own weights with the config's, from config.json alone.
+
+    Raises:
+      UserError: a weight whose path is `frozen` was released under another scheme than the config's.
+    """
+    schemes = released_schemes(config)
+    for path in quantizable(abstract_model(config)) if schemes else ():
+        for name in map(str, hf_names(config)[path].reshape(-1)) if frozen(path) else ():
+            released.check_fits(formats.module_name(name), schemes.get(name), config.scheme_of(path))
+
+
+def _read_codes(
+    checkpoint: Checkpoint, names: np.ndarray, like: Any, scheme: Scheme, master: nnx.Variable, mesh: Mesh | None
+) -> Quantized:
+    """One stacked weight's QTensor, its codes and scales those of the files; it lies as its master would."""
+    lead = names.shape
+    n, k = like.shape[len(lead) :]
+    qtensors = {index: checkpoint.codes(str(names[index]), (n, k), scheme) for index in np.ndindex(*lead)}
+    axes = master.get_metadata()["axes"]
+    shapes = {a.name: jax.ShapeDtypeStruct((*lead, *a.shape(n, k)), a.dtype) for a in scheme.wire.arrays}
+    abstract = nnx.State({"weight": Quantized(QTensor(shapes, scheme), axes=axes)})
+    default = SingleDeviceSharding(jax.devices()[0])
+    places = None if mesh is None else param_shardings(abstract, mesh)["weight"].get_value().arrays
+
+    def array(name: str) -> jax.Array:
+        def shard(index: Any) -> np.ndarray:
+            stack, inner = index[: len(lead)], index[len(lead) :]
+            inside = np.arange(int(np.prod(lead))).reshape(lead)[stack]
+            parts = [qtensors[np.unravel_index(i, lead)].arrays[name][inner] for i in inside.reshape(-1)]
+            return np.stack(parts).reshape(*inside.shape, *parts[0].shape)
+
+        return jax.make_array_from_callback(shapes[name].shape, default if places is None else places[name], shard)
+
+    return Quantized(QTensor({name: array(name) for name in shapes}, scheme), axes=axes)
 
 
 def _read(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
     """One (stacked) parameter from its tensors; each device's shard is read by itself."""
     lead = names.ndim
-    views = {index: checkpoint.tensor(str(names[index]), like.shape[lead:]) for index in np.ndindex(names.shape)}
 
     def shard(index: Any) -> np.ndarray:
         stack, inner = index[:lead], index[lead:]
@@ -285,10 +365,9 @@ def _read(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDtypeStruct,
         shape = [len(range(*part.indices(size))) for part, size in zip(index, like.shape, strict=True)]
         out = np.empty(shape, like.dtype)
         for place in np.ndindex(*shape[:lead]):
-            source = views[tuple(r[p] for r, p in zip(ranges, place, strict=True))]
-            out[place] = _cast(source[inner], like.dtype)
+            name = str(names[tuple(r[p] for r, p in zip(ranges, place, strict=True))])
+            out[place] = _cast(checkpoint.tensor(name, like.shape[lead:])[inner], like.dtype)
             if not _is_finite(out[place]):
-                name = names[tuple(r[p] for r, p in zip(ranges, place, strict=True))]
                 raise UserError(
                     f"{checkpoint.folder}: the weights of {name} are not all finite (NaN or infinite numbers); get the"
                     " model again, or an earlier checkpoint of it."
@@ -426,7 +505,7 @@ def hf_config_json(config: ModelConfig, dtype: Any = "bfloat16") -> dict[str, An
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": [layer for layer in range(config.num_layers) if layer not in config.moe_layers],
             }
-    values.pop("dtype", None)
+    values = {key: value for key, value in values.items() if key not in ("dtype", "quantization_config")}
     return values | {"torch_dtype": str(jnp.dtype(dtype))}
 
 

@@ -138,7 +138,6 @@ def engine_config(graphdef: Any) -> dict[str, Any]:
         layout = None if scheme is None else scheme.wire
         layouts |= {str(name): layout for name in names[path].reshape(-1)}
     values = models.hf_config_json(config)
-    values.pop("quantization_config", None)
     ignore = ["lm_head"] if config.moe is None else ["lm_head", "re:.*mlp\\.gate$"]
     section = formats.quantization_config(layouts, ignore)
     return values if section is None else values | {"quantization_config": section}

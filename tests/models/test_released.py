@@ -1,0 +1,222 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that were released quantized: codes and scales as they are under adapters, what they stand for as masters."""
+
+import copy
+import json
+import shutil
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from qarl_jax import models, train
+from qarl_jax.models.hf.released import rules_of
+from qarl_jax.models.hf.safetensors import SafetensorsFile
+from qarl_jax.quant import dequantize, parse_scheme, quantize
+from qarl_jax.run import export
+from qarl_jax.types import UserError
+from tests.reference import tiny
+
+SCHEMES = {"w4a16": "w4a16:g32", "w8a8": "w8a8", "fp8": "fp8"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of `tiny.random_model`, exported quantized."""
+    graphdef, params, _ = models.split(tiny.random_model())
+    made = {}
+    for name, scheme in SCHEMES.items():
+        made[name] = tiny.model_folder(tmp_path_factory.mktemp(name))
+        low_bit = models.with_scheme(graphdef, scheme)
+        export.write_quantized(low_bit, params, models.quantize_params(low_bit, params), made[name])
+    return made
+
+
+def bytes_of(folder):
+    file = SafetensorsFile(folder / "model.safetensors")
+    return {name: (dtype, shape, file.tensor(name).tobytes()) for name, (dtype, shape, _) in file.entries.items()}
+
+
+def section_of(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def frozen_base(folder, scheme):
+    """(graph definition, masters, QTensors) of a policy of which nothing learns."""
+    config = models.read_config(folder, quant=models.parse_rules(scheme), compute_dtype="bfloat16")
+    entries = list(models.read_masters(folder, config, frozen=lambda path: True))
+    of = lambda wanted: nnx.from_flat_state([x for x in entries if isinstance(x[1], models.Quantized) == wanted])  # noqa: E731
+    return models.split(models.abstract_model(config))[0], of(False), of(True)
+
+
+def masters_of(folder):
+    with pytest.warns(UserWarning, match="released quantized") as said:
+        found = models.by_path(models.split(models.load_hf(folder))[1])
+    assert len(said) == 1
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_codes_and_scales_of_a_base_are_the_folders_and_are_written_as_they_are(folders, name, tmp_path):
+    graphdef, params, qweights = frozen_base(folders[name], SCHEMES[name])
+    assert len(models.by_path(qweights)) == 7
+    export.write_quantized(graphdef, params, qweights, tmp_path)
+    assert bytes_of(tmp_path) == bytes_of(folders[name])
+    assert section_of(tmp_path) == section_of(folders[name])
+
+
+@pytest.mark.parametrize(("name", "codes_move"), [("w4a16", True), ("w8a8", True), ("fp8", False)])
+def test_masters_are_what_codes_stand_for_and_quantizing_them_moves_scales(folders, name, codes_move):
+    masters = masters_of(folders[name])
+    for path, held in models.by_path(frozen_base(folders[name], SCHEMES[name])[2]).items():
+        assert np.array_equal(masters[path], dequantize(held, jnp.float32)), path
+    path = "stacks.0.mlp.down.kernel"
+    held = models.by_path(frozen_base(folders[name], SCHEMES[name])[2])[path]
+    again = quantize(masters[path], parse_scheme(SCHEMES[name]))
+    share = {part: np.mean(np.asarray(again.arrays[part] != held.arrays[part])) for part in ("codes", "scales")}
+    print(name, share)
+    assert (share["codes"] > 0) == codes_move
+    assert share["scales"] > 0.5
+
+
+def foreign(folder, source):
+    """`source` with its linear maps on the grid absmax / 7, [-7, 7], packed and described by compressed-tensors.
+
+    Returns what compressed-tensors' own code says that they stand for, by name.
+    """
+    torch = pytest.importorskip("torch")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    packed = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
+    args = quantization.QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    shutil.copytree(source, folder)
+    tensors, meant = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        groups = tensor.astype(np.float32).reshape(tensor.shape[0], -1, 32)
+        scale = (np.abs(groups).max(-1) / 7).astype(ml_dtypes.bfloat16)
+        codes = np.clip(np.rint(groups / scale.astype(np.float32)[..., None]), -7, 7).astype(np.int8)
+        held = {
+            "weight_packed": packed.pack_to_int32(torch.from_numpy(codes.reshape(tensor.shape)), 4),
+            "weight_scale": torch.from_numpy(scale.astype(np.float32)).to(torch.bfloat16),
+            "weight_shape": torch.tensor(tensor.shape),
+        }
+        module = name.removesuffix("weight")
+        tensors |= {module + "weight_packed": held["weight_packed"].numpy(), module + "weight_scale": scale}
+        tensors[module + "weight_shape"] = held["weight_shape"].numpy()
+        whole = packed.PackedQuantizationCompressor.decompress(held, scheme)
+        meant[name] = whole["weight"].float().numpy()
+    save_file(tensors, folder / "model.safetensors")
+    section = quantization.QuantizationConfig(
+        config_groups={"group_0": scheme}, ignore=["lm_head"], format="pack-quantized"
+    )
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | {"quantization_config": json.loads(section.model_dump_json())}
+    path.write_text(json.dumps(values))
+    return meant
+
+
+@pytest.fixture(scope="module")
+def foreign_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("foreign")
+    return folder / "low", foreign(folder / "low", tiny.model_folder(folder / "plain"))
+
+
+def test_a_folder_on_the_grid_of_sevens_stands_for_what_compressed_tensors_says(foreign_folder, tmp_path):
+    folder, meant = foreign_folder
+    masters = masters_of(folder)
+    config = models.read_config(folder)
+    for path, names in models.hf_names(config).items():
+        for layer, name in enumerate(names.reshape(-1)):
+            if name in meant:
+                assert np.array_equal(masters[path][layer], meant[name]), name
+    assert len(meant) == 2 * 7
+    export.write_quantized(*frozen_base(folder, "w4a16:g32"), tmp_path)
+    assert bytes_of(tmp_path) == bytes_of(folder)
+
+
+def group(section, **changes):
+    """The section with fields of its group's weights changed."""
+    changed = copy.deepcopy(section)
+    changed["config_groups"]["group_0"]["weights"] |= changes
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s | {"quant_method": "gptq"}, "method 'gptq'"),
+        (lambda s: s | {"kv_cache_scheme": {"num_bits": 8}}, "'kv_cache_scheme'"),
+        (lambda s: group(s, symmetric=False), "zero points"),
+        (lambda s: group(s, actorder="group"), "weight_g_idx"),
+        (lambda s: group(s, num_bits=3), "num_bits=3"),
+        (lambda s: group(s, strategy="block"), "strategy=block"),
+        (
+            lambda s: {**group(s), "format": "marlin-24"} | {"config_groups": {"g": {"targets": ["Linear"]}}},
+            "marlin-24",
+        ),
+    ],
+)
+def test_sections_that_are_no_schemes_are_refused_by_what_they_have(folders, change, said):
+    with pytest.raises(UserError, match=said):
+        rules_of(change(section_of(folders["w4a16"])))
+
+
+def test_a_frozen_base_under_another_scheme_is_told_the_setting(folders):
+    with pytest.raises(
+        UserError, match=r"released as w4a16:g32.*asks for w8a8.*quant.forward=w4a16 quant.group_size=32"
+    ):
+        frozen_base(folders["w4a16"], "w8a8")
+    with pytest.raises(UserError, match=r"set quant\.forward=w8a8,"):
+        frozen_base(folders["w8a8"], "bf16")
+
+
+def test_targets_and_ignored_layers_are_rules_the_nearest_first(folders):
+    section = group(section_of(folders["w4a16"]), actorder="static")
+    section["config_groups"]["group_1"] = section_of(folders["w8a8"])["config_groups"]["group_0"]
+    section["config_groups"]["group_1"] |= {"targets": ["re:.*down_proj", "a.up"], "format": "int-quantized"}
+    section |= {"ignore": ["lm_head", "re:.*layers\\.0\\."]}
+    rules = rules_of(section)
+    wanted = {"a.up": "w8a8", "a.upper": "w4a16:g32", "layers.1.down_proj": "w8a8", "model.layers.0.down_proj": "None"}
+    assert {name: str(rules.scheme_for(name)) for name in wanted} == wanted
+
+
+def test_scales_of_another_dtype_are_taken_where_no_value_changes(folders, tmp_path):
+    folder = tmp_path / "low"
+    shutil.copytree(folders["w8a8"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+    save_file(tensors, folder / "model.safetensors")
+    held = models.by_path(frozen_base(folder, "w8a8")[2])["stacks.0.mlp.up.kernel"]
+    assert np.array_equal(held.scales[0], tensors[name].astype(np.float32))
+    tensors[name][0] = np.nan
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"up_proj.*not finite"):
+        frozen_base(folder, "w8a8")
+
+
+@pytest.mark.slow
+def test_adapters_learn_on_a_released_base_which_is_exported_as_it_was(foreign_folder, tmp_path):
+    folder, _ = foreign_folder
+    lora = {"rank": 8, "alpha": 12}
+    run = tiny.World(tmp_path).changed(
+        model={"path": str(folder)}, lora=lora, optimizer={"name": "adamw", "lr": 0.01}, quant={"engine": "cpu"}
+    )
+    assert train.main(run.command("train.steps=1", "eval.at_start=false", "eval.at_end=false")) == 0
+    assert run.records()[-1]["mismatch/max_abs"] < 2e-6
+    out = tmp_path / "out"
+    export.export(run.run_dir, out, "compressed-tensors")
+    assert bytes_of(out) == bytes_of(folder)
+
+
+def test_a_run_under_another_scheme_is_refused_before_anything_starts(folders, tmp_path, capsys):
+    run = tiny.World(tmp_path).changed(model={"path": str(folders["w8a8"])}, lora={"rank": 8})
+    assert train.main(run.command()) == 2
+    assert "set quant.forward=w8a8" in capsys.readouterr().err
