@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -16,8 +17,10 @@ from safetensors.numpy import load_file, save_file
 from qarl_jax import models, train
 from qarl_jax.models.hf.released import rules_of
 from qarl_jax.models.hf.safetensors import SafetensorsFile
+from qarl_jax.models.hf.weights import check_weights
 from qarl_jax.quant import dequantize, parse_scheme, quantize
 from qarl_jax.run import export
+from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
@@ -45,10 +48,10 @@ def section_of(folder):
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
-def frozen_base(folder, scheme):
+def frozen_base(folder, scheme, mesh=None):
     """(graph definition, masters, QTensors) of a policy of which nothing learns."""
     config = models.read_config(folder, quant=models.parse_rules(scheme), compute_dtype="bfloat16")
-    entries = list(models.read_masters(folder, config, frozen=lambda path: True))
+    entries = list(models.read_masters(folder, config, mesh, frozen=lambda path: True))
     of = lambda wanted: nnx.from_flat_state([x for x in entries if isinstance(x[1], models.Quantized) == wanted])  # noqa: E731
     return models.split(models.abstract_model(config))[0], of(False), of(True)
 
@@ -64,23 +67,34 @@ def masters_of(folder):
 def test_codes_and_scales_of_a_base_are_the_folders_and_are_written_as_they_are(folders, name, tmp_path):
     graphdef, params, qweights = frozen_base(folders[name], SCHEMES[name])
     assert len(models.by_path(qweights)) == 7
+    config = models.read_config(folders[name])
+    check_weights(folders[name], config)
+    assert "quantization_config" not in models.hf_config_json(config)
     export.write_quantized(graphdef, params, qweights, tmp_path)
     assert bytes_of(tmp_path) == bytes_of(folders[name])
     assert section_of(tmp_path) == section_of(folders[name])
 
 
-@pytest.mark.parametrize(("name", "codes_move"), [("w4a16", True), ("w8a8", True), ("fp8", False)])
-def test_masters_are_what_codes_stand_for_and_quantizing_them_moves_scales(folders, name, codes_move):
-    masters = masters_of(folders[name])
-    for path, held in models.by_path(frozen_base(folders[name], SCHEMES[name])[2]).items():
+def test_a_base_lies_on_a_mesh_as_its_masters_would(folders):
+    mesh = make_mesh(fsdp=2, tensor=2)
+    whole, parts = (models.by_path(frozen_base(folders["w4a16"], SCHEMES["w4a16"], on)[2]) for on in (None, mesh))
+    codes = parts["stacks.0.mlp.down.kernel"].codes
+    assert codes.addressable_shards[0].data.size == codes.size // 4
+    for path, held in parts.items():
+        assert jax.tree.all(jax.tree.map(np.array_equal, held, whole[path])), path
+
+
+@pytest.mark.parametrize(("name", "moves"), [("w4a16", True), ("w8a8", True), ("fp8", False)])
+def test_masters_are_what_codes_stand_for_and_quantizing_them_moves_integer_codes(folders, name, moves):
+    masters, qtensors = masters_of(folders[name]), models.by_path(frozen_base(folders[name], SCHEMES[name])[2])
+    for path, held in qtensors.items():
         assert np.array_equal(masters[path], dequantize(held, jnp.float32)), path
     path = "stacks.0.mlp.down.kernel"
-    held = models.by_path(frozen_base(folders[name], SCHEMES[name])[2])[path]
+    held = qtensors[path]
     again = quantize(masters[path], parse_scheme(SCHEMES[name]))
-    share = {part: np.mean(np.asarray(again.arrays[part] != held.arrays[part])) for part in ("codes", "scales")}
-    print(name, share)
-    assert (share["codes"] > 0) == codes_move
-    assert share["scales"] > 0.5
+    moved = {part: np.asarray(again.arrays[part] != held.arrays[part]) for part in ("codes", "scales")}
+    assert moved["codes"].any() == moves
+    assert moved["scales"].all() == moved["scales"].any() == moves
 
 
 def foreign(folder, source):
