@@ -287,6 +287,8 @@ class RunConfig:
         self._check_critic()
         if self.lora is not None:
             self.lora.check(self.quant, self.critic, self.rollout.engine)
+        if self.rollout.norm_noise is not None:
+            self.rollout.norm_noise.check(self.loss)
         if self.rollout.num_samples_per_prompt < 2:
             if self.critic is None:
                 raise UserError(
