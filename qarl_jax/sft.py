@@ -132,7 +132,11 @@ class NegativeLogLikelihood:
 
 
 def rows_of(examples: Sequence[tuple[Sequence[int], Sequence[bool]]], row_len: int) -> TrainBatch:
-    """(tokens, which of them are learned) pairs -> one row each, [len(examples), row_len] numpy arrays.
+    """Puts each example into a row of its own: numpy arrays [len(examples), row_len].
+
+    Args:
+      examples: per example, its tokens, and whether each of them is learned.
+      row_len: tokens of a row; shorter examples are padded.
 
     Raises:
       UserError: an example is longer than a row.

@@ -240,6 +240,7 @@ class Learner:
                 learned.append(master)
             else:
                 frozen.append(self.held(master))
+                variable.get_value().delete()  # and not when a collector comes
         return united(*learned), united(*frozen)
 
     def hold(self, frozen: Any) -> None:

@@ -13,7 +13,7 @@ One file per family says how to read its config.json and how its tensors are cal
 from qarl_jax.models.config import REMAT, Lora, ModelConfig, read_config
 from qarl_jax.models.families import MODELS
 from qarl_jax.models.hf.config import MoEConfig
-from qarl_jax.models.hf.peft import read_peft, write_peft
+from qarl_jax.models.hf.peft import check_peft, read_peft, write_peft
 from qarl_jax.models.hf.weights import (
     checkpoint_order,
     export_tensors,

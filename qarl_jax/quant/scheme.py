@@ -46,7 +46,8 @@ class Scheme:
     baseline_k3: ClassVar[float | None] = None
 
     def __str__(self) -> str:
-        return self.name
+        group_size = getattr(self, "group_size", None)  # a field of schemes with a choice of groups
+        return self.name if group_size is None else f"{self.name}:g{group_size}"
 
     @property
     def wire(self) -> Layout:

@@ -184,7 +184,7 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
 def _lora_words(section: dict[str, Any] | None) -> str:
     """The section `lora` in a line; `init`, the folder it began with, apart."""
     words = [f"{key} {value}" for key, value in (section or {}).items() if value and key != "init"]
-    return ", ".join(words) or "none"
+    return ", ".join(words) or "None"
 
 
 def _policy(flat: dict[str, Any]) -> dict[str, Any]:

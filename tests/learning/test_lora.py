@@ -30,6 +30,7 @@ from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
+nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
 LORA = {"rank": 8, "alpha": 12}
 BF16 = ml_dtypes.bfloat16
 
@@ -107,17 +108,50 @@ def test_the_base_is_the_base_with_and_without_adapters_whatever_learns(policy):
         assert jax.tree.all(jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), x, wanted))
 
 
+def test_one_master_of_the_base_is_held_at_a_time(policy):
+    cfg, learner, (_, frozen) = policy
+    alive = []
+
+    def leaves(**options):
+        for keys, variable in models.read_masters(cfg.model.path, learner.config, **options):
+            assert all(x.is_deleted() for x in alive)
+            alive.append(variable.get_value())
+            yield keys, variable
+
+    assert has_same_bits(learner.read(leaves)[1], frozen)
+    assert len(alive) == len(models.by_path(frozen))
+
+
+def test_the_reference_policy_shares_the_base(policy):
+    _, learner, start = policy
+    masters, qweights = learner.reference(learner.init(*start).params)
+    assert not jax.tree.leaves(masters)
+    held, base = models.by_path(qweights), models.by_path(learner.frozen)
+    pairs = zip(*(jax.tree.leaves([x[path] for path in base]) for x in (held, base)), strict=True)
+    assert all(a is b for a, b in pairs)
+    assert all(".lora_" in path for path in set(held) - set(base))
+
+
 def test_norm_gains_learn_where_they_shall():
     paths = models.by_path(models.split(tiny.random_model())[1])
     trainable = LoraConfig(train_norms=True).trainable
     assert {path for path in paths if trainable.learns(path)} == {f"stacks.0.{x}_norm.weight" for x in ("attn", "mlp")}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_samplers_form_computes_the_learners_bits(dtype):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [
+        ("w4a16:g32", "bfloat16"),
+        ("w8a8", "bfloat16"),
+        *(nightly(scheme, "bfloat16") for scheme in ("bf16", "fp8", "w4a8:g32", "w3a16:g32", "w2a16:g32")),
+        nightly("w4a16:g32", "float32"),
+    ],
+)
+def test_the_samplers_form_computes_the_learners_bits(scheme, dtype):
     config = tiny.model_config(compute_dtype=dtype, numerics=CPU, lora=models.Lora(rank=8, scale=1.5))
     graphdef, params, _ = models.split(models.random_model(config))
-    graphdef, params = models.with_scheme(graphdef, "w4a16:g32"), drawn(params)
+    graphdef, params = models.with_scheme(graphdef, scheme), drawn(params)
     qweights = models.quantize_params(graphdef, params)
     tokens = jnp.asarray(np.random.default_rng(1).integers(3, 30, (2, 16)), jnp.int32)
 
@@ -127,7 +161,7 @@ def test_the_samplers_form_computes_the_learners_bits(dtype):
     ours = hidden(models.merge(graphdef, params, qweights))
     bare = models.split(models.abstract_model(config.base))[0]
     own = part_of(params, lambda path: ".lora_" not in path)
-    assert (hidden(models.merge(models.with_scheme(bare, "w4a16:g32"), own, qweights)) != ours).any()
+    assert (hidden(models.merge(models.with_scheme(bare, scheme), own, qweights)) != ours).any()
     form, weights = compute_form(graphdef, params, qweights)
     assert hidden(form.model(weights)).tobytes() == ours.tobytes()
 
@@ -225,6 +259,14 @@ def test_a_plan_has_no_masters_gradients_or_moments_of_the_base(policy):
 def test_what_cannot_be_is_refused_with_the_config(tmp_path, sections, said):
     with pytest.raises(UserError, match=re.escape(said)):
         world(tmp_path).changed(**sections).config  # noqa: B018
+
+
+@pytest.mark.parametrize("lora", [{"targets": ["q"]}, {"init": "assets"}])
+def test_adapters_that_are_not_the_models_are_refused_before_anything_starts(tmp_path, lora, capsys):
+    run = world(tmp_path, lora=LORA | lora)
+    assert train.main(run.command()) == 2
+    assert re.search(r"adapters: .*(no linear map 'q'|no adapter_config\.json there)", capsys.readouterr().err)
+    assert not run.run_dir.exists()
 
 
 def test_targets_are_linear_maps_of_the_model_and_no_experts():

@@ -33,6 +33,7 @@ from qarl_bridge.protocol.errors import BridgeError
 from qarl_bridge.protocol.formats import FUSED
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+OneHot = tuple[np.ndarray, torch.Tensor]  # inputs [R], and rows [R, K] that are 1 there
 _UNIT = 8  # ranks are filled up with zeros: a row of B has whole 16 bytes
 _CHUNK = 256  # one-hot rows pushed at once
 
@@ -95,31 +96,41 @@ class Adapter:
             self.a.zero_()
             self.b.zero_()
 
-    def whole(self, published: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B of published tensors, as they ought to be held."""
-        made = Adapter.__new__(Adapter)
-        made.slices = self.slices
-        made.a, made.b = torch.zeros_like(self.a), torch.zeros_like(self.b)
-        made.load(published)
-        return made.a, made.b
+    def wanted(self, published: Mapping[str, torch.Tensor], end: str, inputs: np.ndarray) -> torch.Tensor:
+        """The outputs [R, ranks or N] of one-hot rows at `inputs` [R], from published tensors, where these are.
 
-    def differing(self, published: Mapping[str, torch.Tensor], picked: Mapping[int, np.ndarray]) -> tuple[Any, int]:
+        Args:
+          end: `adapters.A` or `adapters.B`.
+        """
+        outputs = (self.a if end == adapters.A else self.b).shape[0]
+        where = published[self.slices[0].module + end].device
+        out = torch.zeros((len(inputs), outputs), dtype=torch.bfloat16, device=where)
+        for one in self.slices:
+            at, columns, to = np.arange(len(inputs)), inputs, one.ranks
+            if end == adapters.B:
+                at = np.flatnonzero((one.ranks.start <= inputs) & (inputs < one.ranks.stop))
+                columns, to = inputs[at] - one.ranks.start, one.rows
+            index = torch.from_numpy(columns).to(where)
+            out[torch.from_numpy(at).to(where), to] = published[one.module + end].index_select(1, index).t()
+        return out
+
+    def differing(
+        self, published: Mapping[str, torch.Tensor], picked: Callable[[int], Sequence[OneHot]]
+    ) -> tuple[Any, int]:
         """Pushes one-hot rows through both products.
 
         Args:
-          picked: which inputs, by the width of a matrix.
+          picked: width of a matrix -> the rows.
 
         Returns:
           (whether anything came out that is not the published column, rows pushed).
         """
         wrong, pushed = torch.zeros((), dtype=torch.bool, device=self.a.device), 0
-        for held, want in zip((self.a, self.b), self.whole(published), strict=True):
-            width = held.shape[1]
-            for index in torch.from_numpy(picked[width]).to(held.device).split(_CHUNK):
-                one_hot = torch.nn.functional.one_hot(index, width).to(torch.bfloat16)
-                got = self._product(one_hot, held)
-                wrong |= (got != want[:, index].t().to(got.dtype)).any()
-                pushed += len(index)
+        for end, held in ((adapters.A, self.a), (adapters.B, self.b)):
+            for inputs, one_hot in picked(held.shape[1]):
+                want = self.wanted(published, end, inputs).to(held.device)
+                wrong |= (self._product(one_hot, held) != want).any()
+                pushed += len(inputs)
         return wrong, pushed
 
 
@@ -205,9 +216,16 @@ class Adapters:
         """
         found: list[tuple[str, Any]] = []
         rows = 0
-        widths = sorted({held.shape[1] for adapter in self._of.values() for held in (adapter.a, adapter.b)})
-        most = {width: width if mode == "full" else min(SAMPLED_ROWS, width) for width in widths}
-        picked = {width: np.sort(rng.choice(width, most[width], replace=False)) for width in widths}
+
+        @functools.cache
+        def picked(width: int) -> list[OneHot]:
+            most = width if mode == "full" else min(SAMPLED_ROWS, width)
+            inputs = np.sort(rng.choice(width, most, replace=False))
+            device = next(iter(self._of.values())).a.device
+            every = torch.arange(width, device=device)
+            chunks = (inputs[start : start + _CHUNK] for start in range(0, most, _CHUNK))
+            return [(i, (every == torch.from_numpy(i).to(device)[:, None]).to(torch.bfloat16)) for i in chunks]
+
         with torch.inference_mode():
             for name, adapter in self._of.items():
                 if adapter.slices[0].module + adapters.A in published:

@@ -24,7 +24,7 @@ from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.families import ADAPTER
 from qarl_jax.models.hf import safetensors
 from qarl_jax.models.hf.weights import hf_names
-from qarl_jax.models.params import by_path
+from qarl_jax.models.params import abstract_model, by_path, split
 from qarl_jax.types import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -87,17 +87,16 @@ def write_peft(
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
 
 
-def read_peft(folder: str, config: ModelConfig, fresh: nnx.State) -> nnx.State:
-    """Reads adapters of `config` from a PEFT folder.
+def check_peft(folder: str, config: ModelConfig) -> tuple[dict[str, Any], dict[str, list[np.ndarray]]]:
+    """Reads a PEFT folder for adapters of `config`; asks JAX for no device.
 
-    Args:
-      fresh: fresh adapters (`fresh_adapters`), whose places, dtypes and first rows of A, where ranks differ, are kept.
+    Returns:
+      (adapter_config.json, {path of an adapter's leaf: a float32 array per layer, as in the file}).
 
     Raises:
       UserError: no such folder, or one of another kind of adapter, base, rank or targets, or with numbers that are not
         finite; the sentence names the file, and the setting or tensor.
     """
-    assert config.lora is not None
     path = pathlib.Path(folder)
     if not (path / CONFIG).is_file():
         raise UserError(
@@ -114,18 +113,31 @@ def read_peft(folder: str, config: ModelConfig, fresh: nnx.State) -> nnx.State:
         raise UserError(f"{path}: no {WEIGHTS} there; other formats are not read.")
     file, names = safetensors.SafetensorsFile(path / WEIGHTS), _own_names(config)
     _check_names({name for own in names.values() for name in own}, set(file.entries), file.path)
-    out = []
+    shapes = {own: leaf.shape[1:] for own, leaf in by_path(split(abstract_model(config))[1]).items() if own in names}
+    return values, {own: [_tensor(file, name, shape) for name in names[own]] for own, shape in shapes.items()}
+
+
+def read_peft(folder: str, config: ModelConfig, fresh: nnx.State) -> nnx.State:
+    """Reads adapters of `config` from a PEFT folder.
+
+    Args:
+      fresh: fresh adapters (`fresh_adapters`), whose places, dtypes and first rows of A, where ranks differ, are kept.
+
+    Raises:
+      UserError: as `check_peft`.
+    """
+    assert config.lora is not None
+    values, found = check_peft(folder, config)
+    names, out = _own_names(config), []
     for keys, variable in nnx.to_flat_state(fresh):
-        like, leaf = variable.get_value(), str(keys[-1])
+        like, own = variable.get_value(), ".".join(map(str, keys))
         stack = np.asarray(jax.device_get(like)).astype(np.float32)
-        for number, name in enumerate(names[".".join(map(str, keys))]):
-            found = _tensor(file, str(name), like.shape[1:], leaf)
-            rank = found.shape[leaf == "lora_b"]
-            if leaf == "lora_a":
-                stack[number, :rank] = found
+        for number, (name, tensor) in enumerate(zip(names[own], found[own], strict=True)):
+            if keys[-1] == "lora_a":
+                stack[number, : len(tensor)] = tensor
             else:
-                by = _scale_of(values, str(name).removeprefix(_PREFIX).rsplit(".", 2)[0], rank) / config.lora.scale
-                stack[number, :, :rank] = found * np.float32(by)
+                module, rank = name.removeprefix(_PREFIX).rsplit(".", 2)[0], tensor.shape[1]
+                stack[number, :, :rank] = tensor * np.float32(_scale_of(values, module, rank) / config.lora.scale)
         out.append((keys, variable.replace(jax.device_put(stack.astype(like.dtype), like.sharding))))
     return nnx.from_flat_state(out)
 
@@ -141,9 +153,9 @@ def _check_names(wanted: set[str], found: set[str], path: pathlib.Path) -> None:
             raise UserError(f"{path}: {len(names)} tensor(s) {said}: {some}.")
 
 
-def _tensor(file: safetensors.SafetensorsFile, name: str, like: tuple[int, ...], leaf: str) -> np.ndarray:
+def _tensor(file: safetensors.SafetensorsFile, name: str, like: tuple[int, ...]) -> np.ndarray:
     """A finite tensor of the base's width and at most the run's rank, float32."""
-    shape, ranked = file.entries[name][1], int(leaf == "lora_b")  # dim of the rank
+    shape, ranked = file.entries[name][1], int(".lora_B." in name)  # dim of the rank
     if len(shape) != 2 or shape[1 - ranked] != like[1 - ranked]:
         raise UserError(f"{file.path}: {name} has shape {shape}, and the base asks for {like}: it is another base's.")
     if shape[ranked] > like[ranked]:
