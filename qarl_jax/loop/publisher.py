@@ -61,7 +61,7 @@ class Publisher:
 
         Returns:
           The engine's timings, the share of codes that changed, and the noise of the version that was served before
-          (`norm_noise/sigma`, `norm_noise/moved`), which the step's responses were drawn under.
+          (`norm_noise/sigma`, `norm_noise/moved`), which a synchronous step's responses were drawn under.
         """
         qweights = self._quantized(state)
         learned = self.learner.trainable.learned(qweights)

@@ -117,19 +117,20 @@ def test_the_sampler_has_noise_and_neither_the_learner_nor_evaluation_has(world,
 
 
 @pytest.mark.slow
-def test_a_run_with_noise_evaluates_the_policy_and_goes_on_to_the_same_bits(world):
+@pytest.mark.parametrize("stale", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_run_with_noise_evaluates_the_policy_and_goes_on_to_the_same_bits(world, stale):
     noise = {"start": 0.5, "end": 0.3, "stages": 3}
     whole = world.changed(
-        run_dir=str(world.folder / "noisy"),
+        run_dir=str(world.folder / f"noisy{stale}"),
         rollout={"norm_noise": noise},
         optimizer={"lr": 0.0},
-        train={"steps": 3},
+        train={"steps": 3, "asynchronous": {"max_staleness": stale}},
         eval={"every": 1},
     )
     assert train.main(whole.command()) == 0
     lines = whole.records()
     assert [line["norm_noise/sigma"] for line in lines] == pytest.approx([0, 0.5, 0.3])
-    assert [line["mismatch/max_abs"] > 1e-2 for line in lines] == [False, True, True]
+    assert [line["mismatch/max_abs"] > 1e-2 for line in lines] == [False, stale == 0, True]
     scores = [{key: value for key, value in line.items() if key != "version"} for line in whole.records("eval")]
     assert len(scores) == 4
     assert all(score == scores[0] for score in scores)  # lr 0: one policy, however its sampler explored
