@@ -199,38 +199,56 @@ def test_a_publish_moves_adapters_alone(policy):
     engine.close()
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run of six steps, in the world of `made`."""
+    run = world(tmp_path_factory.mktemp("run"), train={"steps": 6, "prompts_per_step": 8, "prompts_per_update": 8})
+    assert train.main(run.command()) == 0
+    return run
+
+
+def restored(run):
+    """(learner, the state it starts with, the saved state's entries)."""
+    learner, start = made(run.folder)[1:]
+    state = learner.init(*start)
+    return learner, start, Checkpoints(run.run_dir / "checkpoints").restore(state.entries()).state
+
+
 @pytest.mark.slow
-def test_a_run_learns_and_goes_on_from_its_adapters(tmp_path, capsys):
-    whole = world(tmp_path, train={"steps": 6, "prompts_per_step": 8, "prompts_per_update": 8})
-    assert train.main(whole.command()) == 0
-    lines = whole.records()
+def test_a_run_learns_and_goes_on_from_its_adapters(trained):
+    lines = trained.records()
     assert lines[-1]["reward/mean"] > lines[0]["reward/mean"] + 0.05
     assert max(line["mismatch/max_abs"] for line in lines) < 2e-6  # of float32 log-probs: the bits before are equal
-    # The last step again, from the checkpoint before it: the same numbers.
-    shutil.rmtree(whole.run_dir / "checkpoints" / "step_00000006")
-    assert train.main(whole.command()) == 0
-    assert whole.records() == lines
-    # Adapters and their moments are all that is saved.
-    learner, start = made(tmp_path)[1:]
-    state = Checkpoints(whole.run_dir / "checkpoints").restore(learner.init(*start).entries()).state
+    last = trained.run_dir / "checkpoints" / "step_00000006"
+    shutil.rmtree(last)
+    assert train.main(trained.command()) == 0  # the last step again
+    assert trained.records() == lines
+    _, start, state = restored(trained)
     assert set(models.by_path(state["params"])) == set(models.by_path(start[0]))
-    sizes = [x.nbytes for x in jax.tree.leaves(state)]
-    stored = sum(path.stat().st_size for path in (whole.run_dir / "checkpoints" / "step_00000006").rglob("*"))
-    assert stored < 1.2 * sum(sizes) + 300_000
-    # The trained adapters as a folder, to start from; merged; and the base's codes.
+    stored = sum(path.stat().st_size for path in last.rglob("*"))
+    assert stored < 1.2 * sum(x.nbytes for x in jax.tree.leaves(state)) + 300_000
+
+
+@pytest.mark.slow
+def test_a_run_is_exported_as_adapters_merged_and_as_its_base(trained, tmp_path, capsys):
     out = {kind: tmp_path / kind for kind in export.FORMATS}
     for kind, folder in out.items():
-        export.export(whole.run_dir, folder, kind)
+        export.export(trained.run_dir, folder, kind)
     assert "merged into what the base's codes stand for" in capsys.readouterr().out
-    init = whole.changed(lora={"init": str(out["peft"])}).config
+    learner, _, state = restored(trained)
+    init = trained.changed(lora={"init": str(out["peft"])}).config
     assert has_same_bits(build.load_policy(init, learner)[0], state["params"])
     masters = models.by_path(models.split(models.load_hf(out["hf"]))[1])
     model = models.merge_adapters(learner.model(state["params"]))
     wanted = np.asarray(models.by_path(models.split(model)[1])["stacks.0.mlp.up.kernel"])
     assert np.array_equal(masters["stacks.0.mlp.up.kernel"], wanted.astype(BF16).astype(np.float32))
     assert not any("lora" in name for name in load_file(out["compressed-tensors"] / "model.safetensors"))
+
+
+@pytest.mark.slow
+def test_a_run_does_not_go_on_with_other_adapters(trained, capsys):
     for other in ({"rank": 16}, {"targets": ["q_proj"]}, {"alpha": 16}):
-        assert train.main(whole.changed(lora=other).command("train.steps=8")) == 2
+        assert train.main(trained.changed(lora=other).command("train.steps=8")) == 2
         assert "would make another policy" in capsys.readouterr().err
 
 
