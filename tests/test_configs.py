@@ -20,7 +20,7 @@ from qarl_jax.loss import grpo, gspo, ppo, sapo, tbpo
 from qarl_jax.memory import choose
 from qarl_jax.models import published
 from qarl_jax.optim import build
-from qarl_jax.run import config
+from qarl_jax.run import config, description
 from qarl_jax.typed_config import load as schema
 from qarl_jax.types import UserError
 from tests.reference import tiny
@@ -66,7 +66,7 @@ def test_it_parses_and_its_header_says_how_it_is_run(path):
     header = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
     assert f"configs/{name(path)}.yaml" in header or "make quickstart" in header  # its own command, not a copied one
     assert "hardware" in header
-    assert "micro-batch" in config.describe(config.load(path))
+    assert "micro-batch" in description.describe(config.load(path))
 
 
 @pytest.fixture(scope="module")
