@@ -13,7 +13,7 @@ Suffixes: B batch, T time, D model, F ffn, N q-heads, K kv-heads, H head, V voca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
+from qarl_bridge.protocol import formats
 
 from qarl_jax import quant
 from qarl_jax.kernels.attention_vendor import can_decode, runs
@@ -32,6 +33,7 @@ from qarl_jax.numerics.float32 import matmul_precision, round_to
 from qarl_jax.runtime import remat
 from qarl_jax.runtime.mesh import constrain
 from qarl_jax.runtime.remat import ATTENTION_INPUT, MIXER_OUTPUT
+from qarl_jax.types import UserError
 
 # (q, k, v) -> (attention output, whatever the caller keeps of k and v)
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -327,10 +329,35 @@ def quantizable(model: Transformer) -> dict[str, Linear]:
     return {".".join(map(str, (*path, "kernel"))): node for path, node in sorted(nodes, key=lambda item: str(item[0]))}
 
 
+def quantized(config: ModelConfig, masters: Mapping[str, jax.Array]) -> dict[str, quant.QTensor]:
+    """Quantizes the masters that the config's rules cover, by path.
+
+    Args:
+      masters: by path, [layers, ..., N, K]; those an engine fuses (q, k and v; gate and up) together, where their
+        scheme shares a number among them.
+
+    Raises:
+      UserError: a weight does not fit its scheme, or one that it shares a number with is missing.
+    """
+    paths = {formats.module_name(config.describe(path)): path for path in masters}
+    out = {}
+    for module, path in paths.items():
+        scheme = config.scheme_of(path)
+        if scheme is None:
+            continue
+        others = formats.fused_with(module) if scheme.one_range else ()
+        if missing := [other for other in others if other not in paths]:
+            raise UserError(
+                f"{scheme} has one scale for {module} and {', '.join(missing)}: freeze all of them or none (trainable)."
+            )
+        beside = [masters[paths[other]] for other in others]
+        out[path] = quant.quantize(masters[path], scheme, config.describe(path), beside)
+    return out
+
+
 def attach_quantized(model: Transformer) -> None:
     """Gives every linear map that the config's rules cover the QTensor of its present master."""
-    for path, linear in quantizable(model).items():
-        scheme = model.config.scheme_of(path)
-        if scheme is not None:
-            qtensor = quant.quantize(linear.kernel.get_value(), scheme, model.config.describe(path))
-            linear.quantized = Quantized(qtensor, axes=linear.kernel.get_metadata()["axes"])
+    linears = quantizable(model)
+    made = quantized(model.config, {path: linear.kernel.get_value() for path, linear in linears.items()})
+    for path, qtensor in made.items():
+        linears[path].quantized = Quantized(qtensor, axes=linears[path].kernel.get_metadata()["axes"])

@@ -58,14 +58,14 @@ class TestEveryScheme:
         tensors = formats.pack(NAME, held, config.wire)
         assert list(tensors) == list(config.wire.names(NAME).values())
         back = formats.unpack(NAME, {**tensors, "other.weight": held["scales"]}, config.wire)
-        assert list(back) == list(held)
+        assert set(back) == set(held)
         assert all(same_bytes(back[name], held[name]) for name in held)
 
     @pytest.mark.slow
     def test_packing_copies_nothing(self, config):
         held, _ = arrays(config)
         tensors = formats.pack(NAME, held, config.wire)
-        assert all(tensors[config.wire.names(NAME)[name]] is array for name, array in held.items())
+        assert all(np.shares_memory(tensors[config.wire.names(NAME)[name]], array) for name, array in held.items())
 
     def test_the_layout_says_dtypes_and_shapes_of_what_is_quantized(self, config):
         held, qt = arrays(config)
@@ -76,7 +76,7 @@ class TestEveryScheme:
 
     def test_what_is_published_stands_for_the_learners_weight(self, config):
         held, qt = arrays(config)
-        value = ref.published_value(held["codes"], held["scales"])
+        value = ref.published_value(held["codes"], held["scales"], held.get("divisor"))
         np.testing.assert_array_equal(value, np.asarray(quant.dequantize(qt, jnp.float32)))
 
     def test_the_name_may_carry_the_weight_suffix(self, config):
@@ -97,11 +97,11 @@ class TestEveryScheme:
         held, _ = arrays(config)
         codes, scales = held["codes"], held["scales"]
         for bad in (
-            {"codes": codes[None], "scales": scales},
-            {"codes": codes.astype(np.int16), "scales": scales},
-            {"codes": codes, "scales": scales.astype(np.float64)},
-            {"codes": codes, "scales": scales[:-1]},
-            {"codes": codes, "scales": np.repeat(scales, 3, axis=1)},
+            held | {"codes": codes[None]},
+            held | {"codes": codes.astype(np.int16)},
+            held | {"scales": scales.astype(np.float64)},
+            held | {"scales": scales[:-1]},
+            held | {"scales": np.repeat(scales, 3, axis=1)},
             {"codes": codes},
             held | {"zeros": codes},
         ):

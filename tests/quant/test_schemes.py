@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qarl_jax import quant
 from qarl_jax.quant import QTensor
-from qarl_jax.quant.schemes import fp8, w2a16, w3a16, w4a8, w4a16, w8a8
+from qarl_jax.quant.schemes import fp8, nvfp4, w2a16, w3a16, w4a8, w4a16, w8a8
 from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
 
@@ -39,7 +39,9 @@ def weight(*shape, seed=0, scale=0.05):
 
 
 def reference(w, config):
-    """(codes unpacked, scale) by the numpy formulas."""
+    """(codes unpacked, scale) by the numpy formulas, and the scale of the whole weight, if any."""
+    if isinstance(config, nvfp4.Config):
+        return ref.nvfp4_weight(w)
     if isinstance(config, w8a8.Config):
         return ref.int8_weight(w)
     if isinstance(config, fp8.Config):
@@ -47,13 +49,22 @@ def reference(w, config):
     return ref.int4_weight(w, config.group_size, config.bits)
 
 
-def served(codes, scale, config):
+def served(codes, scale, *divisor, config):
     """The weight codes and scales stand for, by the numpy formulas."""
+    if isinstance(config, nvfp4.Config):
+        return np.multiply(*ref.nvfp4_factors(codes, scale, *divisor))
     return ref.int4_value(codes, scale) if isinstance(config, INT4) else codes.astype(np.float32) * scale
 
 
 def codes_of(qt: QTensor):
-    return np.asarray(quant.unpack_int4(qt.codes) if qt.scheme.wire.codes.inputs == 8 else qt.codes)
+    unpacked = {1: np.asarray, 2: lambda codes: ref.nibbles(np.asarray(codes)), 8: quant.unpack_int4}
+    return np.asarray(unpacked[qt.scheme.wire.codes.inputs](qt.codes))
+
+
+def step_of(qt: QTensor):
+    """The distance of the values of codes 1 and 0 (of an e2m1 code: twice that), for every weight."""
+    scale = np.asarray(qt.scales, np.float32) / np.asarray(qt.arrays.get("divisor", np.float32(1)))
+    return np.repeat(scale, qt.shape[-1] // scale.shape[-1], -1)
 
 
 def as_bits(x):
@@ -63,8 +74,15 @@ def as_bits(x):
 
 def assert_same_bytes(a: QTensor, b: QTensor):
     assert a.scheme == b.scheme
-    np.testing.assert_array_equal(as_bits(a.codes), as_bits(b.codes))
-    np.testing.assert_array_equal(as_bits(a.scales), as_bits(b.scales))
+    assert set(a.arrays) == set(b.arrays)
+    for name in a.arrays:
+        np.testing.assert_array_equal(as_bits(a.arrays[name]), as_bits(b.arrays[name]))
+
+
+def assert_reference(qt: QTensor, codes, *scales):
+    np.testing.assert_array_equal(as_bits(codes_of(qt)), as_bits(codes))
+    for name, scale in zip(("scales", "divisor"), scales, strict=False):
+        np.testing.assert_array_equal(as_bits(qt.arrays[name]), as_bits(scale))
 
 
 # Other groups than a scheme's own meet the formulas in the tests of random weights, below; the rest of it is nightly.
@@ -85,6 +103,13 @@ class TestContract:
                 assert qt.codes.shape == (*lead, 128, 32)
                 assert qt.scales.dtype == jnp.bfloat16
                 assert qt.scales.shape == (*lead, 128, groups)
+            elif isinstance(config, nvfp4.Config):
+                said = {name: (array.dtype, array.shape[len(lead) :]) for name, array in qt.arrays.items()}
+                assert said == {
+                    "codes": (jnp.uint8, (128, 128)),
+                    "scales": (jnp.float8_e4m3fn, (128, 16)),
+                    "divisor": (jnp.float32, (1, 1)),
+                }
             else:
                 assert qt.codes.dtype == (jnp.int8 if isinstance(config, w8a8.Config) else jnp.float8_e4m3fn)
                 assert qt.codes.shape == (*lead, 128, 256)
@@ -96,10 +121,7 @@ class TestContract:
     def test_codes_and_scales_equal_the_numpy_formula_bit_for_bit(self, config):
         for seed in range(3):
             w = weight(128, 256, seed=seed, scale=10.0 ** (seed * 3 - 4))
-            codes, scale = reference(w, config)
-            qt = quant.quantize(w, config)
-            np.testing.assert_array_equal(as_bits(codes_of(qt)), as_bits(codes))
-            np.testing.assert_array_equal(as_bits(qt.scales), as_bits(scale))
+            assert_reference(quant.quantize(w, config), *reference(w, config))
 
     @pytest.mark.slow
     @as_a_run
@@ -123,7 +145,7 @@ class TestContract:
     def test_rows_are_independent_of_each_other(self, config):
         w = weight(128, 256)
         other = w.copy()
-        other[3] *= 17
+        other[3] *= 1 / 17 if config.one_range else 17
         a, b = quant.quantize(w, config), quant.quantize(other, config)
         keep = np.arange(128) != 3
         np.testing.assert_array_equal(as_bits(codes_of(a))[keep], as_bits(codes_of(b))[keep])
@@ -133,7 +155,7 @@ class TestContract:
     @as_a_run
     def test_dequantize_is_the_served_weight_bit_for_bit(self, config):
         w = weight(128, 256)
-        want = served(*reference(w, config), config)
+        want = served(*reference(w, config), config=config)
         got = jax.jit(lambda w: quant.dequantize(quant.quantize(w, config), jnp.float32))(w)
         np.testing.assert_array_equal(as_bits(got), as_bits(want))
 
@@ -143,26 +165,27 @@ class TestContract:
         qt = quant.quantize(w, config)
         scale = np.asarray(qt.scales, np.float32)
         assert (scale > 0).all()
-        assert (scale[2] == (2.0**-7 if isinstance(config, INT4) else 2.0**-23)).all()
+        safe = 0.125 if isinstance(config, nvfp4.Config) else 2.0**-7 if isinstance(config, INT4) else 2.0**-23
+        assert (scale[2] == safe).all()
         assert not np.asarray(quant.dequantize(qt, jnp.float32))[2].any()
 
     @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e6, 1e30])
     @as_a_run
     def test_extreme_magnitudes_stay_finite_and_on_the_grid(self, config, magnitude):
         w = (weight(128, 256) * magnitude).astype(np.float32)
-        codes, scale = reference(w, config)
         qt = quant.quantize(w, config)
-        np.testing.assert_array_equal(as_bits(codes_of(qt)), as_bits(codes))
-        np.testing.assert_array_equal(as_bits(qt.scales), as_bits(scale))
+        assert_reference(qt, *reference(w, config))
         assert np.isfinite(np.asarray(quant.dequantize(qt, jnp.float32))).all()
 
     def test_the_largest_error_is_half_a_step(self, config):
         w = weight(128, 256)
         qt = quant.quantize(w, config)
         error = np.abs(np.asarray(quant.dequantize(qt, jnp.float32)) - ref.bf(w))
-        scale = np.asarray(qt.scales, np.float32)
-        step = np.repeat(scale, 256 // scale.shape[-1], -1)
-        if isinstance(config, fp8.Config):
+        step = step_of(qt)
+        if isinstance(config, nvfp4.Config):
+            largest = np.maximum(np.abs(ref.bf(w)), step) / 4  # one bit of mantissa
+            assert (error <= largest * (1 + 1e-6)).all()
+        elif isinstance(config, fp8.Config):
             # A floating grid: half a step is 2**-4 of the value, or of the smallest normal.
             largest = np.maximum(np.abs(ref.bf(w)) * 2.0**-4, step * 2.0**-10)
             assert (error <= largest * (1 + 1e-6)).all()
@@ -176,9 +199,10 @@ class TestContract:
         """Exact idempotence is impossible with absmax / 7.5 (code 7 shrinks the next absmax); the drift is bounded."""
         once = quant.dequantize(quant.quantize(weight(128, 256), config), jnp.float32)
         again = quant.quantize(once, config)
-        scale = np.asarray(again.scales, np.float32)
-        step = np.repeat(scale, 256 // scale.shape[-1], -1)
-        if isinstance(config, fp8.Config):
+        step = step_of(again)
+        if isinstance(config, nvfp4.Config):
+            step = np.maximum(np.abs(np.asarray(once)), step) / 2
+        elif isinstance(config, fp8.Config):
             step = np.maximum(np.abs(np.asarray(once)) * 2.0**-3, step * 2.0**-9)
         assert (np.abs(np.asarray(quant.dequantize(again, jnp.float32)) - np.asarray(once)) <= step).all()
 
@@ -223,10 +247,7 @@ def test_heavy_tailed_sparse_weights_of_any_size_give_the_reference_codes(seed, 
     rng = np.random.default_rng(seed)
     w = (rng.standard_t(2, size=(128, 128)) * 2.0**exponent).astype(np.float32)
     w[rng.random(w.shape) < 0.2] = 0
-    codes, scale = reference(w, config)
-    qt = quant.quantize(w, config)
-    np.testing.assert_array_equal(as_bits(codes_of(qt)), as_bits(codes))
-    np.testing.assert_array_equal(as_bits(qt.scales), as_bits(scale))
+    assert_reference(quant.quantize(w, config), *reference(w, config))
 
 
 @pytest.mark.slow
@@ -238,7 +259,7 @@ def test_scaling_a_weight_by_a_power_of_two_scales_its_scale_and_keeps_its_codes
     for config in CONFIGS:
         a, b = quant.quantize(w, config), quant.quantize((w * factor).astype(np.float32), config)
         np.testing.assert_array_equal(as_bits(a.codes), as_bits(b.codes))
-        np.testing.assert_array_equal(np.asarray(a.scales, np.float32) * factor, np.asarray(b.scales, np.float32))
+        np.testing.assert_array_equal(step_of(a) * factor, step_of(b))
 
 
 @pytest.mark.slow

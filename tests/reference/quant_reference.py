@@ -50,6 +50,33 @@ def int4_value(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return bf(codes.astype(np.float32) * np.repeat(scale.astype(np.float32), repeat, -1))
 
 
+def nvfp4_weight(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[..., N, K] -> unpacked uint8 codes 0 to 15, e4m3 scales [..., N, K/16], float32 divisor [..., 1, 1]."""
+    w = bf(w)
+    blocks = w.reshape(*w.shape[:-1], -1, 16)
+    most = np.abs(blocks).max(-1)
+    with np.errstate(over="ignore"):
+        g = bf(bf(1 / np.maximum(most.max((-2, -1), keepdims=True), np.float32(2.0**-126))) * np.float32(2688))
+        g = np.where(np.isfinite(g), g, np.float32(1))
+        scales = np.minimum(bf(most / np.float32(6)) * g, np.float32(448)).astype(F8)
+    scales = np.where(scales.astype(np.float32) == 0, np.float32(0.125), scales.astype(np.float32)).astype(F8)
+    x = np.abs(blocks) / (scales.astype(np.float32) / g)[..., None]
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    distance = np.abs(np.minimum(x, 6)[..., None].astype(np.float64) - grid)
+    distance += np.where(np.arange(8) % 2, 1e-12, 0)  # ties: the even code
+    codes = distance.argmin(-1) + 8 * (blocks < 0)
+    return codes.reshape(w.shape).astype(np.uint8), scales, g
+
+
+def nvfp4_factors(codes: np.ndarray, scales: np.ndarray, divisor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(code * scale, exact, scales below 2^-6 flushed; 1 / divisor), float32."""
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    scales = scales.astype(np.float32)
+    scales = np.where(scales < 2.0**-6, np.float32(0), scales)
+    values = np.where(codes & 8, -grid[codes & 7], grid[codes & 7])
+    return values * np.repeat(scales, 16, -1), np.float32(1) / divisor
+
+
 def pack(codes: np.ndarray) -> np.ndarray:
     """uint4b8, one element at a time."""
     out = np.zeros((*codes.shape[:-1], codes.shape[-1] // 8), np.uint32)
@@ -64,8 +91,16 @@ def unpack(words: np.ndarray) -> np.ndarray:
     return (nibbles.astype(np.int8) - 8).reshape(*words.shape[:-1], -1)
 
 
-def published_value(qvalue: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def nibbles(packed: np.ndarray) -> np.ndarray:
+    """uint8 [..., K/2] -> codes [..., K], the low one first."""
+    return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
+
+
+def published_value(qvalue: np.ndarray, scale: np.ndarray, divisor: np.ndarray | None = None) -> np.ndarray:
     """float32 [N, K]: the weight that the tensors of a layer stand for (qarl_bridge/protocol/formats.py)."""
+    if divisor is not None:
+        value, factor = nvfp4_factors(nibbles(qvalue), scale, divisor)
+        return value * factor
     if qvalue.dtype != np.int32:
         return qvalue.astype(np.float32) * scale
     return int4_value(unpack(qvalue), scale)
