@@ -114,7 +114,7 @@ class Config(Scheme):
         """Refuses vLLM, for which the bridge has no layer."""
         if numerics.profile != "plain":
             raise UserError(
-                "nvfp4: the bridge has no layer of it for vLLM yet, and vLLM's own adds in an order that depends on the GPU."
+                "nvfp4: the bridge has no layer of it for vLLM yet, and the GPU decides the order of vLLM's own sums."
                 " Use w4a16, or sample with the embedded sampler (rollout.engine.name=jax)."
             )
         return self
