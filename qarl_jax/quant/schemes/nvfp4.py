@@ -111,11 +111,11 @@ class Config(Scheme):
         return _WIRE
 
     def on(self, numerics: Numerics) -> Scheme:
-        """Refuses vLLM, for which the bridge has no layer."""
-        if numerics.profile != "plain":
+        """Refuses vLLM on CUDA, for which the bridge has no layer."""
+        if numerics.profile == "cuda":
             raise UserError(
-                "nvfp4: the bridge has no layer of it for vLLM yet, and the GPU decides the order of vLLM's own sums."
-                " Use w4a16, or sample with the embedded sampler (rollout.engine.name=jax)."
+                "nvfp4: the bridge has no layer of it for vLLM on CUDA yet, and the GPU decides the order of vLLM's own"
+                " sums. Use w4a16, or sample with the embedded sampler (rollout.engine.name=jax)."
             )
         return self
 
