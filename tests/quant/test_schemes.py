@@ -339,5 +339,11 @@ def test_w4a8_is_refused_by_name_where_vllm_on_cuda_would_drop_its_activations_r
         quant.on_engine(w4a8.Config(128), quant.resolve("cuda"))
 
 
+def test_nvfp4_is_refused_by_name_where_vllm_has_no_layer_of_the_bridges():
+    assert quant.on_engine(nvfp4.Config(), quant.resolve("cpu")) == nvfp4.Config()
+    with pytest.raises(UserError, match=r"no layer for nvfp4 in vLLM on CUDA yet: .* w4a16, or sample .*=jax\)"):
+        quant.on_engine(nvfp4.Config(), quant.resolve("cuda"))
+
+
 def test_schemes_are_hashable_and_distinct():
     assert len({str(c) for c in CONFIGS}) == len(set(CONFIGS))

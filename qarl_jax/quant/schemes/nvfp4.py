@@ -23,7 +23,8 @@ here, so the codes stay compressed-tensors'. A weight it drops is at most 6 * 2^
 [N, K/16], `weight_global_scale` float32 [1], which is g (compressed-tensors `nvfp4-pack-quantized`). Readers that
 dequantize form q f32(s / g), which may have another last bit than q s f32(1 / g).
 
-**Left out.** A layer of the bridge's CUDA engine, activations in e2m1, noise on norms (QeRL).
+**Left out.** A layer in vLLM on CUDA, whose own (Marlin) cuts its sums as the rows and the GPU decide; experts in vLLM;
+activations in e2m1; noise on norms (QeRL).
 
 Sources: QeRL, arXiv 2510.11696; compressed-tensors 0.17.0; vLLM 0.25.1, marlin_utils_fp4.py.
 """
@@ -61,7 +62,7 @@ _MAGNITUDE = 0x7FFFFFFF
 _WIRE = formats.Layout(
     scheme="nvfp4",
     format="nvfp4-pack-quantized",
-    weights=formats.arguments(4, "float", "tensor_group", group_size=_GROUP),
+    weights=formats.arguments(4, "float", "tensor_group", group_size=_GROUP) | {"scale_dtype": "torch.float8_e4m3fn"},
     activations=None,
     arrays=(
         formats.Array("codes", "weight_packed", np.dtype(np.uint8), inputs=2),
@@ -114,8 +115,8 @@ class Config(Scheme):
         """Refuses vLLM on CUDA, for which the bridge has no layer."""
         if numerics.profile == "cuda":
             raise UserError(
-                "nvfp4: the bridge has no layer of it for vLLM on CUDA yet, and the GPU decides the order of vLLM's own"
-                " sums. Use w4a16, or sample with the embedded sampler (rollout.engine.name=jax)."
+                "the bridge has no layer for nvfp4 in vLLM on CUDA yet: set quant.forward and quant.rollout to w4a16,"
+                " or sample with the embedded sampler (rollout.engine.name=jax)"
             )
         return self
 
