@@ -42,6 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qarl_jax import models
+from qarl_jax.models.params import part_of, united
 from qarl_jax.quant import QTensor, resolve
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
 from qarl_jax.rollout.vllm.engine import Config, VllmEngine, leave_memory_to_vllm
@@ -135,11 +136,13 @@ def unequal(
 
 
 def moved(weights: PolicyWeights, key: jax.Array, by: float = 3e-5) -> PolicyWeights:
-    """The policy after something like an update: normal noise on every master, and what it quantizes to."""
-    leaves, structure = jax.tree.flatten(weights.params)
+    """The policy after something like an update: normal noise on every master that is not fixed, and what it quantizes
+    to."""
+    fixed = part_of(weights.params, lambda path: path in weights.fixed)
+    leaves, structure = jax.tree.flatten(part_of(weights.params, lambda path: path not in weights.fixed))
     keys = jax.random.split(key, len(leaves))
     leaves = [leaf + by * jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
-    params = jax.tree.unflatten(structure, leaves)
+    params = united(fixed, jax.tree.unflatten(structure, leaves))
     return dataclasses.replace(weights, params=params, qweights=models.quantize_params(weights.graphdef, params))
 
 
@@ -202,7 +205,7 @@ def observed(
 def run(path: str, scheme: str, args: argparse.Namespace, arithmetic: str, tight: bool) -> Iterator[dict[str, Any]]:
     """One engine under one scheme: the rows of its conditions, and one of the control."""
     begun = time.time()
-    weights = ladder.load(path, scheme, resolve("auto").profile)
+    weights = ladder.load(path, scheme, resolve("auto").profile, lora_rank=args.lora_rank)
     config = engine_of(tight, models.config_of(weights.graphdef), arithmetic, args)
     names = [name for name in args.conditions if CONDITIONS[name].tight == tight]
     same = {"scheme": scheme, "arithmetic": arithmetic, "engine": "tight" if tight else "roomy"}
@@ -239,6 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--updates", type=int, default=1, help="versions published after the first")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--replay", action="store_true", help="the learner sends tokens to the experts of the engine")
+    parser.add_argument("--lora-rank", type=int, default=0, help="of random adapters, which alone move; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kv-cache-gb", type=float, default=14.0)
     parser.add_argument("--threads", type=int, default=0, help="of an engine on a CPU; 0: all")

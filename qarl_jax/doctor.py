@@ -235,6 +235,20 @@ def model_folder(cfg: RunConfig) -> Check:
     return Check(name="model", status="ok", found=found)
 
 
+def adapters(cfg: RunConfig) -> Iterator[Check]:
+    """The adapters of `lora` belong to the model; those of `lora.init` are all there, and finite."""
+    if cfg.lora is None:
+        return
+    try:
+        config = models.read_config(cfg.model.path, lora=cfg.lora.adapters)
+        if cfg.lora.init is not None:
+            models.check_peft(cfg.lora.init, config)
+        yield Check(name="adapters", status="ok", found=f"{cfg.lora.init or 'fresh'}, {cfg.lora.words}")
+    except UserError as error:
+        todo = "change lora.targets or lora.rank, or give lora.init a PEFT folder of this model's adapters"
+        yield Check(name="adapters", status="fail", found=str(error), todo=todo)
+
+
 def positions(cfg: RunConfig) -> Check:
     """The model has positions for prompt and response, and for what the engine is started for."""
     known = models.read_config(cfg.model.path).max_position_embeddings
@@ -458,6 +472,7 @@ def before_a_run(cfg: RunConfig) -> Iterator[Check]:
     if folder.status != "fail":
         yield disk(cfg)
     if model.status != "fail":
+        yield from adapters(cfg)
         yield positions(cfg)
         yield from bridge(cfg)
         yield tokenizer(cfg)

@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--eager", action="store_true", help="run the engine's operations one by one")
     parser.add_argument("--modes", action="store_true", help="compare an eager engine with one in CUDA graphs instead")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="shards of the engine (1 or 2)")
+    parser.add_argument("--lora-rank", type=int, default=0, help="of random adapters of all linear layers; 0: none")
     parser.add_argument("--kv-cache-gb", type=float, default=defaults.kv_cache_gb, help="of the engine")
     parser.add_argument(
         "--gpu-memory-utilization",

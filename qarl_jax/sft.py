@@ -6,8 +6,9 @@ The same learner, optimizers and low-bit forward as RL, with the negative log-li
 objective. It makes the starting policy of an RL run: from a model folder (`model.path`), or from random weights
 (`model.init`, a Hugging Face config) with a character tokenizer (`tokenizer.alphabet`) where nothing can be downloaded.
 
-The result is a Hugging Face folder (config.json, bfloat16 safetensors, tokenizer). If `out` already holds the result of
-the same resolved config, nothing is done: `make quickstart` can be run again at no cost.
+The result is a Hugging Face folder (config.json, bfloat16 safetensors, tokenizer), or with `lora` a PEFT folder. If
+`out` already holds the result of the same resolved config, nothing is done: `make quickstart` can be run again at no
+cost.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ import numpy as np
 
 from qarl_jax import data, metrics, models
 from qarl_jax.learning.learner import Learner, Options
+from qarl_jax.learning.lora import Config as LoraConfig
+from qarl_jax.learning.trainable import ALL
 from qarl_jax.metrics import Mean, Metric, masked_mean
+from qarl_jax.models.params import united
 from qarl_jax.optim import build, leafwise
 from qarl_jax.run import on_disk, shipped
 from qarl_jax.run.export import RECEIPT
@@ -88,6 +92,7 @@ class Config:
     Attributes:
       out: folder for the result.
       quant: forward scheme while training; "bf16": none.
+      lora: adapters that learn on the frozen model of model.path; `out` is then a PEFT folder, for a run's `lora.init`.
     """
 
     out: str
@@ -95,6 +100,7 @@ class Config:
     model: Model = dataclasses.field(default_factory=Model)
     tokenizer: Tokenizer = dataclasses.field(default_factory=Tokenizer)
     quant: str = "bf16"
+    lora: LoraConfig | None = None
     train: Train = dataclasses.field(default_factory=Train)
     optimizer: Annotated[Any, load.Variants(build.OPTIMIZERS)] = dataclasses.field(
         default_factory=lambda: build.AdamW(lr=1e-5)
@@ -110,6 +116,8 @@ class Config:
             raise UserError(
                 "model.init and tokenizer.alphabet go together; with model.path the folder's tokenizer is used."
             )
+        if self.lora is not None and (self.model.path is None or self.lora.train_norms or self.lora.init is not None):
+            raise UserError("lora: fresh adapters learn on model.path; leave out model.init, train_norms and init.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +132,11 @@ class NegativeLogLikelihood:
 
 
 def rows_of(examples: Sequence[tuple[Sequence[int], Sequence[bool]]], row_len: int) -> TrainBatch:
-    """(tokens, which of them are learned) pairs -> one row each, [len(examples), row_len] numpy arrays.
+    """Puts each example into a row of its own: numpy arrays [len(examples), row_len].
+
+    Args:
+      examples: per example, its tokens, and whether each of them is learned.
+      row_len: tokens of a row; shorter examples are padded.
 
     Raises:
       UserError: an example is longer than a row.
@@ -151,7 +163,10 @@ def rows_of(examples: Sequence[tuple[Sequence[int], Sequence[bool]]], row_len: i
 
 def fingerprint(cfg: Config) -> str:
     """Hash of the resolved config: two equal ones make the same model."""
-    return hashlib.sha256(json.dumps(load.to_dict(cfg), sort_keys=True, default=str).encode()).hexdigest()[:16]
+    values = load.to_dict(cfg)
+    if cfg.lora is None:
+        del values["lora"]  # folders made before there were adapters
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def is_done(cfg: Config) -> bool:
@@ -196,27 +211,38 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
         model_config = models.read_config(
             values, compute_dtype=cfg.model.dtype, param_dtype="float32", quant=models.parse_rules(cfg.quant)
         )
-        model = models.random_model(model_config, cfg.seed)
     else:
         assert cfg.model.path is not None
         tokenizer = data.load_tokenizer(cfg.model.path)
         tokenizer.save_pretrained(staging)
         stop = data.stop_token_ids(tokenizer, cfg.model.path)[0]
-        model = models.load_hf(cfg.model.path, dtype=cfg.model.dtype, param_dtype="float32", scheme=cfg.quant)
-    graphdef, params, _ = models.split(model)
+        model_config = models.read_config(
+            cfg.model.path,
+            compute_dtype=cfg.model.dtype,
+            param_dtype="float32",
+            quant=models.parse_rules(cfg.quant),
+            lora=None if cfg.lora is None else cfg.lora.adapters,
+        )
 
     # ---- data, learner ----------------------------------------------------------------------------------------------
     source = data.make_source(cfg.data, tokenizer, "train")
     stream = data.PromptStream(source, cfg.seed, cfg.train.rows)
     learner = Learner(
-        graphdef,
+        models.split(models.abstract_model(model_config))[0],
         loss_fn=NegativeLogLikelihood(),
         optimizer=leafwise.Optimizer(cfg.optimizer, cfg.train.updates),
         schedule=build.make_schedule(cfg.optimizer.lr, cfg.optimizer.schedule, cfg.train.updates),
         mesh=mesh.make_mesh(),
         options=Options(max_segments=1, offload=cfg.optimizer.offload is True),
+        trainable=ALL if cfg.lora is None else cfg.lora.trainable,
     )
-    state = learner.init(params)
+    if cfg.model.path is None:
+        params, frozen = models.split(models.random_model(model_config, cfg.seed))[1], None
+    else:
+        params, frozen = learner.read(models.read_masters, cfg.model.path, model_config)
+    if cfg.lora is not None:
+        params = united(params, models.fresh_adapters(model_config, learner.mesh, cfg.seed))
+    state = learner.init(params, frozen)
 
     # ---- loop -------------------------------------------------------------------------------------------------------
     started = time.monotonic()
@@ -236,7 +262,12 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
                 raise DivergedError(f"update {update}: the loss is {now['loss/nll']}; lower optimizer.lr.")
             print(f"sft {update:5d}  nll {now['loss/nll']:.4f}  {time.monotonic() - started:.1f} s", flush=True)
 
-    models.save_hf(learner.model(state.params), staging)
+    if cfg.lora is not None:
+        assert cfg.model.path is not None
+        alpha, rslora = cfg.lora.alpha, cfg.lora.rslora
+        models.write_peft(staging, model_config, state.params, alpha=alpha, rslora=rslora, base=cfg.model.path)
+    else:
+        models.save_hf(learner.model(state.params), staging)
     receipt = {"fingerprint": fingerprint(cfg), "config": load.to_dict(cfg)}
     (staging / RECEIPT).write_text(json.dumps(receipt, indent=2, default=str), encoding="utf-8")
 

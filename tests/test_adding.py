@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""docs/adding.md is true: a scheme, a loss and a family are built from the page's own code blocks, and run.
+"""docs/adding.md is true: a scheme, a loss, a family, an option and a reward are built from the page's blocks, and run.
 
 The blocks go into a copy of the tree, where programs use what they add. A new file is a block of Python that begins
 with its path; a change to a file is a diff whose hunks begin with a context or a removed line.
@@ -27,8 +27,19 @@ COPIED = (
     "assets/tiny-qwen3",
     "docs/schemes.md",
     "tests/reference",
+    "tests/conftest.py",
+    "tests/quant/test_schemes.py",
+    "tests/quant/test_dot.py",
+    "tests/bridge/test_formats.py",
+    "pyproject.toml",
 )
-SECTIONS = {"scheme": "A quantization scheme", "loss": "A loss", "family": "A model family"}
+SECTIONS = {
+    "scheme": "A quantization scheme",
+    "loss": "A loss",
+    "family": "A model family",
+    "option": "An option of vLLM's engine",
+    "reward": "A reward",
+}
 
 
 def blocks(section):
@@ -211,7 +222,7 @@ assert held == sum(int(np.prod(s)) + int(np.prod(s)) // 32 + 4 * int(np.prod(s[:
 
 out = pathlib.Path({str(tmp_path / "out")!r})
 out.mkdir()
-export.write_quantized(weights.graphdef, weights.params, out)
+export.write_quantized(weights.graphdef, weights.params, weights.qweights, out)
 section = json.loads((out / "config.json").read_text())["quantization_config"]
 assert section["format"] == "w5-quantized"
 assert section["config_groups"]["group_0"]["weights"]["num_bits"] == 5
@@ -278,6 +289,59 @@ else:
     raise AssertionError("a wrong code was not found")
 """,
     )
+
+
+@pytest.mark.slow
+def test_the_battery_greets_the_scheme(tree):
+    files = ["tests/quant/test_schemes.py", "tests/quant/test_dot.py", "tests/bridge/test_formats.py"]
+    said = run(tree, f"import pytest\nassert pytest.main(['-p', 'no:cacheprovider', *{files}, '-k', 'w5a16']) == 0")
+    assert int(re.findall(r"(\d+) passed", " ".join(said))[0]) > 15
+
+
+@pytest.mark.slow
+def test_the_option_goes_from_the_config_to_vllm_and_is_refused_by_name(tree):
+    said = run(
+        tree,
+        """
+        from qarl_bridge.engine import versions
+        from qarl_jax.run import config
+        from qarl_jax.types import UserError
+
+        def arguments(*overrides):
+            cfg = config.load("configs/quickstart.yaml", ["rollout.engine={name: vllm}", *overrides])
+            options = type(cfg.rollout.engine).from_json(cfg.rollout.engine.to_json())
+            return versions.engine_arguments(options, path="/m", has_weights=False, on_gpu=False)
+
+        assert "long_prefill_token_threshold" not in arguments()
+        assert arguments("rollout.engine.max_prefill_tokens=64")["long_prefill_token_threshold"] == 64
+        try:
+            arguments("rollout.engine.max_prefill_tokens=-1")
+        except UserError as error:
+            print("refused" if "max_prefill_tokens must not be negative" in str(error) else error)
+        """,
+    )
+    assert said == ["refused"]
+
+
+@pytest.mark.slow
+def test_the_reward_grades_with_its_option(tree):
+    said = run(
+        tree,
+        """
+        from qarl_jax.rewards import function
+        from qarl_jax.rewards.sample import Sample
+        from qarl_jax.types import Prompt
+
+        cfg = function.Config(path="my_rewards.py:digits", options={"scale": 0.5})
+        prompt = Prompt(uid="a", tokens=(1,), text="1+2=", answer="3", meta={})
+        reward = function.Reward(cfg, 8)
+        try:
+            print(*reward.score([Sample(prompt=prompt, text=text, num_tokens=2) for text in ("3", "a3", "")]))
+        finally:
+            reward.pool.close()
+        """,
+    )
+    assert said == ["0.5", "0.25", "0.0"]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from qarl_jax import data, models, sft
+from qarl_jax.run import build
 from qarl_jax.types import LossInputs, UserError
 from tests.reference import tiny
 
@@ -175,3 +176,20 @@ def test_a_folder_that_sft_did_not_make_is_never_replaced(folder, capsys):
         assert run(folder, tree(folder, out), name="precious.yaml") == 2
         assert says in capsys.readouterr().err
     assert (folder / "precious" / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.slow
+def test_adapters_learn_on_a_low_bit_model_and_are_a_folder_that_a_run_starts_from(folder, capsys):
+    world = tiny.World(folder / "world")
+    values = tree(
+        folder, "adapters", model={"path": str(world.model)}, quant="w4a16:g32", lora={"rank": 8, "alpha": 16}
+    )
+    del values["tokenizer"]
+    assert run(folder, values, name="adapters.yaml") == 0
+    losses = [float(line.split()[3]) for line in capsys.readouterr().out.splitlines() if line.startswith("sft")]
+    assert losses[-1] < 0.7 * losses[0]
+    assert json.loads((folder / "adapters" / "adapter_config.json").read_text())["r"] == 8
+    cfg = world.changed(lora={"rank": 8, "alpha": 16, "init": str(folder / "adapters")}).config
+    learner = build.make_learner(cfg, build.policy_graphdef(cfg), build.make_mesh(cfg))
+    params = models.by_path(build.load_policy(cfg, learner)[0])
+    assert all(np.asarray(x).any() for x in params.values())

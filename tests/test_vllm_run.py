@@ -5,6 +5,7 @@
 What vLLM serves after the last publish must be what a fresh vLLM serves from the exported folder, to the bit.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -142,7 +143,7 @@ def test_the_learner_is_the_policy_that_vllm_samples(run):
 def test_a_full_precision_learner_would_not_be_that_policy(run):
     """The log-probs that vLLM served under the last version, against the learner's, and against a bf16 forward's."""
     cfg = run.world.config
-    graphdef, params = build.load_model(cfg, build.make_mesh(cfg))
+    graphdef, params = tiny.load_model(cfg, build.make_mesh(cfg))
     params = Checkpoints(run.world.run_dir / "checkpoints").restore({"params": params}).state["params"]
     groups = [group_of([served], prompt=prompt) for prompt, served in zip(PROMPTS, run.served, strict=True)]
     rows = packing.pack(groups, np.zeros((len(groups), 1)), row_len=tiny.ROW_LEN, unpacked=True)
@@ -176,3 +177,20 @@ def test_no_bridge_outlives_the_run(run):
     for pid in run.pids:
         assert pid is not None
         assert not alive(pid)
+
+
+def test_a_run_of_adapters_publishes_them_alone_and_no_token_differs(tmp_path):
+    """The base travels with the first version; norms learn, too."""
+    world = Run(tmp_path, "w4a16:g32").world.changed(
+        lora={"rank": 8, "alpha": 12, "train_norms": True},
+        optimizer={"name": "adamw", "lr": 0.01},
+        train={"steps": 3},
+    )
+    assert train.main(world.command()) == 0
+    lines = world.records()
+    assert [line["mismatch/max_abs"] for line in lines] == [0, 0, 0]
+    raw = [json.loads(line) for line in (world.run_dir / "metrics.jsonl").read_text().splitlines()]
+    layers, norms = 2 * 7, 2 * 2
+    assert [line["time/publish/tensors"] for line in raw] == [2 * layers + norms] * 3
+    assert [line["time/publish/weights_read_back"] for line in raw] == [2 * 4 + norms] * 3  # four fused layers of seven
+    assert len({line["reward/mean"] for line in lines}) > 1

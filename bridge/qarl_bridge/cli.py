@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from qarl_bridge.protocol import expert_stacks, messages
+from qarl_bridge.protocol import adapters, expert_stacks, messages
 from qarl_bridge.protocol.manifest import expected_from_safetensors
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server.bridge import Bridge
@@ -121,6 +121,7 @@ def main(argv: list[str] | None = None) -> int:
             messages.create_key(args.key_file)
         key = messages.read_key(args.key_file)
         config, expected, has_weights = read_folder(args.model)
+        expected = adapters.expected(expected, options.lora_rank, options.lora_targets)
         listener = Listener(args.socket, key)  # before the slow part: a taken address fails at once
         scratch = messages.Scratch("qarl-engine-")  # vLLM leaves files in the temporary directory when it is killed
     except BridgeError as error:

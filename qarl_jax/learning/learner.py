@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -39,8 +39,8 @@ from qarl_jax.loss.common import diagnostics
 from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, masked_mean, merge
 from qarl_jax.models import invariant_scaling
 from qarl_jax.models.logprobs import token_logprobs
-from qarl_jax.models.params import part_of, united
-from qarl_jax.models.transformer import quantizable
+from qarl_jax.models.params import part_of, path_of, united
+from qarl_jax.models.transformer import partners, quantizable
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.observe import error_tokens, token_trace
 from qarl_jax.optim import by_stack, leafwise
@@ -214,12 +214,51 @@ class Learner:
         """
         params, whole = self.trainable.learned(params), params
         if self.trainable.freeze:
-            self.frozen = self._held(self.trainable, whole) if frozen is None else frozen
-            self._fixed = {self.graphdef: self.frozen}
+            self.hold(self.held(whole) if frozen is None else frozen)
         there = models.by_path(params) | models.by_path(self.frozen)
         if lost := sorted(set(models.by_path(self.abstract_params)) - set(there)):
             raise UserError(f"trainable: there is no value of {', '.join(lost)}; give it as a master or as frozen.")
         return fresh_state(self._apply, params, self.param_shardings, self.replicated)
+
+    def read(self, read_leaves: Callable[..., Iterable[tuple[Any, Any]]], *source: Any) -> tuple[Any, Any]:
+        """(masters, frozen) for `init`, of a policy whose leaves come one by one.
+
+        Each frozen leaf goes into the form it is held in as it comes: no two masters of those are ever on the devices,
+        but those whose QTensors share a number.
+
+        Args:
+          read_leaves: `models.read_masters` or `models.random_leaves`, or the like. source: its first arguments.
+        """
+        config, learns = self.config, self.trainable.learns
+        dtypes = config.compute_dtype, config.param_dtype
+        leaves = read_leaves(*source, mesh=self.mesh, dtype_of=lambda path: dtypes[learns(path)])
+        if not self.trainable.freeze:
+            return nnx.from_flat_state(list(leaves)), None
+        beside = partners(config, quantizable(models.abstract_model(config)))
+        learned, frozen, waiting = [], [], {}
+        for keys, variable in leaves:
+            path = path_of(keys, variable)
+            if learns(path):
+                learned.append(nnx.from_flat_state([(keys, variable)]))
+                continue
+            waiting[path] = keys, variable
+            together = path, *beside.get(path, ())
+            if waiting.keys() >= set(together):
+                own = [waiting.pop(path) for path in together]
+                frozen.append(self.held(nnx.from_flat_state(own)))
+                for _, master in own:
+                    master.get_value().delete()  # and not when a collector comes
+        if waiting:  # for one that learns: refused
+            frozen.append(self.held(nnx.from_flat_state(list(waiting.values()))))
+        return united(*learned), united(*frozen)
+
+    def hold(self, frozen: Any) -> None:
+        """Takes the entries of `qweights` for the frozen leaves. `init` does; what only scores needs no more."""
+        self.frozen, self._fixed = frozen, {self.graphdef: frozen}
+
+    def held(self, params: Any) -> Any:
+        """Makes those entries of the frozen masters among `params`, which may be some of them."""
+        return self._held(self.trainable, params)
 
     def _held(self, trainable: Trainable, params: Any) -> Any:
         own = trainable.frozen(params)
@@ -227,6 +266,7 @@ class Learner:
         with sharding.launching(self.mesh):
             return self._holder(trainable)(jax.device_put(own, places))
 
+    @functools.lru_cache(maxsize=4)  # noqa: B019 -- a learner lives as long as its process
     def _holder(self, trainable: Trainable) -> Any:
         return jax.jit(functools.partial(trainable.held, self.graphdef))
 
@@ -326,9 +366,10 @@ class Learner:
                 return program.lower(*arguments).compile()
 
         sources = [(self._quantizer(self.graphdef), state.params)]
-        if self.trainable.freeze:
-            frozen = map(self.trainable.frozen, (self.abstract_params, self._places))
-            sources.append((self._holder(self.trainable), jax.tree.map(_at, *frozen)))
+        if self.trainable.freeze:  # leaf by leaf, as a policy is read (`build.load_policy`)
+            frozen = jax.tree.map(_at, *map(self.trainable.frozen, (self.abstract_params, self._places)))
+            holder = self._holder(self.trainable)
+            sources += [(holder, nnx.from_flat_state([leaf])) for leaf in nnx.to_flat_state(frozen)]
         programs = [compiled("quantization", *source) for source in sources]
         with jax.set_mesh(self.mesh):
             made = [jax.eval_shape(*source) for source in sources]

@@ -40,9 +40,10 @@ def padding(cfg: RunConfig, record: Mapping[str, float]) -> str | None:
     share = record.get("train/padding_share", 0.0)
     if share < PADDING:
         return None
-    remedies = ["packing=packed"] if cfg.train.packing == "unpacked" else ["a larger max_segments"]
-    remedies += ["fewer micro_batch_rows", f"a row_len below {cfg.row_len}"]
+    packed = cfg.train.packing != "unpacked"
+    first = "raise train.max_segments" if packed else "set train.packing=packed"
     return (
-        f"{share:.0%} of the learner's rows is padding, which costs time and memory; less of it: train.* with"
-        f" {', '.join(remedies)} (its least is data.max_prompt_len + rollout.max_response_len)."
+        f"{share:.0%} of the learner's rows is padding, which costs time and memory: {first}, lower"
+        f" train.micro_batch_rows, or set a train.row_len below {cfg.row_len} (at least data.max_prompt_len +"
+        " rollout.max_response_len)."
     )

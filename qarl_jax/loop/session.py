@@ -62,9 +62,8 @@ class Session:
         self.cfg = cfg = dataclasses.replace(cfg, data=data.with_prompt_len(cfg.data, self.tokenizer))
         source = data.make_source(cfg.data, self.tokenizer, "train")
         stream = data.PromptStream(source, cfg.seed, cfg.train.prompts_per_step, cfg.data.stages)
-        graphdef, params = build.load_model(cfg, mesh)
-        self.learner = build.make_learner(cfg, graphdef, mesh)
-        self.state: TrainState = self.learner.init(params)
+        self.learner = build.make_learner(cfg, build.policy_graphdef(cfg), mesh)
+        self.state: TrainState = self.learner.init(*build.load_policy(cfg, self.learner))
         self._others: dict[str, Any] = {}
         grader = self._stack.enter_context(contextlib.closing(build.make_grader(cfg)))
         self.engine = self._stack.enter_context(contextlib.closing(build.make_engine(cfg)))
@@ -131,7 +130,9 @@ class Session:
     def _learner_under(self, scheme: str) -> Any:
         if scheme not in self._others:
             graphdef = models.with_scheme(self.learner.graphdef, scheme)
-            self._others[scheme] = build.make_learner(self.cfg, graphdef, self._mesh)
+            self._others[scheme] = other = build.make_learner(self.cfg, graphdef, self._mesh)
+            if self.cfg.lora is not None:
+                other.hold(build.load_policy(self.cfg, other)[1])
         return self._others[scheme]
 
 

@@ -81,9 +81,9 @@ class Run:
             first = saved["step"] if saved else 0
             self._starting.background("programs", functools.partial(build.compile_ahead, cfg, self.learner, first))
         with self._starting.span("weights"):
-            params = jax.block_until_ready(build.load_masters(cfg, graphdef, self.mesh))
+            params, frozen = jax.block_until_ready(build.load_policy(cfg, self.learner))
         self.critic = build.make_critic(cfg, graphdef, params, self.mesh)
-        self.state = self.learner.init(params)
+        self.state = self.learner.init(params, frozen)
         del params  # donated with the state from here on
         # The reference is the policy the run starts from, whatever checkpoint it resumes from.
         reference = self.learner.reference(self.state.params) if cfg.kl.coef else None

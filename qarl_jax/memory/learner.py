@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from qarl_jax import models
 from qarl_jax.learning import critic
-from qarl_jax.learning.trainable import ALL, NOTHING, Trainable, joined
+from qarl_jax.learning.trainable import NOTHING, Trainable, joined
 from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.rollout.embedded import engine as jax_sampler
 from qarl_jax.run import build
@@ -54,10 +54,14 @@ class Shapes:
 _SHAPES: dict[str, Shapes] = {}
 
 
-def shapes(cfg: RunConfig, trainable: Trainable = ALL) -> Shapes:
-    """The shapes of a run's policy; made once for all settings that they do not depend on."""
+def shapes(cfg: RunConfig, trainable: Trainable | None = None) -> Shapes:
+    """The shapes of a run's policy; made once for all settings that they do not depend on.
+
+    trainable: which of its leaves learn; None: those of the run.
+    """
+    trainable = cfg.trainable if trainable is None else trainable
     depends = dataclasses.replace(cfg.model, remat="full"), dataclasses.replace(cfg.optimizer, offload=False), cfg.quant
-    key = repr((*depends, cfg.numerics, cfg.policy_updates, trainable))  # as text: the sections hold dicts
+    key = repr((*depends, cfg.lora, cfg.numerics, cfg.policy_updates, trainable))  # as text: the sections hold dicts
     if key not in _SHAPES:
         graphdef, params = models.split(models.abstract_model(build.model_config(cfg, cfg.quant.forward)))[:2]
         served = build.rollout_graphdef(cfg, graphdef)
@@ -261,7 +265,10 @@ def update_parts(
     gradient = nbytes(params, mesh, own)
     # Embedding and head get their gradients as float32 sums.
     ways = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.AXIS_RULES.vocab)
+    learned = models.by_path(params)
     vocabulary = model.vocab_size * model.hidden_size * 4 // ways
+    if not {"embed.kernel", "head.kernel"} & learned.keys():
+        vocabulary = 0
     saved = saved_activations(model, positions, max_segments)
     layers = saved + layer_activations(model, positions, max_segments)
     in_float32 = gradient == nbytes(params, mesh, jnp.float32)
@@ -288,7 +295,7 @@ def update_parts(
     }
 
 
-def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable = ALL) -> dict[str, int]:
+def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | None = None) -> dict[str, int]:
     """Bytes by part: what one update holds at once, over the whole mesh or on one of its devices.
 
     Policy and critic are updated in turn, so that gradients and activations are those of the larger of the two. What is
@@ -298,6 +305,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable = AL
     activations is an estimate (`update_parts`), an upper one where the tensor axis splits them. The embedded sampler
     keeps a copy of the policy and its keys and values between updates; vLLM's memory is its own (`rollout.engine`).
     """
+    trainable = cfg.trainable if trainable is None else trainable
     made, model = shapes(cfg, trainable), model_of(cfg)
     mesh = planned_mesh(cfg) if per_device else None
     batch_shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)

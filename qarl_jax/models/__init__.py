@@ -10,9 +10,10 @@
 One file per family says how to read its config.json and how its tensors are called; `families.MODELS` lists them.
 """
 
-from qarl_jax.models.config import REMAT, ModelConfig, read_config
+from qarl_jax.models.config import REMAT, Lora, ModelConfig, read_config
 from qarl_jax.models.families import MODELS
 from qarl_jax.models.hf.config import MoEConfig
+from qarl_jax.models.hf.peft import check_peft, read_peft, write_peft
 from qarl_jax.models.hf.weights import (
     checkpoint_order,
     export_tensors,
@@ -20,6 +21,7 @@ from qarl_jax.models.hf.weights import (
     hf_names,
     load_hf,
     load_masters,
+    read_masters,
     save_hf,
 )
 from qarl_jax.models.layers import Quantized
@@ -27,9 +29,13 @@ from qarl_jax.models.params import (
     abstract_model,
     by_path,
     config_of,
+    fold_adapters,
+    fresh_adapters,
     merge,
+    merge_adapters,
     parse_rules,
     quantize_params,
+    random_leaves,
     random_masters,
     random_model,
     split,

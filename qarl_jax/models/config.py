@@ -35,6 +35,22 @@ class Stack:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters (LoRA, arXiv 2106.09685) of linear maps: y = W x + scale B A x.
+
+    Attributes:
+      rank: r; A is [r, K], B is [N, r].
+      scale: alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv 2312.03732).
+      targets: the linear maps by the last part of their Hugging Face names ("q_proj"), of all layers; empty: all that
+        may have adapters.
+    """
+
+    rank: int
+    scale: float
+    targets: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer of the Qwen and Llama families.
 
@@ -54,6 +70,7 @@ class ModelConfig:
       numerics: whose roundings the forward mirrors (`numerics.engine.Numerics`).
       attention: "xla" (anywhere), "cudnn" (bf16 on a GPU), "splash" (TPU), "flash3" (bf16 on Hopper, in vLLM's order),
         or "auto": the fused kernel where it can.
+      lora: adapters beside linear maps; None: none.
       remat: what the backward finds of each layer: "full" its inputs alone, everything is recomputed; "attention" the
         output of softmax attention, too; "mixer" all of the attention half, so that only the MLP is recomputed; "dots"
         all that linear layers and attention put out; "none" everything.
@@ -85,6 +102,7 @@ class ModelConfig:
     splits: tuple[int, ...] = ()
     numerics: Numerics = dataclasses.field(default_factory=Numerics)
     attention: str = "auto"
+    lora: Lora | None = None
     remat: str = "none"
 
     def __post_init__(self) -> None:
@@ -105,6 +123,40 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
+        if self.lora is not None:
+            self._check_targets(self.lora.targets)
+
+    def _check_targets(self, targets: tuple[str, ...]) -> None:
+        attention, others = self.linear_names
+        for name in targets:
+            if name in others and self.moe is not None:
+                raise UserError(
+                    f"lora.targets: {name} belongs to the experts of a MoE model, which have no adapters; take some of"
+                    f" {', '.join(attention)}."
+                )
+            if name not in (*attention, *others):
+                known = (*attention, *(others if self.moe is None else ()))
+                raise UserError(f"lora.targets: the model has no linear map {name!r}; take some of {', '.join(known)}.")
+
+    @property
+    def linear_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of a layer's linear maps at Hugging Face: the attention's ("q_proj"), and the MLP's or experts'."""
+        of = lambda room, parts: tuple(self._module_name(f"{room}.{x}.kernel", 0).rpartition(".")[2] for x in parts)  # noqa: E731
+        return of("attn", "qkvo"), of("mlp", ("gate", "up", "down"))
+
+    def has_adapter(self, path: str) -> bool:
+        """Tells whether the stacked kernel at `path` has one: a target of `lora`, and no expert."""
+        own = path.split(".", 2)[2]
+        attention, others = self.linear_names
+        if self.lora is None or own.startswith("moe."):
+            return False
+        targets = self.lora.targets or attention + (others if self.moe is None else ())
+        return self._module_name(own, 0).rpartition(".")[2] in targets
+
+    @property
+    def base(self) -> ModelConfig:
+        """The same model without adapters."""
+        return self if self.lora is None else dataclasses.replace(self, lora=None)
 
     def scheme_of(self, path: str) -> Scheme | None:
         """The scheme of the stacked kernel at `path` ("stacks.0.attn.q.kernel"), None for bf16."""

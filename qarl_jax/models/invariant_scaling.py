@@ -39,7 +39,7 @@ from qarl_jax.optim.build import path_name
 from qarl_jax.quant import QTensor
 from qarl_jax.types import UserError
 
-_KERNEL = re.compile(r"^stacks\..*\.kernel$")
+_KERNEL = re.compile(r"^stacks\..*\.(kernel|lora_[ab])$")
 _NORM = re.compile(r"(^|\.)(attn_norm|mlp_norm)\.weight$")
 _FED = re.compile(r"(^|\.)(attn\.(q|k|v)|(mlp|moe)\.(gate|up)|moe\.router)\.kernel$")
 
@@ -124,7 +124,7 @@ def quantization_error(params: nnx.State, qweights: nnx.State) -> Float[Array, "
 
 
 def relative_norm(updates: Any, params: Any) -> Float[Array, ""]:
-    """||dW||^2 / ||W||^2 over the layers' kernels (QuRL, eq. 13). Traceable.
+    """||dW||^2 / ||W||^2 over the layers' kernels, or their adapters' (QuRL, eq. 13). Traceable.
 
     Args:
       updates, params: trees like the parameters, of each one's sum of squares (`optim.leafwise.squares`): of what an

@@ -8,6 +8,7 @@ between, its `Numerics` profile says so and the same rounding is made here, by a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -20,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from qarl_jax import quant
-from qarl_jax.models.config import ModelConfig
+from qarl_jax.models.config import Lora, ModelConfig
 from qarl_jax.models.hf.config import RopeScaling
 from qarl_jax.numerics.engine import NormOrder
 from qarl_jax.numerics.float32 import divide, from_float64, in_float64, round_to
@@ -38,11 +39,24 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], config: ModelConfig) -> jax.A
     return (jax.random.normal(rngs.params(), shape, jnp.float32) * config.initializer_range).astype(config.param_dtype)
 
 
+def fresh_a(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """A of fresh adapters [*stack, r, K]: uniform in +-1 / sqrt(K)."""
+    bound = 1 / math.sqrt(shape[-1])
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+
+
+def folded(b: Float[Array, "*stack N r"], scale: float, dtype: Any) -> Float[Array, "*stack N r"]:
+    """B' of an adapter: B and its scale in one, rounded to `dtype` before and after, as vLLM folds them."""
+    held = round_to(b, dtype)
+    return held if scale == 1 else round_to(held.astype(jnp.float32) * jnp.float32(scale), dtype)
+
+
 class Linear(nnx.Module):
     """y = x W^T + b over the last dim, through the one quantization seam.
 
     kernel: [*stack, N, K]; bias: [*stack, N]. `quantized`, where present, is what the forward reads. `stack` dims
-    (layers) are scanned away before a call; one with an `expert` dim left is called by `of_experts`.
+    (layers) are scanned away before a call; one with an `expert` dim left is called by `of_experts`. An adapter is
+    lora_a [*stack, r, K] and lora_b [*stack, N, r].
     """
 
     def __init__(
@@ -66,6 +80,19 @@ class Linear(nnx.Module):
         self.bias = None if bias is None else nnx.Param(bias, axes=(*axes, axis))
         self.quantized: Quantized | None = nnx.data(None)
         self.numerics = config.numerics.of_layer(fused_features or out_features, in_features, spread_inputs)
+        self.lora_a: nnx.Param | None = nnx.data(None)
+        self.lora_b: nnx.Param | None = nnx.data(None)
+        self.lora_scale = 1.0
+
+    def attach_adapter(self, lora: Lora, rngs: nnx.Rngs) -> None:
+        """Adds a fresh adapter, as PEFT makes it: A uniform in +-1 / sqrt(K), B zero."""
+        kernel, axes = self.kernel.get_value(), self.kernel.get_metadata()["axes"]
+        *stack, outputs, inputs = kernel.shape
+        self.lora_a = nnx.Param(
+            fresh_a(rngs.params(), (*stack, lora.rank, inputs), kernel.dtype), axes=(*axes[:-2], None, axes[-1])
+        )
+        self.lora_b = nnx.Param(jnp.zeros((*stack, outputs, lora.rank), kernel.dtype), axes=(*axes[:-1], None))
+        self.lora_scale = lora.scale
 
     def __call__(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         """y in x.dtype."""
@@ -74,7 +101,20 @@ class Linear(nnx.Module):
         weight = jax.tree.map(lambda part: constrain(part, "tensor", None), weight)
         x = constrain(x, *("batch",) * (x.ndim > 2), *(None,) * (x.ndim - (x.ndim > 2)))
         bias = None if self.bias is None else round_to(self.bias.get_value(), x.dtype)  # as the engine holds it
-        return checkpoint_name(quant.dot(x, master, weight, bias, numerics=self.numerics), LINEAR_OUTPUT)
+        y = quant.dot(x, master, weight, bias, numerics=self.numerics)
+        return checkpoint_name(y if self.lora_a is None else self._adapted(x, y), LINEAR_OUTPUT)
+
+    def _adapted(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """round(y + d), d = round(B' h), h = round(A x): vLLM's order. B' is B with the scale folded in."""
+        assert self.lora_a is not None
+        assert self.lora_b is not None
+        a, b = self.lora_a.get_value(), self.lora_b.get_value()
+        numerics = dataclasses.replace(self.numerics, splits=1, shards=1)
+        used = round_to(jax.lax.stop_gradient(a), x.dtype), folded(jax.lax.stop_gradient(b), self.lora_scale, x.dtype)
+        used = constrain(used[0], None, None), constrain(used[1], "tensor", None)
+        h = quant.dot(x, a, used[0], numerics=numerics)
+        d = quant.dot(h, b * jnp.asarray(self.lora_scale, b.dtype), used[1], numerics=numerics)
+        return round_to(y.astype(jnp.float32) + d.astype(jnp.float32), x.dtype)
 
     def held(self, dtype: Any) -> tuple[jax.Array, Any]:
         """The master, and what a product reads in its place: codes and scales, or the master already rounded to

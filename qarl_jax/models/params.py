@@ -8,9 +8,10 @@ place, and `quantize_params` the one function that makes the second from the fir
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,8 +22,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qarl_jax import quant
 from qarl_jax.models.config import ModelConfig
-from qarl_jax.models.layers import Quantized
+from qarl_jax.models.families import ADAPTER
+from qarl_jax.models.layers import Quantized, folded, fresh_a
 from qarl_jax.models.transformer import Transformer, quantizable, quantized
+from qarl_jax.numerics.float32 import round_to
 from qarl_jax.quant import Rules
 from qarl_jax.runtime.mesh import launching, param_shardings
 from qarl_jax.types import UserError
@@ -72,7 +75,7 @@ def abstract_model(config: ModelConfig) -> Transformer:
 def random_model(config: ModelConfig, seed: int = 0, mesh: Mesh | None = None) -> Transformer:
     """A model with fresh weights, in place on `mesh` (None: the default device): kernels normal with the config's
     `initializer_range`, norms one, biases zero. Drawn on the host: a seed means the same weights on every machine."""
-    graphdef, abstract, _ = split(abstract_model(config))
+    graphdef, abstract = split(abstract_model(config))[0], split(abstract_model(config.base))[1]
     shardings = None if mesh is None else by_path(param_shardings(abstract, mesh))
     params = {}
     for number, (keys, variable) in enumerate(nnx.to_flat_state(abstract)):
@@ -84,24 +87,94 @@ def random_model(config: ModelConfig, seed: int = 0, mesh: Mesh | None = None) -
             value = np.full(like.shape, 1 if keys[-1] == "weight" else 0, like.dtype)
         sharding = None if shardings is None else shardings[".".join(map(str, keys))]
         params[keys] = variable.replace(jax.device_put(value, sharding))
-    return finish(graphdef, nnx.from_flat_state(params))
+    masters = nnx.from_flat_state(params)
+    return finish(graphdef, masters if config.lora is None else united(masters, fresh_adapters(config, mesh, seed)))
+
+
+def fresh_adapters(config: ModelConfig, mesh: Mesh | None = None, seed: int = 0) -> nnx.State:
+    """Masters of fresh adapters alone (`Linear.attach_adapter`), drawn on the devices; None: the default device. A seed
+    means the same ones on every mesh, whatever the base."""
+    whole = split(abstract_model(config))[1]
+    abstract = part_of(whole, lambda path: path.rpartition(".")[2] in ADAPTER)
+    places = {} if mesh is None else by_path(part_of(param_shardings(whole, mesh), by_path(abstract).__contains__))
+    made = {}
+    for number, (keys, variable) in enumerate(nnx.to_flat_state(abstract)):
+        like, place = variable.get_value(), places.get(".".join(map(str, keys)))
+        draw = functools.partial(fresh_a if keys[-1] == "lora_a" else _zeros, shape=like.shape, dtype=like.dtype)
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        with contextlib.nullcontext() if mesh is None else launching(mesh):
+            made[keys] = variable.replace(jax.jit(draw, out_shardings=place)(key))
+    return nnx.from_flat_state(made)
+
+
+def _zeros(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    del key
+    return jnp.zeros(shape, dtype)
+
+
+def fold_adapters(graphdef: nnx.GraphDef, params: nnx.State) -> nnx.State:
+    """`params` with each adapter's B as an engine multiplies with it (`layers.folded`); the rest as it is."""
+    config = config_of(graphdef)
+    if config.lora is None:
+        return params
+    mine = lambda path: path.endswith(".lora_b")  # noqa: E731
+    fold = functools.partial(folded, scale=config.lora.scale, dtype=config.compute_dtype)
+    return united(part_of(params, lambda path: not mine(path)), _mapped(fold, part_of(params, mine)))
+
+
+def merge_adapters(model: Transformer) -> Transformer:
+    """The base with kernels W + B' A in the place of adapters, in float32, rounded once to the kernels' dtype: masters
+    alone, no QTensors. Itself where there are no adapters."""
+    config = model.config
+    if config.lora is None:
+        return model
+    merged = jax.jit(functools.partial(_merged, scale=config.lora.scale, dtype=config.compute_dtype))
+    for linear in quantizable(model).values():
+        if linear.lora_a is not None and linear.lora_b is not None:
+            parts = (x.get_value() for x in (linear.kernel, linear.lora_a, linear.lora_b))
+            linear.kernel.set_value(merged(*parts))
+    params = part_of(split(model)[1], lambda path: path.rpartition(".")[2] not in ADAPTER)
+    base = dataclasses.replace(config.base, quant=Rules())
+    return merge(split(abstract_model(base))[0], params, nnx.State({}))
+
+
+def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, *, scale: float, dtype: Any) -> jax.Array:
+    def one(layer: tuple[jax.Array, ...]) -> jax.Array:
+        weight, a, b = (x.astype(jnp.float32) for x in layer)
+        return (weight + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)).astype(kernel.dtype)
+
+    return jax.lax.map(one, (kernel, round_to(a, dtype), folded(b, scale, dtype)))
+
+
+def _mapped(function: Callable[[jax.Array], jax.Array], state: nnx.State) -> nnx.State:
+    return jax.jit(functools.partial(jax.tree.map, function))(state)
 
 
 def random_masters(config: ModelConfig, mesh: Mesh, seed: int = 0) -> nnx.State:
     """Fresh masters like those of `random_model`, drawn on the devices, each its own part: no byte of them is ever on
     the host, and no device holds more than a layer beside its part. A seed means the same weights on every mesh."""
-    abstract = split(abstract_model(config))[1]
+    return nnx.from_flat_state(list(random_leaves(config, mesh, seed=seed)))
+
+
+def random_leaves(
+    config: ModelConfig, mesh: Mesh, *, seed: int = 0, dtype_of: Callable[[str], Any] | None = None
+) -> Iterator[tuple[Any, nnx.Param]]:
+    """Yields the entries of `random_masters` as they are drawn. dtype_of: dtype of the master at a path; None: the
+    config's."""
+    abstract = split(abstract_model(config.base))[1]
     places = by_path(param_shardings(abstract, mesh))
-    params = {}
     for number, (keys, variable) in enumerate(nnx.to_flat_state(abstract)):
-        like, place = variable.get_value(), places[".".join(map(str, keys))]
+        path, like = ".".join(map(str, keys)), variable.get_value()
+        place = places[path]
+        if dtype_of is not None:
+            like = jax.ShapeDtypeStruct(like.shape, dtype_of(path))
         deviation = config.initializer_range if keys[-1] == "kernel" else None
         value = 1.0 if keys[-1] == "weight" else 0.0
         draw = jax.jit(_drawn, static_argnames=("like", "place", "deviation", "value"), out_shardings=place)
         key = jax.random.fold_in(jax.random.key(seed), number)
         with launching(mesh):
-            params[keys] = variable.replace(draw(key, like=like, place=place, deviation=deviation, value=value))
-    return nnx.from_flat_state(params)
+            value_of = draw(key, like=like, place=place, deviation=deviation, value=value)
+        yield keys, variable.replace(value_of)
 
 
 def _drawn(key: jax.Array, *, like: Any, place: NamedSharding, deviation: float | None, value: float) -> jax.Array:
@@ -177,8 +250,9 @@ def quantize_params(model: nnx.GraphDef | Transformer, params: nnx.State) -> nnx
     """
     config = config_of(model)
     masters = dict(nnx.to_flat_state(params))
-    there = {path: keys for path in quantizable(abstract_model(config)) if (keys := path_keys(path)) in masters}
-    made = quantized(config, {path: masters[keys].get_value() for path, keys in there.items()})
+    paths = list(quantizable(abstract_model(config)))
+    there = {path: keys for path in paths if (keys := path_keys(path)) in masters}
+    made = quantized(config, {path: masters[keys].get_value() for path, keys in there.items()}, paths)
     out: dict[tuple[Any, ...], Any] = {}
     for path, qtensor in made.items():
         keys = there[path]

@@ -13,7 +13,7 @@ Suffixes: B batch, T time, D model, F ffn, N q-heads, K kv-heads, H head, V voca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -164,6 +164,10 @@ class Transformer(nnx.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config=config, stack={})
         self.head = None if config.tie_embeddings else Embedding(config=config, rngs=rngs)
+        if config.lora is not None:
+            for path, linear in quantizable(self).items():
+                if config.has_adapter(path):
+                    linear.attach_adapter(config.lora, rngs)
         attach_quantized(self)
 
     def head_weight(self) -> Float[Array, "V D"]:
@@ -329,35 +333,43 @@ def quantizable(model: Transformer) -> dict[str, Linear]:
     return {".".join(map(str, (*path, "kernel"))): node for path, node in sorted(nodes, key=lambda item: str(item[0]))}
 
 
-def quantized(config: ModelConfig, masters: Mapping[str, jax.Array]) -> dict[str, quant.QTensor]:
-    """Quantizes the masters that the config's rules cover, by path.
+def partners(config: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Finds, for each of all quantizable kernels, the others that it shares a number with (`Scheme.one_range`)."""
+    modules = {formats.module_name(config.describe(path)): path for path in paths}
+    shared = {path for path in modules.values() if (scheme := config.scheme_of(path)) is not None and scheme.one_range}
+    return {
+        path: tuple(modules[other] for other in formats.fused_with(module)) if path in shared else ()
+        for module, path in modules.items()
+    }
+
+
+def quantized(config: ModelConfig, masters: Mapping[str, jax.Array], paths: Iterable[str]) -> dict[str, quant.QTensor]:
+    """Quantizes the masters that the config's rules cover.
 
     Args:
-      masters: by path, [layers, ..., N, K]; those an engine fuses (q, k and v; gate and up) together, where their
-        scheme shares a number among them.
+      masters: by path, [layers, ..., N, K].
+      paths: of all quantizable kernels.
 
     Raises:
-      UserError: a weight does not fit its scheme, or one that it shares a number with is missing.
+      UserError: a weight does not fit its scheme, or one that it shares a number with has no master.
     """
-    paths = {formats.module_name(config.describe(path)): path for path in masters}
+    beside = partners(config, paths)
     out = {}
-    for module, path in paths.items():
+    for path, master in masters.items():
         scheme = config.scheme_of(path)
         if scheme is None:
             continue
-        others = formats.fused_with(module) if scheme.one_range else ()
-        if missing := [other for other in others if other not in paths]:
-            raise UserError(
-                f"{scheme} has one scale for {module} and {', '.join(missing)}: freeze all of them or none (trainable)."
-            )
-        beside = [masters[paths[other]] for other in others]
-        out[path] = quant.quantize(masters[path], scheme, config.describe(path), beside)
+        if missing := [config.describe(other) for other in beside[path] if other not in masters]:
+            own = config.describe(path)
+            raise UserError(f"{scheme} has one scale for {own} and {', '.join(missing)}: freeze all of them or none.")
+        others = [masters[other] for other in beside[path]]
+        out[path] = quant.quantize(master, scheme, config.describe(path), others)
     return out
 
 
 def attach_quantized(model: Transformer) -> None:
     """Gives every linear map that the config's rules cover the QTensor of its present master."""
     linears = quantizable(model)
-    made = quantized(model.config, {path: linear.kernel.get_value() for path, linear in linears.items()})
+    made = quantized(model.config, {path: linear.kernel.get_value() for path, linear in linears.items()}, linears)
     for path, qtensor in made.items():
         linears[path].quantized = Quantized(qtensor, axes=linears[path].kernel.get_metadata()["axes"])

@@ -241,7 +241,7 @@ def make_schedule(lr: float, cfg: Schedule, total_updates: int | None = None) ->
         if end <= cfg.warmup_updates:
             raise UserError(
                 f"optimizer.schedule.warmup_updates ({cfg.warmup_updates}) leaves no update to decay over: the decay "
-                f"ends at {end}."
+                f"ends at {end}. Lower it, or train for more updates."
             )
 
     def schedule(update: Any) -> Float[Array, ""]:

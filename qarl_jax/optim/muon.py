@@ -141,13 +141,16 @@ def step(
     precision: Precision = "highest",
     eps: float = 1e-8,
 ) -> tuple[Float[Array, "*S N K"], Any]:
-    """(scaled orthogonal directions, float32; the momentum after them, stored as it was) of a stack of matrices.
+    """Computes Muon's step for a stack of matrices.
 
     Args:
       grad: float32; leading dimensions are walked.
-      stored: the momentum, float32 or bfloat16, or `Blocks`.
+      stored: the momentum before the step, float32, bfloat16 or `Blocks`.
       momentum, nesterov, steps, precision, eps: as `build.Muon` has them.
       scale: one of `SCALES`.
+
+    Returns:
+      The scaled orthogonal directions in float32, and the momentum after the step, in the format of `stored`.
     """
 
     def in_eight_bits(grad: Array, stored: Blocks) -> tuple[Array, Blocks]:

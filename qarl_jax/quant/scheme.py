@@ -49,7 +49,8 @@ class Scheme:
     baseline_k3: ClassVar[float | None] = None
 
     def __str__(self) -> str:
-        return self.name
+        group_size = getattr(self, "group_size", None)  # a field of schemes with a choice of groups
+        return self.name if group_size is None else f"{self.name}:g{group_size}"
 
     @property
     def own_layer(self) -> bool:

@@ -55,7 +55,7 @@ class Grader:
         self.coefs = tuple(term.coef for term in terms)
 
     def score(self, samples: Sequence[Sample]) -> tuple[Float[np.ndarray, " n"], dict[str, Float[np.ndarray, " n"]]]:
-        """Total reward of each sample, and each term before its weight, by name. From any thread, one at a time."""
+        """Computes each sample's total reward, and each term before its weight, by name. Threads take turns."""
         with self._lock:
             return self._score(samples)
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import zlib
@@ -21,6 +22,7 @@ from qarl_jax.learning import critic as critics
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_term, loss_from_config
 from qarl_jax.models import invariant_scaling
+from qarl_jax.models.params import united
 from qarl_jax.optim import build, leafwise
 from qarl_jax.rewards import Grader
 from qarl_jax.rollout import RolloutEngine, SamplingConfig
@@ -78,6 +80,7 @@ def model_config(
         quant=models.parse_rules(schemes(cfg, scheme), cfg.quant.group_size),
         numerics=numerics or cfg.numerics,
         attention=attention,
+        lora=None if cfg.lora is None else cfg.lora.adapters,
         remat=cfg.model.remat_or_full,
     )
 
@@ -99,24 +102,22 @@ def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> A
     return models.split(models.abstract_model(model))[0]
 
 
-def load_masters(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Any:
-    """The policy's masters on the mesh."""
-    config = models.config_of(graphdef)
+def load_policy(cfg: RunConfig, learner: Learner) -> tuple[Any, Any]:
+    """The policy that the run starts from, as `Learner.init` takes it: masters on the mesh, and what is frozen."""
+    config, mesh = learner.config, learner.mesh
+    adapters = None
+    if cfg.lora is not None:
+        adapters = models.fresh_adapters(config, mesh, seed_of(cfg.seed, 0, "adapters") % 2**32)
+        if cfg.lora.init is not None:
+            adapters = models.read_peft(cfg.lora.init, config, adapters)
     if cfg.model.init == "random":
-        params = models.random_masters(config, mesh, seed_of(cfg.seed, 0, "masters") % 2**32)
+        seed = seed_of(cfg.seed, 0, "masters") % 2**32
+        params, frozen = learner.read(functools.partial(models.random_leaves, seed=seed), config)
     else:
-        params = models.load_masters(cfg.model.path, config, mesh)[1]
-    return invariant_scaling.invariant_scaling(params, cfg.quant.uaq_scale)
-
-
-def load_model(cfg: RunConfig, mesh: Mesh, numerics: quant.Numerics | None = None) -> tuple[Any, Any]:
-    """The policy's graph definition under `quant.forward`, and its masters on the mesh.
-
-    Args:
-      numerics: the learner's arithmetic; None: the config's.
-    """
-    graphdef = policy_graphdef(cfg, numerics)
-    return graphdef, load_masters(cfg, graphdef, mesh)
+        params, frozen = learner.read(models.read_masters, cfg.model.path, config)
+    if adapters is not None:
+        return united(adapters, params), frozen
+    return invariant_scaling.invariant_scaling(params, cfg.quant.uaq_scale), frozen
 
 
 def compile_ahead(cfg: RunConfig, learner: Learner, step: int) -> list[jax.stages.Compiled]:
@@ -150,6 +151,7 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
         optimizer=leafwise.Optimizer(cfg.optimizer, cfg.policy_updates),
         schedule=build.make_schedule(cfg.optimizer.lr, cfg.optimizer.schedule, cfg.policy_updates),
         mesh=mesh,
+        trainable=cfg.trainable,
         options=Options(
             temperature=cfg.rollout.temperature,
             logprob_chunk=cfg.train.logprob_chunk,
@@ -189,7 +191,7 @@ def make_critic(cfg: RunConfig, graphdef: Any, params: Any, mesh: Mesh) -> criti
     """The run's critic, None without one.
 
     Args:
-      graphdef, params: the policy the run starts from; its masters are copied.
+      graphdef, params: the policy the run starts from; its masters are copied, unless `critic.path` names others.
     """
     if cfg.critic is None:
         return None

@@ -29,6 +29,8 @@ from qarl_jax.data import Config as DataConfig
 from qarl_jax.data.sources import mix
 from qarl_jax.data.sources import reasoning_gym as gym_source
 from qarl_jax.learning.critic import Config as CriticConfig
+from qarl_jax.learning.lora import Config as LoraConfig
+from qarl_jax.learning.trainable import ALL, Trainable
 from qarl_jax.loss import LOSSES, ppo, tbpo
 from qarl_jax.loss.advantages import ADVANTAGES, Gae, Grpo
 from qarl_jax.observe.recorder import Config as LogConfig
@@ -235,6 +237,7 @@ class RunConfig:
     Attributes:
       run_dir: where the run writes; empty: runs/<name of the config file>.
       seed: of everything random: order of prompts, sampling, shuffles.
+      lora: adapters that learn on a frozen policy; null: all of the policy learns.
       advantage: how rewards become advantages: grpo, drgrpo (relative to the group) or gae (to a critic).
       critic: PPO's critic, which advantage.name=gae needs; null: none.
     """
@@ -244,6 +247,7 @@ class RunConfig:
     run_dir: str = ""
     seed: int = 0
     quant: QuantConfig = dataclasses.field(default_factory=QuantConfig)
+    lora: LoraConfig | None = None
     reward: RewardConfig = dataclasses.field(default_factory=exact.Config)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     advantage: Annotated[Any, Variants(ADVANTAGES)] = dataclasses.field(default_factory=Grpo)
@@ -281,6 +285,8 @@ class RunConfig:
                 " master_rounding out."
             )
         self._check_critic()
+        if self.lora is not None:
+            self.lora.check(self.quant, self.critic, self.rollout.engine)
         if self.rollout.num_samples_per_prompt < 2:
             if self.critic is None:
                 raise UserError(
@@ -338,6 +344,11 @@ class RunConfig:
         found = quant.resolve("plain" if embedded and self.quant.engine == "auto" else self.quant.engine)
         size = getattr(self.rollout.engine, "tensor_parallel_size", 1)
         return found if found.profile == "plain" else dataclasses.replace(found, shards=size)
+
+    @property
+    def trainable(self) -> Trainable:
+        """Which leaves of the policy learn."""
+        return ALL if self.lora is None else self.lora.trainable
 
     def _check_asynchronous(self) -> None:
         ahead = f"train.asynchronous.max_staleness={self.train.asynchronous.max_staleness}"
@@ -511,6 +522,7 @@ def describe(cfg: RunConfig, prompts: Sequence[tuple[str, str]] = ()) -> str:
     saved = f"every {cfg.checkpoint.every} steps" if cfg.checkpoint.every else at_end
     lines = [
         ("scheme", schemes),
+        *([("adapters", cfg.lora.words)] if cfg.lora is not None else []),
         *[("" if number else "note", text) for number, text in enumerate(arm)],
         ("step", f"{per_step} prompts x {samples} samples = {per_step * samples} responses"),
         ("update", f"{per_update} prompts x {samples} samples = {per_update * samples} responses; {updates}"),

@@ -33,6 +33,7 @@ from jaxtyping import Float
 from qarl_jax import data, models
 from qarl_jax.data import suites
 from qarl_jax.data.stream import OTHER_SPLIT, has_this_split
+from qarl_jax.learning.trainable import joined
 from qarl_jax.rewards import Grader, extract
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.vllm import engine as vllm
@@ -246,7 +247,15 @@ def run(
         cfg = with_room(cfg, max(lengths, default=0))
         graders = [stack.enter_context(contextlib.closing(build.make_grader(each))) for each in (cfg, *more)]
         numerics = None if source is None else stamp.learner_numerics(cfg, stamp.of(source))
-        graphdef, params = build.load_model(cfg, mesh, numerics)
+        graphdef = build.policy_graphdef(cfg, numerics)
+        if scheme is None:
+            graphdef = build.rollout_graphdef(cfg, graphdef)
+        else:
+            graphdef = models.with_scheme(graphdef, scheme, cfg.quant.group_size)
+        learner = build.make_learner(cfg, graphdef, mesh)
+        params, frozen = build.load_policy(cfg, learner)
+        if frozen is not None:
+            learner.hold(frozen)
         version = 0
         if found is not None:
             restored = found[0].restore({"params": params}, step=found[1])
@@ -256,13 +265,9 @@ def run(
                     f"{OTHER_SPLIT}, so the policy was trained on most of what is held out by now. Evaluate it on other"
                     " data (eval.data, --suite), or with the version that trained it."
                 )
-        if scheme is None:
-            graphdef = build.rollout_graphdef(cfg, graphdef)
-        else:
-            graphdef = models.with_scheme(graphdef, scheme, cfg.quant.group_size)
-        learner = build.make_learner(cfg, graphdef, mesh)
         engine = stack.enter_context(contextlib.closing(build.make_engine(cfg, _say)))
-        weights = PolicyWeights(graphdef=learner.graphdef, params=params, qweights=learner.quantize(params))
+        params, qweights = joined(params, learner.quantize(params))
+        weights = PolicyWeights(graphdef=learner.graphdef, params=params, qweights=qweights)
         engine.publish(weights, version)
         stop = data.stop_token_ids(tokenizer, cfg.model.path)
         for each, prompts, grader in zip((cfg, *more), asked, graders, strict=True):

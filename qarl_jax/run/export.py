@@ -1,9 +1,12 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.export --checkpoint DIR --format hf|compressed-tensors --out DIR`: a policy as a model folder.
+"""`python -m qarl_jax.export --checkpoint DIR --format hf|compressed-tensors|peft --out DIR`: a policy as a folder.
 
     hf                  the masters rounded to bfloat16: transformers, vLLM, or the start of another run
     compressed-tensors  the QTensors of the run's rollout scheme, byte for byte what was published to the sampler
+    peft                the adapters of a run with `lora`, for transformers with PEFT, and vLLM
+
+Of a run with `lora`, hf has the adapters merged into the base's weights, and compressed-tensors the base alone.
 
 DIR is a run folder (runs/quickstart: its newest checkpoint) or one step of it (runs/quickstart/checkpoints/step_...).
 The folder written holds the tokenizer and everything else that a model folder needs. It appears whole or not at all.
@@ -20,14 +23,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from qarl_jax import models
+from qarl_jax.learning.learner import Learner
+from qarl_jax.learning.trainable import joined
 from qarl_jax.models.hf import safetensors
 from qarl_jax.models.hf.safetensors import MAX_SHARD_BYTES
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.run import build, checkpoint, on_disk, stamp
+from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import progress
 from qarl_jax.types import UserError, command, entry_point
 
-FORMATS = ("hf", "compressed-tensors")
+FORMATS = ("hf", "compressed-tensors", "peft")
 RECEIPT = "sft.json"  # what `sft` notes of the weights it made
 # Of the base model's folder, what an export takes along; whatever else lies there is no part of the policy.
 KEPT = (
@@ -46,7 +52,8 @@ def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: st
       kind: one of FORMATS.
 
     Raises:
-      UserError: unknown format, no checkpoint, `out` in use, or a bf16 run asked for compressed-tensors.
+      UserError: unknown format, no checkpoint, `out` in use, a bf16 run asked for compressed-tensors, or a run without
+        adapters, or with gains that learn, for peft.
     """
     if kind not in FORMATS:
         raise UserError(f"--format {kind}: choose one of {', '.join(FORMATS)}")
@@ -60,23 +67,45 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str) -> Non
     cfg = stamp.config_of(source)
     mesh = build.make_mesh(cfg)
     # Under auto this machine's arithmetic may be another than the policy's, and may lack its scheme.
-    graphdef, params = build.load_model(cfg, mesh, stamp.numerics_of(stamp.of(source)))
-    state = build.make_learner(cfg, graphdef, mesh).init(params)
+    graphdef = build.policy_graphdef(cfg, stamp.numerics_of(stamp.of(source)))
+    learner = build.make_learner(cfg, graphdef, mesh)
+    state = learner.init(*build.load_policy(cfg, learner))
     # The whole state is named, so that a checkpoint of another model is refused rather than half read.
     params = checkpoints.restore(state.entries(), step=step).state["params"]
+    if kind == "peft":
+        _write_adapters(cfg, learner, params, out)
+        return
     for kept in (pathlib.Path(cfg.model.path, name) for name in KEPT):
         if kept.is_dir():
             shutil.copytree(kept, out / kept.name)
         elif kept.is_file():
             shutil.copy2(kept, out / kept.name)
     if kind == "hf":
-        models.save_hf(models.merge(models.with_scheme(graphdef, "bf16"), params, build.no_qweights()), out)
+        if cfg.lora is not None and models.config_of(graphdef).quant.rules:
+            print(
+                "The adapters are merged into what the base's codes stand for. The run's policy is not this folder in"
+                f" {cfg.quant.forward}, which rounds the sum again: serve the base with --format peft for that."
+            )
+        bare = models.with_scheme(graphdef, "bf16")
+        whole = models.merge(bare, params, build.no_qweights()) if cfg.lora is None else learner.model(params)
+        models.save_hf(models.merge_adapters(whole), out)
     else:
-        write_quantized(build.rollout_graphdef(cfg, graphdef), params, out)
+        rollout = build.rollout_graphdef(cfg, graphdef)
+        write_quantized(rollout, *joined(params, learner.quantizer(rollout)(params)), out)
 
 
-def write_quantized(graphdef: Any, params: Any, folder: pathlib.Path) -> None:
-    """config.json and safetensors of a quantized policy, as vLLM's loader (compressed-tensors) expects them.
+def _write_adapters(cfg: RunConfig, learner: Learner, params: Any, out: pathlib.Path) -> None:
+    if cfg.lora is None:
+        raise UserError("--format peft: this run has no adapters (lora), all of its policy learned: use --format hf.")
+    if cfg.lora.train_norms:
+        raise UserError("--format peft: with lora.train_norms gains learned too, for which PEFT has no place: use hf.")
+    alpha, rslora = cfg.lora.alpha, cfg.lora.rslora
+    models.write_peft(out, learner.config, params, alpha=alpha, rslora=rslora, base=cfg.model.path)
+
+
+def write_quantized(graphdef: Any, params: Any, qweights: Any, folder: pathlib.Path) -> None:
+    """config.json and safetensors of a quantized policy, as vLLM's loader (compressed-tensors) expects them. Adapters
+    are left out.
 
     Raises:
       UserError: the scheme of `graphdef` quantizes nothing.
@@ -88,7 +117,7 @@ def write_quantized(graphdef: Any, params: Any, folder: pathlib.Path) -> None:
     values = engine_config(graphdef)
     if "quantization_config" not in values:
         raise UserError("this run's rollout scheme is bf16, so there is nothing quantized to write: use --format hf.")
-    qweights = models.quantize_params(graphdef, params)
+    graphdef = models.split(models.abstract_model(models.config_of(graphdef).base))[0]
     weights = PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
     safetensors.write_sharded(folder, shapes_apart(weights), engine_tensors(weights), MAX_SHARD_BYTES)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")

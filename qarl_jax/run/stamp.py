@@ -24,7 +24,7 @@ from qarl_jax.types import UserError
 POLICY = (
     *("model.path", "model.init", "model.dtype", "model.param_dtype"),
     *("quant.forward", "quant.rollout", "quant.group_size", "quant.rules", "quant.uaq_scale", "quant.kernels"),
-    *("rollout.engine.arithmetic", "rollout.engine.tensor_parallel_size"),
+    *("rollout.engine.arithmetic", "rollout.engine.tensor_parallel_size", "lora"),
 )
 """Settings that say what a run's policy is, and whether its sampler computes it. The arithmetic that quant.engine and
 rollout.engine.name come to is one more."""
@@ -164,7 +164,7 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
     Raises:
       UserError: names each such setting, with both values.
     """
-    old, new = _flat(found["config"]), _flat(_plain(cfg))
+    old, new = (_flat(tree) | {"lora": _lora_words(tree.get("lora"))} for tree in (found["config"], _plain(cfg)))
     before, now = _policy(old), _policy(new)
     other = [key for key in before if key in now and before[key] != now[key] and old[key] != new[key]]
     held = [f"{key} {old[key]} -> {new[key]}" for key in other]
@@ -179,6 +179,12 @@ def check_same_policy(cfg: RunConfig, found: dict[str, Any], *, on_gpu: bool) ->
             f" {found['step']} saved. Restore {'it' if len(held) == 1 else 'them'}{link}, or start a new run_dir, whose"
             " model.path may be this policy (`python -m qarl_jax.export --format hf`)."
         )
+
+
+def _lora_words(section: dict[str, Any] | None) -> str:
+    """The section `lora` in a line; `init`, the folder it began with, apart."""
+    words = [f"{key} {value}" for key, value in (section or {}).items() if value and key != "init"]
+    return ", ".join(words) or "None"
 
 
 def _policy(flat: dict[str, Any]) -> dict[str, Any]:

@@ -371,7 +371,9 @@ class _Builder:
         try:
             return cls(**given)
         except (UserError, ValueError) as error:
-            raise UserError(f"{self.section(path, str(error))}{_dotted(path)}{': ' if path else ''}{error}") from None
+            dotted, text = _dotted(path), str(error)
+            prefix = f"{dotted}: " if path and not text.startswith(f"{dotted}.") else ""  # some name their field whole
+            raise UserError(f"{self.section(path, text)}{prefix}{text}") from None
 
     def unknown_key(self, hints: dict[str, Any], path: Path, siblings: Variants | None, variant: str) -> UserError:
         key = path[-1]

@@ -39,6 +39,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Literal
 
@@ -50,6 +51,7 @@ from qarl_bridge.protocol import formats
 from qarl_jax import models, quant
 from qarl_jax.kernels.attention_vendor import flash3_lacks
 from qarl_jax.models.logprobs import token_logprobs
+from qarl_jax.models.params import united
 from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, SamplingConfig
 from qarl_jax.rollout.vllm.engine import BrokenPromiseError, Config, VllmEngine, leave_memory_to_vllm
@@ -98,10 +100,12 @@ class Sampled:
         return Sampled(tokens, segment_ids, response, logprobs, routed)
 
 
-def load(path: str, scheme: str, engine: str, attention: str = "engine", shards: int = 1) -> PolicyWeights:
+def load(
+    path: str, scheme: str, engine: str, attention: str = "engine", shards: int = 1, lora_rank: int = 0
+) -> PolicyWeights:
     """A model folder as a bf16-computing learner under `scheme`, in the arithmetic of `engine`, ready to publish.
 
-    shards: of the engine (`Numerics.shards`).
+    shards: of the engine (`Numerics.shards`). lora_rank: of random adapters of all linear layers; 0: none.
     """
     if attention == "engine":
         head_dim = models.read_config(path).head_dim
@@ -110,7 +114,24 @@ def load(path: str, scheme: str, engine: str, attention: str = "engine", shards:
         path, dtype="bfloat16", param_dtype="float32", scheme=scheme, engine=engine, attention=attention, shards=shards
     )
     graphdef, params, _ = models.split(model)
-    return PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
+    weights = PolicyWeights(graphdef=graphdef, params=params, qweights=models.quantize_params(graphdef, params))
+    return with_adapters(weights, lora_rank) if lora_rank else weights
+
+
+def with_adapters(weights: PolicyWeights, rank: int, seed: int = 0) -> PolicyWeights:
+    """The policy with random adapters of all linear layers, which share its base; only they move between versions."""
+    config = dataclasses.replace(models.config_of(weights.graphdef), lora=models.Lora(rank=rank, scale=0.75))
+    graphdef = models.split(models.abstract_model(config))[0]
+    keys = itertools.count()
+
+    def drawn(x: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), next(keys))
+        return jax.random.normal(key, x.shape, x.dtype) / x.shape[-1] ** 0.5 / 2
+
+    adapters = jax.tree.map(drawn, models.fresh_adapters(config))
+    fixed = frozenset(models.by_path(weights.params))
+    params = united(weights.params, adapters)
+    return PolicyWeights(graphdef=graphdef, params=params, qweights=weights.qweights, fixed=fixed)
 
 
 @functools.lru_cache(maxsize=8)
@@ -269,7 +290,8 @@ def decode_and_prefill(engine: VllmEngine, prompts: Sequence[Prompt], length: in
 class Options:
     """Attributes: prompts, prompt_len, response_len: size of the comparison. attention: as in model.attention; "engine"
     mirrors the engine's kernel: flash3 where it can be had, else xla. arithmetic, eager, kv_cache_gb,
-    gpu_memory_utilization, tensor_parallel_size: as in rollout.engine. unaligned: whether to measure this baseline."""
+    gpu_memory_utilization, tensor_parallel_size: as in rollout.engine. lora_rank: of random adapters; 0: none.
+    unaligned: whether to measure this baseline."""
 
     prompts: int = 64
     prompt_len: int = 16
@@ -282,6 +304,7 @@ class Options:
     kv_cache_gb: float = 0.25
     gpu_memory_utilization: float = 0.5
     tensor_parallel_size: int = 1
+    lora_rank: int = 0
     unaligned: bool = True
 
     def engine(self, model: models.ModelConfig) -> Config:
@@ -308,7 +331,7 @@ def climb(path: str, scheme: str, engine_name: str, options: Options, show: Any 
     """
     if engine_name == "cuda":
         leave_memory_to_vllm()
-    weights = load(path, scheme, engine_name, options.attention, options.tensor_parallel_size)
+    weights = load(path, scheme, engine_name, options.attention, options.tensor_parallel_size, options.lora_rank)
     config = models.config_of(weights.graphdef)
     scheme = str(quant.on_engine(quant.parse_scheme(scheme), config.numerics) or "bf16")  # as that engine has it
     result: dict[str, Any] = {
@@ -370,7 +393,9 @@ def _rungs(
         sampled = Sampled.of(flat(engine.generate(prompts, num_samples=1, sampling=sampling, key=options.seed)))
     finally:
         engine.close()
-    _score_samples(weights, sampled, path if options.unaligned and scheme != "bf16" else None, result)
+    _score_samples(
+        weights, sampled, path if options.unaligned and scheme != "bf16" and not options.lora_rank else None, result
+    )
     yield from _logprob_rungs(result, aligned=verdict.is_aligned)
 
 

@@ -123,7 +123,7 @@ def compare_modes(
     """
     if engine_name == "cuda":
         leave_memory_to_vllm()
-    weights = ladder.load(path, scheme, engine_name, options.attention, options.tensor_parallel_size)
+    weights = ladder.load(path, scheme, engine_name, options.attention, options.tensor_parallel_size, options.lora_rank)
     model, seen = models.config_of(weights.graphdef), []
     for eager in (True, False):
         seen.append(observe(weights, dataclasses.replace(options, eager=eager).engine(model), options))

@@ -272,7 +272,7 @@ def test_what_a_dead_trainer_staged_is_forgotten_with_its_lease(served):
     first.close()
     other = w.client()
     bridge_world.wait_for(lambda: other.status().holder is None)
-    assert w.bridge._good is None  # its memory is gone: nothing may be restored from it
+    assert not w.bridge._good.is_there  # its memory is gone: nothing may be restored from it
     bridge_world.wait_for(lambda: w.engine.trainers_forgotten == 1)
     assert other.status().state == "serving"
     other.acquire("run", 2)

@@ -23,7 +23,8 @@ def test_parts_side_by_side_are_parts_one_after_the_other(run):
         from qarl_bridge.protocol import split_k
 
         torch.manual_seed(0)
-        for m, n, k, splits in ((5, 192, 1280, 2), (70, 128, 384, 1)):
+        # The last two are an adapter's, A and B, whose tiles are larger than the matrix.
+        for m, n, k, splits in ((5, 192, 1280, 2), (70, 128, 384, 1), (5, 8, 384, 1), (33, 192, 8, 1)):
             # The interpreter has no bfloat16 arithmetic.
             x, w = torch.randn(m, k).half(), torch.randn(n, k).half()
             sums = [x[:, a:b].float() @ w[:, a:b].float().T for a, b in split_k.cuts(k, splits)]

@@ -286,7 +286,7 @@ def test_a_copy_for_the_next_changes_is_made_while_a_version_serves(remote):
         assert (spare._made is not None) == (step > 1)
         made = spare._made.result()[0] if step > 1 else -1  # the file that this version is written into
         client.publish(version, readback="full")
-        assert step < 2 or remote.bridge._good.fd == made
+        assert step < 2 or remote.bridge._good.last.fd == made
         still_serves(remote, client, step)
     made = spare._made.result()[0]
     client.publish(staged(4), readback="full")

@@ -407,7 +407,7 @@ def test_a_gpu_runs_eager_ops_in_cuda_graphs_unless_told_otherwise_and_a_cpu_can
 
 def test_routing_is_recorded_by_a_worker_that_is_ready_before_graphs_are_captured():
     made = arguments(on_gpu=True, record_routing=True)
-    assert made["worker_cls"] == "qarl_bridge.engine.worker.RecordingWorker"
+    assert made["worker_cls"] == "qarl_bridge.engine.worker.BridgeWorker"
     assert made["compilation_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
     assert "worker_cls" not in arguments(on_gpu=True)
 

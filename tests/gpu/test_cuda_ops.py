@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One arithmetic, on a Hopper GPU: the engine's products are the same for every number of rows, and the learner's."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
 from qarl_bridge.protocol import split_k
+
+from qarl_jax import quant
 
 pytestmark = pytest.mark.gpu
 
@@ -40,3 +43,23 @@ def test_a_rows_product_depends_on_no_other_row_and_is_the_learners(shape):
     splits = split_k.splits_of(n, k)
     mine = jax.jit(functools.partial(product_hopper.float_product, splits=splits))(x, w)
     assert torch.equal(torch.from_dlpack(mine), whole)
+
+
+@pytest.mark.parametrize("rank", [8, 32, 64])
+def test_an_adapters_products_are_the_learners_and_a_fused_layers_are_its_parts(rank):
+    torch = pytest.importorskip("torch")
+    from qarl_bridge.engine.cuda import ops
+
+    numerics = dataclasses.replace(quant.resolve("cuda"), splits=1)
+    dot = jax.jit(lambda x, w: quant.dot(x, w, w, numerics=numerics))
+    outputs, k = (4096, 1024, 1024), 4096
+    keys = iter(jax.random.split(jax.random.key(rank), 7))
+    x = jax.random.normal(next(keys), (513, k), jnp.bfloat16)
+    a = [(jax.random.normal(next(keys), (rank, k)) / 64).astype(jnp.bfloat16) for _ in outputs]
+    b = [(jax.random.normal(next(keys), (n, rank)) / 8).astype(jnp.bfloat16) for n in outputs]
+    mine = jnp.concatenate([dot(dot(x, one), other) for one, other in zip(a, b, strict=True)], axis=1)
+    x_t, stacked = torch.from_dlpack(x), torch.cat([torch.from_dlpack(one) for one in a])
+    diagonal = torch.block_diag(*(torch.from_dlpack(one).float() for one in b)).bfloat16()
+    for rows in (1, 17, 128, 513):
+        h = ops.product(x_t[:rows], stacked, splits=1)
+        assert torch.equal(ops.product(h, diagonal, splits=1), torch.from_dlpack(mine)[:rows])

@@ -20,9 +20,9 @@ from qarl_jax.kernels import product_hopper
 from qarl_jax.kernels import products as fused
 from qarl_jax.quant import resolve
 from qarl_jax.quant.schemes import fp8
-from qarl_jax.run import build, config
+from qarl_jax.run import config
 from qarl_jax.runtime.mesh import make_mesh
-from tests.reference import one_layer
+from tests.reference import one_layer, tiny
 from tests.reference.one_layer import CUDA, assert_equal_bits, interpreter, on_hopper
 
 LOW, NARROW, WIDE = product_hopper.LOW, product_hopper.NARROW, product_hopper.CHOSEN
@@ -211,8 +211,8 @@ def test_a_layer_on_a_mesh_equals_one_device_and_moves_nothing(monkeypatch, bias
 def test_a_run_can_do_without_kernels_and_another_in_the_same_process_with_them():
     path = ["model.path=assets/tiny-qwen3", "quant.kernels=xla"]
     mesh = make_mesh(fsdp=-1)
-    without, _ = build.load_model(config.load("configs/quickstart.yaml", path), mesh)
-    auto, _ = build.load_model(config.load("configs/quickstart.yaml", path[:1]), mesh)
+    without, _ = tiny.load_model(config.load("configs/quickstart.yaml", path), mesh)
+    auto, _ = tiny.load_model(config.load("configs/quickstart.yaml", path[:1]), mesh)
     assert not models.config_of(without).numerics.own_kernels
     assert models.config_of(auto).numerics.own_kernels
     assert without != auto  # so that no program traced for one serves the other

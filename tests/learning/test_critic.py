@@ -391,7 +391,7 @@ def whole(world):
 def saved(run):
     """Bits of the newest checkpoint, the critic's among them."""
     cfg = run.config
-    graphdef, params = build.load_model(cfg, build.make_mesh(cfg))
+    graphdef, params = tiny.load_model(cfg, build.make_mesh(cfg))
     critic = build.make_critic(cfg, graphdef, params, build.make_mesh(cfg))
     back = Checkpoints(run.run_dir / "checkpoints").restore({"params": params} | critic.entries())
     return back.step, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(back.state)], back.state["critic"]
@@ -465,7 +465,7 @@ def test_a_critic_may_start_from_a_folder_of_its_own_but_not_of_another_vocabula
     other = tiny.model_folder(tmp_path / "other", hidden=32, seed=1)
     cfg = world.changed(critic={"path": str(other)}).config
     mesh = build.make_mesh(cfg)
-    graphdef, params = build.load_model(cfg, mesh)
+    graphdef, params = tiny.load_model(cfg, mesh)
     made = build.make_critic(cfg, graphdef, params, mesh)
     assert made.state.params["head"]["weight"].shape == (32,)
     wanted = models.by_path(models.split(tiny.random_model(32, 1))[1])["embed.kernel"]

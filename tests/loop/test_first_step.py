@@ -53,5 +53,6 @@ def test_rows_that_are_mostly_padding_are_told_with_the_remedy():
     assert first_step.padding(packed, {}) is None
     said = first_step.padding(packed, {"train/padding_share": 0.8})
     assert said.startswith("80% of the learner's rows is padding")
-    assert "a row_len below 1056" in said
+    assert "raise train.max_segments" in said
+    assert "a train.row_len below 1056" in said
     assert "packing=packed" in first_step.padding(alone, {"train/padding_share": 0.8})

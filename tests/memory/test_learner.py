@@ -116,7 +116,7 @@ def test_a_critic_and_a_reference_are_counted_as_they_are_held(world, tmp_path, 
     ).config
     without, sizes = learner.parts(plain.config), learner.parts(cfg)
     mesh = build.make_mesh(cfg)
-    graphdef, params = build.load_model(cfg, mesh)
+    graphdef, params = tiny.load_model(cfg, mesh)
     critic = build.make_critic(cfg, graphdef, params, mesh)
     assert sizes["critic's masters"] == really(critic.state.params)
     assert sizes["critic's optimizer"] == really(critic.state.opt_state)

@@ -50,7 +50,7 @@ def run(folder, replicas, monkeypatch, kills=0):
     monkeypatch.setattr(build, "make_engine", watched)
     assert train.main(world.command()) == 0
     monkeypatch.undo()
-    like = build.load_model(world.config, build.make_mesh(world.config))[1]
+    like = tiny.load_model(world.config, build.make_mesh(world.config))[1]
     params = Checkpoints(world.run_dir / "checkpoints").restore({"params": like})
     return world.records(), params.state["params"], made[0].restarts
 

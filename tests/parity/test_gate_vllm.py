@@ -24,6 +24,13 @@ def test_no_token_differs_whatever_a_rollout_meets(scheme, tmp_path):
 
 
 @pytest.mark.nightly
+def test_no_token_differs_whatever_a_rollout_with_adapters_meets(tmp_path):
+    pytest.importorskip("vllm")
+    again = ["--conditions", "all", "--lora-rank", "8", "--updates", "1"]
+    assert compared(tmp_path, "assets/tiny-qwen3", "w4a16", *again) == 14
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("replay", [["--replay"], []], ids=["the engine's experts", "the learner's own"])
 def test_no_token_of_an_moe_model_differs(replay, tmp_path):
     pytest.importorskip("vllm")
@@ -36,7 +43,9 @@ def compared(folder, model, scheme, *arguments):
     """How many conditions the gate met without a mismatched token; its controls found some."""
     found = folder / "rows.json"
     command = [sys.executable, "-m", "benchmarks.gate", "--model", model, "--schemes", scheme, *arguments]
-    done = subprocess.run([*command, *SIZES.split(), "--json", str(found)], capture_output=True, text=True, timeout=850)
+    done = subprocess.run(
+        [*command[:3], *SIZES.split(), *command[3:], "--json", str(found)], capture_output=True, text=True, timeout=850
+    )
     assert done.returncode == 0, (done.stdout, done.stderr[-3000:])
     rows = json.loads(found.read_text())["rows"]
     met = [row for row in rows if "condition" in row]

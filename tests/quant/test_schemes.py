@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The battery every scheme passes (a registry line enrols it), and each grid against references and oracles."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,6 @@ CONFIGS = [
     w3a16.Config(32),
     w2a16.Config(-1),
 ]
-INT4 = (w4a16.Config, w4a8.Config)  # w3a16 and w2a16 are a kind of w4a16
 as_a_run = pytest.mark.usefixtures("compiled_as_a_run")  # bits hang on the compiler
 
 
@@ -39,32 +40,13 @@ def weight(*shape, seed=0, scale=0.05):
 
 
 def reference(w, config):
-    """(codes unpacked, scale) by the numpy formulas, and the scale of the whole weight, if any."""
-    if isinstance(config, nvfp4.Config):
-        return ref.nvfp4_weight(w)
-    if isinstance(config, w8a8.Config):
-        return ref.int8_weight(w)
-    if isinstance(config, fp8.Config):
-        return ref.fp8_weight(w)
-    return ref.int4_weight(w, config.group_size, config.bits)
-
-
-def served(codes, scale, *divisor, config):
-    """The weight codes and scales stand for, by the numpy formulas."""
-    if isinstance(config, nvfp4.Config):
-        return np.multiply(*ref.nvfp4_factors(codes, scale, *divisor))
-    return ref.int4_value(codes, scale) if isinstance(config, INT4) else codes.astype(np.float32) * scale
+    """The published arrays, by the numpy formulas."""
+    return ref.grid(config.name).arrays(w, config)
 
 
 def codes_of(qt: QTensor):
     unpacked = {1: np.asarray, 2: lambda codes: ref.nibbles(np.asarray(codes)), 8: quant.unpack_int4}
     return np.asarray(unpacked[qt.scheme.wire.codes.inputs](qt.codes))
-
-
-def step_of(qt: QTensor):
-    """The distance of the values of codes 1 and 0 (of an e2m1 code: twice that), for every weight."""
-    scale = np.asarray(qt.scales, np.float32) / np.asarray(qt.arrays.get("divisor", np.float32(1)))
-    return np.repeat(scale, qt.shape[-1] // scale.shape[-1], -1)
 
 
 def as_bits(x):
@@ -74,15 +56,18 @@ def as_bits(x):
 
 def assert_same_bytes(a: QTensor, b: QTensor):
     assert a.scheme == b.scheme
-    assert set(a.arrays) == set(b.arrays)
-    for name in a.arrays:
-        np.testing.assert_array_equal(as_bits(a.arrays[name]), as_bits(b.arrays[name]))
+    assert_published(a, b.arrays)
 
 
-def assert_reference(qt: QTensor, codes, *scales):
-    np.testing.assert_array_equal(as_bits(codes_of(qt)), as_bits(codes))
-    for name, scale in zip(("scales", "divisor"), scales, strict=False):
-        np.testing.assert_array_equal(as_bits(qt.arrays[name]), as_bits(scale))
+def assert_published(qt: QTensor, arrays):
+    assert qt.arrays.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert (qt.arrays[name].dtype, qt.arrays[name].shape) == (array.dtype, array.shape), name
+        np.testing.assert_array_equal(as_bits(qt.arrays[name]), as_bits(array), err_msg=name)
+
+
+def steps_of(qt: QTensor):
+    return ref.grid(qt.scheme.name).step({name: np.asarray(array) for name, array in qt.arrays.items()})
 
 
 # Other groups than a scheme's own meet the formulas in the tests of random weights, below; the rest of it is nightly.
@@ -97,31 +82,19 @@ class TestContract:
                 lambda w: quant.quantize(w, config), jax.ShapeDtypeStruct((*lead, 128, 256), jnp.float32)
             )
             assert qt.shape == (*lead, 128, 256)
-            if isinstance(config, INT4):
-                groups = 1 if config.group_size == -1 else 256 // config.group_size
-                assert qt.codes.dtype == jnp.int32
-                assert qt.codes.shape == (*lead, 128, 32)
-                assert qt.scales.dtype == jnp.bfloat16
-                assert qt.scales.shape == (*lead, 128, groups)
-            elif isinstance(config, nvfp4.Config):
-                said = {name: (array.dtype, array.shape[len(lead) :]) for name, array in qt.arrays.items()}
-                assert said == {
-                    "codes": (jnp.uint8, (128, 128)),
-                    "scales": (jnp.float8_e4m3fn, (128, 16)),
-                    "divisor": (jnp.float32, (1, 1)),
-                }
-            else:
-                assert qt.codes.dtype == (jnp.int8 if isinstance(config, w8a8.Config) else jnp.float8_e4m3fn)
-                assert qt.codes.shape == (*lead, 128, 256)
-                assert qt.scales.dtype == jnp.float32
-                assert qt.scales.shape == (*lead, 128, 1)
+            want = reference(np.ones((*lead, 128, 256), np.float32), config)
+            assert qt.arrays.keys() == want.keys() == {array.name for array in config.wire.arrays}
+            for array in config.wire.arrays:
+                held = qt.arrays[array.name]
+                assert held.dtype == array.dtype == want[array.name].dtype
+                assert held.shape == (*lead, *array.shape(128, 256)) == want[array.name].shape
 
     @pytest.mark.slow
     @as_a_run
     def test_codes_and_scales_equal_the_numpy_formula_bit_for_bit(self, config):
         for seed in range(3):
             w = weight(128, 256, seed=seed, scale=10.0 ** (seed * 3 - 4))
-            assert_reference(quant.quantize(w, config), *reference(w, config))
+            assert_published(quant.quantize(w, config), reference(w, config))
 
     @pytest.mark.slow
     @as_a_run
@@ -155,7 +128,7 @@ class TestContract:
     @as_a_run
     def test_dequantize_is_the_served_weight_bit_for_bit(self, config):
         w = weight(128, 256)
-        want = served(*reference(w, config), config=config)
+        want = ref.grid(config.name).value(reference(w, config))
         got = jax.jit(lambda w: quant.dequantize(quant.quantize(w, config), jnp.float32))(w)
         np.testing.assert_array_equal(as_bits(got), as_bits(want))
 
@@ -165,8 +138,7 @@ class TestContract:
         qt = quant.quantize(w, config)
         scale = np.asarray(qt.scales, np.float32)
         assert (scale > 0).all()
-        safe = 0.125 if isinstance(config, nvfp4.Config) else 2.0**-7 if isinstance(config, INT4) else 2.0**-23
-        assert (scale[2] == safe).all()
+        np.testing.assert_array_equal(scale[2], reference(w, config)["scales"][2].astype(np.float32))
         assert not np.asarray(quant.dequantize(qt, jnp.float32))[2].any()
 
     @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e6, 1e30])
@@ -174,37 +146,31 @@ class TestContract:
     def test_extreme_magnitudes_stay_finite_and_on_the_grid(self, config, magnitude):
         w = (weight(128, 256) * magnitude).astype(np.float32)
         qt = quant.quantize(w, config)
-        assert_reference(qt, *reference(w, config))
+        assert_published(qt, reference(w, config))
         assert np.isfinite(np.asarray(quant.dequantize(qt, jnp.float32))).all()
 
     def test_the_largest_error_is_half_a_step(self, config):
         w = weight(128, 256)
         qt = quant.quantize(w, config)
         error = np.abs(np.asarray(quant.dequantize(qt, jnp.float32)) - ref.bf(w))
-        step = step_of(qt)
-        if isinstance(config, nvfp4.Config):
-            largest = np.maximum(np.abs(ref.bf(w)), step) / 4  # one bit of mantissa
-            assert (error <= largest * (1 + 1e-6)).all()
-        elif isinstance(config, fp8.Config):
-            # A floating grid: half a step is 2**-4 of the value, or of the smallest normal.
-            largest = np.maximum(np.abs(ref.bf(w)) * 2.0**-4, step * 2.0**-10)
+        grid, step = ref.grid(config.name), steps_of(qt)
+        if grid.half:
+            # Half a step of the value, or of the smallest normal.
+            largest = np.maximum(np.abs(ref.bf(w)) * grid.half[0], step * grid.half[1])
             assert (error <= largest * (1 + 1e-6)).all()
         else:
             # The largest weight sits at 7.5 (127.5) steps, up to the scale's own rounding, and is clamped to 7 (127).
-            # The served int4 weight is rounded once more, to bfloat16.
-            half = step * (0.5 + 7.5 * 2.0**-8) + np.abs(ref.bf(w)) * 2.0**-8
-            assert (error <= half).all()
+            # A served weight of few bits is rounded once more, to bfloat16.
+            assert (error <= step * grid.clamped + np.abs(ref.bf(w)) * 2.0**-8).all()
 
     def test_quantizing_the_served_weight_again_moves_no_value_by_more_than_one_step(self, config):
         """Exact idempotence is impossible with absmax / 7.5 (code 7 shrinks the next absmax); the drift is bounded."""
         once = quant.dequantize(quant.quantize(weight(128, 256), config), jnp.float32)
         again = quant.quantize(once, config)
-        step = step_of(again)
-        if isinstance(config, nvfp4.Config):
-            step = np.maximum(np.abs(np.asarray(once)), step) / 2
-        elif isinstance(config, fp8.Config):
-            step = np.maximum(np.abs(np.asarray(once)) * 2.0**-3, step * 2.0**-9)
-        assert (np.abs(np.asarray(quant.dequantize(again, jnp.float32)) - np.asarray(once)) <= step).all()
+        grid, step = ref.grid(config.name), steps_of(again)
+        if grid.half:
+            step = 2 * np.maximum(np.abs(np.asarray(once)) * grid.half[0], step * grid.half[1])
+        assert (np.abs(np.asarray(quant.dequantize(again, jnp.float32)) - np.asarray(once)) <= step * grid.drift).all()
 
 
 def test_int4_codes_of_a_negative_extreme_are_idempotent():
@@ -247,7 +213,7 @@ def test_heavy_tailed_sparse_weights_of_any_size_give_the_reference_codes(seed, 
     rng = np.random.default_rng(seed)
     w = (rng.standard_t(2, size=(128, 128)) * 2.0**exponent).astype(np.float32)
     w[rng.random(w.shape) < 0.2] = 0
-    assert_reference(quant.quantize(w, config), *reference(w, config))
+    assert_published(quant.quantize(w, config), reference(w, config))
 
 
 @pytest.mark.slow
@@ -259,7 +225,7 @@ def test_scaling_a_weight_by_a_power_of_two_scales_its_scale_and_keeps_its_codes
     for config in CONFIGS:
         a, b = quant.quantize(w, config), quant.quantize((w * factor).astype(np.float32), config)
         np.testing.assert_array_equal(as_bits(a.codes), as_bits(b.codes))
-        np.testing.assert_array_equal(step_of(a) * factor, step_of(b))
+        np.testing.assert_array_equal(steps_of(a) * factor, steps_of(b))
 
 
 @pytest.mark.slow
@@ -322,6 +288,9 @@ def test_parse_scheme_reads_every_name_and_prints_back():
     assert quant.parse_scheme("w4a16:g-1") == w4a16.Config(-1)
     for config in CONFIGS:
         assert quant.parse_scheme(str(config)) == config
+        if hasattr(config, "group_size"):
+            other = dataclasses.replace(config, group_size=2 * abs(config.group_size) * 8)
+            assert quant.parse_scheme(str(other)) == other
 
 
 @pytest.mark.parametrize(

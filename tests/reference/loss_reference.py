@@ -179,6 +179,7 @@ def loss(name, batch: Batch, **options) -> Result:
                     c = clamp(r, opt.get("ratio_min", 0.0), opt.get("ratio_max", 5.0))
                     j, dj = c * a * lp[k], c * a
                 else:
+                    assert name in CLIPS, f"objective {name!r} has no formula: add its branch to `loss` in {__file__}"
                     el, eh = CLIPS[name]
                     el, eh = opt.get("clip_low", el), opt.get("clip_high", eh)
                     j, dj = ppo_clip(r, dr, a, el, (1 + eh) * widen[k] - 1, opt.get("dual_clip"))

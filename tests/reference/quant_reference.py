@@ -4,6 +4,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -96,14 +100,93 @@ def nibbles(packed: np.ndarray) -> np.ndarray:
     return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
 
 
-def published_value(qvalue: np.ndarray, scale: np.ndarray, divisor: np.ndarray | None = None) -> np.ndarray:
-    """float32 [N, K]: the weight that the tensors of a layer stand for (qarl_bridge/protocol/formats.py)."""
-    if divisor is not None:
-        value, factor = nvfp4_factors(nibbles(qvalue), scale, divisor)
-        return value * factor
-    if qvalue.dtype != np.int32:
-        return qvalue.astype(np.float32) * scale
-    return int4_value(unpack(qvalue), scale)
+Arrays = dict[str, np.ndarray]
+
+
+def steps(arrays: Arrays) -> np.ndarray:
+    """The scale of every weight, float32 [..., N, K]."""
+    scale, codes = arrays["scales"].astype(np.float32), arrays["codes"]
+    k = codes.shape[-1] * (8 if codes.dtype == np.int32 else 1)
+    return np.repeat(scale, k // scale.shape[-1], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A scheme's grid in numpy.
+
+    Attributes:
+      arrays: a master and its scheme -> the arrays as they are published, by name.
+      rounded: whether the served weight, code times step, is rounded to bfloat16.
+      half: half a step of codes that are floats, over the weight, and over the scale for the smallest; None: integers.
+      step: arrays -> the distance between neighbouring codes, float32 [..., N, K].
+      clamped: the largest distance, in steps, of a weight from the code it is clamped to.
+      drift: the largest change, in steps, of a served weight that is quantized again.
+    """
+
+    arrays: Callable[[np.ndarray, Any], Arrays]
+    rounded: bool = False
+    half: tuple[float, float] | None = None
+    step: Callable[[Arrays], np.ndarray] = steps
+    clamped: float = 0.5 + 7.5 * 2.0**-8
+    drift: float = 1.0
+
+    def value(self, arrays: Arrays) -> np.ndarray:
+        """The weight that an engine computes with, float32 [..., N, K]."""
+        codes = arrays["codes"]
+        codes = unpack(codes) if codes.dtype == np.int32 else codes
+        value = codes.astype(np.float32) * self.step(arrays)
+        return bf(value) if self.rounded else value
+
+
+def named(codes: np.ndarray, scales: np.ndarray) -> Arrays:
+    """The arrays of a grid with one level of scales."""
+    return {"codes": codes, "scales": scales}
+
+
+def int4_arrays(w: np.ndarray, scheme: Any) -> Arrays:
+    """The arrays of `w4a16` and of its kin, packed."""
+    codes, scale = int4_weight(w, scheme.group_size, scheme.bits)
+    return named(pack(codes), scale)
+
+
+INT4 = Grid(int4_arrays, rounded=True)
+
+
+class Nvfp4(Grid):
+    """The grid of `nvfp4`, whose value is (code * scale) * (1 / divisor)."""
+
+    def value(self, arrays: Arrays) -> np.ndarray:
+        """The weight that a layer's factors stand for, float32 [..., N, K]."""
+        return np.multiply(*nvfp4_factors(nibbles(arrays["codes"]), arrays["scales"], arrays["divisor"]))
+
+
+def nvfp4_arrays(w: np.ndarray, scheme: Any) -> Arrays:
+    """The arrays of `nvfp4`, packed."""
+    codes, scales, divisor = nvfp4_weight(w)
+    return named(codes[..., ::2] | codes[..., 1::2] << 4, scales) | {"divisor": divisor}
+
+
+def nvfp4_step(arrays: Arrays) -> np.ndarray:
+    """The weight that code 2 stands for."""
+    return np.repeat(arrays["scales"].astype(np.float32) / arrays["divisor"], 16, -1)
+
+
+# One row per scheme. `tests/quant/test_schemes.py` and `tests/bridge/test_formats.py` compare the scheme with it.
+GRIDS = {
+    "w8a8": Grid(lambda w, scheme: named(*int8_weight(w))),
+    "fp8": Grid(lambda w, scheme: named(*fp8_weight(w)), half=(2.0**-4, 2.0**-10)),
+    "w4a16": INT4,
+    "w4a8": INT4,
+    "w3a16": INT4,
+    "w2a16": INT4,
+    "nvfp4": Nvfp4(nvfp4_arrays, half=(2.0**-2, 2.0**-2), step=nvfp4_step),
+}
+
+
+def grid(name: str) -> Grid:
+    """The row of a scheme."""
+    assert name in GRIDS, f"scheme {name!r} has no formula: add its row to GRIDS in tests/reference/quant_reference.py"
+    return GRIDS[name]
 
 
 def int8_rows(x: np.ndarray, profile: str) -> tuple[np.ndarray, np.ndarray]:

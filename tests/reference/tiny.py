@@ -22,7 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from qarl_jax import data, models
 from qarl_jax.models import ModelConfig
-from qarl_jax.run import config
+from qarl_jax.run import build, config
 from tests.reference import rewards
 
 ALPHABET = "0123456789+=abcdefghijklmno"  # 30 tokens with padding, end and unknown
@@ -92,6 +92,12 @@ def data_file(path: pathlib.Path) -> pathlib.Path:
 def leaves() -> list[jax.Array]:
     """The masters of `random_model`."""
     return jax.tree.leaves(models.split(random_model())[1])
+
+
+def load_model(cfg: config.RunConfig, mesh: Any) -> tuple[Any, Any]:
+    """(graph definition under `quant.forward`, masters on the mesh) of the policy that a run starts from."""
+    learner = build.make_learner(cfg, build.policy_graphdef(cfg), mesh)
+    return learner.graphdef, build.load_policy(cfg, learner)[0]
 
 
 @contextlib.contextmanager

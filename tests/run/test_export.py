@@ -40,7 +40,7 @@ def trained(run):
     """(learner, masters) of the last checkpoint."""
     cfg = run.config
     mesh = build.make_mesh(cfg)
-    graphdef, params = build.load_model(cfg, mesh)
+    graphdef, params = tiny.load_model(cfg, mesh)
     back = Checkpoints(run.run_dir / "checkpoints").restore({"params": params})
     assert back.step == STEPS
     return build.make_learner(cfg, graphdef, mesh), back.state["params"]

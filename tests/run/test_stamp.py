@@ -26,6 +26,7 @@ JAX = {
     "quant.rules": "[{match: mlp, scheme: bf16}]",
     "quant.uaq_scale": "1.5",
     "quant.kernels": "xla",
+    "lora": "{rank: 8}",
     "quant.engine": "cpu",
     "rollout.engine": "{name: vllm}",
 }

@@ -344,3 +344,23 @@ def test_a_variant_of_the_base_does_not_leak_into_another(write):
     write("color: {name: red, shade: 0.1, size: 7}\n", "low.yaml")
     top = write("base: low.yaml\ncolor: {name: blue, depth: 1}\n", "top.yaml")
     assert load.load(Thing, top).color == Blue(depth=1, size=2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NamesItself:
+    size: int = 1
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise UserError(f"part.size must be positive, got {self.size}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HasPart:
+    part: NamesItself = dataclasses.field(default_factory=NamesItself)
+
+
+def test_a_section_that_is_named_in_the_sentence_is_not_named_again(write):
+    with pytest.raises(UserError) as caught:
+        load.load(HasPart, write("part: {size: 0}\n"))
+    assert str(caught.value).endswith("run.yaml:1: part.size must be positive, got 0")

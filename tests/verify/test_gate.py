@@ -93,7 +93,7 @@ def test_the_gate_passes_only_if_tokens_are_equal_controls_are_found_and_conditi
         "unequal": lambda *_, **__: np.array([control]),
     }.items():
         monkeypatch.setattr(gate, name, fake)
-    monkeypatch.setattr(ladder, "load", lambda *_: weights)
+    monkeypatch.setattr(ladder, "load", lambda *_, **__: weights)
     monkeypatch.setattr(models, "config_of", lambda _: None)
     arguments = ["--model", "x", "--schemes", "w8a8", "bf16", "--conditions", "plain", "samples", "--vllm-arithmetic"]
     assert gate.main(arguments) == code

@@ -131,6 +131,35 @@ def test_a_model_with_biases_climbs_the_ladder_too(tmp_path, scheme):
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "scheme", ["w4a16:g64", *(pytest.param(s, marks=pytest.mark.nightly) for s in ("bf16", "w8a8", "w4a8"))]
+)
+def test_adapters_climb_the_ladder_on_a_base_with_biases(tmp_path, scheme):
+    """The adapter comes after the bias, and after the rounding of both."""
+    pytest.importorskip("vllm")
+    model = SMALL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
+    graphdef, params, rest = models.split(models.random_model(config, 0))
+    noise = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: x + 0.1 * noise.normal(size=x.shape).astype(x.dtype), params)
+    models.save_hf(models.merge(graphdef, params, rest), tmp_path)
+    options = ladder.Options(prompts=8, prompt_len=4, response_len=12, threads=1, lora_rank=8)
+    result = ladder.climb(str(tmp_path), scheme, "cpu", options)
+    assert result["first_broken"] is None, result["rungs"]
+    ok = {rung["name"]: rung["ok"] for rung in result["rungs"]}
+    assert all(ok[name] for name in ("hash at the door", "read-back", "linear layers", "blocks", "sampled tokens"))
+    assert result["aligned"]["k3"] == result["aligned"]["max_abs"] == 0
+    assert result["decode_prefill"]["equal"] == 1
+    plain = ladder.load(str(tmp_path), scheme, "cpu")
+    adapted = ladder.with_adapters(plain, 8)
+    rows = np.arange(12, dtype=np.int32)[None] % config.vocab_size
+    sampled = ladder.Sampled(rows, np.ones_like(rows), rows > 0, np.zeros(rows.shape, np.float32))
+    assert np.abs(ladder.score(plain, sampled)[0] - ladder.score(adapted, sampled)[0]).max() > 0.1  # they matter
+
+
+@pytest.mark.vllm
 @pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a8", "fp8", "w4a16:g64", "bf16"])
 def test_an_engine_of_two_shards_is_mirrored_to_the_last_bit(tmp_path, scheme):

@@ -44,12 +44,14 @@ class StagedVersion:
     Attributes:
       fd: the file's descriptor; -1 once closed.
       stage_s: seconds that staging took.
+      over: of a partial version, the complete one whose other tensors it keeps; to be closed by its owner.
     """
 
     manifest: messages.Manifest
     fd: int
     stage_s: float
 
+    over: Version | None = None
     transport = "host"
     base: StagedVersion | None = None  # the version before it, for who holds that
     _changes: bytes | None = None
@@ -110,6 +112,7 @@ class DeviceVersion:
     buffers: Sequence[cuda_ipc.Buffer]
     stage_s: float
     transport: str = "auto"
+    over = None  # none is partial
 
     def buffer(self, device: bytes) -> cuda_ipc.Buffer:
         """The one on the GPU of that UUID, else the first."""
@@ -154,6 +157,11 @@ class ChunkedVersion(DeviceVersion):
 Version = StagedVersion | DeviceVersion
 
 
+def complete_of(version: Version) -> Version:
+    """The version itself, or the complete one that it is over."""
+    return version.over or version
+
+
 def gpu_buffers(ordinal: int, library: str = "libcuda.so.1") -> cuda_ipc.Buffers:
     """Staging buffers on GPU `ordinal` of this process; BridgeError("unshared") where there is none."""
     return cuda_ipc.Buffers(cuda_ipc.Device(ordinal, cuda_ipc.load(library)))
@@ -175,7 +183,12 @@ def align(offset: int) -> int:
 
 
 def manifest_of(
-    entries: list[messages.TensorEntry], *, version: messages.Version, model: bytes, scheme: bytes
+    entries: list[messages.TensorEntry],
+    *,
+    version: messages.Version,
+    model: bytes,
+    scheme: bytes,
+    base: bytes = b"",
 ) -> messages.Manifest:
     """The sealed manifest of a version that ends where the last of its entries does. Arguments as in `stage`."""
     return messages.Manifest(
@@ -185,11 +198,17 @@ def manifest_of(
         tensors=entries,
         total_bytes=entries[-1].offset + entries[-1].nbytes if entries else 0,
         digest=bytes(messages.DIGEST_BYTES),
+        base=base,
     ).sealed()
 
 
 def stage(
-    tensors: Iterable[tuple[str, np.ndarray]], *, version: messages.Version, model: bytes, scheme: bytes
+    tensors: Iterable[tuple[str, np.ndarray]],
+    *,
+    version: messages.Version,
+    model: bytes,
+    scheme: bytes,
+    over: Version | None = None,
 ) -> StagedVersion:
     """Copy (Hugging Face name, array) pairs into a sealed memory file with a manifest.
 
@@ -199,6 +218,7 @@ def stage(
       version: number and run of these tensors.
       model: `tensors.model_fingerprint` of the config.json.
       scheme: `tensors.scheme_hash` of its quantization_config.
+      over: the complete version whose other tensors this one keeps (`messages.Manifest`); None: it is complete.
     """
     start = time.perf_counter()
     entries: list[messages.TensorEntry] = []
@@ -222,11 +242,12 @@ def stage(
             end = offset + len(data)
         os.ftruncate(fd, end)
         shm.seal(fd)
-        manifest = manifest_of(entries, version=version, model=model, scheme=scheme)
+        base = b"" if over is None else over.manifest.digest
+        manifest = manifest_of(entries, version=version, model=model, scheme=scheme, base=base)
     except BaseException:
         os.close(fd)
         raise
-    return StagedVersion(manifest, fd, time.perf_counter() - start)
+    return StagedVersion(manifest, fd, time.perf_counter() - start, over)
 
 
 def write_folder(path: str, config: Mapping[str, Any], expected: Iterable[messages.Expected]) -> None:
@@ -334,7 +355,7 @@ class Client:
     def publish(
         self, staged: Version, *, readback: str = "sampled", drain_timeout_s: float = 600.0
     ) -> dict[str, float]:
-        """Announce, stage, commit.
+        """Announce, stage, commit; of a partial version, first the complete one, if the engine does not hold it.
 
         Args:
           readback: "full", "sampled" or "off": which live weights are compared with what was published.
@@ -344,11 +365,18 @@ class Client:
           Seconds (`*_s`), `bytes`, and counts.
 
         Raises:
-          BridgeError: refused; the engine goes on serving what it served, or is fenced (code "fenced").
+          BridgeError: refused; the engine goes on serving what it served, or is fenced (code "fenced"). "base": the
+            complete version cannot be had any more.
         """
         start = time.perf_counter()
         manifest = staged.manifest
-        done = self._transfer(staged)
+        try:
+            done = self._transfer(staged)
+        except BridgeError as error:
+            if error.code != "base" or staged.over is None:
+                raise
+            self._publish_base(staged.over, readback=readback, drain_timeout_s=drain_timeout_s)
+            done = self._transfer(staged)
         transferred = time.perf_counter()
         commit = messages.Commit(digest=manifest.digest, readback=readback, drain_timeout_s=drain_timeout_s)
         published = self.request(commit, messages.Published, fill=self._filler(staged))
@@ -361,6 +389,14 @@ class Client:
             "sent_bytes": float(self.sent_bytes),
             **{name: float(value) for name, value in msgspec.structs.asdict(published.report).items()},
         }
+
+    def _publish_base(self, staged: Version, **options: Any) -> None:
+        try:
+            self.publish(staged, **options)
+        except BridgeError as error:
+            if error.code != "bad_state":
+                raise
+            raise BridgeError(str(error), "base") from error
 
     def route(self, staged: Version) -> str:
         """The route of a version to this bridge: "host", "cuda_ipc" or "nccl".

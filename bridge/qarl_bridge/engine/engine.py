@@ -24,7 +24,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -34,11 +34,14 @@ from qarl_bridge.engine.cpu import build
 from qarl_bridge.engine.machine import Cpu, Cuda, Machine
 from qarl_bridge.engine.routing_recorder import Recorder
 from qarl_bridge.engine.shard import Shard
-from qarl_bridge.protocol import expert_stacks, formats, messages
+from qarl_bridge.protocol import adapters, expert_stacks, formats, messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server import staged_gpu
 from qarl_bridge.server.engine_api import Finished, Parts, Sweeps, lasts
 from qarl_bridge.server.staged import Copy
+
+if TYPE_CHECKING:  # it imports torch, which reads its settings when it is imported
+    from qarl_bridge.engine.adapters import Adapters
 
 
 def _int4_activations(config: Mapping[str, Any]) -> str:
@@ -52,6 +55,13 @@ def _int4_activations(config: Mapping[str, Any]) -> str:
     if len(found) > 1:
         raise BridgeError("w4a16 and w4a8 layers in one model: vLLM's CPU engine runs all int4 layers one way", "setup")
     return found.pop()
+
+
+def _check_adapters(shapes: Mapping[str, Any], options: messages.EngineOptions, shard: Shard) -> None:
+    """Refuses adapters where no learner mirrors them."""
+    if shapes and (options.arithmetic == "vllm" or not shard.is_whole):
+        named = "arithmetic=vllm" if shard.is_whole else f"tensor_parallel_size={shard.size}"
+        raise BridgeError(f"adapters are not served with rollout.engine.{named}: leave it out", "setup")
 
 
 def _prepare_environment(w4a8: bool) -> None:
@@ -119,18 +129,24 @@ class VllmEngine:
         except ImportError as error:
             raise BridgeError(f"vLLM cannot be imported by {sys.executable}: {error}", "setup") from None
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-        arguments = versions.engine_arguments(options, path=path, has_weights=has_weights, on_gpu=on_gpu)
+        shapes = {name: one.shape for name, one in expected.items() if adapters.is_adapter(name)}
+        _check_adapters(shapes, options, shard)
+        arguments = versions.engine_arguments(
+            options, path=path, has_weights=has_weights, on_gpu=on_gpu, adapters=shapes
+        )
         departures = self._machine.replace(config, options)
         self._engine = _started(arguments | shard.arguments(), path)
         self._worker = versions.Worker(self._engine)
         self._model = self._worker.model
         self._modules = dict(self._model.named_modules())
         self._routing: Recorder | None = self._worker.recorder
+        self._adapters: Adapters | None = self._worker.adapters
         self.met = self._worker.met
         self._look_inside(activations)
         self._machine.after_load(self._modules)
         notes = [*versions.untested_note(vllm.__version__), self._machine.note]
         notes += [] if shard.is_whole else [f"{shard.size} shards, each with its own scales of activations"]
+        notes += [f"{len(self._adapters)} layers with adapters"] if self._adapters else []
         self.facts = messages.Facts(
             engine="vllm",
             engine_version=vllm.__version__,
@@ -234,9 +250,12 @@ class VllmEngine:
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
-    def load(self, parts: Parts) -> None:
-        """Replace all weights through vLLM's reload interface, then forget every cached key and value."""
-        parts = self._on_torch(parts)
+    def load(self, parts: Parts, *, partial: bool = False) -> None:
+        """Replace weights through vLLM's reload interface, then forget every cached key and value."""
+        parts = self._base_of(self._on_torch(parts))
+        if partial:
+            self._load_some(parts)
+            return
         if self._whole is not None:
             if self._whole_is_proved:
                 self._whole_is_proved = False  # should it fail half-way, vLLM's loader restores
@@ -250,6 +269,25 @@ class VllmEngine:
         self._machine.after_load(self._modules)
         self._worker.forget()
 
+    def _load_some(self, parts: Parts) -> None:
+        """Loads some modules over a version that was loaded before."""
+        loaded = False
+        for part in parts:
+            if part and self._whole is not None:
+                with self._worker.config():
+                    self._whole.load([part])
+            elif part:
+                self._reload([part])
+            loaded = loaded or bool(part)
+        if loaded:
+            self._machine.after_load(self._modules)
+        self._worker.forget()
+
+    def _base_of(self, parts: Parts) -> Parts:
+        """The tensors that are no adapters'; adapters are loaded as they are passed by."""
+        held = self._adapters
+        return parts if held is None else Sweeps(lambda: (held.load(part) for part in parts), lasts(parts))
+
     def _reload(self, parts: Parts) -> None:
         """Loads by vLLM's own loader, which keeps tensors until a layer is complete."""
         keep = lasts(parts)
@@ -259,7 +297,8 @@ class VllmEngine:
     def _prove_whole(self, parts: Parts) -> None:
         """The first load: may it, and the next ones, go module by module? See fast_load.py."""
         assert self._whole is not None
-        reason = self._compare_whole(parts, self._whole.sample(self.expected))
+        base = {name: one for name, one in self.expected.items() if not adapters.is_adapter(name)}
+        reason = self._compare_whole(parts, self._whole.sample(base))
         if reason:
             self._whole = None
             self._reload(parts)
@@ -304,6 +343,8 @@ class VllmEngine:
         if not self.has_weights:
             return False
         self._whole_is_proved = False
+        if self._adapters is not None:
+            self._adapters.clear()
         self._worker.reload()
         self._machine.after_load(self._modules)
         self._worker.forget()
@@ -332,12 +373,23 @@ class VllmEngine:
 
     # Looking inside --------------------------------------------------------------------------------------------------
 
-    def read_back(self, parts: Parts, mode: str, seed: int) -> tuple[int, int]:
+    def read_back(self, parts: Parts, mode: str, seed: int, *, partial: bool = False) -> tuple[int, int]:
         """Compare every live layer with the staged tensors: (layers, one-hot rows); see readback/linear.py."""
         if not self._shard.is_whole:
             whole = parts
             parts = Sweeps(lambda: (self._shard.part_of(part) for part in whole), lasts(whole))
-        return self._readback.compare(self._on_torch(parts), mode, seed)
+        parts, held = self._on_torch(parts), self._adapters
+        if held is None:
+            return self._readback.compare(parts, mode, seed, partial=partial)
+        found = np.zeros(2, int)
+
+        def base() -> Iterator[Mapping[str, Any]]:
+            for part in parts:
+                found[:] += held.compare(part, mode, np.random.default_rng(seed))
+                yield {name: tensor for name, tensor in part.items() if not adapters.is_adapter(name)}
+
+        layers, rows = self._readback.compare(base(), mode, seed, partial=partial)
+        return layers + int(found[0]), rows + int(found[1])
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
         """One prefill of `prompt`, with what went into and came out of each module (positional arguments that are

@@ -13,6 +13,7 @@ the other shards through their pipes, whole.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import socket
@@ -87,19 +88,20 @@ class ShardedEngine:
         self._tell("step")
         return self._own.step()
 
-    def load(self, parts: Parts) -> None:
-        """Replace all weights in place, in every shard."""
+    def load(self, parts: Parts, *, partial: bool = False) -> None:
+        """Replace weights in place, in every shard."""
         named = _whole(parts)  # before anything is replaced anywhere
-        self._all("load", lambda: self._own.load([named]), [named])
+        self._all("load", lambda: self._own.load([named], partial=partial), [named], partial=partial)
 
     def restore_initial(self) -> bool:
         """Reload the folder that all were started from."""
         return self._all("restore_initial", self._own.restore_initial)
 
-    def read_back(self, parts: Parts, mode: str, seed: int) -> tuple[int, int]:
+    def read_back(self, parts: Parts, mode: str, seed: int, *, partial: bool = False) -> tuple[int, int]:
         """Each shard compares its own part."""
         named = _whole(parts)
-        return self._all("read_back", lambda: self._own.read_back([named], mode, seed), [named], mode, seed)
+        compare = functools.partial(self._own.read_back, [named], mode, seed, partial=partial)
+        return self._all("read_back", compare, [named], mode, seed, partial=partial)
 
     def open_device(self, manifest: messages.Manifest, memory: messages.DeviceMemory) -> Copy:
         """Raises BridgeError("unshared"), as the engine of one shard does on a CPU."""
@@ -153,9 +155,9 @@ class ShardedEngine:
         if failed is not None:
             raise failed
 
-    def _all(self, what: str, own: Callable[[], Any], *arguments: Any) -> Any:
+    def _all(self, what: str, own: Callable[[], Any], *arguments: Any, **named: Any) -> Any:
         """Every shard does it; the first failure is raised when all have ended."""
-        self._tell(what, *arguments)
+        self._tell(what, *arguments, named)
         try:
             result = own()
         except BaseException:
@@ -199,7 +201,8 @@ def _follow(
                 getattr(engine, what)(*given)
                 continue
             try:
-                pipe.send((None, getattr(engine, what)(*given)))
+                *positional, named = given
+                pipe.send((None, getattr(engine, what)(*positional, **named)))
             except BridgeError as error:
                 pipe.send((error.code, str(error)))
             except Exception:

@@ -28,12 +28,13 @@ import functools
 import importlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.errors import BridgeError
 
+ASKED = "qarl_bridge"  # of vLLM's additional_config: what worker.BridgeWorker adds to the model
 TESTED = ((0, 25), (0, 32))
 # vLLM's own ops in CUDA graphs, without inductor: a decoding step is replayed, a prefill runs op by op.
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -69,8 +70,15 @@ def execution_of(options: messages.EngineOptions, on_gpu: bool) -> str:
     return "eager" if options.eager or not on_gpu else "graphs" if invariant else "compiled"
 
 
-def engine_arguments(options: messages.EngineOptions, *, path: str, has_weights: bool, on_gpu: bool) -> dict[str, Any]:
-    """Keyword arguments of EngineArgs. Raises as `execution_of`."""
+def engine_arguments(
+    options: messages.EngineOptions,
+    *,
+    path: str,
+    has_weights: bool,
+    on_gpu: bool,
+    adapters: Mapping[str, Sequence[int]] | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments of EngineArgs. Raises as `execution_of`. adapters: the shapes of their tensors, by name."""
     execution = execution_of(options, on_gpu)
     arguments: dict[str, Any] = {
         "model": path,
@@ -96,7 +104,10 @@ def engine_arguments(options: messages.EngineOptions, *, path: str, has_weights:
         arguments["kv_cache_memory_bytes"] = int(options.kv_cache_gb * 2**30)
     if options.record_routing:
         arguments["enable_prefix_caching"] = False  # a cached prefix is not routed again
-        arguments["worker_cls"] = "qarl_bridge.engine.worker.RecordingWorker"
+    if options.record_routing or adapters:
+        asked = {"record_routing": options.record_routing, "adapters": dict(adapters or {})}
+        arguments["additional_config"] = {ASKED: asked}
+        arguments["worker_cls"] = "qarl_bridge.engine.worker.BridgeWorker"
     return arguments
 
 
@@ -213,7 +224,8 @@ class Worker:
         self._worker = engine.model_executor.driver_worker.worker
         self.model = self._worker.get_model()
         self.runner = self._worker.model_runner
-        self.recorder = getattr(self._worker, "recorder", None)  # worker.RecordingWorker's
+        self.recorder = getattr(self._worker, "recorder", None)  # worker.BridgeWorker's
+        self.adapters = getattr(self._worker, "adapters", None)
         self.met = _count_what_requests_meet(engine.engine_core.engine_core.scheduler)
         # It warns of every module that a reload was not meant for; what they hold is the read-back's business.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)

@@ -3,16 +3,19 @@
 """vLLM's worker with something to do between the loading of the model and the capture of its CUDA graphs.
 
 What is to run inside a replayed graph must be in place when the graph is captured, and vLLM captures while it starts.
-Its `worker_cls` names the class of its worker; this one is asked for where routed experts are recorded. Importing this
-module imports vLLM.
+Its `worker_cls` names the class of its worker; this one is asked for where routed experts are recorded, or layers have
+adapters (`versions.engine_arguments`). Importing this module imports vLLM.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.platforms import current_platform
 
+from qarl_bridge.engine import versions
+from qarl_bridge.engine.adapters import Adapters, Product
 from qarl_bridge.engine.routing_recorder import Recorder
 
 if current_platform.is_cpu():
@@ -21,19 +24,43 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 
 
-class RecordingWorker(_Worker):
-    """A worker whose model's routers tell `recorder` every choice."""
+def _product() -> tuple[Product, torch.dtype]:
+    """The device's batch-invariant product, and the dtype of its weights."""
+    if current_platform.is_cpu():
+        from qarl_bridge.engine.cpu import linear
 
-    recorder: Recorder
+        return lambda x, weight: linear.product(x, weight, None), torch.float64
+    from qarl_bridge.engine.cuda import ops
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = ops.product(x.reshape(-1, x.shape[-1]), weight, splits=1)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    return product, torch.bfloat16
+
+
+class BridgeWorker(_Worker):
+    """A worker whose model's routers tell `recorder` every choice, and whose layers have `adapters`; either if asked
+    for."""
+
+    recorder: Recorder | None = None
+    adapters: Adapters | None = None
 
     def load_model(self, **named: Any) -> None:
-        """vLLM's, and the recorder's buffer in the model's routers."""
+        """vLLM's, and what is added to the model."""
         super().load_model(**named)
-        config = self.model_config.hf_text_config
-        self.recorder = Recorder(
-            dict(self.model_runner.get_model().named_modules()),
-            self.model_runner,
-            num_layers=config.num_hidden_layers,
-            num_chosen=getattr(config, "num_experts_per_tok", 0),
-            max_rows=self.scheduler_config.max_num_batched_tokens,
-        )
+        asked = self.vllm_config.additional_config[versions.ASKED]
+        modules = dict(self.model_runner.get_model().named_modules())
+        if asked["adapters"]:
+            product, dtype = _product()
+            device = self.model_runner.device
+            self.adapters = Adapters(modules, asked["adapters"], product=product, dtype=dtype, device=device)
+        if asked["record_routing"]:
+            config = self.model_config.hf_text_config
+            self.recorder = Recorder(
+                modules,
+                self.model_runner,
+                num_layers=config.num_hidden_layers,
+                num_chosen=getattr(config, "num_experts_per_tok", 0),
+                max_rows=self.scheduler_config.max_num_batched_tokens,
+            )

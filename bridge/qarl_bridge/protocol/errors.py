@@ -7,8 +7,9 @@ class BridgeError(Exception):
     """An error that says what was wrong, where, and what to do. `code` is stable and machine-readable; the text is for
     people.
 
-    Codes: auth, bad_message, bad_state, busy, dead, engine, fenced, foreign_model, foreign_scheme, lease, limits,
-    read_back (the live engine does not hold what was published), setup, stale, tensor, timeout, torn, unshared.
+    Codes: auth, bad_message, bad_state, base (a partial version's base is not what the engine holds), busy, dead,
+    engine, fenced, foreign_model, foreign_scheme, lease, limits, read_back (the live engine does not hold what was
+    published), setup, stale, tensor, timeout, torn, unshared.
     """
 
     def __init__(self, message: str, code: str = "bad_message"):

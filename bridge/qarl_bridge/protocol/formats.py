@@ -98,6 +98,16 @@ class Layout:
         return found | ({"": f"{module}.{self.shape_leaf}"} if self.shape_leaf else {})
 
 
+def live_module(name: str) -> str:
+    """Names the module of an engine that holds a published tensor: several layers that are fused, experts, or one."""
+    module = name.rpartition(".")[0]
+    experts, found, _ = module.partition(".experts.")
+    if found:
+        return f"{experts}.experts"
+    parent, dot, leaf = module.rpartition(".")
+    return parent + dot + next((fused for fused, parts in FUSED.items() if leaf in parts), leaf)
+
+
 def arguments(bits: int, kind: str, strategy: str, *, group_size: int = 0, dynamic: bool = False) -> dict[str, Any]:
     """Quantization arguments of compressed-tensors: symmetric; `strategy` channel, token, or group of `group_size`."""
     made = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": dynamic}

@@ -9,6 +9,7 @@ import math
 import struct
 from collections.abc import Mapping
 
+from qarl_bridge.protocol import adapters, formats
 from qarl_bridge.protocol.errors import BridgeError
 from qarl_bridge.protocol.messages import ALIGNMENT, MAX_STAGE_BYTES, Expected, Manifest
 from qarl_bridge.protocol.tensors import DTYPES, SAFETENSORS_DTYPES
@@ -50,23 +51,36 @@ def check_manifest(
             raise BridgeError(f"tensor {entry.name} overlaps another or lies outside the staged bytes", "torn")
         end = entry.offset + entry.nbytes
     if expected is not None:
-        if missing := sorted(expected.keys() - seen):
+        _check_tensors(manifest, seen, expected)
+
+
+def _check_tensors(manifest: Manifest, seen: set[str], expected: Mapping[str, Expected]) -> None:
+    wanted = set(expected)
+    if manifest.base:
+        modules = {formats.live_module(name) for name in seen}
+        wanted = {n for n in wanted if adapters.is_adapter(n) or formats.live_module(n) in modules}
+    if missing := sorted(wanted - seen):
+        raise BridgeError(
+            f"{manifest.version} lacks {len(missing)} tensor(s) the engine needs, first: {missing[0]} "
+            "(a fused module given in part would silently become NaN)",
+            "torn",
+        )
+    if foreign := sorted(seen - expected.keys()):
+        why = ""
+        if all(map(adapters.is_adapter, foreign)):
+            targets = {adapters.module_of(name).rpartition(".")[2] for name in expected if adapters.is_adapter(name)}
+            served = f"adapters of {', '.join(sorted(targets))} alone" if targets else "no adapters"
+            why = f": the engine was started for {served}"
+        raise BridgeError(
+            f"{manifest.version} holds {len(foreign)} unknown tensor(s), first: {foreign[0]}{why}", "tensor"
+        )
+    for entry in manifest.tensors:
+        want = expected[entry.name]
+        if entry.dtype != want.dtype or entry.shape != want.shape:
             raise BridgeError(
-                f"{manifest.version} lacks {len(missing)} tensor(s) the engine needs, first: {missing[0]} "
-                "(a fused module given in part would silently become NaN)",
-                "torn",
+                f"tensor {entry.name} is {entry.dtype}{entry.shape}, the engine expects {want.dtype}{want.shape}",
+                "tensor",
             )
-        if foreign := sorted(seen - expected.keys()):
-            raise BridgeError(
-                f"{manifest.version} holds {len(foreign)} unknown tensor(s), first: {foreign[0]}", "tensor"
-            )
-        for entry in manifest.tensors:
-            want = expected[entry.name]
-            if entry.dtype != want.dtype or entry.shape != want.shape:
-                raise BridgeError(
-                    f"tensor {entry.name} is {entry.dtype}{entry.shape}, the engine expects {want.dtype}{want.shape}",
-                    "tensor",
-                )
 
 
 def expected_from_safetensors(path: str) -> dict[str, Expected]:

@@ -18,10 +18,8 @@ a later incarnation of the same run (a resumed trainer) may step back.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -31,6 +29,7 @@ from qarl_bridge.protocol.errors import BridgeError as BridgeError
 from qarl_bridge.protocol.keys import create_key as create_key
 from qarl_bridge.protocol.keys import parse_address as parse_address
 from qarl_bridge.protocol.keys import read_key as read_key
+from qarl_bridge.protocol.options import EngineOptions as EngineOptions
 from qarl_bridge.protocol.scratch import Scratch as Scratch
 from qarl_bridge.protocol.tensors import DIGEST_BYTES as DIGEST_BYTES
 from qarl_bridge.protocol.tensors import DTYPES as DTYPES
@@ -40,7 +39,7 @@ from qarl_bridge.protocol.tensors import dtype_name as dtype_name
 from qarl_bridge.protocol.tensors import model_fingerprint as model_fingerprint
 from qarl_bridge.protocol.tensors import scheme_hash as scheme_hash
 
-PROTOCOL = 12
+PROTOCOL = 13
 MAX_REPLY = 1 << 30  # what a trainer takes from its bridge: completions with the experts of every token
 MAX_FRAME = 64 << 20  # of a message: a batch of 4,096 completions of 1,024 tokens is 32 MiB; weights travel in Chunks
 CHUNK_BYTES = 8 << 20  # of tensor data per message, where no memory is shared
@@ -102,7 +101,10 @@ class Expected(_Struct):
 
 
 class Manifest(_Struct):
-    """Everything about a version except its bytes. `digest` covers all other fields."""
+    """Everything about a version except its bytes. `digest` covers all other fields.
+
+    A partial version has `base`: the digest of a complete version, whose other tensors it keeps. It has whole modules,
+    every adapter (adapters.py), and every tensor in which the version that serves differs from that base."""
 
     version: Version
     model: Digest
@@ -110,6 +112,7 @@ class Manifest(_Struct):
     tensors: Annotated[list[TensorEntry], msgspec.Meta(max_length=500_000)]
     total_bytes: Count
     digest: Digest
+    base: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
 
     def computed_digest(self) -> bytes:
         """The digest these fields should have."""
@@ -264,90 +267,6 @@ class Facts(_Struct):
     device: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # UUID of the engine's GPU; empty: it runs on a CPU
     records_routing: bool = False  # completions carry the experts of their tokens
     tensor_parallel_size: Count = 1
-
-
-_INTERNAL = {"internal": True}  # for the reader of configs (qarl_jax.typed_config)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """The options an engine is started with: their one list. It travels as JSON (`python -m qarl_bridge --options`).
-
-    The learner's `rollout.engine` section inherits these fields: an option is written here, and where it is used. A
-    field with `_INTERNAL` is for code, and no option of a config.
-
-    Attributes:
-      engine: "vllm", or "fake", an engine that computes nothing, to try a set-up.
-      max_model_len: longest prompt + response in tokens; 0: what the model allows.
-      max_num_seqs: most sequences decoded together.
-      max_num_batched_tokens: most tokens computed in one step; longer prompts are cut into chunks. 0: vLLM decides
-        (not from a config).
-      kv_cache_gb: size of the KV cache in GiB; 0: vLLM decides from `gpu_memory_utilization`.
-      gpu_memory_utilization: share of the device's memory vLLM may use (on a CPU: of the host's).
-      threads: CPU threads of the engine; 0: all that the process may use.
-      arithmetic: "batch_invariant" gives a token the same bits in every batch, by the bridge's own operations, which
-        the learner mirrors (in CUDA graphs on a GPU); "vllm" is vLLM as it comes, on a CUDA GPU: its compiled kernels,
-        whose roundings and orders of sums depend on the batch, and which no learner mirrors.
-      eager: run a GPU's operations one by one, without graphs or compilation: to look for a fault.
-      tensor_parallel_size: shards of the engine, 1 or 2, each a process with its part of every weight (CPU engines).
-      record_routing: return the experts each token was sent to (an MoE model, not compiled); a trainer sets it
-        for `rollout.router_replay`. Prompts are then computed for every sample: no prefix cache.
-      profile: folder for a profile of every load and read-back in the engine, and of a hundred steps; empty: none.
-    """
-
-    engine: Literal["vllm", "fake"] = "vllm"
-    max_model_len: int = 0
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = dataclasses.field(default=0, metadata=_INTERNAL)
-    kv_cache_gb: float = 0.0
-    gpu_memory_utilization: float = 0.5
-    threads: int = 0
-    arithmetic: Literal["batch_invariant", "vllm"] = "batch_invariant"
-    eager: bool = False
-    tensor_parallel_size: int = 1
-    record_routing: bool = dataclasses.field(default=False, metadata=_INTERNAL)
-    profile: str = ""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError where a value cannot be meant; the message begins with the option's name."""
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_gb", "threads"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.max_num_seqs <= 0:
-            raise ValueError(f"max_num_seqs must be positive, got {self.max_num_seqs}")
-        if self.tensor_parallel_size not in (1, 2):
-            raise ValueError(
-                f"tensor_parallel_size must be 1 or 2, got {self.tensor_parallel_size}: a sum over more shards depends "
-                "on its order, which no learner mirrors"
-            )
-        if self.record_routing and self.arithmetic == "vllm" and not self.eager:
-            raise ValueError(
-                "arithmetic=vllm compiles the model, and cannot record routed experts: set it to batch_invariant, or "
-                "rollout.router_replay to false"
-            )
-
-    def to_json(self) -> str:
-        """These options, and nothing that a subclass adds, as one JSON object."""
-        names = [field.name for field in dataclasses.fields(EngineOptions)]
-        return json.dumps({name: getattr(self, name) for name in names})
-
-    @staticmethod
-    def from_json(text: str) -> EngineOptions:
-        """The options of a JSON object; those it leaves out have their defaults.
-
-        Raises:
-          BridgeError("setup"): not JSON, an unknown option, or a value of the wrong type.
-        """
-        try:
-            given = msgspec.json.decode(text, type=dict[str, Any])
-            known = [field.name for field in dataclasses.fields(EngineOptions)]
-            if unknown := [name for name in given if name not in known]:
-                raise ValueError(f"there is no {unknown[0]!r}; options are {', '.join(known)}")
-            return msgspec.convert(given, EngineOptions)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise BridgeError(f"engine options: {error}", "setup") from None
 
 
 # Requests

@@ -23,7 +23,11 @@ LEAST_STEPS = 8  # of an inner dimension worth cutting
 
 
 def splits_of(outputs: int, inputs: int) -> int:
-    """Into how many parts the inputs of a weight [outputs, inputs] are cut, fused as the engine fuses it."""
+    """Decides the number of parts into which a product cuts its inputs.
+
+    Args:
+      outputs, inputs: shape of the weight, whose outputs are those of the engine's fused module (q, k and v together).
+    """
     tiles, steps = -(-outputs // OUTPUTS), -(-inputs // STEP)
     return 2 if tiles <= NARROW and steps >= LEAST_STEPS else 1
 

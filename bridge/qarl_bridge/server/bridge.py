@@ -45,6 +45,7 @@ from qarl_bridge.protocol.manifest import check_manifest
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server.chunked import ChunkedCopy
 from qarl_bridge.server.engine_api import Engine, Sweeps
+from qarl_bridge.server.good import Good
 from qarl_bridge.server.incoming import Pending, Spare
 from qarl_bridge.server.lease import Lease
 from qarl_bridge.server.profiling import Steps, profiled
@@ -71,10 +72,8 @@ class Bridge:
         self._lock = threading.Lock()  # lease, pending, peers
         self._lease = Lease()
         self._pending: Pending | None = None
-        self._good: Copy | None = None  # what serves, to be restored; None: it cannot be
-        self._serving = b""  # the digest of its manifest
+        self._good = Good()
         self._spare = Spare()
-        self._good_owner: Peer | None = None  # whose memory it lies in, if not this process's own
         self._listener: Listener | None = None
         self._peers: dict[Peer, threading.Thread] = {}
         self.draws = Draws(engine)
@@ -120,8 +119,8 @@ class Bridge:
         with self._lock:
             self._discard_pending()
             self._spare.drop()
-            if self._good is not None:
-                self._close_soon(self._good)
+            for copy in self._good.clear():
+                self._close_soon(copy)
         self._finish_jobs()
         self._engine.close()
         return self.exit_code
@@ -167,8 +166,9 @@ class Bridge:
         return future
 
     def _commit(self, copy: Copy, owner: Peer, request: messages.Commit) -> messages.Published:
-        version = copy.manifest.version
+        version, partial = copy.manifest.version, bool(copy.manifest.base)
         before = self.state
+        self._good.check(copy.manifest)
         started = time.perf_counter()
         self._committing = True
         try:
@@ -190,13 +190,13 @@ class Bridge:
                 weights = rows = 0
                 with profiled(self._profile, f"publish-{version.step}"):
                     self.state = "loading"
-                    self._engine.load(_sweeps(copy, copy.at_the_door))
+                    self._engine.load(_sweeps(copy, copy.at_the_door), partial=partial)
                     copy.confirm()
                     loaded = time.perf_counter()
                     if request.readback != "off":
                         self.state = "reading_back"
                         weights, rows = self._engine.read_back(
-                            _sweeps(copy, copy.parts), request.readback, version.step
+                            _sweeps(copy, copy.parts), request.readback, version.step, partial=partial
                         )
             except Exception as error:
                 self._log(f"load of {version} failed:\n{traceback.format_exc()}")
@@ -209,12 +209,9 @@ class Bridge:
         finally:
             self._committing = False
         with self._lock:
-            before_this, self._good, self._good_owner = self._good, copy, owner
-            if isinstance(copy, ChunkedCopy):  # nothing is left of it
-                self._good = self._good_owner = None
-            self.version, self.state, self._serving = version, "serving", copy.manifest.digest
-        if before_this is not None and before_this is not copy:
-            self._close_soon(before_this)
+            for old in self._good.put(copy, owner):
+                self._close_soon(old)
+            self.version, self.state = version, "serving"
         self._spare.drop()
         if isinstance(copy, HostCopy) and copy.of_changes:  # the next one will be, too
             self._spare.prepare(copy)
@@ -238,14 +235,16 @@ class Bridge:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         reason = str(error) or f"{type(error).__name__} at {frame.filename}:{frame.lineno}, {frame.line}"
         try:
-            if self._good is not None:
-                self._engine.load(_sweeps(self._good, self._good.at_the_door))
+            if self._good.is_there:
+                self._engine.load(Sweeps(lambda: self._good.sweep(lambda copy: copy.at_the_door()), lasting=True))
                 self._good.confirm()
-                self._engine.read_back(_sweeps(self._good, self._good.parts), "sampled", 0)
+                self._engine.read_back(self._all_parts(), "sampled", 0)
                 restored = True
             else:
+                self._good.lose()
                 restored = self._engine.restore_initial()
         except Exception as second:
+            self._good.lose()
             self._log(f"restoring failed:\n{traceback.format_exc()}")
             raise BridgeError(
                 f"loading {version} failed ({reason}) and so did restoring {self.version} ({second}): the engine is "
@@ -266,10 +265,13 @@ class Bridge:
             "read_back" if differs else "engine",
         ) from error
 
+    def _all_parts(self) -> Sweeps:
+        return Sweeps(lambda: self._good.sweep(lambda copy: copy.parts()), lasting=True)
+
     def _read_back(self, request: messages.ReadBack) -> messages.ReadBackReply:
-        if self._good is None or self.state != "serving":
+        if not self._good.is_there or self.state != "serving":
             raise BridgeError(f"nothing published to compare with (state {self.state})", "bad_state")
-        weights, rows = self._engine.read_back(_sweeps(self._good, self._good.parts), request.mode, request.seed)
+        weights, rows = self._engine.read_back(self._all_parts(), request.mode, request.seed)
         return messages.ReadBackReply(weights=weights, rows=rows)
 
     def _probe(self, request: messages.Probe) -> messages.Probed:
@@ -324,15 +326,14 @@ class Bridge:
     def _discard_pending(self) -> None:
         """Caller holds the lock."""
         pending, self._pending = self._pending, None
-        if pending is not None and pending.copy is not None and pending.copy is not self._good:
+        if pending is not None and pending.copy is not None and not self._good.keeps(pending.copy):
             self._close_soon(pending.copy)
 
     def _forget_memory_of(self, peer: Peer) -> None:
         """A version in device memory dies with the trainer that owns it: nothing may be restored from it any more.
         The engine keeps serving what it loaded. Caller holds the lock."""
-        if self._good is not None and self._good_owner is peer and self._good.borrowed:
-            self._close_soon(self._good)
-            self._good = self._good_owner = None
+        for copy in self._good.forget(peer):
+            self._close_soon(copy)
         self._let_go_soon(self._engine.forget_trainer, "a trainer's buffers")
 
     def _converse(self, peer: Peer) -> None:
@@ -475,14 +476,16 @@ class Bridge:
             self._lease.require(peer, version)
             current = self.version
             if current is not None and (current.run_id, current.incarnation) == (version.run_id, version.incarnation):
-                again = self._serving == manifest.digest
-                if version.step < current.step or (version.step == current.step and not again):
+                again = self._good.serving == manifest.digest or self.state == "fenced"
+                if not again and version.step <= current.step:
                     raise BridgeError(f"{version} is stale: the engine already serves {current}", "stale")
             if self._committing:
                 raise BridgeError("another version is being loaded", "busy")
+            self._good.check(manifest)
             self._discard_pending()
             self._pending = Pending(manifest, peer)
-            holds = self._good.manifest.digest if isinstance(self._good, HostCopy) else b""
+            last = self._good.last
+            holds = last.manifest.digest if isinstance(last, HostCopy) else b""
         return messages.Ready(share_memory=peer.shares_memory, holds=holds, host=shm.host())
 
     def _require_pending(self, peer: Peer) -> Pending:
@@ -496,7 +499,7 @@ class Bridge:
         with self._lock:
             if self._pending is pending:
                 self._discard_pending()
-            elif pending.copy is not None and pending.copy is not self._good:
+            elif pending.copy is not None and not self._good.keeps(pending.copy):
                 self._close_soon(pending.copy)  # replaced meanwhile by another announcement
             if pending.owner.gone:
                 self._forget_memory_of(pending.owner)
@@ -565,7 +568,7 @@ class Bridge:
         if isinstance(memory, messages.NcclMemory):
             return self._receive(manifest, peer, memory)
         if isinstance(memory, messages.Changes):
-            return pending.changed_copy(self._good, memory.base, self._spare)
+            return pending.changed_copy(self._good.last, memory.base, self._spare)
         is_here = isinstance(memory, messages.HostMemory) and memory.host == shm.host()  # another bridge's
         if memory is not None and not peer.shares_memory and not is_here:
             raise BridgeError("memory is shared on one host only: send Chunks", "unshared")

@@ -78,14 +78,16 @@ class Engine(Protocol):
         """A version that comes from another GPU. `check` is called while waiting; what it raises ends that.
         BridgeError("unshared") if nothing can come."""
 
-    def load(self, parts: Parts) -> None:
-        """Replace all weights in place and forget everything computed with the old ones (prefix and KV cache)."""
+    def load(self, parts: Parts, *, partial: bool = False) -> None:
+        """Replace all weights in place and forget everything computed with the old ones (prefix and KV cache).
+        partial: replace those that are given; each module is given whole or not at all."""
 
     def restore_initial(self) -> bool:
         """Load the weights the engine was started with; False if there are none."""
 
-    def read_back(self, parts: Parts, mode: str, seed: int) -> tuple[int, int]:
-        """Compare live layers with `parts` ("sampled" or "full"); (weights, input rows) compared, or BridgeError."""
+    def read_back(self, parts: Parts, mode: str, seed: int, *, partial: bool = False) -> tuple[int, int]:
+        """Compare live layers with `parts` ("sampled" or "full"); (weights, input rows) compared, or BridgeError.
+        partial: `parts` has some layers."""
 
     def probe(self, prompt: list[int], modules: list[str]) -> list[messages.Recorded]:
         """Prefill `prompt` and record what goes into and comes out of live modules; BridgeError if it cannot."""

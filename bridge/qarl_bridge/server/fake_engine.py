@@ -55,6 +55,7 @@ class FakeEngine:
         self._requests: dict[str, tuple[messages.Draw, messages.Sampling, list[int], list[float]]] = {}
         self.fail_load = 0  # number of coming loads to fail half-way
         self.fail_read_back = 0
+        self.loads = self.loaded_bytes = 0  # so far
         self.stall = False  # steps make no progress
         self.trainers_forgotten = 0
         self.mapper: Callable[[messages.Manifest, messages.DeviceMemory], Copy] | None = None
@@ -92,16 +93,19 @@ class FakeEngine:
                 )
         return finished
 
-    def load(self, parts: Parts) -> None:
+    def load(self, parts: Parts, *, partial: bool = False) -> None:
         """Copy in place."""
-        state = hashlib.sha256()
         self._state = b"half loaded"
+        self.loads += 1
         for index, (name, array) in enumerate(pair for part in parts for pair in part.items()):
             if self.fail_load and index == 1:
                 self.fail_load -= 1
                 raise RuntimeError("simulated loader failure")
             self.held[name] = array.copy()
-            state.update(name.encode() + messages.as_bytes(array))
+            self.loaded_bytes += array.nbytes
+        state = hashlib.sha256()
+        for name in self.expected:
+            state.update(name.encode() + messages.as_bytes(self.held[name]))
         self._state = state.digest()
 
     def open_device(self, manifest: messages.Manifest, memory: messages.DeviceMemory) -> Copy:
@@ -132,7 +136,7 @@ class FakeEngine:
         self._state = b"initial"
         return True
 
-    def read_back(self, parts: Parts, mode: str, seed: int) -> tuple[int, int]:
+    def read_back(self, parts: Parts, mode: str, seed: int, *, partial: bool = False) -> tuple[int, int]:
         """Compare everything held."""
         if self.fail_read_back:
             self.fail_read_back -= 1

@@ -165,7 +165,7 @@ class Template:
         return ids if ids[: len(self._leading)] == self._leading else (*self._leading, *ids)
 
     def admit(self, text: str, skipped: Skipped) -> tuple[int, ...] | None:
-        """Token ids of a usable prompt; None, counted, for one that is too long or cannot be encoded."""
+        """Encodes a prompt. One that is too long or cannot be encoded gives None, and `skipped` counts it."""
         tokens = self.encode(text[: 64 * self.max_len])  # the start of a row of megabytes shows that it is too long
         if len(tokens) <= self.max_len and len(text) > 64 * self.max_len:
             tokens = self.encode(text)

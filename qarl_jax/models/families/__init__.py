@@ -13,7 +13,14 @@ MODELS = {
     "Qwen3MoeForCausalLM": qwen3_moe,
 }
 
+ADAPTER = {"lora_a": "lora_A", "lora_b": "lora_B"}
+"""Leaves of an adapter, and their names at Hugging Face (PEFT)."""
+
 
 def hf_template(own_path: str, architecture: str) -> str:
-    """ "attn.q.kernel" (a path inside its segment) -> "model.layers.{layer}.self_attn.q_proj.weight"."""
-    return MODELS[architecture].HF_NAMES[own_path]
+    """ "attn.q.kernel" (a path inside its segment) -> "model.layers.{layer}.self_attn.q_proj.weight". An adapter's
+    "attn.q.lora_a" -> "model.layers.{layer}.self_attn.q_proj.lora_A.weight"."""
+    names, (module, _, leaf) = MODELS[architecture].HF_NAMES, own_path.rpartition(".")
+    if leaf in ADAPTER:
+        return f"{names[f'{module}.kernel'].removesuffix('weight')}{ADAPTER[leaf]}.weight"
+    return names[own_path]

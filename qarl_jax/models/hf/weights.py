@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from qarl_jax.models.config import ModelConfig, read_config
-from qarl_jax.models.families import MODELS, hf_template
+from qarl_jax.models.families import ADAPTER, MODELS, hf_template
 from qarl_jax.models.hf import safetensors
 from qarl_jax.models.hf.safetensors import INDEX, MAX_SHARD_BYTES, SINGLE
 from qarl_jax.models.params import abstract_model, by_path, finish, parse_rules, split
@@ -85,23 +85,28 @@ class Place:
 
 def checkpoint_order(config: ModelConfig) -> Iterator[list[Place]]:
     """All places in the order of files and of publishing: embedding, layers one by one, final norm, head (if not
-    tied)."""
+    tied), and adapters, layer by layer."""
     names = hf_names(config)
 
     def top(path: str) -> Iterator[list[Place]]:
         if path in names:
             yield [Place(path, None, (str(names[path]),))]
 
+    def layers(adapters: bool) -> Iterator[list[Place]]:
+        for number, stack in enumerate(config.stacks):
+            here = [path for path in names if path.startswith(f"stacks.{number}.")]
+            members = {path: names[path] for path in here if (path.rpartition(".")[2] in ADAPTER) == adapters}
+            for layer in range(stack.length if members else 0):
+                yield [
+                    Place(path, layer, tuple(np.atleast_1d(own[layer]).tolist()), own.ndim > 1)
+                    for path, own in members.items()
+                ]
+
     yield from top("embed.kernel")
-    for number, stack in enumerate(config.stacks):
-        members = {path: own for path, own in names.items() if path.startswith(f"stacks.{number}.")}
-        for layer in range(stack.length):
-            yield [
-                Place(path, layer, tuple(np.atleast_1d(own[layer]).tolist()), own.ndim > 1)
-                for path, own in members.items()
-            ]
+    yield from layers(adapters=False)
     yield from top("norm.weight")
     yield from top("head.kernel")
+    yield from layers(adapters=True)
 
 
 class Checkpoint:
@@ -229,25 +234,44 @@ def load_hf(
 
 
 def load_masters(path: str | pathlib.Path, config: ModelConfig, mesh: Mesh | None = None) -> tuple[Any, nnx.State]:
-    """(graphdef, masters) of a folder whose config.json was read: no QTensor is made of them.
+    """(graphdef, masters) of a folder whose config.json was read: no QTensor is made of them, and no adapter.
 
     Raises:
       UserError: as `load_hf`.
     """
+    masters = nnx.from_flat_state(list(read_masters(path, config, mesh)))
+    return split(abstract_model(config))[0], masters
+
+
+def read_masters(
+    path: str | pathlib.Path,
+    config: ModelConfig,
+    mesh: Mesh | None = None,
+    dtype_of: Callable[[str], Any] | None = None,
+) -> Iterator[tuple[Any, nnx.Param]]:
+    """Yields the entries of `load_masters` as they are read, so that no two need be held at once.
+
+    Args:
+      dtype_of: dtype of the master at a path; None: the config's `param_dtype`.
+
+    Raises:
+      UserError: as `load_hf`.
+    """
+    config = config.base
     checkpoint = Checkpoint(path)
     check_names(config, set(checkpoint), str(path))
-    graphdef, abstract, _ = split(abstract_model(config))
+    abstract = split(abstract_model(config))[1]
     shardings = None if mesh is None else by_path(param_shardings(abstract, mesh))
     default = SingleDeviceSharding(jax.devices()[0])
-    loaded = {}
     names = hf_names(config)
     flat = nnx.to_flat_state(abstract)
     with progress.task("reading weights", len(flat), "parameters") as task:
         for keys, variable in task.count(flat):
-            name = ".".join(map(str, keys))
+            name, like = ".".join(map(str, keys)), variable.get_value()
             sharding = default if shardings is None else shardings[name]
-            loaded[keys] = variable.replace(_read(checkpoint, names[name], variable.get_value(), sharding))
-    return graphdef, nnx.from_flat_state(loaded)
+            if dtype_of is not None:
+                like = jax.ShapeDtypeStruct(like.shape, dtype_of(name))
+            yield keys, variable.replace(_read(checkpoint, names[name], like, sharding))
 
 
 def _read(checkpoint: Checkpoint, names: np.ndarray, like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
@@ -315,7 +339,13 @@ def _on_host(table: jax.Array, dtype: np.dtype) -> np.ndarray:
 
 
 def export_tensors(
-    params: nnx.State, qweights: nnx.State, config: ModelConfig, dtype: Any = "bfloat16", *, stacked: bool = False
+    params: nnx.State,
+    qweights: nnx.State,
+    config: ModelConfig,
+    dtype: Any = "bfloat16",
+    *,
+    stacked: bool = False,
+    paths: Collection[str] | None = None,
 ) -> Iterator[tuple[str, np.ndarray | QTensor]]:
     """Yields (Hugging Face name, tensor), layer by layer: embedding, layers in order, final norm, head (if not tied).
 
@@ -324,6 +354,7 @@ def export_tensors(
       config: the model's config.
       dtype: what masters are cast to.
       stacked: whether the experts of a layer come as one tensor [E, ...], under the name of the first.
+      paths: of the parameters whose tensors are wanted; None: all.
 
     Yields:
       For a weight with a QTensor, its name ("...q_proj.weight") and a QTensor of numpy arrays ([N, K] logically); for
@@ -343,8 +374,10 @@ def export_tensors(
                 leaf.copy_to_host_async()
         return found
 
-    order = list(checkpoint_order(config))
-    under_way = None
+    every = checkpoint_order(config)
+    wanted = ([place for place in places if paths is None or place.path in paths] for places in every)
+    order = [places for places in wanted if places]
+    under_way = sent(order[0]) if order else None
     for places, following in zip(order, [*order[1:], []], strict=True):
         arriving, under_way = under_way, sent(following)
         host = jax.device_get(arriving)

@@ -44,9 +44,6 @@ class Config(Scheme):
         if self.group_size != -1 and (self.group_size <= 0 or self.group_size % 8):
             raise UserError(f"{self.name}: group size {self.group_size} is not a multiple of 8; use 32, 64, 128 or -1")
 
-    def __str__(self) -> str:
-        return f"{self.name}:g{self.group_size}"
-
     @property
     def wire(self) -> formats.Layout:
         """int32 [N, K/8], bfloat16 [N, K/G], int64 [2]."""

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 
 from qarl_jax import models, quant
+from qarl_jax.models.layers import folded
 from qarl_jax.models.params import part_of
 from qarl_jax.models.transformer import quantizable
+from qarl_jax.numerics.float32 import round_to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,7 @@ def compute_form(graphdef: Any, params: Any, qweights: Any) -> tuple[Policy, tup
       * a scheme without a layer of its own multiplies with decoded weights: they are stored, in the compute dtype, as
         a plain kernel;
       * other kernels, embedding and head are stored in the compute dtype instead of being cast at every step;
+      * adapters are stored as an engine multiplies with them, the scale folded in;
       * the codes of the other schemes are multiplied as they are, and their masters are dropped.
     """
     model = models.merge(graphdef, params, qweights)
@@ -57,6 +60,10 @@ def compute_form(graphdef: Any, params: Any, qweights: Any) -> tuple[Policy, tup
         elif not qtensor.scheme.own_layer:
             linear.kernel.set_value(quant.dequantize(qtensor, config.compute_dtype))
             linear.quantized = None
+        if linear.lora_a is not None and linear.lora_b is not None:
+            linear.lora_a.set_value(round_to(linear.lora_a.get_value(), config.compute_dtype))
+            linear.lora_b.set_value(folded(linear.lora_b.get_value(), linear.lora_scale, config.compute_dtype))
+            linear.lora_scale = 1.0
     for table in (model.embed, model.head):
         if table is not None:
             table.kernel.set_value(table.kernel.get_value().astype(config.compute_dtype))

@@ -19,11 +19,12 @@ in common: what a version is, what a request asks, and what an answer must hold.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -100,18 +101,31 @@ def leave_memory_to_vllm() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
-def engine_tensors(weights: PolicyWeights, *, stacked: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+def engine_tensors(
+    weights: PolicyWeights, *, stacked: bool = False, paths: Collection[str] | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array) of every tensor of a checkpoint the engine loads, layer by layer; masters as bf16.
 
     stacked: as a version is published, with the experts of a layer in one tensor (qarl_bridge.protocol.expert_stacks).
+    paths: of the parameters whose tensors are wanted; None: all.
     """
     config = models.config_of(weights.graphdef)
-    for name, tensor in models.export_tensors(weights.params, weights.qweights, config, stacked=stacked):
+    exported = models.export_tensors(weights.params, weights.qweights, config, stacked=stacked, paths=paths)
+    for name, tensor in exported:
         name = expert_stacks.name_of(name) if stacked else name
         if isinstance(tensor, QTensor):
             yield from formats.pack(name, tensor.arrays, tensor.scheme.wire).items()
         else:
             yield name, tensor
+
+
+def moving(config: models.ModelConfig, fixed: Collection[str]) -> frozenset[str]:
+    """Paths of the parameters that a version needs which keeps `fixed` ones: a module of the engine is sent whole."""
+    modules: dict[str, set[str]] = {}
+    for path, names in models.hf_names(config).items():
+        for name in names.reshape(-1):
+            modules.setdefault(formats.live_module(str(name)), set()).add(path)
+    return frozenset().union(*(paths for paths in modules.values() if not paths <= set(fixed)))
 
 
 def engine_config(graphdef: Any) -> dict[str, Any]:
@@ -183,9 +197,12 @@ class VllmEngine(RolloutEngine):
             log=log,
         )
         self._staged: sender.Version | None = None
+        self._base: sender.Version | None = None  # complete, if later versions may be partial
+        self._fixed: frozenset[str] = frozenset()  # what they may keep of it
         self._stager: DeviceStager | None = None
         self._transport = config.transport
         self.route = ""  # "host", "cuda_ipc" or "nccl": how the last version went
+        self._folded: Any = None  # masters of the last version, where it has adapters
         self._model_json: dict[str, Any] | None = None
         self._model: tuple[bytes, bytes] | None = None  # fingerprint, scheme hash
         self._numerics, self._shards = "plain", 1
@@ -229,6 +246,9 @@ class VllmEngine(RolloutEngine):
             )
         self._model, self._model_json = identity, model_json
         config = models.config_of(weights.graphdef)
+        if config.lora is not None:
+            weights = dataclasses.replace(weights, params=models.fold_adapters(weights.graphdef, weights.params))
+            self._folded = weights.params  # a stager holds no arrays
         check_length(self._config, config.max_position_embeddings)
         self._numerics, self._shards = config.numerics.profile, config.numerics.shards
         self._schemes = _schemes(config)
@@ -259,30 +279,38 @@ class VllmEngine(RolloutEngine):
             "scheme": self._model[1],
         }
         staged: sender.Version
-        if transport == "host":
-            staged = sender.stage(engine_tensors(weights, stacked=True), **identity)
+        over, paths = self._over(weights)
+        if over is not None or transport == "host":
+            staged = sender.stage(engine_tensors(weights, stacked=True, paths=paths), over=over, **identity)
             staged.base = self._staged if isinstance(self._staged, sender.StagedVersion) else None
         else:
             stager = self._device_stager(weights)
-            if self._config.staging_buffers < 2 and self._staged is not None:
-                self._staged.close()
-                self._staged = None
+            if self._config.staging_buffers < 2:
+                self._close_versions()
             staged = stager.stage(weights, **identity)
 
         try:
             assert self._model_json is not None
             report = self.fleet.publish(staged, self._model_json)
-        except BaseException:
+        except BaseException as error:
             staged.close()
-            raise
+            if over is None or getattr(error, "code", "") != "base":
+                raise
+            self._log(f"publishing all weights: {error}")
+            self._fixed = frozenset()
+            return self._publish(weights, version, transport)
         finally:
             if self._stager is not None:
                 self._stager.forget()
         if isinstance(staged, sender.StagedVersion):
             staged.base = None  # closed with the next line; who has not asked for the changes by now gets the whole
-        if self._staged is not None:
-            self._staged.close()
-        if transport == "host" and self._stager is not None:  # it was left meanwhile: nothing lies in its buffers
+        before, self._staged = (self._staged, self._base), staged
+        if over is None:
+            self._base, self._fixed = (staged, weights.fixed) if weights.fixed else (None, frozenset())
+        for old in before:
+            if old is not None and old is not self._base:
+                old.close()
+        if self._transport == "host" and self._stager is not None:  # it was left meanwhile: nothing lies in its buffers
             self._stager.close()
             self._stager = None
         first = self.fleet.first
@@ -291,8 +319,22 @@ class VllmEngine(RolloutEngine):
             self._log(f"publishing over {_TRANSPORTS[route]}")
         if self.version < 0:
             report = report | {"start_engine_s": max(replica.start_s for replica in self.fleet.replicas)}
-        self._staged, self.version = staged, version
+        self.version = version
         return report
+
+    def _over(self, weights: PolicyWeights) -> tuple[sender.Version | None, frozenset[str] | None]:
+        """The complete version that this one may be over, and the paths of what it is then made of."""
+        lost = any(getattr(replica.error, "code", "") == "base" for replica in self.fleet.replicas)
+        if self._base is None or lost or not weights.fixed or weights.fixed != self._fixed:
+            return None, None
+        paths = moving(models.config_of(weights.graphdef), weights.fixed)
+        return (self._base, paths) if paths else (None, None)
+
+    def _close_versions(self) -> None:
+        for version in (self._staged, self._base):
+            if version is not None:
+                version.close()
+        self._staged = self._base = None
 
     def _device_stager(self, weights: PolicyWeights) -> DeviceStager:
         if not self._config.stages_on_gpu:
@@ -346,9 +388,7 @@ class VllmEngine(RolloutEngine):
     def close(self) -> None:
         """Stop the bridges this engine started, and free the staged version. Idempotent."""
         self.fleet.close()
-        if self._staged is not None:
-            self._staged.close()
-            self._staged = None
+        self._close_versions()
         if self._stager is not None:
             self._stager.close()
             self._stager = None

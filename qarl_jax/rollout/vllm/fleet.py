@@ -231,7 +231,7 @@ class Fleet:
                 if replica.client is None:
                     expected = [
                         messages.Expected(name=entry.name, dtype=entry.dtype, shape=entry.shape)
-                        for entry in staged.manifest.tensors
+                        for entry in sender.complete_of(staged).manifest.tensors
                     ]
                     self._check(replica.connect(self._model_json, expected))
                     self._introduce(replica)

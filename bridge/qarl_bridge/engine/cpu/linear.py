@@ -165,7 +165,7 @@ class Float64Int8LinearKernel(Int8ScaledMMLinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """On every CPU."""
+        """Accepts every CPU, and no other platform."""
         return current_platform.is_cpu(), "Float64Int8 is for CPUs"
 
     @classmethod
@@ -190,7 +190,7 @@ class Float64FP8LinearKernel(FP8ScaledMMLinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """On every CPU."""
+        """Accepts every CPU, and no other platform."""
         return current_platform.is_cpu(), "Float64FP8 is for CPUs"
 
     @classmethod

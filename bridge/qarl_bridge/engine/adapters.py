@@ -1,0 +1,238 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of a live model: h = bf(x A^T), d = bf(h B^T), y' = bf(y + d) behind every linear layer that has one.
+
+An engine serves one policy, so that nothing of vLLM's own LoRA is used: no slots, no names per version, no folder, and
+no products whose parts are added by atomics. A and B lie beside the layer from its start on, zeros at first, and every
+version is copied into the same memory; a CUDA graph that was captured with it goes on.
+
+Layers that vLLM fuses have one adapter, whose B is block diagonal:
+
+    h = x [A_q; A_k; A_v]^T        d = h diag(B_q, B_k, B_v)^T
+
+The zeros of B add exact zeros, so that these are the numbers of three adapters, from two products. Both are the
+device's own: sums in float64 on a CPU (cpu/linear.py), `ops.product` on a GPU, in one part (no split-K).
+
+vLLM sees none of it: tensors are no parameters or buffers of a module, which its reload would rebuild. What we left
+out: experts, embeddings, the head, several shards, vLLM's own arithmetic. Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from qarl_bridge.engine.readback.linear import SAMPLED_ROWS
+from qarl_bridge.protocol import adapters
+from qarl_bridge.protocol.errors import BridgeError
+from qarl_bridge.protocol.formats import FUSED
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+OneHot = tuple[np.ndarray, torch.Tensor]  # inputs [R], and rows [R, K] that are 1 there
+_UNIT = 8  # ranks are filled up with zeros: a row of B has whole 16 bytes
+_CHUNK = 256  # one-hot rows pushed at once
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slice:
+    """One published adapter: its module, its place among the ranks, and its rows of the outputs."""
+
+    module: str
+    ranks: slice
+    rows: slice
+
+
+class Adapter:
+    """The adapter of a live layer.
+
+    Args:
+      slices: published adapters. outputs, inputs: N and K of the layer.
+      product: x [..., K], weight [N, K] -> bf(x W^T).
+      dtype: what `product` takes weights in.
+
+    Attributes:
+      a: [ranks, K]. b: [N, ranks].
+    """
+
+    def __init__(
+        self, slices: Sequence[_Slice], outputs: int, inputs: int, *, product: Product, dtype: torch.dtype, device: Any
+    ):
+        self.slices, self._product = slices, product
+        ranks = -(-slices[-1].ranks.stop // _UNIT) * _UNIT
+        with torch.inference_mode(False):
+            self.a = torch.zeros((ranks, inputs), dtype=dtype, device=device)
+            self.b = torch.zeros((outputs, ranks), dtype=dtype, device=device)
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """[..., K], the layer's output [..., N] -> [..., N]."""
+        d = self._product(self._product(x, self.a), self.b)
+        return y - (0.0 - d)  # y + d, but y itself, and not +0 for -0, where d is 0
+
+    def _places(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            pair
+            for one in self.slices
+            for pair in (
+                (one.module + adapters.A, self.a[one.ranks]),
+                (one.module + adapters.B, self.b[one.rows, one.ranks]),
+            )
+        ]
+
+    def load(self, published: Mapping[str, torch.Tensor]) -> None:
+        """Copies what is there of it into place."""
+        with torch.no_grad():
+            for name, place in self._places():
+                if name in published:
+                    place.copy_(published[name])
+
+    def clear(self) -> None:
+        """Makes the layer the base's."""
+        with torch.no_grad():
+            self.a.zero_()
+            self.b.zero_()
+
+    def wanted(self, published: Mapping[str, torch.Tensor], end: str, inputs: np.ndarray) -> torch.Tensor:
+        """The outputs [R, ranks or N] of one-hot rows at `inputs` [R], from published tensors, where these are.
+
+        Args:
+          end: `adapters.A` or `adapters.B`.
+        """
+        outputs = (self.a if end == adapters.A else self.b).shape[0]
+        where = published[self.slices[0].module + end].device
+        out = torch.zeros((len(inputs), outputs), dtype=torch.bfloat16, device=where)
+        for one in self.slices:
+            at, columns, to = np.arange(len(inputs)), inputs, one.ranks
+            if end == adapters.B:
+                at = np.flatnonzero((one.ranks.start <= inputs) & (inputs < one.ranks.stop))
+                columns, to = inputs[at] - one.ranks.start, one.rows
+            index = torch.from_numpy(columns).to(where)
+            out[torch.from_numpy(at).to(where), to] = published[one.module + end].index_select(1, index).t()
+        return out
+
+    def differing(
+        self, published: Mapping[str, torch.Tensor], picked: Callable[[int], Sequence[OneHot]]
+    ) -> tuple[Any, int]:
+        """Pushes one-hot rows through both products.
+
+        Args:
+          picked: width of a matrix -> the rows.
+
+        Returns:
+          (whether anything came out that is not the published column, rows pushed).
+        """
+        wrong, pushed = torch.zeros((), dtype=torch.bool, device=self.a.device), 0
+        for end, held in ((adapters.A, self.a), (adapters.B, self.b)):
+            for inputs, one_hot in picked(held.shape[1]):
+                want = self.wanted(published, end, inputs).to(held.device)
+                wrong |= (self._product(one_hot, held) != want).any()
+                pushed += len(inputs)
+        return wrong, pushed
+
+
+def _with(adapter: Adapter, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's `forward`, which returns its output, or a tuple that begins with it."""
+
+    @functools.wraps(forward)
+    def call(x: torch.Tensor, *args: Any, **named: Any) -> Any:
+        out = forward(x, *args, **named)
+        return (adapter(x, out[0]), *out[1:]) if isinstance(out, tuple) else adapter(x, out)
+
+    return call
+
+
+class Adapters:
+    """All adapters of a live model.
+
+    Args:
+      modules: all of the model's, by name.
+      shapes: of the published tensors of adapters, by name.
+      product, dtype, device: see `Adapter`.
+
+    Raises:
+      BridgeError("setup"): a live layer is missing, or of another shape.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, Any],
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        product: Product,
+        dtype: torch.dtype,
+        device: Any,
+    ):
+        self._of: dict[str, Adapter] = {}
+        left = set(shapes)
+        for name, module in modules.items():
+            parent, dot, leaf = name.rpartition(".")
+            parts = [f"{parent}{dot}{part}" for part in FUSED.get(leaf, (leaf,))]
+            if not any(part + adapters.A in shapes for part in parts) or not hasattr(module, "quant_method"):
+                continue
+            sizes = getattr(module, "output_partition_sizes", None) or [module.output_size]
+            slices, rank, row = [], 0, 0
+            for part, size in zip(parts, sizes, strict=True):
+                if part + adapters.A in shapes:
+                    own = shapes[part + adapters.A][0]
+                    wanted = [own, module.input_size], [size, own]
+                    if (list(shapes[part + adapters.A]), list(shapes[part + adapters.B])) != wanted:
+                        raise BridgeError(f"the adapter of {part} does not fit [{size}, {module.input_size}]", "setup")
+                    slices.append(_Slice(part, slice(rank, rank + own), slice(row, row + size)))
+                    left -= {part + adapters.A, part + adapters.B}
+                    rank += own
+                row += size
+            adapter = Adapter(slices, row, module.input_size, product=product, dtype=dtype, device=device)
+            module.forward = _with(adapter, module.forward)
+            self._of[name] = adapter
+        if left:
+            raise BridgeError(f"the engine has no layer for {min(left)}", "setup")
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def load(self, published: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies the adapters among these tensors into place; returns the other tensors."""
+        for adapter in self._of.values():
+            adapter.load(published)
+        return {name: tensor for name, tensor in published.items() if not adapters.is_adapter(name)}
+
+    def clear(self) -> None:
+        """Makes the model the base."""
+        for adapter in self._of.values():
+            adapter.clear()
+
+    def compare(self, published: Mapping[str, torch.Tensor], mode: str, rng: np.random.Generator) -> tuple[int, int]:
+        """Reads back the adapters among these tensors: (layers, one-hot rows).
+
+        Args:
+          mode: "full", or "sampled": some inputs drawn from `rng`, the same for all layers of a width.
+
+        Raises:
+          BridgeError("engine"): names the first layer that differs.
+        """
+        found: list[tuple[str, Any]] = []
+        rows = 0
+
+        @functools.cache
+        def picked(width: int) -> list[OneHot]:
+            most = width if mode == "full" else min(SAMPLED_ROWS, width)
+            inputs = np.sort(rng.choice(width, most, replace=False))
+            device = next(iter(self._of.values())).a.device
+            every = torch.arange(width, device=device)
+            chunks = (inputs[start : start + _CHUNK] for start in range(0, most, _CHUNK))
+            return [(i, (every == torch.from_numpy(i).to(device)[:, None]).to(torch.bfloat16)) for i in chunks]
+
+        with torch.inference_mode():
+            for name, adapter in self._of.items():
+                if adapter.slices[0].module + adapters.A in published:
+                    wrong, pushed = adapter.differing(published, picked)
+                    found.append((name, wrong))
+                    rows += pushed
+            if found:
+                for index in torch.stack([wrong for _, wrong in found]).cpu().nonzero().flatten().tolist():
+                    raise BridgeError(f"read-back: the adapter of {found[index][0]} is not the published one", "engine")
+        return len(found), rows

@@ -1,0 +1,62 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters (LoRA, arXiv 2106.09685) of linear layers, by the names of their tensors in a version:
+
+    P.lora_A.weight    bfloat16 [r, K]        P: the Hugging Face module of a linear layer [N, K]
+    P.lora_B.weight    bfloat16 [N, r]        scaled by alpha / r already
+
+With y the layer's output, bias included, and bf a rounding to bfloat16:
+
+    h = bf(x A^T)    d = bf(h B^T)    y' = bf(y + d)
+
+B = 0 leaves y as it is, to the bit: d is then +0 or -0, and the engine subtracts 0 - d, which is +0 for either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from qarl_bridge.protocol.errors import BridgeError
+from qarl_bridge.protocol.messages import Expected
+
+A, B = ".lora_A.weight", ".lora_B.weight"
+
+
+def is_adapter(name: str) -> bool:
+    """Tells whether a tensor of this name is part of an adapter."""
+    return name.endswith((A, B))
+
+
+def module_of(name: str) -> str:
+    """The Hugging Face module of an adapter's tensor."""
+    return name.removesuffix(A).removesuffix(B)
+
+
+def expected(tensors: Mapping[str, Expected], rank: int, targets: Sequence[str]) -> dict[str, Expected]:
+    """Adds the adapters of an engine's options to the tensors of a checkpoint; those it has already stay.
+
+    Args:
+      tensors: the weights of linear layers among them, by name.
+      rank: r; 0: no adapters.
+      targets: last parts of the names of layers, as "q_proj".
+
+    Raises:
+      BridgeError("setup"): a target is no layer's.
+    """
+    out = dict(tensors)
+    left = set(targets) if rank else set()
+    for name, one in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        if not rank or module.rpartition(".")[2] not in targets or leaf not in ("weight", "weight_packed"):
+            continue
+        if len(one.shape) != 2 or ".layers." not in module:
+            continue
+        left.discard(module.rpartition(".")[2])
+        n, k = one.shape[0], one.shape[1] * (8 if leaf == "weight_packed" else 1)
+        for end, shape in ((A, [rank, k]), (B, [n, rank])):
+            out.setdefault(module + end, Expected(name=module + end, dtype="bfloat16", shape=shape))
+    if left:
+        raise BridgeError(
+            f"lora_targets: the model has no layer {sorted(left)[0]!r} that could have an adapter", "setup"
+        )
+    return out

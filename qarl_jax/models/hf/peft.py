@@ -1,0 +1,174 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""PEFT folders <-> adapters: adapter_config.json and adapter_model.safetensors, which transformers and vLLM load.
+
+Written are one rank and one alpha for all linear maps, and tensors as the forward reads them. vLLM 0.25 ignores
+`rank_pattern` and `alpha_pattern`, so that they are never written. Where they are read, a scale that differs from the
+run's is folded into B, and an adapter of a smaller rank is filled up: fresh rows of A, zero columns of B.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from qarl_jax.models.config import ModelConfig
+from qarl_jax.models.families import ADAPTER
+from qarl_jax.models.hf import safetensors
+from qarl_jax.models.hf.weights import hf_names
+from qarl_jax.models.params import abstract_model, by_path, split
+from qarl_jax.types import UserError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+# What an adapter may have and ours has not: a setting with another value than these.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (None, False),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "fan_in_fan_out": (None, False),
+}
+
+
+def _own_names(config: ModelConfig) -> dict[str, np.ndarray]:
+    """{path of an adapter's leaf: names of its tensors in a PEFT folder, [L]}."""
+    names = {path: own for path, own in hf_names(config).items() if path.rpartition(".")[2] in ADAPTER}
+    return {path: np.array([_PREFIX + name for name in own.tolist()], dtype=object) for path, own in names.items()}
+
+
+def write_peft(
+    folder: pathlib.Path, config: ModelConfig, params: nnx.State, *, alpha: float, rslora: bool, base: str
+) -> None:
+    """Writes the adapters of `params` into an existing folder.
+
+    Args:
+      config: the model's, with `lora`.
+      params: masters, of other leaves too; adapters are written in the compute dtype, to which the forward rounds.
+      alpha, rslora: what `config.lora.scale` comes from.
+      base: the base model's folder or name, for whoever loads the adapters.
+    """
+    assert config.lora is not None
+    dtype, own, names = np.dtype(config.compute_dtype), by_path(params), _own_names(config)
+    shapes = {name: (dtype, own[path].shape[1:]) for path in names for name in names[path]}
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for path in names:
+            stack = np.asarray(jax.device_get(own[path])).astype(dtype)
+            yield from zip(names[path], stack, strict=True)
+
+    safetensors.write(folder / WEIGHTS, shapes, tensors())
+    targets = sorted({name.split(".")[-3] for each in names.values() for name in each})
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.lora.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "use_rslora": rslora,
+        "target_modules": targets,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def check_peft(folder: str, config: ModelConfig) -> tuple[dict[str, Any], dict[str, list[np.ndarray]]]:
+    """Reads a PEFT folder for adapters of `config`; asks JAX for no device.
+
+    Returns:
+      (adapter_config.json, {path of an adapter's leaf: a float32 array per layer, as in the file}).
+
+    Raises:
+      UserError: no such folder, or one of another kind of adapter, base, rank or targets, or with numbers that are not
+        finite; the sentence names the file, and the setting or tensor.
+    """
+    path = pathlib.Path(folder)
+    if not (path / CONFIG).is_file():
+        raise UserError(
+            f"lora.init={folder}: no {CONFIG} there; give a folder that PEFT or `export --format peft` wrote."
+        )
+    try:
+        values = json.loads((path / CONFIG).read_text())
+    except ValueError as error:
+        raise UserError(f"{path / CONFIG} is not JSON ({error}).") from None
+    for key, known in _PLAIN.items():
+        if values.get(key) not in known:
+            raise UserError(f"{path / CONFIG}: {key}={values[key]!r} is not supported; merge it, or train plain LoRA.")
+    if not (path / WEIGHTS).is_file():
+        raise UserError(f"{path}: no {WEIGHTS} there; other formats are not read.")
+    file, names = safetensors.SafetensorsFile(path / WEIGHTS), _own_names(config)
+    _check_names({name for own in names.values() for name in own}, set(file.entries), file.path)
+    shapes = {own: leaf.shape[1:] for own, leaf in by_path(split(abstract_model(config))[1]).items() if own in names}
+    return values, {own: [_tensor(file, name, shape) for name in names[own]] for own, shape in shapes.items()}
+
+
+def read_peft(folder: str, config: ModelConfig, fresh: nnx.State) -> nnx.State:
+    """Reads adapters of `config` from a PEFT folder.
+
+    Args:
+      fresh: fresh adapters (`fresh_adapters`), whose places, dtypes and first rows of A, where ranks differ, are kept.
+
+    Raises:
+      UserError: as `check_peft`.
+    """
+    assert config.lora is not None
+    values, found = check_peft(folder, config)
+    names, out = _own_names(config), []
+    for keys, variable in nnx.to_flat_state(fresh):
+        like, own = variable.get_value(), ".".join(map(str, keys))
+        stack = np.asarray(jax.device_get(like)).astype(np.float32)
+        for number, (name, tensor) in enumerate(zip(names[own], found[own], strict=True)):
+            if keys[-1] == "lora_a":
+                stack[number, : len(tensor)] = tensor
+            else:
+                module, rank = name.removeprefix(_PREFIX).rsplit(".", 2)[0], tensor.shape[1]
+                stack[number, :, :rank] = tensor * np.float32(_scale_of(values, module, rank) / config.lora.scale)
+        out.append((keys, variable.replace(jax.device_put(stack.astype(like.dtype), like.sharding))))
+    return nnx.from_flat_state(out)
+
+
+def _check_names(wanted: set[str], found: set[str], path: pathlib.Path) -> None:
+    """Raises UserError where tensors are missing or unexpected."""
+    for names, said in (
+        (wanted - found, "missing that lora.targets asks for"),
+        (found - wanted, "that lora.targets leaves no place for"),
+    ):
+        if names:
+            some = ", ".join(sorted(names)[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+            raise UserError(f"{path}: {len(names)} tensor(s) {said}: {some}.")
+
+
+def _tensor(file: safetensors.SafetensorsFile, name: str, like: tuple[int, ...]) -> np.ndarray:
+    """A finite tensor of the base's width and at most the run's rank, float32."""
+    shape, ranked = file.entries[name][1], int(".lora_B." in name)  # dim of the rank
+    if len(shape) != 2 or shape[1 - ranked] != like[1 - ranked]:
+        raise UserError(f"{file.path}: {name} has shape {shape}, and the base asks for {like}: it is another base's.")
+    if shape[ranked] > like[ranked]:
+        raise UserError(f"{file.path}: {name} has rank {shape[ranked]}, above lora.rank={like[ranked]}; raise that.")
+    values = np.asarray(file.tensor(name)).astype(np.float32)
+    if not np.isfinite(values).all():
+        raise UserError(f"{file.path}: {name} has numbers that are not finite; get the adapter again.")
+    return values
+
+
+def _scale_of(values: Mapping[str, Any], module: str, rank: int) -> float:
+    """The scale that PEFT gives a module's adapter."""
+    patterns = values.get("alpha_pattern") or {}
+    found = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+    alpha = next(found, values.get("lora_alpha", 8))
+    return float(alpha) / (math.sqrt(rank) if values.get("use_rslora") else rank)

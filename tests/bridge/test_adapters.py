@@ -1,0 +1,119 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of live layers on a CPU: fused layers have one, whose numbers are those of each part's own."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from qarl_bridge.engine.adapters import Adapters  # noqa: E402
+from qarl_bridge.protocol.errors import BridgeError  # noqa: E402
+
+K, SIZES = 24, {"q_proj": 16, "k_proj": 8, "v_proj": 8}
+PARENT = "model.layers.0.self_attn"
+
+
+class Layer(torch.nn.Module):
+    """As vLLM's: an output and no bias; what it returns is what the test says."""
+
+    def __init__(self, outputs, sizes):
+        super().__init__()
+        self.quant_method, self.input_size, self.output_size = None, K, outputs
+        self.y = torch.zeros(0)
+        if sizes is not None:
+            self.output_partition_sizes = sizes
+
+    def forward(self, x):
+        return self.y.expand(len(x), -1), None
+
+
+def product(x, weight):
+    """bf(x W^T), the sum in float64."""
+    return (x.double() @ weight.double().t()).float().bfloat16()
+
+
+def made(ranks):
+    """A live q|k|v and o, adapters of these ranks (by layer; o's is 4), and the tensors of a version."""
+    rng = np.random.default_rng(0)
+    sizes = {name: (SIZES[name], rank) for name, rank in ranks.items()} | {"o_proj": (32, 4)}
+    version = {}
+    for name, (n, r) in sizes.items():
+        for end, shape in ((".lora_A.weight", (r, K)), (".lora_B.weight", (n, r))):
+            values = torch.from_numpy(rng.normal(size=shape).astype(np.float32))
+            version[f"{PARENT}.{name}{end}"] = values.bfloat16()
+    modules = {
+        f"{PARENT}.qkv_proj": Layer(32, list(SIZES.values())),
+        f"{PARENT}.o_proj": Layer(32, None),
+        f"{PARENT}.rotary": torch.nn.Identity(),
+    }
+    shapes = {name: list(tensor.shape) for name, tensor in version.items()}
+    held = Adapters(modules, shapes, product=product, dtype=torch.float64, device="cpu")
+    return modules, held, version
+
+
+@pytest.mark.parametrize("ranks", [dict.fromkeys(SIZES, 4), {"q_proj": 3, "v_proj": 8}])
+def test_the_adapter_of_a_fused_layer_is_each_part_s_own(ranks):
+    modules, held, version = made(ranks)
+    layer = modules[f"{PARENT}.qkv_proj"]
+    layer.y = torch.linspace(-2, 2, 32).bfloat16()
+    x = torch.from_numpy(np.random.default_rng(1).normal(size=(5, K))).bfloat16()
+    before, _ = layer(x)
+    other = torch.ones(3)
+    assert held.load(version | {"model.norm.weight": other}) == {"model.norm.weight": other}
+    got, bias = layer(x)
+    parts = []
+    for name, size in SIZES.items():
+        d = torch.zeros(5, size).bfloat16()
+        if name in ranks:
+            a, b = (version[f"{PARENT}.{name}.lora_{one}.weight"] for one in "AB")
+            d = product(product(x, a), b)
+        parts.append(d)
+    want = (before.float() + torch.cat(parts, dim=1).float()).bfloat16()
+    assert bias is None
+    assert torch.equal(got, want)
+    assert not torch.equal(got, before)
+
+
+def test_zeros_leave_every_bit_of_the_layer_s_output():
+    """-0 + 0 would be +0."""
+    modules, held, version = made(dict.fromkeys(SIZES, 4))
+    layer = modules[f"{PARENT}.qkv_proj"]
+    layer.y = torch.tensor([-0.0, 0.0, 1.0, -3.5] * 8).bfloat16()
+    x = torch.from_numpy(np.random.default_rng(1).normal(size=(5, K))).bfloat16()
+    bits = layer.y.expand(5, -1).view(torch.int16)
+    assert torch.equal(layer(x)[0].view(torch.int16), bits)
+    held.load({n: t if "lora_A" in n else torch.zeros_like(t) for n, t in version.items()})
+    assert torch.equal(layer(x)[0].view(torch.int16), bits)
+    held.load(version)
+    held.clear()
+    assert torch.equal(layer(x)[0].view(torch.int16), bits)
+
+
+@pytest.mark.parametrize("mode", ["full", "sampled"])
+def test_read_back_finds_what_is_not_the_published_adapter(mode):
+    """A value of A, a value of B, and one of the zeros between the parts of B."""
+    _, held, version = made(dict.fromkeys(SIZES, 4))
+    held.load(version)
+    layers, rows = held.compare(version, mode, np.random.default_rng(0))
+    assert layers == 2
+    assert rows == {"full": (24 + 16) + (24 + 8), "sampled": (16 + 16) + (16 + 8)}[mode]
+    adapter = held._of[f"{PARENT}.qkv_proj"]
+    for matrix, at in ((adapter.a, slice(5, 6)), (adapter.b, slice(30, 31)), (adapter.b, slice(0, 1))):
+        right = matrix.clone()
+        matrix[at] += 1
+        with pytest.raises(BridgeError, match=r"the adapter of model\.layers\.0\.self_attn\.qkv_proj"):
+            held.compare(version, mode, np.random.default_rng(0))
+        matrix.copy_(right)
+    assert held.compare({}, mode, np.random.default_rng(0)) == (0, 0)
+
+
+def test_adapters_that_fit_no_live_layer_are_refused():
+    modules, _, version = made(dict.fromkeys(SIZES, 4))
+    shapes = {name: list(tensor.shape) for name, tensor in version.items()}
+    for name, shape, words in (
+        (f"{PARENT}.q_proj.lora_A.weight", [4, K + 1], "does not fit"),
+        ("model.layers.7.mlp.up_proj.lora_A.weight", [4, K], "no layer for model.layers.7"),
+    ):
+        with pytest.raises(BridgeError, match=words):
+            Adapters(modules, shapes | {name: shape}, product=product, dtype=torch.float64, device="cpu")

@@ -1,0 +1,202 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Versions that replace some tensors of a complete one: adapters and norms travel alone."""
+
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+from qarl_bridge.client import sender
+from qarl_bridge.protocol import adapters, messages
+from qarl_bridge.protocol.messages import BridgeError
+from qarl_bridge.server.chunked import ChunkedCopy
+
+from tests.reference import bridge_world
+from tests.reference.bridge_world import K_WEIGHT, SAMPLING, draws, refused, still_serves, version_of, world
+
+BASE = bridge_world.tensors
+NORM = "model.norm.weight"
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def some(seed):
+    """What changes from version to version: a norm, and the adapter of q."""
+    rng = np.random.default_rng(seed)
+    shapes = {NORM: (8,), Q + adapters.A: (2, 8), Q + adapters.B: (8, 2)}
+    return {name: rng.normal(size=shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
+
+
+def version(step, over=None, base=0, replace=None, **identity):
+    """Staged: complete, or partial over another."""
+    named = (BASE(base) if over is None else {}) | some(step) | (replace or {})
+    identity = {"model": messages.model_fingerprint(bridge_world.CONFIG)} | identity
+    return sender.stage(
+        ((name, array) for name, array in named.items() if array is not None),
+        version=messages.Version(run_id="run", incarnation=1, step=step),
+        scheme=messages.scheme_hash(bridge_world.CONFIG["quantization_config"]),
+        over=over,
+        **identity,
+    )
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def served(request, tmp_path, monkeypatch):
+    """A bridge that serves a complete version 0, its trainer, and that version."""
+    monkeypatch.setattr(bridge_world, "tensors", lambda seed: BASE(seed) | some(seed))
+    with world(tmp_path, tcp=request.param == "tcp") as w:
+        client, first = w.trainer(), version(0)
+        client.publish(first)
+        yield w, client, first
+
+
+def test_a_partial_version_draws_what_it_draws_whole(served):
+    _, client, first = served
+    report = client.publish(version(1, over=first), readback="full")
+    assert report["tensors"] == report["weights_read_back"] == 3
+    partial = client.generate(draws(), SAMPLING)
+    assert [version_of(one) for one in partial] == [1, 1, 1]
+    client.publish(version(2))
+    assert client.generate(draws(), SAMPLING) != partial
+    whole = version(3, replace=some(1))
+    client.publish(whole)
+    assert [one.tokens for one in client.generate(draws(), SAMPLING)] == [one.tokens for one in partial]
+    assert client.read_back().weights == 7
+
+
+def test_the_base_is_loaded_once_and_two_hundred_publishes_leave_nothing_behind(served):
+    w, client, first = served
+    before, loaded, files = version(1, over=first), w.engine.loaded_bytes, []
+    client.publish(before)
+    of_one = w.engine.loaded_bytes - loaded
+    assert of_one == sum(array.nbytes for array in some(0).values())
+    for step in range(2, 202):
+        after = version(step, over=first)
+        after.base = before
+        client.publish(after)
+        before.close()
+        before = after
+        if step % 50 == 0:
+            assert version_of(client.generate(draws(1), SAMPLING)[0]) == step
+            files.append(len(os.listdir("/proc/self/fd")))
+    assert w.engine.loaded_bytes - loaded == 201 * of_one
+    assert files[-1] <= files[0] + 6
+    assert client.status().published == 202
+    assert client.read_back().weights == 7
+
+
+def test_a_bridge_that_does_not_hold_the_base_is_given_it_first(served, tmp_path):
+    _, _, first = served
+    (tmp_path / "new").mkdir()
+    with world(tmp_path / "new", tcp=True) as fresh:
+        client = fresh.trainer()
+        client.publish(version(7, over=first), readback="full")
+        assert client.status().published == 2
+        assert version_of(client.generate(draws(1), SAMPLING)[0]) == 7
+        assert client.read_back().weights == 7
+
+
+def test_a_bridge_that_does_not_hold_the_base_says_so_where_it_cannot_be_had(served, monkeypatch):
+    _, client, first = served
+    other = version(0, base=5)
+    with refused("base", "does not hold"):
+        client.request(messages.Announce(manifest=version(1, over=other).manifest), messages.Ready)
+    monkeypatch.setattr(client, "_publish_base", lambda over, **options: sender.Client._publish_base(client, None))
+    monkeypatch.setattr(client, "publish", lambda over: (_ for _ in ()).throw(BridgeError("gone", "bad_state")))
+    with refused("base", "gone"):
+        sender.Client.publish(client, version(1, over=other))
+    del first
+
+
+@pytest.mark.parametrize("failure", ["fail_load", "fail_read_back"])
+def test_a_partial_version_that_fails_leaves_the_last_good_one(served, failure):
+    w, client, first = served
+    client.publish(version(1, over=first))
+    before = client.generate(draws(), SAMPLING)
+    setattr(w.engine, failure, 1)
+    with refused("engine" if failure == "fail_load" else "read_back", "run/1/1 was restored"):
+        client.publish(version(2, over=first))
+    assert client.generate(draws(), SAMPLING) == before
+    assert client.read_back().weights == 7
+    client.publish(version(2, over=first))
+    assert version_of(client.generate(draws(1), SAMPLING)[0]) == 2
+
+
+def test_a_fenced_engine_takes_the_base_again_and_what_is_over_it(served):
+    w, client, first = served
+    client.publish(version(1, over=first))
+    w.engine.fail_load = 2
+    with refused("fenced", "so did restoring"):
+        client.publish(version(2, over=first))
+    client.publish(version(3, over=first))
+    assert client.status().state == "serving"
+    assert version_of(client.generate(draws(1), SAMPLING)[0]) == 3
+    assert client.read_back().weights == 7
+
+
+def test_bad_adapters_are_refused_while_the_last_good_version_serves(served):
+    _, client, first = served
+    client.publish(version(1, over=first))
+    bf16 = ml_dtypes.bfloat16
+    poisoned = some(2)[Q + adapters.A].copy()
+    poisoned[1, 3] = np.nan
+    foreign = f"{K_WEIGHT.removesuffix('.weight')}{adapters.A}"
+    for changes, code, words in (
+        ({Q + adapters.A: np.zeros((4, 8), bf16)}, "tensor", r"lora_A.*\[4, 8\], the engine expects bfloat16\[2, 8\]"),
+        ({Q + adapters.B: np.zeros((9, 2), bf16)}, "tensor", r"lora_B.*\[9, 2\]"),
+        ({foreign: np.zeros((2, 8), bf16)}, "tensor", "k_proj.lora_A.*started for adapters of q_proj alone"),
+        ({Q + adapters.B: None}, "torn", "lacks 1 tensor.*q_proj.lora_B"),
+        ({NORM: None}, "torn", "lacks 1.*the version before it replaced, first: model.norm"),
+        ({K_WEIGHT: BASE(0)[K_WEIGHT]}, "torn", "lacks.*fused module"),
+        ({Q + adapters.A: poisoned}, "tensor", "lora_A.weight holds NaN"),
+    ):
+        with refused(code, words):
+            client.publish(version(2, over=first, replace=changes))
+        assert version_of(client.generate(draws(1), SAMPLING)[0]) == 1
+    assert client.read_back().weights == 7
+
+
+def test_an_engine_without_adapters_refuses_them(bridge):
+    client = bridge.trainer()
+    client.publish(bridge_world.staged(0))
+    with refused("tensor", "unknown.*lora_A.*started for no adapters"):
+        client.publish(bridge_world.staged(1, replace={n: a for n, a in some(0).items() if n != NORM}))
+    still_serves(bridge, client, 0)
+
+
+def test_what_lies_in_the_trainers_memory_is_let_go_of_with_it(served):
+    """The base borrowed, and the version over it the bridge's own: then nothing could be restored."""
+    w, client, first = served
+    good = w.bridge._good
+    client.publish(version(1, over=first))
+    base, owner = good._base, next(iter(good._owners.values()))
+    base.borrowed = True
+    assert good.forget(object()) == []
+    assert good.forget(owner) == [base]
+    assert not good.is_there
+    assert good.complete == first.manifest.digest
+    client.publish(version(2, over=first))
+    with refused("bad_state", "nothing published to compare with"):
+        client.read_back()
+    assert not isinstance(base, ChunkedCopy)
+
+
+def test_options_add_the_adapters_of_a_folder_of_weights():
+    weights = bridge_world.expected(BASE(0)) | {
+        "model.layers.1.mlp.up_proj.weight_packed": messages.Expected(
+            name="model.layers.1.mlp.up_proj.weight_packed", dtype="int32", shape=[16, 4]
+        )
+    }
+    found = adapters.expected(weights, 4, ["q_proj", "up_proj"])
+    added = {name: one.shape for name, one in found.items() if name not in weights}
+    assert added == {
+        Q + adapters.A: [4, 8],
+        Q + adapters.B: [8, 4],
+        "model.layers.1.mlp.up_proj.lora_A.weight": [4, 32],
+        "model.layers.1.mlp.up_proj.lora_B.weight": [16, 4],
+    }
+    assert adapters.expected(weights, 0, []) == weights
+    with refused("setup", "no layer 'gate_proj'"):
+        adapters.expected(weights, 4, ["gate_proj"])
+    with refused("setup", "belong together"):
+        messages.EngineOptions.from_json('{"lora_rank": 4}')

@@ -1,0 +1,121 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters on the bases that a real vLLM serves: its layers against the formula, and many versions in a row."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from qarl_jax import models
+from qarl_jax.rollout import SamplingConfig
+from qarl_jax.rollout.vllm.engine import VllmEngine
+from qarl_jax.verify import ladder
+from tests.reference.qwen3 import qwen3
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+SCRIPT = pathlib.Path(__file__).parents[1] / "reference" / "live_adapters.py"
+NIGHTLY = [pytest.param(scheme, marks=pytest.mark.nightly) for scheme in ("bf16", "w4a16")]
+
+
+@pytest.fixture(scope="module", params=["w8a8", *NIGHTLY])
+def found(request, tmp_path_factory):
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("engine")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), request.param, str(folder)], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert "error" not in result, (result, done.stderr[-3000:])
+    return result
+
+
+def test_every_layer_computes_the_formula_of_its_adapter_to_the_bit(found):
+    """y' = bf(y + bf(bf(x A^T) B^T)) of all 16 fused layers, in numpy; once after a complete version that follows."""
+    assert [count for _, count in found["outputs"]] == [57344, 57344]
+    assert [wrong for wrong, _ in found["outputs"]] == [0, 0]
+    assert found["adapters_matter"]
+
+
+def test_an_adapter_of_zeros_leaves_the_bits_of_the_base(found):
+    assert found["zero_is_the_base"], "greedy and sampled tokens and log-probs, as with the adapters taken away"
+
+
+def test_a_partial_version_is_served_as_the_same_version_whole(found):
+    assert found["partial_is_whole"]
+    assert found["partial_is_whole_again"]
+    layers, adapted = 16, 16
+    assert found["first"][1] == found["read_back"] == layers + adapted + 4 * 4 + 3  # norms, embedding, head
+
+
+def test_many_publishes_in_a_row_leave_nothing_behind(found):
+    row = found["row"]
+    assert set(row["versions"]) == {0}, "every completion was drawn under the version published last"
+    assert row["files"][-1] <= row["files"][5] + 2
+    growth = row["rss"][-1] - row["rss"][5]
+    assert growth < 4 * row["bytes"], "one copy per version would be nearly ten times as much"
+    assert "loading whole modules" in found["notes"]
+
+
+def test_bad_adapters_are_refused_and_the_last_good_version_is_served_to_the_bit(found):
+    words = (
+        "holds NaN",
+        "engine expects bfloat16[4, 256]",
+        "k_proj.lora_A.weight: the engine was started",
+        "read_back",
+    )
+    for (error, same), said in zip(found["refused"], words, strict=True):
+        assert said in error
+        assert same, error
+
+
+@pytest.mark.nightly
+def test_partial_versions_of_an_moe_model_are_what_the_learner_scores(tmp_path):
+    """Adapters of attention, and norms: neither the loader nor the read-back misses the experts, which stay."""
+    pytest.importorskip("vllm")
+    moe = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(qwen3(vocab=64, hidden=128, intermediate=128, layers=2, heads=2, kv_heads=1, head_dim=64) | moe)
+    )
+    config = models.read_config(tmp_path, compute_dtype="bfloat16", param_dtype="float32")
+    models.save_hf(models.random_model(config, 0), tmp_path)
+    base = ladder.load(str(tmp_path), "w8a8", "cpu")
+    options = ladder.Options(prompts=6, prompt_len=16, response_len=12, threads=1)
+    prompts = ladder.random_prompts(config.vocab_size, 6, 16, 0)
+    engine = VllmEngine(dataclasses.replace(options.engine(config), readback="full"))
+    try:
+        for number in range(3):
+            weights = ladder.with_adapters(base, 8, seed=number)
+            norms = frozenset(path for path in weights.fixed if "attn_norm" in path)
+            scale = 1 + number / 4
+            params = jax.tree.map_with_path(
+                lambda path, x, scale=scale: x * scale if "attn_norm" in jax.tree_util.keystr(path) else x,
+                weights.params,
+            )
+            weights = dataclasses.replace(weights, params=params, fixed=weights.fixed - norms)
+            report = engine.publish(weights, number)
+            layers = config.num_layers
+            assert number == 0 or report["tensors"] == layers * (2 * 4 + 1)
+            drawn = ladder.flat(
+                engine.generate(prompts, num_samples=1, sampling=SamplingConfig(max_response_len=12), key=number)
+            )
+            sampled = ladder.Sampled.of(drawn)
+            logprobs, _ = ladder.score(weights, sampled)
+            assert {c.policy_version for c in drawn} == {number}
+            assert (logprobs == sampled.logprobs)[sampled.response].all()
+    finally:
+        engine.close()

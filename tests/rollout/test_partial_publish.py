@@ -1,0 +1,104 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Versions of a policy of which some leaves are fixed: the first is complete, later ones have what moves."""
+
+import dataclasses
+
+import jax
+import pytest
+from qarl_bridge.client import sender
+
+from qarl_jax import models
+from qarl_jax.rollout.vllm.engine import Config, VllmEngine, engine_tensors, moving
+from tests.reference.bridge_world import wait_for
+from tests.reference.fleet_world import Bridge, drawn, key_file, weights
+
+NORMS = frozenset(path for path in models.by_path(weights().params) if "norm" in path)
+FIXED = frozenset(models.by_path(weights().params)) - NORMS
+
+
+def version(number):
+    """The policy with other norms."""
+    moved = jax.tree.map_with_path(
+        lambda path, x: x * (1 + number / 8) if "norm" in jax.tree_util.keystr(path) else x, weights().params
+    )
+    return dataclasses.replace(weights(), params=moved, fixed=FIXED)
+
+
+@pytest.fixture
+def served(tmp_path):
+    """Two bridges, and an engine over them that has published version 0."""
+    bridges = [Bridge(str(tmp_path / f"s{number}")) for number in range(2)]
+    config = Config(
+        endpoints=tuple(bridge.address for bridge in bridges), key_file=key_file(tmp_path), max_model_len=128
+    )
+    lines = []
+    engine = VllmEngine(config, run_id="run", incarnation=1, log=lines.append)
+    engine.lines = lines
+    engine.publish(version(0), 0)
+    yield engine, bridges
+    engine.close()
+    for bridge in bridges:
+        bridge.stop()
+
+
+def test_what_moves_is_whole_modules_of_the_engine():
+    config = models.config_of(weights().graphdef)
+    paths = frozenset(models.by_path(weights().params))
+    assert moving(config, FIXED) == NORMS
+    assert moving(config, frozenset()) == paths
+    assert moving(config, paths) == frozenset()
+    query = "stacks.0.attn.q.kernel"
+    assert moving(config, paths - {query}) == {f"stacks.0.attn.{name}.kernel" for name in "qkv"}
+
+
+def test_later_versions_have_what_moves_and_draw_as_they_would_whole(served):
+    engine, bridges = served
+    base = engine._base
+    tensors = len(list(engine_tensors(version(1), paths=NORMS)))
+    for number in (1, 2):
+        report = engine.publish(version(number), number)
+        assert report["tensors"] == tensors == 2 * 4 + 1
+        assert report["bytes"] < base.manifest.total_bytes / 4
+    partial = drawn(engine)
+    assert {one[2] for group in partial for one in group} == {2}
+    assert base.fd >= 0
+    report = engine.publish(dataclasses.replace(version(2), fixed=frozenset()), 3)
+    assert report["bytes"] == base.manifest.total_bytes
+    assert base.fd == -1
+    assert engine._base is None
+    tokens = [[one[:2] for one in group] for group in drawn(engine)]
+    assert tokens == [[one[:2] for one in group] for group in partial]
+    assert [bridge.engine.loads for bridge in bridges] == [4, 4]
+
+
+def test_a_bridge_that_comes_later_is_given_the_base_too(served, tmp_path):
+    engine, bridges = served
+    engine.publish(version(1), 1)
+    before = drawn(engine)
+    bridges[0].stop()
+    bridges[0] = Bridge(str(tmp_path / "s0"))
+    assert drawn(engine) == before
+    engine.publish(version(2), 2)
+    wait_for(lambda: all(replica.serves(engine._staged) for replica in engine.fleet.replicas))
+    assert bridges[0].engine.loads >= 2
+
+
+def test_where_the_base_is_lost_all_weights_are_published_again(served, tmp_path, monkeypatch):
+    engine, bridges = served
+    engine.publish(version(1), 1)
+
+    def gone(self, staged, **options):
+        raise sender.BridgeError("the learner holds the weights no longer", "base")
+
+    monkeypatch.setattr(sender.Client, "_publish_base", gone)
+    for bridge in bridges:
+        bridge.bridge._good.lose()  # as behind a fence
+    whole = engine._base.manifest.total_bytes
+    assert engine.publish(version(2), 2)["bytes"] == whole
+    assert any("publishing all weights" in line for line in engine.lines)
+    assert engine.publish(version(3), 3)["bytes"] < whole / 4
+    bridges[0].bridge._good.lose()  # one of two: it is left out until the next version, which is complete
+    assert engine.publish(version(4), 4)["replicas"] == 1
+    assert engine.publish(version(5), 5)["bytes"] == whole
+    assert engine.publish(version(6), 6)["replicas"] == 2
