@@ -324,6 +324,13 @@ class Transformer(nnx.Module):
             return constrain(rows, "batch", None, None)
 
 
+BLOCK_NORMS = r"\.(attn_norm|mlp_norm)\.weight$"
+"""Found in the paths of the gains before attention and MLP."""
+
+FINAL_NORM = "norm.weight"
+"""Path of the last norm's gains."""
+
+
 def quantizable(model: Transformer) -> dict[str, Linear]:
     """The linear maps a scheme may cover, by the path of their kernel ("stacks.0.attn.q.kernel"), in model order.
 
