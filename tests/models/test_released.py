@@ -216,7 +216,7 @@ def test_scales_of_another_dtype_are_taken_where_no_value_changes(folders, tmp_p
         frozen_base(folder, "w8a8")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # it compiles a whole step
 def test_adapters_learn_on_a_released_base_which_is_exported_as_it_was(foreign_folder, tmp_path):
     folder, _ = foreign_folder
     lora = {"rank": 8, "alpha": 12}

@@ -24,6 +24,8 @@ _HERE = "config.json: 'quantization_config'"
 _INSTEAD = "load the unquantized weights and choose a scheme (quant.forward) instead"
 # Keys of a section, or of a group of it, that change what a layer computes and have no place in a scheme.
 _FOREIGN = ("kv_cache_scheme", "sparsity_config", "transform_config")
+# Not nvfp4: weights that an engine fuses share a number under it, and a released folder may have several.
+_READ = tuple(name for name, scheme in SCHEMES.items() if not scheme.one_range)
 
 
 def rules_of(section: Mapping[str, Any] | None) -> Rules:
@@ -76,13 +78,13 @@ def _scheme_of(group: Mapping[str, Any], fallback: Any) -> Scheme:
     else:
         found = form, _arguments(weights), _arguments(inputs)
         size = found[1].get("group_size")
-        for scheme in (parse_scheme(name, size or -1) for name in SCHEMES):
+        for scheme in (parse_scheme(name, size or -1) for name in _READ):
             assert scheme is not None
             wire = scheme.wire
             if found == (wire.format, _arguments(wire.weights), _arguments(wire.activations)):
                 return scheme
         odd = f"format {form!r} with weights {_words(weights)} and input activations {_words(inputs)}"
-    known = ", ".join(SCHEMES)
+    known = ", ".join(_READ)
     raise UserError(f"{_HERE} has {odd}, which none of the schemes {known} is; {_INSTEAD}.")
 
 
@@ -96,7 +98,7 @@ def _arguments(given: Mapping[str, Any] | None) -> dict[str, Any]:
         strategy = "channel"
     made = {key: given.get(key, default) for key, default in (("num_bits", 8), ("type", "int"), ("symmetric", True))}
     made |= {"strategy": strategy, "dynamic": given.get("dynamic") or False}
-    return made | ({"group_size": size} if strategy == "group" else {})
+    return made | ({"group_size": size} if strategy.endswith("group") else {})
 
 
 def _words(given: Mapping[str, Any] | None) -> str:
