@@ -438,8 +438,9 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
         )
         if model.numerics.profile == "plain" or facts.execution == "compiled":
             return  # the learner mirrors no engine, or the engine calls no module by itself
-        # The layer has the sampler's scheme, so that of the learner is no matter here.
-        one_scheme = dataclasses.replace(cfg, quant=dataclasses.replace(cfg.quant, forward=cfg.quant.rollout_scheme))
+        # The layer has the sampler's scheme, and no noise: those of learner and run are no matter here.
+        own = {"quant.forward": cfg.quant.rollout_scheme, "rollout.norm_noise": None}
+        one_scheme = config.replaced(cfg, own)
         verdict = alignment.of_run(one_scheme, facts)
         for what, names, linear in (
             ("live layers", layers.linear_names(model), True),

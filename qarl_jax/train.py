@@ -35,7 +35,7 @@ from qarl_jax.memory import choose, plan
 from qarl_jax.models import published
 from qarl_jax.observe import flops, recorder
 from qarl_jax.observe.token_trace import Follower
-from qarl_jax.run import config
+from qarl_jax.run import config, description
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.prompts import Prompts, open_prompts
 from qarl_jax.runtime import compilation, processes, progress
@@ -191,7 +191,7 @@ def dry_run(cfg: RunConfig, cards: int | None, size: int | None) -> int:
 
 def print_plan(cfg: RunConfig, made: plan.Plan | None, lines: list[tuple[str, str]]) -> None:
     """Prints the numbers of a run, those of its prompts (`lines`), and the plan of its device, if there is one."""
-    print(config.describe(cfg, lines))
+    print(description.describe(cfg, lines))
     if made is not None:
         print("\n".join(made.lines()))
 

@@ -44,7 +44,7 @@ import numpy as np
 import yaml
 
 from qarl_jax import data, models, train
-from qarl_jax.run import config
+from qarl_jax.run import config, description
 from qarl_jax.run.checkpoint import Checkpoints, DamagedCheckpointError
 from qarl_jax.types import UserError
 from tests.reference import fleet_faults, tiny
@@ -424,7 +424,7 @@ def mutations(count: int) -> Callable[[Lane, random.Random], int]:
                 file.write_bytes(mutated(text if number % 2 else rows, rng))
                 try:
                     if number % 2:
-                        config.describe(config.load(str(file), []))
+                        description.describe(config.load(str(file), []))
                     else:
                         overrides = [f"data.source.path={file}", "data.max_prompt_len=100"]
                         data.make_source(config.load(world.command()[1], overrides).data, tokenizer, "train")

@@ -20,7 +20,7 @@ from qarl_jax.loss import grpo, gspo, ppo, sapo, tbpo
 from qarl_jax.memory import choose
 from qarl_jax.models import published
 from qarl_jax.optim import build
-from qarl_jax.run import config
+from qarl_jax.run import config, description
 from qarl_jax.typed_config import load as schema
 from qarl_jax.types import UserError
 from tests.reference import tiny
@@ -33,8 +33,10 @@ RECIPES = ROOT / "configs" / "gpu" / "recipes.yaml"
 MACHINES = yaml.safe_load(RECIPES.with_name("arms.yaml").read_text())
 FIRST_RUN = (ROOT / "docs" / "first_gpu_run.md").read_text()
 FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*TABLES, RECIPES.with_name("arms.yaml")})
-MODELS = sorted(path.stem for path in PAPERS.glob("q*.yaml") if path not in TABLES and not path.stem.startswith("qurl"))
-QURL = sorted(path.stem for path in PAPERS.glob("qurl_*.yaml") if path not in TABLES)
+QURL, QERL = (
+    sorted(path.stem for path in PAPERS.glob(f"{paper}_*.yaml") if path not in TABLES) for paper in ("qurl", "qerl")
+)
+MODELS = sorted({path.stem for path in PAPERS.glob("q*.yaml") if path not in TABLES} - {*QURL, *QERL})
 RUNS = sorted(schema.arms_of(config.RunConfig, PAPERS / "qwen3_8b_base.yaml"))
 QURL_RUNS = sorted(schema.arms_of(config.RunConfig, PAPERS / f"{QURL[0]}.yaml"))
 # What a run may change against its model's file, the folder aside.
@@ -64,7 +66,7 @@ def test_it_parses_and_its_header_says_how_it_is_run(path):
     header = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
     assert f"configs/{name(path)}.yaml" in header or "make quickstart" in header  # its own command, not a copied one
     assert "hardware" in header
-    assert "micro-batch" in config.describe(config.load(path))
+    assert "micro-batch" in description.describe(config.load(path))
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +183,7 @@ def test_every_arm_says_what_it_is_and_whose_number_is_expected(table):
         assert "set" in row, arm
         assert table.stem == "quickstart_arms" or row["about"].endswith("."), arm
         assert table.stem == "quickstart_arms" or row["paper"], arm
-        assert set(row.get("expected", {})) <= {*MODELS, *QURL}, arm
+        assert set(row.get("expected", {})) <= {*MODELS, *QURL, *QERL}, arm
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -222,6 +224,42 @@ def test_qurls_settings_are_those_of_the_paper():
     assert (scaler.rollout.max_response_len, scaler.rollout.num_samples_per_prompt) == (24576, 16)
     assert load("qurl_dapo_7b", "acr_uaq2_int8").quant.uaq_scale == 2
     assert load("qurl_dapo_7b", "acr_lr2_int8").optimizer.lr == 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", QERL)
+def test_qerls_arms_are_its_recipe_and_differ_in_model_base_noise_and_rate_alone(model):
+    arms = schema.arms_of(config.RunConfig, PAPERS / f"{model}.yaml")
+    sizes = {re.match(r"\d+b", arm).group() for arm in arms}
+    assert sizes == {"3b", "7b", "14b", "32b"}
+    base = flat(config.to_dict(load(model, "7b_w4a16_aqn")))
+    for arm in arms:
+        cfg = load(model, arm)
+        size, scheme = re.match(r"(\d+)b_(\w+?)(?:_aqn)?$", arm).groups()
+        assert cfg.model.path == f"models/Qwen2.5-{size}B-Instruct"
+        assert (cfg.quant.forward, cfg.quant.rollout_scheme) == (scheme, scheme)
+        assert (cfg.rollout.norm_noise is not None) == arm.endswith("_aqn")
+        assert cfg.optimizer.lr == (5e-6 if scheme == "bf16" else 1e-5)
+        this = flat(config.to_dict(cfg))
+        changed = {key for key in base.keys() | this.keys() if base.get(key) != this.get(key)} - {"run_dir"}
+        assert {key for key in changed if not key.startswith("rollout.norm_noise")} <= {
+            "model.path",
+            "quant.forward",
+            "optimizer.lr",
+        }
+    cfg = load(model, "7b_w4a16_aqn")
+    assert (cfg.lora.rank, cfg.loss.clip_high, cfg.loss.aggregation, cfg.kl.coef) == (32, 0.28, "token-mean", 0)
+    assert (cfg.optimizer.b1, cfg.optimizer.b2, cfg.optimizer.weight_decay, cfg.optimizer.clip_norm) == (
+        0.9,
+        0.99,
+        0.1,
+        0.2,
+    )
+    assert {cfg.optimizer.moment_dtype, cfg.optimizer.second_moment_dtype} == {"int8"}
+    assert (cfg.optimizer.schedule.kind, cfg.optimizer.schedule.warmup_updates) == ("cosine", cfg.policy_updates // 10)
+    assert cfg.train.mask_truncated
+    lengths = {"qerl_gsm8k": (256, 2048, 4), "qerl_bigmath": (1024, 4096, 1)}
+    assert (cfg.data.max_prompt_len, cfg.rollout.max_response_len, cfg.train.updates_per_step) == lengths[model]
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -194,3 +194,27 @@ def test_a_run_of_adapters_publishes_them_alone_and_no_token_differs(tmp_path):
     assert [line["time/publish/tensors"] for line in raw] == [2 * layers + norms] * 3
     assert [line["time/publish/weights_read_back"] for line in raw] == [2 * 4 + norms] * 3  # four fused layers of seven
     assert len({line["reward/mean"] for line in lines}) > 1
+
+
+@pytest.mark.nightly
+def test_a_noisy_sampler_travels_as_plain_norms_and_the_learner_sees_it(tmp_path):
+    """Stage 0 is silent and aligned; later ones are not. Evaluation publishes the same version twice more."""
+    world = Run(tmp_path, "w4a16:g32").world.changed(
+        lora={"rank": 8, "alpha": 12},
+        optimizer={"name": "adamw", "lr": 0.0},
+        train={"steps": 3},
+        eval={"at_start": True, "at_end": True, "every": 1},
+    )
+    world.tree["rollout"]["norm_noise"] = {"start": 0.3, "end": 0.1, "stages": 3}
+    assert train.main(world.command()) == 0
+    lines = world.records()
+    assert [line["norm_noise/sigma"] for line in lines] == pytest.approx([0, 0.3, 0.1])
+    assert [line["mismatch/max_abs"] > 1e-3 for line in lines] == [False, True, True]
+    assert lines[0]["mismatch/max_abs"] == 0
+    assert [line["rollout/version"] for line in lines] == [0, 1, 2]
+    raw = [json.loads(line) for line in (world.run_dir / "metrics.jsonl").read_text().splitlines()]
+    layers, norms = 2 * 7, 2 * 2
+    assert [line["time/publish/tensors"] for line in raw] == [2 * layers + norms] * 3
+    assert [line["time/publish/weights_read_back"] for line in raw] == [2 * 4 + norms] * 3
+    scores = [{key: value for key, value in line.items() if key != "version"} for line in world.records("eval")]
+    assert scores == [scores[0]] * 4

@@ -40,7 +40,7 @@ from qarl_jax.metrics import Counts, Max, Mean, Metric, Rows, masked_mean, merge
 from qarl_jax.models import invariant_scaling
 from qarl_jax.models.logprobs import token_logprobs
 from qarl_jax.models.params import part_of, path_of, united
-from qarl_jax.models.transformer import quantizable
+from qarl_jax.models.transformer import partners, quantizable
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.observe import error_tokens, token_trace
 from qarl_jax.optim import by_stack, leafwise
@@ -223,7 +223,8 @@ class Learner:
     def read(self, read_leaves: Callable[..., Iterable[tuple[Any, Any]]], *source: Any) -> tuple[Any, Any]:
         """(masters, frozen) for `init`, of a policy whose leaves come one by one.
 
-        Each frozen leaf goes into the form it is held in as it comes: no two masters of those are ever on the devices.
+        Each frozen leaf goes into the form it is held in as it comes: no two masters of those are ever on the devices,
+        but those whose QTensors share a number.
 
         Args:
           read_leaves: `models.read_masters` or `models.random_leaves`, or the like. source: its first arguments.
@@ -233,14 +234,22 @@ class Learner:
         leaves = read_leaves(*source, mesh=self.mesh, dtype_of=lambda path: dtypes[learns(path)])
         if not self.trainable.freeze:
             return nnx.from_flat_state(list(leaves)), None
-        learned, frozen = [], []
+        beside = partners(config, quantizable(models.abstract_model(config)))
+        learned, frozen, waiting = [], [], {}
         for keys, variable in leaves:
-            master = nnx.from_flat_state([(keys, variable)])
-            if learns(path_of(keys, variable)):
-                learned.append(master)
-            else:
-                frozen.append(self.held(master))
-                variable.get_value().delete()  # and not when a collector comes
+            path = path_of(keys, variable)
+            if learns(path):
+                learned.append(nnx.from_flat_state([(keys, variable)]))
+                continue
+            waiting[path] = keys, variable
+            together = path, *beside.get(path, ())
+            if waiting.keys() >= set(together):
+                own = [waiting.pop(path) for path in together]
+                frozen.append(self.held(nnx.from_flat_state(own)))
+                for _, master in own:
+                    master.get_value().delete()  # and not when a collector comes
+        if waiting:  # for one that learns: refused
+            frozen.append(self.held(nnx.from_flat_state(list(waiting.values()))))
         return united(*learned), united(*frozen)
 
     def hold(self, frozen: Any) -> None:

@@ -21,7 +21,7 @@ import math
 from typing import Any
 
 from qarl_jax.learning.trainable import Trainable
-from qarl_jax.models import Lora
+from qarl_jax.models import BLOCK_NORMS, Lora
 from qarl_jax.types import UserError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM serves
@@ -92,5 +92,5 @@ class Config:
     @property
     def trainable(self) -> Trainable:
         """The leaves that learn."""
-        norms = (r"\.(attn_norm|mlp_norm)\.weight$",) if self.train_norms else ()
+        norms = (BLOCK_NORMS,) if self.train_norms else ()
         return Trainable(freeze=("",), train=(r"\.lora_[ab]$", *norms))

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from qarl_jax.learning.learner import Learner, TrainState, changed_share, code_f
 from qarl_jax.learning.trainable import joined
 from qarl_jax.metrics import Mean
 from qarl_jax.models import invariant_scaling
-from qarl_jax.rollout import PolicyWeights, RolloutEngine
+from qarl_jax.rollout import PolicyWeights, RolloutEngine, norm_noise
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import progress
@@ -26,7 +28,8 @@ class Publisher:
     """Makes QTensors of the masters and hands them to the engine: quantize once per update, publish once per step.
 
     Where learner and sampler share a scheme (QaRL), what is published are the learner's own tensors, those its forward
-    reads in the next update; else (quantized rollout under a bf16 learner) the sampler's are made here.
+    reads in the next update; else (quantized rollout under a bf16 learner) the sampler's are made here. Under
+    `rollout.norm_noise` the norm gains that are handed over have noise, a function of the run's seed and the version.
 
     Attributes:
       flips: shares of codes that the last publish changed (`by_layer`); empty before two of them.
@@ -37,6 +40,8 @@ class Publisher:
         self.graphdef = build.rollout_graphdef(cfg, learner.graphdef)
         self._quantize = None if self.graphdef == learner.graphdef else learner.quantizer(self.graphdef)
         self._compares = cfg.quant.code_flips
+        self._noise, self._seed, self._steps = cfg.rollout.norm_noise, cfg.seed, cfg.train.steps
+        self._noise_served: dict[str, float] = {}
         self._qweights: Any = None
         self._published: Any = None
         self.flips: dict[str, list[float | None]] = {}
@@ -52,14 +57,16 @@ class Publisher:
         self._qweights = None
 
     def publish(self, state: TrainState, version: int) -> dict[str, float]:
-        """Publishes `state` as `version`; returns the engine's timings and the share of codes that changed."""
-        qweights = self.qweights(state) if self._quantize is None else self._quantize(state.params)
+        """Publishes `state` as `version`.
+
+        Returns:
+          The engine's timings, the share of codes that changed, and the noise of the version that was served before
+          (`norm_noise/sigma`, `norm_noise/moved`), which a synchronous step's responses were drawn under.
+        """
+        qweights = self._quantized(state)
         learned = self.learner.trainable.learned(qweights)
-        params, qtensors = joined(state.params, qweights)
-        fixed = frozenset(models.by_path(self.learner.frozen))
-        weights = PolicyWeights(graphdef=self.graphdef, params=params, qweights=qtensors, fixed=fixed)
-        with progress.task("publishing"):
-            report = timed(self.engine.publish(weights, version))
+        before = self._noise_served
+        report = self._hand_over(state, qweights, version, self._sigma(version)) | before
         with launch_lock(self.learner.mesh.size):
             if jax.tree.leaves(learned):
                 error = invariant_scaling.quantization_error(state.params, learned)
@@ -71,6 +78,46 @@ class Publisher:
                     self.flips = by_layer(flips, models.config_of(self.graphdef).stacks)
         self._published = learned if self._compares else None
         return report
+
+    @contextlib.contextmanager
+    def without_noise(self, state: TrainState, version: int) -> Iterator[None]:
+        """Serves `state` without noise meanwhile: evaluation samples the policy, not its exploration.
+
+        Args:
+          state, version: as published last.
+        """
+        sigma = self._sigma(version)
+        if sigma:
+            self._hand_over(state, self._quantized(state), version, 0.0)
+        yield
+        if sigma:
+            self._hand_over(state, self._quantized(state), version, sigma)
+
+    def _sigma(self, version: int) -> float:
+        return 0.0 if self._noise is None else self._noise.sigma(version, self._steps)
+
+    def _quantized(self, state: TrainState) -> Any:
+        return self.qweights(state) if self._quantize is None else self._quantize(state.params)
+
+    def _hand_over(self, state: TrainState, qweights: Any, version: int, sigma: float) -> dict[str, float]:
+        params, qtensors = joined(state.params, qweights)
+        fixed = frozenset(models.by_path(self.learner.frozen))
+        weights = PolicyWeights(graphdef=self.graphdef, params=params, qweights=qtensors, fixed=fixed)
+        if self._noise is not None:
+            weights = self._explore(self._noise, weights, version, sigma)
+        with progress.task("publishing"):
+            return timed(self.engine.publish(weights, version))
+
+    def _explore(self, noise: norm_noise.Config, weights: PolicyWeights, version: int, sigma: float) -> PolicyWeights:
+        """Adds the noise of a version; no gain that may have noise is fixed."""
+        params, moved = weights.params, 0.0
+        if sigma:
+            seed = build.seed_of(self._seed, version, "norm noise")
+            dtype = models.config_of(self.graphdef).compute_dtype
+            params, moved = norm_noise.add(noise, params, sigma=sigma, seed=seed, dtype=dtype, mesh=self.learner.mesh)
+        self._noise_served = {"norm_noise/sigma": sigma, "norm_noise/moved": moved}
+        fixed = frozenset(path for path in weights.fixed if not noise.covers(path))
+        return dataclasses.replace(weights, params=params, fixed=fixed)
 
 
 def by_layer(flips: Mapping[str, Mean], stacks: Sequence[Any]) -> dict[str, list[float | None]]:

@@ -132,7 +132,7 @@ class Run:
         self.observer.say(f"to follow it in a browser: python -m qarl_jax.plot --watch {cfg.run_dir}")
         if (facts := self.engine.facts) is not None:
             self.observer.say(f"{alignment.of_run(cfg, facts)} (execution {facts.execution})")
-        self._at_start = self._measured() if cfg.eval.at_start and self.start == 0 else None
+        self._at_start = self._measured(0) if cfg.eval.at_start and self.start == 0 else None
         if self._at_start is not None:
             self._tell(0, self._at_start)
 
@@ -168,7 +168,7 @@ class Run:
 
     def remark(self, step: int, record: Mapping[str, Any], found: first_mismatch.FirstMismatch | None) -> None:
         """Says if sampler and learner differ more than they are known to, and at which token (`found`) first."""
-        verdict = alignment.of_run(self.cfg, self.engine.facts)
+        verdict = alignment.of_run(self.cfg, self.engine.facts, step)
         if step == self.start:
             for said in (first_step.remark(self.cfg, record, verdict), first_step.padding(self.cfg, record)):
                 if said is not None:
@@ -179,22 +179,23 @@ class Run:
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Samples and grades the held-out prompts under the version being served; told and recorded."""
-        result = self._measured()
+        result = self._measured(version)
         self._tell(version, result)
         processes.from_first(lambda: evaluation.record(self.cfg.run_dir, version, result))
         return result.metrics
 
-    def _measured(self) -> evaluation.Evaluation:
+    def _measured(self, version: int) -> evaluation.Evaluation:
         cfg = self.cfg
-        return evaluation.evaluate(
-            self.engine,
-            self._held_out,
-            self.grader,
-            self.tokenizer,
-            sampling=build.eval_sampling(cfg, self._stop),
-            num_samples=cfg.eval.num_samples,
-            key=build.seed_of(cfg.seed, 0, "eval"),
-        )
+        with self.publisher.without_noise(self.state, version):
+            return evaluation.evaluate(
+                self.engine,
+                self._held_out,
+                self.grader,
+                self.tokenizer,
+                sampling=build.eval_sampling(cfg, self._stop),
+                num_samples=cfg.eval.num_samples,
+                key=build.seed_of(cfg.seed, 0, "eval"),
+            )
 
     def _tell(self, version: int, result: evaluation.Evaluation) -> None:
         when = f"of version {version}" if version else "before training"

@@ -24,7 +24,7 @@ from qarl_jax import quant
 from qarl_jax.models.config import ModelConfig
 from qarl_jax.models.families import ADAPTER
 from qarl_jax.models.layers import Quantized, folded, fresh_a
-from qarl_jax.models.transformer import Transformer, quantizable
+from qarl_jax.models.transformer import Transformer, quantizable, quantized
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.quant import Rules
 from qarl_jax.runtime.mesh import launching, param_shardings
@@ -245,17 +245,18 @@ def quantize_params(model: nnx.GraphDef | Transformer, params: nnx.State) -> nnx
       An nnx.State of Quantized variables, empty under bf16, that `merge` takes.
 
     Raises:
-      UserError: a weight does not fit its scheme (K not a multiple of the group); the sentence names it.
+      UserError: a weight does not fit its scheme (K not a multiple of the group), or one that it shares a number with
+        is missing; the sentence names it.
     """
     config = config_of(model)
     masters = dict(nnx.to_flat_state(params))
+    paths = list(quantizable(abstract_model(config)))
+    there = {path: keys for path in paths if (keys := path_keys(path)) in masters}
+    made = quantized(config, {path: masters[keys].get_value() for path, keys in there.items()}, paths)
     out: dict[tuple[Any, ...], Any] = {}
-    for path in quantizable(abstract_model(config)):
-        scheme, keys = config.scheme_of(path), path_keys(path)
-        if scheme is not None and keys in masters:
-            master = masters[keys]
-            qtensor = quant.quantize(master.get_value(), scheme, config.describe(path))
-            out[(*keys[:-1], "quantized")] = Quantized(qtensor, axes=master.get_metadata()["axes"])
+    for path, qtensor in made.items():
+        keys = there[path]
+        out[(*keys[:-1], "quantized")] = Quantized(qtensor, axes=masters[keys].get_metadata()["axes"])
     return nnx.from_flat_state(out)
 
 

@@ -32,6 +32,10 @@ _MOE = {  # with the width of an expert
 }
 _QWEN2 = {  # with the vocabulary
     "Qwen2.5-0.5B-Instruct": (896, 4864, 24, 14, 2, True, 32768, 151936),
+    "Qwen2.5-3B-Instruct": (2048, 11008, 36, 16, 2, True, 32768, 151936),
+    "Qwen2.5-7B-Instruct": (3584, 18944, 28, 28, 4, False, 32768, 152064),
+    "Qwen2.5-14B-Instruct": (5120, 13824, 48, 40, 8, False, 32768, 152064),
+    "Qwen2.5-32B-Instruct": (5120, 27648, 64, 40, 8, False, 32768, 152064),
     "Qwen2.5-Math-1.5B": (1536, 8960, 28, 12, 2, True, 4096, 151936),
     "Qwen2.5-Math-7B": (3584, 18944, 28, 28, 4, False, 4096, 152064),
     "DeepSeek-R1-Distill-Qwen-1.5B": (1536, 8960, 28, 12, 2, False, 131072, 151936),

@@ -13,7 +13,7 @@ Suffixes: B batch, T time, D model, F ffn, N q-heads, K kv-heads, H head, V voca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
+from qarl_bridge.protocol import formats
 
 from qarl_jax import quant
 from qarl_jax.kernels.attention_vendor import can_decode, runs
@@ -32,6 +33,7 @@ from qarl_jax.numerics.float32 import matmul_precision, round_to
 from qarl_jax.runtime import remat
 from qarl_jax.runtime.mesh import constrain
 from qarl_jax.runtime.remat import ATTENTION_INPUT, MIXER_OUTPUT
+from qarl_jax.types import UserError
 
 # (q, k, v) -> (attention output, whatever the caller keeps of k and v)
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -322,6 +324,13 @@ class Transformer(nnx.Module):
             return constrain(rows, "batch", None, None)
 
 
+BLOCK_NORMS = r"\.(attn_norm|mlp_norm)\.weight$"
+"""Found in the paths of the gains before attention and MLP."""
+
+FINAL_NORM = "norm.weight"
+"""Path of the last norm's gains."""
+
+
 def quantizable(model: Transformer) -> dict[str, Linear]:
     """The linear maps a scheme may cover, by the path of their kernel ("stacks.0.attn.q.kernel"), in model order.
 
@@ -331,10 +340,43 @@ def quantizable(model: Transformer) -> dict[str, Linear]:
     return {".".join(map(str, (*path, "kernel"))): node for path, node in sorted(nodes, key=lambda item: str(item[0]))}
 
 
+def partners(config: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Finds, for each of all quantizable kernels, the others that it shares a number with (`Scheme.one_range`)."""
+    modules = {formats.module_name(config.describe(path)): path for path in paths}
+    shared = {path for path in modules.values() if (scheme := config.scheme_of(path)) is not None and scheme.one_range}
+    return {
+        path: tuple(modules[other] for other in formats.fused_with(module)) if path in shared else ()
+        for module, path in modules.items()
+    }
+
+
+def quantized(config: ModelConfig, masters: Mapping[str, jax.Array], paths: Iterable[str]) -> dict[str, quant.QTensor]:
+    """Quantizes the masters that the config's rules cover.
+
+    Args:
+      masters: by path, [layers, ..., N, K].
+      paths: of all quantizable kernels.
+
+    Raises:
+      UserError: a weight does not fit its scheme, or one that it shares a number with has no master.
+    """
+    beside = partners(config, paths)
+    out = {}
+    for path, master in masters.items():
+        scheme = config.scheme_of(path)
+        if scheme is None:
+            continue
+        if missing := [config.describe(other) for other in beside[path] if other not in masters]:
+            own = config.describe(path)
+            raise UserError(f"{scheme} has one scale for {own} and {', '.join(missing)}: freeze all of them or none.")
+        others = [masters[other] for other in beside[path]]
+        out[path] = quant.quantize(master, scheme, config.describe(path), others)
+    return out
+
+
 def attach_quantized(model: Transformer) -> None:
     """Gives every linear map that the config's rules cover the QTensor of its present master."""
-    for path, linear in quantizable(model).items():
-        scheme = model.config.scheme_of(path)
-        if scheme is not None:
-            qtensor = quant.quantize(linear.kernel.get_value(), scheme, model.config.describe(path))
-            linear.quantized = Quantized(qtensor, axes=linear.kernel.get_metadata()["axes"])
+    linears = quantizable(model)
+    made = quantized(model.config, {path: linear.kernel.get_value() for path, linear in linears.items()}, linears)
+    for path, qtensor in made.items():
+        linears[path].quantized = Quantized(qtensor, axes=linears[path].kernel.get_metadata()["axes"])

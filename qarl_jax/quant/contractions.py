@@ -38,8 +38,12 @@ class Product(Protocol):
     def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """int8 codes of both -> int32 [M, N], exact."""
 
-    def floating(self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
+    def floating(
+        self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics, wide: bool = False
+    ) -> jax.Array:
         """Compute dtype [M, K], any dtype [.., N, K], float32 [1, N] -> [M, N] in x.dtype, or float32, not yet rounded.
+
+        wide: always float32, not rounded.
 
         K is cut into `numerics.splits` parts (`split_k.cuts`), each summed by itself and then added in float32, in
         ascending order. Experts' inputs are not cut, for there are enough experts to fill a GPU, and they have no bias.
@@ -136,11 +140,13 @@ class Dense:
     def integer(self, x: jax.Array, w: jax.Array) -> jax.Array:
         return _integer_dot_general(x, w)
 
-    def floating(self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
+    def floating(
+        self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics, wide: bool = False
+    ) -> jax.Array:
         w = w.astype(x.dtype)
-        if products.serves("bf16", x, w.shape, numerics):
+        if not wide and products.serves("bf16", x, w.shape, numerics):
             return products.floating(x, w, bias, splits=numerics.splits)
-        dtype = x.dtype if bias is None else jnp.float32
+        dtype = x.dtype if bias is None and not wide else jnp.float32
         if numerics.float64:
             y = round_to(_float64_product(x, w), dtype)
         elif numerics.splits == 1:
@@ -191,12 +197,14 @@ class Ragged:
         kernel = functools.partial(experts_triton.product, group_sizes=self.group_sizes, dtype=jnp.int32)
         return self._choose(self._by_expert(_integer_dot_general, jnp.int32), ragged, kernel, x, w)
 
-    def floating(self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
+    def floating(
+        self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics, wide: bool = False
+    ) -> jax.Array:
         del bias
         w = w.astype(x.dtype)
         if numerics.float64:
             return self._by_expert(_float64_product, jnp.float32)(x, w)
-        return self._float(x, w, x.dtype)
+        return self._float(x, w, jnp.float32 if wide else x.dtype)
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         # e4m3 codes are exact in bfloat16, which every backend's ragged product takes.

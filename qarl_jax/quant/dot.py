@@ -45,7 +45,7 @@ def _multiply_fwd(numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor:
     product: Product = Dense() if sizes is None else Ragged(sizes, x.shape[0])
     bias = None if bias is None else bias.astype(jnp.float32)[None, :]
     scheme: Scheme | None = qtensor.scheme if isinstance(qtensor, QTensor) else None
-    if scheme is not None and scheme.low_bit_activations:
+    if scheme is not None and scheme.own_layer:
         used, weight = scheme.activations(x, numerics=numerics), qtensor
 
         def engine(used: Any, qt: QTensor, bias: Any) -> jax.Array:

@@ -9,6 +9,7 @@ weight has: learner, publisher, memory plan, export and verdicts read these fiel
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -25,13 +26,14 @@ class Scheme:
 
     With the first four methods a layer is the product of unquantized activations with the weight `dequantize`d and
     rounded to bfloat16. Where activations are quantized, too, `low_bit_activations` says so, and `activations` and
-    `multiply` compute the layer.
+    `multiply` compute the layer; so they do where `own_layer` says so.
 
     Attributes:
       name: as configs write it.
       low_bit_activations: whether activations are quantized before they meet a weight.
       kernel: which kernel of `kernels/products.py` multiplies codes on a Hopper GPU: "int8", "e4m3", or none.
       sums_are_exact: whether the engine's sum has the same bits in every order.
+      one_range: whether weights that an engine fuses (q, k and v; gate and up) share a number that depends on all.
       held_twice: whether the bridge's CUDA engine multiplies a copy of the arrays in a layout of its own, beside the
         loaded ones, and decodes one layer at a time to bfloat16 (`memory.engine.layer_copies`).
       baseline_k3: the largest k3 measured of a bf16 learner beside a sampler of this scheme, on random weights, which
@@ -42,12 +44,18 @@ class Scheme:
     low_bit_activations: ClassVar[bool] = False
     kernel: ClassVar[str] = ""
     sums_are_exact: ClassVar[bool] = False
+    one_range: ClassVar[bool] = False
     held_twice: ClassVar[bool] = False
     baseline_k3: ClassVar[float | None] = None
 
     def __str__(self) -> str:
         group_size = getattr(self, "group_size", None)  # a field of schemes with a choice of groups
         return self.name if group_size is None else f"{self.name}:g{group_size}"
+
+    @property
+    def own_layer(self) -> bool:
+        """Whether `activations` and `multiply` compute a layer."""
+        return self.low_bit_activations
 
     @property
     def wire(self) -> Layout:
@@ -62,6 +70,11 @@ class Scheme:
     def quantize(self, w: jax.Array) -> QTensor:
         """The arrays of a master [..., N, K]: of its bf16 rounding, with `float32.divide` for every quotient."""
         raise NotImplementedError
+
+    def quantize_beside(self, w: jax.Array, beside: Sequence[jax.Array]) -> QTensor:
+        """`quantize` of a master that an engine fuses with others, [..., N', K]; with `one_range` they matter."""
+        del beside
+        return self.quantize(w)
 
     def dequantize(self, qt: QTensor) -> jax.Array:
         """The weight they stand for, float32 [..., N, K]."""

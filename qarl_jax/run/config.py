@@ -3,7 +3,7 @@
 """The configuration of a run: one YAML file and dotted overrides in, one frozen `RunConfig` out.
 
     cfg = config.load("configs/quickstart.yaml", ["train.steps=10", "loss.clip_high=4e-3"])
-    print(config.describe(cfg))
+    print(description.describe(cfg))
 
 Each part owns its Config beside its code; this file puts them together and checks what no part can check alone. The
 machinery (types, variants, layers, errors) is `load.py`.
@@ -14,7 +14,7 @@ Batches are counted in PROMPTS, everywhere:
     train.prompts_per_update     prompts of one optimizer update (mini-batch); a step makes step/update updates
     train.micro_batch_rows       rows [row_len] of one forward/backward pass; only memory and speed depend on it
 
-Everything else is derived, and `describe` prints it.
+Everything else is derived, and `description.describe` prints it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from qarl_jax.rewards import reasoning_gym as gym_reward
 from qarl_jax.rewards import total as reward_sum
 from qarl_jax.rollout.asynchronous import Config as AsynchronousConfig
 from qarl_jax.rollout.embedded import engine as jax_sampler
-from qarl_jax.rollout.environments import ENVIRONMENTS
 from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.run import shipped
 from qarl_jax.run.checkpoint import Config as CheckpointConfig
@@ -287,6 +286,8 @@ class RunConfig:
         self._check_critic()
         if self.lora is not None:
             self.lora.check(self.quant, self.critic, self.rollout.engine)
+        if self.rollout.norm_noise is not None:
+            self.rollout.norm_noise.check(self.loss)
         if self.rollout.num_samples_per_prompt < 2:
             if self.critic is None:
                 raise UserError(
@@ -502,116 +503,3 @@ def from_dict(tree: dict[str, Any], source: str = "config", overrides: Sequence[
 
 to_dict = schema.to_dict
 to_yaml = schema.to_yaml
-
-
-def describe(cfg: RunConfig, prompts: Sequence[tuple[str, str]] = ()) -> str:
-    """Every derived number of a run, as the lines printed at its start. prompts: `Prompts.lines`, where it is open."""
-    samples = cfg.rollout.num_samples_per_prompt
-    per_step, per_update = cfg.train.prompts_per_step, cfg.train.mini_batch_prompts
-    schemes = cfg.quant.forward
-    if cfg.quant.rollout_scheme != cfg.quant.forward:
-        schemes = f"{cfg.quant.forward} in the learner, {cfg.quant.rollout_scheme} in the sampler"
-    arm = _arm(cfg.quant)
-    rows = "several responses each" if cfg.train.packing == "packed" else "one response each"
-    updates = f"{cfg.train.updates_per_step} updates per step ({cfg.train.update_epochs}x over its responses)"
-    responses = cfg.train.steps * per_step * samples
-    least, most = cfg.micro_batches_per_update
-    passes = f"{most} per update" if cfg.train.packing == "unpacked" else f"{least} to {most} per update"
-    mesh = ", ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(cfg.mesh).items() if size != 1)
-    at_end = "at the end" if cfg.checkpoint.at_end else "when it is interrupted"
-    saved = f"every {cfg.checkpoint.every} steps" if cfg.checkpoint.every else at_end
-    lines = [
-        ("scheme", schemes),
-        *([("adapters", cfg.lora.words)] if cfg.lora is not None else []),
-        *[("" if number else "note", text) for number, text in enumerate(arm)],
-        ("step", f"{per_step} prompts x {samples} samples = {per_step * samples} responses"),
-        ("update", f"{per_update} prompts x {samples} samples = {per_update * samples} responses; {updates}"),
-        ("micro-batch", f"{cfg.train.micro_batch_rows} rows of {cfg.row_len} tokens, {rows}; {passes}"),
-        ("run", f"{cfg.train.steps} steps = {cfg.train.total_updates} updates = {responses} responses"),
-        ("lengths", f"prompt <= {cfg.data.prompt_limit}, response <= {cfg.rollout.max_response_len} tokens"),
-        *[("" if number else "stages", text) for number, text in enumerate(_stages(cfg))],
-        *[("" if number else "partial", text) for number, text in enumerate(_partial(cfg))],
-        *[("ahead", text) for text in _ahead(cfg)],
-        *[("environment", text) for text in _environment(cfg)],
-        ("critic", "none" if cfg.critic is None else _critic_words(cfg.critic)),
-        ("mesh", (mesh or "one device") + f"{', over the processes of all hosts' * cfg.distributed.is_on}"),
-        *(prompts or [("evaluation", cfg.eval.words())]),
-        ("checkpoints", f"{saved}, {cfg.checkpoint.keep or 'all'} kept, in {cfg.run_dir}/checkpoints"),
-    ]
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
-
-
-def _arm(cfg: QuantConfig) -> list[str]:
-    """Words the purpose of a run whose learner and sampler are different policies; empty where they are one (QaRL)."""
-    learner, sampler = cfg.forward, cfg.rollout_scheme
-    if quant.parse_scheme(learner, cfg.group_size) == quant.parse_scheme(sampler, cfg.group_size):
-        return []
-    if learner == "bf16":
-        return [
-            "learner and sampler are different policies by intent: quantized rollouts under an unquantized learner,",
-            f"the baseline that QaRL is compared with. For QaRL set quant.forward={sampler}",
-        ]
-    purpose = (
-        "a low-bit learner on an unquantized policy's samples"
-        if sampler == "bf16"
-        else "two low-bit policies on different grids"
-    )
-    return [
-        f"learner and sampler are different policies by intent: {purpose}.",
-        "The arm is a control: do low bits in the learner's forward help by themselves, or by being the sampler's?",
-        "What the difference comes to is measured as mismatch/*.",
-        f"For QaRL leave quant.rollout out, or set it to {learner}",
-    ]
-
-
-def _stages(cfg: RunConfig) -> list[str]:
-    """A line per stage that the run reaches, and what changing costs."""
-    if not cfg.rollout.stages:
-        return []
-    lines, begin = [], 0
-    for end in [*(stage.until for stage in cfg.rollout.stages), cfg.train.steps]:
-        end = min(end, cfg.train.steps)
-        if begin < end:
-            limit, row = cfg.rollout.max_response_len_at(begin), cfg.row_len_at(begin)
-            samples = cfg.rollout.num_samples_at(begin)
-            fewer = f", {samples} samples" if samples != cfg.rollout.num_samples_per_prompt else ""
-            lines.append(f"steps {begin} to {end - 1}: response <= {limit} tokens, rows of {row}{fewer}")
-            begin = end
-    rows = len({cfg.row_len_at(step) for step in range(cfg.train.steps)})
-    return [*lines, f"the learner's programs are compiled {rows} time{'s' * (rows > 1)}, once for each length of a row"]
-
-
-def _partial(cfg: RunConfig) -> list[str]:
-    partial = cfg.rollout.partial
-    if not partial.is_on:
-        return []
-    per_step, chunk = cfg.train.prompts_per_step, partial.tokens(cfg.rollout.max_response_len)
-    hand = f"{partial.groups(per_step)} prompts in hand"
-    return [
-        f"{hand}; a step ends when {per_step} are complete, which is looked at every {chunk} tokens",
-        f"a group is trained on at most {partial.max_lag} steps after it was begun",
-    ]
-
-
-def _ahead(cfg: RunConfig) -> list[str]:
-    ahead = cfg.train.asynchronous
-    if not ahead.is_on:
-        return []
-    when = f"every {ahead.chunk} tokens" if ahead.chunk else "between batches"
-    order = "by count: the run is a function of its config" if cfg.is_lockstep else "by the clock"
-    return [f"sampling is at most {ahead.max_staleness} versions behind; new ones come in {when}, {order}"]
-
-
-def _environment(cfg: RunConfig) -> list[str]:
-    environment = cfg.rollout.environment
-    if environment is None:
-        return []
-    name = next(name for name, cls in ENVIRONMENTS.items() if type(environment) is cls)
-    return [f"{name}: at most {environment.max_turns} turns, in the tokens of a response"]
-
-
-def _critic_words(cfg: CriticConfig) -> str:
-    name = next(name for name, cls in optimizer.OPTIMIZERS.items() if type(cfg.optimizer) is cls)
-    waits = f"; the policy waits {cfg.warmup_steps} steps" if cfg.warmup_steps else ""
-    return f"from {cfg.path or 'the policy itself'}, {name} at lr {cfg.optimizer.lr:g}{waits}"

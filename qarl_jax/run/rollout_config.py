@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from qarl_jax.rollout import SamplingConfig, dynamic_sampling
+from qarl_jax.rollout import SamplingConfig, dynamic_sampling, norm_noise
 from qarl_jax.rollout.embedded import engine as jax_sampler
 from qarl_jax.rollout.environments import ENVIRONMENTS
 from qarl_jax.rollout.environments import Config as Environment
@@ -51,6 +51,7 @@ class RolloutConfig:
       dynamic: DAPO's dynamic sampling; off by default (see `dynamic_sampling.py`).
       partial: APRIL's partial rollouts; off by default (see `partial_rollouts.py`).
       environment: what answers between the policy's turns (tools, simulations); null: a response is one turn.
+      norm_noise: noise on the norm gains that the sampler has (QeRL); null: none (see `norm_noise.py`).
       router_replay: the learner sends each token to the experts the engine sent it to (R3, arXiv 2510.11370): an MoE
         model, with vLLM.
     """
@@ -65,6 +66,7 @@ class RolloutConfig:
     dynamic: dynamic_sampling.Config = dataclasses.field(default_factory=dynamic_sampling.Config)
     partial: PartialConfig = dataclasses.field(default_factory=PartialConfig)
     environment: Annotated[Any, Variants(ENVIRONMENTS)] | None = None
+    norm_noise: norm_noise.Config | None = None
     router_replay: bool = False
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ class Pair:
       facts: what its live engine says of itself; None: not started yet.
       learner, sampler: their schemes.
       numerics: the learner's arithmetic. dtype, attention: its `model.dtype` and `model.attention`.
+      noise: the correction of a sampler whose norm gains have noise; empty: they have none.
       path: the model's folder, for commands.
     """
 
@@ -46,6 +47,7 @@ class Pair:
     numerics: Numerics
     dtype: str = "bfloat16"
     attention: str = "auto"
+    noise: str = ""
     path: str = "DIR"
     facts: Facts | None = None
 
@@ -56,7 +58,7 @@ class Alignment:
 
     Attributes:
       kind: "aligned": equal to the last bit; "close": one program's functions (the embedded sampler); "baseline": two
-        schemes by intent; "apart": a setting or the machine keeps one arithmetic from being the other.
+        policies by intent; "apart": a setting or the machine keeps one arithmetic from being the other.
       reason: why it is not aligned; empty where it is.
       remedy: what to do about a mismatch.
       known_k3: the largest k3 that such a pair is known for; None: not measured.
@@ -78,13 +80,16 @@ class Alignment:
         return f"log-probs may differ between learner and sampler: {self.reason}"
 
 
-def of_run(cfg: RunConfig, facts: Facts | None = None) -> Alignment:
+def of_run(cfg: RunConfig, facts: Facts | None = None, version: int | None = None) -> Alignment:
     """The verdict on a run.
 
     Args:
       facts: of its live engine; None: not started yet, or the embedded sampler's.
+      version: the one that samples; None: any of the run.
     """
-    engine = cfg.rollout.engine
+    engine, noise = cfg.rollout.engine, cfg.rollout.norm_noise
+    noisy = noise is not None and (version is None or noise.sigma(version, cfg.train.steps) > 0)
+    correction = "loss.ratio=sampler" if cfg.loss.ratio == "sampler" else f"loss.mismatch={cfg.loss.weight}"
     pair = Pair(
         engine=engine if isinstance(engine, vllm.Config) else None,
         learner=cfg.quant.forward,
@@ -92,6 +97,7 @@ def of_run(cfg: RunConfig, facts: Facts | None = None) -> Alignment:
         numerics=dataclasses.replace(cfg.numerics, own_kernels=cfg.quant.kernels == "auto"),
         dtype=cfg.model.dtype,
         attention=cfg.model.attention,
+        noise=correction if noisy else "",
         path=cfg.model.path,
         facts=facts,
     )
@@ -99,12 +105,16 @@ def of_run(cfg: RunConfig, facts: Facts | None = None) -> Alignment:
 
 
 def judge(pair: Pair) -> Alignment:
-    """The verdict on a pair. What the engine lacks comes first, then the schemes, then what the learner lacks."""
+    """The verdict on a pair. What the engine lacks comes first, then noise, then the schemes, then
+    what the learner lacks."""
     same = pair.learner == pair.sampler
     sampler = quant.parse_scheme(pair.sampler)
     known = CLOSE if same else None if sampler is None else sampler.baseline_k3
     if found := None if pair.engine is None else _of_the_engine(pair.engine, pair.facts):
         return Alignment(kind="apart", reason=found[0], remedy=found[1], known_k3=known)
+    if pair.noise:
+        reason = f"the sampler's norm gains have noise (rollout.norm_noise), for which {pair.noise} corrects"
+        return Alignment(kind="baseline", reason=reason, remedy="set rollout.norm_noise=null", known_k3=None)
     if not same:
         reason = f"the learner computes in {pair.learner}, the sampler in {pair.sampler}"
         remedy = f"set quant.forward={pair.sampler}, so that the learner has the sampler's weights"

@@ -111,7 +111,7 @@ def test_bad_input_is_told_in_a_sentence(capsys, words, error):
     assert error in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rates_errors_and_page_are_those_of_the_records():
     rows = records.all_rows()
     assert records.rounded(records.fit(rows)) == forecast.RATES

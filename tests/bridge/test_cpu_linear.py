@@ -121,6 +121,27 @@ def test_int4_layers_are_one_float64_sum(kernels, monkeypatch, m, n, k, group, w
     np.testing.assert_array_equal(run(kernel, layer, x, bias), once(s_x * (x_q @ weight.T), bias))
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_nvfp4_layers_are_one_float64_sum_and_a_factor(kernels, with_bias):
+    import torch
+
+    codes, scales, divisor = ref.nvfp4_weight(
+        np.random.default_rng(0).normal(size=(48, 256)) * np.geomspace(1, 1e-6, 48)[:, None]
+    )
+    x, bias = activations(5, 256), activations(1, 48, seed=8)[0] if with_bias else None
+    layer = layer_of(weight=codes[:, ::2] | codes[:, 1::2] << 4, weight_global_scale=1 / divisor[0])
+    layer.weight_scale = torch.from_numpy(scales.view(np.uint8)).view(torch.float8_e4m3fn)
+    value, factor = ref.nvfp4_factors(codes, scales, divisor)
+    assert not value[-1].any()  # flushed
+    kernel = kernels.Float64NvFp4LinearKernel.of(use_a16=True)
+    kernel.process_weights_after_loading(layer)
+    sums = (x.astype(np.float64) @ value.T.astype(np.float64)).astype(np.float32)
+    want = bf(sums * factor)
+    np.testing.assert_array_equal(
+        run(kernel, layer, x, bias), want if bias is None else bf(want + bias.astype(np.float32))
+    )
+
+
 @pytest.mark.parametrize(("m", "n", "k"), [(5, 48, 256), (3, 32, 3072)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_int8_layers_are_one_float64_sum(kernels, m, n, k, with_bias):

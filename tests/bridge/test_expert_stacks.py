@@ -13,7 +13,7 @@ from tests.bridge.test_cuda_ipc import policy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["bf16", "w8a8", "w4a16:g32"])
+@pytest.mark.parametrize("scheme", ["bf16", "w8a8", "w4a16:g32", "nvfp4"])
 def test_published_stacks_are_the_checkpoints_tensors(scheme):
     weights = policy(scheme, moe=True)
     checkpoint, published = dict(engine_tensors(weights)), dict(engine_tensors(weights, stacked=True))

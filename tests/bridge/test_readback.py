@@ -63,6 +63,16 @@ def int4(words, scale):
     return Live(apply, packed=words, scale=scale)
 
 
+def nvfp4(codes, scales):
+    def apply(layer, x, bias):
+        value, _ = quant_reference.nvfp4_factors(
+            quant_reference.nibbles(layer.codes.numpy()), layer.scales.float().numpy(), 1
+        )
+        return (x.float() @ torch.from_numpy(value).t() * (1 / torch.tensor(3.0))).bfloat16()
+
+    return Live(apply, codes=codes, scales=scales)
+
+
 def read_back(modules, tensors, mode="full", tied=None, activations="bf16"):
     reader = linear.ReadBack(
         modules, tied or {}, device=torch.device("cpu"), activations=activations, context=contextlib.nullcontext
@@ -84,32 +94,39 @@ def fused(kind):
             weights.append(torch.from_numpy(rng.integers(-128, 128, (n, k)).astype(np.int8)))
             scales.append(torch.from_numpy(rng.uniform(0.001, 0.01, (n, 1)).astype(np.float32)))
             tensors |= {f"{name}.weight": weights[-1], f"{name}.weight_scale": scales[-1]}
+        elif kind == "nvfp4":
+            rng = np.random.default_rng(seed)
+            weights.append(torch.from_numpy(rng.integers(0, 256, (n, k // 2)).astype(np.uint8)))
+            steps = rng.uniform(0.02, 0.1, (n, k // 16)) / np.where(np.arange(n) == 0, 9, 1)[:, None]  # row 0: flushed
+            scales.append(torch.from_numpy(steps).to(torch.float8_e4m3fn))
+            tensors |= {f"{name}.weight_packed": weights[-1], f"{name}.weight_scale": scales[-1]}
+            tensors[f"{name}.weight_global_scale"] = torch.tensor([3.0])
         else:
             rng = np.random.default_rng(seed)
             weights.append(torch.from_numpy(quant_reference.pack(rng.integers(-8, 8, (n, k)))))
             scales.append(bf16(n, k // 32, seed=seed).abs() + 0.01)
             tensors |= {f"{name}.weight_packed": weights[-1], f"{name}.weight_scale": scales[-1]}
             tensors[f"{name}.weight_shape"] = torch.tensor([n, k])
-    make = {"dense": dense, "int8": int8, "int4": int4}[kind]
+    make = {"dense": dense, "int8": int8, "int4": int4, "nvfp4": nvfp4}[kind]
     live = make(torch.cat(weights), *([torch.cat(scales)] if scales else []))
     return {f"{prefix}.qkv_proj": live}, tensors
 
 
-@pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["dense", "int8", "int4", "nvfp4"])
 def test_a_layer_that_holds_what_was_published_is_read_back(kind):
     modules, tensors = fused(kind)
     assert read_back(modules, tensors) == (1, 64)
     assert read_back(modules, tensors, "sampled") == (1, linear.SAMPLED_ROWS)
 
 
-@pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["dense", "int8", "int4", "nvfp4"])
 def test_one_wrong_weight_is_found_and_named(kind):
     modules, tensors = fused(kind)
     name = next(n for n in tensors if "k_proj.weight" in n)
     tensors[name] = tensors[name].clone()
-    tensors[name][3, 5] = tensors[name][3, 5] * 2 + 1 if kind != "int4" else tensors[name][3, 5] ^ 1
+    tensors[name][3, 5] = tensors[name][3, 5] * 2 + 1 if kind in ("dense", "int8") else tensors[name][3, 5] ^ 1
     # Row 3 of k is row 19 of the fused layer.
-    with pytest.raises(BridgeError, match=r"qkv_proj holds .* at \[19, (5|40)\].*1 of 2048 values differ"):
+    with pytest.raises(BridgeError, match=r"qkv_proj holds .* at \[19, (5|40|10)\].*1 of 2048 values differ"):
         read_back(modules, tensors)
 
 

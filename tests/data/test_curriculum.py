@@ -14,7 +14,7 @@ from qarl_jax.data.sources import mix
 from qarl_jax.loop.step_metrics import rollout_metrics
 from qarl_jax.rewards import Grader, Sample, exact, total
 from qarl_jax.rollout import dynamic_sampling
-from qarl_jax.run import config
+from qarl_jax.run import description
 from qarl_jax.types import UserError
 from tests.reference import tiny
 from tests.reference.numbered import Source
@@ -177,7 +177,7 @@ def test_a_config_with_stages_loads_and_mistakes_are_told(tmp_path):
     cfg = world.config
     assert [cfg.rollout.num_samples_at(step) for step in (0, 1)] == [2, 4]
     assert [cfg.rollout.max_response_len_at(step) for step in (0, 1)] == [12, 12]
-    assert "steps 0 to 0: response <= 12 tokens, rows of 24, 2 samples" in config.describe(cfg)
+    assert "steps 0 to 0: response <= 12 tokens, rows of 24, 2 samples" in description.describe(cfg)
     wrong = world.changed(reward={"name": "by_source", "rewards": {"sums": {"name": "exact"}}})
     with pytest.raises(UserError, match="name the same"):
         _ = wrong.config

@@ -122,6 +122,17 @@ def test_one_master_of_the_base_is_held_at_a_time(policy):
     assert len(alive) == len(models.by_path(frozen))
 
 
+@pytest.mark.slow
+def test_frozen_masters_wait_for_those_that_nvfp4_has_one_number_of(tmp_path):
+    cfg = world(tmp_path, quant={"forward": "nvfp4", "engine": "cpu"}).config
+    learner = build.make_learner(cfg, build.policy_graphdef(cfg), build.make_mesh(cfg))
+    held = models.by_path(build.load_policy(cfg, learner)[1])
+    graphdef, params = tiny.load_model(dataclasses.replace(cfg, lora=None), learner.mesh)
+    wanted = models.by_path(models.quantize_params(graphdef, params))
+    assert len(wanted) == 7
+    assert has_same_bits({path: held[path] for path in wanted}, wanted)
+
+
 def test_the_reference_policy_shares_the_base(policy):
     _, learner, start = policy
     masters, qweights = learner.reference(learner.init(*start).params)
@@ -144,7 +155,7 @@ def test_norm_gains_learn_where_they_shall():
     [
         ("w4a16:g32", "bfloat16"),
         ("w8a8", "bfloat16"),
-        *(nightly(scheme, "bfloat16") for scheme in ("bf16", "fp8", "w4a8:g32", "w3a16:g32", "w2a16:g32")),
+        *(nightly(scheme, "bfloat16") for scheme in ("bf16", "fp8", "w4a8:g32", "w3a16:g32", "w2a16:g32", "nvfp4")),
         nightly("w4a16:g32", "float32"),
     ],
 )

@@ -10,20 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qarl_jax import quant
 from qarl_jax.models import (
     REMAT,
     ModelConfig,
     MoEConfig,
     Transformer,
     abstract_model,
+    by_path,
     merge,
     parse_rules,
+    quantize_params,
     random_model,
     split,
 )
 from qarl_jax.models import attention as attention_module
 from qarl_jax.models.attention import attention
+from qarl_jax.models.params import part_of
 from qarl_jax.quant import resolve
+from qarl_jax.quant.schemes import nvfp4
+from qarl_jax.types import UserError
 from tests.reference.hf_models import relative
 
 pytestmark = pytest.mark.usefixtures("compiled_programs")
@@ -260,3 +266,19 @@ def test_bfloat16_forward_stays_near_float32_under_every_profile(profile):
     assert hidden.dtype == jnp.bfloat16
     # 3 layers of bf16 (2^-9 each rounding): percent level.
     assert relative(hidden.astype(jnp.float32), run(graphdef, params, qweights)) < 0.05
+
+
+@pytest.mark.slow
+def test_weights_that_an_engine_fuses_share_the_number_that_nvfp4_has_of_all_of_them():
+    model = random_model(dataclasses.replace(MOE, quant=parse_rules("nvfp4")), 0)
+    graphdef, params, qweights = split(model)
+    masters, found = by_path(params), {path: qt.arrays["divisor"] for path, qt in by_path(qweights).items()}
+    for fused in (("1.attn.q", "1.attn.k", "1.attn.v"), ("0.mlp.gate", "0.mlp.up"), ("1.moe.gate", "1.moe.up")):
+        paths = [f"stacks.{own}.kernel" for own in fused]
+        together = quant.quantize(jnp.concatenate([masters[path] for path in paths], axis=-2), nvfp4.Config())
+        for path in paths:  # of every layer and expert
+            assert found[path].shape == (*masters[path].shape[:-2], 1, 1)
+            np.testing.assert_array_equal(found[path], together.arrays["divisor"])
+    alone = part_of(params, lambda path: "attn.k." not in path)
+    with pytest.raises(UserError, match=r"nvfp4 has one scale for .*q_proj.* and .*k_proj.*: freeze all of them"):
+        quantize_params(graphdef, alone)

@@ -13,7 +13,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 SCRIPT = pathlib.Path(__file__).parents[1] / "reference" / "live_engine.py"
 
 
-@pytest.fixture(scope="module", params=["w8a8", pytest.param("w4a16", marks=pytest.mark.nightly)])
+@pytest.fixture(
+    scope="module", params=["w8a8", *(pytest.param(scheme, marks=pytest.mark.nightly) for scheme in ("w4a16", "nvfp4"))]
+)
 def found(request, tmp_path_factory):
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("engine")

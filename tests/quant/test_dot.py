@@ -14,12 +14,12 @@ from qarl_jax import quant
 from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.quant import PROFILES, resolve
 from qarl_jax.quant.contractions import Dense
-from qarl_jax.quant.schemes import fp8, w4a8, w4a16, w8a8
+from qarl_jax.quant.schemes import fp8, nvfp4, w4a8, w4a16, w8a8
 from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
 from tests.reference.cases import each_once, named
 
-CONFIGS = [w8a8.Config(), fp8.Config(), w4a16.Config(32), w4a16.Config(-1), w4a8.Config(32)]
+CONFIGS = [w8a8.Config(), fp8.Config(), w4a16.Config(32), w4a16.Config(-1), w4a8.Config(32), nvfp4.Config()]
 M, N, K = 24, 48, 128
 as_a_run = pytest.mark.usefixtures("compiled_as_a_run")  # bits hang on the compiler
 
@@ -89,6 +89,17 @@ def test_w4a16_multiplies_the_bf16_rounded_weight(profile, group):
     off = ulps(y, want)
     assert (off > 0).mean() < 0.01  # float32 against float64 accumulation, next to a rounding boundary
     assert (np.abs(y.astype(np.float32) - want) <= 2.0**-7 * (np.abs(acc) + np.abs(b))).all()
+
+
+def test_nvfp4_scales_the_sum_by_the_whole_weights_number_and_rounds_before_the_bias():
+    x, w, b = data(2)
+    w[5] *= 1e-5  # block scales that are flushed
+    value, factor = ref.nvfp4_factors(*ref.nvfp4_weight(w))
+    assert not value[5].any()
+    np.testing.assert_array_equal(value, ref.bf(value))
+    sums = (x.astype(np.float64) @ value.astype(np.float64).T).astype(np.float32)
+    y = quant.dot(jnp.asarray(x, jnp.bfloat16), w, quant.quantize(w, nvfp4.Config()), b, numerics=resolve("cpu"))
+    np.testing.assert_array_equal(np.asarray(y, np.float32), ref.bf(ref.bf(sums * factor) + b))
 
 
 @pytest.mark.slow
@@ -197,15 +208,18 @@ def test_a_qtensor_of_another_weight_is_refused():
 
 def fake_quant_dot(x, master, config, bias, profile):
     """An independent QAT layer: round(x), round(w) with a straight-through gradient, in float32."""
-    codes, scale = (
-        ref.int8_weight(master)
-        if isinstance(config, w8a8.Config)
-        else ref.fp8_weight(master)
-        if isinstance(config, fp8.Config)
-        else ref.int4_weight(master, config.group_size)
-    )
-    w_q = ref.int4_value(codes, scale) if codes.dtype == np.int8 and scale.dtype == ref.BF16 else codes * scale
-    if isinstance(config, w4a16.Config):
+    if isinstance(config, nvfp4.Config):
+        w_q = np.multiply(*ref.nvfp4_factors(*ref.nvfp4_weight(master)))
+    else:
+        codes, scale = (
+            ref.int8_weight(master)
+            if isinstance(config, w8a8.Config)
+            else ref.fp8_weight(master)
+            if isinstance(config, fp8.Config)
+            else ref.int4_weight(master, config.group_size)
+        )
+        w_q = ref.int4_value(codes, scale) if codes.dtype == np.int8 and scale.dtype == ref.BF16 else codes * scale
+    if isinstance(config, w4a16.Config | nvfp4.Config):
         x_q = np.asarray(x)
     else:
         rows = ref.fp8_rows if isinstance(config, fp8.Config) else ref.int8_rows
@@ -321,7 +335,8 @@ def test_in_float64_neither_the_order_of_inputs_nor_the_number_of_rows_can_be_se
     rng = np.random.default_rng(16)
     k = 4864  # the widest contraction of Qwen2.5-0.5B
     x, w = ref.bf(rng.normal(size=(17, k))), ref.bf(rng.normal(size=(48, k)) * 0.02)
-    order = np.concatenate([i * 32 + rng.permutation(32) for i in rng.permutation(k // 32)])  # groups stay together
+    halves = [i * 32 + half for i in rng.permutation(k // 32) for half in (16, 0)]
+    order = np.concatenate([first + rng.permutation(16) for first in halves])  # groups of 32 and 16 stay together
     b = jnp.asarray(ref.bf(rng.normal(size=48)))
 
     def layer(x, w, profile):

@@ -11,7 +11,7 @@ from aqt.jax.v2.numerics import int_numerics
 
 from qarl_jax import quant
 from qarl_jax.numerics.rows import quantize_rows
-from qarl_jax.quant.schemes import fp8, w4a16, w8a8
+from qarl_jax.quant.schemes import fp8, nvfp4, w4a16, w8a8
 from tests.reference import quant_reference as ref
 
 
@@ -53,6 +53,42 @@ def test_weight_codes_and_scales_equal_compressed_tensors(config):
     mine = quant.unpack_int4(qt.codes) if qt.scheme.wire.codes.inputs == 8 else qt.codes
     np.testing.assert_array_equal(np.asarray(qt.scales, np.float32), scale.reshape(qt.scales.shape))
     np.testing.assert_array_equal(np.asarray(mine, np.float32), codes)
+
+
+ADVERSARIAL = {
+    "zero_rows": lambda w: np.concatenate([0 * w[:3], np.where(np.arange(256) < 16, 0, w[3:])]),
+    "blocks_that_underflow": lambda w: w * np.geomspace(1, 1e-9, 64)[:, None],
+    "one_huge_outlier": lambda w: np.where((w == w[7, 9]), 3e5, w),
+    "subnormals": lambda w: np.where(np.arange(256) % 5 == 0, w * 1e-38, w),
+    "subnormals_alone": lambda w: w * 1e-38,
+    "ties": lambda w: np.resize([6, 0.25, 0.75, 1.25, -1.75, 2.5, 3.5, 5, -0.25, -0.75, 1.75, -0.0, -3.5], w.shape),
+    "all_zero": lambda w: 0 * w,
+    "as_small_as_is_promised": lambda w: w / np.abs(w).max() * 2.0**-104,
+    "as_large": lambda w: w / np.abs(w).max() * 2.0**18,
+}
+
+
+@pytest.mark.parametrize("which", [None, *ADVERSARIAL])
+def test_nvfp4_has_compressed_tensors_bytes_of_weights_that_are_fused(which):
+    torch = pytest.importorskip("torch")
+    helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
+    schemes = pytest.importorskip("compressed_tensors.quantization.quant_scheme")
+    compressor = pytest.importorskip("compressed_tensors.compressors.nvfp4").NVFP4PackedCompressor
+    w = np.random.default_rng(0).standard_t(3, size=(64, 256)) * 0.02
+    w = (ADVERSARIAL[which](w) if which else w).astype(np.float32).astype(ref.BF16)
+    scheme = schemes.preset_name_to_scheme("NVFP4A16", ["Linear"])
+    divisor = helpers.generate_gparam(*torch.aminmax(torch.from_numpy(w.view(np.int16)).view(torch.bfloat16)))
+    for part in (slice(0, 16), slice(16, 64)):  # as q and k are
+        own = torch.from_numpy(w[part].view(np.int16)).view(torch.bfloat16)
+        blocks = own.unflatten(-1, (-1, 16))
+        scale, _ = helpers.calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=divisor)
+        held = {"weight": own, "weight_scale": scale, "weight_global_scale": divisor}
+        with torch.compiler.set_stance("force_eager"):  # compiling takes long, and gives the same bytes
+            want = {name: tensor.view(torch.uint8) for name, tensor in compressor.compress(held, scheme).items()}
+        qt = quant.quantize(w[part], nvfp4.Config(), beside=[w[16:] if part.start == 0 else w[:16]])
+        for array in qt.scheme.wire.arrays:
+            mine = np.asarray(qt.arrays[array.name])
+            assert mine.tobytes() == want[array.leaf].numpy().tobytes(), array.name
 
 
 def aqt_rows(x):

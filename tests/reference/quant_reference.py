@@ -54,6 +54,33 @@ def int4_value(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return bf(codes.astype(np.float32) * np.repeat(scale.astype(np.float32), repeat, -1))
 
 
+def nvfp4_weight(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[..., N, K] -> unpacked uint8 codes 0 to 15, e4m3 scales [..., N, K/16], float32 divisor [..., 1, 1]."""
+    w = bf(w)
+    blocks = w.reshape(*w.shape[:-1], -1, 16)
+    most = np.abs(blocks).max(-1)
+    with np.errstate(over="ignore"):
+        g = bf(bf(1 / np.maximum(most.max((-2, -1), keepdims=True), np.float32(2.0**-126))) * np.float32(2688))
+        g = np.where(np.isfinite(g), g, np.float32(1))
+        scales = np.minimum(bf(most / np.float32(6)) * g, np.float32(448)).astype(F8)
+    scales = np.where(scales.astype(np.float32) == 0, np.float32(0.125), scales.astype(np.float32)).astype(F8)
+    x = np.abs(blocks) / (scales.astype(np.float32) / g)[..., None]
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    distance = np.abs(np.minimum(x, 6)[..., None].astype(np.float64) - grid)
+    distance += np.where(np.arange(8) % 2, 1e-12, 0)  # ties: the even code
+    codes = distance.argmin(-1) + 8 * (blocks < 0)
+    return codes.reshape(w.shape).astype(np.uint8), scales, g
+
+
+def nvfp4_factors(codes: np.ndarray, scales: np.ndarray, divisor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(code * scale, exact, scales below 2^-6 flushed; 1 / divisor), float32."""
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    scales = scales.astype(np.float32)
+    scales = np.where(scales < 2.0**-6, np.float32(0), scales)
+    values = np.where(codes & 8, -grid[codes & 7], grid[codes & 7])
+    return values * np.repeat(scales, 16, -1), np.float32(1) / divisor
+
+
 def pack(codes: np.ndarray) -> np.ndarray:
     """uint4b8, one element at a time."""
     out = np.zeros((*codes.shape[:-1], codes.shape[-1] // 8), np.uint32)
@@ -66,6 +93,11 @@ def unpack(words: np.ndarray) -> np.ndarray:
     """The inverse of `pack`: int8 codes."""
     nibbles = (words.view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)) & 0xF
     return (nibbles.astype(np.int8) - 8).reshape(*words.shape[:-1], -1)
+
+
+def nibbles(packed: np.ndarray) -> np.ndarray:
+    """uint8 [..., K/2] -> codes [..., K], the low one first."""
+    return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
 
 
 Arrays = dict[str, np.ndarray]
@@ -85,7 +117,7 @@ class Grid:
     Attributes:
       arrays: a master and its scheme -> the arrays as they are published, by name.
       rounded: whether the served weight, code times step, is rounded to bfloat16.
-      floating: whether codes are floats.
+      half: half a step of codes that are floats, over the weight, and over the scale for the smallest; None: integers.
       step: arrays -> the distance between neighbouring codes, float32 [..., N, K].
       clamped: the largest distance, in steps, of a weight from the code it is clamped to.
       drift: the largest change, in steps, of a served weight that is quantized again.
@@ -93,7 +125,7 @@ class Grid:
 
     arrays: Callable[[np.ndarray, Any], Arrays]
     rounded: bool = False
-    floating: bool = False
+    half: tuple[float, float] | None = None
     step: Callable[[Arrays], np.ndarray] = steps
     clamped: float = 0.5 + 7.5 * 2.0**-8
     drift: float = 1.0
@@ -118,14 +150,36 @@ def int4_arrays(w: np.ndarray, scheme: Any) -> Arrays:
 
 
 INT4 = Grid(int4_arrays, rounded=True)
+
+
+class Nvfp4(Grid):
+    """The grid of `nvfp4`, whose value is (code * scale) * (1 / divisor)."""
+
+    def value(self, arrays: Arrays) -> np.ndarray:
+        """The weight that a layer's factors stand for, float32 [..., N, K]."""
+        return np.multiply(*nvfp4_factors(nibbles(arrays["codes"]), arrays["scales"], arrays["divisor"]))
+
+
+def nvfp4_arrays(w: np.ndarray, scheme: Any) -> Arrays:
+    """The arrays of `nvfp4`, packed."""
+    codes, scales, divisor = nvfp4_weight(w)
+    return named(codes[..., ::2] | codes[..., 1::2] << 4, scales) | {"divisor": divisor}
+
+
+def nvfp4_step(arrays: Arrays) -> np.ndarray:
+    """The weight that code 2 stands for."""
+    return np.repeat(arrays["scales"].astype(np.float32) / arrays["divisor"], 16, -1)
+
+
 # One row per scheme. `tests/quant/test_schemes.py` and `tests/bridge/test_formats.py` compare the scheme with it.
 GRIDS = {
     "w8a8": Grid(lambda w, scheme: named(*int8_weight(w))),
-    "fp8": Grid(lambda w, scheme: named(*fp8_weight(w)), floating=True),
+    "fp8": Grid(lambda w, scheme: named(*fp8_weight(w)), half=(2.0**-4, 2.0**-10)),
     "w4a16": INT4,
     "w4a8": INT4,
     "w3a16": INT4,
     "w2a16": INT4,
+    "nvfp4": Nvfp4(nvfp4_arrays, half=(2.0**-2, 2.0**-2), step=nvfp4_step),
 }
 
 

@@ -11,7 +11,7 @@ import yaml
 from qarl_jax import sft
 from qarl_jax.loss import grpo, tbpo
 from qarl_jax.numerics import engine as numerics
-from qarl_jax.run import config
+from qarl_jax.run import config, description
 from qarl_jax.typed_config import annotations
 from qarl_jax.typed_config import load as schema
 from qarl_jax.types import UserError
@@ -113,7 +113,7 @@ def test_derived_numbers_are_in_prompts_and_printed(load):
     )
     # 32 / 8 = 4 updates per pass, two passes; 10 steps.
     assert (cfg.train.updates_per_step, cfg.train.total_updates, cfg.row_len) == (8, 80, 128)
-    text = config.describe(cfg)
+    text = description.describe(cfg)
     for part in (
         "32 prompts x 4 samples = 128 responses",
         "8 prompts x 4 samples = 32 responses",
@@ -137,7 +137,7 @@ STAGES = "rollout.stages=[{until: 3, max_response_len: 16}, {until: 5, max_respo
     ],
 )
 def test_an_arm_in_which_learner_and_sampler_differ_says_so_and_what_it_is_for(load, forward, rollout, said):
-    text = config.describe(load(f"quant.forward={forward}", f"quant.rollout={rollout}"))
+    text = description.describe(load(f"quant.forward={forward}", f"quant.rollout={rollout}"))
     for part in said:
         assert part in text
     assert bool(said) == ("different policies" in text)
@@ -156,7 +156,7 @@ def test_stages_are_resolved_by_the_step_alone(load):
 
 
 def test_stages_and_partial_rollouts_are_printed(load):
-    text = config.describe(load("train.steps=8", STAGES))
+    text = description.describe(load("train.steps=8", STAGES))
     for part in (
         "stages       steps 0 to 2: response <= 16 tokens, rows of 80",
         "             steps 3 to 4: response <= 32 tokens, rows of 96",
@@ -164,15 +164,15 @@ def test_stages_and_partial_rollouts_are_printed(load):
         "the learner's programs are compiled 3 times, once for each length of a row",
     ):
         assert part in text
-    short = config.describe(load("train.steps=4", "train.row_len=130", STAGES))
+    short = description.describe(load("train.steps=4", "train.row_len=130", STAGES))
     assert "steps 3 to 3: response <= 32 tokens, rows of 130" in short
     assert "steps 5" not in short  # never reached
     assert "compiled 1 time," in short
-    text = config.describe(load("train.prompts_per_step=8", "rollout.partial={over_provision: 1.5, max_lag: 2}"))
+    text = description.describe(load("train.prompts_per_step=8", "rollout.partial={over_provision: 1.5, max_lag: 2}"))
     assert "12 prompts in hand; a step ends when 8 are complete, which is looked at every 8 tokens" in text
     assert "trained on at most 2 steps after" in text
     assert "stages" not in text
-    assert "in hand" not in config.describe(load())
+    assert "in hand" not in description.describe(load())
 
 
 PPO = ("loss.name=ppo", "advantage.name=gae", "critic={}")
@@ -341,8 +341,8 @@ def test_bad_settings_of_a_critic_are_told_where_they_stand(load, override, mess
 def test_a_critic_takes_groups_of_one_and_leaves_the_policy_the_rest_of_the_updates(load):
     cfg = load(*PPO, "rollout.num_samples_per_prompt=1", "train.steps=10", "critic={warmup_steps: 4}")
     assert cfg.policy_updates == 6 * cfg.train.updates_per_step
-    assert "adamw at lr 1e-05; the policy waits 4 steps" in config.describe(cfg)
-    assert "none" in next(line for line in config.describe(load()).splitlines() if line.startswith("critic"))
+    assert "adamw at lr 1e-05; the policy waits 4 steps" in description.describe(cfg)
+    assert "none" in next(line for line in description.describe(load()).splitlines() if line.startswith("critic"))
     assert load().policy_updates == load().train.total_updates
 
 
@@ -414,4 +414,4 @@ def test_every_config_file_is_valid(path):
     if is_sft(path):
         assert schema.load(sft.Config, path).train.updates > 0
     else:
-        assert config.describe(config.load(path))
+        assert description.describe(config.load(path))

@@ -8,7 +8,7 @@ import pytest
 
 from qarl_jax import data
 from qarl_jax.data.sources import files
-from qarl_jax.run import config
+from qarl_jax.run import config, description
 from qarl_jax.run.prompts import open_prompts
 from qarl_jax.types import UserError
 
@@ -38,7 +38,7 @@ def opened(model, tmp_path):
             "eval": eval_settings or {},
         }
         cfg, prompts = open_prompts(config.from_dict(tree))
-        return cfg, prompts, config.describe(cfg, prompts.lines)
+        return cfg, prompts, description.describe(cfg, prompts.lines)
 
     return open_them
 
@@ -72,7 +72,7 @@ def test_prompts_of_tasks_have_a_limit_of_their_own(model):
     cfg = config.from_dict({"model": {"path": str(model)}, "data": {"source": source, "template": "raw"}})
     cfg, prompts = open_prompts(cfg)
     assert (cfg.data.max_prompt_len, cfg.row_len) == (1024, 1024 + cfg.rollout.max_response_len)
-    assert "makes rows of" in config.describe(cfg, prompts.lines)
+    assert "makes rows of" in description.describe(cfg, prompts.lines)
 
 
 def test_the_plan_counts_the_prompts_that_there_are_and_warns_of_few(opened):
@@ -91,7 +91,7 @@ def test_the_plan_counts_the_prompts_that_there_are_and_warns_of_few(opened):
 
 def test_a_plan_without_its_data_says_what_was_asked_for():
     cfg = config.from_dict({"model": {"path": "none"}, "data": {"source": {"name": "jsonl", "path": "none"}}})
-    assert "evaluation   128 prompts x 1 samples, before, after" in config.describe(cfg)
+    assert "evaluation   128 prompts x 1 samples, before, after" in description.describe(cfg)
     assert cfg.data.prompt_limit == 1024
     with pytest.raises(UserError, match="no such folder"):
         open_prompts(cfg)

@@ -72,7 +72,7 @@ def test_a_new_run_trains_as_it_is():
 
     init.write("mine")
     small = ["train.steps=2", "train.prompts_per_step=8", "train.prompts_per_update=4", "train.micro_batch_rows=8"]
-    assert train.main(["mine", *small, "eval.num_prompts=8", "log.tensorboard=false"]) == 0
+    assert train.main(["mine", *small, "eval.num_prompts=8", "log.trackers=[]"]) == 0
     records = [json.loads(line) for line in pathlib.Path("mine/run/metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1]
     assert all(0 < record["reward/mean"] < 1 for record in records)

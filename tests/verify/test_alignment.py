@@ -56,6 +56,16 @@ def test_what_differs_is_named_with_the_setting_that_ends_it(overrides, kind, re
     assert str(verdict) == f"log-probs may differ between learner and sampler: {verdict.reason}"
 
 
+def test_a_noisy_sampler_is_not_the_learner_while_its_noise_lasts():
+    noisy = run("quant.forward=w8a8", "rollout.norm_noise.stages=4", "train.steps=8")
+    verdict = alignment.of_run(noisy, facts())
+    assert (verdict.kind, verdict.is_aligned, verdict.known_k3) == ("baseline", False, None)
+    assert "noise (rollout.norm_noise), for which loss.mismatch=geometric corrects" in verdict.reason
+    assert [alignment.of_run(noisy, facts(), version).is_aligned for version in range(9)] == [True] * 2 + [
+        False
+    ] * 6 + [True]
+
+
 def test_exact_sums_may_be_made_by_any_library_and_a_cpu_shows_no_order_at_all():
     assert alignment.of_run(run("quant.forward=w8a8", "quant.kernels=xla")).is_aligned
     assert alignment.of_run(run("quant.forward=fp8", "quant.engine=cpu", "quant.kernels=xla")).is_aligned

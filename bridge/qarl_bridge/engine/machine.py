@@ -109,7 +109,7 @@ class Cuda:
         from qarl_bridge.engine.cuda import install
 
         departures = [versions.keep_sequences_whole(), install.install()]
-        if any(group["weights"]["type"] == "float" for group in groups):
+        if any((group["weights"]["num_bits"], group["weights"]["type"]) == (8, "float") for group in groups):
             departures.append(versions.keep_fp8_scales_in_order())
         return [departure for departure in departures if departure]
 

@@ -119,6 +119,12 @@ def module_name(name: str) -> str:
     return name.removesuffix(".weight")
 
 
+def fused_with(name: str) -> tuple[str, ...]:
+    """The modules that vLLM loads into one with this one: a.q_proj -> a.k_proj, a.v_proj."""
+    parent, _, leaf = module_name(name).rpartition(".")
+    return tuple(f"{parent}.{part}" for parts in FUSED.values() if leaf in parts for part in parts if part != leaf)
+
+
 def pack(name: str, arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
     """One weight's arrays, as the tensors a checkpoint holds. The arrays are passed on, not copied.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.scheme import Scheme
-from qarl_jax.quant.schemes import fp8, w2a16, w3a16, w4a8, w4a16, w8a8
+from qarl_jax.quant.schemes import fp8, nvfp4, w2a16, w3a16, w4a8, w4a16, w8a8
 from qarl_jax.types import UserError, did_you_mean
 
 SCHEMES: dict[str, type[Scheme]] = {
@@ -32,6 +33,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         w4a8.Config,
         w3a16.Config,
         w2a16.Config,
+        nvfp4.Config,
     )
 }
 
@@ -91,7 +93,12 @@ def check_quantizable(shape: tuple[int, ...], scheme: Scheme, name: str = "") ->
         )
 
 
-def quantize(w: Float[Array | np.ndarray, "*L N K"], scheme: Scheme, name: str = "") -> QTensor:
+def quantize(
+    w: Float[Array | np.ndarray, "*L N K"],
+    scheme: Scheme,
+    name: str = "",
+    beside: Sequence[Float[Array | np.ndarray, "*L _ K"]] = (),
+) -> QTensor:
     """The one function from a master weight to its published low-bit form.
 
     Args:
@@ -99,6 +106,7 @@ def quantize(w: Float[Array | np.ndarray, "*L N K"], scheme: Scheme, name: str =
         float32 master and its bfloat16 export have the same codes.
       scheme: a Config of SCHEMES.
       name: the weight's path, for error messages.
+      beside: the other weights that an engine fuses with it; read where `scheme.one_range`.
 
     Returns:
       A QTensor. Pure and jit-able; on a mesh, a sharding of the leading and N dimensions passes through.
@@ -107,12 +115,12 @@ def quantize(w: Float[Array | np.ndarray, "*L N K"], scheme: Scheme, name: str =
       UserError: K does not suit the scheme.
     """
     check_quantizable(w.shape, scheme, name)
-    return _quantize(w, scheme)
+    return _quantize(w, tuple(beside) if scheme.one_range else (), scheme)
 
 
 @functools.partial(jax.jit, static_argnames="scheme")
-def _quantize(w: jax.Array, scheme: Scheme) -> QTensor:
-    return scheme.quantize(w)
+def _quantize(w: jax.Array, beside: tuple[jax.Array, ...], scheme: Scheme) -> QTensor:
+    return scheme.quantize_beside(w, beside)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

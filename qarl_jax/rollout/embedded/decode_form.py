@@ -45,7 +45,8 @@ def compute_form(graphdef: Any, params: Any, qweights: Any) -> tuple[Policy, tup
     A decoding step multiplies every weight with a few rows only, so whatever is done to a weight on the way to its
     product costs as much as the product itself:
 
-      * a scheme of weights alone multiplies with them decoded: that is stored, in the compute dtype, as a plain kernel;
+      * a scheme without a layer of its own multiplies with decoded weights: they are stored, in the compute dtype, as
+        a plain kernel;
       * other kernels, embedding and head are stored in the compute dtype instead of being cast at every step;
       * adapters are stored as an engine multiplies with them, the scale folded in;
       * the codes of the other schemes are multiplied as they are, and their masters are dropped.
@@ -56,7 +57,7 @@ def compute_form(graphdef: Any, params: Any, qweights: Any) -> tuple[Policy, tup
         qtensor = None if linear.quantized is None else linear.quantized.get_value()
         if qtensor is None:
             linear.kernel.set_value(linear.kernel.get_value().astype(config.compute_dtype))
-        elif not qtensor.scheme.low_bit_activations:
+        elif not qtensor.scheme.own_layer:
             linear.kernel.set_value(quant.dequantize(qtensor, config.compute_dtype))
             linear.quantized = None
         if linear.lora_a is not None and linear.lora_b is not None:

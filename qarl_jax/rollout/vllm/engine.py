@@ -206,6 +206,10 @@ class VllmEngine(RolloutEngine):
         self._model_json: dict[str, Any] | None = None
         self._model: tuple[bytes, bytes] | None = None  # fingerprint, scheme hash
         self._numerics, self._shards = "plain", 1
+        self._again, self._policies = (
+            0,
+            dict[int, int](),
+        )  # wire steps grow with every publish, policy versions need not
         self._schemes: list[str] = []
         self.version = -1
 
@@ -250,6 +254,7 @@ class VllmEngine(RolloutEngine):
             weights = dataclasses.replace(weights, params=models.fold_adapters(weights.graphdef, weights.params))
             self._folded = weights.params  # a stager holds no arrays
         check_length(self._config, config.max_position_embeddings)
+        self._again += version == self.version
         self._numerics, self._shards = config.numerics.profile, config.numerics.shards
         self._schemes = _schemes(config)
         try:
@@ -274,7 +279,7 @@ class VllmEngine(RolloutEngine):
     def _publish(self, weights: PolicyWeights, version: int, transport: str) -> dict[str, float]:
         assert self._model is not None
         identity: dict[str, Any] = {
-            "version": messages.Version(run_id=self._run_id, incarnation=self._incarnation, step=version),
+            "version": messages.Version(run_id=self._run_id, incarnation=self._incarnation, step=self._step(version)),
             "model": self._model[0],
             "scheme": self._model[1],
         }
@@ -321,6 +326,12 @@ class VllmEngine(RolloutEngine):
             report = report | {"start_engine_s": max(replica.start_s for replica in self.fleet.replicas)}
         self.version = version
         return report
+
+    def _step(self, version: int) -> int:
+        """The bridge's number for a version: its own, plus how often one was published again with other weights."""
+        step = version + self._again
+        self._policies[step] = version
+        return step
 
     def _over(self, weights: PolicyWeights) -> tuple[sender.Version | None, frozenset[str] | None]:
         """The complete version that this one may be over, and the paths of what it is then made of."""
@@ -406,7 +417,7 @@ class VllmEngine(RolloutEngine):
                 raise RuntimeError(
                     f"the bridge returned tokens drawn under {span.version}, which this run did not publish"
                 )
-            spans.append(VersionSpan(version=span.version.step, start=span.start, end=span.end))
+            spans.append(VersionSpan(version=self._policies[span.version.step], start=span.start, end=span.end))
             position = span.end
         if position != len(tokens) or len(logprobs) != len(tokens) or not np.isfinite(logprobs).all():
             raise RuntimeError("the bridge returned a completion whose tokens, log-probs and versions do not match")

@@ -36,6 +36,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from qarl_bridge.engine import expert_methods
 from qarl_bridge.engine.cpu.layers import silu_and_mul
 from qarl_bridge.engine.cpu.linear import Rows, channel_weight, int4_weight, int8_rows, product
+from qarl_bridge.protocol.errors import BridgeError
 
 
 class _Float64(FusedMoEMethodBase):
@@ -134,4 +135,6 @@ def _class_of(weights: Any, inputs: Any, layer: Any) -> type | None:
         return Float64Int8MoEMethod
     if weights.num_bits == 4 and weights.symmetric and str(weights.type).endswith("int"):
         return Float64WNA16MoEMethod
+    if weights.num_bits == 4:
+        raise BridgeError("nvfp4 experts have no layer on a CPU yet: use w4a16 for them (quant.rules)", "setup")
     return None

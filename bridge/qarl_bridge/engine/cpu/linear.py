@@ -12,6 +12,7 @@ written here, in torch's generic operations, and the learner computes the same (
     w8a8, w4a8    y = bf(f32(s_x sum x_q w) + b)   w = q s, exact; am = max(max|x|, 1e-7), s_x = am / 127,
                                                    x_q = RNE(x * (127 / am)), each one float32 operation
     fp8           the same with s_x = max(max|x| / 448, 1 / (448 * 512)) and x_q = e4m3(x * (1 / s_x))
+    nvfp4         y = bf(bf(S(x, q s) f) + b)      q s exact, s below 2^-6 taken for 0; f = f32(1 / g)
     head, router  S(x, w), left in float32
 
 Why float64. A product of two bfloat16 values (or of a code and a weight) is exact in float64, and a sum of thousands of
@@ -33,6 +34,7 @@ import torch
 from vllm import envs
 from vllm.model_executor.kernels import linear as registry
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.kernels.linear.nvfp4 import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     FP8ScaledMMLinearKernel,
     FP8ScaledMMLinearLayerConfig,
@@ -41,6 +43,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 )
 from vllm.model_executor.layers import utils as dispatch
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4 as nvfp4
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
@@ -109,6 +112,15 @@ def int4_weight(packed: torch.Tensor, scale: torch.Tensor, int8_activations: boo
 def channel_weight(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """int8 or e4m3 codes [N, K], N float32 scales -> q s [N, K] float64, exact."""
     return codes.float().double() * scale.double().view(-1, 1)
+
+
+def nvfp4_weight(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """[N, K/2] uint8, [N, K/16] e4m3 -> q s [N, K] float64, exact, without the scales that Marlin flushes."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).long()
+    groups = scale.double()
+    groups[groups < 2.0**-6] = 0
+    return torch.cat([values, -values])[codes] * groups.repeat_interleave(16, dim=1)
 
 
 _WEIGHT = "weight_float64"  # [N, K] float64 parameter: vLLM's reload copies new values into its storage
@@ -203,6 +215,36 @@ class Float64FP8LinearKernel(FP8ScaledMMLinearKernel):
         raise NotImplementedError
 
 
+class Float64NvFp4LinearKernel(NvFp4LinearKernel):
+    """nvfp4; see the module docstring."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """On every CPU."""
+        return current_platform.is_cpu(), "Float64NvFp4 is for CPUs"
+
+    @classmethod
+    def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
+        """Every shape."""
+        return True, None
+
+    @classmethod
+    def of(cls, use_a16: bool = False) -> Float64NvFp4LinearKernel:
+        """In place of vLLM's choice, which takes Marlin. Raises ValueError where activations are quantized."""
+        if not use_a16:
+            raise ValueError("NVFP4 with quantized activations has no layer on a CPU")
+        return cls(NvFp4LinearLayerConfig())
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Build the float64 weight, at load and at every reload; vLLM holds 1 / g by now."""
+        _hold(layer, nvfp4_weight(layer.weight.data, layer.weight_scale.data))
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., K] -> [..., N] in x.dtype."""
+        y = (product(x, getattr(layer, _WEIGHT), None, wide=True) * layer.weight_global_scale).to(x.dtype)
+        return y if bias is None else (y.float() + bias.float()).to(x.dtype)
+
+
 class Float64Linear:
     """vLLM's `cpu_linear` of one unquantized layer. It converts the weight when first called: make one per load."""
 
@@ -233,3 +275,4 @@ def register() -> None:
     ):
         versions.put_first(table, PlatformEnum.CPU, kernel)
     dispatch.dispatch_cpu_unquantized_gemm = _dispatch
+    nvfp4.init_nvfp4_linear_kernel = Float64NvFp4LinearKernel.of

@@ -6,6 +6,7 @@
     int8    weight int8 [N, K], weight_scale float32 [N, 1]                     activations int8
     fp8     weight float8_e4m3fn [N, K], weight_scale float32 [N, 1]            activations e4m3
     int4    weight_packed int32 [N, K/8], weight_scale bfloat16 [N, K/G]        activations bfloat16, or int8
+    nvfp4   weight_packed uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/16], weight_global_scale float32 [1]
 
 A new format is one row: how codes and scales are read off its tensors, for some inputs and as a whole. The read-back of
 dense layers and that of experts follow.
@@ -144,6 +145,28 @@ def _int4_whole(tensors: Tensors) -> tuple[Any, Any]:
     return (((words.unsqueeze(-1) >> shifts) & 0xF) - 8).flatten(-2), tensors["weight_scale"]
 
 
+def _nvfp4_weight(codes: Any, scales: Any) -> Any:
+    """uint8 codes of single weights and their e4m3 scales -> code times scale, float32; scales below 2^-6 are 0."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float32, device=codes.device)
+    scales = torch.where(scales.float() < 2.0**-6, 0.0, scales.float())
+    return torch.where(codes > 7, -1.0, 1.0) * values[(codes & 7).long()] * scales
+
+
+def _nvfp4_columns(weights: Sequence[Tensors], columns: Columns) -> tuple[Any, Any]:
+    pairs = columns.of([tensors["weight_packed"] for tensors in weights])
+    scales = columns.of([tensors["weight_scale"].view(torch.uint8) for tensors in weights])  # as in _channel_columns
+    codes = (pairs >> (4 * columns.places(2)).to(torch.uint8)) & 15
+    factors = [1 / tensors["weight_global_scale"].float().expand(len(tensors["weight_packed"])) for tensors in weights]
+    return _nvfp4_weight(codes, scales.contiguous().view(torch.float8_e4m3fn)), torch.cat(factors)[None]
+
+
+def _nvfp4_whole(tensors: Tensors) -> tuple[Any, Any]:
+    pairs = tensors["weight_packed"]
+    codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2)
+    scales = tensors["weight_scale"].float().repeat_interleave(16, dim=-1)
+    return _nvfp4_weight(codes, scales), 1 / tensors["weight_global_scale"].float()[..., None, :]
+
+
 def _channel_whole(tensors: Tensors) -> tuple[Any, Any]:
     return tensors["weight"], tensors["weight_scale"]
 
@@ -159,4 +182,10 @@ FORMULAS = (
         {"weight": torch.float8_e4m3fn, "weight_scale": torch.float32}, _channel_columns, _channel_whole, top=448.0
     ),
     INT4,
+    Formula(
+        {"weight_packed": torch.uint8, "weight_scale": torch.float8_e4m3fn, "weight_global_scale": torch.float32},
+        _nvfp4_columns,
+        _nvfp4_whole,
+        inputs=2,
+    ),
 )
