@@ -354,6 +354,49 @@ def test_the_notebook_of_rewards_and_environments_runs_from_top_to_bottom(tmp_pa
     assert 0 < space["numbers"]["reward/mean"] < 1
 
 
+@pytest.mark.slow
+def test_the_notebook_of_mismatch_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    monkeypatch.chdir(tmp_path)
+    file = tiny.World(tmp_path).command()[1]
+    overrides = ["model.dtype=bfloat16", "quant.engine=cpu"]
+    space = run_notebook(
+        "mismatch", CONFIG=file, OVERRIDES=overrides, SCHEME="w4a16:g32", WEIGHT="stacks.0.attn.q.kernel"
+    )
+    pyplot.close("all")
+    # The claims of the text: of three learners the aligned one alone has the engine's bits, and then its log-probs.
+    bf16, unrounded, aligned = space["layer"].values()
+    assert aligned == 0 < unrounded < bf16
+    unaligned, zero = space["k3"].values()
+    assert zero < 1e-10 < 1e-6 < unaligned
+
+
+@pytest.mark.nightly
+def test_the_notebook_of_a_loss_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    monkeypatch.chdir(tmp_path)
+    file = tiny.World(tmp_path).command()[1]
+    space = run_notebook("own_loss", CONFIG=file, OVERRIDES=[], STEPS=2)  # compares the loss with the hand's itself
+    pyplot.close("all")
+    tbpo, own = space["history"].values()
+    assert tbpo[0]["reward/mean"] == own[0]["reward/mean"]  # the same first samples
+    assert tbpo[-1]["loss/total"] != own[-1]["loss/total"]
+    assert "clip/seq_dropped" in tbpo[0]
+    assert 0 < own[0]["own/ratio"] < 2
+
+
+@pytest.mark.slow
+def test_the_notebook_of_a_tpu_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    space = run_notebook("tpu", FOLDER="shapes", LAYERS=2, ROWS=4, LENGTH=512)
+    kernels, products, loops = space["found"].values()
+    assert kernels >= 3  # splash attention's forward and both halves of its backward
+    assert products == 7  # of a layer: q, k, v, o, gate, up, down
+    assert loops > 0
+
+
 # ---- the site --------------------------------------------------------------------------------------------------------
 
 
