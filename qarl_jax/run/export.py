@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m qarl_jax.export --checkpoint DIR --format hf|compressed-tensors|peft --out DIR`: a policy as a model folder.
+"""`python -m qarl_jax.export --checkpoint DIR --format hf|compressed-tensors|peft --out DIR`: a policy as model files.
 
     hf                  the masters rounded to bfloat16: transformers, vLLM, or the start of another run
     compressed-tensors  the QTensors of the run's rollout scheme, byte for byte what was published to the sampler
