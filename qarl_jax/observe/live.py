@@ -89,7 +89,7 @@ class Server(http.server.ThreadingHTTPServer):
         return f"http://{name}:{port}/" + (f"?token={self.token}" if self.token else "")
 
     def data(self, have: Sequence[Any]) -> dict[str, Any]:
-        """What came since `have`, run by run. A run whose files are damaged has an `error`."""
+        """The news since `have`, run by run. A run whose files are damaged has an `error`."""
         parts, now = [], []
         for index, run in enumerate(self.runs):
             known = have[index] if index < len(have) and isinstance(have[index], dict) else {}

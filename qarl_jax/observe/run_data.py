@@ -51,7 +51,7 @@ _JOINERS = "\u200c\u200d"  # part of words in some scripts, and of emoji
 
 
 class RunData:
-    """What the page shows of one run, kept up to date from its files.
+    """The page's view of one run, kept up to date from its files.
 
     Args:
       folder: the run's.
@@ -325,7 +325,7 @@ def strong(tokens: Mapping[str, Sequence[float | None]], advantage: float | None
 
 
 def _logs(ratios: Sequence[float | None]) -> tuple[np.ndarray, np.ndarray]:
-    """Where there is a positive number, and the |log| of it. Arguments: a column of a sample, None where unknown."""
+    """Finds positive numbers, and the |log| of each. Arguments: a column of a sample, None where unknown."""
     values = np.array(ratios, float)  # None becomes NaN
     where = np.flatnonzero(values > 0)
     return where, np.abs(np.log(values[where]))

@@ -48,7 +48,7 @@ from qarl_jax.optim.eight_bit import Blocks
 from qarl_jax.runtime.mesh import AXIS_RULES
 
 Precision = Literal["default", "high", "highest", "bfloat16"]
-"""Of the iteration's products; see `build.Muon`."""
+"""The precision of the iteration's products; see `build.Muon`."""
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Jordan's quintic: steepest slope at 0 that still keeps every singular value near 1."""

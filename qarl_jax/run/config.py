@@ -348,7 +348,7 @@ class RunConfig:
 
     @property
     def trainable(self) -> Trainable:
-        """Which leaves of the policy learn."""
+        """The leaves of the policy that learn."""
         return ALL if self.lora is None else self.lora.trainable
 
     def _check_asynchronous(self) -> None:

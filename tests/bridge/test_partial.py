@@ -21,7 +21,7 @@ Q = "model.layers.0.self_attn.q_proj"
 
 
 def some(seed):
-    """What changes from version to version: a norm, and the adapter of q."""
+    """The tensors that change from version to version: a norm, and the adapter of q."""
     rng = np.random.default_rng(seed)
     shapes = {NORM: (8,), Q + adapters.A: (2, 8), Q + adapters.B: (8, 2)}
     return {name: rng.normal(size=shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}

@@ -66,7 +66,7 @@ class Trainer:
         return held, self.client.publish(held, readback=readback)
 
     def draw(self, temperature: float = 0.0) -> list[Any]:
-        """What is drawn, with the version's step."""
+        """The tokens and log-probs of one draw, with the version's step."""
         drawn = self.client.generate(DRAWS, messages.Sampling(max_tokens=12, temperature=temperature))
         return [(one.tokens, one.logprobs, one.spans[0].version.step) for one in drawn]
 

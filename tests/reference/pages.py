@@ -144,6 +144,6 @@ def with_script(page, script):
 
 
 def said(dom):
-    """What a script returned."""
+    """The value that a script returned."""
     text = dom[dom.index('<output id="said">') + len('<output id="said">') :].split("</output>")[0]
     return json.loads(html.unescape(text))

@@ -89,7 +89,7 @@ def _scheme_of(group: Mapping[str, Any], fallback: Any) -> Scheme:
 
 
 def _arguments(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What of quantization arguments a layout says, defaults filled in as compressed-tensors does."""
+    """The part of quantization arguments that a layout says, with compressed-tensors' defaults filled in."""
     if not given:
         return {}
     size = given.get("group_size")
