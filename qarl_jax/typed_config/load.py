@@ -390,21 +390,19 @@ class _Builder:
         if siblings is not None:
             section += f" (name={variant})"
         near = difflib.get_close_matches(key, hints, n=1)
-        suggestion = _dotted((*path[:-1], near[0])) if near else self.elsewhere(key)
+        elsewhere, exact = self.elsewhere(key)  # a top-level `lr` is optimizer's, however like `lora` it looks
+        suggestion = elsewhere if (exact and len(path) == 1) or not near else _dotted((*path[:-1], near[0]))
         hint = f" Did you mean {suggestion}?" if suggestion else ""
         if len(path) == 1 and sum(other not in hints for other in self.layer.tree) > 1:
             hint = " Several sections are unknown: is this a config of another command? Its header names the one."
         return self.error(path, f"unknown key.{hint} Known keys of {section}: {listing(hints) or 'none'}.")
 
-    def elsewhere(self, key: str) -> str | None:
-        """The full path of a key that exists in another section (`clip_high` at the top -> `loss.clip_high`)."""
+    def elsewhere(self, key: str) -> tuple[str | None, bool]:
+        """The full path of a key that ends like `key` (`clip_high` -> `loss.clip_high`), and whether it ends in it."""
         known = sorted(dotted_keys(self.root), key=lambda dotted: dotted.count("."))  # optimizer.lr before a critic's
-        exact = [dotted for dotted in known if dotted.rsplit(".", 1)[-1] == key]
-        if exact:
-            return exact[0]
         last = {dotted.rsplit(".", 1)[-1]: dotted for dotted in reversed(known)}
         near = difflib.get_close_matches(key, last, n=1, cutoff=0.8)
-        return last[near[0]] if near else None
+        return (last[near[0]] if near else None), key in last
 
     def plain(self, value: Any) -> Any:
         """An override's text read as YAML, for fields whose values are not plain text."""

@@ -143,6 +143,7 @@ def test_an_override_has_the_type_of_its_field(override, field, value):
         ("inner.z=3", "inner.z: unknown key. Known keys of inner: x, y."),
         ("cuont=3", "cuont: unknown key. Did you mean count?"),
         ("shade=3", "shade: unknown key. Did you mean color.shade?"),
+        ("size=3", "size: unknown key. Did you mean color.size?"),  # not `sizes`, which is only like it
         ("color=blue", "color: expected a section, got 'blue'; write color.name=blue."),
         ("color.name=bleu", "color.name: unknown name 'bleu'. Did you mean blue? Known: red, blue, mixed."),
         (
