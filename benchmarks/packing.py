@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     for way, row_len in (("padded", padded_len), *(("packed", row_len) for row_len in args.row_len)):
         filled = functools.partial(
-            pack, groups, advantages, row_len=row_len, max_segments=_SEGMENTS, unpacked=way == "padded"
+            pack, groups, advantages, row_len=row_len, max_segments=1 if way == "padded" else _SEGMENTS
         )
         together = filled(rows_multiple=1).batch.tokens.shape[0]
         rows = -(-together // -(-together * row_len // args.micro_tokens))

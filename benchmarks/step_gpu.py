@@ -115,7 +115,7 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
             "optimizer.offload": "true",
             "quant.code_flips": "false",
             "rollout.engine.staging_buffers": 1,
-            "train.packing": "unpacked",
+            "train.max_segments": 1,
             "train.row_len": longest,
             "train.micro_batch_rows": args.batch // args.updates,
         }

@@ -457,7 +457,7 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
         todo = f"take another scheme (quant.*) or the embedded sampler (rollout.engine.name=jax), {report}"
         yield Check(name=name, status="fail", found=build_ + error.found, todo=todo)
     except (UserError, BridgeError) as error:
-        todo = "rollout.engine.log_file=FILE in a run keeps all that the engine says"
+        todo = "a run keeps all that the engine says in engine.log in its folder"
         yield Check(name=name, status="fail", found=str(error), todo=todo)
     finally:
         engine.close()

@@ -153,7 +153,6 @@ def refused(world, capsys):
         (["train.prompts_per_update=3"], ["prompts_per_update=3", "prompts_per_step=2"]),
         (["train.row_len=10"], ["train.row_len=10", "24", "never split"]),
         (["rollout.num_samples_per_prompt=1"], ["num_samples_per_prompt=1", "Use at least 2"]),
-        (["rollout.top_p=0.9"], ["top_p=0.9", "importance ratio"]),
         (["quant.forward=w5a16"], ["quant", "'w5a16'", "w4a16"]),
         (["quant.forward=W8A8:g32"], ["'W8A8:g32'", "Did you mean w8a8?"]),
         (["quant.group_size=0"], ["group_size must be at least 1"]),

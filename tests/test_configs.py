@@ -369,3 +369,36 @@ def test_every_run_trains_two_steps_on_a_tiny_model(run, world):
         assert "nonfinite" not in record
         assert record["train/updates"] == (1 if run == "on_policy_grpo" else 2)
         assert record["optim/update_norm"] > 0
+
+
+# ---- options -------------------------------------------------------------------------------------------------------
+
+MOST_OPTIONS = 150
+
+
+def leaf_keys(tree, prefix=""):
+    for key, value in tree.items():
+        yield from leaf_keys(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key]
+
+
+def keys_of_a_file(node, prefix=""):
+    """Dotted paths of a YAML file; those of an arm's or an evaluation's settings end with the option's."""
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield f"{prefix}.{key}"
+        yield from keys_of_a_file(value, f"{prefix}.{key}")
+
+
+def test_a_run_has_few_options_and_each_is_in_a_config_or_on_a_page():
+    options = list(leaf_keys(schema.to_dict(config.load(ROOT / "configs" / "quickstart_vllm.yaml"))))
+    assert len(options) <= MOST_OPTIONS
+    files = (yaml.safe_load(path.read_text()) for path in (ROOT / "configs").rglob("*.yaml"))
+    said = {key for file in files for key in keys_of_a_file(file)}
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "bridge" / "README.md"]
+    text = "\n".join(page.read_text() for page in pages if "log" not in page.parts)
+    unnamed = []
+    for option in options:
+        section_and_name, name = ".".join(option.split(".")[-2:]), option.rpartition(".")[2]
+        page = rf"\b{re.escape(section_and_name)}\b|`{name}\b[^`\n]*`|\b{name}[:=]"
+        if not any(key.endswith(f".{option}") for key in said) and not re.search(page, text):
+            unnamed.append(option)
+    assert not unnamed

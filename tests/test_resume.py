@@ -266,9 +266,10 @@ class Recorded(recorder.Silent):
 
 @pytest.mark.parametrize("lost", ["manifests", "folders"])
 def test_records_without_a_whole_checkpoint_are_refused_and_kept_aside_on_request(tmp_path, world, lost):
-    cfg = config.load(world.command()[1], [f"run_dir={tmp_path}", "checkpoint.asynchronous=false"])
+    cfg = config.load(world.command()[1], [f"run_dir={tmp_path}"])
     state = {"x": np.zeros(3)}
-    with Checkpoints(tmp_path / "checkpoints", cfg.checkpoint) as checkpoints:
+    at_once = dataclasses.replace(cfg.checkpoint, asynchronous=False)
+    with Checkpoints(tmp_path / "checkpoints", at_once) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, state)
         if lost == "folders":

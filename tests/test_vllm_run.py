@@ -41,7 +41,7 @@ class Run:
         self.world = tiny.World(folder, hidden=128).changed(
             model={"dtype": "bfloat16"},
             quant={"forward": scheme, "engine": "cpu"},
-            rollout={"engine": {"name": "vllm", "readback": "full", "log_file": str(folder / "bridge.log")} | LIMITS},
+            rollout={"engine": {"name": "vllm", "readback": "full"} | LIMITS},
             eval={"at_start": False, "at_end": False},
         )
         self.kill_at_step, self.killed, self.restarts = kill_at_step, None, None
@@ -146,7 +146,7 @@ def test_a_full_precision_learner_would_not_be_that_policy(run):
     graphdef, params = tiny.load_model(cfg, build.make_mesh(cfg))
     params = Checkpoints(run.world.run_dir / "checkpoints").restore({"params": params}).state["params"]
     groups = [group_of([served], prompt=prompt) for prompt, served in zip(PROMPTS, run.served, strict=True)]
-    rows = packing.pack(groups, np.zeros((len(groups), 1)), row_len=tiny.ROW_LEN, unpacked=True)
+    rows = packing.pack(groups, np.zeros((len(groups), 1)), row_len=tiny.ROW_LEN, max_segments=1)
 
     def error(graphdef):
         learner = build.make_learner(cfg, graphdef, build.make_mesh(cfg))
@@ -167,7 +167,7 @@ def test_a_bridge_killed_while_it_samples_is_replaced_and_the_run_goes_on(run):
         return
     assert run.restarts == 1
     assert run.killed not in run.pids
-    log = (run.world.folder / "bridge.log").read_text()
+    log = (run.world.run_dir / "engine.log").read_text()
     assert log
     assert not alive(run.killed)
 

@@ -25,7 +25,6 @@ from qarl_jax.memory import engine as on_engine
 from qarl_jax.memory.learner import GIB
 from qarl_jax.optim.build import Muon, labels
 from qarl_jax.rollout.vllm import engine as vllm
-from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
 
 Terms = dict[str, float]
@@ -161,7 +160,7 @@ def _rows(cfg: RunConfig, length: float) -> tuple[int, int]:
     """(micro-batches, rows of one on one device) of one pass over a step's samples, which have `length` tokens."""
     responses = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
     fit = cfg.row_len / length if length < cfg.row_len / 4 else cfg.row_len // length  # short ones fill a row
-    per_row = 1.0 if cfg.train.packing == "unpacked" else max(1.0, min(fit, build.max_segments(cfg)))
+    per_row = max(1.0, min(fit, cfg.train.max_segments))
     updates = cfg.train.updates_per_step // cfg.train.update_epochs
     rows_of_an_update = math.ceil(responses / (per_row * updates))
     micro_batches = updates * -(-rows_of_an_update // cfg.train.micro_batch_rows)

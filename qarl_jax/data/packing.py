@@ -109,7 +109,6 @@ def pack(
     rows_multiple: int = 1,
     max_segments: int = 16,
     pad_id: int = 0,
-    unpacked: bool = False,
 ) -> Packed:
     """Packs the responses of some groups.
 
@@ -121,7 +120,6 @@ def pack(
       rows_multiple: the number of rows is rounded up to a multiple of this (the micro-batch), with empty rows.
       max_segments: most responses in a row.
       pad_id: token at padding positions; it is masked everywhere.
-      unpacked: one response per row.
 
     Returns:
       A `Packed` whose batch has at least `rows_multiple` rows.
@@ -132,19 +130,18 @@ def pack(
     lengths = sorted({row_len} if isinstance(row_len, int) else set(row_len))
     items = _items(groups)
     _check(groups, items, lengths[-1])
-    limit = 1 if unpacked else max_segments
     best: tuple[int, int, list[list[int]]] | None = None
     sizes = [item[2] + item[3] for item in items]
     for length in lengths:
         if sizes and max(sizes) > length:
             continue
-        rows = _place(sizes, length, limit)
+        rows = _place(sizes, length, max_segments)
         count = max(rows_multiple, -(-len(rows) // rows_multiple) * rows_multiple)
         # On a tie the longer row: fewer rows, the same number of positions.
         if best is None or count * length <= best[0] * best[1]:
             best = (count, length, rows)
     assert best is not None  # _check saw that the longest row is long enough
-    return _fill(groups, advantages, items, best, limit, pad_id)
+    return _fill(groups, advantages, items, best, max_segments, pad_id)
 
 
 def _per_token(completion: Completion, advantage: Any) -> Any:

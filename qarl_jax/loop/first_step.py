@@ -40,10 +40,8 @@ def padding(cfg: RunConfig, record: Mapping[str, float]) -> str | None:
     share = record.get("train/padding_share", 0.0)
     if share < PADDING:
         return None
-    packed = cfg.train.packing != "unpacked"
-    first = "raise train.max_segments" if packed else "set train.packing=packed"
     return (
-        f"{share:.0%} of the learner's rows is padding, which costs time and memory: {first}, lower"
+        f"{share:.0%} of the learner's rows is padding, which costs time and memory: raise train.max_segments, lower"
         f" train.micro_batch_rows, or set a train.row_len below {cfg.row_len} (at least data.max_prompt_len +"
         " rollout.max_response_len)."
     )

@@ -80,7 +80,6 @@ def packed_rows(cfg: RunConfig, groups: list[RolloutGroup], advantages: np.ndarr
         row_len=cfg.row_len_at(step),
         rows_multiple=cfg.train.micro_batch_rows,
         max_segments=cfg.train.max_segments,
-        unpacked=cfg.train.packing == "unpacked",
     )
 
 

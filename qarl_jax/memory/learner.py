@@ -314,7 +314,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         "row_len": cfg.row_len,
         "chunk": cfg.train.logprob_chunk,
         "grad_dtype": cfg.train.grad_dtype_or_float32,
-        "max_segments": build.max_segments(cfg),
+        "max_segments": cfg.train.max_segments,
         "one_program": cfg.micro_batches_per_update[1] == 1,
         "offload": cfg.optimizer.offload is True,
         "mesh": mesh,

@@ -33,24 +33,18 @@ class Schedule:
     """Learning rate as a function of the update (not the rollout step: one step may hold several updates).
 
     Attributes:
-      kind: "constant", "linear" or "cosine", after the warm-up.
+      kind: "constant", "linear" or "cosine", after the warm-up and to the end of the run.
       warmup_updates: lr rises linearly and reaches its full value at the last of these updates; 0 = none.
-      decay_updates: the update at which the decay ends; None: the end of the run.
       end_ratio: lr at the end of the decay, relative to the peak.
     """
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
     warmup_updates: int = 0
-    decay_updates: int | None = None
     end_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         _one_of("kind", self.kind, ("constant", "linear", "cosine"))
         at_least(self, 0, "warmup_updates")
-        if self.decay_updates is not None and self.decay_updates <= self.warmup_updates:
-            raise UserError(
-                f"decay_updates ({self.decay_updates}) must lie beyond warmup_updates ({self.warmup_updates})."
-            )
         if not 0.0 <= self.end_ratio <= 1.0:
             raise UserError(f"end_ratio must lie in [0, 1], got {self.end_ratio}.")
 
@@ -110,8 +104,7 @@ class Muon(Common):
         a GPU, one pass of bfloat16 on a TPU), "highest" is float32, a tenth as fast on a GPU. "bfloat16" rounds what is
         multiplied, as Muon's authors do: twice as fast on a GPU.
       eps: added to the Frobenius norm; a zero gradient gives a zero update (not from a config).
-      adamw_lr: peak learning rate of the other parameters; None: `lr`.
-      adamw_b1, adamw_b2, adamw_eps, adamw_weight_decay: AdamW on the other parameters. Norms and biases never decay.
+      adamw_lr: peak learning rate of the other parameters (`AdamW`, without decay); None: `lr`.
     """
 
     momentum: float = 0.95
@@ -121,14 +114,10 @@ class Muon(Common):
     matmul_precision: muon.Precision = "default"
     eps: float = internal(1e-8)
     adamw_lr: float | None = None
-    adamw_b1: float = 0.9
-    adamw_b2: float = 0.95
-    adamw_eps: float = 1e-8
-    adamw_weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _in_unit_interval(self, "momentum", "adamw_b1", "adamw_b2")
+        _in_unit_interval(self, "momentum")
         _one_of("scale", self.scale, tuple(muon.SCALES))
         _one_of("matmul_precision", self.matmul_precision, get_args(muon.Precision))
         at_least(self, 1, "newton_schulz_steps")
@@ -137,13 +126,7 @@ class Muon(Common):
     @property
     def adamw(self) -> AdamW:
         """The rule of the other parameters."""
-        return AdamW(
-            lr=self.lr if self.adamw_lr is None else self.adamw_lr,
-            b1=self.adamw_b1,
-            b2=self.adamw_b2,
-            eps=self.adamw_eps,
-            weight_decay=self.adamw_weight_decay,
-        )
+        return AdamW(lr=self.lr if self.adamw_lr is None else self.adamw_lr, b2=0.95, weight_decay=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,13 +214,12 @@ def make_schedule(lr: float, cfg: Schedule, total_updates: int | None = None) ->
     """`update index (0, 1, ...) -> lr` as a float32 scalar; traceable. Warm-up never wastes update 0 on lr = 0.
 
     Raises:
-      UserError: a decaying schedule without an end (neither `cfg.decay_updates` nor `total_updates`), or an end before
-        the warm-up's.
+      UserError: a decaying schedule whose `total_updates` are not known, or end with the warm-up.
     """
-    end = cfg.decay_updates if cfg.decay_updates is not None else total_updates
+    end = total_updates
     if cfg.kind != "constant":
         if end is None:
-            raise UserError(f"optimizer.schedule.kind={cfg.kind} needs optimizer.schedule.decay_updates.")
+            raise UserError(f"optimizer.schedule.kind={cfg.kind} needs the number of updates of the run.")
         if end <= cfg.warmup_updates:
             raise UserError(
                 f"optimizer.schedule.warmup_updates ({cfg.warmup_updates}) leaves no update to decay over: the decay "

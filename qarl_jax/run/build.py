@@ -139,11 +139,6 @@ def rollout_graphdef(cfg: RunConfig, graphdef: Any) -> Any:
     return models.with_scheme(graphdef, schemes(cfg, cfg.quant.rollout_scheme), cfg.quant.group_size)
 
 
-def max_segments(cfg: RunConfig) -> int:
-    """Most responses in a row."""
-    return cfg.train.max_segments if cfg.train.packing == "packed" else 1
-
-
 def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
     """The learner with the run's objective and optimizer."""
     return Learner(
@@ -159,7 +154,7 @@ def make_learner(cfg: RunConfig, graphdef: Any, mesh: Mesh) -> Learner:
             grad_dtype=cfg.train.grad_dtype_or_float32,
             one_program=cfg.micro_batches_per_update[1] == 1,
             offload=cfg.optimizer.offload is True,
-            max_segments=max_segments(cfg),
+            max_segments=cfg.train.max_segments,
             entropy_coef=cfg.train.entropy_coef,
             kl_coef=cfg.kl.coef,
             kl=get_term("kl", kind=cfg.kl.kind, aggregation=cfg.kl.aggregation),
@@ -208,7 +203,7 @@ def make_critic(cfg: RunConfig, graphdef: Any, params: Any, mesh: Mesh) -> criti
         optimizer=leafwise.Optimizer(chosen, updates),
         schedule=build.make_schedule(chosen.lr, chosen.schedule, updates),
         mesh=mesh,
-        max_segments=max_segments(cfg),
+        max_segments=cfg.train.max_segments,
         offload=chosen.offload is True,
     )
 
@@ -229,7 +224,7 @@ def make_engine(
 ) -> RolloutEngine:
     """The rollout engine; `log` gets a line when a bridge is started or replaced. `schedule`: two threads will use it.
 
-    log_file: for the output of the bridges that it starts on this host, unless the config names one.
+    log_file: for the output of the bridges that it starts on this host.
 
     A bridge knows the run by its folder: a resumed trainer is the same run, a second one is refused.
     """
@@ -239,7 +234,7 @@ def make_engine(
         engine = dataclasses.replace(
             engine,
             record_routing=cfg.rollout.router_replay or engine.record_routing,
-            log_file=engine.log_file or log_file,
+            log_file=log_file,
         )
         folder = os.path.abspath(cfg.run_dir)
         options = {"run_id": hashlib.blake2b(folder.encode(), digest_size=8).hexdigest(), "log": log}

@@ -50,6 +50,7 @@ from qarl_jax.optim.build import path_name
 from qarl_jax.run import on_disk
 from qarl_jax.run.on_disk import DamagedCheckpointError as DamagedCheckpointError
 from qarl_jax.runtime import processes
+from qarl_jax.typed_config.annotations import internal
 from qarl_jax.types import UserError, at_least
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Config:
     every: int = 50
     at_end: bool = True
     keep: int | None = 3
-    asynchronous: bool = True
+    asynchronous: bool = internal(True)
     start_over: bool = False
 
     def __post_init__(self) -> None:

@@ -116,8 +116,7 @@ class TrainConfig:
       update_epochs: passes over a step's samples.
       micro_batch_rows: rows per forward/backward pass.
       row_len: tokens per row; 0: data.max_prompt_len + rollout.max_response_len (in a stage of it, the stage's).
-      packing: packed (several responses share a row) or unpacked (one each).
-      max_segments: most responses in a packed row.
+      max_segments: most responses that share a row; 1: each has a row of its own.
       logprob_chunk: tokens per chunk of the fused output head.
       grad_dtype: dtype of gradients and of their sum over micro-batches; bfloat16 halves them (see `learner.Options`);
         auto takes it where a run does not fit otherwise.
@@ -134,7 +133,6 @@ class TrainConfig:
     update_epochs: int = 1
     micro_batch_rows: int = 8
     row_len: int = 0
-    packing: Literal["packed", "unpacked"] = "packed"
     max_segments: int = 16
     logprob_chunk: int = 2048
     grad_dtype: Literal["auto", "float32", "bfloat16"] = "float32"
@@ -270,13 +268,6 @@ class RunConfig:
                 f"train.row_len={self.train.row_len} is shorter than data.max_prompt_len={self.data.max_prompt_len} +"
                 f" rollout.max_response_len={self.rollout.max_response_len} = {longest}, and a response is never split"
                 " over rows. Raise row_len (0: exactly that) or lower one of the two."
-            )
-        if not self.rollout.sampling().is_full_support:
-            r = self.rollout
-            raise UserError(
-                f"rollout.temperature={r.temperature}, rollout.top_p={r.top_p}, rollout.top_k={r.top_k}:"
-                " training needs temperature > 0, top_p=1 and top_k=0. A cut-off distribution has other log-probs than"
-                " the learner's softmax, so every importance ratio would be off. Evaluation has eval.temperature."
             )
         if self.optimizer.master_rounding == "stochastic" and self.model.param_dtype == "float32":
             raise UserError(
@@ -446,8 +437,6 @@ class RunConfig:
         """Fewest and most micro-batches of an update: as rows fill up, or one response to a row."""
         responses = self.train.mini_batch_prompts * self.rollout.num_samples_per_prompt
         most = -(-responses // self.train.micro_batch_rows)
-        if self.train.packing == "unpacked":
-            return most, most
         return -(-responses // (self.train.micro_batch_rows * self.train.max_segments)), most
 
     @property

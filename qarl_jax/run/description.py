@@ -23,11 +23,11 @@ def describe(cfg: RunConfig, prompts: Sequence[tuple[str, str]] = ()) -> str:
     if cfg.quant.rollout_scheme != cfg.quant.forward:
         schemes = f"{cfg.quant.forward} in the learner, {cfg.quant.rollout_scheme} in the sampler"
     arm = _arm(cfg.quant)
-    rows = "several responses each" if cfg.train.packing == "packed" else "one response each"
+    rows = "several responses each" if cfg.train.max_segments > 1 else "one response each"
     updates = f"{cfg.train.updates_per_step} updates per step ({cfg.train.update_epochs}x over its responses)"
     responses = cfg.train.steps * per_step * samples
     least, most = cfg.micro_batches_per_update
-    passes = f"{most} per update" if cfg.train.packing == "unpacked" else f"{least} to {most} per update"
+    passes = f"{most} per update" if least == most else f"{least} to {most} per update"
     mesh = ", ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(cfg.mesh).items() if size != 1)
     at_end = "at the end" if cfg.checkpoint.at_end else "when it is interrupted"
     saved = f"every {cfg.checkpoint.every} steps" if cfg.checkpoint.every else at_end

@@ -46,8 +46,8 @@ class RolloutConfig:
       stages: shorter limits and fewer responses to begin with (DeepScaleR: 8k, then 16k, then 24k), in order; after the
         last one's `until` they are max_response_len, which evaluation, and a loss that divides by the limit, use
         throughout, and num_samples_per_prompt.
-      temperature: 1 samples the policy itself; the learner divides its logits by the same number.
-      top_p, top_k: must stay off (1 and 0) for training; see `RunConfig`.
+      temperature: 1 samples the policy itself; the learner divides its logits by the same number. Nothing else changes
+        the distribution: a cut-off one (top-p) has other log-probs than the learner's softmax.
       dynamic: DAPO's dynamic sampling; off by default (see `dynamic_sampling.py`).
       partial: APRIL's partial rollouts; off by default (see `partial_rollouts.py`).
       environment: what answers between the policy's turns (tools, simulations); null: a response is one turn.
@@ -61,8 +61,6 @@ class RolloutConfig:
     max_response_len: int = 1024
     stages: tuple[Stage, ...] = ()
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
     dynamic: dynamic_sampling.Config = dataclasses.field(default_factory=dynamic_sampling.Config)
     partial: PartialConfig = dataclasses.field(default_factory=PartialConfig)
     environment: Annotated[Any, Variants(ENVIRONMENTS)] | None = None
@@ -84,6 +82,10 @@ class RolloutConfig:
             )
         at_least(self, 1, "num_samples_per_prompt")
         self.sampling()
+        if not self.temperature > 0:
+            raise UserError(
+                f"temperature must be positive for training, got {self.temperature}; eval.temperature=0 is greedy."
+            )
         last = 0
         for number, stage in enumerate(self.stages):
             if stage.until <= last:
@@ -146,7 +148,5 @@ class RolloutConfig:
         return SamplingConfig(
             max_response_len=self.max_response_len if step is None else self.max_response_len_at(step),
             temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
             stop_token_ids=stop_token_ids,
         )

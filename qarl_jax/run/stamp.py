@@ -38,7 +38,8 @@ _ARITHMETIC: dict[str, tuple[Any, ...]] = {
     "loader": ("auto", "vllm"),
 }
 _RETIRED = (
-    *("checkpoint.keep_every", "eval.ks", "eval.top_k"),
+    *("checkpoint.keep_every", "checkpoint.asynchronous", "eval.ks", "eval.top_k"),
+    *("rollout.top_p", "rollout.top_k", "rollout.engine.log_file"),
     *("reward.recycle_after", "train.error_prob", "train.histograms"),
     *("train.shuffle_advantages", "rollout.engine.address", "rollout.engine.drain_timeout_s"),
     *("rollout.engine.endpoints_file", "rollout.engine.hedge", "rollout.engine.launch"),
@@ -46,6 +47,7 @@ _RETIRED = (
     *("rollout.engine.prompt_bucket", "rollout.engine.ray_cpus", "rollout.engine.ray_gpus", "rollout.engine.seed"),
     *("rollout.engine.record_routing", "rollout.engine.refill_fraction", "rollout.engine.response_bucket"),
 )
+_MUON = ("nesterov", "newton_schulz_steps", "eps", "adamw_b1", "adamw_b2", "adamw_eps", "adamw_weight_decay")
 _UNTOLD = ("log.", "distributed.", "run_dir")  # settings that no number of a run depends on
 
 
@@ -91,8 +93,12 @@ def _as_today(recorded: dict[str, Any]) -> dict[str, Any]:
         node.pop(name, None)
     for optimizer in (found.get("optimizer") or {}, (found.get("critic") or {}).get("optimizer") or {}):
         if optimizer.get("name") == "muon":
-            for name in ("nesterov", "newton_schulz_steps", "eps"):
+            for name in _MUON:
                 optimizer.pop(name, None)
+        (optimizer.get("schedule") or {}).pop("decay_updates", None)
+    train = found.get("train") or {}
+    if train.pop("packing", "packed") == "unpacked":
+        train["max_segments"] = 1
     log = found.get("log") or {}
     if not log.pop("tensorboard", True):
         log["trackers"] = []

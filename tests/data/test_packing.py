@@ -44,12 +44,10 @@ def numbered(groups):
 
 
 @settings(max_examples=60, deadline=None)
-@given(groups=groups_strategy, multiple=st.integers(1, 4), limit=st.integers(1, 6), unpacked=st.booleans())
-def test_every_response_is_in_exactly_one_place_with_its_own_logprobs_and_advantage(groups, multiple, limit, unpacked):
+@given(groups=groups_strategy, multiple=st.integers(1, 4), limit=st.integers(1, 6))
+def test_every_response_is_in_exactly_one_place_with_its_own_logprobs_and_advantage(groups, multiple, limit):
     advantages = numbered(groups)
-    packed = pack(
-        groups, advantages, row_len=24, rows_multiple=multiple, max_segments=limit, unpacked=unpacked, pad_id=2
-    )
+    packed = pack(groups, advantages, row_len=24, rows_multiple=multiple, max_segments=limit, pad_id=2)
     batch = packed.batch
     full = [(g, j) for g, group in enumerate(groups) for j, c in enumerate(group.completions) if c.tokens]
     assert [(s.group, s.sample) for s in packed.segments] == full
@@ -76,15 +74,15 @@ def test_every_response_is_in_exactly_one_place_with_its_own_logprobs_and_advant
     assert packed.num_tokens == batch.loss_mask.sum() == sum(len(groups[g].completions[j].tokens) for g, j in full)
     assert packed.padding_share == pytest.approx(empty.mean())
     assert batch.tokens.shape[0] % multiple == 0
-    assert batch.segment_ids.max() <= packed.max_segments == (1 if unpacked else limit)
+    assert batch.segment_ids.max() <= packed.max_segments == limit
 
 
 @settings(max_examples=30, deadline=None)
 @given(groups=groups_strategy)
-def test_packed_and_unpacked_rows_hold_the_same_responses(groups):
+def test_shared_rows_and_rows_of_one_response_hold_the_same_responses(groups):
     advantages = numbered(groups)
     packed = pack(groups, advantages, row_len=40)
-    single = pack(groups, advantages, row_len=40, unpacked=True)
+    single = pack(groups, advantages, row_len=40, max_segments=1)
     assert packed.batch.tokens.shape[0] <= single.batch.tokens.shape[0]
     for field in ("tokens", "rollout_logprobs", "advantages"):
         left = packed.responses(getattr(packed.batch, field))

@@ -59,8 +59,7 @@ def packed(**options):
         np.stack([group.rewards for group in groups()]),
         row_len=tiny.ROW_LEN,
         rows_multiple=ROWS,
-        max_segments=6,
-        **options,
+        **{"max_segments": 6} | options,
     )
 
 
@@ -221,7 +220,7 @@ def test_rows_micro_batches_and_devices_change_no_judgement_and_no_update(how):
     fields = {"advantages": lambda m: m.advantages}, {"values": lambda t: t.values, "returns": lambda t: t.returns}
     critic = make(head=True)
     critic.update(put(critic, rows), verdict.targets[0], rows.num_tokens, rows.num_sequences)
-    other_rows = packed(unpacked=True) if how == "a row each" else rows
+    other_rows = packed(max_segments=1) if how == "a row each" else rows
     other = make(head=True, mesh="mesh" if how == "mesh" else "")
     size = 2 if how == "micro-batches" else ROWS
     micros = put(other, other_rows, size)

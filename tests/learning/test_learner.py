@@ -60,8 +60,7 @@ def packed(rows_multiple=ROWS, **options):
         np.stack([group.rewards for group in groups()]),
         row_len=tiny.ROW_LEN,
         rows_multiple=rows_multiple,
-        max_segments=6,
-        **options,
+        **{"max_segments": 6} | options,
     )
 
 
@@ -160,7 +159,7 @@ def test_microbatches_sum_to_the_full_batch_gradient(loss):
 
 @pytest.mark.slow
 def test_packing_changes_no_gradient():
-    alone = packed(unpacked=True)
+    alone = packed(max_segments=1)
     assert alone.batch.tokens.shape[0] == 16 > packed().batch.tokens.shape[0]
     found, _ = gradient(*fresh(), alone, ROWS)
     assert_close(found, whole("tbpo")[0], 1e-5)

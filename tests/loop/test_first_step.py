@@ -48,11 +48,10 @@ def test_more_is_told_in_one_sentence_with_the_remedy(overrides, k3, remedy):
 
 
 def test_rows_that_are_mostly_padding_are_told_with_the_remedy():
-    packed, alone = run("rollout.max_response_len=32"), run("train.packing=unpacked")
+    packed = run("rollout.max_response_len=32")
     assert first_step.padding(packed, {"train/padding_share": 0.4}) is None
     assert first_step.padding(packed, {}) is None
     said = first_step.padding(packed, {"train/padding_share": 0.8})
     assert said.startswith("80% of the learner's rows is padding")
     assert "raise train.max_segments" in said
     assert "a train.row_len below 1056" in said
-    assert "packing=packed" in first_step.padding(alone, {"train/padding_share": 0.8})

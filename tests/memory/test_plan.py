@@ -195,7 +195,7 @@ def test_bfloat16_masters_are_advised_with_the_rounding_that_moves_them(run):
 
 def test_what_makes_it_worse_is_not_advised(run):
     # Half of the rows would be two micro-batches, whose gradients are added up beside the new ones.
-    words = ("train.packing=unpacked", "train.row_len=576", "train.micro_batch_rows=128", "model.remat=full")
+    words = ("train.max_segments=1", "train.row_len=576", "train.micro_batch_rows=128", "model.remat=full")
     advised = choose.savings(run(*words), int(75 * GIB))
     assert advised is not None
     assert choose.fits(run(*words, *advised), int(75 * GIB))

@@ -68,9 +68,9 @@ def test_labels_see_through_nnx_variables():
 def test_embeddings_under_muon_follow_adamw_and_experts_follow_muon():
     params = {"embed": {"embedding": normal(0, 10, 4)}, "experts": {"up": normal(1, 2, 3, 6, 4)}}
     grads = [jax.tree.map(lambda p, i=i: normal(10 + i, *p.shape), params) for i in range(3)]
-    cfg = Muon(lr=0.01, adamw_lr=0.03, adamw_b2=0.9, clip_norm=None)
+    cfg = Muon(lr=0.01, adamw_lr=0.03, clip_norm=None)
     got = run(cfg, params, grads)
-    want = adamw_steps(params["embed"]["embedding"], [g["embed"]["embedding"] for g in grads], lr=0.03, b2=0.9)
+    want = adamw_steps(params["embed"]["embedding"], [g["embed"]["embedding"] for g in grads], lr=0.03, b2=0.95)
     np.testing.assert_allclose(got["embed"]["embedding"], want, atol=1e-6)
     want = muon_steps(
         params["experts"]["up"][1, 2], [g["experts"]["up"][1, 2] for g in grads], lr=0.01, weight_decay=0.01
@@ -114,14 +114,14 @@ def test_schedules_pass_through_the_hand_computed_points():
     assert [float(cosine(t)) for t in (0, 1, 3)] == [0.5, 1.0, 2.0]  # (t + 1) / 4 of the peak
     # Half way through the decay (update 9 of 4..14) the cosine is 0: 2 (0.1 + 0.9 / 2) = 1.1; afterwards 2 * 0.1.
     np.testing.assert_allclose([float(cosine(t)) for t in (4, 9, 14, 99)], [2.0, 1.1, 0.2, 0.2], rtol=1e-6)
-    linear = build.make_schedule(1.0, Schedule(kind="linear", decay_updates=10))
+    linear = build.make_schedule(1.0, Schedule(kind="linear"), total_updates=10)
     np.testing.assert_allclose([float(linear(t)) for t in (0, 5, 10)], [1.0, 0.5, 0.0], atol=1e-7)
     constant = build.make_schedule(3.0, Schedule())
     assert float(constant(0)) == float(constant(10**6)) == 3.0
 
 
 def test_schedules_are_traceable_and_float32():
-    schedule = build.make_schedule(1.0, Schedule(kind="cosine", decay_updates=7))
+    schedule = build.make_schedule(1.0, Schedule(kind="cosine"), total_updates=7)
     values = jax.jit(jax.vmap(schedule))(jnp.arange(8))
     assert values.dtype == jnp.float32
     assert np.all(np.diff(values) < 0)
@@ -129,9 +129,9 @@ def test_schedules_are_traceable_and_float32():
 
 def test_the_learning_rate_of_update_n_is_schedule_of_n():
     w, grads = np.zeros((1, 3), np.float32), [{"kernel": np.ones((1, 3), np.float32)}] * 3
-    cfg = AdamW(lr=0.1, schedule=Schedule(kind="linear", decay_updates=2), **FREE)
+    cfg = AdamW(lr=0.1, schedule=Schedule(kind="linear"), **FREE)
     # Constant gradient: Adam's direction is 1, so the weight moves by the lr: 0.1, 0.05, 0.
-    np.testing.assert_allclose(run(cfg, {"kernel": w}, grads)["kernel"], -0.15, rtol=1e-5)
+    np.testing.assert_allclose(run(cfg, {"kernel": w}, grads, total_updates=2)["kernel"], -0.15, rtol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------ clipping and applying
@@ -522,8 +522,7 @@ def test_every_optimizer_descends_a_quadratic_and_accepts_an_abstract_tree(confi
         (lambda: AdamW(lr=math.nan), "^lr must"),
         (lambda: AdamW(clip_norm=0.0), "clip_norm"),
         (lambda: AdamW(b2=1.0), "^b2 must"),
-        (lambda: Schedule(warmup_updates=5, decay_updates=5), "warmup_updates"),
-        (lambda: build.make_schedule(1.0, Schedule(kind="linear")), "decay_updates"),
+        (lambda: build.make_schedule(1.0, Schedule(kind="linear")), "number of updates"),
         (lambda: build.make_schedule(1.0, Schedule(kind="linear", warmup_updates=9), 9), "warmup_updates"),
     ],
 )

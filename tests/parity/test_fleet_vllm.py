@@ -25,7 +25,7 @@ def run(folder, replicas, monkeypatch, kills=0):
     world = tiny.World(folder, hidden=128).changed(
         model={"dtype": "bfloat16"},
         quant={"forward": "w8a8", "engine": "cpu"},
-        rollout={"engine": {"name": "vllm", "replicas": replicas, "log_file": str(folder / "bridge.log")} | LIMITS},
+        rollout={"engine": {"name": "vllm", "replicas": replicas} | LIMITS},
         train={"steps": 3},
         eval={"at_start": False, "at_end": False},
     )

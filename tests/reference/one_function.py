@@ -100,8 +100,7 @@ def logprobs(model: models.Transformer, responses: list[RolloutGroup], way: Way,
         np.ones((len(responses), 1)),
         row_len=int(way.row_len * longest),
         rows_multiple=max(1, way.rows),
-        max_segments=MAX_SEGMENTS,
-        unpacked=not way.packed,
+        max_segments=MAX_SEGMENTS if way.packed else 1,
     )
     graphdef, params, _ = models.split(model)
     config = dataclasses.replace(models.config_of(graphdef), remat=way.remat)

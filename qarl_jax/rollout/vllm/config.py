@@ -41,8 +41,8 @@ class Config(messages.EngineOptions):
     start_timeout_s: longest start of the engine.
     request_timeout_s: longest silence of the bridge before it is taken for dead (it reports every 2 s).
     max_restarts: bridge deaths survived in a row, without a successful call in between (not from a config).
-    log_file: the bridge's output; empty: engine.log in the folder of a training run, with other commands a temporary
-      folder.
+    log_file: the bridge's output; empty: a temporary folder. A training run sets engine.log in its own (not from a
+      config).
     """
 
     python: str = ""
@@ -58,7 +58,7 @@ class Config(messages.EngineOptions):
     start_timeout_s: float = 600.0
     request_timeout_s: float = 120.0
     max_restarts: int = internal(3)
-    log_file: str = ""
+    log_file: str = internal("")
 
     @property
     def is_fleet(self) -> bool:
