@@ -14,6 +14,7 @@ import pytest
 from qarl_bridge.protocol import messages
 from qarl_bridge.protocol.messages import BridgeError
 from qarl_bridge.server import bridge as server
+from qarl_bridge.server import waits
 from qarl_bridge.transport import shm, zeromq
 
 from tests.reference.bridge_world import (
@@ -45,7 +46,7 @@ def test_a_trainer_that_dies_mid_publish_leaves_lease_and_engine_free(bridge):
 
 
 def test_requests_of_a_client_that_died_are_aborted(bridge, monkeypatch):
-    monkeypatch.setattr(server, "PROGRESS_S", 0.05)
+    monkeypatch.setattr(waits, "PROGRESS_S", 0.05)
     trainer, sampler = bridge.trainer(), bridge.client()
     trainer.publish(staged(0))
     bridge.engine.stall = True
@@ -58,7 +59,7 @@ def test_requests_of_a_client_that_died_are_aborted(bridge, monkeypatch):
 
 
 def test_progress_is_reported_while_a_request_runs(bridge, monkeypatch):
-    monkeypatch.setattr(server, "PROGRESS_S", 0.02)
+    monkeypatch.setattr(waits, "PROGRESS_S", 0.02)
     client = bridge.trainer()
     client.publish(staged(0))
     bridge.engine.stall = True
@@ -73,7 +74,7 @@ def test_progress_is_reported_while_a_request_runs(bridge, monkeypatch):
 
 
 def test_completions_that_end_early_are_told_before_the_reply_and_are_those_of_the_reply(bridge, monkeypatch):
-    monkeypatch.setattr(server, "PROGRESS_S", 0.02)
+    monkeypatch.setattr(waits, "PROGRESS_S", 0.02)
     client = bridge.trainer()
     client.publish(staged(0))
     step = bridge.engine.step
@@ -94,7 +95,7 @@ def test_a_result_that_comes_as_the_wait_for_it_ends_is_not_lost(bridge):
             self.set_result("here")
             raise concurrent.futures.TimeoutError
 
-    assert bridge.bridge._wait(None, JustInTime()) == "here"
+    assert bridge.bridge._waits.result(None, JustInTime()) == "here"
 
 
 def test_a_failing_engine_step_ends_the_bridge_and_tells_everybody(bridge):

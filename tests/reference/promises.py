@@ -22,6 +22,7 @@ PLACES = {
         "runtime",
         "loop",
         "run/test_checkpoint.py",
+        "run/test_checkpoint_damage.py",
         "rollout/test_partial_rollouts.py",
         "test_resume.py",
         "test_chaos.py",

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The bridge: a small state machine around one engine. process.py starts it.
+"""The bridge: a small state machine around one engine. cli.py starts it.
 
     announce v -> stage -> validate whole -> drain -> pause -> load in place -> read back -> resume at v
 
@@ -51,10 +51,10 @@ from qarl_bridge.server.lease import Lease
 from qarl_bridge.server.profiling import Steps, profiled
 from qarl_bridge.server.requests import Batch, Draws
 from qarl_bridge.server.staged import Copy, HostCopy
+from qarl_bridge.server.waits import ClientGoneError, Waits, decode
 from qarl_bridge.transport import shm
 from qarl_bridge.transport.zeromq import Listener, Peer
 
-PROGRESS_S = 2.0
 LAST_WORDS_S = 3.0  # how long a bridge that stops waits for its peers' threads, all together
 
 
@@ -77,6 +77,7 @@ class Bridge:
         self._listener: Listener | None = None
         self._peers: dict[Peer, threading.Thread] = {}
         self.draws = Draws(engine)
+        self._waits = Waits(self.draws)
         self._committing = False
         self.published = 0
         self.state = "serving" if engine.has_weights else "empty"
@@ -339,9 +340,9 @@ class Bridge:
     def _converse(self, peer: Peer) -> None:
         while (frames := peer.receive()) is not None and not peer.gone:
             try:
-                reply = self._handle(peer, *_decode(frames))
+                reply = self._handle(peer, *decode(frames))
                 peer.send(reply)
-            except _ClientGoneError:
+            except ClientGoneError:
                 break
             except BridgeError as error:
                 peer.send(messages.Error(code=error.code, message=str(error)[:8000]))
@@ -381,9 +382,9 @@ class Bridge:
                 return self._generate(peer, request)
             case messages.ReadBack():
                 self._look_for_the_dead(peer)
-                return self._wait(peer, self._call(lambda: self._read_back(request)))
+                return self._waits.result(peer, self._call(lambda: self._read_back(request)))
             case messages.Probe():
-                return self._wait(peer, self._call(lambda: self._probe(request)))
+                return self._waits.result(peer, self._call(lambda: self._probe(request)))
             case messages.Shutdown():
                 self._look_for_the_dead(peer)
                 with self._lock:
@@ -391,56 +392,6 @@ class Bridge:
                         raise BridgeError(f"run {self._lease.run_id} holds the lease", "lease")
                 self.stop()  # what was posted, and this thread's answer, leave first
                 return messages.Ok()
-
-    def _wait(self, peer: Peer, future: concurrent.futures.Future, batch: Batch | None = None) -> Any:
-        """The future's result, with a Progress to the client every PROGRESS_S."""
-        while True:
-            try:
-                return future.result(timeout=PROGRESS_S)
-            except concurrent.futures.TimeoutError:
-                if future.done():  # just now, or by a TimeoutError of its own
-                    return future.result()
-            self._progress(peer, batch)
-
-    def _reading(self, copy: Copy, peer: Peer, start: Callable[[], concurrent.futures.Future]) -> Any:
-        """The result of what reads a version: meanwhile the client brings its parts, if it has any."""
-        if not isinstance(copy, ChunkedCopy):
-            return self._wait(peer, start())
-        fetches = copy.fetches
-        fetches.begin()
-        try:
-            future = start()
-            future.add_done_callback(lambda done: fetches.stop())
-            while True:
-                try:
-                    part = fetches.wanted(PROGRESS_S)
-                except queue.Empty:
-                    self._progress(peer)
-                    continue
-                if part is None:
-                    return future.result()
-                peer.send(messages.Fill(part=part))
-                fetches.bring(self._filled(peer, copy, part))
-        finally:
-            fetches.end(_ClientGoneError("the trainer is not there to fill the buffer", "dead"))
-
-    def _filled(self, peer: Peer, copy: Copy, part: int) -> BridgeError | None:
-        """Reads the client's reply to Fill: nothing, or the reason why the part does not come."""
-        frames = peer.receive()
-        if frames is None or peer.gone:
-            raise _ClientGoneError("the client is gone", "dead")
-        request, _ = _decode(frames)
-        if isinstance(request, messages.Filled) and request.part == part:
-            return None
-        return BridgeError(f"the trainer gave up sending {copy.manifest.version}", "unshared")
-
-    def _progress(self, peer: Peer, batch: Batch | None = None) -> None:
-        """A sign of life to the client, where it is still there."""
-        if peer.gone:
-            raise _ClientGoneError("the client is gone", "dead")
-        tokens, ended = (batch.tokens, batch.news()) if batch is not None else (0, [])
-        running, waiting = len(self.draws.running), len(self.draws.waiting)
-        peer.send(messages.Progress(running=running, waiting=waiting, tokens=tokens, ended=ended))
 
     def _look_for_the_dead(self, peer: Peer) -> None:
         """Before somebody else's lease counts against `peer`."""
@@ -516,7 +467,7 @@ class Bridge:
             opened = time.perf_counter()
             try:
                 with concurrent.futures.ThreadPoolExecutor(1) as pool:  # numpy and torch release the GIL
-                    self._reading(copy, peer, lambda: pool.submit(copy.validate))
+                    self._waits.reading(copy, peer, lambda: pool.submit(copy.validate))
             except BaseException:
                 copy.close()
                 raise
@@ -544,7 +495,7 @@ class Bridge:
 
         def check() -> None:
             if peer.gone:
-                raise _ClientGoneError("the client is gone", "dead")
+                raise ClientGoneError("the client is gone", "dead")
             if self._stopping:
                 raise BridgeError("the bridge is stopping", "dead")
             if not peer.inbox.empty():
@@ -553,7 +504,7 @@ class Bridge:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             future = pool.submit(self._engine.receive, manifest, memory, check)
             try:
-                return self._wait(peer, future)
+                return self._waits.result(peer, future)
             except BaseException:  # nobody will use what may still come
                 future.add_done_callback(lambda done: None if done.exception() else done.result().close())
                 raise
@@ -600,7 +551,7 @@ class Bridge:
             finally:
                 self._drop(pending)  # on the engine thread: nobody closes a version while it is being read
 
-        return self._reading(copy, peer, lambda: self._call(commit))
+        return self._waits.reading(copy, peer, lambda: self._call(commit))
 
     def _generate(self, peer: Peer, request: messages.Generate) -> messages.Completions:
         self.draws.check(request)
@@ -618,28 +569,11 @@ class Bridge:
 
         self._jobs.put(enqueue)
         try:
-            return self._wait(peer, batch.future, batch)
-        except _ClientGoneError:
+            return self._waits.result(peer, batch.future, batch)
+        except ClientGoneError:
             self._jobs.put(lambda: self.draws.abort(batch))
             raise
 
 
 def _sweeps(copy: Copy, begin: Callable[[], Iterator[Mapping[str, Any]]]) -> Sweeps:
     return Sweeps(begin, lasting=not isinstance(copy, ChunkedCopy))
-
-
-def _decode(frames: list[bytes]) -> tuple[messages.Request, bytes]:
-    """(request, bytes of its second frame), or BridgeError."""
-    if len(frames) not in (1, 2):
-        raise BridgeError("malformed message: one frame expected, or two for a Chunk")
-    request = messages.decode(frames[0])
-    if isinstance(request, messages.Chunk) != (len(frames) == 2):
-        raise BridgeError(f"malformed message: {type(request).__name__} in {len(frames)} frame(s)")
-    data = frames[1] if len(frames) == 2 else b""
-    if len(data) > messages.CHUNK_BYTES:
-        raise BridgeError(f"chunk of {len(data)} bytes exceeds the {messages.CHUNK_BYTES} of a Chunk", "limits")
-    return request, data
-
-
-class _ClientGoneError(BridgeError):
-    """The client vanished while its request ran."""
