@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders in and out: round trips through transformers, and one clear sentence for each way a folder can be wrong."""
 
+import dataclasses
 import json
 
 import jax
@@ -260,6 +261,14 @@ def test_disagreeing_shards_are_named(tmp_path):
         ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "'use_sliding_window'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "'layer_types'"),
+        ({"logits_scaling": 8.0}, "'logits_scaling' is 8.0, which changes what the model computes"),
+        ({"final_logit_softcapping": 30.0}, "'final_logit_softcapping' is 30.0"),
+        ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
+        ({"is_causal": False}, "'is_causal' is False"),
+        ({"no_rope_layers": [1, 0]}, "'no_rope_layers'"),
+        ({"dual_chunk_attention_config": {"chunk_size": 8}}, "'dual_chunk_attention_config'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, r"'rope_parameters'\.'full_attention'"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]}}, r"'rope_scaling'\.'mrope_section'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'rope_scaling'.*'yarn'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'rope_parameters'.*'linear'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'quantization_config'"),
@@ -286,6 +295,13 @@ def test_both_spellings_of_rope_theta():
     old = read_config(TINY | {"rope_theta": 5e5})
     new = read_config(TINY | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
     assert old.rope_theta == new.rope_theta == 5e5
+
+
+def test_keys_that_change_nothing_are_ignored():
+    neutral = {"logits_scaling": 1.0, "clip_qkv": None, "use_mrope": False, "no_rope_layers": [1, 1], "is_causal": True}
+    unread = {"attention_dropout": 0.1, "use_cache": False, "pretraining_tp": 2, "bos_token_id": 1}
+    given, plain = read_config(TINY | neutral | unread), read_config(TINY)
+    assert dataclasses.replace(given, hf_config="") == dataclasses.replace(plain, hf_config="")
 
 
 def test_sliding_window_that_no_layer_uses_is_accepted():

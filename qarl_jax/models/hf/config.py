@@ -12,6 +12,37 @@ from typing import Any
 from qarl_jax.models.hf.released import rules_of
 from qarl_jax.types import UserError
 
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (),  # Gemma 2
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "attention_multiplier": (),  # Granite
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "scale_emb": (1,),  # MiniCPM
+    "scale_depth": (),
+    "dim_model_base": (),
+    "logit_scale": (1,),  # Cohere
+    "clip_qkv": (),  # OLMo
+    "use_qk_norm": (False,),
+    "attn_output_gate": (False,),  # Qwen3-Next
+    "dual_chunk_attention_config": (),  # Qwen2.5-1M
+    "use_mrope": (False,),  # Qwen2-VL
+    "partial_rotary_factor": (1,),  # Phi-3
+    "no_rope_layers": (),  # SmolLM3; a list of ones is neutral, too
+    "is_causal": (True,),  # embedding models
+    "use_bidirectional_attention": (False,),
+    "num_shared_experts": (0,),  # DeepSeek, GLM
+    "n_shared_experts": (0,),
+    "shared_expert_intermediate_size": (0,),  # Qwen2-MoE
+    "routed_scaling_factor": (1,),
+    "scoring_func": ("softmax",),
+    "n_group": (1,),
+}
+"""Keys of other architectures that change what a model computes, and the values that do not; null never does. Keys
+that are neither here nor read (dropout, caches, token ids) change nothing."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -82,8 +113,13 @@ class HFConfig:
         for key in ("rope_scaling", "rope_parameters"):
             rope = self.get(key, dict, {})
             theta = float(rope.get("rope_theta", theta))
-            if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
-                raise UserError(f"config.json ({self.architecture}): {key!r}.'partial_rotary_factor' is not supported")
+            for name, value in rope.items():
+                if (
+                    name == "mrope_section"
+                    or isinstance(value, dict)
+                    or (name == "partial_rotary_factor" and value != 1)
+                ):
+                    raise UserError(f"config.json ({self.architecture}): {key!r}.{name!r} is not supported")
         return theta
 
     def rope_scaling(self) -> RopeScaling | None:
@@ -118,6 +154,13 @@ class HFConfig:
                 f"config.json ({self.architecture}): 'use_sliding_window' is on for layers from {first}; sliding-window"
                 " attention is not supported. Set it to false to run with full attention."
             )
+        for key, neutral in _NEUTRAL.items():
+            value = self.values.get(key)
+            if value is not None and value not in neutral and not (key == "no_rope_layers" and all(value)):
+                raise UserError(
+                    f"config.json ({self.architecture}): {key!r} is {value!r}, which changes what the model computes,"
+                    " and is not supported; take a model without it."
+                )
         rules_of(self.values.get("quantization_config"))
 
     def common(self) -> dict[str, Any]:
