@@ -40,14 +40,15 @@ from qarl_bridge.protocol.messages import BridgeError
 from qarl_jax import data, models, quant
 from qarl_jax.data.sources import files, mix
 from qarl_jax.memory import choose, learner, plan
-from qarl_jax.models.hf import weights as hf
+from qarl_jax.models.hf.weights import check_weights
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.observe.trackers import watched
 from qarl_jax.optim import leafwise
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.rollout.environments import Episodes
-from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.rollout.vllm.config import check_length
+from qarl_jax.rollout.vllm.engine import BrokenPromiseError, VllmEngine
 from qarl_jax.run import build, config
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
@@ -84,7 +85,7 @@ def numerics(cfg: RunConfig | None) -> Check:
     if cfg is None:
         return Check(name="numerics", status="ok", found=found)
     settings = cfg.rollout.engine
-    vllms_own = isinstance(settings, vllm.Config) and settings.arithmetic == "vllm" and not settings.endpoints
+    vllms_own = isinstance(settings, VllmConfig) and settings.arithmetic == "vllm" and not settings.endpoints
     if vllms_own and jax.default_backend() != "gpu":
         todo = "set rollout.engine.arithmetic=batch_invariant: vLLM's own arithmetic needs a CUDA GPU"
         return Check(name="numerics", status="fail", found=found, todo=todo)
@@ -224,7 +225,7 @@ def model_folder(cfg: RunConfig) -> Check:
             read = models.read_config(folder)
             todo = f"get the model of {field} again: config.json and safetensors that belong together"
             if cfg.model.init == "pretrained" or field == "critic.path":
-                hf.check_weights(folder, read)
+                check_weights(folder, read)
         except UserError as error:
             if os.path.isfile(os.path.join(folder, "config.json")) and todo.startswith("give"):
                 todo = f"mend that file, or give {field} another model"
@@ -254,7 +255,7 @@ def positions(cfg: RunConfig) -> Check:
     known = models.read_config(cfg.model.path).max_position_embeddings
     longest = cfg.data.max_prompt_len + cfg.rollout.max_response_len  # at least: 0 is sized by the data
     try:
-        if isinstance(cfg.rollout.engine, vllm.Config):
+        if isinstance(cfg.rollout.engine, VllmConfig):
             check_length(cfg.rollout.engine, known)
     except UserError as error:
         found, _, todo = str(error).rpartition(": ")
@@ -417,7 +418,7 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
     model = models.config_of(weights.graphdef)
     aligned = cfg.quant.rollout_scheme == cfg.quant.forward
     compiles = settings.arithmetic == "vllm" and not settings.eager
-    engine = vllm.VllmEngine(
+    engine = VllmEngine(
         dataclasses.replace(settings, record_routing=model.moe is not None and not compiles),
         run_id="doctor",
         log=lambda line: None,
@@ -451,7 +452,7 @@ def live_engine(cfg: RunConfig) -> Iterator[Check]:
                 good, found = layers.judge(compared, verdict.is_aligned)
                 todo = f"the learner computes otherwise than this build: take another scheme, {report}"
                 yield check(what, good is not False, found, todo, "fail" if aligned else "warn")
-    except vllm.BrokenPromiseError as error:
+    except BrokenPromiseError as error:
         facts = engine.facts
         build_ = "" if facts is None else f"{facts.engine} {facts.engine_version}, build {facts.isa}: "
         todo = f"take another scheme (quant.*) or the embedded sampler (rollout.engine.name=jax), {report}"
@@ -508,7 +509,7 @@ def with_config(cfg: RunConfig) -> Iterator[Check]:
 def _can_be_probed(cfg: RunConfig) -> bool:
     """Tells whether the run starts a vLLM of its own; one started by hand has its model already."""
     engine = cfg.rollout.engine
-    return isinstance(engine, vllm.Config) and engine.engine == "vllm" and not engine.endpoints
+    return isinstance(engine, VllmConfig) and engine.engine == "vllm" and not engine.endpoints
 
 
 def examine(

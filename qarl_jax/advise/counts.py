@@ -21,10 +21,10 @@ import jax
 from qarl_jax import models
 from qarl_jax.advise.machines import Machine
 from qarl_jax.memory import costs, learner
-from qarl_jax.memory import engine as on_engine
+from qarl_jax.memory.engine import kv_bytes, published_bytes
 from qarl_jax.memory.learner import GIB
 from qarl_jax.optim.build import Muon, labels
-from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig
 
 Terms = dict[str, float]
@@ -98,7 +98,7 @@ def of_step(cfg: RunConfig, machine: Machine, mean_len: float = 0.0) -> dict[str
 def engines(cfg: RunConfig) -> int:
     """Number of samplers: vLLM engines, or one."""
     engine = cfg.rollout.engine
-    return max(1, engine.started + len(engine.endpoints)) if isinstance(engine, vllm.Config) else 1
+    return max(1, engine.started + len(engine.endpoints)) if isinstance(engine, VllmConfig) else 1
 
 
 def token(cfg: RunConfig, machine: Machine, sequences: float, context: float, weights: Weights) -> Terms:
@@ -139,10 +139,10 @@ def _rollout(cfg: RunConfig, machine: Machine, mean_len: float) -> Terms:
     length, prompt = cfg.rollout.max_response_len, cfg.data.prompt_limit
     at_once, cached = float(total), float(total)
     engine = cfg.rollout.engine
-    if isinstance(engine, vllm.Config):
+    if isinstance(engine, VllmConfig):
         at_once = min(total, engine.max_num_seqs)
         if engine.kv_cache_gb:
-            cached = engine.kv_cache_gb * GIB / on_engine.kv_bytes(cfg, 1) * (prompt + length) / (prompt + mean_len)
+            cached = engine.kv_cache_gb * GIB / kv_bytes(cfg, 1) * (prompt + length) / (prompt + mean_len)
     # Sequences grow until the cache is full; then the engine preempts, and finishes the rest a cacheful at a time.
     share = min(1.0, cached / at_once)
     steps = length * (total / at_once) * (share + (1.0 - share) / share)
@@ -241,8 +241,8 @@ def _optimizer(cfg: RunConfig, machine: Machine) -> Terms:
 
 
 def _publish(cfg: RunConfig, machine: Machine) -> Terms:
-    engine, size = cfg.rollout.engine, on_engine.published_bytes(cfg)
-    if not isinstance(engine, vllm.Config):
+    engine, size = cfg.rollout.engine, published_bytes(cfg)
+    if not isinstance(engine, VllmConfig):
         return {"publish": size / machine.bandwidth}
     if not engine.stages_on_gpu:
         return {"publish_host": costs.staging_seconds(cfg, None)}

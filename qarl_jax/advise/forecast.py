@@ -18,10 +18,10 @@ from qarl_jax.advise import counts
 from qarl_jax.advise.counts import Terms
 from qarl_jax.advise.machines import Machine
 from qarl_jax.memory import choose, learner
-from qarl_jax.memory import engine as on_engine
+from qarl_jax.memory.engine import kv_bytes
 from qarl_jax.memory.learner import GIB
 from qarl_jax.memory.plan import Plan
-from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig, on_a_gpu, replaced
 from qarl_jax.types import UserError
 from qarl_jax.verify import alignment
@@ -122,9 +122,9 @@ class Forecast:
     def cached(self) -> tuple[int, int]:
         """Number of sequences of full length that an engine's KV cache holds, and that an engine is given."""
         engine, most = self.cfg.rollout.engine, -(-self.responses // counts.engines(self.cfg))
-        if not isinstance(engine, vllm.Config) or not engine.kv_cache_gb:
+        if not isinstance(engine, VllmConfig) or not engine.kv_cache_gb:
             return most, most
-        return min(most, int(engine.kv_cache_gb * GIB / on_engine.kv_bytes(self.cfg, 1))), most
+        return min(most, int(engine.kv_cache_gb * GIB / kv_bytes(self.cfg, 1))), most
 
     @property
     def gib(self) -> float:
@@ -211,7 +211,7 @@ def unknown(forecasts: Mapping[str, Forecast], machine: Machine) -> list[str]:
         )
     elif not machine.is_measured:
         lines.append(f"no step was measured on {machine.name}: its peaks are the vendor's, the shares of them Hopper's")
-    if not isinstance(cfg.rollout.engine, vllm.Config):
+    if not isinstance(cfg.rollout.engine, VllmConfig):
         lines.append("the embedded sampler is taken for a vLLM, whose rates are measured")
     for name, one in forecasts.items():
         scheme = quant.parse_scheme(name)

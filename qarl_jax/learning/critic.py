@@ -58,7 +58,7 @@ from qarl_jax.optim import build
 from qarl_jax.optim.by_stack import Update
 from qarl_jax.optim.leafwise import Optimizer
 from qarl_jax.runtime import compilation, processes
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import batch_sharding, launching, param_shardings
 from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import LossInputs, TrainBatch, UserError, at_least
 
@@ -170,8 +170,8 @@ class Critic:
         self.mesh, self.max_segments, self.schedule = mesh, max_segments, schedule
         self._apply = Update(optimizer, self._described, offload=offload)
         self.replicated = NamedSharding(mesh, PartitionSpec())
-        rows = sharding.batch_sharding(mesh)
-        self.places = places = sharding.param_shardings(params, mesh)
+        rows = batch_sharding(mesh)
+        self.places = places = param_shardings(params, mesh)
         self.state = self.init(params)
         self._judge = jax.jit(self._judge_fn, out_shardings=rows)
         self._whiten = jax.jit(whiten, out_shardings=rows)
@@ -228,7 +228,7 @@ class Critic:
           per_pass: the first so many updates hold every response once; what is measured, and what whitening subtracts
             and divides by, is taken from them.
         """
-        with sharding.launching(self.mesh):
+        with launching(self.mesh):
             judged = [[self._judge(self.state.params, micro) for micro in micros] for micros in updates]
         first = [
             (micro.loss_mask, *found)
@@ -245,7 +245,7 @@ class Critic:
         def trained_on(micro: TrainBatch, found: tuple[jax.Array, ...]) -> TrainBatch:
             advantage = found[1]
             if self.advantage.whiten:
-                with sharding.launching(self.mesh):
+                with launching(self.mesh):
                     advantage = self._whiten(advantage, micro.loss_mask, mean, variance)
             return dataclasses.replace(micro, advantages=advantage)
 
@@ -321,7 +321,7 @@ class Critic:
         if self.advantage.level == "turn":  # the critic is fitted once a turn
             num_tokens = float(sum(processes.fetch([target.mask.sum() for target in targets])))
         counts = [processes.put(np.float32(x), self.replicated) for x in (num_tokens, num_sequences)]
-        with sharding.launching(self.mesh):
+        with launching(self.mesh):
             total: dict[str, Metric] = {}
             grads = self._zeros(self.state.params)
             for micro, target in zip(micros, targets, strict=True):

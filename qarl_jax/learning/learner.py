@@ -46,7 +46,7 @@ from qarl_jax.observe import error_tokens, token_trace
 from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.quant import QTensor
 from qarl_jax.runtime import compilation, processes, progress
-from qarl_jax.runtime import mesh as sharding
+from qarl_jax.runtime.mesh import batch_sharding, launching, param_shardings
 from qarl_jax.types import LossInputs, TrainBatch, UserError
 
 
@@ -184,11 +184,11 @@ class Learner:
         self.mesh, self.schedule, self.trainable = mesh, schedule, trainable
         self.abstract_params = models.split(models.abstract_model(self.config))[1]
         trainable.check(models.by_path(self.abstract_params))
-        self._places = sharding.param_shardings(self.abstract_params, mesh)
+        self._places = param_shardings(self.abstract_params, mesh)
         self.param_shardings = trainable.learned(self._places)
         self.frozen: Any = nnx.State({})
         self._fixed: dict[Any, Any] = {}  # frozen entries by graph definition
-        self.batch_sharding = sharding.batch_sharding(mesh)
+        self.batch_sharding = batch_sharding(mesh)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self._quantize = self.quantizer(graphdef)
         self._zero_grads = jax.jit(self._zeros, out_shardings=self.param_shardings)
@@ -264,7 +264,7 @@ class Learner:
     def _held(self, trainable: Trainable, params: Any) -> Any:
         own = trainable.frozen(params)
         places = part_of(self._places, models.by_path(own).__contains__)
-        with sharding.launching(self.mesh):
+        with launching(self.mesh):
             return self._holder(trainable)(jax.device_put(own, places))
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 -- a learner lives as long as its process
@@ -300,7 +300,7 @@ class Learner:
         compiled = self._quantizer(graphdef)
 
         def quantize(params: Any) -> Any:
-            with sharding.launching(self.mesh):
+            with launching(self.mesh):
                 if not self.trainable.freeze:
                     return compiled(params)
                 if graphdef not in self._fixed:  # it may cover frozen leaves that the learner's scheme does not
@@ -418,7 +418,7 @@ class Learner:
 
     def score(self, params: Any, qweights: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array]:
         """Log-probabilities and entropies [B, T] float32 of the current policy: the proximal policy of an update."""
-        with sharding.launching(self.mesh):
+        with launching(self.mesh):
             return self._score(params, qweights, batch)
 
     # ---- gradient ---------------------------------------------------------------------------------------------------
@@ -515,7 +515,7 @@ class Learner:
           The new accumulator and this micro-batch's metrics (merge them with `metrics.merge`).
         """
         counts = self._counts(num_tokens, num_sequences)
-        with sharding.launching(self.mesh):
+        with launching(self.mesh):
             return self._accumulate(grads, params, qweights, batch, old_logprobs, *counts, ref_logprobs)
 
     def _counts(self, num_tokens: float, num_sequences: float) -> tuple[jax.Array, jax.Array]:
@@ -542,7 +542,7 @@ class Learner:
 
     def apply_update(self, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, Metric]]:
         """One optimizer update; `state` is donated. A zero or non-finite gradient leaves the state as it is."""
-        with sharding.launching(self.mesh):
+        with launching(self.mesh):
             return self._apply(state, grads)
 
     def _grads_fn(self, params: Any, *rest: Any) -> tuple[Any, dict[str, Metric]]:
@@ -582,7 +582,7 @@ class Learner:
         refs = [None] * len(micros) if ref_logprobs is None else ref_logprobs
         if len(micros) == 1 and self.options.one_program:
             rest = qweights, micros[0], old_logprobs[0], *self._counts(num_tokens, num_sequences), refs[0]
-            with sharding.launching(self.mesh):
+            with launching(self.mesh):
                 if not self.options.offload:
                     return self._update(state, *rest)
                 grads, total = self._grads(state.params, *rest)

@@ -24,7 +24,7 @@ from qarl_jax.memory.costs import Cost
 from qarl_jax.memory.engine import at_once, engine_parts, kv_bytes
 from qarl_jax.memory.learner import GIB
 from qarl_jax.memory.plan import Plan, make, spread
-from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig, on_a_gpu, replaced
 from qarl_jax.types import UserError
 
@@ -92,7 +92,7 @@ def _without_plan(cfg: RunConfig) -> dict[str, Any]:
 def with_engines(cfg: RunConfig) -> RunConfig:
     """Puts an engine on each of the learner's GPUs where `rollout.engine.memory` is auto and no engine has a place."""
     engine, devices = cfg.rollout.engine, learner.planned_mesh(cfg).size
-    if not isinstance(engine, vllm.Config) or engine.memory != "auto" or devices == 1:
+    if not isinstance(engine, VllmConfig) or engine.memory != "auto" or devices == 1:
         return cfg
     if engine.replicas or engine.visible_gpus or engine.endpoints:
         return cfg
@@ -122,7 +122,7 @@ def smaller(cfg: RunConfig, size: int) -> dict[str, Any] | None:
         return None
     changed = {key: value for key, value in found[0].settings.items() if _at(cfg, key) not in (value, "auto")}
     engine = cfg.rollout.engine
-    if isinstance(engine, vllm.Config) and "rollout.engine.kv_cache_gb" in found[0].settings:
+    if isinstance(engine, VllmConfig) and "rollout.engine.kv_cache_gb" in found[0].settings:
         # The plan sizes the engine by itself then, and chooses how versions are staged.
         changed = {key: value for key, value in changed.items() if not key.startswith("rollout.engine.")}
         changed |= {} if engine.memory == "auto" else {"rollout.engine.memory": "auto"}
@@ -231,7 +231,7 @@ def automatic(cfg: RunConfig, size: int) -> Knobs:
     if cfg.train.grad_dtype == "auto":
         ours.append(_grad_dtype())
     engine = cfg.rollout.engine
-    left = isinstance(engine, vllm.Config) and engine.memory == "auto"
+    left = isinstance(engine, VllmConfig) and engine.memory == "auto"
     return Knobs(ours, [_cache(cfg, size), _staging(cfg)] if left else [])
 
 
@@ -241,7 +241,7 @@ def allowed(cfg: RunConfig, size: int) -> Knobs:
     ours += [_rows(cfg), _code_flips(), _grad_dtype(), _moments(cfg), _masters(cfg)]
     theirs = []
     engine = cfg.rollout.engine
-    if isinstance(engine, vllm.Config):
+    if isinstance(engine, VllmConfig):
         cache = _cache(cfg, size)
         if engine.memory != "auto":
             cache = [Choice(settings={}), *(dataclasses.replace(c, cost=c.cost + Cost(seconds=0.01)) for c in cache)]

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from qarl_jax import models
 from qarl_jax.memory.learner import GIB, nbytes, shapes
 from qarl_jax.rollout import PolicyWeights
-from qarl_jax.rollout.vllm import engine as vllm
 from qarl_jax.rollout.vllm import gpu_staging
+from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig
 
 CONTEXT = 1.5 * GIB  # of a Hopper GPU, an estimate: vLLM's CUDA context, its programs and libraries' workspaces
@@ -54,7 +54,7 @@ def layer_copies(cfg: RunConfig) -> int:
 def staging_bytes(cfg: RunConfig) -> int:
     """Bytes of staging buffers on the learner's GPU. With NCCL the engine's GPU holds as many."""
     engine = cfg.rollout.engine
-    if not isinstance(engine, vllm.Config) or not engine.stages_on_gpu:
+    if not isinstance(engine, VllmConfig) or not engine.stages_on_gpu:
         return 0
     return engine.staging_buffers * published_bytes(cfg) or chunk_bytes(cfg)
 
@@ -63,7 +63,7 @@ def kv_bytes(cfg: RunConfig, sequences: int) -> int:
     """Bytes of a bfloat16 KV cache for that many sequences at their full length."""
     model = models.read_config(cfg.model.path)
     engine = cfg.rollout.engine
-    assert isinstance(engine, vllm.Config)
+    assert isinstance(engine, VllmConfig)
     length = cfg.data.prompt_limit + cfg.rollout.max_response_len
     if engine.max_model_len:
         length = min(length, engine.max_model_len)
@@ -74,7 +74,7 @@ def kv_bytes(cfg: RunConfig, sequences: int) -> int:
 def at_once(cfg: RunConfig) -> int:
     """Most sequences that one engine decodes together; engines share a step's sequences."""
     engine = cfg.rollout.engine
-    assert isinstance(engine, vllm.Config)
+    assert isinstance(engine, VllmConfig)
     sequences = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
     return min(engine.max_num_seqs, -(-sequences // max(1, engine.started + len(engine.endpoints))))
 
@@ -82,7 +82,7 @@ def at_once(cfg: RunConfig) -> int:
 def engine_parts(cfg: RunConfig) -> dict[str, int]:
     """Bytes of a vLLM on a GPU. Without `kv_cache_gb` its KV cache is what is left; one sequence is the least."""
     engine, model = cfg.rollout.engine, models.read_config(cfg.model.path)
-    assert isinstance(engine, vllm.Config)
+    assert isinstance(engine, VllmConfig)
     inner = model.intermediate_size
     if model.moe is not None:
         inner = max(inner, model.moe.intermediate_size * model.moe.num_experts_per_tok)

@@ -21,11 +21,12 @@ from qarl_jax import models
 from qarl_jax.learning import critic
 from qarl_jax.learning.trainable import NOTHING, Trainable, joined
 from qarl_jax.optim import by_stack, leafwise
-from qarl_jax.rollout.embedded import engine as jax_sampler
+from qarl_jax.rollout.embedded.engine import Config as SamplerConfig
+from qarl_jax.rollout.embedded.engine import footprint
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
-from qarl_jax.runtime import mesh as sharding
 from qarl_jax.runtime import remat
+from qarl_jax.runtime.mesh import AXIS_RULES, BATCH_AXES, MESH_AXES, param_shardings
 
 GIB = 2.0**30
 
@@ -98,7 +99,7 @@ def planned_mesh(cfg: RunConfig) -> Mesh | AbstractMesh:
     sizes = dataclasses.asdict(cfg.mesh)
     if -1 in sizes.values():
         return build.make_mesh(cfg)
-    return AbstractMesh(tuple(sizes[axis] for axis in sharding.MESH_AXES), sharding.MESH_AXES)
+    return AbstractMesh(tuple(sizes[axis] for axis in MESH_AXES), MESH_AXES)
 
 
 def nbytes(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any = None) -> int:
@@ -117,7 +118,7 @@ def bytes_of_each(tree: Any, mesh: Mesh | AbstractMesh | None = None, dtype: Any
     leaves, structure = jax.tree.flatten(tree)
     shapes = [leaf.shape for leaf in leaves]
     if mesh is not None:
-        places = jax.tree.leaves(sharding.param_shardings(tree, mesh))
+        places = jax.tree.leaves(param_shardings(tree, mesh))
         shapes = [place.shard_shape(shape) for place, shape in zip(places, shapes, strict=True)]
     sizes = [jnp.dtype(leaf.dtype if dtype is None else dtype).itemsize for leaf in leaves]
     return jax.tree.unflatten(structure, [math.prod(x) * size for x, size in zip(shapes, sizes, strict=True)])
@@ -264,7 +265,7 @@ def update_parts(
     own = grad_dtype if model.compute_dtype == grad_dtype else None  # None: the masters'
     gradient = nbytes(params, mesh, own)
     # Embedding and head get their gradients as float32 sums.
-    ways = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.AXIS_RULES.vocab)
+    ways = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in AXIS_RULES.vocab)
     learned = models.by_path(params)
     vocabulary = model.vocab_size * model.hidden_size * 4 // ways
     if not {"embed.kernel", "head.kernel"} & learned.keys():
@@ -308,7 +309,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
     trainable = cfg.trainable if trainable is None else trainable
     made, model = shapes(cfg, trainable), model_of(cfg)
     mesh = planned_mesh(cfg) if per_device else None
-    batch_shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)
+    batch_shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     shape: dict[str, Any] = {
         "rows": cfg.train.micro_batch_rows // batch_shards,
         "row_len": cfg.row_len,
@@ -340,7 +341,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         if cfg.critic.optimizer.offload is True:
             held = max(0, update_scratch(own, moments, offload=True, mesh=mesh) - needed - gradient)
         out |= {"critic's masters": nbytes(own, mesh), "critic's optimizer": held}
-    if isinstance(cfg.rollout.engine, jax_sampler.Config):
+    if isinstance(cfg.rollout.engine, SamplerConfig):
         prompts, partial = cfg.train.prompts_per_step, cfg.rollout.partial
         prompt_len, response_len = cfg.data.prompt_limit, cfg.rollout.max_response_len
         if cfg.rollout.environment is not None:  # what was said before a turn is its prompt
@@ -348,7 +349,7 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
         if partial.is_on:  # what goes on with a response takes it for a prompt, and adds a chunk
             prompts = partial.groups(prompts)
             prompt_len, response_len = prompt_len + response_len - 1, partial.tokens(response_len)
-        weights, cache = jax_sampler.footprint(
+        weights, cache = footprint(
             cfg.rollout.engine,
             made.served,
             made.params,

@@ -28,10 +28,10 @@ from qarl_bridge.client import sender
 from qarl_bridge.protocol.messages import BridgeError
 
 from qarl_jax import models
-from qarl_jax.memory import engine as on_engine
-from qarl_jax.memory import learner as on_learner
+from qarl_jax.memory import learner
+from qarl_jax.memory.engine import engine_parts, staging_bytes
 from qarl_jax.memory.learner import GIB
-from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig, on_a_gpu
 
 FRACTION, PREALLOCATE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -197,18 +197,18 @@ def make(cfg: RunConfig, size: int) -> Plan:
     share = os.environ.get(FRACTION)
     plan = Plan(
         size=size,
-        learner=on_learner.parts(cfg, per_device=True),
-        staging=on_engine.staging_bytes(cfg),
+        learner=learner.parts(cfg, per_device=True),
+        staging=staging_bytes(cfg),
         engine={},
         reserved=0,
-        devices=on_learner.planned_mesh(cfg).size,
+        devices=learner.planned_mesh(cfg).size,
         engines=0,
         allowed=min(MOST, float(share)) if share else MOST,
     )
     engine = cfg.rollout.engine
-    if not isinstance(engine, vllm.Config):
+    if not isinstance(engine, VllmConfig):
         return plan
-    parts = on_engine.engine_parts(cfg)
+    parts = engine_parts(cfg)
     share_bytes = int(engine.gpu_memory_utilization * size)
     if engine.has_own_gpu:
         there = parts | ({"staging (published versions)": plan.staging} if plan.staging else {})
@@ -225,7 +225,7 @@ def quantized(cfg: RunConfig, *, rollout: bool = False) -> list[str]:
     Args:
       rollout: of the published policy, not of the learner's forward.
     """
-    made = on_learner.shapes(cfg)
+    made = learner.shapes(cfg)
     graphdef, qweights = (made.served, made.published) if rollout else (made.graphdef, made.qweights)
     model = models.config_of(graphdef)
     return [
@@ -236,20 +236,20 @@ def quantized(cfg: RunConfig, *, rollout: bool = False) -> list[str]:
 
 def describe(cfg: RunConfig) -> str:
     """Words a run's sizes as lines: parameters, bytes by part (whole mesh and per device), quantized weights."""
-    whole, own = on_learner.parts(cfg), on_learner.parts(cfg, per_device=True)
-    mesh = on_learner.planned_mesh(cfg)
+    whole, own = learner.parts(cfg), learner.parts(cfg, per_device=True)
+    mesh = learner.planned_mesh(cfg)
     lines = [
-        f"model        {on_learner.parameters(cfg) / 1e6:,.1f} M parameters on {mesh.size} device(s)",
+        f"model        {learner.parameters(cfg) / 1e6:,.1f} M parameters on {mesh.size} device(s)",
         f"{'whole mesh':>39}{'one device':>14}",
     ]
     rows = [(name, whole[name], own[name]) for name in whole]
     rows.append(("sum", sum(whole.values()), sum(own.values())))
     lines += [f"  {name:<24}{a / GIB:9.3f} GiB{b / GIB:10.3f} GiB" for name, a, b in rows]
-    resting = {name: state for name, (state, on_host) in on_learner.optimizer_states(cfg).items() if on_host}
+    resting = {name: state for name, (state, on_host) in learner.optimizer_states(cfg).items() if on_host}
     if resting:
         lines.append("host         pinned memory, group by group on the devices for an update (optimizer.offload)")
     for name, state in resting.items():
-        a, b = on_learner.nbytes(state), on_learner.nbytes(state, mesh)
+        a, b = learner.nbytes(state), learner.nbytes(state, mesh)
         lines.append(f"  {name:<24}{a / GIB:9.3f} GiB{b / GIB:10.3f} GiB")
     split = cfg.quant.rollout_scheme != cfg.quant.forward
     for rollout in (False, True) if split else (False,):

@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from qarl_jax.kernels import products as kernels
+from qarl_jax.kernels import products
 from qarl_jax.numerics.engine import PLAIN, Numerics
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.quant.contractions import Dense, Product, Ragged
@@ -54,9 +54,9 @@ def _multiply_fwd(numerics: Numerics, dtypes: Any, x: Any, master: Any, qtensor:
 
         def kernel(used: Any, qt: QTensor, bias: Any, **options: Any) -> jax.Array:
             codes, scale = used
-            return kernels.eight_bit(codes, scale, qt.codes, qt.scales, bias, **options)
+            return products.eight_bit(codes, scale, qt.codes, qt.scales, bias, **options)
 
-        if sizes is None and kernels.serves(scheme.kernel, x, qtensor.codes.shape, numerics):
+        if sizes is None and products.serves(scheme.kernel, x, qtensor.codes.shape, numerics):
             y = lax.platform_dependent(used, qtensor, bias, cuda=kernel, default=engine)
         else:
             y = engine(used, qtensor, bias)

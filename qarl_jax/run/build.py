@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qarl_jax import data, models, quant, rollout
-from qarl_jax.learning import critic as critics
+from qarl_jax.learning.critic import Critic, body_config, init_params
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_term, loss_from_config
 from qarl_jax.models import invariant_scaling
@@ -173,17 +173,17 @@ def critic_body(cfg: RunConfig, policy: models.ModelConfig) -> models.ModelConfi
     assert cfg.critic is not None
     dtype = cfg.critic.dtype or cfg.model.dtype
     if cfg.critic.path is None:
-        return critics.body_config(policy, dtype)
+        return body_config(policy, dtype)
     own = models.read_config(cfg.critic.path, remat=cfg.model.remat_or_full, attention=cfg.model.attention)
     if own.vocab_size < policy.vocab_size:
         raise UserError(
             f"critic.path={cfg.critic.path} has a vocabulary of {own.vocab_size} tokens, the policy one of"
             f" {policy.vocab_size}; a critic reads the policy's tokens, so take a model of the same family."
         )
-    return critics.body_config(own, dtype)
+    return body_config(own, dtype)
 
 
-def make_critic(cfg: RunConfig, graphdef: Any, params: Any, mesh: Mesh) -> critics.Critic | None:
+def make_critic(cfg: RunConfig, graphdef: Any, params: Any, mesh: Mesh) -> Critic | None:
     """The run's critic, None without one.
 
     Args:
@@ -195,9 +195,9 @@ def make_critic(cfg: RunConfig, graphdef: Any, params: Any, mesh: Mesh) -> criti
     if cfg.critic.path is not None:
         params = models.split(models.load_hf(cfg.critic.path, dtype="float32", mesh=mesh))[1]
     chosen, updates = cfg.critic.optimizer, cfg.train.total_updates
-    return critics.Critic(
+    return Critic(
         config,
-        critics.init_params(params, config.hidden_size),
+        init_params(params, config.hidden_size),
         term=get_term("value", clip=cfg.critic.clip),
         advantage=cfg.advantage,
         optimizer=leafwise.Optimizer(chosen, updates),

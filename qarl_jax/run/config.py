@@ -34,16 +34,13 @@ from qarl_jax.learning.trainable import ALL, Trainable
 from qarl_jax.loss import LOSSES, ppo, tbpo
 from qarl_jax.loss.advantages import ADVANTAGES, Gae, Grpo
 from qarl_jax.observe.recorder import Config as LogConfig
-from qarl_jax.optim import build as optimizer
+from qarl_jax.optim.build import OPTIMIZERS, Muon
 from qarl_jax.quant.config import Config as QuantConfig
-from qarl_jax.rewards import RewardConfig, exact
-from qarl_jax.rewards import environment as environment_reward
-from qarl_jax.rewards import overlong as overlong_reward
+from qarl_jax.rewards import RewardConfig, environment, exact, overlong, total
 from qarl_jax.rewards import reasoning_gym as gym_reward
-from qarl_jax.rewards import total as reward_sum
 from qarl_jax.rollout.asynchronous import Config as AsynchronousConfig
-from qarl_jax.rollout.embedded import engine as jax_sampler
-from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.embedded.engine import Config as SamplerConfig
+from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run import shipped
 from qarl_jax.run.checkpoint import Config as CheckpointConfig
 from qarl_jax.run.rollout_config import RolloutConfig
@@ -251,7 +248,7 @@ class RunConfig:
     critic: CriticConfig | None = None
     loss: Annotated[Any, Variants(LOSS_NAMES)] = dataclasses.field(default_factory=tbpo.Config)
     kl: KLConfig = dataclasses.field(default_factory=KLConfig)
-    optimizer: Annotated[Any, Variants(optimizer.OPTIMIZERS)] = dataclasses.field(default_factory=optimizer.Muon)
+    optimizer: Annotated[Any, Variants(OPTIMIZERS)] = dataclasses.field(default_factory=Muon)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
@@ -297,13 +294,13 @@ class RunConfig:
                 f" {shards}, over which the rows are split."
             )
         engine = self.rollout.engine
-        if isinstance(engine, vllm.Config) and self.distributed.is_on:
+        if isinstance(engine, VllmConfig) and self.distributed.is_on:
             raise UserError(
                 f"distributed.coordinator={self.distributed.coordinator}: a run of several processes has the embedded"
                 " sampler only, for the bridge to vLLM serves one trainer process; set rollout.engine.name=jax, or"
                 " leave distributed.coordinator empty."
             )
-        if isinstance(engine, vllm.Config) and 0 < engine.max_model_len < longest:
+        if isinstance(engine, VllmConfig) and 0 < engine.max_model_len < longest:
             raise UserError(
                 f"rollout.engine.max_model_len={engine.max_model_len} is below data.max_prompt_len +"
                 f" rollout.max_response_len = {longest}; raise it (0: what the model allows)."
@@ -315,7 +312,7 @@ class RunConfig:
                 "advantage.level=turn tells turns apart, and without rollout.environment a response has one: name an"
                 " environment, or leave advantage.level out."
             )
-        if isinstance(self.reward, reward_sum.BySource):
+        if isinstance(self.reward, total.BySource):
             parts = self.data.source.parts if isinstance(self.data.source, mix.Config) else {}
             if set(parts) != set(self.reward.rewards):
                 raise UserError(
@@ -332,7 +329,7 @@ class RunConfig:
         The embedded sampler computes with the learner's own functions, so that whatever they mirror the two agree, and
         mirroring buys nothing there.
         """
-        embedded = isinstance(self.rollout.engine, jax_sampler.Config)
+        embedded = isinstance(self.rollout.engine, SamplerConfig)
         found = quant.resolve("plain" if embedded and self.quant.engine == "auto" else self.quant.engine)
         size = getattr(self.rollout.engine, "tensor_parallel_size", 1)
         return found if found.profile == "plain" else dataclasses.replace(found, shards=size)
@@ -358,7 +355,7 @@ class RunConfig:
     def is_lockstep(self) -> bool:
         """Tells whether versions are taken by count, so that the run does not depend on the clock."""
         wanted = self.train.asynchronous.lockstep
-        embedded = isinstance(self.rollout.engine, jax_sampler.Config) and not self.train.asynchronous.chunk
+        embedded = isinstance(self.rollout.engine, SamplerConfig) and not self.train.asynchronous.chunk
         return wanted == "on" or (wanted == "auto" and embedded)
 
     @property
@@ -395,18 +392,18 @@ class RunConfig:
 
     def _check_reward(self, reward: Any) -> None:
         source = self.data.source
-        if isinstance(source, mix.Config) and isinstance(self.reward, reward_sum.BySource):
+        if isinstance(source, mix.Config) and isinstance(self.reward, total.BySource):
             source = next(source.parts[name] for name, one in self.reward.rewards.items() if one is reward)
         if isinstance(reward, gym_reward.Config) and not isinstance(source, gym_source.Config):
             raise UserError(
                 "reward.name=reasoning_gym asks the task's own scorer, but data.source is not reasoning_gym; use"
                 " reward.name=exact or math_verify."
             )
-        if isinstance(reward, environment_reward.Config) and self.rollout.environment is None:
+        if isinstance(reward, environment.Config) and self.rollout.environment is None:
             raise UserError(
                 "reward.name=environment adds up what an environment gives: name one in rollout.environment."
             )
-        if isinstance(reward, overlong_reward.Config):
+        if isinstance(reward, overlong.Config):
             limits = (stage.max_response_len for stage in self.rollout.stages if stage.max_response_len)
             shortest = min(limits, default=None)
             limit = reward.max_len or shortest or self.rollout.max_response_len
@@ -420,9 +417,9 @@ class RunConfig:
     @property
     def reward_terms(self) -> tuple[Any, ...]:
         """The rewards that are summed; one, unless reward.name=sum."""
-        if isinstance(self.reward, reward_sum.Config):
+        if isinstance(self.reward, total.Config):
             return tuple(term.reward for term in self.reward.terms)
-        if isinstance(self.reward, reward_sum.BySource):
+        if isinstance(self.reward, total.BySource):
             return tuple(self.reward.rewards.values())
         return (self.reward,)
 
@@ -479,7 +476,7 @@ def replaced(cfg: Any, changes: Mapping[str, Any]) -> Any:
 
 def on_a_gpu(cfg: RunConfig) -> RunConfig:
     """Resolves `quant.engine=auto` as on a GPU, without asking JAX whether it runs on one."""
-    if cfg.quant.engine != "auto" or not isinstance(cfg.rollout.engine, vllm.Config):
+    if cfg.quant.engine != "auto" or not isinstance(cfg.rollout.engine, VllmConfig):
         return cfg
     return replaced(cfg, {"quant.engine": "cuda"})
 

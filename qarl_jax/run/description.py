@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from qarl_jax import quant
 from qarl_jax.learning.critic import Config as CriticConfig
-from qarl_jax.optim import build as optimizer
+from qarl_jax.optim.build import OPTIMIZERS
 from qarl_jax.quant.config import Config as QuantConfig
 from qarl_jax.rollout.environments import ENVIRONMENTS
 from qarl_jax.run.config import RunConfig
@@ -123,6 +123,6 @@ def _environment(cfg: RunConfig) -> list[str]:
 
 
 def _critic_words(cfg: CriticConfig) -> str:
-    name = next(name for name, cls in optimizer.OPTIMIZERS.items() if type(cfg.optimizer) is cls)
+    name = next(name for name, cls in OPTIMIZERS.items() if type(cfg.optimizer) is cls)
     waits = f"; the policy waits {cfg.warmup_steps} steps" if cfg.warmup_steps else ""
     return f"from {cfg.path or 'the policy itself'}, {name} at lr {cfg.optimizer.lr:g}{waits}"

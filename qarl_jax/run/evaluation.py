@@ -36,7 +36,7 @@ from qarl_jax.data.stream import OTHER_SPLIT, has_this_split
 from qarl_jax.learning.trainable import joined
 from qarl_jax.rewards import Grader, extract
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
-from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run import build, checkpoint, config, stamp
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.estimators import default_ks, interval, maj_at_k, majority, pass_at_k, standard_error
@@ -289,7 +289,7 @@ def run(
 def with_room(cfg: RunConfig, longest: int) -> RunConfig:
     """Gives the engine room for so many tokens of prompt and response, where the config has fewer for training."""
     engine = cfg.rollout.engine
-    if not isinstance(engine, vllm.Config) or engine.endpoints or not 0 < engine.max_model_len < longest:
+    if not isinstance(engine, VllmConfig) or engine.endpoints or not 0 < engine.max_model_len < longest:
         return cfg
     _say(f"rollout.engine.max_model_len={longest} for the longest prompt and response, not {engine.max_model_len}")
     engine = dataclasses.replace(engine, max_model_len=longest)

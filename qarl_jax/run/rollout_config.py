@@ -8,15 +8,15 @@ import dataclasses
 from typing import Annotated, Any
 
 from qarl_jax.rollout import SamplingConfig, dynamic_sampling, norm_noise
-from qarl_jax.rollout.embedded import engine as jax_sampler
+from qarl_jax.rollout.embedded.engine import Config as SamplerConfig
 from qarl_jax.rollout.environments import ENVIRONMENTS
 from qarl_jax.rollout.environments import Config as Environment
 from qarl_jax.rollout.partial_rollouts import Config as PartialConfig
-from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.typed_config.load import Variants
 from qarl_jax.types import UserError, at_least
 
-ENGINE_CONFIGS: dict[str, type] = {"jax": jax_sampler.Config, "vllm": vllm.Config}
+ENGINE_CONFIGS: dict[str, type] = {"jax": SamplerConfig, "vllm": VllmConfig}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class RolloutConfig:
         model, with vLLM.
     """
 
-    engine: Annotated[Any, Variants(ENGINE_CONFIGS)] = dataclasses.field(default_factory=jax_sampler.Config)
+    engine: Annotated[Any, Variants(ENGINE_CONFIGS)] = dataclasses.field(default_factory=SamplerConfig)
     num_samples_per_prompt: int = 8
     max_response_len: int = 1024
     stages: tuple[Stage, ...] = ()

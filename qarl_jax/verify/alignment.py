@@ -19,7 +19,7 @@ from qarl_bridge.protocol.messages import Facts
 
 from qarl_jax import quant
 from qarl_jax.numerics.engine import Numerics
-from qarl_jax.rollout.vllm import engine as vllm
+from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig
 
 # Largest k3 (`mismatch/k3`) that was measured, on policies with random weights, which show every difference, of learner
@@ -41,7 +41,7 @@ class Pair:
       path: the model's folder, for commands.
     """
 
-    engine: vllm.Config | None
+    engine: VllmConfig | None
     learner: str
     sampler: str
     numerics: Numerics
@@ -91,7 +91,7 @@ def of_run(cfg: RunConfig, facts: Facts | None = None, version: int | None = Non
     noisy = noise is not None and (version is None or noise.sigma(version, cfg.train.steps) > 0)
     correction = "loss.ratio=sampler" if cfg.loss.ratio == "sampler" else f"loss.mismatch={cfg.loss.weight}"
     pair = Pair(
-        engine=engine if isinstance(engine, vllm.Config) else None,
+        engine=engine if isinstance(engine, VllmConfig) else None,
         learner=cfg.quant.forward,
         sampler=cfg.quant.rollout_scheme,
         numerics=dataclasses.replace(cfg.numerics, own_kernels=cfg.quant.kernels == "auto"),
@@ -129,7 +129,7 @@ def judge(pair: Pair) -> Alignment:
     return Alignment(kind="aligned", remedy=f"see which layer differs with {verb}", known_k3=0.0)
 
 
-def _of_the_engine(engine: vllm.Config, facts: Facts | None) -> tuple[str, str] | None:
+def _of_the_engine(engine: VllmConfig, facts: Facts | None) -> tuple[str, str] | None:
     """Why an engine is not batch-invariant, and what to do; None: it is."""
     if engine.engine == "fake" or (facts is not None and facts.execution == "none"):
         return "this engine computes nothing", "set rollout.engine.engine=vllm"
