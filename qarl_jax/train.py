@@ -131,12 +131,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train", config="YAML file, or the name of one in configs/", needed=True, description=__doc__.split("\n")[0]
     )
     parser.add_argument("--dry-run", action="store_true", help=DRY_RUN)
-    parser.add_argument("--card-gb", type=float, help="with --dry-run: plan for a card of that many GiB")
-    parser.add_argument("--cards", type=int, help="with --dry-run: plan for so many cards (all of mesh.fsdp=-1)")
+    parser.add_argument("--gpu-gb", type=float, help="with --dry-run: plan for a GPU of that many GiB")
+    parser.add_argument("--gpus", type=int, help="with --dry-run: plan for so many GPUs (all of mesh.fsdp=-1)")
     args = parser.parse_args(argv)
     cfg = config.load(args.config, args.overrides)
     if args.dry_run:
-        return dry_run(cfg, args.cards, None if args.card_gb is None else int(args.card_gb * 2**30))
+        return dry_run(cfg, args.gpus, None if args.gpu_gb is None else int(args.gpu_gb * 2**30))
     processes.start(cfg.distributed)  # before anything asks JAX for its devices
     size = plan.capacity()
     if said := processes.from_first(lambda: resume.finished(cfg, on_gpu=size is not None)):
@@ -157,19 +157,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def dry_run(cfg: RunConfig, cards: int | None, size: int | None) -> int:
-    """Prints the resolved config and the plans, for cards that need not be here; returns the exit code.
+def dry_run(cfg: RunConfig, gpus: int | None, size: int | None) -> int:
+    """Prints the resolved config and the plans, for GPUs that need not be here; returns the exit code.
 
     Args:
-      cards: how many; None: those that are here.
+      gpus: how many; None: those that are here.
       size: bytes of each; None: as the first that is here.
     """
-    if cards is not None:
-        cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(cards))
-        if cfg.mesh.size > cards:
-            raise UserError(
-                f"--cards {cards}: the mesh has {cfg.mesh.size} devices; set mesh.fsdp=-1 to take all cards."
-            )
+    if gpus is not None:
+        cfg = dataclasses.replace(cfg, mesh=cfg.mesh.over(gpus))
+        if cfg.mesh.size > gpus:
+            raise UserError(f"--gpus {gpus}: the mesh has {cfg.mesh.size} devices; set mesh.fsdp=-1 to take all GPUs.")
     absent, path = None, cfg.model.path
     try:
         cfg, prompts = open_prompts(cfg)

@@ -5,7 +5,7 @@ samples? A ladder of comparisons between the learner and a live vLLM, one rung p
 
     quantize           the forward's QTensors are what quantizing the bf16-rounded masters gives, bit for bit
     pack, unpack       the engine's tensors, unpacked, are those QTensors, bit for bit
-    hash at the door   every tensor hashed as it is handed to the engine's loader
+    hash at load       every tensor hashed as it is handed to the engine's loader
     read-back          one-hot rows pushed through every live layer return the weight it really holds
     linear layers      live linear layers on the engine's own activations: first, middle and last block
     blocks             whole live blocks on the engine's own activations
@@ -215,17 +215,17 @@ def exact_rungs(weights: PolicyWeights) -> Iterator[Rung]:
 
 
 def published(engine: VllmEngine, weights: PolicyWeights) -> list[Rung]:
-    """Publishes with a full read-back: the rungs "hash at the door" and "read-back"."""
+    """Publishes with a full read-back: the rungs "hash at load" and "read-back"."""
     try:
         report = engine.publish(weights, 0)
     except BrokenPromiseError as broken:
         door = broken.code == "read_back"
         return [
-            Rung("hash at the door", door, "" if door else broken.found),
+            Rung("hash at load", door, "" if door else broken.found),
             Rung("read-back", False if door else None, broken.found if door else ""),
         ]
     return [
-        Rung("hash at the door", True, f"{int(report['tensors'])} tensors, {int(report['bytes']):,} bytes"),
+        Rung("hash at load", True, f"{int(report['tensors'])} tensors, {int(report['bytes']):,} bytes"),
         Rung(
             "read-back",
             True,

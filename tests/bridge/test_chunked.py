@@ -169,7 +169,7 @@ def test_parts_are_checked_on_the_engines_side_each_time_they_are_read():
     version = bridge_world.staged(3)
     copy, fetched, thread = through_a_buffer(version, torch)
     copy.validate()
-    for sweep in (copy.at_the_door, copy.parts):
+    for sweep in (copy.checked_parts, copy.parts):
         found = {name: tensor.clone() for part in sweep() for name, tensor in part.items()}
         for name, want in bridge_world.tensors(3).items():
             assert np.array_equal(found[name].float().numpy(), want.astype(np.float32))
@@ -188,7 +188,7 @@ def test_parts_are_checked_on_the_engines_side_each_time_they_are_read():
     copy, fetched, thread = through_a_buffer(version, torch, another_byte)
     copy.validate()
     with pytest.raises(BridgeError, match=r"torn.*after it was staged"):
-        list(copy.at_the_door())
+        list(copy.checked_parts())
     assert fetched == [0, 1, 2, 0, 1]
     copy.fetches.stop()
     thread.join()

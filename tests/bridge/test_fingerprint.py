@@ -88,7 +88,7 @@ def test_a_version_on_a_device_is_validated_and_confirmed():
     copy = staged_gpu.DeviceCopy(version.manifest, buffer, closed.append)
     copy.validate()
     assert copy.borrowed
-    (tensors,) = copy.at_the_door()
+    (tensors,) = copy.checked_parts()
     for name, tensor in tensors.items():
         want = bridge_world.tensors(3)[name]
         assert tensor.shape == want.shape

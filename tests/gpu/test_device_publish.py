@@ -35,7 +35,7 @@ from qarl_bridge.protocol import messages as wire
 manifest, memory = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[wire.Manifest, wire.DeviceMemory])
 copy = device.open_version(manifest, memory)
 copy.validate()
-(tensors,) = copy.at_the_door()
+(tensors,) = copy.checked_parts()
 print(len(tensors), float(tensors["model.norm.weight"].float().sum()))
 copy.confirm()
 copy.close()

@@ -234,7 +234,7 @@ def test_a_learner_fits_what_the_user_lets_jax_take_or_is_refused(run, monkeypat
 
 
 def test_a_dry_run_takes_the_name_of_a_published_model(capsys):
-    command = ["--config", "configs/papers/qwen3_8b_base.yaml", "--dry-run", "--cards", "8", "--card-gb", "79"]
+    command = ["--config", "configs/papers/qwen3_8b_base.yaml", "--dry-run", "--gpus", "8", "--gpu-gb", "79"]
     assert train.main(command) == 0
     out = capsys.readouterr().out
     assert "8 such devices, an engine on each" in out
@@ -253,17 +253,17 @@ def test_hours_a_step_are_dearer_than_rounding():
 
 def test_a_dry_run_says_for_any_card_whether_the_run_fits(overrides, capsys):
     command = ["--config", "configs/one_h200_8b.yaml", "--dry-run", *overrides]
-    assert train.main([*command, "--card-gb", "140.4"]) == 0
+    assert train.main([*command, "--gpu-gb", "140.4"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"device +140.4 GiB: fits; JAX takes \d+\.\d% of it at once", out)
     assert "engine: KV cache                    20.00 GiB" in out
     assert plan.FRACTION not in out  # nothing else says what JAX takes
-    spread = [*command, "--card-gb", "140.4", "mesh.fsdp=-1", "rollout.engine.memory=auto"]
-    assert train.main([*spread, "--cards", "2"]) == 0
+    spread = [*command, "--gpu-gb", "140.4", "mesh.fsdp=-1", "rollout.engine.memory=auto"]
+    assert train.main([*spread, "--gpus", "2"]) == 0
     assert "2 such devices, an engine on each" in capsys.readouterr().out
-    assert train.main([*command, "--card-gb", "140.4", "--cards", "1", "mesh.fsdp=2"]) == 2
+    assert train.main([*command, "--gpu-gb", "140.4", "--gpus", "1", "mesh.fsdp=2"]) == 2
     assert "set mesh.fsdp=-1" in capsys.readouterr().err
-    assert train.main([*command, "--card-gb", "79.6"]) == 2
+    assert train.main([*command, "--gpu-gb", "79.6"]) == 2
     assert "It fits with: " in capsys.readouterr().err
 
 

@@ -88,7 +88,7 @@ def fails_once(function: Any, after: int) -> Any:
 
 def half_way(copy: Any) -> Any:
     """The tensors at the door, and an error in the middle of them."""
-    pairs = [pair for part in staged.HostCopy.at_the_door(copy) for pair in part.items()]
+    pairs = [pair for part in staged.HostCopy.checked_parts(copy) for pair in part.items()]
     yield dict(pairs[: len(pairs) // 2])
     raise RuntimeError("broken for a test")
 
@@ -108,11 +108,11 @@ def chunked() -> Iterator[None]:
 
         return parts
 
-    own = staged.HostCopy.parts, staged.HostCopy.at_the_door, server._sweeps
-    staged.HostCopy.parts, staged.HostCopy.at_the_door = layers(own[0]), layers(own[1])  # type: ignore[method-assign]
+    own = staged.HostCopy.parts, staged.HostCopy.checked_parts, server._sweeps
+    staged.HostCopy.parts, staged.HostCopy.checked_parts = layers(own[0]), layers(own[1])  # type: ignore[method-assign]
     server._sweeps = lambda copy, begin: Sweeps(begin, lasting=False)
     yield
-    staged.HostCopy.parts, staged.HostCopy.at_the_door, server._sweeps = own  # type: ignore[method-assign]
+    staged.HostCopy.parts, staged.HostCopy.checked_parts, server._sweeps = own  # type: ignore[method-assign]
 
 
 def refusal(trainer: Trainer, which: int) -> tuple[str, float]:
@@ -152,16 +152,16 @@ def scenario(trainer: Trainer, engine: VllmEngine) -> dict[str, Any]:
         trainer.publish(0)
         found["vllm_chunked"] = trainer.draw() == zero
     found["parts"].append(trainer.publish(1)["weights_read_back"])
-    at_the_door = staged.HostCopy.at_the_door
+    checked_parts = staged.HostCopy.checked_parts
     calls = []
 
     def breaks_first(copy: Any) -> Any:
         calls.append(copy)
-        return half_way(copy) if len(calls) == 1 else at_the_door(copy)
+        return half_way(copy) if len(calls) == 1 else checked_parts(copy)
 
-    staged.HostCopy.at_the_door = breaks_first  # type: ignore[method-assign]
+    staged.HostCopy.checked_parts = breaks_first  # type: ignore[method-assign]
     found["loader_failure"], found["loader_recovery_s"] = refusal(trainer, 0)
-    staged.HostCopy.at_the_door = at_the_door  # type: ignore[method-assign]
+    staged.HostCopy.checked_parts = checked_parts  # type: ignore[method-assign]
     found["restored_after_loader"] = trainer.draw() == one
     trainer.publish(0)
     found["back_to_zero"] = trainer.draw() == zero

@@ -149,7 +149,7 @@ def test_adapters_climb_the_ladder_on_a_base_with_biases(tmp_path, scheme):
     result = ladder.climb(str(tmp_path), scheme, "cpu", options)
     assert result["first_broken"] is None, result["rungs"]
     ok = {rung["name"]: rung["ok"] for rung in result["rungs"]}
-    assert all(ok[name] for name in ("hash at the door", "read-back", "linear layers", "blocks", "sampled tokens"))
+    assert all(ok[name] for name in ("hash at load", "read-back", "linear layers", "blocks", "sampled tokens"))
     assert result["aligned"]["k3"] == result["aligned"]["max_abs"] == 0
     assert result["decode_prefill"]["equal"] == 1
     plain = ladder.load(str(tmp_path), scheme, "cpu")
@@ -174,7 +174,7 @@ def test_an_engine_of_two_shards_is_mirrored_to_the_last_bit(tmp_path, scheme):
     result = ladder.climb(str(tmp_path), scheme, "cpu", options)
     assert result["first_broken"] is None, result["rungs"]
     ok = {rung["name"]: rung["ok"] for rung in result["rungs"]}
-    assert all(ok[name] for name in ("hash at the door", "read-back", "prefill", "sampled tokens"))
+    assert all(ok[name] for name in ("hash at load", "read-back", "prefill", "sampled tokens"))
     assert result["aligned"]["k3"] == result["aligned"]["max_abs"] == 0
     assert result["decode_prefill"]["equal"] == 1
 

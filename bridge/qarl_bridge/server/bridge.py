@@ -191,7 +191,7 @@ class Bridge:
                 weights = rows = 0
                 with profiled(self._profile, f"publish-{version.step}"):
                     self.state = "loading"
-                    self._engine.load(_sweeps(copy, copy.at_the_door), partial=partial)
+                    self._engine.load(_sweeps(copy, copy.checked_parts), partial=partial)
                     copy.confirm()
                     loaded = time.perf_counter()
                     if request.readback != "off":
@@ -237,7 +237,7 @@ class Bridge:
         reason = str(error) or f"{type(error).__name__} at {frame.filename}:{frame.lineno}, {frame.line}"
         try:
             if self._good.is_there:
-                self._engine.load(Sweeps(lambda: self._good.sweep(lambda copy: copy.at_the_door()), lasting=True))
+                self._engine.load(Sweeps(lambda: self._good.sweep(lambda copy: copy.checked_parts()), lasting=True))
                 self._good.confirm()
                 self._engine.read_back(self._all_parts(), "sampled", 0)
                 restored = True

@@ -5,7 +5,7 @@
 A fingerprint is of the sums of a tensor's rows (protocol/fingerprint.py). A byte that changes moves its row's sums by a
 known amount, so that the sums of the new version follow from the old ones' and from what was applied: 0.1 % of the
 bytes instead of all of them. What was not touched was checked when it came, and is compared again when the engine's
-loader takes it (`HostCopy.at_the_door`).
+loader takes it (`HostCopy.checked_parts`).
 """
 
 from __future__ import annotations

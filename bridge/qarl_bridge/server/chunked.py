@@ -111,8 +111,8 @@ class ChunkedCopy:
     def parts(self) -> Iterator[Mapping[str, Any]]:
         return self._sweep(lambda copy: copy.parts())
 
-    def at_the_door(self) -> Iterator[Mapping[str, Any]]:
-        return self._sweep(lambda copy: copy.at_the_door())
+    def checked_parts(self) -> Iterator[Mapping[str, Any]]:
+        return self._sweep(lambda copy: copy.checked_parts())
 
     def confirm(self) -> None:
         pass  # every part was

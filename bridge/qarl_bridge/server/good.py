@@ -102,7 +102,7 @@ class Good:
         """Yields all tensors of what serves, in parts: those of the base that were not replaced, then the others.
 
         Args:
-          begin: `parts` or `at_the_door`, of a copy.
+          begin: `parts` or `checked_parts`, of a copy.
         """
         assert self.last is not None
         assert self._base is not None

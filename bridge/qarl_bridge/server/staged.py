@@ -33,7 +33,7 @@ class Copy(Protocol):
         """All tensors by name, read only, chunked by whole layers in manifest order. A part is no longer there when
         the next one is asked for."""
 
-    def at_the_door(self) -> Iterator[Mapping[str, Any]]:
+    def checked_parts(self) -> Iterator[Mapping[str, Any]]:
         """Yields tensors as `parts` does, for the engine's loader. Fingerprints are checked as a part is handed
         over, or, on a GPU, by `confirm`."""
 
@@ -86,7 +86,7 @@ class HostCopy:
     def parts(self) -> Iterator[Mapping[str, np.ndarray]]:
         yield {entry.name: self._array(entry) for entry in self.manifest.tensors}
 
-    def at_the_door(self) -> Iterator[Mapping[str, np.ndarray]]:
+    def checked_parts(self) -> Iterator[Mapping[str, np.ndarray]]:
         named = {}
         for entry in self.manifest.tensors:
             named[entry.name] = array = self._array(entry)

@@ -128,7 +128,7 @@ class DeviceCopy:
             self._views = {entry.name: self._tensor(entry) for entry in self.manifest.tensors}
         yield self._views
 
-    def at_the_door(self) -> Iterator[Mapping[str, Any]]:
+    def checked_parts(self) -> Iterator[Mapping[str, Any]]:
         return self.parts()
 
     def confirm(self) -> None:

@@ -36,7 +36,7 @@ class Config(messages.EngineOptions):
       before a training run starts: a KV cache for the sequences of a step, or less where the GPU is too small for it.
     staging_buffers: versions that are held on the GPU where they are staged there: 2, the one that serves and the next;
       1, the next overwrites it, so that an engine that fails to load it has nothing to go back to; 0, the next goes
-      through a window of 2 GiB, layers after layers, to an engine on the learner's own GPU.
+      in chunks of whole layers, through a buffer of 2 GiB, to an engine on the learner's own GPU.
     readback: weights compared after each publish: "off", "sampled" (16 inputs of every layer) or "full".
     start_timeout_s: longest start of the engine.
     request_timeout_s: longest silence of the bridge before it is taken for dead (it reports every 2 s).
