@@ -5,19 +5,10 @@
 Writes <out>/curves.png, <out>/report.html, and where runs recorded histograms or tokens <out>/ratios.png and
 <out>/probabilities.png. <out> is the run's folder, and for several runs figures/.
 
-Curves: one panel per question a run raises (does it learn, how long does it answer, does it still
-explore, how far are learner and sampler apart, how much does the loss clip, is training steady), one colour per run.
-The faint line is what was measured, the strong one its running mean. A panel that no run has a number for, or only
-zeros, is left out. Held-out evaluations stand at the version that was evaluated, of which a step's samples were drawn.
-
-Ratios: how far the updates moved the policy, and how far sampler and learner are apart, per token and per response, by
-the sign of A, summed over each run's last steps.
-
-Probabilities: the tokens of samples.jsonl, as figures 4 and 5 of QaRL (arXiv 2604.07853) have them. How densely tokens
-lie by their probability before and after the updates of a step, and the ratio of the two by the probability before.
-
-The report (`html_report.py`) is for a browser: the curves once more, and samples whose tokens are shaded by ratio,
-weight and probability, with what the loss dropped marked.
+Curves: one panel per question a run raises, one colour per run. The faint line is what was measured, the strong one its
+running mean. A panel that no run has a number for, or only zeros, is left out. Held-out evaluations stand at the
+version that was evaluated. Ratios: by the sign of A, summed over each run's last steps. Probabilities: the tokens of
+samples.jsonl, as figures 4 and 5 of QaRL (arXiv 2604.07853) have them.
 
 The figures need matplotlib (`pip install qarl-jax[plot]`); the report is written without it, too.
 """

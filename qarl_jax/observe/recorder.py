@@ -2,17 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the records that a run leaves behind; `terminal.py` has the live view.
 
-    <run_dir>/run.json        the resolved config, and one entry per start that trained a step: its first step, settings
-                              that changed, time, command, git, versions, devices, JAX_ and XLA_ variables, facts
-              config.yaml     the resolved config once more, as a file to start another run from
-              metrics.jsonl   one JSON object per step: {"step": 12, "reward/mean": 0.53, ..., "time/rollout_s": 1.2}
-              samples.jsonl   a few completions per step, in full, token by token
-              histograms.jsonl  counts of log-ratios per step, for the bins of `loss.diagnostics.EDGES`, and
-                              `flips/*`: the share of a weight's codes that the publish changed, layer by layer
-              timeline.jsonl  begin and end of a step's phases, in seconds
-              trackers/       how far each of `log.trackers` got, and what it said (`trackers/`)
-
-Rules that make the files worth comparing:
+docs/operate.md lists them. Rules that make the files worth comparing:
 
   * Steps rise strictly and each is written in one piece, so that a killed process leaves at most one torn last line.
   * Whatever depends on clock or process has a key under `time/` (tokens per second too) or `perf/`. The rest of a line

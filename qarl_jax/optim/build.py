@@ -216,14 +216,13 @@ def make_schedule(lr: float, cfg: Schedule, total_updates: int | None = None) ->
     Raises:
       UserError: a decaying schedule whose `total_updates` are not known, or end with the warm-up.
     """
-    end = total_updates
     if cfg.kind != "constant":
-        if end is None:
+        if total_updates is None:
             raise UserError(f"optimizer.schedule.kind={cfg.kind} needs the number of updates of the run.")
-        if end <= cfg.warmup_updates:
+        if total_updates <= cfg.warmup_updates:
             raise UserError(
                 f"optimizer.schedule.warmup_updates ({cfg.warmup_updates}) leaves no update to decay over: the decay "
-                f"ends at {end}. Lower it, or train for more updates."
+                f"ends at {total_updates}. Lower it, or train for more updates."
             )
 
     def schedule(update: Any) -> Float[Array, ""]:
@@ -231,8 +230,8 @@ def make_schedule(lr: float, cfg: Schedule, total_updates: int | None = None) ->
         warm = jnp.minimum((t + 1.0) / cfg.warmup_updates, 1.0) if cfg.warmup_updates else jnp.float32(1.0)
         if cfg.kind == "constant":
             return jnp.float32(lr) * warm
-        assert end is not None
-        done = jnp.clip((t - cfg.warmup_updates) / (end - cfg.warmup_updates), 0.0, 1.0)
+        assert total_updates is not None
+        done = jnp.clip((t - cfg.warmup_updates) / (total_updates - cfg.warmup_updates), 0.0, 1.0)
         left = 1.0 - done if cfg.kind == "linear" else 0.5 * (1.0 + jnp.cos(jnp.pi * done))
         return jnp.float32(lr) * warm * (cfg.end_ratio + (1.0 - cfg.end_ratio) * left)
 

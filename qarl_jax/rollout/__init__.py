@@ -57,11 +57,6 @@ class SamplingConfig:
         if self.top_k < 0:
             raise UserError(f"sampling: top_k must not be negative, got {self.top_k} (0 turns it off)")
 
-    @property
-    def is_full_support(self) -> bool:
-        """Tells whether every token can be drawn, so that log-probs are those of the policy at this temperature."""
-        return self.temperature > 0 and self.top_p == 1 and self.top_k == 0
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyWeights:

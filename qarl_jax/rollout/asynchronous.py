@@ -5,16 +5,9 @@
     schedule = Schedule(cfg, steps)                    who may begin what, and when
     engine = SharedEngine(engine, schedule)            publishing and sampling take turns; publishing goes first
 
-The batch of step s is begun when version s - max_staleness is being served, so no token that a step trains on is older
-than that. Versions come in where the engine is free: between batches (`chunk: 0`: every sequence is of one version), or
-every `chunk` tokens, where the sequences in hand are interrupted, and go on under the new version behind what they
-have. Every token keeps the version and the log-probability it was drawn with; the sampler's correction in the loss
-(`mismatch`) reads the latter.
-
-In lockstep a publish waits until the batches that are due under the version before it have been sampled. Then the batch
-of step s is drawn wholly under version max(0, s - max_staleness), whatever the clock says: a run is a function of its
-config, and goes on to the same bits after a kill. It is the default with the embedded sampler, which shares the
-learner's device. Without lockstep a batch gets the newest version there is when it is begun, or during it.
+The batch of step s is begun when version s - max_staleness is being served. Versions come in where the engine is free:
+between batches, or every `chunk` tokens. In lockstep a publish waits until the batches that are due under the version
+before it have been sampled (docs/asynchronous.md).
 
 Sources: AReaL (arXiv 2505.24298), LlamaRL (arXiv 2505.24034).
 """

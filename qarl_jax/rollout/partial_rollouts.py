@@ -9,19 +9,16 @@ unfinished by then is kept, and the next step goes on with it, under the next po
     look        enough complete groups, and none overdue? then train on the oldest, and keep the others
     draw        `chunk` tokens more of every unfinished response, then look again
 
-Every token keeps the log-probability of the version that drew it, and a `VersionSpan` says which that was. So the
-behaviour policy of a response of several versions is known token by token, and the sampler's correction in the loss
-(`mismatch`) reads it as any other; the proximal policy is scored by the learner as ever. What is lost is freshness, and
-`rollout/lag_mean` and `rollout/lag_max` measure it.
+Every token keeps the log-probability and the version that drew it (`continuation.py`), and the sampler's correction in
+the loss reads it as any other. What is lost is freshness: `rollout/lag_mean`, `rollout/lag_max`.
 
 What is interrupted depends on counted tokens, never on the clock: with the embedded sampler, whose draws are a function
 of (weights, prompt, sample, position), a step is a function of (seed, step, weights, groups in hand), and the groups in
 hand are part of a checkpoint. So a killed run goes on to the same bits. The price is a prefill of what is unfinished at
 every look (which vLLM's prefix cache spares): `chunk` sets how often.
 
-The bound on the age is ours. A group begun at step s is trained on at step s + max_lag at the latest: sampling goes on
-until it is complete. With at most twice the prompts of a step in hand there is always room for those that are due,
-since the oldest complete groups are taken first.
+The bound on the age is ours. With at most twice the prompts of a step in hand there is always room for those that are
+due, since the oldest complete groups are taken first.
 
 Prompts are taken from the stream in its order, the next ones whenever there is room; with dynamic sampling a complete
 group without a signal makes room, until rollout.dynamic.max_batches steps' worth of prompts have been begun. Responses

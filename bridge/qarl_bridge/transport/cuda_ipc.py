@@ -9,15 +9,11 @@ Why buffers of our own and not the learner's arrays: JAX's memory comes from poo
 which cuIpcGetMemHandle fails or names a whole pool. A cuMemAlloc in the same (primary) context can always be exported,
 and a copy from an array to it stays on the device, at memory speed.
 
-Two buffers are enough, and make the last good version restorable: the bridge keeps the mapping of the version it serves
-while the next one is written into the other.
-
 ctypes and not cuda-python or torch: the learner's environment has neither, and a dozen calls do not need them. Every
 call takes the primary context of its device for its own duration, on the thread that calls.
 
-The bridge keeps both mapped between versions (`Mappings`): mapping takes 5 ms per GB.
-
-When the exporting process ends, what it exported must not be read any more: the bridge forgets it with the lease.
+The bridge keeps a trainer's two buffers mapped between versions (`Mappings`): mapping takes 5 ms per GB. When the
+trainer ends, what it exported must not be read any more: the bridge forgets it with the lease.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@
     bridge    Receiver(device).receive(what the Stage message says, size, check) -> Buffer
 
 The trainer's GPU is rank 0 and the root of a broadcast of bytes; the engine's is rank 1. Both ends know the size from
-the manifest, and the fingerprints say whether what came is what was sent. The communicator is made at the first publish
-of a connection and serves all later ones; its unique id travels in the Stage message, so that either end that lost its
-half, or whose connection is new, simply names another.
+the manifest, and the fingerprints say whether what came is what was sent. The communicator's unique id travels in the
+Stage message, so that either end that lost its half, or whose connection is new, simply names another.
 
 Nobody waits for ever. Communicators are non-blocking (NCCL 2.14 and later): every call returns at once, and a loop here
 asks NCCL and the stream for the state, the caller's `check` whether the other end is still there, and the clock. When

@@ -14,12 +14,8 @@ An environment is a class. One object of it is made for every response (an episo
 `task` has the prompt's `uid`, `text`, `answer` and `meta`; `text` is a turn of the policy. An observation is text, or a
 list of chat messages. The methods may be plain functions.
 
-Every episode is a process of its own, without an accelerator (`_host.py`). A call that raises, exits, returns anything
-else or takes longer than `timeout_s` ends its episode, and no other; what the episode started ends with it. An episode
-that ended so has no tokens to train on and enters no group's statistics; where all of a batch end so, the run stops and
-says why.
-
-A new one of ours is a file, which the process reads by its path (it imports nothing of qarl_jax), with its Config here.
+Every episode is a process of its own, without an accelerator (`_host.py`); docs/turns.md says what ends one. A new
+environment of ours is a file, which the process reads by its path (it imports nothing of qarl_jax). Its Config is here.
 """
 
 from __future__ import annotations
