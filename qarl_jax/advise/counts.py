@@ -23,6 +23,7 @@ from qarl_jax.advise.machines import Machine
 from qarl_jax.memory import costs, learner
 from qarl_jax.memory.engine import kv_bytes, published_bytes
 from qarl_jax.memory.learner import GIB
+from qarl_jax.optim import muon
 from qarl_jax.optim.build import Muon, labels
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig
@@ -227,7 +228,7 @@ def _optimizer(cfg: RunConfig, machine: Machine) -> Terms:
             if name == "muon":
                 *stack, n, k = leaf.shape
                 few, many, is_expert = min(n, k), max(n, k), len(stack) > 1
-                each = cfg.optimizer.newton_schulz_steps * (4.0 * few * few * many + 2.0 * few**3)
+                each = muon.ROUNDS * (4.0 * few * few * many + 2.0 * few**3)
                 orthogonalized[is_expert] += updates * math.prod(stack) * each / mesh.size / speed
     return {
         "orthogonalize": orthogonalized[False],

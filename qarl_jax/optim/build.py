@@ -98,29 +98,21 @@ class Muon(Common):
     Attributes:
       momentum: decay of the gradient's running average.
       nesterov: look one gradient ahead (not from a config).
-      newton_schulz_steps: rounds of the iteration (not from a config).
-      scale: "match_rms" or "original"; see `muon.py`.
       matmul_precision: of the iteration's products. "default" is what an accelerator does fastest with float32 (TF32 on
         a GPU, one pass of bfloat16 on a TPU), "highest" is float32, a tenth as fast on a GPU. "bfloat16" rounds what is
         multiplied, as Muon's authors do: twice as fast on a GPU.
-      eps: added to the Frobenius norm; a zero gradient gives a zero update (not from a config).
       adamw_lr: peak learning rate of the other parameters (`AdamW`, without decay); None: `lr`.
     """
 
     momentum: float = 0.95
     nesterov: bool = internal(True)
-    newton_schulz_steps: int = internal(5)
-    scale: Literal["match_rms", "original"] = "match_rms"
     matmul_precision: muon.Precision = "default"
-    eps: float = internal(1e-8)
     adamw_lr: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _in_unit_interval(self, "momentum")
-        _one_of("scale", self.scale, tuple(muon.SCALES))
         _one_of("matmul_precision", self.matmul_precision, get_args(muon.Precision))
-        at_least(self, 1, "newton_schulz_steps")
         at_least(self, 0, "adamw_lr")
 
     @property

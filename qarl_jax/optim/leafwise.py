@@ -93,13 +93,7 @@ class Optimizer:
         if isinstance(cfg, build.Muon):
             self._schedules["muon"] = build.make_schedule(cfg.lr, cfg.schedule, total_updates)
             self._muon = functools.partial(
-                muon.step,
-                momentum=cfg.momentum,
-                nesterov=cfg.nesterov,
-                steps=cfg.newton_schulz_steps,
-                scale=cfg.scale,
-                precision=cfg.matmul_precision,
-                eps=cfg.eps,
+                muon.step, momentum=cfg.momentum, nesterov=cfg.nesterov, precision=cfg.matmul_precision
             )
 
     def leaves(self, params: Any) -> list[Leaf]:

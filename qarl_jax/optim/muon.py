@@ -9,15 +9,12 @@ Muon (K. Jordan, 2024; "Muon is scalable for LLM training", arXiv 2502.16982) re
     u  = b M + (1 - b) g                       Nesterov; u = M without
     X0 = u / (|u|_F + eps)
     X  <- a X + (b' A + c A^2) X, A = X X^T    five times, (a, b', c) = (3.4445, -4.7750, 2.0315)
-    W <- W - lr (wd W + scale X)
+    W <- W - lr (wd W + 0.2 sqrt(max(N, K)) X)
 
 After five rounds every singular value of X is near 1 (0.7 .. 1.2): the quintic trades accuracy for speed at small
-singular values. The scale is one of
-
-    "match_rms"   0.2 sqrt(max(N, K))   arXiv 2502.16982, eq. 4: an update's RMS is about 0.2 lr, as AdamW's. The
-                                        default, because QaRL's lr of 1e-6 is an AdamW-scale lr.
-    "original"    sqrt(max(1, N / K))   Jordan: spectral norm lr sqrt(N / K); needs an lr near 0.02. At 1e-6 a
-                                        4096-wide matrix moves 1.6e-8 per step, which freezes a quantized policy.
+singular values. The scale is that of arXiv 2502.16982, eq. 4: an update's RMS is about 0.2 lr, as AdamW's, and QaRL's
+lr of 1e-6 is an AdamW-scale lr. Jordan's own, sqrt(max(1, N / K)), needs an lr near 0.02: at 1e-6 a 4096-wide matrix
+moves 1.6e-8 per step, which freezes a quantized policy.
 
 What we hold to, and why:
 
@@ -53,6 +50,8 @@ Precision = Literal["default", "high", "highest", "bfloat16"]
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Jordan's quintic: steepest slope at 0 that still keeps every singular value near 1."""
 
+ROUNDS = 5
+
 MATCH_RMS = 0.2
 """RMS of a typical AdamW update in units of lr (arXiv 2502.16982, sec. 2.2)."""
 
@@ -62,9 +61,7 @@ TOGETHER = 2**24
 together decides speed and, in the last bits of a product, numbers."""
 
 
-def orthogonalize(
-    u: Float[Array, "N K"], *, steps: int = 5, eps: float = 1e-8, precision: Precision = "highest"
-) -> Array:
+def orthogonalize(u: Float[Array, "N K"], *, precision: Precision = "highest") -> Array:
     """Newton-Schulz: singular values of `u` [N, K] go to about 1, its singular vectors stay. Returns float32 [N, K].
 
     The iteration runs on the side with fewer rows, so that its Gram matrix is min(N, K) square. Zero stays zero.
@@ -73,8 +70,8 @@ def orthogonalize(
     x = u.astype(jnp.float32)
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
-    x = x / (jnp.linalg.norm(x) + eps)
-    for _ in range(steps):
+    x = x / (jnp.linalg.norm(x) + 1e-8)
+    for _ in range(ROUNDS):
         gram = _product(x, x.T, precision)
         poly = b * gram + c * _product(gram, gram, precision)
         x = a * x + _product(poly, x, precision)
@@ -86,22 +83,6 @@ def _product(x: Array, y: Array, precision: Precision) -> Array:
     if precision == "bfloat16":
         return jnp.matmul(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
     return jnp.matmul(x, y, precision=precision)
-
-
-def match_rms_scale(n: int, k: int) -> float:
-    """0.2 sqrt(max(N, K)): an orthogonal [N, K] matrix has RMS 1 / sqrt(max(N, K))."""
-    return MATCH_RMS * max(n, k) ** 0.5
-
-
-def original_scale(n: int, k: int) -> float:
-    """sqrt(max(1, N / K)), N outputs over K inputs."""
-    return max(1.0, n / k) ** 0.5
-
-
-SCALES: dict[str, Callable[[int, int], float]] = {
-    "match_rms": match_rms_scale,
-    "original": original_scale,
-}
 
 
 def _walked(function: Callable[..., Any], *stacks: Any) -> Any:
@@ -136,18 +117,14 @@ def step(
     *,
     momentum: float = 0.95,
     nesterov: bool = True,
-    steps: int = 5,
-    scale: str = "match_rms",
     precision: Precision = "highest",
-    eps: float = 1e-8,
 ) -> tuple[Float[Array, "*S N K"], Any]:
     """Computes Muon's step for a stack of matrices.
 
     Args:
       grad: float32; leading dimensions are walked.
       stored: the momentum before the step, float32, bfloat16 or `Blocks`.
-      momentum, nesterov, steps, precision, eps: as `build.Muon` has them.
-      scale: one of `SCALES`.
+      momentum, nesterov, precision: as `build.Muon` has them.
 
     Returns:
       The scaled orthogonal directions in float32, and the momentum after the step, in the format of `stored`.
@@ -164,7 +141,8 @@ def step(
         if grad.ndim > 2:
             return _walked(direction, average, grad)
         u = momentum * average + (1.0 - momentum) * grad if nesterov else average
-        return SCALES[scale](*grad.shape) * orthogonalize(u, steps=steps, eps=eps, precision=precision)
+        scale = MATCH_RMS * max(grad.shape) ** 0.5  # an orthogonal [N, K] matrix has RMS 1 / sqrt(max(N, K))
+        return scale * orthogonalize(u, precision=precision)
 
     with jax.named_scope("newton_schulz"):
         if isinstance(stored, Blocks):

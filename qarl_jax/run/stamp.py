@@ -47,7 +47,7 @@ _RETIRED = (
     *("rollout.engine.prompt_bucket", "rollout.engine.ray_cpus", "rollout.engine.ray_gpus", "rollout.engine.seed"),
     *("rollout.engine.record_routing", "rollout.engine.refill_fraction", "rollout.engine.response_bucket"),
 )
-_MUON = ("nesterov", "newton_schulz_steps", "eps", "adamw_b1", "adamw_b2", "adamw_eps", "adamw_weight_decay")
+_MUON = ("scale", "nesterov", "newton_schulz_steps", "eps", "adamw_b1", "adamw_b2", "adamw_eps", "adamw_weight_decay")
 _UNTOLD = ("log.", "distributed.", "run_dir")  # settings that no number of a run depends on
 
 

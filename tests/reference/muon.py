@@ -15,11 +15,11 @@ def newton_schulz(u: np.ndarray, steps: int = 5, eps: float = 1e-8) -> np.ndarra
     return (left * sigma) @ right
 
 
-def muon_steps(w, grads, *, lr, weight_decay=0.0, momentum=0.95, nesterov=True, scale="match_rms") -> np.ndarray:
+def muon_steps(w, grads, *, lr, weight_decay=0.0, momentum=0.95, nesterov=True) -> np.ndarray:
     """`w` [N, K] after one update per gradient in `grads`."""
     w = w.astype(np.float64)
     n, k = w.shape
-    factor = 0.2 * np.sqrt(max(n, k)) if scale == "match_rms" else np.sqrt(max(1.0, n / k))
+    factor = 0.2 * np.sqrt(max(n, k))
     m = np.zeros_like(w)
     for g in grads:
         m = momentum * m + (1 - momentum) * g
