@@ -28,7 +28,8 @@ WORDS = {
     r"\bat the (loader's )?door\b": "when it loads",
     r"\bearly grades\b": "streaming rewards",
     r"\bfixed.order\b": "batch-invariant",
-    r"\bgraphics card\b": "GPU",
+    r"\b(graphics|the|one|two|both|several|own) cards?\b": "GPU",
+    r"\bthrough a window\b|\b(sent|goes?|travels?) in parts\b": "in chunks",
 }
 MOST_WORDS, MOST_WORDS_DOCSTRING = 25, 30
 # Rooms and pages that keep the rules. The list grows; nothing leaves it.
