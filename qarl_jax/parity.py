@@ -10,8 +10,8 @@ Exit code 0: all are kept, 1: one is not, 2: it could not be tried."""
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +22,22 @@ from qarl_jax.run import shipped
 from qarl_jax.runtime import progress
 from qarl_jax.types import UserError, command, entry_point
 from qarl_jax.verify import first_mismatch, ladder, modes
+
+OPTIONS = {
+    "prompts": "random prompts, a sample each",
+    "prompt_len": "tokens of a prompt",
+    "response_len": "tokens of a sample",
+    "seed": "of prompts and samples",
+    "threads": "of the CPU engine; 0: all",
+    "attention": "the learner's; engine: what mirrors the engine's own",
+    "arithmetic": "as rollout.engine.arithmetic",
+    "eager": "run the engine's operations one by one",
+    "tensor_parallel_size": "shards of the engine (1 or 2)",
+    "lora_rank": "of random adapters of all linear layers; 0: none",
+    "kv_cache_gb": "of the engine",
+    "gpu_memory_utilization": "share of the device's memory the engine may use",
+}
+"""Options of the ladder on the command line, with their help."""
 
 
 @entry_point
@@ -41,37 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     unset = argparse.SUPPRESS
     parser.add_argument("--at", metavar="FILE", default=unset, help="a run's first_mismatch.jsonl: which block differs")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument("--prompts", type=int, default=defaults.prompts, help="random prompts, a sample each")
-    parser.add_argument("--prompt-len", type=int, default=defaults.prompt_len, help="tokens of a prompt")
-    parser.add_argument("--response-len", type=int, default=defaults.response_len, help="tokens of a sample")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="of prompts and samples")
-    parser.add_argument("--threads", type=int, default=0, help="of the CPU engine; 0: all")
-    parser.add_argument(
-        "--attention",
-        choices=("engine", "auto", "xla", "cudnn", "flash3"),
-        default=defaults.attention,
-        help="the learner's; engine: what mirrors the engine's own",
-    )
-    arithmetics = ("batch_invariant", "vllm")
-    parser.add_argument(
-        "--arithmetic", choices=arithmetics, default=defaults.arithmetic, help="as rollout.engine.arithmetic"
-    )
-    parser.add_argument("--eager", action="store_true", help="run the engine's operations one by one")
     parser.add_argument("--modes", action="store_true", help="compare an eager engine with one in CUDA graphs instead")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="shards of the engine (1 or 2)")
-    parser.add_argument("--lora-rank", type=int, default=0, help="of random adapters of all linear layers; 0: none")
-    parser.add_argument("--kv-cache-gb", type=float, default=defaults.kv_cache_gb, help="of the engine")
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=defaults.gpu_memory_utilization,
-        help="share of the device's memory the engine may use",
-    )
+    kinds = typing.get_type_hints(ladder.Options)
+    for name, words in OPTIONS.items():
+        option, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
+        if default is False:
+            parser.add_argument(option, action="store_true", help=words)
+        else:
+            choices = typing.get_args(kinds[name]) or None
+            parser.add_argument(option, type=type(default), choices=choices, default=default, help=words)
     args = parser.parse_args(argv, argparse.Namespace(at=""))
     args.model = shipped.path(args.model)
-    options = ladder.Options(
-        **{f.name: getattr(args, f.name) for f in dataclasses.fields(ladder.Options) if f.name != "unaligned"}
-    )
+    options = ladder.Options(**{name: getattr(args, name) for name in OPTIONS})
 
     def show(rung: ladder.Rung) -> None:
         if not args.json:

@@ -88,23 +88,10 @@ class Run:
         del params  # donated with the state from here on
         # The reference is the policy the run starts from, whatever checkpoint it resumes from.
         reference = self.learner.reference(self.state.params) if cfg.kl.coef else None
-        self.start, self._changed, unfinished, ready = 0, [], None, None
-        restored = resume.restore(cfg, self.checkpoints, self.observer, self._entries())
-        if restored is not None:
-            self.stream.check_state(restored.extra["data"])
-            names = self.state.entries()
-            self.state, self.start = TrainState(**{name: restored.state[name] for name in names}), restored.step
-            if self.critic is not None:
-                self.critic.restore(restored.state)
-            if self.stream.curriculum is not None and "curriculum" in restored.extra:
-                self.stream.curriculum.restore(restored.extra["curriculum"])
-            unfinished, ready = restored.extra.get("partial"), restored.extra.get("ahead")
-            self.observer.say(f"resuming {cfg.run_dir} after step {self.start}")
-            self._changed = stamp.changes(cfg, saved | restored.extra)
-            if self._changed:
-                self.observer.say(f"with settings other than those of step {self.start}: {'; '.join(self._changed)}")
+        self.start, self._changed = 0, list[str]()
+        extra = self._resume(saved)
         buffer = partial_rollouts.restore(
-            cfg.rollout.partial, unfinished, self.stream, self.start, cfg.rollout.num_samples_per_prompt
+            cfg.rollout.partial, extra.get("partial"), self.stream, self.start, cfg.rollout.num_samples_per_prompt
         )
 
         # ---- the loop's verbs ----------------------------------------------------------------------------------------
@@ -123,7 +110,7 @@ class Run:
                 timer=self.timer,
                 behind=behind,
                 first=self.start,
-                state=ready,
+                state=extra.get("ahead"),
             )
             stack.enter_context(contextlib.closing(self.collector))
         with self._starting.span("publish"):
@@ -136,6 +123,24 @@ class Run:
         self._at_start = self._measured(0) if cfg.eval.at_start and self.start == 0 else None
         if self._at_start is not None:
             self._tell(0, self._at_start)
+
+    def _resume(self, saved: dict[str, Any] | None) -> dict[str, Any]:
+        """Restores the newest checkpoint, and returns its JSON; empty: there is none. saved: its stamp."""
+        restored = resume.restore(self.cfg, self.checkpoints, self.observer, self._entries())
+        if restored is None:
+            return {}
+        self.stream.check_state(restored.extra["data"])
+        names = self.state.entries()
+        self.state, self.start = TrainState(**{name: restored.state[name] for name in names}), restored.step
+        if self.critic is not None:
+            self.critic.restore(restored.state)
+        if self.stream.curriculum is not None and "curriculum" in restored.extra:
+            self.stream.curriculum.restore(restored.extra["curriculum"])
+        self.observer.say(f"resuming {self.cfg.run_dir} after step {self.start}")
+        self._changed = stamp.changes(self.cfg, (saved or {}) | restored.extra)
+        if self._changed:
+            self.observer.say(f"with settings other than those of step {self.start}: {'; '.join(self._changed)}")
+        return restored.extra
 
     def begin_record(self) -> None:
         """Writes what the run's files say of this start, and drops what they say of steps that it trains again.
