@@ -15,8 +15,8 @@ from flax import nnx
 
 from qarl_jax import models, quant
 from qarl_jax.data import packing
-from qarl_jax.learning.learner import Learner, Options, code_flips
-from qarl_jax.loop.publisher import Publisher, by_layer
+from qarl_jax.learning.learner import Learner, Options
+from qarl_jax.loop.publisher import Publisher, by_layer, code_flips
 from qarl_jax.loop.updates import Updates
 from qarl_jax.loss import get_loss
 from qarl_jax.metrics import merge, values
@@ -301,7 +301,7 @@ class Recorder:
     """An engine that remembers what was published."""
 
     def __init__(self):
-        self.version, self.published = -1, []
+        self.version, self.published, self.facts = -1, [], None
 
     def publish(self, weights, version):
         self.published.append(weights)
