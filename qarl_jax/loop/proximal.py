@@ -7,7 +7,7 @@ aligned (`verify/alignment.py`) the sampler has reported what a pass of the lear
 `train.proximal=auto` no pass is made. What is taken is checked:
 
     first update     every token, in the update's own forward, before a weight changes (`Learner.update(guarded=True)`)
-    later updates    micro-batches drawn at random, one in `1 / CHECKED`, by a pass before the first update
+    later updates    micro-batches drawn at random, a share `alignment.CHECKED`, by a pass before the first update
 
 A check of all later tokens would be the pass itself: their updates' forwards have other weights. `mismatch/checked` is
 the share of a step's tokens that were checked. The first token that differs discards the update, or comes before it.
@@ -26,9 +26,6 @@ from qarl_jax.run.config import RunConfig
 from qarl_jax.types import RolloutGroup
 from qarl_jax.verify import alignment
 
-CHECKED = 1 / 16
-"""The expected share of later updates' micro-batches that are checked."""
-
 
 class Proximal:
     """The decision of one process.
@@ -45,11 +42,11 @@ class Proximal:
 
     def takes(self, groups: Sequence[RolloutGroup], step: int) -> bool:
         """Tells whether the log-probs of these responses are taken as the sampler reported them."""
-        return self._wanted(step) and drawn_under(groups, step)
+        return self.wanted(step) and drawn_under(groups, step)
 
     def takes_step(self, groups: Sequence[RolloutGroup], step: int) -> bool:
         """`takes` of all of a step's responses; says so once if their versions alone are against it."""
-        if not self._wanted(step):
+        if not self.wanted(step):
             return False
         taken = drawn_under(groups, step)
         if not taken and not self._told:
@@ -60,16 +57,14 @@ class Proximal:
             )
         return taken
 
-    def _wanted(self, step: int) -> bool:
-        setting = self._cfg.train.proximal
-        if setting == "learner" or self._distrusted:
-            return False
-        return setting == "sampler" or alignment.of_run(self._cfg, self._engine.facts, step).is_aligned
+    def wanted(self, step: int) -> bool:
+        """Tells whether they would be taken if one version drew the step."""
+        return not self._distrusted and alignment.takes_samplers(self._cfg, self._engine.facts, step)
 
     def chosen(self, step: int, count: int) -> np.ndarray:
         """[count] bool: the later micro-batches of a step that are checked; a function of the run's seed and step."""
         draws = np.random.default_rng(build.seed_of(self._cfg.seed, step, "proximal"))
-        return draws.random(count) < CHECKED
+        return draws.random(count) < alignment.CHECKED
 
     def distrust(self, said: str) -> None:
         """Ends the taking, and says why. said: a clause with the step."""

@@ -240,6 +240,7 @@ class Updates:
             return None
         chosen = self._mini_batches(cfg.train.prompts_per_step, step, 0)
         several = len(chosen) * cfg.train.update_epochs > 1
+        scores = several and not self._proximal.wanted(step)
 
         def make(groups: list[RolloutGroup]) -> tuple[np.ndarray, MiniBatch]:
             _, advantages = advantages_of(cfg, groups)
@@ -251,7 +252,7 @@ class Updates:
                     jax.block_until_ready(batch.old)
             return advantages, batch
 
-        return Scoring(chosen, make, "old_logprobs" if several else "pack")
+        return Scoring(chosen, make, "old_logprobs" if scores else "pack")
 
     def _mini_batches(self, prompts: int, step: int, epoch: int) -> list[np.ndarray]:
         size, seed = self._cfg.train.mini_batch_prompts, self._cfg.seed

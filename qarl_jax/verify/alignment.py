@@ -26,6 +26,9 @@ from qarl_jax.run.config import RunConfig
 # and sampler under one scheme that compute alike but for the last bits. That of a bf16 learner beside a quantized
 # sampler is `Scheme.baseline_k3`.
 CLOSE = 2e-3
+# Expected share of the micro-batches after a step's first update whose tokens are compared, where old log-probs are the
+# sampler's (`loop/proximal.py`).
+CHECKED = 1 / 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,16 @@ def of_run(cfg: RunConfig, facts: Facts | None = None, version: int | None = Non
         facts=facts,
     )
     return judge(pair)
+
+
+def takes_samplers(cfg: RunConfig, facts: Facts | None = None, version: int | None = None) -> bool:
+    """Tells whether old log-probs are the sampler's (`train.proximal`), where one version drew a step's tokens.
+
+    Args:
+      facts, version: as in `of_run`.
+    """
+    setting = cfg.train.proximal
+    return setting == "sampler" or (setting == "auto" and of_run(cfg, facts, version).is_aligned)
 
 
 def judge(pair: Pair) -> Alignment:
