@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampler's log-probs in place of a pass that computes them again: the same run to the bit, and no blind belief.
 
-The sampler is the embedded one in float64, which is aligned: its log-probs are the learner's, in another program. The
-live vLLM, which is, too, answers the same questions nightly.
+The sampler is the embedded one in float64, which is aligned: its log-probs are the learner's, in another program.
+(`tests/test_vllm_run.py` has the live vLLM.)
 """
 
 import dataclasses
@@ -27,10 +27,6 @@ from tests.reference import tiny
 from tests.reference.rollouts import completion, group_of
 
 STEPS = 5
-ENGINES = {
-    "jax": {"name": "jax", "batch_size": 16},
-    "vllm": {"name": "vllm", "max_model_len": 64, "kv_cache_gb": 0.1, "threads": 1},
-}
 
 
 class Run:
@@ -38,17 +34,15 @@ class Run:
 
     Args:
       rows: `train.micro_batch_rows`; 8: an update is one program, 4: several gradients, then the optimizer.
-      engine: of `rollout.engine`.
     """
 
-    def __init__(self, folder, rows, engine):
+    def __init__(self, folder, rows):
         self.cfg = (
-            tiny.World(folder, hidden=128 if engine == "vllm" else 64)
+            tiny.World(folder)
             .changed(
                 model={"dtype": "bfloat16"},
                 quant={"forward": "w8a8", "engine": "cpu", "code_flips": False},
                 optimizer={"name": "adamw", "lr": 0.004},
-                rollout={"engine": ENGINES[engine]},
                 loss={"name": "tbpo", "clip_high": 1.0, "neg_clip_low": 1.0, "neg_clip_high": 1.0, "mismatch": "tis"},
                 train={"micro_batch_rows": rows},
             )
@@ -108,16 +102,9 @@ def assert_same_bits(found, wanted):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
 
 
-CASES = [
-    (8, "jax"),
-    pytest.param((4, "jax"), marks=pytest.mark.nightly),
-    pytest.param((4, "vllm"), marks=[pytest.mark.vllm, pytest.mark.nightly]),
-]
-
-
-@pytest.fixture(scope="module", params=CASES, ids=str)
+@pytest.fixture(scope="module", params=[8, pytest.param(4, marks=pytest.mark.nightly)])
 def run(request, tmp_path_factory):
-    made = Run(tmp_path_factory.mktemp("proximal"), *request.param)
+    made = Run(tmp_path_factory.mktemp("proximal"), request.param)
     yield made
     made.session.close()
 
