@@ -321,9 +321,9 @@ def test_weights_are_quantized_once_per_update_and_the_published_tensors_are_rea
         quantized.append(quantize(params))
         return quantized[-1]
 
-    def updating(state, qweights, *rest):
+    def updating(state, qweights, *rest, **options):
         read.append(qweights)
-        return update(state, qweights, *rest)
+        return update(state, qweights, *rest, **options)
 
     def scoring(params, qweights, batch):
         read.append(qweights)
