@@ -146,7 +146,8 @@ class Folders:
 def settled(words: Sequence[str], folder: str, machine: Machine, kv_cache_gb: float = 0.0) -> tuple[RunConfig, float]:
     """A recorded run as it was laid out, and GiB that JAX would hold on a device."""
     kept = [word for word in words if word.split("=", 1)[0] not in (*UNUSED, "model.path")]
-    cfg = config.on_a_gpu(config.load(step_gpu.CONFIG, [*kept, f"model.path={folder}"]))
+    older = ["train.proximal=learner"]  # a record of before this setting; another has it among its own
+    cfg = config.on_a_gpu(config.load(step_gpu.CONFIG, [*older, *kept, f"model.path={folder}"]))
     cfg, plan = choose.settle(cfg, machine.size)
     assert plan is not None
     if kv_cache_gb:  # what the plan of that day gave
@@ -159,6 +160,7 @@ def overrides_of(row: dict[str, Any]) -> list[str]:
     if "overrides" in row:
         return row["overrides"]
     words = ["--shapes", row["shapes"], "--folder", "-", "--case", row["case"], "--batch", str(row["batch"])]
+    words += ["--proximal", "learner"]
     return step_gpu.overrides(step_gpu.build_parser().parse_args(words), "-", "-")
 
 
@@ -241,7 +243,7 @@ def _real_run(where: tuple[str, int], tree: Any, records: Sequence[Any], folder:
     words = [f"{section}.{key}={tree[section][key]}" for section, keys in CARRIED.items() for key in keys]
     words += [f"quant.forward={quant['forward']}", f"quant.rollout={quant['rollout'] or 'null'}"]
     words += [f"rollout.engine.{key}={engine[key]}" for key in ("max_num_seqs", "kv_cache_gb", "transport")]
-    words += ["optimizer.name=adamw", "optimizer.lr=1e-6", f"model.path={folder}"]
+    words += ["optimizer.name=adamw", "optimizer.lr=1e-6", f"model.path={folder}", "train.proximal=learner"]
     cfg = config.on_a_gpu(config.load(step_gpu.CONFIG, words))
     seconds = {phase: mean(f"time/{phase}_s") for phase in ("rollout", "update", "publish")}
     seconds["old_logprobs"] = mean("time/old_logprobs_s") + mean("time/pack_s")

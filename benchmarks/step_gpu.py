@@ -22,11 +22,12 @@ Prompts and reward are the folder's; nothing is evaluated. The words after the o
 
 `--batch` responses of `--response-len` tokens make `--updates` updates. The first step warms up; the line of JSON holds
 means over the `--steps` after it: tokens per second of the sampler and of the step, seconds per phase (`time/*`), k3
-between sampler and learner, of all tokens of all steps how many have another log-prob in the learner, the share of
+between sampler and learner, how many of the compared tokens have another log-prob in the learner, the share of
 sequences that TBPO drops (after the first update), and what the card's plan said beside the most that JAX held on each
 card (`learner_gib`) and that all processes together did (`most_used_gib`). A run that is cut short after its second
 step still says what its steps did. `--arithmetic` is as in rollout.engine, and the line names it. A random policy shows
-every difference: its k3 is no trained model's.
+every difference: its k3 is no trained model's. `--proximal learner` scores old log-probs in a pass before the updates,
+where an aligned run takes the sampler's (`train.proximal`).
 
 With `--run-dir` the run is kept in that folder and saved after every step. The same command then goes on where an
 earlier one was cut short, and its line is about all steps; one that began anew or went on is left out of the means.
@@ -75,6 +76,7 @@ def shared(args: argparse.Namespace, folder: str, run_dir: str) -> dict[str, Any
         "data.template": "{{ question }}",
         "reward": f'{{name: python, path: "{folder}/reward.py:graded"}}',
         "train.steps": 1 + args.steps,
+        "train.proximal": args.proximal,
         "checkpoint.every": int(bool(args.run_dir)),
         "checkpoint.keep": 1,
         "checkpoint.at_end": "false",
@@ -174,10 +176,10 @@ def planned(file: str, words: list[str], size: int | None) -> dict[str, float]:
 
 
 def unequal_tokens(records: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """(response tokens whose log-prob is another in the learner than in the sampler, response tokens) of some steps."""
-    tokens = [round(record["train/tokens"]) for record in records]
-    shares = [1.0 - record["mismatch/exact"] for record in records]
-    return sum(round(n * share) for n, share in zip(tokens, shares, strict=True)), sum(tokens)
+    """(response tokens whose log-prob is another in the learner than in the sampler, those that were compared) of some
+    steps."""
+    wrong = sum(round(round(record["train/tokens"]) * (1.0 - record["mismatch/exact"])) for record in records)
+    return wrong, sum(round(record["train/tokens"] * record["mismatch/checked"]) for record in records)
 
 
 def steps_done(run_dir: pathlib.Path) -> int:
@@ -239,6 +241,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=2, help="train.micro_batch_rows")
     parser.add_argument("--steps", type=int, default=2, help="measured, after one that warms up")
     parser.add_argument("--arithmetic", default="batch_invariant", choices=("batch_invariant", "vllm"))
+    parser.add_argument("--proximal", default="auto", choices=("auto", "learner"), help="train.proximal")
     parser.add_argument("--deviation", type=float, default=0.02, help="of random weights")
     parser.add_argument("--limit-s", type=float, default=570.0)
     parser.add_argument("--run-dir", default="", help="a folder to keep the run in, and to go on in; empty: none")
@@ -271,6 +274,7 @@ def main(argv: list[str] | None = None) -> int:
         case = {"case": args.case, "batch": args.batch, "shapes": args.shapes, "layers": args.layers}
         found: dict[str, Any] = {"recipe": args.recipe} if args.recipe else case
         found |= {"code": code, "cards": args.cards, "arithmetic": args.arithmetic, "planned_gib": plan}
+        found["proximal"] = args.proximal
         found["most_used_gib"] = [used[0] / GIB for used in most]
         text = pathlib.Path(log).read_text(errors="replace")
         told = ("execution", "publishing over")

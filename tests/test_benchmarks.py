@@ -128,6 +128,7 @@ def test_a_step_that_a_process_began_with_counts_for_no_mean(tmp_path):
     cfg = config.load(step_gpu.CONFIG, step_gpu.overrides(args, "x", str(tmp_path)))
     assert (cfg.checkpoint.every, cfg.checkpoint.keep) == (1, 1)
     counted = {"train/tokens": 10.0, "train/updates": 2.0, "mismatch/exact": 1.0, "mismatch/max_abs": 0.0}
+    counted["mismatch/checked"] = 1.0
     seconds = ((9.0, True), (1.0, False), (9.0, True), (2.0, False))
     records = [counted | {"time/step_s": s} | ({"time/start_s": 5.0} if began else {}) for s, began in seconds]
     records[2]["mismatch/max_abs"] = 0.25
@@ -160,8 +161,11 @@ def test_a_random_folder_is_a_model_whose_matrices_are_as_wide_as_asked(tmp_path
 
 
 def test_unequal_tokens_are_counted_to_the_last_one_over_all_steps():
-    records = [{"train/tokens": 131072.0, "mismatch/exact": float(np.float32(1 - n / 131072))} for n in (0, 1, 77)]
+    whole = {"train/tokens": 131072.0, "mismatch/checked": 1.0}
+    records = [whole | {"mismatch/exact": float(np.float32(1 - n / 131072))} for n in (0, 1, 77)]
     assert step_gpu.unequal_tokens(records) == (78, 3 * 131072)
+    half = whole | {"mismatch/checked": 0.5, "mismatch/exact": 1.0}
+    assert step_gpu.unequal_tokens([*records, half]) == (78, 3 * 131072 + 65536)
 
 
 @pytest.mark.parametrize(

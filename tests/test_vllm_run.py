@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 
+import jax
 import numpy as np
 import pytest
 from qarl_bridge.protocol import messages
@@ -138,6 +139,29 @@ def test_the_learner_is_the_policy_that_vllm_samples(run):
         assert line["mismatch/k3"] < 1e-4
         assert line["mismatch/mean_abs"] < 1e-2
         assert line["mismatch/max_abs"] < 0.1
+
+
+def test_its_log_probs_are_taken_for_those_of_the_learners_pass_and_checked(run):
+    for line in run.world.records():
+        assert line["mismatch/checked"] < 1
+        assert (line["mismatch/exact"], line["proximal/exact"], line["proximal/noise"]) == (1, 1, 0)
+
+
+@pytest.mark.nightly
+def test_with_the_learners_pass_five_steps_have_the_same_masters_to_the_bit(tmp_path):
+    found = {}
+    for setting in ("auto", "learner"):
+        world = Run(tmp_path, "w8a8").world.changed(
+            run_dir=str(tmp_path / setting), train={"steps": 5, "proximal": setting}
+        )
+        assert train.main(world.command()) == 0
+        cfg = world.config
+        _, masters = tiny.load_model(cfg, build.make_mesh(cfg))
+        saved = Checkpoints(world.run_dir / "checkpoints").restore({"params": masters}).state["params"]
+        records = [{key: line[key] for key in line if key != "mismatch/checked"} for line in world.records()]
+        found[setting] = records, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(saved)]
+        assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(masters)] != found[setting][1]
+    assert found["auto"] == found["learner"]
 
 
 def test_a_full_precision_learner_would_not_be_that_policy(run):

@@ -27,7 +27,10 @@ import tomllib
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCHEMES = ("bf16", "w8a8", "fp8", "w4a16")
-SMALL = ("train.steps=2", "train.prompts_per_step=16", "train.prompts_per_update=8", "eval.num_prompts=16")
+SMALL = (
+    *("train.steps=2", "train.prompts_per_step=16", "train.prompts_per_update=8", "eval.num_prompts=16"),
+    "train.proximal=learner",  # which compares every token
+)
 PATIENCE_S = 900.0
 
 

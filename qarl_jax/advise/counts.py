@@ -27,6 +27,7 @@ from qarl_jax.optim import muon
 from qarl_jax.optim.build import Muon, labels
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
 from qarl_jax.run.config import RunConfig
+from qarl_jax.verify import alignment
 
 Terms = dict[str, float]
 ACTIVATION_BYTES = 2  # of an element of the compute dtype
@@ -84,9 +85,10 @@ def of_step(cfg: RunConfig, machine: Machine, mean_len: float = 0.0) -> dict[str
       mean_len: mean tokens of a response; 0: all have the most.
     """
     mean_len = mean_len or cfg.rollout.max_response_len
+    passed, share = _learned(cfg, machine, mean_len, backward=False), scored(cfg)
     return {
         "rollout": _rollout(cfg, machine, mean_len),
-        "old_logprobs": _learned(cfg, machine, mean_len, backward=False),
+        "old_logprobs": {name: share * value for name, value in passed.items()},
         "update": _learned(cfg, machine, mean_len, backward=True) | _optimizer(cfg, machine),
         "publish": _publish(cfg, machine),
         "other": {"other": 1.0},
@@ -167,6 +169,15 @@ def _rows(cfg: RunConfig, length: float) -> tuple[int, int]:
     micro_batches = updates * -(-rows_of_an_update // cfg.train.micro_batch_rows)
     sizes = dataclasses.asdict(cfg.mesh)
     return micro_batches, max(1, cfg.train.micro_batch_rows // max(1, sizes["data"] * sizes["fsdp"]))
+
+
+def scored(cfg: RunConfig) -> float:
+    """Share of a step's samples that a pass of the learner scores before the updates."""
+    updates = cfg.train.updates_per_step
+    one_version = not (cfg.rollout.partial.is_on or cfg.train.asynchronous.is_on)
+    if updates > 1 and not (one_version and alignment.takes_samplers(cfg)):
+        return 1.0
+    return alignment.CHECKED * (1.0 - cfg.train.update_epochs / updates)  # the first update of a pass checks itself
 
 
 def _learned(cfg: RunConfig, machine: Machine, mean_len: float, *, backward: bool) -> Terms:

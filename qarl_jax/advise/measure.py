@@ -76,9 +76,8 @@ def steps_of(cfg: RunConfig, layers: int) -> dict[str, float]:
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
     took = {
         name: float(np.median([record.get(f"time/{name}_s") or 0.0 for record in records]))
-        for name in ("rollout", "old_logprobs", "pack", "update", "publish", "step")
+        for name in ("rollout", "old_logprobs", "update", "publish", "step")
     }
-    took["old_logprobs"] += took.pop("pack")
     whole = took.pop("step")
     return took | {"other": whole - sum(took.values())}
 

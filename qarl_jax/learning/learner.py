@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -44,10 +43,19 @@ from qarl_jax.models.transformer import partners, quantizable
 from qarl_jax.numerics.float32 import round_to
 from qarl_jax.observe import error_tokens, token_trace
 from qarl_jax.optim import by_stack, leafwise
-from qarl_jax.quant import QTensor
 from qarl_jax.runtime import compilation, processes, progress
 from qarl_jax.runtime.mesh import batch_sharding, launching, param_shardings
 from qarl_jax.types import LossInputs, TrainBatch, UserError
+
+EXACT = "proximal/exact"
+"""The key of the share of an update's tokens whose log-prob in its forward is the old one, to the bit."""
+
+
+def is_exact(metrics: Mapping[str, Metric]) -> jax.Array:
+    """bool scalar: that share of an update is the whole. Traceable."""
+    share = metrics[EXACT]
+    assert isinstance(share, Mean)
+    return jnp.asarray(share.total) == jnp.asarray(share.count)
 
 
 @jax.tree_util.register_dataclass
@@ -114,39 +122,6 @@ class Options:
 
 def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-@jax.jit
-def code_flips(before: Any, after: Any) -> dict[str, Mean]:
-    """Shares of integer (or fp8) codes that differ between two trees of QTensors of one scheme, weight by weight.
-
-    Returns:
-      The weight's path in the tree -> Mean [layers] of a stack's weight, [] of another.
-    """
-
-    def is_qtensor(x: Any) -> bool:
-        return isinstance(x, QTensor)
-
-    out = {}
-    pairs = zip(jax.tree.leaves_with_path(before, is_qtensor), jax.tree.leaves(after, is_leaf=is_qtensor), strict=True)
-    for (path, old), new in pairs:
-        together = old.scheme.wire.codes.inputs  # codes to a word
-        width = 8 * old.codes.dtype.itemsize // together
-        words = [jax.lax.bitcast_convert_type(x.codes, f"uint{width * together}") for x in (old, new)]
-        bits = jax.lax.bitwise_xor(*words)
-        name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-        inside = tuple(range(name.startswith("stacks."), bits.ndim))
-        codes = [jax.lax.shift_right_logical(bits, jnp.full_like(bits, width * i)) for i in range(together)]
-        changed = sum((code & (2**width - 1) != 0).astype(jnp.float32).sum(inside) for code in codes)
-        count = together * math.prod(old.codes.shape[axis] for axis in inside)
-        out[name] = Mean(changed, jnp.full_like(changed, count))
-    return out
-
-
-def changed_share(flips: Mapping[str, Mean]) -> float:
-    """Share of all codes that differ, of the weights in `code_flips`."""
-    changed, codes = (sum(float(np.sum(getattr(m, part))) for m in flips.values()) for part in ("total", "count"))
-    return changed / codes
 
 
 class Learner:
@@ -383,7 +358,8 @@ class Learner:
         elif self.options.offload:
             calls.append(("gradients", self._grads, state.params, *rest))
         else:
-            calls.append(("an update", self._update, state, *rest))
+            guarded = jax.ShapeDtypeStruct((), np.bool_, sharding=self.replicated)
+            calls.append(("an update", self._update, state, guarded, *rest))
         with ThreadPoolExecutor(len(calls) + 1, thread_name_prefix="compile") as threads:
             waiting = [threads.submit(compiled, *call) for call in calls]
             if not self.options.one_program or self.options.offload:
@@ -451,6 +427,7 @@ class Learner:
         def objective(params: Any) -> tuple[jax.Array, dict[str, Metric]]:
             logprobs, entropy = self._logprobs(params, qweights, batch)
             old = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
+            equal = masked_mean((jax.lax.stop_gradient(logprobs) == old).astype(jnp.float32), mask)
             inputs = LossInputs(
                 logprobs=logprobs,
                 old_logprobs=old,
@@ -468,7 +445,7 @@ class Learner:
             mean_entropy = masked_mean(entropy, mask)
             if self.options.entropy_coef:
                 total = total - self.options.entropy_coef * mean_entropy.total / jnp.maximum(num_tokens, 1.0)
-            metrics = metrics | {"loss/total": mean, "entropy/mean": mean_entropy}
+            metrics = metrics | {"loss/total": mean, "entropy/mean": mean_entropy, EXACT: equal}
             if self.options.kl is not None and self.options.kl_coef:
                 kl_mean, kl_metrics = self.options.kl(inputs)
                 total = total + self.options.kl_coef * normalized(kl_mean, inputs, self.options.kl)
@@ -549,11 +526,11 @@ class Learner:
         grads, metrics = self._gradient(params, *rest)
         return jax.tree.map(lambda g: g.astype(self.grad_dtype), grads), metrics
 
-    def _update_fn(self, state: TrainState, *rest: Any) -> tuple[TrainState, dict[str, Metric]]:
+    def _update_fn(self, state: TrainState, guarded: jax.Array, *rest: Any) -> tuple[TrainState, dict[str, Metric]]:
         grads, metrics = self._grads_fn(state.params, *rest)
         # Said once each, as the split programs say it at their borders: gradients and masters lie where masters do.
         grads = jax.lax.with_sharding_constraint(grads, self.param_shardings)
-        new_state, applied = self._apply.whole(state, grads)
+        new_state, applied = self._apply.whole(state, grads, ~guarded | is_exact(metrics))
         params = jax.lax.with_sharding_constraint(new_state.params, self.param_shardings)
         metrics = jax.lax.with_sharding_constraint(metrics | applied, self.replicated)
         return dataclasses.replace(new_state, params=params), metrics
@@ -567,6 +544,8 @@ class Learner:
         num_tokens: float,
         num_sequences: float,
         ref_logprobs: Sequence[jax.Array | None] | None = None,
+        *,
+        guarded: bool = False,
     ) -> tuple[TrainState, dict[str, Metric]]:
         """One optimizer update from all micro-batches of its mini-batch; `state` is donated.
 
@@ -575,24 +554,27 @@ class Learner:
           micros: the rows, by micro-batch (`put`).
           old_logprobs, ref_logprobs: per micro-batch, as in `accumulate_grads`.
           num_tokens, num_sequences: response tokens and non-empty responses in all of them.
+          guarded: discard the update, and leave the state as it is, unless every token of its forward has its
+            old log-prob, to the bit.
 
         Returns:
-          The new state, and the metrics of loss and optimizer.
+          The new state, and the metrics of loss and optimizer; of a discarded update perhaps the loss's alone.
         """
         refs = [None] * len(micros) if ref_logprobs is None else ref_logprobs
         if len(micros) == 1 and self.options.one_program:
             rest = qweights, micros[0], old_logprobs[0], *self._counts(num_tokens, num_sequences), refs[0]
             with launching(self.mesh):
                 if not self.options.offload:
-                    return self._update(state, *rest)
+                    return self._update(state, processes.put(np.bool_(guarded), self.replicated), *rest)
                 grads, total = self._grads(state.params, *rest)
-            state, applied = self.apply_update(state, grads)
-            return state, total | applied
-        grads, total = self.zero_grads(state), dict[str, Metric]()
-        for micro, old, ref in zip(micros, old_logprobs, refs, strict=True):
-            grads, measured = self.accumulate_grads(
-                grads, state.params, qweights, micro, old, num_tokens, num_sequences, ref
-            )
-            total = merge(total, measured)
+        else:
+            grads, total = self.zero_grads(state), dict[str, Metric]()
+            for micro, old, ref in zip(micros, old_logprobs, refs, strict=True):
+                grads, measured = self.accumulate_grads(
+                    grads, state.params, qweights, micro, old, num_tokens, num_sequences, ref
+                )
+                total = merge(total, measured)
+        if guarded and not is_exact(total):
+            return state, total
         state, applied = self.apply_update(state, grads)
         return state, total | applied

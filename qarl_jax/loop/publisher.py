@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from qarl_jax import models
-from qarl_jax.learning.learner import Learner, TrainState, changed_share, code_flips
+from qarl_jax.learning.learner import Learner, TrainState
 from qarl_jax.learning.trainable import joined
 from qarl_jax.metrics import Mean
 from qarl_jax.models import invariant_scaling
+from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, norm_noise
 from qarl_jax.run import build
 from qarl_jax.run.config import RunConfig
@@ -121,7 +124,7 @@ class Publisher:
 
 
 def by_layer(flips: Mapping[str, Mean], stacks: Sequence[Any]) -> dict[str, list[float | None]]:
-    """`learner.code_flips` as a line of histograms.jsonl: `flips/attn.q` -> a share per layer.
+    """`code_flips` as a line of histograms.jsonl: `flips/attn.q` -> a share per layer.
 
     None stands for a layer without this weight. A weight outside the layers has one share.
     """
@@ -144,3 +147,36 @@ def timed(published: dict[str, float]) -> dict[str, float]:
     publishing was made of, and its start."""
     names = {key: key.removeprefix("time/") for key in published}
     return {f"time/{'' if n.startswith('start_') else 'publish/'}{n}": published[key] for key, n in names.items()}
+
+
+@jax.jit
+def code_flips(before: Any, after: Any) -> dict[str, Mean]:
+    """Shares of integer (or fp8) codes that differ between two trees of QTensors of one scheme, weight by weight.
+
+    Returns:
+      The weight's path in the tree -> Mean [layers] of a stack's weight, [] of another.
+    """
+
+    def is_qtensor(x: Any) -> bool:
+        return isinstance(x, QTensor)
+
+    out = {}
+    pairs = zip(jax.tree.leaves_with_path(before, is_qtensor), jax.tree.leaves(after, is_leaf=is_qtensor), strict=True)
+    for (path, old), new in pairs:
+        together = old.scheme.wire.codes.inputs  # codes to a word
+        width = 8 * old.codes.dtype.itemsize // together
+        words = [jax.lax.bitcast_convert_type(x.codes, f"uint{width * together}") for x in (old, new)]
+        bits = jax.lax.bitwise_xor(*words)
+        name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+        inside = tuple(range(name.startswith("stacks."), bits.ndim))
+        codes = [jax.lax.shift_right_logical(bits, jnp.full_like(bits, width * i)) for i in range(together)]
+        changed = sum((code & (2**width - 1) != 0).astype(jnp.float32).sum(inside) for code in codes)
+        count = together * math.prod(old.codes.shape[axis] for axis in inside)
+        out[name] = Mean(changed, jnp.full_like(changed, count))
+    return out
+
+
+def changed_share(flips: Mapping[str, Mean]) -> float:
+    """Share of all codes that differ, of the weights in `code_flips`."""
+    changed, codes = (sum(float(np.sum(getattr(m, part))) for m in flips.values()) for part in ("total", "count"))
+    return changed / codes

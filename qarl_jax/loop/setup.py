@@ -97,7 +97,10 @@ class Run:
         # ---- the loop's verbs ----------------------------------------------------------------------------------------
         self.timer = phases.PhaseTimer()
         self.publisher = Publisher(cfg, self.learner, self.engine)
-        self.updates = Updates(cfg, self.learner, self.publisher, self.timer, reference=reference, critic=self.critic)
+        say = self.observer.say
+        self.updates = Updates(
+            cfg, self.learner, self.publisher, self.timer, reference=reference, critic=self.critic, say=say
+        )
         behind = self.timer if schedule is None else phases.PhaseTimer(beside=self.timer)  # each thread has its own
         self.collector: Collector | Ahead = Collector(
             cfg, self.engine, self.grader, self.tokenizer, self._stop, self.stream, buffer, behind

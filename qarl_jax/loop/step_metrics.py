@@ -24,7 +24,7 @@ LATER = ("clip/", "loss/ratio", "loss/seq_ratio", "proximal/")
 # Of these only the updates after the first count, where there are any.
 MOVED = ("hist/ratio", "hist/seq_ratio")
 # Of the first update alone: nothing has moved, so this is the noise between the scoring and the gradient program.
-NOISE = ("proximal/noise",)
+NOISE = ("proximal/noise", "proximal/exact")
 
 
 @dataclasses.dataclass

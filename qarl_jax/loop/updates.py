@@ -3,14 +3,14 @@
 """The optimizer updates of a step: groups are packed into rows, scored, and trained on, mini-batch by mini-batch.
 
 The proximal policy is the learner at the start of the step. Its log-probs are computed once, before the first update,
-on the very rows the updates use. A step with a single update needs no scoring: there the proximal policy is the current
-one.
+on the very rows the updates use; or they are the sampler's, where these are known to be equal (`proximal.py`). A step
+with a single update needs no scoring: there the proximal policy is the current one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -20,9 +20,10 @@ from jaxtyping import Float
 
 from qarl_jax.data import packing
 from qarl_jax.learning.critic import Critic, Targets
-from qarl_jax.learning.learner import Learner, TrainState
+from qarl_jax.learning.learner import Learner, TrainState, is_exact
 from qarl_jax.loop import first_mismatch, step_metrics
 from qarl_jax.loop.pipeline import Scoring, StepStream, drained
+from qarl_jax.loop.proximal import Proximal
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.step_metrics import UpdateMetrics
 from qarl_jax.loss.advantages import finite, group_advantages, padded, turn_advantages
@@ -115,6 +116,7 @@ class Updates:
       timer: gets the seconds of each phase.
       reference: masters and QTensors of the reference policy (`Learner.reference`), where the run has a KL term.
       critic: the run's, if any; its state moves on with the policy's.
+      say: gets a sentence where the sampler's log-probs are not taken after all.
     """
 
     def __init__(
@@ -126,8 +128,10 @@ class Updates:
         *,
         reference: tuple[Any, Any] | None = None,
         critic: Critic | None = None,
+        say: Callable[[str], None] = print,
     ):
         self._cfg, self._learner, self._publisher, self._timer = cfg, learner, publisher, timer
+        self._proximal = Proximal(cfg, publisher.engine, say)
         self._reference, self._critic = reference, critic
         self._scoring: Scoring | None = None  # of the step that is being sampled
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="metrics")
@@ -156,8 +160,7 @@ class Updates:
         warming = critic is not None and settings is not None and step < settings.warmup_steps  # only the critic learns
         batches = self.prepare(groups, advantages, step, follow)
         judged = self.judge(batches)
-        if not warming:
-            self.score(state, batches)
+        taken = not warming and self.score(state, batches, step)
         gathered = UpdateMetrics()
         with progress.task("updating", len(batches), "updates") as task:
             for number, batch in enumerate(task.count(batches)):
@@ -165,7 +168,11 @@ class Updates:
                 if critic is not None:
                     gathered.add_critic(self.fit_critic(critic, batch, place))
                 if not warming:
-                    state, inner = self.update_once(state, batch, number, place, follow)
+                    state, inner = self.update_once(state, batch, number, place, follow, guarded=taken and not number)
+                    if taken and not number and not is_exact(inner):
+                        taken = False
+                        self._score_again(state, batches, place)
+                        state, inner = self.update_once(state, batch, number, place, follow)
                     gathered.add(number, inner)
 
         def read() -> Learned:
@@ -177,6 +184,7 @@ class Updates:
                     "train/tokens": float(sum(batch.packed.num_tokens for batch in batches)),
                     "train/updates": 0.0 if warming else float(len(batches)),
                     "train/flops": 0.0 if warming else sum(self._flops(batch.packed) for batch in batches),
+                    "mismatch/checked": self._checked_share(batches) if taken else 1.0,
                 }
                 return Learned(numbers | judged | step_metrics.quantiles(histograms), histograms, found)
 
@@ -231,18 +239,19 @@ class Updates:
             return None
         chosen = self._mini_batches(cfg.train.prompts_per_step, step, 0)
         several = len(chosen) * cfg.train.update_epochs > 1
+        scores = several and not self._proximal.wanted(step)
 
         def make(groups: list[RolloutGroup]) -> tuple[np.ndarray, MiniBatch]:
             _, advantages = advantages_of(cfg, groups)
             with self._timer("pack"):
                 batch = self._packed(groups, advantages, step)
-            if several:
+            if several and not self._proximal.takes(groups, step):
                 with self._timer("old_logprobs"):
                     self._score_old(state, batch)
                     jax.block_until_ready(batch.old)
             return advantages, batch
 
-        return Scoring(chosen, make, "old_logprobs" if several else "pack")
+        return Scoring(chosen, make, "old_logprobs" if scores else "pack")
 
     def _mini_batches(self, prompts: int, step: int, epoch: int) -> list[np.ndarray]:
         size, seed = self._cfg.train.mini_batch_prompts, self._cfg.seed
@@ -269,10 +278,14 @@ class Updates:
                 batch.micros, batch.targets = micros, targets
         return judgement.metrics
 
-    def score(self, state: TrainState, batches: list[MiniBatch]) -> None:
-        """Log-probs of the proximal policy, if the step has several updates, and of the reference, if there is one."""
+    def score(self, state: TrainState, batches: list[MiniBatch], step: int) -> bool:
+        """Finds log-probs of the proximal policy, if the step has several updates, and of the reference, if there is
+        one. Tells whether the first are the sampler's, of which the first update's are not checked yet."""
+        taken = False
         if len(batches) > 1:
             with self._timer("old_logprobs"):
+                groups = [group for batch in batches for group in batch.groups]
+                taken = self._proximal.takes_step(groups, step) and self._take_samplers(state, batches, step)
                 for batch in batches:
                     if any(old is None for old in batch.old):
                         self._score_old(state, batch)
@@ -282,6 +295,48 @@ class Updates:
                 for batch in batches:
                     batch.reference = [self._learner.score(*self._reference, micro)[0] for micro in batch.micros]
                 jax.block_until_ready([batch.reference for batch in batches])
+        return taken
+
+    def _take_samplers(self, state: TrainState, batches: list[MiniBatch], step: int) -> bool:
+        """Makes the sampler's log-probs the proximal policy's. Some of the later ones are scored, too; if one of these
+        differs, none is taken."""
+        for batch in batches:
+            batch.old = [micro.rollout_logprobs for micro in batch.micros]
+        later = [(b, i) for b in batches[1 : self._first_pass(batches)] for i in range(len(b.micros))]
+        chosen = [
+            place for place, is_chosen in zip(later, self._proximal.chosen(step, len(later)), strict=True) if is_chosen
+        ]
+        for batch, i in chosen:
+            batch.old[i] = self._learner.score(state.params, self._publisher.qweights(state), batch.micros[i])[0]
+        found = first_mismatch.first(
+            ((b.packed, b.groups, b.old) for b in batches if any(b is c for c, _ in chosen)), step
+        )
+        if found is not None:
+            self._proximal.distrust(f"step {step}: of the tokens checked, {found}")
+            for batch in batches:
+                batch.old = [None] * len(batch.micros)
+        return found is None
+
+    def _first_pass(self, batches: Sequence[MiniBatch]) -> int:
+        """Number of the mini-batches that see a response for the first time."""
+        return len(batches) // self._cfg.train.update_epochs
+
+    def _checked_share(self, batches: Sequence[MiniBatch]) -> float:
+        """Share of the response tokens whose log-prob in the sampler was compared with the learner's."""
+        rows, once = self._cfg.train.micro_batch_rows, batches[: self._first_pass(batches)]
+        checked = once[0].packed.num_tokens
+        for batch in once[1:]:
+            each = zip(batch.old, batch.micros, batch.packed.micro_batches(rows), strict=True)
+            checked += sum(int(host.loss_mask.sum()) for old, micro, host in each if old is not micro.rollout_logprobs)
+        return checked / max(1, sum(batch.packed.num_tokens for batch in once))
+
+    def _score_again(self, state: TrainState, batches: Sequence[MiniBatch], place: str) -> None:
+        self._proximal.distrust(
+            f"{place} is discarded: a token has another log-prob in its forward than in the sampler"
+        )
+        with self._timer("old_logprobs"):
+            for batch in batches:
+                self._score_old(state, batch)
 
     def fit_critic(self, critic: Critic, batch: MiniBatch, place: str) -> dict[str, Metric]:
         """One update of the critic."""
@@ -295,14 +350,25 @@ class Updates:
         return fitted
 
     def update_once(
-        self, state: TrainState, batch: MiniBatch, number: int, place: str, follow: Follower | None = None
+        self,
+        state: TrainState,
+        batch: MiniBatch,
+        number: int,
+        place: str,
+        follow: Follower | None = None,
+        *,
+        guarded: bool = False,
     ) -> tuple[TrainState, dict[str, Metric]]:
-        """One update of the policy."""
+        """One update of the policy; `guarded`: it is discarded unless `is_exact` holds of its metrics."""
         with self._timer("update"):
             qweights = self._publisher.qweights(state)
             counts = batch.packed.num_tokens, batch.packed.num_sequences
-            state, inner = self._learner.update(state, qweights, batch.micros, batch.old, *counts, batch.reference)
+            state, inner = self._learner.update(
+                state, qweights, batch.micros, batch.old, *counts, batch.reference, guarded=guarded
+            )
             logprobs = inner.pop(LOGPROBS, None)
+            if guarded and not is_exact(inner):
+                return state, inner
             if all(old is not None for old in batch.old):
                 batch.scored = batch.old
             elif isinstance(logprobs, Rows):

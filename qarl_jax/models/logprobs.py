@@ -169,7 +169,7 @@ def _chosen(targets: jax.Array, vocab: int) -> jax.Array:
     return jax.lax.broadcasted_iota(targets.dtype, (*targets.shape, vocab), targets.ndim) == targets[..., None]
 
 
-def _tempered(logits: jax.Array, temperature: float, numerics: Any) -> jax.Array:
+def tempered(logits: jax.Array, temperature: float, numerics: Any) -> jax.Array:
     """logits / temperature; in float64 arithmetic one IEEE division by the float32 temperature, as the engine's."""
     if temperature == 1 or not _wide_softmax(numerics):
         return logits / temperature
@@ -185,11 +185,15 @@ def _log1p(x: jax.Array) -> jax.Array:
     return jnp.where(total == 1, x, jnp.log(total) * x / jnp.where(total == 1, 1.0, total - 1.0))
 
 
-def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradient):  # type: ignore[no-untyped-def]
-    # Cast here and not in the caller: the master's gradient then keeps the float32 it is summed in.
-    weight = round_to(head, hidden.dtype)
+def statistics(
+    z: Float[Array, "*rows V"], tokens: Int[Array, "*rows"], *, numerics: Any = None
+) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"], Float[Array, "*rows"]]:
+    """Log-probs of `tokens`, entropies and logsumexps of float32 logits that are divided by the temperature already.
 
-    def statistics(z, chosen):  # type: ignore[no-untyped-def]
+    The one softmax: the sampler and the learner both call it.
+    """
+
+    def formula(z: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         top = z.max(-1, keepdims=True)
         exps = jnp.exp(z - top)
         if _wide_softmax(numerics):
@@ -206,11 +210,21 @@ def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradi
         entropy = log_total - (exps * (z - top)).sum(-1) / total
         return own - log_total, entropy, top[..., 0] + log_total
 
+    chosen = _chosen(tokens, z.shape[-1])
+    if _wide_softmax(numerics):
+        logprobs, entropy, lse = from_float64(formula, z, chosen)
+        return logprobs, entropy, lse
+    return formula(z, chosen)
+
+
+def _forward(hidden, head, targets, scored, temperature, numerics, entropy_gradient):  # type: ignore[no-untyped-def]
+    # Cast here and not in the caller: the master's gradient then keeps the float32 it is summed in.
+    weight = round_to(head, hidden.dtype)
+
     def step(carry, x):  # type: ignore[no-untyped-def]
         h, target, keep = x
-        z = _tempered(logits_of(h, weight, numerics=numerics), temperature, numerics)
-        chosen = _chosen(target, weight.shape[0])
-        outputs = from_float64(statistics, z, chosen) if _wide_softmax(numerics) else statistics(z, chosen)
+        z = tempered(logits_of(h, weight, numerics=numerics), temperature, numerics)
+        outputs = statistics(z, target, numerics=numerics)
         return carry, tuple(jnp.where(keep, out, 0.0) for out in outputs)
 
     _, (logprobs, entropy, lse) = jax.lax.scan(step, None, (hidden, targets, scored))
@@ -228,7 +242,7 @@ def _backward(temperature, numerics, entropy_gradient, residuals, cotangents):  
         keep, lse_t, entropy_t, d_logprob, d_entropy = (leaf[..., None] for leaf in rest)
         # Where nothing is scored the hidden state may be anything: 0 * NaN must not reach the head.
         h = jnp.where(keep, h, jnp.zeros((), h.dtype))
-        logp = _tempered(logits_of(h, weight, numerics=numerics), temperature, numerics) - lse_t
+        logp = tempered(logits_of(h, weight, numerics=numerics), temperature, numerics) - lse_t
         p = jnp.exp(logp)
         dz = (jnp.where(_chosen(target, weight.shape[0]), 1.0, 0.0) - p) * d_logprob
         if entropy_gradient:

@@ -130,9 +130,9 @@ class Update:
         self._finish = jax.jit(self._finish_fn)
         self._programs: dict[Any, list[Any]] = {}
 
-    def whole(self, state: Any, grads: Any) -> tuple[Any, Any]:
-        """The update as one program, or as a part of one."""
-        params, opt_state, stats = leafwise.update(self.optimizer, grads, state.opt_state, state.params)
+    def whole(self, state: Any, grads: Any, keep: Any = True) -> tuple[Any, Any]:
+        """The update as one program, or as a part of one. keep: bool scalar; false: the state stays as it is."""
+        params, opt_state, stats = leafwise.update(self.optimizer, grads, state.opt_state, state.params, keep)
         count = state.updates + stats["moved"].astype(jnp.int32)
         after = dataclasses.replace(state, params=params, opt_state=opt_state, updates=count)
         return after, self.describe(stats, state.updates)

@@ -363,14 +363,20 @@ def statistics(grad_norm: Any, of_updates: Any, of_params: Any) -> dict[str, Any
     }
 
 
-def update(optimizer: Optimizer, grads: Any, state: State, params: Any) -> tuple[Any, State, dict[str, Any]]:
+def update(
+    optimizer: Optimizer, grads: Any, state: State, params: Any, keep: Any = True
+) -> tuple[Any, State, dict[str, Any]]:
     """`advance` of all masters. Pure; safe to jit with `state` and `params` donated.
+
+    Args:
+      keep: bool scalar; where it is false nothing moves, as under a gradient of zero.
 
     Returns:
       (params, state, `statistics`).
     """
     leaves, structure = jax.tree.flatten(params)
-    both, moments = norms(grads), moments_of(params, state)
+    norm, clipping = norms(grads)
+    both, moments = (jnp.where(keep, norm, 0.0), clipping), moments_of(params, state)
     after, stored, sums = advance(
         optimizer, optimizer.leaves(params), state.count, both, leaves, moments, jax.tree.leaves(grads)
     )

@@ -118,6 +118,10 @@ class TrainConfig:
       grad_dtype: dtype of gradients and of their sum over micro-batches; bfloat16 halves them (see `learner.Options`);
         auto takes it where a run does not fit otherwise.
       entropy_coef: weight of an entropy bonus.
+      proximal: the source of the proximal policy's log-probs, where a step has several updates: learner, a pass before
+        the first update; auto, the sampler where it is aligned with the learner, and the pass elsewhere; sampler, the
+        sampler in any run. What the sampler reported is checked, and a token that differs brings the pass back (see
+        `loop/proximal.py`).
       mask_truncated: leave unfinished responses out of the loss (DAPO's overlong filtering).
       asynchronous: sampling goes on while the learner updates; off by default.
       profile_steps: steps during which a JAX profile is written.
@@ -134,6 +138,7 @@ class TrainConfig:
     logprob_chunk: int = 2048
     grad_dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     entropy_coef: float = 0.0
+    proximal: Literal["learner", "sampler", "auto"] = "auto"
     mask_truncated: bool = False
     asynchronous: AsynchronousConfig = dataclasses.field(default_factory=AsynchronousConfig)
     profile_steps: tuple[int, ...] = ()

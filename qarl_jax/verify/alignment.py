@@ -26,6 +26,9 @@ from qarl_jax.run.config import RunConfig
 # and sampler under one scheme that compute alike but for the last bits. That of a bf16 learner beside a quantized
 # sampler is `Scheme.baseline_k3`.
 CLOSE = 2e-3
+# Expected share of the micro-batches after a step's first update whose tokens are compared, where old log-probs are the
+# sampler's (`loop/proximal.py`).
+CHECKED = 1 / 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,8 +60,9 @@ class Alignment:
     """The verdict.
 
     Attributes:
-      kind: "aligned": equal to the last bit; "close": one program's functions (the embedded sampler); "baseline": two
-        policies by intent; "apart": a setting or the machine keeps one arithmetic from being the other.
+      kind: "aligned": equal to the last bit; "close": one program's functions in several programs, each of which rounds
+        in its own way (the embedded sampler, unless it computes in float64); "baseline": two policies by intent;
+        "apart": a setting or the machine keeps one arithmetic from being the other.
       reason: why it is not aligned; empty where it is.
       remedy: what to do about a mismatch.
       known_k3: the largest k3 that such a pair is known for; None: not measured.
@@ -104,6 +108,16 @@ def of_run(cfg: RunConfig, facts: Facts | None = None, version: int | None = Non
     return judge(pair)
 
 
+def takes_samplers(cfg: RunConfig, facts: Facts | None = None, version: int | None = None) -> bool:
+    """Tells whether old log-probs are the sampler's (`train.proximal`), where one version drew a step's tokens.
+
+    Args:
+      facts, version: as in `of_run`.
+    """
+    setting = cfg.train.proximal
+    return setting == "sampler" or (setting == "auto" and of_run(cfg, facts, version).is_aligned)
+
+
 def judge(pair: Pair) -> Alignment:
     """The verdict on a pair. What the engine lacks comes first, then noise, then the schemes, then
     what the learner lacks."""
@@ -120,8 +134,10 @@ def judge(pair: Pair) -> Alignment:
         remedy = f"set quant.forward={pair.sampler}, so that the learner has the sampler's weights"
         return Alignment(kind="baseline", reason=reason, remedy=remedy, known_k3=known)
     if pair.engine is None:
-        reason = "the embedded sampler promises closeness alone"
         remedy = "learner and sampler are one program's functions here, so please report it with samples.jsonl"
+        if pair.numerics.float64 and pair.dtype == "bfloat16":  # no program's order of a sum can be seen
+            return Alignment(kind="aligned", remedy=remedy, known_k3=0.0)
+        reason = f"the embedded sampler promises closeness alone under quant.engine={pair.numerics.profile}"
         return Alignment(kind="close", reason=reason, remedy=remedy, known_k3=known)
     if found := _of_the_learner(pair):
         return Alignment(kind="apart", reason=found[0], remedy=found[1], known_k3=known)

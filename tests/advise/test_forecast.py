@@ -16,6 +16,7 @@ from qarl_jax.advise.machines import MACHINES
 from qarl_jax.models import published
 from qarl_jax.run import config
 from qarl_jax.types import UserError
+from qarl_jax.verify import alignment
 from tests.reference import tiny
 
 SMALL = ["rollout.max_response_len=64", "data.max_prompt_len=16"]
@@ -78,6 +79,24 @@ def test_shorter_responses_take_less_of_every_phase_but_publishing(run):
     for phase in ("rollout", "old_logprobs", "update"):
         assert short.seconds[phase] < found["w8a8"].seconds[phase]
     assert short.seconds["publish"] == found["w8a8"].seconds["publish"]
+
+
+def test_only_what_the_learner_scores_before_the_updates_is_forecast_as_scoring(run):
+    cfg, found = run
+
+    def of(**changes):
+        return counts.scored(config.on_a_gpu(config.replaced(cfg, {"quant.forward": "w8a8", **changes})))
+
+    assert cfg.train.updates_per_step == 2
+    assert of() == alignment.CHECKED / 2
+    for apart in ({"train.proximal": "learner"}, {"quant.engine": "plain"}, {"rollout.partial.over_provision": 1.5}):
+        assert of(**apart) == 1
+    assert of(**{"train.prompts_per_update": 0, "train.proximal": "learner"}) == 0
+    passed = forecast.of_run(
+        config.replaced(cfg, {"quant.forward": "w8a8", "train.proximal": "learner"}), MACHINES["h200"]
+    )
+    assert passed.seconds["old_logprobs"] == pytest.approx(found["w8a8"].seconds["old_logprobs"] * 32)
+    assert {**passed.seconds, "old_logprobs": 0} == {**found["w8a8"].seconds, "old_logprobs": 0}
 
 
 def test_the_config_to_start_from_is_the_forecast_run(run, capsys):

@@ -13,8 +13,7 @@ import pytest
 from flax import nnx
 
 from qarl_jax import quant
-from qarl_jax.learning.learner import code_flips
-from qarl_jax.loop.publisher import Publisher, by_layer
+from qarl_jax.loop.publisher import Publisher, by_layer, code_flips
 from qarl_jax.loop.updates import Updates
 from qarl_jax.metrics import merge, values
 from qarl_jax.observe.phases import PhaseTimer
@@ -219,7 +218,7 @@ class Recorder:
     """An engine that remembers what was published."""
 
     def __init__(self):
-        self.version, self.published = -1, []
+        self.version, self.published, self.facts = -1, [], None
 
     def publish(self, weights, version):
         self.published.append(weights)
@@ -239,9 +238,9 @@ def test_weights_are_quantized_once_per_update_and_the_published_tensors_are_rea
         quantized.append(quantize(params))
         return quantized[-1]
 
-    def updating(state, qweights, *rest):
+    def updating(state, qweights, *rest, **options):
         read.append(qweights)
-        return update(state, qweights, *rest)
+        return update(state, qweights, *rest, **options)
 
     def scoring(params, qweights, batch):
         read.append(qweights)

@@ -78,10 +78,17 @@ def test_a_live_engine_that_is_not_batch_invariant_says_so_itself():
     assert alignment.of_run(run("quant.forward=w8a8"), facts("none")).reason == "this engine computes nothing"
 
 
-def test_the_embedded_sampler_promises_closeness_and_pairs_are_known_for_their_largest_k3():
+def test_the_embedded_sampler_is_close_or_exact_in_float64_and_pairs_are_known_for_their_largest_k3():
     embedded = config.load(None, [*GIVEN, "quant.forward=w8a8"])
     verdict = alignment.of_run(embedded)
     assert (verdict.kind, verdict.known_k3) == ("close", alignment.CLOSE)
     assert "closeness" in verdict.reason
+    exact = alignment.of_run(config.load(None, [*GIVEN, "quant.forward=w8a8", "quant.engine=cpu"]))
+    assert (exact.kind, exact.known_k3) == ("aligned", 0.0)
+    assert "samples.jsonl" in exact.remedy
+    for apart in ("quant.rollout=fp8", "model.dtype=float32"):
+        assert not alignment.of_run(
+            config.load(None, [*GIVEN, "quant.forward=w8a8", "quant.engine=cpu", apart])
+        ).is_aligned
     for sampler, known in {"w8a8": 6e-2, "fp8": 3e-1, "w4a16:g64": 1.2, "w2a16": None}.items():
         assert alignment.of_run(run("quant.forward=bf16", f"quant.rollout={sampler}")).known_k3 == known

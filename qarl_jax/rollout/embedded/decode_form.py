@@ -30,6 +30,11 @@ class Policy:
         """Tokens that the model knows, V."""
         return models.config_of(self.graphdef).vocab_size
 
+    @property
+    def numerics(self) -> quant.Numerics:
+        """The arithmetic of the model."""
+        return models.config_of(self.graphdef).numerics
+
     def model(self, weights: Any) -> Any:
         """The model that `weights` of `compute_form` belong to."""
         return models.merge(self.graphdef, *weights)

@@ -5,18 +5,22 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from qarl_jax.models.logprobs import statistics, tempered
 from qarl_jax.rollout import SamplingConfig
 
 # Vocabulary entries per block of the two-level search for the drawn token.
 _BLOCK = 128
 
 
-def processed_logits(logits: Float[Array, "B V"], sampling: SamplingConfig) -> Float[Array, "B V"]:
+def processed_logits(
+    logits: Float[Array, "B V"], sampling: SamplingConfig, numerics: Any = None
+) -> Float[Array, "B V"]:
     """Temperature, then top-k, then top-p: float32 logits of the distribution drawn from; masked entries are -inf.
 
     The order and the meaning of each are vLLM's. Entries tied with the last one kept are all kept.
@@ -24,13 +28,14 @@ def processed_logits(logits: Float[Array, "B V"], sampling: SamplingConfig) -> F
     Args:
       logits: [B, V] float32, raw.
       sampling: static; a temperature of 0 (greedy) leaves the logits undivided.
+      numerics: static; a `Numerics`, as in `token_logprobs`.
 
     Returns:
       [B, V] float32, not normalized.
     """
     vocab = logits.shape[-1]
     if sampling.temperature > 0:
-        logits = logits / sampling.temperature
+        logits = tempered(logits, sampling.temperature, numerics)
     use_top_k = 0 < sampling.top_k < vocab
     if not use_top_k and sampling.top_p == 1:
         return logits
@@ -49,22 +54,22 @@ def processed_logits(logits: Float[Array, "B V"], sampling: SamplingConfig) -> F
 
 
 def draw(
-    logits: Float[Array, "B V"], uniform: Float[Array, " B"], sampling: SamplingConfig
+    logits: Float[Array, "B V"], uniform: Float[Array, " B"], sampling: SamplingConfig, numerics: Any = None
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """One token per row and its log-probability under the processed distribution.
 
     Args:
       logits: [B, V] float32, raw.
       uniform: [B] float32 in [0, 1), one number per row; the token is where the distribution function passes it.
-      sampling: static.
+      sampling: static. numerics: as in `processed_logits`.
 
     Returns:
       (tokens [B] int32, logprobs [B] float32). Greedy (temperature 0) ignores `uniform`.
     """
     if sampling.temperature == 0:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return tokens, logits.max(-1) - jax.nn.logsumexp(logits, axis=-1)
-    z = processed_logits(logits, sampling)
+        return tokens, statistics(logits, tokens, numerics=numerics)[0]
+    z = processed_logits(logits, sampling, numerics)
     top = z.max(-1, keepdims=True)
     weights = jnp.exp(z - top)
     rows, vocab = weights.shape
@@ -86,5 +91,4 @@ def draw(
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     offset, _ = search(inside, jnp.maximum(target - before, 0.0))
     tokens = (block * _BLOCK + offset).astype(jnp.int32)
-    chosen = jnp.take_along_axis(z, tokens[:, None], axis=-1)[:, 0]
-    return tokens, chosen - top[:, 0] - jnp.log(total)
+    return tokens, statistics(z, tokens, numerics=numerics)[0]

@@ -21,7 +21,7 @@ so that copies differ. A response that is interrupted and gone on with (`extend`
 positions count on: under the same weights it becomes what it would have become.
 
 Log-probabilities are float32, log-softmax over exactly the distribution drawn from (temperature, then top-k, then
-top-p, renormalized), computed by the same `logits_of` as the learner's `token_logprobs`.
+top-p, renormalized), computed by the learner's own functions (`models/logprobs.py`).
 
 What is left out: paged memory and prefix sharing across prompts (the cache is [slots, prompt + response]), and
 speculative decoding. Large models belong to vLLM.
@@ -47,6 +47,7 @@ import numpy as np
 from qarl_jax import models
 from qarl_jax.models.logprobs import logits_of
 from qarl_jax.models.params import part_of, united
+from qarl_jax.quant import Numerics
 from qarl_jax.rollout import Drawn, PolicyWeights, Request, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.embedded.decode_form import Policy, compute_form
 from qarl_jax.rollout.embedded.draw import draw
@@ -155,7 +156,13 @@ def _empty(policy: Policy, weights: Any, slots: int, length: int, response: int)
 
 
 def _draw_next(
-    slots: _Slots, hidden: jax.Array, head: jax.Array, active: jax.Array, stop: jax.Array, sampling: SamplingConfig
+    slots: _Slots,
+    hidden: jax.Array,
+    head: jax.Array,
+    active: jax.Array,
+    stop: jax.Array,
+    sampling: SamplingConfig,
+    numerics: Numerics,
 ) -> _Slots:
     """Draws a token from `hidden` [B, D] for the `active` slots and files it; the others keep what they have."""
 
@@ -163,7 +170,9 @@ def _draw_next(
         return jax.random.uniform(jax.random.fold_in(_typed_key(key), position), (), jnp.float32)
 
     uniform = jax.vmap(number)(slots.keys, slots.start + slots.count)
-    tokens, logprobs = draw(logits_of(hidden, head.astype(hidden.dtype)), uniform, sampling)
+    tokens, logprobs = draw(
+        logits_of(hidden, head.astype(hidden.dtype), numerics=numerics), uniform, sampling, numerics
+    )
     here = active[:, None] & (jnp.arange(slots.tokens.shape[1])[None] == slots.count[:, None])
     count = slots.count + active.astype(jnp.int32)
     ended = (tokens[:, None] == stop[None]).any(-1) | (count >= slots.limit)
@@ -232,7 +241,7 @@ def _insert(
         limit=jnp.where(fresh, arrivals.limit, slots.limit),
         done=slots.done & ~fresh,
     )
-    return _draw_next(slots, hidden[row], policy.head(weights), fresh, stop, sampling)
+    return _draw_next(slots, hidden[row], policy.head(weights), fresh, stop, sampling, policy.numerics)
 
 
 def _decode(
@@ -251,7 +260,7 @@ def _decode(
         positions = jnp.where(active, slots.cache.length, -1)
         hidden, cache = model.decode(slots.last[:, None], positions[:, None], slots.cache)
         slots = dataclasses.replace(slots, cache=cache)
-        return _draw_next(slots, hidden[:, 0], head, active, stop, sampling), steps + 1
+        return _draw_next(slots, hidden[:, 0], head, active, stop, sampling, policy.numerics), steps + 1
 
     return jax.lax.while_loop(live, step, (slots, jnp.zeros((), jnp.int32)))
 
