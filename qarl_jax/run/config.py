@@ -28,6 +28,7 @@ from qarl_jax import quant
 from qarl_jax.data import Config as DataConfig
 from qarl_jax.data.sources import mix
 from qarl_jax.data.sources import reasoning_gym as gym_source
+from qarl_jax.data.sources.hints import Hint
 from qarl_jax.learning.critic import Config as CriticConfig
 from qarl_jax.learning.lora import Config as LoraConfig
 from qarl_jax.learning.trainable import ALL, Trainable
@@ -111,7 +112,7 @@ class KLConfig:
 
     @property
     def is_folder(self) -> bool:
-        """Whether the reference is another model."""
+        """Tells whether the reference is another model."""
         return self.reference not in ("start", "masters")
 
 
@@ -205,6 +206,7 @@ class EvalConfig:
       top_p: as in sampling; 1 leaves the policy's own distribution.
       max_response_len: 0: rollout.max_response_len.
       data: other data to evaluate on, all of it; null: the held-out split of `data`.
+      hint: help beside the questions that are evaluated on, whatever `data.hint` is (`evaluate --view`); null: none.
     """
 
     every: int = 0
@@ -216,6 +218,7 @@ class EvalConfig:
     top_p: float = 1.0
     max_response_len: int = 0
     data: DataConfig | None = None
+    hint: Hint | None = None
 
     def words(self, prompts: int | None = None) -> str:
         """Words how much is evaluated, and when. prompts: as many as there are; None: not known."""
