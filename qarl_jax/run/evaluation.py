@@ -38,6 +38,7 @@ from qarl_jax.data import suites
 from qarl_jax.data.sources.hints import pass_rates
 from qarl_jax.data.stream import OTHER_SPLIT, has_this_split
 from qarl_jax.learning.trainable import joined
+from qarl_jax.observe.error_tokens import PROBABILITY
 from qarl_jax.rewards import Grader, extract
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.vllm import engine as vllm
@@ -99,7 +100,8 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
       Evaluation, with metrics: eval/reward/mean and eval/reward/best (mean over prompts of the best response);
       eval/avg_at_<n>, eval/pass_at_<k>, eval/maj_at_<k> (k > 1), each with `/low`, `/high` (`interval`) and `/stderr`
       (clustered by question; not of one), as has eval/reward; eval/response_len/mean (tokens), eval/truncated (share of
-      responses without an end token), eval/no_answer (share that casts no vote), eval/prompts, eval/different_prompts
+      responses without an end token), eval/no_answer (share that casts no vote), eval/error_tokens (share
+      of tokens that were drawn though the policy gave them less than 0.001), eval/prompts, eval/different_prompts
       and eval/responses.
     """
     rewards = np.array([group.rewards for group in groups], np.float64)
@@ -129,6 +131,7 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
         "eval/response_len/mean": float(np.mean([len(c.tokens) for c in flat])),
         "eval/truncated": float(np.mean([c.finish_reason != "stop" for c in flat])),
         "eval/no_answer": float(np.mean([vote is None for row in votes for vote in row])),
+        "eval/error_tokens": float(np.mean(np.concatenate([c.logprobs for c in flat]) < np.log(PROBABILITY))),
         "eval/prompts": float(len(groups)),
         "eval/different_prompts": float(different),
         "eval/responses": float(len(flat)),
