@@ -3,7 +3,8 @@
 """`python -m qarl_jax.plot RUN [RUN ...] [--out DIR]`: curves of one or more runs from their metrics.jsonl.
 
 Writes <out>/curves.png, <out>/report.html, and where runs recorded histograms or tokens <out>/ratios.png and
-<out>/probabilities.png. <out> is the run's folder, and for several runs figures/.
+<out>/probabilities.png. <out> is the run's folder, and for several runs figures/. A run in whose folder the output of
+`evaluate --view ... --json` lies as views.jsonl has <out>/views_<run>.png besides: its accuracy in each view.
 
 Curves: one panel per question a run raises, one colour per run. The faint line is what was measured, the strong one its
 running mean. A panel that no run has a number for, or only zeros, is left out. Held-out evaluations stand at the
@@ -216,6 +217,41 @@ def probability_figure(runs: Mapping[str, Mapping[str, Sequence[float]]]) -> Any
     return fig
 
 
+def view_figure(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Accuracy of one policy in each view, and by difficulty, with intervals of 95 %; a row of axes per suite.
+
+    Args:
+      name: of the run. rows: what `evaluate --view NAME,... --json` printed, a line each.
+
+    Raises:
+      UserError: matplotlib is missing.
+    """
+    suites = list(dict.fromkeys(str(row.get("suite", "held out")) for row in rows))
+    fig = _blank(9.5, 3.0 * len(suites))
+    for place, suite in enumerate(suites):
+        own = {row.get("view", "plain"): row for row in rows if str(row.get("suite", "held out")) == suite}
+        score = next(key for key in next(iter(own.values())) if key.startswith("eval/avg_at_") and key.count("/") == 1)
+        levels = own.get("difficulty", {})
+        graded = [key for key in levels if key.startswith("eval/difficulty_") and key.count("/") == 1]
+        panels = (
+            (f"{suite}: views", ["plain" if view == "difficulty" else view for view in own], [
+                (row, score) for row in own.values()
+            ]),
+            (f"{suite}: by the base's pass rate", [
+                f"<={key.rpartition('_')[2]} % ({levels[f'{key}/prompts']:.0f})" for key in graded
+            ], [(levels, key) for key in graded]),
+        )  # fmt: skip
+        for column, (title, labels, numbers) in enumerate(panels):
+            axes = fig.add_subplot(len(suites), 2, 2 * place + column + 1)
+            for at, (row, key) in enumerate(numbers):
+                axes.bar(at, row[key], color=COLORS[at % len(COLORS)], width=0.6)
+                axes.plot([at, at], [row[f"{key}/low"], row[f"{key}/high"]], color="0.2", linewidth=1.2)
+            axes.set_xticks(range(len(labels)), labels)
+            axes.set_ylim(0, 1)
+            _dress(axes, f"{name}, {title}", 9)
+    return fig
+
+
 def _draw(axes: Any, chart: Chart) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -266,6 +302,9 @@ def draw(paths: Sequence[str], out: Path, *, window: int = 5, extra: Sequence[st
         tokens = {run.name: load_tokens(path) for run, path in zip(runs, paths, strict=True)}
         if any(tokens.values()):
             figures["probabilities.png"] = probability_figure(tokens)
+        for run, path in zip(runs, paths, strict=True):
+            if rows := lines_of(folder_of(path), "views.jsonl"):
+                figures[f"views_{run.name}.png"] = view_figure(run.name, rows)
     for name, fig in figures.items():
         try:
             out.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,8 @@ TABLES = sorted(PAPERS.glob("*arms.yaml"))
 RECIPES = ROOT / "configs" / "gpu" / "recipes.yaml"
 MACHINES = yaml.safe_load(RECIPES.with_name("arms.yaml").read_text())
 FIRST_RUN = (ROOT / "docs" / "first_gpu_run.md").read_text()
-FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*TABLES, RECIPES.with_name("arms.yaml")})
+FILES = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*(ROOT / "configs").rglob("*arms.yaml")})
+WORKBENCH = ROOT / "configs" / "qwen25_coder_0p5b" / "workbench.yaml"
 QURL, QERL = (
     sorted(path.stem for path in PAPERS.glob(f"{paper}_*.yaml") if path not in TABLES) for paper in ("qurl", "qerl")
 )
@@ -67,6 +68,14 @@ def test_it_parses_and_its_header_says_how_it_is_run(path):
     assert f"configs/{name(path)}.yaml" in header or "make quickstart" in header  # its own command, not a copied one
     assert "hardware" in header
     assert "micro-batch" in description.describe(config.load(path))
+
+
+@pytest.mark.parametrize("arm", sorted(schema.arms_of(config.RunConfig, WORKBENCH)))
+def test_an_arm_of_the_workbench_differs_from_qarl_in_what_is_learned_alone(arm):
+    base, made = (flat(config.to_dict(config.load(WORKBENCH, [*choice]))) for choice in ([], [f"arm={arm}"]))
+    differ = {key for key in base.keys() | made.keys() if base.get(key) != made.get(key)}
+    assert differ
+    assert all(key.split(".")[0] in {"loss", "advantage", "kl", "quant", "run_dir"} for key in differ), differ
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from qarl_jax.data.curriculum import Stage
 from qarl_jax.data.curriculum import check as check_stages
 from qarl_jax.data.sources import files, huggingface, mix, reasoning_gym
+from qarl_jax.data.sources.hints import Hint
 from qarl_jax.data.sources.template import PromptSource, Split, Template
 from qarl_jax.data.stream import PromptStream
 from qarl_jax.data.tokenizer import Tokenizer, load_tokenizer, make_char_tokenizer, pad_token_id, stop_token_ids
@@ -52,6 +53,7 @@ class Config:
       max_prompt_len: longer prompts, in tokens, are left out and counted. 0: no longer than the longest of the files,
         to a multiple of 16, and at most 1024 (`with_prompt_len`); reasoning_gym has no longest. Rows have room for it.
       holdout: share of the prompts, by hash of their question, that is kept for evaluation and never trained on.
+      hint: help beside the questions that are trained on (`sources/hints.py`); null: none.
     """
 
     source: SourceConfig
@@ -61,6 +63,7 @@ class Config:
     max_prompt_len: int = 0
     holdout: float = 0.05
     stages: tuple[Stage, ...] = ()
+    hint: Hint | None = None
 
     def __post_init__(self) -> None:
         at_least(self, 0, "max_prompt_len")
@@ -96,13 +99,15 @@ def _opened(cfg: Any, template: Template, split: Split, holdout: float) -> Promp
     return SOURCES[type(cfg)](cfg, template, split, holdout)
 
 
-def make_source(cfg: Config, tokenizer: Tokenizer, split: Split = "train") -> PromptSource:
+def make_source(cfg: Config, tokenizer: Tokenizer, split: Split = "train", hint_len: int = 0) -> PromptSource:
     """Opens the prompts of a split: those to train on, those held out, or all (for data that is only evaluated on).
+
+    hint_len: tokens by which a hint may exceed the longest prompt.
 
     Raises:
       UserError: see the sources; also for an empty held-out split.
     """
-    template = Template(tokenizer, cfg.template, cfg.system, cfg.chat_args, cfg.prompt_limit)
+    template = Template(tokenizer, cfg.template, cfg.system, cfg.chat_args, cfg.prompt_limit, cfg.hint, hint_len)
     source: PromptSource
     if isinstance(cfg.source, mix.Config):
         parts = {name: _opened(part, template, split, cfg.holdout) for name, part in cfg.source.parts.items()}

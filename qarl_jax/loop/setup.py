@@ -24,7 +24,7 @@ from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.updates import Updates
 from qarl_jax.observe import phases, recorder, terminal
 from qarl_jax.rollout import partial_rollouts
-from qarl_jax.run import build, config, evaluation, stamp
+from qarl_jax.run import build, config, evaluation, reference, stamp
 from qarl_jax.run.checkpoint import Checkpoints
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.prompts import Prompts
@@ -51,6 +51,7 @@ class Run:
         processes.start(cfg.distributed)
         self.interrupt = stack.enter_context(Interrupt())
         same_config(cfg)
+        reference.check(cfg)
         self.observer: recorder.Observer | recorder.Silent = recorder.Silent()
         with processes.together():
             if processes.is_first():
@@ -86,8 +87,8 @@ class Run:
         self.critic = build.make_critic(cfg, graphdef, params, self.mesh)
         self.state = self.learner.init(params, frozen)
         del params  # donated with the state from here on
-        # The reference is the policy the run starts from, whatever checkpoint it resumes from.
-        reference = self.learner.reference(self.state.params) if cfg.kl.coef else None
+        # Made of the policy the run starts from, whatever checkpoint it resumes from.
+        scores = reference.make(cfg, self.learner, self.state.params)
         self.start, self._changed = 0, list[str]()
         extra = self._resume(saved)
         buffer = partial_rollouts.restore(
@@ -99,7 +100,7 @@ class Run:
         self.publisher = Publisher(cfg, self.learner, self.engine)
         say = self.observer.say
         self.updates = Updates(
-            cfg, self.learner, self.publisher, self.timer, reference=reference, critic=self.critic, say=say
+            cfg, self.learner, self.publisher, self.timer, reference=scores, critic=self.critic, say=say
         )
         behind = self.timer if schedule is None else phases.PhaseTimer(beside=self.timer)  # each thread has its own
         self.collector: Collector | Ahead = Collector(

@@ -26,7 +26,7 @@ from qarl_jax.loop.pipeline import Scoring, StepStream, drained
 from qarl_jax.loop.proximal import Proximal
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.loop.step_metrics import UpdateMetrics
-from qarl_jax.loss.advantages import finite, group_advantages, padded, turn_advantages
+from qarl_jax.loss.advantages import Nothing, finite, group_advantages, padded, turn_advantages
 from qarl_jax.metrics import Metric, Rows
 from qarl_jax.observe import flops
 from qarl_jax.observe.phases import PhaseTimer
@@ -34,6 +34,7 @@ from qarl_jax.observe.token_trace import LOGPROBS, Follower
 from qarl_jax.rollout import dynamic_sampling
 from qarl_jax.rollout.dynamic_sampling import Collected
 from qarl_jax.run.config import RunConfig
+from qarl_jax.run.reference import Reference
 from qarl_jax.runtime import processes, progress
 from qarl_jax.types import DivergedError, RolloutGroup, TrainBatch
 
@@ -62,7 +63,9 @@ def advantages_of(
     rewards = [[[turn.reward for turn in c.turns] for c in group.completions] for group in groups]
     if cfg.critic is not None and cfg.advantage.level == "turn":
         advantages = padded(rewards).astype(np.float32)
-    if cfg.critic is None:
+    if isinstance(cfg.advantage, Nothing):
+        advantages = np.zeros(advantages.shape, np.float32)
+    elif cfg.critic is None:
         valid = np.array([[c.finish_reason != "abort" for c in group.completions] for group in groups])
         if cfg.advantage.level == "turn":
             advantages = turn_advantages(rewards, cfg.advantage.name, valid=valid)
@@ -114,7 +117,7 @@ class Updates:
       learner: the compiled programs.
       publisher: has the QTensors of the masters.
       timer: gets the seconds of each phase.
-      reference: masters and QTensors of the reference policy (`Learner.reference`), where the run has a KL term.
+      reference: scores of the reference policy, where the run has a KL term.
       critic: the run's, if any; its state moves on with the policy's.
       say: gets a sentence where the sampler's log-probs are not taken after all.
     """
@@ -126,7 +129,7 @@ class Updates:
         publisher: Publisher,
         timer: PhaseTimer,
         *,
-        reference: tuple[Any, Any] | None = None,
+        reference: Reference | None = None,
         critic: Critic | None = None,
         say: Callable[[str], None] = print,
     ):
@@ -293,7 +296,7 @@ class Updates:
         if self._reference is not None:
             with self._timer("ref_logprobs"):
                 for batch in batches:
-                    batch.reference = [self._learner.score(*self._reference, micro)[0] for micro in batch.micros]
+                    batch.reference = [self._reference(state.params, micro) for micro in batch.micros]
                 jax.block_until_ready([batch.reference for batch in batches])
         return taken
 

@@ -29,7 +29,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from qarl_jax.loss import cispo, dapo, drgrpo, grpo, gspo, kl, ppo, sapo, tbpo, value
+from qarl_jax.loss import cispo, dapo, dppo, drgrpo, grpo, gspo, kl, ppo, sapo, tbpo, value
 from qarl_jax.loss.common.aggregation import denominator
 from qarl_jax.loss.common.clipped import clipped_policy_loss
 from qarl_jax.loss.common.options import nearest
@@ -45,6 +45,7 @@ LOSSES: dict[Any, Callable[..., tuple[Mean, dict[str, Metric]]]] = {
     gspo.Config: gspo.loss,
     sapo.Config: sapo.loss,
     cispo.Config: cispo.loss,
+    dppo.Config: dppo.loss,
     ppo.Config: clipped_policy_loss,
 }
 

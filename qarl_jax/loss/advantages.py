@@ -75,10 +75,20 @@ class Gae:
         check(self, "advantage")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nothing:
+    """None: rewards are measured, and the KL term alone is learned from (distillation)."""
+
+    name: ClassVar[str] = "none"
+    formula: ClassVar[str] = "0; what is learned is the term `kl`"
+    source: ClassVar[str] = "on-policy distillation, arXiv 2306.13649"
+
+
 ADVANTAGES: dict[str, Any] = {
     "grpo": Grpo,
     "drgrpo": DrGrpo,
     "gae": Gae,
+    "none": Nothing,
 }
 KINDS = ("grpo", "drgrpo")  # of `group_advantages`
 # Eight rewards of 0.1 have a float32 mean one ulp off and std 0; divided by 1e-6 that is an advantage of 7e-3 from

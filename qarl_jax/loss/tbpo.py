@@ -15,7 +15,17 @@ whole garbled responses. A dropped response has no gradient but stays in the val
 on log w: read literally, clip(w, -log 2, log 2) would cut every healthy w = 1 to 0.69.
 
 The default bands suit responses of thousands of tokens: the spread of a mean falls with sqrt(L), so short responses
-need bands wider by sqrt(L_ref / L).
+need wider ones. With d_t = logprobs - old_logprobs of a response of L tokens, `bands` multiplies all its edges by
+
+    fixed     1
+    length    sqrt(length_ref / L)
+    spread    sqrt(length_ref / L) max(1, s / spread_ref),   s^2 = sum_t (d_t - mean d)^2 / (L - 1)
+
+s sqrt(1 / L) is the standard error of the response's own mean log-ratio, so with `spread` an edge is the same number
+of standard errors for every scheme and length. Rounding makes s: under a coarse scheme a small update moves few codes
+by whole steps, and single tokens far. s does not see the mean, which is what the band limits. Its floor keeps the
+bands where a response has one token, or where nothing has moved. Both are of the response alone, so that micro-batches
+and packing change nothing, and neither has a gradient.
 """
 
 from __future__ import annotations
@@ -24,11 +34,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from qarl_jax.loss.common import diagnostics
 from qarl_jax.loss.common.aggregation import aggregate_sequences
 from qarl_jax.loss.common.options import Shared, option
-from qarl_jax.loss.common.responses import MAX_LOG_RATIO, prepare
+from qarl_jax.loss.common.responses import MAX_LOG_RATIO, Responses, prepare
 from qarl_jax.loss.common.sampler_correction import MISMATCH, mismatch_weights
 from qarl_jax.metrics import Mean, Metric
 from qarl_jax.types import LossInputs, UserError
@@ -36,6 +47,7 @@ from qarl_jax.types import LossInputs, UserError
 # w_mode is shorthand for what happens to the geometric-mean weight outside [1/C, C].
 W_MODES = {"clip": "geometric", "drop": "geometric_mis", "none": "none"}
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean")
+BANDS = ("fixed", "length", "spread")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +70,16 @@ class Config(Shared):
     clip_low: float = option(3e-4, "inert: listed in the table, without a role in eq. 5", "QaRL table 2", above=0.0)
     neg_clip_low: float = option(3e-4, "A < 0: dropped below 1 - neg_clip_low", "QaRL table 2", above=0.0)
     neg_clip_high: float = option(7e-4, "A < 0: dropped above 1 + neg_clip_high", "QaRL table 2", above=0.0)
+    bands: str = option(
+        "fixed",
+        "the edges are as written, or follow a response's length, or its length and spread",
+        "ours",
+        choices=BANDS,
+    )
+    length_ref: float = option(4096.0, "tokens of a response for which the edges hold as written", "ours", above=0.0)
+    spread_ref: float = option(
+        0.0256, "s for which they do: there clip_high = 4e-4 is one standard error at 4,096 tokens", "ours", above=0.0
+    )
     w_mode: str = option(
         "clip",
         "w outside [1/C, C]: `clip` truncates (eq. 5), `drop` drops the response, `none` sets w = 1",
@@ -78,6 +100,18 @@ class Config(Shared):
         return self.mismatch if self.w_mode == "clip" else W_MODES[self.w_mode]
 
 
+def widths(r: Responses, cfg: Config) -> Float[Array, "B S"] | float:
+    """Factors on the edges of each response's band; see the module's docstring. No gradient."""
+    if cfg.bands == "fixed":
+        return 1.0
+    width = jnp.sqrt(cfg.length_ref / jnp.maximum(r.length, 1.0))
+    if cfg.bands == "length":
+        return width
+    d = jax.lax.stop_gradient(jnp.clip(r.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    squares = r.sum((d - r.spread(r.mean(d))) ** 2)
+    return width * jnp.maximum(jnp.sqrt(squares / jnp.maximum(r.length - 1.0, 1.0)) / cfg.spread_ref, 1.0)
+
+
 def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     """TBPO over this batch; see the module's docstring for the formula and `qarl_jax.loss` for the convention."""
     r = prepare(x, on_policy=cfg.on_policy, positive_only=cfg.positive_only, ratio=cfg.ratio)
@@ -85,18 +119,17 @@ def loss(x: LossInputs, *, cfg: Config) -> tuple[Mean, dict[str, Metric]]:
     advantage, w = r.mean(r.advantages), r.mean(weights.weight)
     ratio = jnp.exp(jnp.clip(r.mean(r.log_ratio), -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
-    banded = jnp.where(
-        advantage > 0,
-        jnp.clip(ratio, 0.0, 1.0 + cfg.clip_high),
-        jnp.clip(ratio, 1.0 - cfg.neg_clip_low, 1.0 + cfg.neg_clip_high),
-    )
+    width = widths(r, cfg)
+    pos_high, neg_low, neg_high = (1.0 + side * width for side in (cfg.clip_high, -cfg.neg_clip_low, cfg.neg_clip_high))
+    banded = jnp.where(advantage > 0, jnp.clip(ratio, 0.0, pos_high), jnp.clip(ratio, neg_low, neg_high))
     mean = aggregate_sequences(-w * banded * advantage, r, cfg.aggregation)
 
     now = jax.lax.stop_gradient(ratio)
     edges = diagnostics.sequence_clip_metrics(
         r,
-        pos_high=(advantage > 0) & (now > 1.0 + cfg.clip_high),
-        neg_low=(advantage < 0) & (now < 1.0 - cfg.neg_clip_low),
-        neg_high=(advantage < 0) & (now > 1.0 + cfg.neg_clip_high),
+        pos_high=(advantage > 0) & (now > pos_high),
+        neg_low=(advantage < 0) & (now < neg_low),
+        neg_high=(advantage < 0) & (now > neg_high),
     )
+    edges["loss/band_width"] = r.sequence_mean(jnp.broadcast_to(width, r.length.shape))
     return mean, diagnostics.batch_metrics(r) | weights.metrics | edges

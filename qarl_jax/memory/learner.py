@@ -23,7 +23,7 @@ from qarl_jax.learning.trainable import NOTHING, Trainable, joined
 from qarl_jax.optim import by_stack, leafwise
 from qarl_jax.rollout.embedded.engine import Config as SamplerConfig
 from qarl_jax.rollout.embedded.engine import footprint
-from qarl_jax.run import build
+from qarl_jax.run import build, reference
 from qarl_jax.run.config import RunConfig
 from qarl_jax.runtime import remat
 from qarl_jax.runtime.mesh import AXIS_RULES, BATCH_AXES, MESH_AXES, param_shardings
@@ -326,8 +326,9 @@ def parts(cfg: RunConfig, *, per_device: bool = False, trainable: Trainable | No
     if cfg.quant.code_flips and (cfg.train.updates_per_step > 1 or made.served != made.graphdef):
         kept = nbytes(trainable.learned(made.published), mesh)
         out |= {"QTensors published before": kept} if kept else {}
-    if cfg.kl.coef:
-        out["reference policy"] = nbytes(_held(NOTHING, made.graphdef, made.learned), mesh)
+    if cfg.kl.coef and cfg.kl.reference != "masters":
+        theirs = shapes(reference.of_teacher(cfg)) if cfg.kl.is_folder else made
+        out["reference policy"] = nbytes(_held(NOTHING, theirs.graphdef, theirs.learned), mesh)
     if cfg.critic is not None:
         body, own, moments = abstract_critic(cfg)
         # Its gradient is float32, with an accumulator of its own, and it has no logits.

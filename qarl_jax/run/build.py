@@ -257,22 +257,25 @@ def no_qweights() -> Any:
     return nnx.State({})
 
 
+HINT_LEN = 1024
+"""Tokens by which a hint may exceed the longest prompt in an evaluation, which gives the engine room for it."""
+
+
 def eval_prompts(cfg: RunConfig, tokenizer: Any, say: Callable[[str], None] = lambda text: None) -> list[Any]:
     """The first `eval.num_prompts` prompts to evaluate on (all, where that is 0 or there are fewer).
 
     Args:
       say: is told what a reader should know of them.
     """
-    if cfg.eval.data is None:
-        source = data.make_source(cfg.data, tokenizer, "heldout")
-    else:
+    if cfg.eval.data is not None:
         of_prompts, of_turns = ((each.template == "chat", dict(each.chat_args)) for each in (cfg.eval.data, cfg.data))
         if cfg.rollout.environment is not None and of_prompts != of_turns:
             raise UserError(
                 "rollout.environment: what is observed between turns is written by data.template and data.chat_args;"
                 " give eval.data the same (a suite: data.template=chat), or evaluate without an environment."
             )
-        source = data.make_source(cfg.eval.data, tokenizer, "all")
+    chosen = dataclasses.replace(cfg.eval.data or cfg.data, hint=cfg.eval.hint)
+    source = data.make_source(chosen, tokenizer, "all" if cfg.eval.data else "heldout", HINT_LEN)
     if not len(source):
         raise UserError("eval.data has no prompt to evaluate on.")
     prompts = [source.prompt(i) for i in range(min(cfg.eval.num_prompts or len(source), len(source)))]

@@ -28,11 +28,12 @@ from qarl_jax import quant
 from qarl_jax.data import Config as DataConfig
 from qarl_jax.data.sources import mix
 from qarl_jax.data.sources import reasoning_gym as gym_source
+from qarl_jax.data.sources.hints import Hint
 from qarl_jax.learning.critic import Config as CriticConfig
 from qarl_jax.learning.lora import Config as LoraConfig
 from qarl_jax.learning.trainable import ALL, Trainable
 from qarl_jax.loss import LOSSES, ppo, tbpo
-from qarl_jax.loss.advantages import ADVANTAGES, Gae, Grpo
+from qarl_jax.loss.advantages import ADVANTAGES, Gae, Grpo, Nothing
 from qarl_jax.observe.recorder import Config as LogConfig
 from qarl_jax.optim.build import OPTIMIZERS, Muon
 from qarl_jax.quant.config import Config as QuantConfig
@@ -85,21 +86,31 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KLConfig:
-    """A KL term against the policy the run starts from, under the learner's scheme (see `loss/kl.py`).
+    """A KL term against a reference policy (see `loss/kl.py`).
 
     Attributes:
       coef: its weight; 0: none, as in QaRL. QuRL's DeepScaleR runs: 1e-3.
+      reference: start, the policy the run starts from, under the learner's scheme; masters, the policy's own masters in
+        bf16 (self-distillation); or a model folder, in bf16 (on-policy distillation). See `run/reference.py`.
       kind: estimator: k1, k2, k3, or k3+ (k3's value, k2's gradient).
       aggregation: token-mean, seq-mean-token-mean or seq-mean-token-sum.
     """
 
     coef: float = 0.0
+    reference: str = "start"
     kind: Literal["k1", "k2", "k3", "k3+"] = "k3"
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
 
     def __post_init__(self) -> None:
         if not self.coef >= 0:
             raise UserError(f"coef must not be negative, got {self.coef}; 0 turns the KL term off.")
+        if not self.reference:
+            raise UserError("reference is empty: give start, masters, or a model folder.")
+
+    @property
+    def is_folder(self) -> bool:
+        """Tells whether the reference is another model."""
+        return self.reference not in ("start", "masters")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,6 +206,7 @@ class EvalConfig:
       top_p: as in sampling; 1 leaves the policy's own distribution.
       max_response_len: 0: rollout.max_response_len.
       data: other data to evaluate on, all of it; null: the held-out split of `data`.
+      hint: help beside the questions that are evaluated on, whatever `data.hint` is (`evaluate --view`); null: none.
     """
 
     every: int = 0
@@ -206,6 +218,7 @@ class EvalConfig:
     top_p: float = 1.0
     max_response_len: int = 0
     data: DataConfig | None = None
+    hint: Hint | None = None
 
     def words(self, prompts: int | None = None) -> str:
         """Words how much is evaluated, and when. prompts: as many as there are; None: not known."""
@@ -237,7 +250,7 @@ class RunConfig:
       run_dir: where the run writes; empty: runs/<name of the config file>.
       seed: of everything random: order of prompts, sampling, shuffles.
       lora: adapters that learn on a frozen policy; null: all of the policy learns.
-      advantage: how rewards become advantages: grpo, drgrpo (relative to the group) or gae (to a critic).
+      advantage: how rewards become advantages: grpo, drgrpo (relative to the group), gae (to a critic), or none.
       critic: PPO's critic, which advantage.name=gae needs; null: none.
     """
 
@@ -277,12 +290,13 @@ class RunConfig:
                 " master_rounding out."
             )
         self._check_critic()
+        self._check_reference()
         if self.lora is not None:
             self.lora.check(self.quant, self.critic, self.rollout.engine)
         if self.rollout.norm_noise is not None:
             self.rollout.norm_noise.check(self.loss)
         if self.rollout.num_samples_per_prompt < 2:
-            if self.critic is None:
+            if self.critic is None and not isinstance(self.advantage, Nothing):
                 raise UserError(
                     f"rollout.num_samples_per_prompt=1: advantage.name={self.advantage.name} compares the responses to"
                     " a prompt, and a single response always gets advantage 0. Use at least 2."
@@ -366,6 +380,24 @@ class RunConfig:
     @property
     def _is_by_turn(self) -> bool:
         return getattr(self.advantage, "level", "response") == "turn"
+
+    def _check_reference(self) -> None:
+        if isinstance(self.advantage, Nothing) and not self.kl.coef:
+            raise UserError(
+                "advantage.name=none leaves the KL term alone to learn from, and kl.coef is 0; set kl.coef=1, and"
+                " kl.reference."
+            )
+        if self.kl.coef and self.kl.reference == "masters":
+            if self.lora is not None:
+                raise UserError(
+                    "kl.reference=masters compares with the masters in bf16, and the base under lora has none; set"
+                    " lora=null, or kl.reference to a model folder."
+                )
+            if self.quant.forward == "bf16" and not self.quant.rules:
+                raise UserError(
+                    "kl.reference=masters is the learner itself under quant.forward=bf16: its KL is 0. Set a low-bit"
+                    " quant.forward, or another reference."
+                )
 
     def _check_critic(self) -> None:
         wanted, name = isinstance(self.advantage, Gae), self.loss.name

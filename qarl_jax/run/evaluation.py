@@ -5,12 +5,15 @@
     python -m qarl_jax.evaluate --checkpoint runs/quickstart eval.num_samples=16 eval.temperature=1.0
     python -m qarl_jax.evaluate --config configs/quickstart.yaml --model Qwen/folder --scheme w8a8 --engine vllm --json
     python -m qarl_jax.evaluate --config configs/qwen25_coder_0p5b/bf16_grpo.yaml --suite gsm8k
+    python -m qarl_jax.evaluate --checkpoint RUN --view difficulty,plan --base base.jsonl --json > RUN/views.jsonl
 
 The policy is `model.path` (or --model) or a checkpoint of a run (--checkpoint RUN, or one step_* folder of it; the
 config then defaults to the run's own). Data, number of samples and sampling are those of the config's `eval` section,
 or of a public benchmark (--suite; see `suites.py`), and any of them can be overridden. Prints a table, or one JSON
 object; --out FILE.jsonl holds one line per prompt with every response. `train.py` calls `evaluate` itself at the start,
 the end and in between.
+
+--view asks the same questions in several ways (`views.py`): by difficulty, with a plan, with facts.
 
 What each number means, and how far it can be trusted: `run/estimators.py`.
 """
@@ -32,12 +35,14 @@ from jaxtyping import Float
 
 from qarl_jax import data, models
 from qarl_jax.data import suites
+from qarl_jax.data.sources.hints import pass_rates
 from qarl_jax.data.stream import OTHER_SPLIT, has_this_split
 from qarl_jax.learning.trainable import joined
+from qarl_jax.observe.error_tokens import PROBABILITY
 from qarl_jax.rewards import Grader, extract
 from qarl_jax.rollout import PolicyWeights, RolloutEngine, SamplingConfig
 from qarl_jax.rollout.vllm.config import Config as VllmConfig
-from qarl_jax.run import build, checkpoint, config, stamp
+from qarl_jax.run import build, checkpoint, config, stamp, views
 from qarl_jax.run.config import RunConfig
 from qarl_jax.run.estimators import default_ks, interval, maj_at_k, majority, pass_at_k, standard_error
 from qarl_jax.run.rollout_config import ENGINE_CONFIGS
@@ -95,7 +100,8 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
       Evaluation, with metrics: eval/reward/mean and eval/reward/best (mean over prompts of the best response);
       eval/avg_at_<n>, eval/pass_at_<k>, eval/maj_at_<k> (k > 1), each with `/low`, `/high` (`interval`) and `/stderr`
       (clustered by question; not of one), as has eval/reward; eval/response_len/mean (tokens), eval/truncated (share of
-      responses without an end token), eval/no_answer (share that casts no vote), eval/prompts, eval/different_prompts
+      responses without an end token), eval/no_answer (share that casts no vote), eval/error_tokens (share
+      of tokens that were drawn though the policy gave them less than 0.001), eval/prompts, eval/different_prompts
       and eval/responses.
     """
     rewards = np.array([group.rewards for group in groups], np.float64)
@@ -125,6 +131,7 @@ def measure(groups: Sequence[RolloutGroup], parts: dict[str, Float[np.ndarray, "
         "eval/response_len/mean": float(np.mean([len(c.tokens) for c in flat])),
         "eval/truncated": float(np.mean([c.finish_reason != "stop" for c in flat])),
         "eval/no_answer": float(np.mean([vote is None for row in votes for vote in row])),
+        "eval/error_tokens": float(np.mean(np.concatenate([c.logprobs for c in flat]) < np.log(PROBABILITY))),
         "eval/prompts": float(len(groups)),
         "eval/different_prompts": float(different),
         "eval/responses": float(len(flat)),
@@ -312,6 +319,8 @@ def table(metrics: dict[str, float]) -> str:
         name, _, k = key.removeprefix("eval/").partition("_at_")
         if k.isdigit():
             add(f"{name}@{k}", key)
+        elif key.startswith("eval/difficulty_") and key.count("/") == 1:
+            add(f"solved <={key.rpartition('_')[2]}%", key)
     add("response length", "eval/response_len/mean", ".1f")
     add("truncated", "eval/truncated")
     add("no answer", "eval/no_answer")
@@ -322,14 +331,14 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _config(args: argparse.Namespace, suite: str | None) -> RunConfig:
+def _config(args: argparse.Namespace, suite: str | None, view: str) -> RunConfig:
     """The config of --config, else that of the run of --checkpoint, with every override."""
     overrides = [f"model.path={args.model}"] if args.model else []
     overrides += [f"rollout.engine.name={args.engine}"] if args.engine else []
     if suite:
         name, _, preset = suite.partition(":")
         overrides += suites.overrides(name, args.suite_data, preset or args.preset)
-    overrides += args.overrides
+    overrides += [*views.overrides(view), *args.overrides]
     if args.config:
         return config.load(args.config, overrides)
     if args.checkpoint:
@@ -343,11 +352,11 @@ def _config(args: argparse.Namespace, suite: str | None) -> RunConfig:
     raise UserError("give --config FILE, --checkpoint RUN or both: nothing says what to evaluate on.")
 
 
-def _out(path: Path | None, suite: str, several: bool) -> Path | None:
-    """Names the file of responses: --out, with the suite's name before its ending where there are several."""
-    if path is None or not several:
+def _out(path: Path | None, *several: str) -> Path | None:
+    """Names the file of responses: --out, with the suite or view before its ending where there are several."""
+    if path is None:
         return path
-    return path.with_name(f"{path.stem}.{suite.replace(':', '_')}{path.suffix}")
+    return path.with_name(".".join([path.stem, *(name.replace(":", "_") for name in several)]) + path.suffix)
 
 
 @entry_point
@@ -369,7 +378,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--suite-data", metavar="FILE", help="the questions of one suite, where `make data` has none")
     parser.add_argument("--preset", default="greedy", choices=suites.PRESETS, help="how suites sample that do not say")
-    parser.add_argument("--json", action="store_true", help="print a JSON object (one line for each suite), no table")
+    parser.add_argument(
+        "--view", default="plain", metavar="NAME[,...]", help=f"ways to ask the questions: {', '.join(views.VIEWS)}"
+    )
+    parser.add_argument(
+        "--base", metavar="FILE.jsonl", help="with --view difficulty: the base policy's --out for the same questions"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object (a line for each suite and view)")
     parser.add_argument(
         "--out", metavar="FILE.jsonl", help="write one line per prompt, with its responses; FILE.SUITE.jsonl if several"
     )
@@ -379,20 +394,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             f"--suite-data {args.suite_data} holds the questions of one suite, and {len(names)} are asked for."
         )
-    cfgs = [_config(args, name) for name in names]
+    asked = [(name, view) for name in names for view in args.view.split(",")]
+    cfgs = [_config(args, name, view) for name, view in asked]
+    if ("difficulty" in args.view.split(",")) != bool(args.base):
+        raise UserError(
+            "--view difficulty and --base FILE.jsonl go together: the base policy's responses say the level."
+        )
+    rates = pass_rates(args.base) if args.base else {}
     out = None if args.out is None else Path(args.out).absolute()
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"--out {out}: not a file in a folder that exists.")
     results = run(*cfgs, source=args.checkpoint, scheme=args.scheme)
-    for name, cfg, (result, version) in zip(names, cfgs, results, strict=True):
-        file = _out(out, name or OWN, len(names) > 1)
+    for (name, view), cfg, (result, version) in zip(asked, cfgs, results, strict=True):
+        file = _out(out, *[name or OWN] * (len(names) > 1), *[view] * (len(asked) > len(names)))
         if file is not None:
             try:
                 file.write_text("".join(json.dumps(record) + "\n" for record in result.prompts))
             except OSError as error:
                 raise UserError(f"--out {file}: cannot be written ({error.strerror or error}).") from None
+        levels = views.by_difficulty(result.prompts, rates) if view == "difficulty" else {}
         if args.json:
-            print(json.dumps(({"suite": name} if name else {}) | result.metrics), flush=True)
+            said = ({"suite": name} if name else {}) | ({} if view == "plain" else {"view": view})
+            print(json.dumps(said | result.metrics | levels), flush=True)
             continue
         e = cfg.eval
         policy = f"{args.checkpoint} version {version}" if args.checkpoint else cfg.model.path
@@ -402,7 +425,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f" temperature {e.temperature:g}, top_p {e.top_p:g}, at most"
             f" {e.max_response_len or cfg.rollout.max_response_len} tokens\n"
         )
-        print(table(result.metrics))
+        if view != "plain":
+            print(f"view     {view}\n")
+        print(table(result.metrics | levels))
     return 0
 
 

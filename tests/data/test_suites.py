@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A suite is a set of overrides: it finds its questions, asks them in the chat format, and grades by its own rule."""
 
+import base64
 import json
 import pathlib
+import pickle
+import zlib
 
 import pytest
 
@@ -218,6 +221,62 @@ PUBLISHED = {
         None,
     ),
 }
+
+
+# LiveCodeBench's private tests: JSON in a pickle, compressed, in base64.
+PRIVATE = base64.b64encode(
+    zlib.compress(pickle.dumps(json.dumps([{"input": "2 2", "output": "4", "testtype": "stdin"}])))
+).decode()
+# All columns and the file's form of what a user fetches; the content is invented.
+FETCHED = {
+    "math500": ("jsonl", {
+        "problem": "How many apples?", "solution": "Two and two.\\boxed{4}", "answer": "4", "subject": "Prealgebra",
+        "level": 1, "unique_id": "test/prealgebra/1.json",
+    }),
+    "aime24": ("parquet", {
+        "id": 60, "problem": "Find it.", "solution": "..", "answer": "204", "url": "https://example.org",
+        "year": "2024", "__index_level_0__": 24,
+    }),
+    "amc": ("parquet", {"id": 0, "problem": "Cities?", "answer": 27.0, "url": "https://example.org"}),
+    "olympiadbench": ("parquet", {
+        "id": 1606, "question": "Find n.", "solution": ["It is 6."], "final_answer": ["6"], "context": None,
+        "image_1": None, "modality": "Text-only", "difficulty": "Competition", "is_multiple_answer": False,
+        "unit": None, "answer_type": "Numerical", "error": None, "question_type": "Open-ended",
+        "subfield": "Algebra", "subject": "Math", "language": "English",
+    }),
+    "minerva": ("jsonl", {"question": "How bright?", "answer": "4.5e33"}),
+    "mmlu_pro": ("parquet", {
+        "question_id": 70, "question": "Which?", "options": ["u", "v", "w"], "answer": "C", "answer_index": 2,
+        "cot_content": "", "category": "business", "src": "ori_mmlu",
+    }),
+    "livecodebench": ("jsonl", {
+        "question_title": "Sum", "question_content": "Add two numbers.", "platform": "atcoder",
+        "question_id": "abc301_a", "contest_id": "abc301", "contest_date": "2023-05-13T00:00:00", "starter_code": "",
+        "difficulty": "easy", "public_test_cases": '[{"input": "1 2", "output": "3", "testtype": "stdin"}]',
+        "private_test_cases": PRIVATE, "metadata": "{}",
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FETCHED)
+def test_a_file_as_its_publisher_has_it_is_read_asked_and_graded(name, tmp_path):
+    form, row = FETCHED[name]
+    if form == "parquet":
+        path = tmp_path / "test-00000-of-00001.parquet"
+        pytest.importorskip("pyarrow.parquet").write_table(
+            pytest.importorskip("pyarrow").Table.from_pylist([row]), path
+        )
+    else:
+        path = questions(tmp_path, [row])
+    cfg = load(name, path)
+    (asked,) = build.eval_prompts(cfg, EchoTokenizer())
+    assert next(row[key] for key in ("problem", "question", "question_content") if key in row) in asked.text
+    right, wrong = f"so \\boxed{{{asked.answer}}}", "so \\boxed{Q}"
+    if name == "livecodebench":
+        right = "```python\nprint(sum(map(int, input().split())))\n```"
+        wrong = "```python\nprint(3)\n```"  # passes the public test, and not the private one
+    assert (graded(cfg, asked, right), graded(cfg, asked, wrong)) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -189,4 +189,4 @@ def test_bad_options_of_gae_are_refused(options, message):
 
 def test_every_kind_of_advantage_is_known_by_its_name():
     assert {name: kind.name for name, kind in ADVANTAGES.items()} == {name: name for name in ADVANTAGES}
-    assert set(KINDS) | {"gae"} == set(ADVANTAGES)
+    assert set(KINDS) | {"gae", "none"} == set(ADVANTAGES)

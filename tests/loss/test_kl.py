@@ -12,6 +12,7 @@ import pytest
 from qarl_jax import models, train
 from qarl_jax.learning.learner import Learner, Options
 from qarl_jax.loss import get_loss, get_term
+from qarl_jax.loss.kl import estimate
 from qarl_jax.metrics import values
 from qarl_jax.optim import build, leafwise
 from qarl_jax.runtime import mesh
@@ -61,6 +62,27 @@ def gradient(coef, reference, kind="k3"):
     )
     flat = np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(grads)])
     return flat, values(metrics)
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3+"])
+def test_over_all_tokens_the_gradient_is_that_of_the_reverse_kl(kind):
+    """Five tokens with probabilities p under the policy and q under the teacher; d KL(p || q) / d logit_j, by hand, is
+    p_j (log p_j - log q_j - KL). Averaged over the policy's tokens, k1 gives nothing, and k3 something else."""
+    logits, teacher = np.random.default_rng(4).normal(size=(2, 5)) * 1.5
+    log_p, log_q = (x - np.log(np.exp(x).sum()) for x in (logits, teacher))
+    p = np.exp(log_p)
+    exact = p * (log_p - log_q - (p * (log_p - log_q)).sum())
+
+    def pulled(kind):
+        def each(z, y):
+            return estimate((jax.nn.log_softmax(z) - jnp.asarray(log_q, jnp.float32))[y], kind)
+
+        grads = [jax.grad(each)(jnp.asarray(logits, jnp.float32), y) for y in range(5)]
+        return np.einsum("y,yj->j", p, np.stack(grads))
+
+    np.testing.assert_allclose(pulled(kind), exact, atol=2e-6)
+    np.testing.assert_allclose(pulled("k1"), 0, atol=2e-6)
+    assert np.abs(pulled("k3") - exact).max() > 0.05
 
 
 def own_scores():

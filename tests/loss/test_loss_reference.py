@@ -20,6 +20,8 @@ VARIANTS = [
     ("tbpo", {"w_mode": "none"}),
     ("tbpo", {"aggregation": "token-mean"}),
     ("tbpo", {"clip_high": 1e-4, "neg_clip_low": 6e-4, "neg_clip_high": 3e-4, "mismatch_cap": 1.2}),
+    ("tbpo", {"bands": "length", "length_ref": 9.0}),
+    ("tbpo", {"bands": "spread", "length_ref": 2.0, "spread_ref": 0.4}),
     ("tbpo", {"positive_only": True}),
     ("tbpo", {"on_policy": True}),
     ("grpo", {"aggregation": "seq-mean-token-mean"}),
@@ -37,6 +39,8 @@ VARIANTS = [
     ("gspo", {"mismatch": "seq_mis"}),
     ("gspo", {"aggregation": "token-mean", "mismatch": "tis", "dual_clip": 10.0}),
     ("sapo", {"tau_pos": 2.0, "tau_neg": 0.5}),
+    ("dppo", {"divergence": "kl"}),
+    ("dppo", {"clip_low": 0.05, "clip_high": 0.08, "ratio_max": 1.2, "mismatch": "tis"}),
     ("cispo", {"ratio_min": 0.9, "ratio_max": 1.1}),
 ]
 

@@ -65,6 +65,11 @@ def weights(mismatch, lo, ls, cap=2.0, low=None, high=None):
         w = [1.0] * n
     elif mismatch == "tis":
         w = [min(x, cap) for x in rho]
+    elif mismatch == "ais":
+        ess = math.fsum(rho) ** 2 / math.fsum(x * x for x in rho)
+        k3 = math.fsum(x - 1 - clamp(d, -20, 20) for x, d in zip(rho, diffs, strict=True)) / n
+        mix = 1 - ess / n * math.exp(-k3)
+        w = [(1 - mix) + mix * min(x, cap) for x in rho]
     elif mismatch == "acr":
         w = [min(x, cap) for x in rho]
         widen = [1 / min(1.0, cap / x) for x in rho]  # 1 / r_trunc, QuRL eq. 9
@@ -102,6 +107,16 @@ def ppo_clip(r, dr, a, el, eh, dual=None):
             return dual * a, 0.0
         return (r * a, dr * a) if r >= 1 - el else ((1 - el) * a, 0.0)
     return 0.0, 0.0
+
+
+def band_width(d, opt):
+    """Factor on the edges of TBPO's band for one response with these log-ratios."""
+    wide = {"fixed": 1.0}.get(opt.get("bands", "fixed"), math.sqrt(opt.get("length_ref", 4096) / len(d)))
+    if opt.get("bands") == "spread" and len(d) > 1:
+        mean = math.fsum(d) / len(d)
+        s = math.sqrt(math.fsum((x - mean) ** 2 for x in d) / (len(d) - 1))
+        wide *= max(s / opt.get("spread_ref", 0.0256), 1.0)
+    return wide
 
 
 CLIPS = {"grpo": (0.2, 0.2), "drgrpo": (0.2, 0.2), "dapo": (0.2, 0.28), "ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
@@ -158,10 +173,12 @@ def loss(name, batch: Batch, **options) -> Result:
                     j, dj = ppo_clip(r, dr, a, el, (1 + eh) * widen[k] - 1, opt.get("dual_clip"))
                 else:
                     r = math.exp(clamp(mean_diff, -20, 20))
+                    wide = band_width([p - o for p, o in zip(lp, lo, strict=True)], opt)
                     if a > 0:
-                        j, inside = min(r, 1 + opt.get("clip_high", 4e-4)) * a, r <= 1 + opt.get("clip_high", 4e-4)
+                        high = 1 + opt.get("clip_high", 4e-4) * wide
+                        j, inside = min(r, high) * a, r <= high
                     else:
-                        low, high = 1 - opt.get("neg_clip_low", 3e-4), 1 + opt.get("neg_clip_high", 7e-4)
+                        low, high = 1 - opt.get("neg_clip_low", 3e-4) * wide, 1 + opt.get("neg_clip_high", 7e-4) * wide
                         j, inside = clamp(r, low, high) * a, low <= r <= high
                     dj = r * a if inside and abs(mean_diff) < 20 else 0.0
                 for u in ts:
@@ -175,6 +192,16 @@ def loss(name, batch: Batch, **options) -> Result:
                     z = math.exp(-abs(tau * (r - 1)))
                     s = 1 / (1 + z) if r >= 1 else z / (1 + z)
                     j, dj = 4 / tau * s * a, 4 * z / (1 + z) ** 2 * dr * a
+                elif name == "dppo":
+                    p, q = math.exp(min(lp[k], 0.0)), math.exp(min(lo[k], 0.0))
+                    limit = {"tv": 0.15, "kl": 0.05}[opt.get("divergence", "tv")]
+                    limit = opt.get("clip_high", limit) if a > 0 else opt.get("clip_low", limit)
+                    if opt.get("divergence") == "kl":
+                        far = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) if q < 1 else math.log(q / p)
+                    else:
+                        far = abs(p - q)
+                    c = 0.0 if far > limit and a * (p - q) > 0 else min(r, opt.get("ratio_max", 1e4))
+                    j, dj = c * a * lp[k], c * a
                 elif name == "cispo":
                     c = clamp(r, opt.get("ratio_min", 0.0), opt.get("ratio_max", 5.0))
                     j, dj = c * a * lp[k], c * a

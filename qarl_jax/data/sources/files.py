@@ -113,8 +113,7 @@ class Source:
                     hasher.update(_written([uid, question, answer, meta, *([tools] if tools else [])]))
                     if not wanted(question, split, holdout):
                         continue
-                    text = template.render(question, meta, tools)
-                    tokens = template.admit(text, self.skipped)
+                    text, tokens = template.prompt(question, meta, self.skipped, row=row, answer=answer, tools=tools)
                 except UserError as error:
                     raise UserError(f"{place}: {error}") from None
                 if tokens:

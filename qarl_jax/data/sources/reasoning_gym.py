@@ -116,15 +116,15 @@ class Source:
                 question = rendered(self.question, "data.source.question", question=question, meta=facts)
             if not wanted(question, self.split, self.holdout):
                 continue
-            text = self.template.render(question, facts)
-            tokens = self.template.admit(text, self.skipped)
+            answer = str(entry["answer"])
+            text, tokens = self.template.prompt(question, facts, self.skipped, row=facts, answer=answer)
             if not tokens:
                 continue
             origin = {"dataset": task.dataset, "config": task.config, "seed": seed, "size": size, "index": index}
             uid = f"{task.dataset}/{self.split}/{i}"
             meta = {"origin": origin, "question": entry["question"]}
             said = tuple(said_in(question))
-            return Prompt(uid=uid, tokens=tokens, text=text, answer=str(entry["answer"]), meta=meta, messages=said)
+            return Prompt(uid=uid, tokens=tokens, text=text, answer=answer, meta=meta, messages=said)
         raise UserError(
             f"reasoning_gym task {task.dataset!r}: no usable {self.split} prompt in {MAX_CANDIDATES} tries"
             f" (left out: {self.skipped}). The task may have too few different questions for data.holdout="

@@ -16,6 +16,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from qarl_jax.data.sources import hints
+from qarl_jax.data.sources.hints import Hint
 from qarl_jax.data.tokenizer import Tokenizer, leading_ids
 from qarl_jax.types import Prompt, UserError
 
@@ -72,11 +74,23 @@ class Template:
     (for reasoning-gym the metadata of the task). A row's own system message follows `system` in one message. A
     message or a tool that a template would leave out is refused.
 
+    A `hint` stands below the last message of the user, of at most `hint_len` tokens beyond the longest prompt.
+
     Attributes:
       notes: remarks on the prompts rendered so far, by kind.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str, system: str, chat_args: Mapping[str, Any], max_len: int):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str,
+        system: str,
+        chat_args: Mapping[str, Any],
+        max_len: int,
+        hint: Hint | None = None,
+        hint_len: int = 0,
+    ):
+        self.hint, self._hint_len = hint, hint_len
         self.tokenizer = tokenizer
         self.template = template
         self.system = system
@@ -180,11 +194,47 @@ class Template:
             self.notes["end"] = "prompts end in the end token, and the policy goes on after it: see data.template"
         return tokens
 
+    def prompt(
+        self,
+        question: str | Messages,
+        meta: Mapping[str, Any],
+        skipped: Skipped,
+        *,
+        row: Mapping[str, Any],
+        answer: str,
+        tools: Sequence[Any] = (),
+    ) -> tuple[str, tuple[int, ...]]:
+        """Text and tokens of a question, with its hint where there is one; without tokens where it is left out.
+
+        The length of the question alone decides whether it is left out, so that a hint changes no set of questions. One
+        that its hint would make too long stays without.
+
+        Args:
+          meta, tools: as for `render`.
+          row: has the worked solution. answer: the reference answer.
+        """
+        text = self.render(question, meta, tools)
+        tokens = self.admit(text, skipped) or ()
+        if not tokens or self.hint is None or not hints.wanted(self.hint, text):
+            return text, tokens
+        messages = said_in(question)
+        last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
+        help = hints.words(self.hint, messages[last]["content"], row, answer)
+        if help:
+            messages[last]["content"] += f"\n\n{help}"
+            longer = self.render(messages, meta, tools)
+            more = self.encode(longer)
+            if len(more) <= self.max_len + self._hint_len:
+                return longer, more
+        self.notes["hint"] = "some questions stay without a hint: there is none to give, or it would be too long"
+        return text, tokens
+
     def fingerprint(self) -> str:
         """Hash of all that decides how a question is rendered, the size of the vocabulary included."""
         chat = self.tokenizer.chat_template if self.template == "chat" else ""
         args = sorted(self.chat_args.items())
-        return digest(self.template, self.system, args, self.max_len, len(self.tokenizer), chat)
+        hint = () if self.hint is None else (self.hint, self._hint_len)
+        return digest(self.template, self.system, args, self.max_len, len(self.tokenizer), chat, *hint)
 
 
 def compiled(template: str, name: str) -> tuple[Any, set[str]]:

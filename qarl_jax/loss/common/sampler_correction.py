@@ -157,6 +157,14 @@ MISMATCH: dict[str, Correction] = {
         low=0.0,
         reads=_CAP,
     ),
+    "ais": Correction(
+        level="token",
+        weight=truncated,
+        formula="w_t = 1 + m (min(rho_t, C) - 1), m = 1 - ESS/L exp(-k3), per response",
+        source="AIS, arXiv 2605.13907; m is ours (`adaptive_mix`)",
+        low=0.0,
+        reads=_CAP,
+    ),
     "decoupled": Correction(
         level="token",
         weight=truncated,
@@ -190,6 +198,23 @@ def ratio_at(level: str, r: Responses) -> jax.Array:
     return jnp.exp(jnp.clip(log, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
+def adaptive_mix(r: Responses) -> Float[Array, "B S"]:
+    """AIS's mixing coefficient per response, in [0, 1): 0 leaves the gradient uncorrected, 1 corrects it fully.
+
+        m = 1 - (ESS / L) exp(-k3)      ESS = (sum_t rho_t)^2 / sum_t rho_t^2      k3 = mean_t (rho_t - 1 - log rho_t)
+
+    AIS (https://arxiv.org/abs/2605.13907) mixes by three diagnostics: reliability of the weights (ESS / L), severity of
+    the divergence (k3 estimates KL(sampler || learner) on the sampler's tokens), and amplification of the variance,
+    which is 1 / reliability: L / ESS = 1 + CV^2. How the paper joins them is not in its abstract, so this product is
+    ours: it has no constant, is 0 where the two policies agree, and grows with each. The paper's coefficient is one per
+    batch. This one is of a response, since a batch's would depend on how it is cut into micro-batches.
+    """
+    log = jnp.clip(r.log_weight, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    rho = jnp.exp(log)
+    squares = jnp.maximum(r.length * r.sum(rho * rho), jnp.finfo(jnp.float32).tiny)
+    return jnp.maximum(1.0 - r.sum(rho) ** 2 / squares * jnp.exp(-r.mean(jnp.expm1(log) - log)), 0.0)
+
+
 def smallest(x: Float[Array, "B T"], r: Responses) -> Float[Array, "B S"]:
     """[B, T] -> [B, S]: smallest masked entry of each response, 0 for an empty one."""
     slots = r.length.shape[1]
@@ -215,12 +240,16 @@ def mismatch_weights(
     weight = correction.weight(ratio, low, high)
     metrics: dict[str, Metric] = {}
     count: Callable[[jax.Array], Mean] = r.token_mean
+    if mismatch == "ais":
+        mix = jax.lax.stop_gradient(jnp.where(r.present, adaptive_mix(r), 0.0))
+        weight = 1.0 + r.spread(mix) * (weight - 1.0)
+        metrics["mismatch/ais_mix"] = r.sequence_mean(mix)
     if correction.level not in ("", "token"):  # decided per response, counted per response
         count, weight = r.sequence_mean, r.spread(weight)
     weight = jax.lax.stop_gradient(jnp.where(r.mask, weight, 0.0))
     widen = jnp.maximum(ratio / cap, 1.0) if mismatch == "acr" else jnp.ones_like(weight)
     if correction.level:
-        metrics = {"mismatch/w_cap_high": count(ratio > high), "mismatch/w_cap_low": count(ratio < low)}
+        metrics |= {"mismatch/w_cap_high": count(ratio > high), "mismatch/w_cap_low": count(ratio < low)}
     metrics |= {
         "mismatch/w": r.token_mean(weight),
         "mismatch/w_squared": r.token_mean(weight * weight),

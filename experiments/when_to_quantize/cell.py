@@ -1,0 +1,108 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One cell of PLAN.md: trains what the arm needs, deploys it at a grid, and measures it. The same command redoes it.
+
+    python -m experiments.when_to_quantize.cell WORK ARM GRID SEED [--config FILE] [--gptq-python PYTHON] [override ...]
+
+| arm | policy at the grid |
+|---|---|
+| untrained | the base, rounded to nearest |
+| rtn | RL in bf16, then rounded to nearest |
+| gptq | RL in bf16, then GPTQ on the policy's own responses (`gptq.py`, in PYTHON's environment) |
+| qarl | QaRL at the grid: the bytes that the run published last |
+| qarl_elsewhere | QaRL at another grid, whose masters are rounded to nearest |
+
+Runs lie in WORK and are shared by cells: one that is finished is not trained again, and one that was cut off goes on. A
+line of WORK/cells.jsonl has the numbers of a cell, WORK/ARM_GRID_SEED.jsonl every response. Overrides are of the config
+(train.steps=28 eval.num_prompts=2000). `table.py` compares arms.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+
+ARMS = ("untrained", "rtn", "gptq", "qarl", "qarl_elsewhere")
+GRIDS = ("w8a8", "w4a16", "w3a16")
+ELSEWHERE = {"w8a8": "w4a16", "w4a16": "w8a8", "w3a16": "w4a16"}
+HERE = pathlib.Path(__file__).parent
+
+
+def trained_in(arm: str, grid: str) -> str | None:
+    """The scheme that an arm's run is trained under; None: the base itself."""
+    schemes = {"untrained": None, "rtn": "bf16", "gptq": "bf16", "qarl": grid, "qarl_elsewhere": ELSEWHERE[grid]}
+    return schemes[arm]
+
+
+def call(*command: str) -> str:
+    print("+", *command, file=sys.stderr, flush=True)
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def verb(name: str, *arguments: str) -> str:
+    return call(sys.executable, "-m", f"qarl_jax.{name}", *arguments)
+
+
+def exported(run: pathlib.Path) -> pathlib.Path:
+    """The run's last masters as a bf16 folder."""
+    out = run.with_name(f"{run.name}_hf")
+    if not out.exists():
+        verb("export", "--checkpoint", str(run), "--format", "hf", "--out", str(out))
+    return out
+
+
+def gptq(model: pathlib.Path, grid: str, config: list[str], python: str, overrides: list[str]) -> pathlib.Path:
+    """The model's folder at the grid, by GPTQ on its own responses to held-out questions at T = 1."""
+    out, responses = (model.with_name(f"{model.name}_{end}") for end in (f"gptq_{grid}", "responses.jsonl"))
+    if not out.exists():
+        own = ["eval.temperature=1.0", "eval.num_samples=1", "eval.num_prompts=512"]
+        asked = ["--model", str(model), "--scheme", "bf16", "--out", str(responses)]
+        verb("evaluate", *config, *asked, *overrides, *own)
+        call(python, str(HERE / "gptq.py"), str(model), str(out), grid, str(responses))
+    return out
+
+
+def policy(
+    work: pathlib.Path, arm: str, grid: str, seed: int, config: list[str], python: str, more: list[str]
+) -> list[str]:
+    """Arguments of `evaluate` for the deployed policy of a cell, made where it is not there."""
+    scheme = trained_in(arm, grid)
+    if scheme is None:
+        return [*config, "--scheme", grid]
+    run = work / f"rl_{scheme}_{seed}"
+    trains = [f"run_dir={run}", f"seed={seed}", f"quant.forward={scheme}", "eval.at_start=false", "eval.at_end=false"]
+    verb("train", *config, *more, *trains, "eval.every=0", "checkpoint.at_end=true")
+    if arm == "qarl":
+        return ["--checkpoint", str(run)]
+    model = exported(run)
+    if arm != "gptq":
+        return [*config, "--model", str(model), "--scheme", grid]
+    made = gptq(model, grid, config, python, more)
+    # Frozen under adapters that add zero, a folder's own codes are computed with as they are, and not rounded again.
+    return [*config, "--model", str(made), f"quant.forward={'w4a16' if grid == 'w3a16' else grid}", "lora={}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("work", type=pathlib.Path)
+    parser.add_argument("arm", choices=ARMS)
+    parser.add_argument("grid", choices=GRIDS)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--config", default="configs/qwen25_coder_0p5b/bf16_tbpo.yaml")
+    parser.add_argument("--gptq-python", default="python", help="of an environment with llm-compressor")
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_intermixed_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    config = ["--config", args.config]
+    found = policy(args.work, args.arm, args.grid, args.seed, config, args.gptq_python, args.overrides)
+    out = args.work / f"{args.arm}_{args.grid}_{args.seed}.jsonl"
+    numbers = json.loads(verb("evaluate", *found, "--json", "--out", str(out), *args.overrides, f"seed={args.seed}"))
+    cell = {"arm": args.arm, "grid": args.grid, "seed": args.seed, "responses": out.name} | numbers
+    with (args.work / "cells.jsonl").open("a") as file:
+        file.write(json.dumps(cell) + "\n")
+    print(json.dumps(cell))
+
+
+if __name__ == "__main__":
+    main()

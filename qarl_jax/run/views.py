@@ -1,0 +1,66 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""SPARKLE's views of a policy (https://arxiv.org/abs/2506.04723), for `evaluate --view NAME[,NAME...]`.
+
+    plain        the questions as they are
+    difficulty   the same, by how often the base policy solves them (--base FILE, its `evaluate --out`, several samples)
+    plan         with a correct plan below each question: what following a plan is worth
+    knowledge    with the facts of its solution below each: what knowing them is worth
+
+`data/sources/hints.py` says how plan and facts are cut from a worked solution. Views share their questions and their
+random numbers, so differences are paired by question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qarl_jax.run.estimators import interval
+from qarl_jax.types import UserError, did_you_mean
+
+VIEWS = ("plain", "difficulty", "plan", "knowledge")
+LEVELS = {"0": 0.0, "25": 0.25, "50": 0.5, "75": 0.75, "100": 1.0}
+"""Name of a level of difficulty, in percent -> the largest pass rate of the base in it."""
+
+
+def overrides(view: str) -> list[str]:
+    """A view as overrides of a run's config. Raises `UserError` for an unknown one."""
+    if view not in VIEWS:
+        raise UserError(f"--view {view}: unknown.{did_you_mean(view, VIEWS)} Known: {', '.join(VIEWS)}.")
+    return [f"eval.hint.kind={view}"] if view in ("plan", "knowledge") else []
+
+
+def by_difficulty(records: Sequence[Mapping[str, Any]], rates: Mapping[str, float]) -> dict[str, float]:
+    """Accuracy by level of difficulty.
+
+    Args:
+      records: of an evaluation, one per prompt (`Evaluation.prompts`).
+      rates: prompt -> pass rate of the base (`hints.pass_rates`).
+
+    Returns:
+      eval/difficulty_<level>, with /low and /high at 95 % and /prompts, for each level that has a prompt.
+
+    Raises:
+      UserError: the base has not been asked one of these questions.
+    """
+    missing = sum(record["prompt"] not in rates for record in records)
+    if missing:
+        raise UserError(
+            f"--base: {missing} of {len(records)} questions are not in it; evaluate the base on the same data, suite,"
+            " system message and template."
+        )
+    edges = list(LEVELS.values())
+    level = np.searchsorted(edges, [rates[record["prompt"]] for record in records])
+    samples = len(records[0]["responses"])
+    correct = np.array([record["num_correct"] / len(record["responses"]) for record in records])
+    metrics: dict[str, float] = {}
+    for i, name in enumerate(LEVELS):
+        own = correct[level == i]
+        if len(own):
+            low, high = interval(own, len(own), samples)
+            key = f"eval/difficulty_{name}"
+            metrics |= {key: float(own.mean()), f"{key}/low": low, f"{key}/high": high, f"{key}/prompts": len(own)}
+    return metrics

@@ -1,0 +1,73 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Cells of the experiment: each arm deploys what its name says, and the table pairs them by seed and question."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from experiments.when_to_quantize import cell, table
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Commands that a cell would run."""
+    seen = []
+    monkeypatch.setattr(cell, "call", lambda *command: seen.append(command[2:] if "-m" in command else command) or "{}")
+    return seen
+
+
+def deployed(tmp_path, arm, grid="w4a16"):
+    return cell.policy(tmp_path, arm, grid, 1, ["--config", "C"], "PY", ["train.steps=2"])
+
+
+@pytest.mark.parametrize(
+    ("arm", "scheme", "ends"),
+    [
+        ("rtn", "bf16", ["--config", "C", "--model", "{}/rl_bf16_1_hf", "--scheme", "w4a16"]),
+        ("qarl", "w4a16", ["--checkpoint", "{}/rl_w4a16_1"]),
+        ("qarl_elsewhere", "w8a8", ["--config", "C", "--model", "{}/rl_w8a8_1_hf", "--scheme", "w4a16"]),
+    ],
+)
+def test_an_arm_trains_in_its_scheme_and_is_served_at_the_grid(tmp_path, said, arm, scheme, ends):
+    assert deployed(tmp_path, arm) == [end.format(tmp_path) for end in ends]
+    (trains, *exports) = said
+    assert trains[0] == "qarl_jax.train"
+    assert f"quant.forward={scheme}" in trains
+    assert "train.steps=2" in trains
+    assert [command[0] for command in exports] == ["qarl_jax.export"] * (arm != "qarl")
+
+
+def test_gptq_is_calibrated_on_the_trained_policys_responses_and_served_as_it_is(tmp_path, said):
+    found = deployed(tmp_path, "gptq")
+    model = f"{tmp_path}/rl_bf16_1_hf"
+    assert found[2:] == ["--model", f"{model}_gptq_w4a16", "quant.forward=w4a16", "lora={}"]
+    assert said[-1] == ("PY", str(cell.HERE / "gptq.py"), model, found[3], "w4a16", f"{model}_responses.jsonl")
+    assert said[-2][:7] == ("qarl_jax.evaluate", "--config", "C", "--model", model, "--scheme", "bf16")
+    assert deployed(tmp_path, "gptq", "w3a16")[-2] == "quant.forward=w4a16"  # three-bit codes in four bits
+    assert deployed(tmp_path, "untrained") == ["--config", "C", "--scheme", "w4a16"]
+
+
+def test_the_table_pairs_arms_by_seed_and_question(tmp_path: pathlib.Path):
+    rng = np.random.default_rng(0)
+    lines = []
+    for seed in (1, 2, 3):
+        base = rng.random(400) < 0.4
+        for arm, right in (("rtn", base), ("qarl", base | (rng.random(400) < 0.25))):
+            name = f"{arm}_w4a16_{seed}.jsonl"
+            rows = [{"uid": f"q/{i}", "num_correct": int(x), "responses": [{}]} for i, x in enumerate(right)]
+            (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+            numbers = {"eval/avg_at_1": right.mean(), "eval/response_len/mean": 90.0, "eval/error_tokens": 1e-4}
+            lines.append({"arm": arm, "grid": "w4a16", "seed": seed, "responses": name} | numbers)
+    lines.insert(0, lines[0] | {"eval/avg_at_1": 0.0})  # measured once more below
+    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = table.less_rtn(tmp_path, table.read(tmp_path), "qarl", "w4a16")
+    assert found.seeds == 3
+    assert found.mean == pytest.approx(0.6 * 0.25, abs=0.03)  # of those that were wrong, a quarter
+    assert 0 < found.half < 0.1
+    said = table.table(tmp_path)
+    assert f"| w4a16 | qarl | 3 | {100 * np.mean([x['eval/avg_at_1'] for x in lines[2::2]]):.1f} | +1" in said
+    assert "| w4a16 | rtn | 3 |" in said
+    assert table.less_rtn(tmp_path, table.read(tmp_path), "gptq", "w4a16") is None
