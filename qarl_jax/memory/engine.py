@@ -51,11 +51,15 @@ def layer_copies(cfg: RunConfig) -> int:
 
 
 def staging_bytes(cfg: RunConfig) -> int:
-    """Bytes of staging buffers on the learner's GPU. With NCCL the engine's GPU holds as many."""
+    """Bytes of staging buffers on the learner's GPU. With NCCL the engine's GPU holds as many.
+
+    A frozen base is staged once; the versions after it are adapters, which go through host memory.
+    """
     engine = cfg.rollout.engine
     if not isinstance(engine, vllm.Config) or not engine.stages_on_gpu:
         return 0
-    return engine.staging_buffers * published_bytes(cfg) or chunk_bytes(cfg)
+    buffers = engine.staging_buffers if cfg.lora is None else min(1, engine.staging_buffers)
+    return buffers * published_bytes(cfg) or chunk_bytes(cfg)
 
 
 def kv_bytes(cfg: RunConfig, sequences: int) -> int:
