@@ -121,9 +121,9 @@ def load_policy(cfg: RunConfig, learner: Learner) -> tuple[Any, Any]:
             adapters = models.read_peft(cfg.lora.init, config, adapters)
     if cfg.model.init == "random":
         seed = seed_of(cfg.seed, 0, "masters") % 2**32
-        params, frozen = learner.read(functools.partial(models.random_leaves, seed=seed), config)
+        params, frozen = learner.read(functools.partial(models.random_leaves, seed=seed))
     else:
-        params, frozen = learner.read(models.read_masters, cfg.model.path, config)
+        params, frozen = learner.read(models.read_masters, cfg.model.path)
     if adapters is not None:
         return united(adapters, params), frozen
     return invariant_scaling.invariant_scaling(params, cfg.quant.uaq_scale), frozen
