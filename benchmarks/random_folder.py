@@ -24,6 +24,7 @@ from benchmarks import shapes
 from qarl_jax import models
 
 PROMPTS = 4000
+_MOST_ENDS = 1024  # stop tokens of a request: the bridge's limit
 REWARD = """import zlib
 
 
@@ -55,8 +56,13 @@ def make(
     seed: int = 0,
     *,
     weights: bool = True,
+    mean_len: int = 0,
 ) -> None:
-    """Writes the folder; config.json comes last."""
+    """Writes the folder; config.json comes last.
+
+    mean_len: of responses, a geometric distribution: so many tokens of the vocabulary, evenly spaced, end one that a
+    random model hits one in `mean_len` times. 0: a response ends with <eos> alone.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if weights:
         _weights(folder, config, deviation, seed)
@@ -68,6 +74,9 @@ def make(
             prompt = " ".join(words[i] for i in rng.integers(3, len(words), 32))
             file.write(json.dumps({"prompt": prompt, "answer": str(number)}) + "\n")
     (folder / "reward.py").write_text(REWARD)
+    if mean_len:
+        ends = list(range(1, config.vocab_size, max(mean_len, -(-config.vocab_size // _MOST_ENDS))))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     values = models.hf_config_json(config) | {"eos_token_id": 1, "bos_token_id": None, "initializer_range": deviation}
     (folder / "config.json").write_text(json.dumps(values))
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The qarl_jax authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3 shapes with random weights, and rows of random tokens, for benchmarks of the learner alone."""
+"""Qwen3 and Qwen2.5 shapes with random weights, and rows of random tokens, for benchmarks of the learner alone."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ SIZES = {
     "1.7b": {"hidden": 2048, "inter": 6144, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "tied": True},
     "4b": {"hidden": 2560, "inter": 9728, "layers": 36, "heads": 32, "kv": 8, "vocab": 151936, "tied": True},
     "8b": {"hidden": 4096, "inter": 12288, "layers": 36, "heads": 32, "kv": 8, "vocab": 151936, "tied": False},
+    # Qwen2.5's, with biases.
+    "tiny-qwen2.5": {"hidden": 128, "inter": 256, "layers": 2, "heads": 4, "kv": 2, "head_dim": 32, "vocab": 512}
+    | {"tied": False, "family": "qwen2"},
+    "qwen2.5-7b": {"hidden": 3584, "inter": 18944, "layers": 28, "heads": 28, "kv": 4, "vocab": 152064, "tied": False}
+    | {"family": "qwen2"},
+    "qwen2.5-14b": {"hidden": 5120, "inter": 13824, "layers": 48, "heads": 40, "kv": 8, "vocab": 152064, "tied": False}
+    | {"family": "qwen2"},
+    "qwen2.5-32b": {"hidden": 5120, "inter": 27648, "layers": 64, "heads": 40, "kv": 8, "vocab": 152064, "tied": False}
+    | {"family": "qwen2"},
     "tiny-moe": {"hidden": 128, "inter": 256, "layers": 2, "heads": 4, "kv": 2, "head_dim": 32, "vocab": 512}
     | {"tied": False, "experts": 4, "experts_per_token": 2, "expert_inter": 256},
     "30b-a3b": {"hidden": 2048, "inter": 6144, "layers": 48, "heads": 32, "kv": 4, "vocab": 151936, "tied": False}
@@ -77,6 +86,13 @@ class Setting:
     cards: int = 1
 
 
+_ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+
 def model_config(setting: Setting) -> models.ModelConfig:
     """The ModelConfig of a setting."""
     size = SIZES[setting.model]
@@ -92,9 +108,10 @@ def model_config(setting: Setting) -> models.ModelConfig:
         if "experts" in size
         else {}
     )
+    family = "qwen3_moe" if experts else size.get("family", "qwen3")
     values = experts | {
-        "architectures": ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
-        "model_type": "qwen3_moe" if experts else "qwen3",
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family,
         "hidden_size": size["hidden"],
         "intermediate_size": size["inter"],
         "num_hidden_layers": setting.layers or size["layers"],

@@ -14,12 +14,14 @@ update's responses in one micro-batch, one version staged at a time, and routing
 Cases:
 
     bf16            sampler and learner in bf16
-    w8a8 fp8 w4a16  learner and sampler under that scheme (QaRL), the learner in the sampler's arithmetic
-    w8a8-rollout    sampler under w8a8, learner in bf16 with plain arithmetic (quantized rollout); fp8 and w4a16, too
+    w8a8 fp8 w4a16  learner and sampler under that scheme (QaRL), the learner in the sampler's arithmetic; nvfp4, too
+    w8a8-rollout    sampler under w8a8, learner in bf16 with plain arithmetic (quantized rollout); others, too
 
 `--recipe` runs a config at its own lengths instead, with random weights in the shapes that its model's name stands for.
 Prompts and reward are the folder's; nothing is evaluated. The words after the options go on to the run, an arm first.
 
+`--lora-rank` freezes the base, which is then drawn and quantized weight by weight; adapters learn as in QeRL (8-bit
+AdamW, gradient norms clipped at 0.2, tokens of an update weighted alike).
 `--batch` responses of `--response-len` tokens make `--updates` updates. The first step warms up; the line of JSON holds
 means over the `--steps` after it: tokens per second of the sampler and of the step, seconds per phase (`time/*`), k3
 between sampler and learner, how many of the compared tokens have another log-prob in the learner, the share of
@@ -61,7 +63,7 @@ from qarl_jax.run import config
 from qarl_jax.types import UserError
 
 CONFIG = "configs/one_h200_8b.yaml"
-SCHEMES = ("w8a8", "fp8", "w4a16")
+SCHEMES = ("w8a8", "fp8", "w4a16", "nvfp4")
 CASES = ("bf16", *SCHEMES, *(f"{scheme}-rollout" for scheme in SCHEMES))
 PROMPT_LEN, SAMPLES = 64, 8
 
@@ -122,6 +124,15 @@ def overrides(args: argparse.Namespace, folder: str, run_dir: str) -> list[str]:
     }
     if rollout:
         values["quant.rollout"] = scheme
+    if args.lora_rank:
+        del values["optimizer.offload"]  # adapters' moments are small
+        values |= {
+            "lora": f"{{rank: {args.lora_rank}, alpha: {args.lora_rank}}}",
+            "optimizer": "{name: adamw, lr: 1e-5, b2: 0.99, weight_decay: 0.1, clip_norm: 0.2}",
+            "optimizer.moment_dtype": "int8",
+            "optimizer.second_moment_dtype": "int8",
+            "loss": "{name: dapo, clip_high: 0.28, mismatch: tis, mismatch_cap: 2.0}",
+        }
     if "experts" in shapes.SIZES[args.shapes]:
         values |= {"rollout.router_replay": str(not rollout).lower(), "model.remat": "full"}
     if args.cards > 1 or "experts" in shapes.SIZES[args.shapes]:
@@ -238,6 +249,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--case", choices=CASES, default="w8a8")
     parser.add_argument("--batch", type=int, default=128, help="responses of a step")
     parser.add_argument("--response-len", type=int, default=1024)
+    parser.add_argument("--lora-rank", type=int, default=0, help="of adapters on a frozen base; 0: all learns")
+    parser.add_argument(
+        "--mean-len", type=int, default=0, help="of the responses, drawn by a new folder's stop tokens; 0: full length"
+    )
     parser.add_argument("--rows", type=int, default=2, help="train.micro_batch_rows")
     parser.add_argument("--steps", type=int, default=2, help="measured, after one that warms up")
     parser.add_argument("--arithmetic", default="batch_invariant", choices=("batch_invariant", "vllm"))
@@ -258,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     file = args.recipe or CONFIG
     if not (folder / "config.json").exists():
         shape = named(args) if args.recipe else random_folder.config_of(args.shapes, args.layers)
-        random_folder.make(folder, shape, args.deviation, weights=False)
+        random_folder.make(folder, shape, args.deviation, weights=False, mean_len=args.mean_len)
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = pathlib.Path(args.run_dir or f"{scratch}/run").absolute()
         if args.recipe:

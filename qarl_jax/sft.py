@@ -239,7 +239,7 @@ def _run(cfg: Config, answers: Answers, staging: pathlib.Path) -> None:
     if cfg.model.path is None:
         params, frozen = models.split(models.random_model(model_config, cfg.seed))[1], None
     else:
-        params, frozen = learner.read(models.read_masters, cfg.model.path, model_config)
+        params, frozen = learner.read(models.read_masters, cfg.model.path)
     if cfg.lora is not None:
         params = united(params, models.fresh_adapters(model_config, learner.mesh, cfg.seed))
     state = learner.init(params, frozen)

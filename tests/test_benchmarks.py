@@ -193,6 +193,25 @@ def test_a_case_is_a_config_that_loads(tmp_path, case):
     assert (cfg.train.updates_per_step, cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt) == (2, 128)
 
 
+@pytest.mark.parametrize("size", ["tiny-qwen2.5", "qwen2.5-32b"])
+def test_a_case_with_adapters_freezes_the_base_and_clips_as_qerl(tmp_path, size):
+    args = step_gpu.build_parser().parse_args(
+        ["--folder", "x", "--shapes", size, "--case", "nvfp4", "--lora-rank", "32"]
+    )
+    cfg = config.load(step_gpu.CONFIG, step_gpu.overrides(args, "x", str(tmp_path)))
+    assert (cfg.lora.rank, cfg.optimizer.clip_norm, cfg.optimizer.second_moment_dtype) == (32, 0.2, "int8")
+    assert cfg.loss.name == "dapo"
+    model = shapes.model_config(shapes.Setting(model=size, scheme="nvfp4"))
+    assert (model.architecture, str(model.scheme_of("stacks.0.mlp.up.kernel"))) == ("Qwen2ForCausalLM", "nvfp4")
+
+
+def test_responses_of_a_random_folder_end_once_in_as_many_tokens_as_asked(tmp_path):
+    random_folder.make(tmp_path, random_folder.config_of("tiny"), weights=False, mean_len=8)
+    ends = load_tokenizer(tmp_path).ends
+    assert len(ends) == 512 // 8
+    assert 1 in ends
+
+
 @pytest.mark.parametrize("size", ["8b", "30b-a3b"])
 def test_a_case_on_several_cards_has_an_engine_on_each_and_one_micro_batch_an_update(tmp_path, size):
     args = step_gpu.build_parser().parse_args(["--folder", "x", "--shapes", size, "--cards", "2", "--updates", "4"])

@@ -241,7 +241,7 @@ def test_qerls_arms_are_its_recipe_and_differ_in_model_base_noise_and_rate_alone
     arms = schema.arms_of(config.RunConfig, PAPERS / f"{model}.yaml")
     sizes = {re.match(r"\d+b", arm).group() for arm in arms}
     assert sizes == {"3b", "7b", "14b", "32b"}
-    base = flat(config.to_dict(load(model, "7b_w4a16_aqn")))
+    base = flat(config.to_dict(load(model, "7b_nvfp4_aqn")))
     for arm in arms:
         cfg = load(model, arm)
         size, scheme = re.match(r"(\d+)b_(\w+?)(?:_aqn)?$", arm).groups()
@@ -256,7 +256,7 @@ def test_qerls_arms_are_its_recipe_and_differ_in_model_base_noise_and_rate_alone
             "quant.forward",
             "optimizer.lr",
         }
-    cfg = load(model, "7b_w4a16_aqn")
+    cfg = load(model, "7b_nvfp4_aqn")
     assert (cfg.lora.rank, cfg.loss.clip_high, cfg.loss.aggregation, cfg.kl.coef) == (32, 0.28, "token-mean", 0)
     assert (cfg.optimizer.b1, cfg.optimizer.b2, cfg.optimizer.weight_decay, cfg.optimizer.clip_norm) == (
         0.9,

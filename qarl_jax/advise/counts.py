@@ -42,7 +42,7 @@ class Weights:
       experts: number of parameters of experts, all of them.
       head: number of parameters of the output head.
       dense_bytes, expert_bytes, head_bytes: as published.
-      decoded: number of dense parameters whose scheme is `Scheme.held_twice`: the engine decodes them to bfloat16.
+      decoded: number of dense parameters whose scheme is `Scheme.decoded`: the engine decodes them to bfloat16.
       kernel: `Scheme.kernel` of the dense layers; "" for bfloat16.
     """
 
@@ -73,7 +73,7 @@ def weights_of(cfg: RunConfig, *, rollout: bool) -> Weights:
         found[f"{where.rstrip('s')}_bytes"] += 2 * size if quantized is None else learner.nbytes(quantized)
         if quantized is not None:
             kernel = quantized.scheme.kernel
-            found["decoded"] += size if where == "dense" and quantized.scheme.held_twice else 0
+            found["decoded"] += size if where == "dense" and quantized.scheme.decoded else 0
     return Weights(**found, kernel=kernel)
 
 

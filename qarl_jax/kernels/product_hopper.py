@@ -99,21 +99,24 @@ def _load(ref: Any, at: tuple[Any, ...], layout: Any, interpret: bool) -> jax.Ar
     return load(ref.at[at], layout=layout, optimized=False)
 
 
-def _kernel(*refs: Any, tile: Tile, scaled: bool, bias: bool, splits: int = 1, interpret: bool = False) -> None:
+def _kernel(
+    *refs: Any, tile: Tile, scaled: bool, bias: bool, factor: bool = False, splits: int = 1, interpret: bool = False
+) -> None:
     """All in global memory.
 
     Args:
-      refs: x [M, K], w [N, K] (interpreted: [K, N]), scales s_x [M] and s_w [N] if `scaled`, a bias [N] if any, and the
-        result [M, N].
+      refs: x [M, K], w [N, K] (interpreted: [K, N]), scales s_x [M] and s_w [N] if `scaled`, factors [N] and a bias [N]
+        if any, and the result [M, N].
       tile: divides them.
       scaled: codes, whose sum is rescaled.
-      bias: whether there is one.
+      bias: whether there is one. factor: whether there are factors, which the sum meets before it is rounded.
       splits: of K, equal ones, each with an accumulator of its own.
       interpret: whether on a CPU.
     """
-    x_ref, w_ref, *scales_and_bias, out_ref = refs
-    s_x_ref, s_w_ref = scales_and_bias[:2] if scaled else (None, None)
-    b_ref = scales_and_bias[2 if scaled else 0 :]
+    x_ref, w_ref, *vectors, out_ref = refs
+    s_x_ref, s_w_ref = vectors[:2] if scaled else (None, None)
+    f_ref = vectors[:1] if factor else []
+    b_ref = vectors[-1:] if bias else []
     (height, depth), width = x_ref.shape, w_ref.shape[1 if interpret else 0]
     tiles = height // tile.m, width // tile.n
     steps = depth // tile.k // splits
@@ -174,7 +177,10 @@ def _kernel(*refs: Any, tile: Tile, scaled: bool, bias: bool, splits: int = 1, i
                     s_w = of_outputs(s_w_ref, first_n)
                     total = s_w * total
                     total = fused_multiply_add(total, s_x, b[0], s_x) if bias else s_x * total
-                elif bias:
+                for ref in f_ref:
+                    total = total * of_outputs(ref, first_n)
+                    total = total.astype(jnp.bfloat16).astype(jnp.float32) if bias else total
+                if bias and not scaled:
                     total = total + b[0]
                 y = total.astype(jnp.bfloat16)
                 for i in range(part_n // tile.out_n):
@@ -248,23 +254,26 @@ def float_product(
     x: Float[Array, "M K"],
     w: Float[Array, "N K"],
     bias: Float[Array, " N"] | None = None,
+    factor: Float[Array, " N"] | None = None,
     *,
     splits: int = 1,
     tile: Tile | None = None,
     blocks: int | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """bf16(acc + b): float32 sums of `splits` parts of K, added in ascending order.
+    """bf16(acc + b), or bf16(bf16(acc f) + b): float32 sums of `splits` parts of K, added in ascending order.
 
     Args:
-      x, w: bfloat16. bias: float32.
+      x, w: bfloat16. bias, factor: float32.
       splits: one or two (`split_k.splits_of`); others as in `product`.
     """
     if tile is None:
         tile = FLOAT if splits == 1 and w.shape[0] % FLOAT.n == 0 else FLOAT_SPLIT
     multiple = max(1, split_k.STEP * splits)  # both parts of the same length: behind the last input there are zeros
     x, w = _filled(x, 1, multiple), _filled(w, 1, multiple)
-    return _launch(x, w, (), bias, tile, blocks, interpret, "hopper_bf16", scaled=False, splits=splits)
+    factors = () if factor is None else (factor,)
+    options = {"scaled": False, "factor": factor is not None, "splits": splits}
+    return _launch(x, w, factors, bias, tile, blocks, interpret, "hopper_bf16", **options)
 
 
 def _launch(
@@ -278,14 +287,17 @@ def _launch(
     name: str,
     **static: Any,
 ) -> jax.Array:
-    """The kernel on operands filled up to whole tiles; `static`: of `_kernel`."""
+    """The kernel on operands filled up to whole tiles.
+
+    scales: of rows and outputs, or of outputs alone. static: of `_kernel`.
+    """
     m, n = x.shape[0], w.shape[0]
     if blocks is None:
         blocks = jax.local_devices()[0].core_count if jax.default_backend() == "gpu" else _MULTIPROCESSORS
     x, w = _filled(x, tile.m, tile.k), _filled(w, tile.n, tile.k)
     (rows, _), outputs = x.shape, w.shape[0]
     interpreted = interpret is not None
-    vectors = [_filled(scales[0], tile.m), _filled(scales[1], tile.n)] if scales else []
+    vectors = [_filled(of_rows, tile.m) for of_rows in scales[:-1]] + [_filled(s, tile.n) for s in scales[-1:]]
     if bias is not None:
         vectors.append(_filled(bias, tile.n))
     kernel = functools.partial(_kernel, tile=tile, bias=bias is not None, interpret=interpreted, **static)

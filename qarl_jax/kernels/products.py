@@ -8,8 +8,8 @@ alone: every form is equal to the bit. In a step of Qwen3-8B (16,384 tokens, one
 ms of 1.41 s, 1,490 TFLOP/s; with XLA's it was 1.53 s, when more of the rest was in the way
 (docs/operations/performance.md).
 
-**bf16, and w4a16's bf16(q s).** For a batch-invariant engine alone: the kernel splits K alike for any number of rows,
-where XLA's library splits it by a rule of its own when rows are few, and passes over memory once a part.
+**bf16, w4a16's bf16(q s) and nvfp4's q s.** For a batch-invariant engine alone: the kernel splits K alike for any
+number of rows. XLA's library splits it by a rule of its own when rows are few, and passes over memory once a part.
 
 **fp8.** The kernel changes bits: it accumulates as the engine's does (`product_hopper.py`), which XLA's products of few
 rows do not. Under `plain` it makes few and many rows alike, which XLA's are not.
@@ -20,7 +20,6 @@ experts, a mesh that does not divide the layer; for w8a8 few rows and CPUs' prof
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -134,12 +133,19 @@ def floating(
     x: Float[Array, "M K"],
     w: Float[Array, "N K"],
     bias: Float[Array, "1 N"] | None,
+    factor: Float[Array, ""] | None = None,
     *,
     splits: int,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """bf(acc + b) of bfloat16 operands and a float32 bias, acc in `splits` parts of K."""
+    """bf(acc + b), or bf(bf(acc f) + b), of bfloat16 operands and float32 b and f, acc in `splits` parts of K."""
     from qarl_jax.kernels import product_hopper
 
-    kernel = functools.partial(product_hopper.float_product, splits=splits, interpret=interpret)
-    return _on_mesh(kernel, (x, w), (_BATCH, _WEIGHT), bias, w.shape[0])
+    factors = () if factor is None else (jnp.broadcast_to(factor, w.shape[:1]),)
+
+    def kernel(x: Any, w: Any, *rest: Any) -> Any:
+        named = dict(zip(("factor", "bias")[not factors :], rest, strict=False))
+        return product_hopper.float_product(x, w, **named, splits=splits, interpret=interpret)
+
+    specs = (_BATCH, _WEIGHT, *[PartitionSpec("tensor")] * len(factors))
+    return _on_mesh(kernel, (x, w, *factors), specs, bias, w.shape[0])

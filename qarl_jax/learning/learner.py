@@ -32,6 +32,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qarl_jax import models, quant
+from qarl_jax.learning import pieces
 from qarl_jax.learning.trainable import ALL, NOTHING, Trainable, joined
 from qarl_jax.loss import Loss, Objective, normalized
 from qarl_jax.loss.common import diagnostics
@@ -198,21 +199,25 @@ class Learner:
     def read(self, read_leaves: Callable[..., Iterable[tuple[Any, Any]]], *source: Any) -> tuple[Any, Any]:
         """(masters, frozen) for `init`, of a policy whose leaves come one by one.
 
-        Each frozen leaf goes into the form it is held in as it comes: no two masters of those are ever on the devices,
-        but those whose QTensors share a number.
+        Each frozen leaf goes into the form it is held in as it comes, some layers at a time (`pieces.cut`): no two
+        masters of those are ever on the devices, but those whose QTensors share a number.
 
         Args:
-          read_leaves: `models.read_masters` or `models.random_leaves`, or the like. source: its first arguments.
+          read_leaves: `models.read_masters` or `models.random_leaves`, or the like. source: its first arguments; the
+            model's config follows.
         """
         learns = self.trainable.learns
-        leaves = read_leaves(*source, mesh=self.mesh, frozen=lambda path: not learns(path))
+        options: dict[str, Any] = {"mesh": self.mesh, "frozen": lambda path: not learns(path)}
         if not self.trainable.freeze:
-            return nnx.from_flat_state(list(leaves)), None
-        beside = partners(self.config, quantizable(models.abstract_model(self.config)))
+            return nnx.from_flat_state(list(read_leaves(*source, self.config, **options))), None
+        parts = pieces.cut(self.config)
+        abstract = models.abstract_model(parts)
+        graphdef, beside = models.split(abstract)[0], partners(parts, quantizable(abstract))
+        hold = jax.jit(functools.partial(self.trainable.held, graphdef))
         learned: list[nnx.State] = []
         frozen: list[nnx.State] = []
         waiting: dict[str, Any] = {}
-        for keys, variable in leaves:
+        for keys, variable in read_leaves(*source, parts, **options):
             path = path_of(keys, variable)
             if learns(path) or isinstance(variable, models.Quantized):  # the second was released so
                 (learned if learns(path) else frozen).append(nnx.from_flat_state([(keys, variable)]))
@@ -221,12 +226,16 @@ class Learner:
             together = path, *beside.get(path, ())
             if waiting.keys() >= set(together):
                 own = [waiting.pop(path) for path in together]
-                frozen.append(self.held(nnx.from_flat_state(own)))
+                with sharding.launching(self.mesh):
+                    frozen.append(hold(nnx.from_flat_state(own)))
                 for _, master in own:
                     master.get_value().delete()  # and not when a collector comes
         if waiting:  # for one that learns: refused
-            frozen.append(self.held(nnx.from_flat_state(list(waiting.values()))))
-        return united(*learned), united(*frozen)
+            frozen.append(hold(nnx.from_flat_state(list(waiting.values()))))
+        with sharding.launching(self.mesh):
+            return pieces.joined(united(*learned), parts, self.config), pieces.joined(
+                united(*frozen), parts, self.config
+            )
 
     def hold(self, frozen: Any) -> None:
         """Takes the entries of `qweights` for the frozen leaves. `init` does; what only scores needs no more."""

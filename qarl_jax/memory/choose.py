@@ -337,6 +337,9 @@ def _staging(cfg: RunConfig) -> Knob:
     engine = cfg.rollout.engine
     if not engine.stages_on_gpu or engine.has_own_gpu:
         return [Choice(settings={})]
+    if cfg.lora is not None:  # a buffer would hold the frozen base once more, for one publish
+        note = "the base goes through host memory, once, as adapters do"
+        return [Choice(settings={"rollout.engine.transport": "host"}, notes=(note,))]
     host = Choice(
         settings={"rollout.engine.transport": "host"},
         cost=Cost(seconds=costs.staging_seconds(cfg, None)),

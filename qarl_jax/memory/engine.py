@@ -40,23 +40,26 @@ def published_bytes(cfg: RunConfig) -> int:
 
 
 def layer_copies(cfg: RunConfig) -> int:
-    """Bytes that a vLLM on CUDA holds beside the published tensors of layers that are `Scheme.held_twice`.
+    """Bytes that a vLLM on CUDA holds beside the published tensors of dense layers.
 
-    The bridge's kernels multiply copies made at each load from the tensors, which stay: the arrays in another order,
-    with room for the largest layer, gate and up, decoded to bfloat16. Experts are made in place.
+    Of `Scheme.held_twice` the bridge's kernels multiply copies made at each load from the tensors, which stay: the
+    arrays in another order. Of `Scheme.decoded` there is room for the largest layer, gate and up, in bfloat16.
     """
-    qweights = models.by_path(_published(cfg).qweights)
-    layers = [q for path, q in qweights.items() if ".moe." not in path and q.scheme.held_twice]
-    largest = max((2 * q.shape[-2] * q.shape[-1] for q in layers), default=0)  # of a matrix, bfloat16
-    return nbytes(layers) + 2 * largest
+    layers = [q for path, q in models.by_path(_published(cfg).qweights).items() if ".moe." not in path]
+    largest = max((2 * q.shape[-2] * q.shape[-1] for q in layers if q.scheme.decoded), default=0)
+    return nbytes([q for q in layers if q.scheme.held_twice]) + 2 * largest
 
 
 def staging_bytes(cfg: RunConfig) -> int:
-    """Bytes of staging buffers on the learner's GPU. With NCCL the engine's GPU holds as many."""
+    """Bytes of staging buffers on the learner's GPU. With NCCL the engine's GPU holds as many.
+
+    A frozen base is staged once; the versions after it are adapters, which go through host memory.
+    """
     engine = cfg.rollout.engine
     if not isinstance(engine, VllmConfig) or not engine.stages_on_gpu:
         return 0
-    return engine.staging_buffers * published_bytes(cfg) or chunk_bytes(cfg)
+    buffers = engine.staging_buffers if cfg.lora is None else min(1, engine.staging_buffers)
+    return buffers * published_bytes(cfg) or chunk_bytes(cfg)
 
 
 def kv_bytes(cfg: RunConfig, sequences: int) -> int:

@@ -39,11 +39,17 @@ class Product(Protocol):
         """int8 codes of both -> int32 [M, N], exact."""
 
     def floating(
-        self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics, wide: bool = False
+        self,
+        x: jax.Array,
+        w: jax.Array,
+        bias: jax.Array | None,
+        numerics: Numerics,
+        factor: jax.Array | None = None,
     ) -> jax.Array:
         """Compute dtype [M, K], any dtype [.., N, K], float32 [1, N] -> [M, N] in x.dtype, or float32, not yet rounded.
 
-        wide: always float32, not rounded.
+        factor: float32 [..], a number of each weight, multiplies the float32 sum, which is then rounded to x.dtype
+        before the bias is added.
 
         K is cut into `numerics.splits` parts (`split_k.cuts`), each summed by itself and then added in float32, in
         ascending order. Experts' inputs are not cut, for there are enough experts to fill a GPU, and they have no bias.
@@ -141,12 +147,17 @@ class Dense:
         return _integer_dot_general(x, w)
 
     def floating(
-        self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics, wide: bool = False
+        self,
+        x: jax.Array,
+        w: jax.Array,
+        bias: jax.Array | None,
+        numerics: Numerics,
+        factor: jax.Array | None = None,
     ) -> jax.Array:
         w = w.astype(x.dtype)
-        if not wide and products.serves("bf16", x, w.shape, numerics):
-            return products.floating(x, w, bias, splits=numerics.splits)
-        dtype = x.dtype if bias is None and not wide else jnp.float32
+        if products.serves("bf16", x, w.shape, numerics):
+            return products.floating(x, w, bias, factor, splits=numerics.splits)
+        dtype = x.dtype if bias is None and factor is None else jnp.float32
         if numerics.float64:
             y = round_to(_float64_product(x, w), dtype)
         elif numerics.splits == 1:
@@ -157,6 +168,8 @@ class Dense:
                 for first, end in split_k.cuts(x.shape[1], numerics.splits)
             ]
             y = round_to(functools.reduce(jnp.add, sums), dtype)
+        if factor is not None:
+            y = round_to(y * factor, x.dtype).astype(jnp.float32)
         return y if bias is None else y + bias
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -198,13 +211,20 @@ class Ragged:
         return self._choose(self._by_expert(_integer_dot_general, jnp.int32), ragged, kernel, x, w)
 
     def floating(
-        self, x: jax.Array, w: jax.Array, bias: jax.Array | None, numerics: Numerics, wide: bool = False
+        self,
+        x: jax.Array,
+        w: jax.Array,
+        bias: jax.Array | None,
+        numerics: Numerics,
+        factor: jax.Array | None = None,
     ) -> jax.Array:
         del bias
         w = w.astype(x.dtype)
         if numerics.float64:
-            return self._by_expert(_float64_product, jnp.float32)(x, w)
-        return self._float(x, w, jnp.float32 if wide else x.dtype)
+            y = self._by_expert(_float64_product, jnp.float32)(x, w)
+        else:
+            y = self._float(x, w, x.dtype if factor is None else jnp.float32)
+        return y if factor is None else y * factor[self.expert][:, None]
 
     def float8(self, x: jax.Array, w: jax.Array) -> jax.Array:
         # e4m3 codes are exact in bfloat16, which every backend's ragged product takes.

@@ -34,8 +34,9 @@ class Scheme:
       kernel: which kernel of `kernels/products.py` multiplies codes on a Hopper GPU: "int8", "e4m3", or none.
       sums_are_exact: whether the engine's sum has the same bits in every order.
       one_range: whether weights that an engine fuses (q, k and v; gate and up) share a number that depends on all.
-      held_twice: whether the bridge's CUDA engine multiplies a copy of the arrays in a layout of its own, beside the
-        loaded ones, and decodes one layer at a time to bfloat16 (`memory.engine.layer_copies`).
+      decoded: whether the bridge's CUDA engine decodes one layer at a time to bfloat16 for many rows.
+      held_twice: whether it multiplies a copy of the arrays in a layout of its own, beside the loaded ones
+        (`memory.engine.layer_copies`).
       baseline_k3: the largest k3 measured of a bf16 learner beside a sampler of this scheme, on random weights, which
         show every difference; None: not measured.
     """
@@ -45,6 +46,7 @@ class Scheme:
     kernel: ClassVar[str] = ""
     sums_are_exact: ClassVar[bool] = False
     one_range: ClassVar[bool] = False
+    decoded: ClassVar[bool] = False
     held_twice: ClassVar[bool] = False
     baseline_k3: ClassVar[float | None] = None
 

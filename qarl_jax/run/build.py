@@ -72,8 +72,11 @@ def schemes(cfg: RunConfig, fallback: str) -> list[dict[str, str]]:
 def model_config(
     cfg: RunConfig, scheme: str, numerics: quant.Numerics | None = None, attention: str = "auto"
 ) -> models.ModelConfig:
-    """The policy's config under `quant.rules` and `scheme`, from config.json alone. numerics: None: the config's."""
-    return models.read_config(
+    """The policy's config under `quant.rules` and `scheme`, from config.json alone. numerics: None: the config's.
+
+    Layers of a frozen base that its folder ignores stay in bf16, where no rule of `quant.rules` names them.
+    """
+    made = models.read_config(
         cfg.model.path,
         compute_dtype=cfg.model.dtype,
         param_dtype=cfg.model.param_dtype,
@@ -83,6 +86,11 @@ def model_config(
         lora=None if cfg.lora is None else cfg.lora.adapters,
         remat=cfg.model.remat_or_full,
     )
+    if cfg.lora is None:
+        return made
+    *named, fallback = made.quant.rules
+    ignored = [rule for rule in made.released.rules if rule[1] is None]
+    return dataclasses.replace(made, quant=quant.Rules((*named, *ignored, fallback)))
 
 
 def policy_graphdef(cfg: RunConfig, numerics: quant.Numerics | None = None) -> Any:
@@ -113,9 +121,9 @@ def load_policy(cfg: RunConfig, learner: Learner) -> tuple[Any, Any]:
             adapters = models.read_peft(cfg.lora.init, config, adapters)
     if cfg.model.init == "random":
         seed = seed_of(cfg.seed, 0, "masters") % 2**32
-        params, frozen = learner.read(functools.partial(models.random_leaves, seed=seed), config)
+        params, frozen = learner.read(functools.partial(models.random_leaves, seed=seed))
     else:
-        params, frozen = learner.read(models.read_masters, cfg.model.path, config)
+        params, frozen = learner.read(models.read_masters, cfg.model.path)
     if adapters is not None:
         return united(adapters, params), frozen
     return invariant_scaling.invariant_scaling(params, cfg.quant.uaq_scale), frozen

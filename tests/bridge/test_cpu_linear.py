@@ -125,15 +125,19 @@ def test_int4_layers_are_one_float64_sum(kernels, monkeypatch, m, n, k, group, w
 def test_nvfp4_layers_are_one_float64_sum_and_a_factor(kernels, with_bias):
     import torch
 
-    codes, scales, divisor = ref.nvfp4_weight(
-        np.random.default_rng(0).normal(size=(48, 256)) * np.geomspace(1, 1e-6, 48)[:, None]
-    )
-    x, bias = activations(5, 256), activations(1, 48, seed=8)[0] if with_bias else None
-    layer = layer_of(weight=codes[:, ::2] | codes[:, 1::2] << 4, weight_global_scale=1 / divisor[0])
+    rng = np.random.default_rng(0)
+    masters = [rng.normal(size=(48, 256)) * np.geomspace(1, 1e-6, 48)[:, None], rng.normal(size=(16, 256)) * 0.3]
+    parts = [ref.nvfp4_weight(w) for w in masters]  # two that are fused, with a number each
+    codes, scales = (np.concatenate(arrays) for arrays in tuple(zip(*parts, strict=True))[:2])
+    x, bias = activations(5, 256), activations(1, 64, seed=8)[0] if with_bias else None
+    divisors = np.array([divisor.item() for *_, divisor in parts], np.float32)
+    layer = layer_of(weight_packed=codes[:, ::2] | codes[:, 1::2] << 4, weight_global_scale=divisors)
     layer.weight_scale = torch.from_numpy(scales.view(np.uint8)).view(torch.float8_e4m3fn)
-    value, factor = ref.nvfp4_factors(codes, scales, divisor)
-    assert not value[-1].any()  # flushed
-    kernel = kernels.Float64NvFp4LinearKernel.of(use_a16=True)
+    layer.logical_widths = [48, 16]
+    factors = [ref.nvfp4_factors(*part) for part in parts]
+    value, factor = (np.concatenate(a) for a in ([v for v, _ in factors], [np.full(len(v), f) for v, f in factors]))
+    assert not value[47].any()  # flushed
+    kernel = kernels.Float64NvFp4LinearKernel(None)
     kernel.process_weights_after_loading(layer)
     sums = (x.astype(np.float64) @ value.T.astype(np.float64)).astype(np.float32)
     want = bf(sums * factor)

@@ -55,7 +55,7 @@ def test_an_moe_model_is_its_experts_products_weighted_in_float64(run):
     run("""
         x = torch.randn(M, D).half()
         w13, w2 = (torch.randn(E, 2 * F, D) * 0.1).half(), (torch.randn(E, D, F) * 0.1).half()
-        got = own.experts(x, weights, ids, (w13, None), (w2, None), align=align, activation=silu_and_mul)
+        got = own.experts(x, weights, ids, (w13, None, None), (w2, None, None), align=align, activation=silu_and_mul)
         outputs = torch.empty(M, k, D).half()
         for m in range(M):
             for j in range(k):
@@ -65,7 +65,9 @@ def test_an_moe_model_is_its_experts_products_weighted_in_float64(run):
         want = (outputs.double() * weights[..., None].double()).sum(1).float().half()
         torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
         assert torch.equal(own.weighted_sum(outputs.view(M * k, D), weights), want)
-        few = own.experts(x[:5], weights[:5], ids[:5], (w13, None), (w2, None), align=align, activation=silu_and_mul)
+        few = own.experts(
+            x[:5], weights[:5], ids[:5], (w13, None, None), (w2, None, None), align=align, activation=silu_and_mul
+        )
         torch.testing.assert_close(few, got[:5], rtol=1e-3, atol=1e-3)
     """)
 
@@ -85,6 +87,24 @@ def test_words_are_multiplied_as_what_they_stand_for(run):
             got = own.product(x, mixed, scale, **found, **options)
             want = own.product(x, served, None, **found, **options)
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    """)
+
+
+def test_words_of_floats_have_a_factor_for_each_output(run):
+    run("""
+        x = torch.randn(M, D).half()
+        codes = torch.randint(0, 16, (E, F, D))
+        packed = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        scale = (torch.rand(E, D // 16, F) * 4).to(torch.float8_e4m3fn)
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        served = torch.cat([values, -values])[codes] * scale.float().transpose(1, 2).repeat_interleave(16, -1)
+        factor = torch.rand(E, F) / 10
+        found = dict(zip(("copies", "experts", "end"), align(ids, 16, E)))
+        options = dict(factor=factor, top=k, number=M * k, height=16, out_dtype=torch.float16)
+        got = own.product(x, ops.interleaved(packed.view(torch.int32)), scale, **found, **options)
+        assert torch.equal(got, own.product(x, served.half(), None, **found, **options))
+        first = (x[0].float() @ served[ids[0, 0]].t()) * factor[ids[0, 0]]
+        torch.testing.assert_close(got[0].float(), first, rtol=2e-3, atol=2e-3)
     """)
 
 
@@ -129,16 +149,20 @@ def test_every_kind_of_product_is_one_chain_of_tensor_core_instructions_on_a_hop
         from qarl_bridge.engine.cuda import expert_ops as own
 
         kernel = own._grouped
-        names = dict(copies_ptr="*i32", experts_ptr="*i32", end_ptr="*i32", s_x_ptr="*fp32", y_ptr="*bf16",
-                     COPIES="i32", N="i32", K="i32")
+        names = dict(copies_ptr="*i32", experts_ptr="*i32", end_ptr="*i32", s_x_ptr="*fp32", f_ptr="*fp32",
+                     y_ptr="*bf16", COPIES="i32", N="i32", K="i32")
         words, scales = "tensordesc<i32[64, 16]>", "tensordesc<bf16[1, 64]>"
+        floats = "tensordesc<fp8e4nv[8, 64]>"
         for x, w, s, kind, total, int4, core in (
             ("*bf16", "tensordesc<bf16[64, 128]>", "*fp32", tl.bfloat16, tl.float32, False, "f32.bf16.bf16"),
             ("*bf16", words, scales, tl.bfloat16, tl.float32, True, "f32.bf16.bf16"),
+            ("*bf16", words, floats, tl.bfloat16, tl.float32, True, "f32.bf16.bf16"),
             ("*fp8e4nv", "tensordesc<fp8e4nv[64, 128]>", "*fp32", tl.float16, tl.float32, False, "f32.f16.f16"),
             ("*i8", "tensordesc<i8[64, 128]>", "*fp32", tl.int8, tl.int32, False, "s32.s8.s8"),
         ):
-            static = dict(TOP=8, INT4=int4, SCALED=False, GROUP=128, AS=kind, SUM=total, BM=16, BN=64, BK=128)
+            group = 16 if s == floats else 128
+            static = dict(TOP=8, INT4=int4, SCALED=False, FACTOR=s == floats, GROUP=group, AS=kind, SUM=total)
+            static |= dict(BM=16, BN=64, BK=128)
             signature = dict(x_ptr=x, w=w, s=s, **names) | dict.fromkeys(static, "constexpr")
             values = {(kernel.arg_names.index(name),): value for name, value in static.items()}
             source = ASTSource(fn=kernel, signature=signature, constexprs=values)

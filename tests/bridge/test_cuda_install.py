@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs a program in a process of its own, where vLLM's classes are patched; vLLM is imported once."""
-    imports = INTERPRETED + "from qarl_bridge.engine.cuda import experts as cuda_experts, int4, ops\n" + DECODED
+    imports = INTERPRETED + "from qarl_bridge.engine.cuda import experts as cuda_experts, int4, nvfp4, ops\n" + DECODED
     with forks(imports, tmp_path_factory.mktemp("programs")) as forked:
         yield forked
 
@@ -49,7 +49,7 @@ def test_few_rows_are_multiplied_with_words_and_many_with_what_they_stand_for(ru
         kernel = kind.__new__(kind)
         kernel.w_q_name, kernel.w_s_name = "packed", "scale"
         # The interpreter has no bfloat16 arithmetic.
-        room = kind.room[torch.device("cpu")] = torch.empty(128 * 256).half()
+        room = int4._rooms[torch.device("cpu")] = torch.empty(128 * 256).half()
         int4._PACKED_ROWS = 4
         for n, k in ((64, 256), (128, 256), (32, 128)):
             layer = torch.nn.Module()
@@ -64,7 +64,40 @@ def test_few_rows_are_multiplied_with_words_and_many_with_what_they_stand_for(ru
             served = codes * layer.scale.float().repeat_interleave(128, 1)
             torch.testing.assert_close(many.float(), x.float() @ served.t(), rtol=1e-2, atol=0.5)
             torch.testing.assert_close(few, many[:1])
-        assert kind.room[torch.device("cpu")] is room
+        assert int4._rooms[torch.device("cpu")] is room
+    """)
+
+
+def test_nvfp4_layers_are_held_as_they_are_multiplied_with_a_number_for_each_part(run):
+    run("""
+        torch.manual_seed(0)
+        kind = nvfp4.BatchInvariantNvFp4LinearKernel
+        kernel = kind.__new__(kind)
+        int4._rooms[torch.device("cpu")] = torch.empty(128 * 256).half()  # the interpreter has no bfloat16 arithmetic
+        int4._PACKED_ROWS = 4
+        n, k, widths, divisors = 128, 256, [64, 32, 32], torch.tensor([512.0, 448.0, 2688.0])
+        layer = torch.nn.Module()
+        packed = torch.randint(0, 256, (n, k // 2)).to(torch.uint8)
+        scale = (torch.rand(n, k // 16) * 4).to(torch.float8_e4m3fn)
+        scale.view(torch.uint8)[0, :3] = torch.tensor([7, 8, 1]).to(torch.uint8)  # flushed, 2^-6, flushed
+        for name, value in (("packed", packed), ("scale", scale), ("global_scale", divisors)):
+            layer.register_parameter(f"weight_{name}", torch.nn.Parameter(value, requires_grad=False))
+        layer.logical_widths = widths
+        kernel.process_weights_after_loading(layer)
+        assert [name for name, _ in layer.named_parameters()] == ["weight_scale", "weight_global_scale", "weight"]
+        assert layer.weight.element_size() * layer.weight.numel() == packed.numel()
+
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        codes = torch.stack([packed & 15, packed >> 4], -1).view(n, k).long()
+        s = torch.where(scale.float() < 2.0**-6, 0.0, scale.float())
+        served = torch.cat([values, -values])[codes] * s.repeat_interleave(16, 1)
+        assert not served[0, :16].any() and served[0, 16:32].any() and not served[0, 32:48].any()
+        factor = torch.repeat_interleave(1 / divisors, torch.tensor(widths))
+        x, bias = torch.randn(2, 3, k).half(), torch.randn(n).half()
+        many, few = kernel.apply_weights(layer, x, bias), kernel.apply_weights(layer, x[:1], bias)
+        want = ops.product(x.view(6, k), served.half(), bias=bias, factor=factor, out_dtype=torch.bfloat16)
+        assert torch.equal(many, want.view(2, 3, n))
+        assert torch.equal(few, many[:1])
     """)
 
 

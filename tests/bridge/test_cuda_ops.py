@@ -104,6 +104,31 @@ def test_interleaved_words_are_decoded_to_what_they_stand_for(run):
     """)
 
 
+def test_words_of_floats_are_decoded_to_what_they_stand_for(run):
+    run("""
+        codes = torch.randint(0, 16, (72, 512))
+        packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+        scale = (torch.rand(32, 72) * 448).to(torch.float8_e4m3fn)
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        want = torch.cat([values, -values])[codes] * scale.float().t().repeat_interleave(16, 1)
+        assert torch.equal(ops.dequantized(ops.interleaved(packed.view(torch.int32)), scale).float(), want)
+    """)
+
+
+def test_a_factor_meets_the_sum_which_is_rounded_before_the_bias(run):
+    run("""
+        torch.manual_seed(0)
+        m, n, k = 5, 192, 1280
+        x, w = torch.randint(-4, 5, (m, k)).half(), torch.randint(-4, 5, (n, k)).half()  # exact sums
+        factor, bias = torch.rand(n) / 100, torch.randn(n).half()
+        sums = (x.float() @ w.float().t()) * factor
+        for split in (False, True):
+            options = {"factor": factor, "splits": 2, "split": split, "out_dtype": torch.float16}
+            assert torch.equal(ops.product(x, w, **options), sums.half())
+            assert torch.equal(ops.product(x, w, bias=bias, **options), (sums.half().float() + bias.float()).half())
+    """)
+
+
 def test_words_in_parts_are_multiplied_as_what_they_stand_for(run):
     run("""
         m, n, k = 70, 192, 1280

@@ -47,13 +47,14 @@ def engines(x, held, ids, rows):
     copies, experts, end = moe_align_block_size(ids, height, EXPERTS)
     codes, scale = (x, None) if rows is None else rows(x)
     found = {"copies": copies, "experts": experts, "end": end, "number": number, "height": height}
-    y = own.product(codes, *held, top=TOP, x_scale=scale, **found)
+    weight, scales, *factor = held
+    y = own.product(codes, weight, scales, factor=factor[0] if factor else None, top=TOP, x_scale=scale, **found)
     assert y.dtype == torch.bfloat16
     return y.view(*ids.shape, -1)
 
 
 @pytest.mark.parametrize("shape", [(1536, 2048), (2048, 768)], ids=str)
-@pytest.mark.parametrize("scheme", ["bf16", "w8a8", "fp8", "w4a16"])
+@pytest.mark.parametrize("scheme", ["bf16", "w8a8", "fp8", "w4a16", "nvfp4"])
 def test_an_experts_product_depends_on_no_other_row_and_is_the_learners(scheme, shape, routed):
     torch = pytest.importorskip("torch")
     pytest.importorskip("vllm")
@@ -71,6 +72,12 @@ def test_an_experts_product_depends_on_no_other_row_and_is_the_learners(scheme, 
     rows = {"w8a8": cuda_experts._int8_rows, "fp8": cuda_experts._fp8_rows}.get(scheme)
     if qt is None:
         held = torch.from_dlpack(w), None
+    elif scheme == "nvfp4":
+        from qarl_bridge.engine.cuda import nvfp4
+
+        bits = torch.from_dlpack(jax.lax.bitcast_convert_type(qt.scales, jnp.uint8)).view(torch.float8_e4m3fn)
+        factor = (1 / torch.from_dlpack(qt.arrays["divisor"])).reshape(EXPERTS, 1).expand(EXPERTS, n).contiguous()
+        held = *nvfp4.served(torch.from_dlpack(qt.codes), bits), factor
     elif scheme == "w4a16":
         words = ops.interleaved(torch.from_dlpack(qt.codes).reshape(EXPERTS, n, k // 8))
         scale = torch.from_dlpack(qt.scales).reshape(EXPERTS, n, -1).transpose(1, 2).contiguous()

@@ -45,6 +45,33 @@ def test_a_rows_product_depends_on_no_other_row_and_is_the_learners(shape):
     assert torch.equal(torch.from_dlpack(mine), whole)
 
 
+@pytest.mark.parametrize("shape", [(2560, 4096), (6144, 2560), (1152, 896)], ids=str)
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+def test_nvfp4_layers_depend_on_no_other_row_and_are_the_learners(shape, biased):
+    torch = pytest.importorskip("torch")
+    from qarl_bridge.engine.cuda import nvfp4, ops
+
+    n, k = shape
+    keys = jax.random.split(jax.random.key(n + k), 3)
+    x = jax.random.normal(keys[0], (2048, k), jnp.bfloat16)
+    w = (jax.random.normal(keys[1], (n, k)) * jnp.geomspace(0.1, 1e-7, n)[:, None]).astype(jnp.bfloat16)
+    bias = jax.random.normal(keys[2], (n,), jnp.bfloat16) if biased else None
+    qt = quant.quantize(w, quant.parse_scheme("nvfp4"))
+    scales = torch.from_dlpack(jax.lax.bitcast_convert_type(qt.scales, jnp.uint8)).view(torch.float8_e4m3fn)
+    words, turned = nvfp4.served(torch.from_dlpack(qt.codes), scales)
+    factor = (1 / torch.from_dlpack(qt.arrays["divisor"])).reshape(1).expand(n).contiguous()
+    decoded = ops.dequantized(words, turned)
+    assert not decoded[-1].any()  # flushed
+    assert torch.equal(decoded.float(), torch.from_dlpack(quant.schemes.nvfp4.decoded(qt)))
+    x_t, bias_t = torch.from_dlpack(x), None if bias is None else torch.from_dlpack(bias)
+    whole = ops.product(x_t, decoded, bias=bias_t, factor=factor)
+    for rows in (1, 17, 64, 128, 200, 2048):
+        assert torch.equal(ops.product(x_t[:rows], words, turned, bias_t, factor=factor), whole[:rows])
+    numerics = quant.resolve("cuda").of_layer(n, k)
+    mine = jax.jit(lambda x: quant.dot(x, w, qt, bias, numerics=numerics))(x)
+    assert torch.equal(torch.from_dlpack(mine), whole)
+
+
 @pytest.mark.parametrize("rank", [8, 32, 64])
 def test_an_adapters_products_are_the_learners_and_a_fused_layers_are_its_parts(rank):
     torch = pytest.importorskip("torch")

@@ -50,9 +50,25 @@ def test_parts_of_k_are_added_in_order_and_rounded_once_with_the_bias(shape, spl
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_factors_meet_the_sum_which_is_rounded_before_the_bias(with_bias):
+    rng = np.random.default_rng(0)
+    # Exact sums, which no order changes.
+    x, w = (jnp.asarray(rng.integers(-4, 5, shape), jnp.bfloat16) for shape in ((70, 1152), (96, 1152)))
+    factor, b = (jnp.asarray(rng.standard_normal(96), jnp.float32) for _ in range(2))
+    bias = b if with_bias else None
+    got = product_hopper.float_product(x, w, bias, factor, splits=2, blocks=2, interpret=interpreter())
+    want = jnp.asarray(in_parts(x, w, 0 * b, 2) * np.asarray(factor)).astype(jnp.bfloat16)
+    want = (want.astype(jnp.float32) + b[None]).astype(jnp.bfloat16) if with_bias else want
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2])
-def test_the_kernel_lowers_for_a_gpu(splits):
+@pytest.mark.parametrize("factors", [False, True])
+def test_the_kernel_lowers_for_a_gpu(splits, factors):
     x, w = (jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16) for _ in range(2))
-    program = jax.jit(functools.partial(product_hopper.float_product, splits=splits)).trace(x, w)
+    vectors = [jax.ShapeDtypeStruct((256,), jnp.float32)] * (2 if factors else 0)
+    program = jax.jit(functools.partial(product_hopper.float_product, splits=splits)).trace(x, w, *vectors)
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert "hopper_bf16_256x1024" in text

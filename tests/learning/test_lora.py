@@ -16,6 +16,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from qarl_jax import models, train
+from qarl_jax.learning import pieces
 from qarl_jax.learning.lora import Config as LoraConfig
 from qarl_jax.loop.publisher import Publisher
 from qarl_jax.memory import learner as plan
@@ -112,14 +113,28 @@ def test_one_master_of_the_base_is_held_at_a_time(policy):
     cfg, learner, (_, frozen) = policy
     alive = []
 
-    def leaves(**options):
-        for keys, variable in models.read_masters(cfg.model.path, learner.config, **options):
+    def leaves(config, **options):
+        for keys, variable in models.read_masters(cfg.model.path, config, **options):
             assert all(x.is_deleted() for x in alive)
             alive.append(variable.get_value())
             yield keys, variable
 
     assert has_same_bits(learner.read(leaves)[1], frozen)
     assert len(alive) == len(models.by_path(frozen))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["w4a16:g32", "nvfp4"])
+def test_a_base_made_some_layers_at_a_time_is_the_one_made_whole(scheme, tmp_path, monkeypatch):
+    cfg = world(tmp_path, quant={"forward": scheme, "engine": "cpu"}).config
+    mesh = build.make_mesh(cfg)
+    learner = build.make_learner(cfg, build.policy_graphdef(cfg), mesh)
+    whole = learner.read(models.read_masters, cfg.model.path)
+    monkeypatch.setattr(pieces, "BYTES", 1)
+    assert [stack.length for stack in pieces.cut(learner.config).stacks] == [1, 1]
+    in_pieces = learner.read(models.read_masters, cfg.model.path)
+    assert models.by_path(in_pieces[1]).keys() == models.by_path(whole[1]).keys()
+    assert has_same_bits(in_pieces, whole)
 
 
 @pytest.mark.slow

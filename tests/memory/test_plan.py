@@ -154,6 +154,15 @@ def test_a_learner_on_two_cards_with_an_engine_on_each_has_half_of_its_weights_o
     assert "2 such devices, an engine on each" in both.lines()[0]
 
 
+def test_a_frozen_base_takes_one_buffer_and_none_where_the_plan_may_choose(run):
+    lora = "lora={rank: 8, alpha: 8}"
+    given = plan.make(run(lora), H200)
+    assert given.staging == engine.published_bytes(run(lora))
+    settled, made = choose.settle(run(lora, "rollout.engine.memory=auto", "rollout.engine.kv_cache_gb=0"), H200)
+    assert (settled.rollout.engine.transport, made.staging) == ("host", 0)
+    assert any("the base goes through host memory" in line for line in made.lines())
+
+
 def test_a_chunked_version_takes_one_buffer_of_the_gpu(run):
     chunked = "rollout.engine.staging_buffers=0"
     whole, parts = plan.make(run("rollout.engine.staging_buffers=1"), H200), plan.make(run(chunked), H200)

@@ -3,6 +3,7 @@
 """Folders that were released quantized: codes and scales as they are under adapters, what they stand for as masters."""
 
 import copy
+import dataclasses
 import json
 import shutil
 
@@ -19,12 +20,14 @@ from qarl_jax.models.hf.released import rules_of
 from qarl_jax.models.hf.safetensors import SafetensorsFile
 from qarl_jax.models.hf.weights import check_weights
 from qarl_jax.quant import dequantize, parse_scheme, quantize
-from qarl_jax.run import export
+from qarl_jax.quant.config import Rule
+from qarl_jax.rollout.vllm.engine import engine_config
+from qarl_jax.run import build, export
 from qarl_jax.runtime.mesh import make_mesh
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
-SCHEMES = {"w4a16": "w4a16:g32", "w8a8": "w8a8", "fp8": "fp8"}
+SCHEMES = {"w4a16": "w4a16:g32", "w8a8": "w8a8", "fp8": "fp8", "nvfp4": "nvfp4"}
 
 
 @pytest.fixture(scope="module")
@@ -234,3 +237,88 @@ def test_a_run_under_another_scheme_is_refused_before_anything_starts(folders, t
     run = tiny.World(tmp_path).changed(model={"path": str(folders["w8a8"])}, lora={"rank": 8})
     assert train.main(run.command()) == 2
     assert "set quant.forward=w8a8" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_transformers_reads_an_nvfp4_folder_as_it_is_meant(folders):
+    """By compressed-tensors' own reader, which rounds s / g, and a weight, to bfloat16."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    with torch.compiler.set_stance("force_eager"):  # compiling takes long, and gives the same numbers
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folders["nvfp4"], dtype=torch.bfloat16)
+        theirs(torch.tensor([[1, 2, 3]]))  # which decompresses
+    held = dict(theirs.named_parameters())
+    masters, config = masters_of(folders["nvfp4"]), models.read_config(folders["nvfp4"])
+    compared = 0
+    for path, names in models.hf_names(config).items():
+        for place, name in np.ndenumerate(names):
+            want = np.asarray(masters[path])[place]
+            np.testing.assert_allclose(held[str(name)].detach().float().numpy(), want, rtol=2**-7, err_msg=name)
+            compared += str(name).endswith("_proj.weight")
+    assert compared == 2 * 7
+
+
+@pytest.fixture(scope="module")
+def released_nvfp4(tmp_path_factory):
+    """`tiny`'s folder as llm-compressor leaves it: a number for each of q, k and v, and a layer that is ignored."""
+    torch = pytest.importorskip("torch")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
+    compressor = pytest.importorskip("compressed_tensors.compressors.nvfp4").NVFP4PackedCompressor
+    scheme = quantization.preset_name_to_scheme("NVFP4A16", ["Linear"])
+    ignored = "model.layers.1.mlp.down_proj"
+    source, folder = (tmp_path_factory.mktemp("nvfp4") / name for name in ("plain", "low"))
+    shutil.copytree(tiny.model_folder(source), folder)
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if not module.endswith("_proj") or module == ignored:
+            tensors[name] = tensor
+            continue
+        w = torch.from_numpy(tensor.astype(np.float32)).to(torch.bfloat16)
+        divisor = helpers.generate_gparam(*torch.aminmax(w))
+        blocks = w.unflatten(-1, (-1, 16))
+        scale, _ = helpers.calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=divisor)
+        with torch.compiler.set_stance("force_eager"):
+            made = compressor.compress({"weight": w, "weight_scale": scale, "weight_global_scale": divisor}, scheme)
+        tensors |= {
+            f"{module}.weight_packed": made["weight_packed"].numpy(),
+            f"{module}.weight_scale": made["weight_scale"].view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn),
+            f"{module}.weight_global_scale": made["weight_global_scale"].numpy(),
+        }
+    save_file(tensors, folder / "model.safetensors")
+    section = quantization.QuantizationConfig(
+        config_groups={"group_0": scheme}, ignore=["lm_head", ignored], format="nvfp4-pack-quantized"
+    )
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | {"quantization_config": json.loads(section.model_dump_json())}
+    path.write_text(json.dumps(values))
+    return folder, ignored, tensors
+
+
+def test_a_frozen_nvfp4_base_keeps_the_number_of_each_part_and_the_layers_its_folder_ignores(released_nvfp4, tmp_path):
+    folder, ignored, tensors = released_nvfp4
+    cfg = (
+        tiny.World(tmp_path)
+        .changed(model={"path": str(folder)}, lora={"rank": 8}, quant={"forward": "nvfp4", "engine": "cpu"})
+        .config
+    )
+    model = build.model_config(cfg, cfg.quant.forward)
+    models.check_released(model, lambda path: True)
+    assert [str(model.scheme_of(f"stacks.{i}.mlp.down.kernel")) for i in range(2)] == ["nvfp4", "None"]
+    named = dataclasses.replace(cfg, quant=dataclasses.replace(cfg.quant, rules=(Rule(match="down", scheme="nvfp4"),)))
+    with pytest.raises(UserError, match=f"base's {ignored} was released as bf16"):
+        models.check_released(build.model_config(named, cfg.quant.forward), lambda path: True)
+
+    held = {
+        path: leaf
+        for path, leaf in models.read_masters(folder, model, frozen=lambda path: True)
+        if isinstance(leaf, models.Quantized)
+    }
+    parts = {keys[3]: leaf.get_value() for keys, leaf in held.items() if keys[:3] == ("stacks", 0, "attn")}
+    divisors = {x: float(np.asarray(parts[x].arrays["divisor"]).item()) for x in "qkv"}
+    assert len(set(divisors.values())) == 3
+    for x, divisor in divisors.items():
+        assert divisor == tensors[f"model.layers.0.self_attn.{x}_proj.weight_global_scale"].item()
+    section = engine_config(models.split(models.abstract_model(model))[0])["quantization_config"]
+    assert section["ignore"] == ["lm_head", ignored]

@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 SIZES = "--sequences 16 --prompt-len 12 --long-prompt 171 --response-len 24 --updates 0 --kv-cache-gb 0.2 --threads 1"
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", *[pytest.param(s, marks=pytest.mark.nightly) for s in ("bf16", "w4a16")]])
+@pytest.mark.parametrize(
+    "scheme", ["w8a8", *[pytest.param(s, marks=pytest.mark.nightly) for s in ("bf16", "w4a16", "nvfp4")]]
+)
 def test_no_token_differs_whatever_a_rollout_meets(scheme, tmp_path):
     pytest.importorskip("vllm")
     assert compared(tmp_path, "assets/tiny-qwen3", scheme, "--conditions", "all") == 7
@@ -31,12 +33,16 @@ def test_no_token_differs_whatever_a_rollout_with_adapters_meets(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("replay", [["--replay"], []], ids=["the engine's experts", "the learner's own"])
-def test_no_token_of_an_moe_model_differs(replay, tmp_path):
+@pytest.mark.parametrize(
+    ("scheme", "replay"),
+    [("w8a8", ["--replay"]), ("w8a8", []), ("nvfp4", [])],
+    ids=["the engine's experts", "the learner's own", "the learner's own, nvfp4"],
+)
+def test_no_token_of_an_moe_model_differs(scheme, replay, tmp_path):
     pytest.importorskip("vllm")
     random_folder.make(tmp_path / "model", random_folder.config_of("tiny-moe"), deviation=0.06)
     conditions = ["--conditions", "plain", "samples", "preempted"]
-    assert compared(tmp_path, str(tmp_path / "model"), "w8a8", *conditions, *replay) == 3
+    assert compared(tmp_path, str(tmp_path / "model"), scheme, *conditions, *replay) == 3
 
 
 def compared(folder, model, scheme, *arguments):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from qarl_jax import quant
 from qarl_jax.quant import QTensor
-from qarl_jax.quant.schemes import fp8, nvfp4, w2a16, w3a16, w4a8, w4a16, w8a8
+from qarl_jax.quant.schemes import fp8, w2a16, w3a16, w4a8, w4a16, w8a8
 from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
 
@@ -306,12 +306,6 @@ def test_w4a8_is_refused_by_name_where_vllm_on_cuda_would_drop_its_activations_r
     assert quant.on_engine(None, quant.resolve("cuda")) is None
     with pytest.raises(UserError, match=r"w4a16 or fp8, or sample .* \(rollout.engine.name=jax\)"):
         quant.on_engine(w4a8.Config(128), quant.resolve("cuda"))
-
-
-def test_nvfp4_is_refused_by_name_where_vllm_has_no_layer_of_the_bridges():
-    assert quant.on_engine(nvfp4.Config(), quant.resolve("cpu")) == nvfp4.Config()
-    with pytest.raises(UserError, match=r"no layer for nvfp4 in vLLM on CUDA yet: .* w4a16, or sample .*=jax\)"):
-        quant.on_engine(nvfp4.Config(), quant.resolve("cuda"))
 
 
 def test_schemes_are_hashable_and_distinct():

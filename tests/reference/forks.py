@@ -18,16 +18,24 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
 """
-# And then, for int4 words: the interpreter knows no assembly and no bfloat16 arithmetic; q s is exact in float16 too.
+# And then, for 4-bit words: the interpreter knows no assembly and no bfloat16 arithmetic; q s is exact in float16 too.
 DECODED = """
 import triton.language as tl
 
-def decoded(words, *scales):
-    codes = [((words >> 4 * i) & 15) - 8 for i in range(8)]
-    products = [codes[i + 4 * e].to(tl.float32) * s.to(tl.float32) for i, s in enumerate(scales) for e in (0, 1)]
-    return tuple(product.to(tl.float16) for product in products)
+def decoder(value):
+    def decoded(words, *scales):
+        codes = [value((words >> 4 * i) & 15) for i in range(8)]
+        products = [codes[i + 4 * e].to(tl.float32) * s.to(tl.float32) for i, s in enumerate(scales) for e in (0, 1)]
+        return tuple(product.to(tl.float16) for product in products)
+    return decoded
 
-ops._decoded, ops._finished = decoded, lambda acc: acc
+def float4(code):
+    magnitude = code & 7  # q 2^-126 as the assembly has it, in float32
+    bits = (magnitude << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 2.0**126
+
+ops._decoded, ops._decoded_float4 = decoder(lambda code: code - 8), decoder(float4)
+ops._finished = lambda acc: acc
 """
 # Reads the names of files with programs, and answers each with its exit code.
 _PARENT = """

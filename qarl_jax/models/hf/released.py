@@ -3,7 +3,8 @@
 """Folders that were released quantized: `quantization_config` of compressed-tensors as rules, and their tensors.
 
 A folder's section says for each linear layer what a scheme's layout says (`Scheme.wire`): format, bits, groups,
-activations. So a layer is read if one of our schemes has its layout. How its codes were chosen does not matter.
+activations. So a layer is read if one of our schemes has its layout. How its codes were chosen does not matter, nor do
+several numbers under nvfp4, of weights that an engine fuses: the bridge's layers keep each.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ _HERE = "config.json: 'quantization_config'"
 _INSTEAD = "load the unquantized weights and choose a scheme (quant.forward) instead"
 # Keys of a section, or of a group of it, that change what a layer computes and have no place in a scheme.
 _FOREIGN = ("kv_cache_scheme", "sparsity_config", "transform_config")
-# Not nvfp4: weights that an engine fuses share a number under it, and a released folder may have several.
-_READ = tuple(name for name, scheme in SCHEMES.items() if not scheme.one_range)
 
 
 def rules_of(section: Mapping[str, Any] | None) -> Rules:
@@ -78,14 +77,13 @@ def _scheme_of(group: Mapping[str, Any], fallback: Any) -> Scheme:
     else:
         found = form, _arguments(weights), _arguments(inputs)
         size = found[1].get("group_size")
-        for scheme in (parse_scheme(name, size or -1) for name in _READ):
+        for scheme in (parse_scheme(name, size or -1) for name in SCHEMES):
             assert scheme is not None
             wire = scheme.wire
             if found == (wire.format, _arguments(wire.weights), _arguments(wire.activations)):
                 return scheme
         odd = f"format {form!r} with weights {_words(weights)} and input activations {_words(inputs)}"
-    known = ", ".join(_READ)
-    raise UserError(f"{_HERE} has {odd}, which none of the schemes {known} is; {_INSTEAD}.")
+    raise UserError(f"{_HERE} has {odd}, which none of the schemes {', '.join(SCHEMES)} is; {_INSTEAD}.")
 
 
 def _arguments(given: Mapping[str, Any] | None) -> dict[str, Any]:

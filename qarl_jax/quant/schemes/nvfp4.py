@@ -23,8 +23,10 @@ here, so the codes stay compressed-tensors'. A weight it drops is at most 6 * 2^
 [N, K/16], `weight_global_scale` float32 [1], which is g (compressed-tensors `nvfp4-pack-quantized`). Readers that
 dequantize form q f32(s / g), which may have another last bit than q s f32(1 / g).
 
-**Left out.** A layer in vLLM on CUDA, whose own (Marlin) cuts its sums as the rows and the GPU decide; experts in vLLM;
-activations in e2m1; noise on norms (QeRL).
+In vLLM the bridge's layers take the place of its own: on CUDA Marlin cuts its sums as the rows and the GPU decide, and
+takes one g, the largest, for all parts that it fuses. The bridge's keep each part's g. So may a released folder.
+
+**Left out.** Activations in e2m1.
 
 Sources: QeRL, arXiv 2510.11696; compressed-tensors 0.17.0; vLLM 0.25.1, marlin_utils_fp4.py.
 """
@@ -45,12 +47,11 @@ from jaxtyping import Array, Float
 from qarl_bridge.protocol import formats
 
 from qarl_jax.numerics.engine import Numerics
-from qarl_jax.numerics.float32 import divide, round_bf16, round_to
+from qarl_jax.numerics.float32 import divide, round_bf16
 from qarl_jax.quant.contractions import Product
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.scheme import Scheme
 from qarl_jax.quant.schemes.fp8 import to_e4m3
-from qarl_jax.types import UserError
 
 _GROUP = 16
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -100,6 +101,7 @@ class Config(Scheme):
 
     name: ClassVar[str] = "nvfp4"
     one_range: ClassVar[bool] = True
+    decoded: ClassVar[bool] = True
 
     @property
     def own_layer(self) -> bool:
@@ -110,15 +112,6 @@ class Config(Scheme):
     def wire(self) -> formats.Layout:
         """uint8 [N, K/2], e4m3 [N, K/16], float32 [1]."""
         return _WIRE
-
-    def on(self, numerics: Numerics) -> Scheme:
-        """Refuses vLLM on CUDA, for which the bridge has no layer."""
-        if numerics.profile == "cuda":
-            raise UserError(
-                "the bridge has no layer for nvfp4 in vLLM on CUDA yet: set quant.forward and quant.rollout to w4a16,"
-                " or sample with the embedded sampler (rollout.engine.name=jax)"
-            )
-        return self
 
     def check(self, shape: tuple[int, ...]) -> str | None:
         """Why a weight [..., N, K] cannot be quantized, or None."""
@@ -158,9 +151,7 @@ class Config(Scheme):
 
     def multiply(self, used, qt: QTensor, bias, *, numerics: Numerics, product: Product):
         """The engine's layer."""
-        sums = product.floating(used, decoded(qt), None, numerics, wide=True)
-        y = round_to(sums * product.per_output(factor(qt)[..., 0]), used.dtype).astype(jnp.float32)
-        return y if bias is None else y + bias
+        return product.floating(used, decoded(qt), bias, numerics, factor(qt)[..., 0, 0])
 
 
 def decoded(qt: QTensor) -> Float[Array, "*L N K"]:

@@ -36,5 +36,6 @@ class Config(int4_grid.Config):
     """int4 weights, activations in compute dtype. See `int4_grid.Config`."""
 
     name: ClassVar[str] = "w4a16"
+    decoded: ClassVar[bool] = True
     held_twice: ClassVar[bool] = True
     baseline_k3: ClassVar[float | None] = 1.2

@@ -12,7 +12,8 @@ of the linear layers:
     y = bf16(f32(sum over a token's experts of weight * o))      in float64
 
 which is also what the learner computes (`qarl_jax/models/moe.py`). bf16 experts, int8 ones (w8a8), int4 with bf16
-(w4a16) or int8 activations (w4a8). The tensors stay as loaded; a float64 copy beside them is what is multiplied with.
+(w4a16) or int8 activations (w4a8), and nvfp4, whose sums have a factor. The tensors stay as loaded; a float64 copy
+beside them is what is multiplied with.
 
 What we left out: speed (a loop over experts) and small memory (8 bytes per weight), expert parallelism, biases.
 """
@@ -35,8 +36,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 
 from qarl_bridge.engine import expert_methods
 from qarl_bridge.engine.cpu.layers import silu_and_mul
-from qarl_bridge.engine.cpu.linear import Rows, channel_weight, int4_weight, int8_rows, product
-from qarl_bridge.protocol.errors import BridgeError
+from qarl_bridge.engine.cpu.linear import Rows, channel_weight, int4_weight, int8_rows, nvfp4_weight, product
+from qarl_bridge.engine.nvfp4_experts import NvFp4Experts
 
 
 class _Float64(FusedMoEMethodBase):
@@ -70,9 +71,14 @@ class _Float64(FusedMoEMethodBase):
         outputs = torch.zeros((*topk_ids.shape, x.shape[1]), dtype=torch.float64)
         for expert in torch.unique(topk_ids).tolist():
             rows, places = (topk_ids == expert).nonzero(as_tuple=True)
-            hidden = silu_and_mul(product(x[rows], layer.w13_float64[expert], None, self.rows))
-            outputs[rows, places] = product(hidden, layer.w2_float64[expert], None, self.rows).double()
+            hidden = silu_and_mul(self._product(layer, "w13", expert, x[rows]))
+            outputs[rows, places] = self._product(layer, "w2", expert, hidden).double()
         return (outputs * topk_weights.double().unsqueeze(-1)).sum(dim=1).float().to(x.dtype)
+
+    def _product(self, layer: Any, which: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+        factors = getattr(layer, f"{which}_weight_global_scale", None)
+        factor = None if factors is None else factors[expert]
+        return product(x, getattr(layer, f"{which}_float64")[expert], None, self.rows, factor=factor)
 
 
 class Float64MoEMethod(_Float64, UnquantizedFusedMoEMethod):
@@ -124,6 +130,21 @@ class Float64WNA16MoEMethod(_Float64, CompressedTensorsWNA16MoEMethod):
             self._hold(layer, name, [int4_weight(p, s, int8) for p, s in zip(packed, scales, strict=True)])
 
 
+class Float64NvFp4MoEMethod(_Float64, NvFp4Experts):
+    """nvfp4 experts; see the module docstring."""
+
+    def __init__(self, weight_quant: Any, input_quant: Any, moe: Any):
+        del weight_quant, input_quant
+        self._start(moe)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Build the float64 weights and the outputs' factors, at load and at every reload."""
+        for name in ("w13", "w2"):
+            packed, scales, factor = self.loaded(layer, name)
+            self._hold(layer, name, [nvfp4_weight(p, s) for p, s in zip(packed, scales, strict=True)])
+            self.keep(layer, name, packed, scales, factor)
+
+
 def register() -> None:
     """Let these serve every MoE layer on a CPU (idempotent)."""
     expert_methods.serve(Float64MoEMethod, _class_of)
@@ -133,8 +154,6 @@ def _class_of(weights: Any, inputs: Any, layer: Any) -> type | None:
     del layer
     if weights.num_bits == 8 and inputs is not None:
         return Float64Int8MoEMethod
-    if weights.num_bits == 4 and weights.symmetric and str(weights.type).endswith("int"):
-        return Float64WNA16MoEMethod
-    if weights.num_bits == 4:
-        raise BridgeError("nvfp4 experts have no layer on a CPU yet: use w4a16 for them (quant.rules)", "setup")
+    if weights.num_bits == 4 and weights.symmetric:
+        return Float64NvFp4MoEMethod if str(weights.type).endswith("float") else Float64WNA16MoEMethod
     return None

@@ -34,7 +34,6 @@ import torch
 from vllm import envs
 from vllm.model_executor.kernels import linear as registry
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
-from vllm.model_executor.kernels.linear.nvfp4 import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     FP8ScaledMMLinearKernel,
     FP8ScaledMMLinearLayerConfig,
@@ -43,18 +42,22 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 )
 from vllm.model_executor.layers import utils as dispatch
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
-from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4 as nvfp4
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
-from qarl_bridge.engine import versions
+from qarl_bridge.engine import nvfp4_layers, versions
 
 Rows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: Rows | None = None, wide: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: Rows | None = None,
+    wide: bool = False,
+    factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One layer, as in the module docstring.
 
@@ -64,6 +67,7 @@ def product(
       bias: [N] or None.
       rows: makes codes and scales of x; None: x is multiplied as it is.
       wide: the result stays float32.
+      factor: float32 [N], multiplies the sum, which is rounded before the bias; None: there is none.
 
     Returns:
       [..., N] in x.dtype, or float32.
@@ -73,6 +77,8 @@ def product(
     if scale is not None:
         y *= scale
     y = y.float()
+    if factor is not None:
+        y = (y * factor).to(x.dtype).float()
     if bias is not None:
         y += bias.float()
     return y if wide else y.to(x.dtype)
@@ -215,7 +221,7 @@ class Float64FP8LinearKernel(FP8ScaledMMLinearKernel):
         raise NotImplementedError
 
 
-class Float64NvFp4LinearKernel(NvFp4LinearKernel):
+class Float64NvFp4LinearKernel(nvfp4_layers.NvFp4Layer):
     """nvfp4; see the module docstring."""
 
     @classmethod
@@ -223,26 +229,13 @@ class Float64NvFp4LinearKernel(NvFp4LinearKernel):
         """On every CPU."""
         return current_platform.is_cpu(), "Float64NvFp4 is for CPUs"
 
-    @classmethod
-    def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
-        """Every shape."""
-        return True, None
-
-    @classmethod
-    def of(cls, use_a16: bool = False) -> Float64NvFp4LinearKernel:
-        """In place of vLLM's choice, which takes Marlin. Raises ValueError where activations are quantized."""
-        if not use_a16:
-            raise ValueError("NVFP4 with quantized activations has no layer on a CPU")
-        return cls(NvFp4LinearLayerConfig())
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Build the float64 weight, at load and at every reload; vLLM holds 1 / g by now."""
-        _hold(layer, nvfp4_weight(layer.weight.data, layer.weight_scale.data))
+    def held(self, packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The float64 weight; scales as they were loaded."""
+        return nvfp4_weight(packed, scale), scale
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., K] -> [..., N] in x.dtype."""
-        y = (product(x, getattr(layer, _WEIGHT), None, wide=True) * layer.weight_global_scale).to(x.dtype)
-        return y if bias is None else (y.float() + bias.float()).to(x.dtype)
+        return product(x, layer.weight, bias, factor=layer.weight_global_scale)
 
 
 class Float64Linear:
@@ -275,4 +268,4 @@ def register() -> None:
     ):
         versions.put_first(table, PlatformEnum.CPU, kernel)
     dispatch.dispatch_cpu_unquantized_gemm = _dispatch
-    nvfp4.init_nvfp4_linear_kernel = Float64NvFp4LinearKernel.of
+    nvfp4_layers.serve(Float64NvFp4LinearKernel)

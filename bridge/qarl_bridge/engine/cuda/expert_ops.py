@@ -9,7 +9,8 @@ its routers are products of cuBLAS. These operations take their place, and the l
     router    z = float32(sum_k x_k w_k) in float64; the k largest, of equal ones the first; their weights
               float32(exp(z - log(sum(exp(z))))) in float64, the sum over the chosen or over all
     experts   h = bf16(acc), one accumulator of the tensor cores through all inputs, ascending; 8-bit codes: with
-              scales, bf16(s_x (s_w acc)); int8 ones summed in int32, e4m3 ones multiplied in 16 bits
+              scales, bf16(s_x (s_w acc)); int8 ones summed in int32, e4m3 ones multiplied in 16 bits;
+              nvfp4: bf16(acc f)
               a = silu(gate) up, as in dense layers; o = bf16(acc) of `down`, likewise
               y = bf16(float32(sum over a token's experts of weight * o)) in float64
 
@@ -36,12 +37,14 @@ from qarl_bridge.protocol import split_k
 _STEP = tl.constexpr(split_k.STEP)
 # (sorted copies, padded with their number, expert of each tile, number of sorted copies) of [M, k] ids in tiles.
 Align = Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+# A matrix of every expert: weight, scale, factor.
+Held = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 @triton.jit
-def _grouped(x_ptr, w, s, s_x_ptr, copies_ptr, experts_ptr, end_ptr, y_ptr, COPIES, N, K,
-             TOP: tl.constexpr, INT4: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, AS: tl.constexpr,
-             SUM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+def _grouped(x_ptr, w, s, s_x_ptr, f_ptr, copies_ptr, experts_ptr, end_ptr, y_ptr, COPIES, N, K,
+             TOP: tl.constexpr, INT4: tl.constexpr, SCALED: tl.constexpr, FACTOR: tl.constexpr, GROUP: tl.constexpr,
+             AS: tl.constexpr, SUM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """One tile [BM copies, BN outputs]; a copy's input is row copy // TOP of x [*, K], its output row copy of y.
 
     w is a descriptor of all experts' weights, of tiles [BN, BK]; of int4 words, and then s too, as in
@@ -74,6 +77,8 @@ def _grouped(x_ptr, w, s, s_x_ptr, copies_ptr, experts_ptr, end_ptr, y_ptr, COPI
         s_w = tl.load(s + expert.to(tl.int64) * N + outputs, mask=known, other=0.0)
         s_x = tl.load(s_x_ptr + rows, mask=there, other=0.0)
         y = s_x[None, :] * (s_w[:, None] * y)
+    if FACTOR:
+        y *= tl.load(f_ptr + expert.to(tl.int64) * N + outputs, mask=known, other=0.0)[:, None]
     y = tl.trans(y).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + copies[:, None] * N + outputs[None, :], y, mask=there[:, None] & known[None, :])
 
@@ -107,6 +112,7 @@ def product(
     experts: torch.Tensor,
     end: torch.Tensor,
     *,
+    factor: torch.Tensor | None = None,
     top: int,
     number: int,
     height: int,
@@ -118,7 +124,8 @@ def product(
     Args:
       x: [number / top, K]: bfloat16, or int8 or e4m3 codes with `x_scale` float32 [number / top, 1].
       weight: bfloat16, int8 or e4m3 [E, N, K]; or int32 [E, K/128, N, 16] of `ops.interleaved` words.
-      scale: of int4 words bfloat16 [E, K/G, N]; of 8-bit codes float32 [E, N, 1]; None.
+      scale: of int4 words bfloat16 [E, K/G, N], of e2m1 ones e4m3; of 8-bit codes float32 [E, N, 1]; None.
+      factor: float32 [E, N] or None; multiplies the sum.
       copies, experts, end: from an `Align` in tiles of `height`.
       top: copies of a row that follow each other. number: of all copies.
     """
@@ -137,8 +144,8 @@ def product(
     floats = tl.float16 if weight.itemsize == 1 or out_dtype == torch.float16 else tl.bfloat16
     compute = tl.int8 if weight.dtype == torch.int8 else floats
     _grouped[(len(experts) * triton.cdiv(n, tile.n),)](
-        x, w, s, x_scale, copies, experts, end, y, number, n, k,
-        TOP=top, INT4=int4, SCALED=scaled, GROUP=group, AS=compute,
+        x, w, s, x_scale, factor, copies, experts, end, y, number, n, k,
+        TOP=top, INT4=int4, SCALED=scaled, FACTOR=factor is not None, GROUP=group, AS=compute,
         SUM=tl.int32 if compute == tl.int8 else tl.float32, BM=height, BN=tile.n, BK=tile.k,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -210,8 +217,8 @@ def experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    first: tuple[torch.Tensor, torch.Tensor | None],
-    second: tuple[torch.Tensor, torch.Tensor | None],
+    first: Held,
+    second: Held,
     *,
     align: Align,
     activation: Callable[[torch.Tensor], torch.Tensor],
@@ -220,7 +227,7 @@ def experts(
     """x [M, D] through each token's experts ids [M, k] with float32 weights [M, k] -> [M, D].
 
     Args:
-      first, second: gate above up [E, 2 F, D], and down [E, D, F]: weight and scale as in `product`.
+      first, second: gate above up [E, 2 F, D], and down [E, D, F]: weight, scale and factor as in `product`.
       align: sorts the copies.
       activation: [*, 2 F] -> [*, F].
       rows: what makes codes and scales of activations.
@@ -233,8 +240,9 @@ def experts(
     found: dict[str, Any] = dict(zip(("copies", "experts", "end"), align(ids, height, e), strict=True))
     found |= {"number": number, "height": height, "out_dtype": x.dtype}
 
-    def of(x: torch.Tensor, held: tuple[torch.Tensor, torch.Tensor | None], top: int) -> torch.Tensor:
+    def of(x: torch.Tensor, held: Held, top: int) -> torch.Tensor:
         codes, x_scale = (x, None) if rows is None else rows(x)
-        return product(codes, *held, top=top, x_scale=x_scale, **found)
+        weight, scale, factor = held
+        return product(codes, weight, scale, factor=factor, top=top, x_scale=x_scale, **found)
 
     return weighted_sum(of(activation(of(x, first, top)), second, 1), weights)

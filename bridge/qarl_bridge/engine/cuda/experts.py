@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch-invariant routers and experts for a vLLM engine on CUDA (operations: cuda/expert_ops.py).
 
-bf16 experts, int8 ones (w8a8), e4m3 ones (fp8) and int4 ones with bf16 activations (w4a16, widths a multiple of 128);
-others stay vLLM's. int4 words are multiplied as they are, interleaved: an expert sees few rows in a decoding step,
-where reading bf16(q s) would take four times as long, and all of a model's experts would fill a GPU.
+bf16 experts, int8 ones (w8a8), e4m3 ones (fp8), and int4 or e2m1 ones with bf16 activations (w4a16, nvfp4; widths a
+multiple of 128); others stay vLLM's. Words are multiplied as they are, interleaved: an expert sees few rows in a
+decoding step, where reading bf16(q s) would take four times as long, and all of a model's experts would fill a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from qarl_bridge.engine import expert_methods
-from qarl_bridge.engine.cuda import expert_ops, ops
+from qarl_bridge.engine.cuda import expert_ops, nvfp4, ops
+from qarl_bridge.engine.nvfp4_experts import NvFp4Experts
 from qarl_bridge.engine.readback import experts as readback_experts
 
 
@@ -55,7 +56,7 @@ class _BatchInvariant(FusedMoEMethodBase):
 
     rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     is_batch_invariant = True
-    names = "weight", "weight_scale"  # of what is multiplied, behind "w13_" and "w2_"
+    names: tuple[str, ...] = "weight", "weight_scale"  # of what is multiplied, behind "w13_" and "w2_"
 
     is_monolithic = False  # type: ignore[assignment]  # the router chooses, and may be listened to
     supports_internal_mk = True  # type: ignore[assignment]  # no kernel of vLLM's is to be made
@@ -77,12 +78,13 @@ class _BatchInvariant(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[M, D], weights and ids [M, k] -> [M, D] in x.dtype."""
-        first, second = (
-            (getattr(layer, f"{which}_{self.names[0]}"), getattr(layer, f"{which}_{self.names[1]}", None))
-            for which in ("w13", "w2")
-        )
+
+        def held(which: str) -> expert_ops.Held:
+            weight, scale, *factor = (getattr(layer, f"{which}_{name}", None) for name in self.names)
+            return weight, scale, factor[0] if factor else None
+
         options: dict[str, Any] = {"align": moe_align_block_size, "activation": _silu_and_mul, "rows": self.rows}
-        return expert_ops.experts(x, topk_weights, topk_ids, first, second, **options)
+        return expert_ops.experts(x, topk_weights, topk_ids, held("w13"), held("w2"), **options)
 
 
 class BatchInvariantMoEMethod(_BatchInvariant, UnquantizedFusedMoEMethod):
@@ -143,6 +145,22 @@ class BatchInvariantWNA16MoEMethod(_Quantized, CompressedTensorsWNA16MoEMethod):
                 setattr(layer, f"{which}_{name}", torch.nn.Parameter(value, requires_grad=False))
 
 
+class BatchInvariantNvFp4MoEMethod(_BatchInvariant, NvFp4Experts):
+    """nvfp4 experts."""
+
+    names = NvFp4Experts.names
+
+    def __init__(self, weight_quant: Any, input_quant: Any, moe: Any):
+        del weight_quant, input_quant
+        FusedMoEMethodBase.__init__(self, moe)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Words [E, K/128, N, 16], e4m3 scales [E, K/16, N], factors [E, N], in the place of what was loaded."""
+        for which in ("w13", "w2"):
+            packed, scale, factor = self.loaded(layer, which)
+            self.keep(layer, which, *nvfp4.served(packed, scale), factor)
+
+
 def _lacks(moe: Any) -> bool:
     return moe.has_bias or moe.moe_parallel_config.use_ep or moe.activation != MoEActivation.SILU
 
@@ -158,6 +176,8 @@ def _class_of(weights: Any, inputs: Any, layer: Any) -> type | None:
     served = readback_experts.in_whole_blocks(moe.hidden_dim, moe.intermediate_size_per_partition)
     if (weights.num_bits, kind, inputs) == (4, "int", None) and served and weights.group_size in (32, 64, 128):
         return BatchInvariantWNA16MoEMethod
+    if (weights.num_bits, kind, inputs) == (4, "float", None) and served and weights.group_size == 16:
+        return BatchInvariantNvFp4MoEMethod
     return None
 
 

@@ -4,7 +4,7 @@
 
     layer                                  vLLM                                  here
     q|k|v, o, gate|up, down in bf16        cuBLAS, order by the number of rows   ops.product
-    the same in int4 (w4a16)               Machete or Marlin, likewise           ops.product
+    the same in int4 (w4a16), nvfp4        Machete or Marlin, likewise           ops.product
     head                                   cuBLAS, logits rounded to bf16        ops.product, float32 logits
     RMSNorm                                threads by the number of rows         ops.rms_norm
     log-probs                              float32 sums in torch's order         sampling.log_softmax
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
+from vllm.model_executor.kernels.linear.nvfp4 import NvFp4LinearKernel
 
 from qarl_bridge.engine.cuda import ops, sampling
 from qarl_bridge.engine.readback import experts as readback_experts
@@ -73,9 +74,12 @@ def install() -> str:
         from qarl_bridge.engine.cuda import experts
 
         experts.install(_replace)
-    from qarl_bridge.engine.cuda import int4
+    from qarl_bridge.engine import nvfp4_layers
+    from qarl_bridge.engine.cuda import int4, nvfp4
 
     int4.register()
+    if _has_wgmma():
+        nvfp4_layers.serve(nvfp4.BatchInvariantNvFp4LinearKernel)
     return _without_wgmma()
 
 
@@ -97,8 +101,10 @@ def left_to_vllm(modules: Mapping[str, Any]) -> list[str]:
         kernel = getattr(getattr(module, "scheme", None), "kernel", None)
         if readback_experts.is_experts(module) and not getattr(method, "is_batch_invariant", False):
             kinds.setdefault(f"experts are vLLM's own ({type(method).__name__})", name)
-        elif isinstance(kernel, MPLinearKernel) and not getattr(kernel, "is_batch_invariant", False):
-            kinds.setdefault(f"int4 layers are vLLM's own ({type(kernel).__name__})", name)
+        elif isinstance(kernel, MPLinearKernel | NvFp4LinearKernel) and not getattr(
+            kernel, "is_batch_invariant", False
+        ):
+            kinds.setdefault(f"4-bit layers are vLLM's own ({type(kernel).__name__})", name)
     return [f"{kind}, first: {name}" for kind, name in kinds.items()]
 
 

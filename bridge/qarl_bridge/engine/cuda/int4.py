@@ -9,8 +9,6 @@ decoded anew for each product into a room that all layers share: a tile of rows 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from vllm.model_executor.kernels import linear as registry
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
@@ -21,6 +19,32 @@ from qarl_bridge.engine import versions
 from qarl_bridge.engine.cuda import ops
 
 _PACKED_ROWS = 512  # the most that are multiplied with words
+# bf16(q s) of one layer, for the largest: made at a load, since a CUDA graph keeps its place.
+_rooms: dict[torch.device, torch.Tensor] = {}
+
+
+def make_room(words: torch.Tensor) -> None:
+    """Let a layer of so many words be decoded; called at its load."""
+    room = _rooms.get(words.device)
+    if room is None or room.numel() < 8 * words.numel():
+        _rooms[words.device] = torch.empty(8 * words.numel(), dtype=torch.bfloat16, device=words.device)
+
+
+def multiply(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    factor: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[..., K] -> [..., N] by a layer's words; scales and factor as in `ops.product`."""
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) <= _PACKED_ROWS:
+        y = ops.product(rows, words, scales, bias, factor=factor)
+    else:
+        room = _rooms[words.device][: 8 * words.numel()].view(-1, rows.shape[1])
+        y = ops.product(rows, ops.dequantized(words, scales, out=room), bias=bias, factor=factor)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class BatchInvariantInt4LinearKernel(MPLinearKernel):
@@ -29,8 +53,6 @@ class BatchInvariantInt4LinearKernel(MPLinearKernel):
     is_batch_invariant = True
     WEIGHT = "weight_interleaved"  # int32 [K/128, N, 16]
     SCALE = "weight_interleaved_scale"  # bfloat16 [K/G, N]
-    # bf16(q s) of one layer, for the largest: made at a load, since a CUDA graph keeps its place.
-    room: ClassVar[dict[torch.device, torch.Tensor]] = {}
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -56,19 +78,11 @@ class BatchInvariantInt4LinearKernel(MPLinearKernel):
         scales = getattr(layer, self.w_s_name).data.t().contiguous()
         for name, value in ((self.WEIGHT, words), (self.SCALE, scales)):
             layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
-        room = self.room.get(words.device)
-        if room is None or room.numel() < 8 * words.numel():
-            self.room[words.device] = torch.empty(8 * words.numel(), dtype=torch.bfloat16, device=words.device)
+        make_room(words)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., K] -> [..., N]."""
-        rows, words, scales = x.reshape(-1, x.shape[-1]), getattr(layer, self.WEIGHT), getattr(layer, self.SCALE)
-        if len(rows) <= _PACKED_ROWS:
-            y = ops.product(rows, words, scales, bias)
-        else:
-            room = self.room[words.device][: 8 * words.numel()].view(-1, rows.shape[1])
-            y = ops.product(rows, ops.dequantized(words, scales, out=room), bias=bias)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return multiply(x, getattr(layer, self.WEIGHT), getattr(layer, self.SCALE), bias)
 
 
 def register() -> None:

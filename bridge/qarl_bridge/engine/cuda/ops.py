@@ -7,6 +7,7 @@ it, and its logits are rounded to bfloat16. These Triton kernels take their plac
 same numbers from the same rules:
 
     product      y = bf16(acc + b), acc in the parts of `split_k.splits_of`; weights bfloat16, or int4 as bf16(q * s)
+                 nvfp4: bf16(bf16(acc * f) + b), weights q * s of e2m1 codes and e4m3 scales, exact in bfloat16
     logits       the same product, one part, left in float32
     RMSNorm      r = float32(1 / sqrt(sum(x^2) / D + eps)) in float64; y = bf16((x * r) * w), products in float32
 
@@ -76,6 +77,56 @@ def _decoded(words, s0, s1, s2, s3):
 
 
 @triton.jit
+def _decoded_float4(words, s0, s1, s2, s3):
+    """`_decoded` of e2m1 codes: q s, exact.
+
+    A code's sign and three bits are put where a bfloat16 has its sign, the end of its exponent, and the start of its
+    mantissa. That number is q 2^-126 (for the code 1 a subnormal, which bfloat16 products keep)."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 p0, p1, p2, p3, n0, n1, n2, n3, s0, s1, s2, s3, most;
+        mov.b32 most, 0x7e807e80;
+        shl.b32 n0, $8, 12;
+        shl.b32 n1, $8, 8;
+        shl.b32 n2, $8, 4;
+        and.b32 n0, n0, 0x80008000;
+        and.b32 n1, n1, 0x80008000;
+        and.b32 n2, n2, 0x80008000;
+        and.b32 n3, $8, 0x80008000;
+        shl.b32 p0, $8, 6;
+        shl.b32 p1, $8, 2;
+        shr.u32 p2, $8, 2;
+        shr.u32 p3, $8, 6;
+        lop3.b32 p0, p0, 0x01c001c0, n0, 0xea;
+        lop3.b32 p1, p1, 0x01c001c0, n1, 0xea;
+        lop3.b32 p2, p2, 0x01c001c0, n2, 0xea;
+        lop3.b32 p3, p3, 0x01c001c0, n3, 0xea;
+        mul.rn.bf16x2 p0, p0, most;
+        mul.rn.bf16x2 p1, p1, most;
+        mul.rn.bf16x2 p2, p2, most;
+        mul.rn.bf16x2 p3, p3, most;
+        mov.b32 s0, {$9, $9};
+        mov.b32 s1, {$10, $10};
+        mov.b32 s2, {$11, $11};
+        mov.b32 s3, {$12, $12};
+        mul.rn.bf16x2 p0, p0, s0;
+        mul.rn.bf16x2 p1, p1, s1;
+        mul.rn.bf16x2 p2, p2, s2;
+        mul.rn.bf16x2 p3, p3, s3;
+        mov.b32 {$0, $1}, p0;
+        mov.b32 {$2, $3}, p1;
+        mov.b32 {$4, $5}, p2;
+        mov.b32 {$6, $7}, p3;
+        }""",
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,h,h,h,h",
+        [words, s0, s1, s2, s3],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def _of_halves(s, BN: tl.constexpr):
     """[BN, 2], of inputs up to 64 and from there -> [BN, 16], of `interleaved` words."""
     return s[:, None, :].broadcast_to(BN, 8, 2).reshape(BN, 16)
@@ -83,8 +134,11 @@ def _of_halves(s, BN: tl.constexpr):
 
 @triton.jit
 def _weights(words, s, GROUP: tl.constexpr, BN: tl.constexpr):
-    """bf16(q s) [BN, 128] of `interleaved` words [BN, 16] and their groups' scales [max(1, 128 / GROUP), BN]."""
-    s = s.T
+    """bf16(q s) [BN, 128] of `interleaved` words [BN, 16] and their groups' scales [max(1, 128 / GROUP), BN].
+
+    bfloat16 scales are of int4 codes, e4m3 ones of e2m1 codes."""
+    FLOAT4: tl.constexpr = s.dtype == tl.float8e4nv
+    s = s.to(tl.bfloat16).T
     if GROUP >= _STEP:
         s0 = s.broadcast_to(BN, 16)
         s1, s2, s3 = s0, s0, s0
@@ -101,7 +155,10 @@ def _weights(words, s, GROUP: tl.constexpr, BN: tl.constexpr):
         s0, s2 = _of_halves(first, BN), _of_halves(second, BN)
         first, second = odd.split()
         s1, s3 = _of_halves(first, BN), _of_halves(second, BN)
-    a0, a1, b0, b1, c0, c1, d0, d1 = _decoded(words, s0, s1, s2, s3)
+    if FLOAT4:
+        a0, a1, b0, b1, c0, c1, d0, d1 = _decoded_float4(words, s0, s1, s2, s3)
+    else:
+        a0, a1, b0, b1, c0, c1, d0, d1 = _decoded(words, s0, s1, s2, s3)
     ac, bd = tl.join(tl.join(a0, a1), tl.join(c0, c1)), tl.join(tl.join(b0, b1), tl.join(d0, d1))
     y = tl.join(ac, bd).reshape(BN, 4, 2, 2, 2, 2, 2)  # of an input's bits [BN, 1-2, 3, 6, 0, 5, 4]
     return y.permute(0, 3, 5, 6, 2, 1, 4).reshape(BN, _STEP)
@@ -131,8 +188,8 @@ def _part(x, w, s, row, output, N, first, end, BITS: tl.constexpr, GROUP: tl.con
 
 
 @triton.jit
-def _product(x, w, s, b_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS: tl.constexpr,
-             BITS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
+def _product(x, w, s, f_ptr, b_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS: tl.constexpr,
+             BITS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, FACTOR: tl.constexpr, BIAS: tl.constexpr,
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """One tile [BM rows, BN outputs]; SPLIT: one part of it, and whoever comes last adds them up, in order.
 
@@ -169,6 +226,9 @@ def _product(x, w, s, b_ptr, y_ptr, partial_ptr, done_ptr, M, N, K, PARTS: tl.co
             end = first + shorter + (longer > p)
             acc += _part(x, w, s, row, output, N, first, end, BITS, GROUP, BM, BN, BK)
     if last:
+        if FACTOR:
+            acc *= tl.load(f_ptr + outputs, mask=outputs < N, other=0.0)[:, None]
+            acc = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
         if BIAS:
             acc += tl.load(b_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[:, None]
         y = tl.trans(acc).to(y_ptr.dtype.element_ty)
@@ -194,6 +254,7 @@ def product(
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     *,
+    factor: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     splits: int | None = None,
     tile: tuple[int, int, int, int, int] | None = None,
@@ -203,8 +264,10 @@ def product(
 
     Args:
       weight: bfloat16 [N, K], or int32 [K/128, N, 16] of `interleaved` words.
-      scale: of int4 codes, bfloat16 [K/G, N]; G 16, 32, 64, or a multiple of 128; N a multiple of 8.
+      scale: of int4 codes, bfloat16 [K/G, N]; G 16, 32, 64, or a multiple of 128; N a multiple of 8. Of e2m1 codes,
+        e4m3 [K/16, N]; N a multiple of 16.
       bias: [N] or None.
+      factor: float32 [N] or None; multiplies the sum, which is then rounded to out_dtype before the bias is added.
       out_dtype: bfloat16 or float32.
       splits: None: `split_k.splits_of`.
       tile: (rows, outputs, inputs, warps, stages); None: chosen by the number of rows. split: whether parts are
@@ -233,9 +296,9 @@ def product(
         # Flat first: a single group's row may have any stride, but a descriptor's may not.
         s = TensorDescriptor.from_tensor(scale.view(-1).view(-1, n), [max(1, split_k.STEP // group), bn])
     _product[(blocks // splits, splits if split else 1)](
-        TensorDescriptor.from_tensor(x, [bm, bk]), w, s, bias, y, partial, done, m, n, k,
-        PARTS=splits, BITS=bits, GROUP=group, SPLIT=split, BIAS=bias is not None, BM=bm, BN=bn, BK=bk,
-        num_warps=warps, num_stages=stages,
+        TensorDescriptor.from_tensor(x, [bm, bk]), w, s, factor, bias, y, partial, done, m, n, k,
+        PARTS=splits, BITS=bits, GROUP=group, SPLIT=split, FACTOR=factor is not None, BIAS=bias is not None,
+        BM=bm, BN=bn, BK=bk, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 
@@ -278,7 +341,7 @@ def _dequantize(words_ptr, s_ptr, y_ptr, N, K, GROUP: tl.constexpr, GROUPS: tl.c
 
 
 def dequantized(words: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`interleaved` words [K/128, N, 16] and bfloat16 scales [K/G, N] -> bf16(q s), [N, K] (out, where it is given)."""
+    """`interleaved` words [K/128, N, 16] and their scales [K/G, N] -> bf16(q s), [N, K] (out, where it is given)."""
     n, k = words.shape[1], words.shape[0] * 128
     y = torch.empty((n, k), dtype=torch.bfloat16, device=words.device) if out is None else out
     group = k // scale.shape[0]

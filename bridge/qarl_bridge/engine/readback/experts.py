@@ -221,6 +221,8 @@ def _stored(name: str, module: Any, staged: Staged, which: str, expert: int) -> 
     if not type(module.quant_method).__name__.startswith("Float64"):
         return None
     live = getattr(module, f"{which}_float64")[expert]
+    if (factors := getattr(module, f"{which}_weight_global_scale", None)) is not None:
+        live = live * factors[expert].double()[:, None]
     wanted = staged.matrix(expert, which)
 
     def explain() -> None:
