@@ -220,6 +220,10 @@ class Config(Scheme):
         }
         return QTensor(planes | held, self)
 
+    def steps(self, qt: QTensor) -> Float[Array, "*L N groups"]:
+        """The distance of neighbouring codes, s t, per group."""
+        return qt.scales.astype(jnp.float32) * qt.arrays["tensor_scale"] * 2.0 ** (8 - self.bits)
+
     def codes(self, qt: QTensor) -> UInt8[Array, "*L N K"]:
         """The codes of a weight, 0 to 2^bits - 1."""
         whole = jnp.zeros((), jnp.uint8)
