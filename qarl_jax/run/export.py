@@ -3,8 +3,11 @@
 """`python -m qarl_jax.export --checkpoint DIR --format hf|compressed-tensors|peft --out DIR`: a policy as model files.
 
     hf                  the masters rounded to bfloat16: transformers, vLLM, or the start of another run
-    compressed-tensors  the QTensors of the run's rollout scheme, byte for byte what was published to the sampler
+    compressed-tensors  the QTensors of the run's rollout scheme, byte for byte what was published to the sampler;
+                        those with zero points as `pack-quantized` where it holds them, with the same values
     peft                the adapters of a run with `lora`, for transformers with PEFT, and vLLM
+
+`--bits 4` writes the top four bits of a policy that was trained under `w8a16_asym` or a slice of it.
 
 Of a run with `lora`, hf has the adapters merged into the base's weights, and compressed-tensors the base alone.
 
@@ -22,11 +25,14 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from qarl_jax import models
 from qarl_jax.learning.learner import Learner
 from qarl_jax.learning.trainable import joined
 from qarl_jax.models.hf import safetensors
 from qarl_jax.models.hf.safetensors import MAX_SHARD_BYTES
+from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.run import build, checkpoint, on_disk, stamp
 from qarl_jax.run.config import RunConfig
@@ -44,24 +50,27 @@ KEPT = (
 )
 
 
-def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: str) -> None:
+def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: str, bits: int | None = None) -> None:
     """Writes the policy of a checkpoint as a model folder.
 
     Args:
       source: run folder or step folder. out: folder to make; must not exist, or be empty.
       kind: one of FORMATS.
+      bits: with compressed-tensors: the width of the run's 8-bit grid that is written; None: the rollout scheme's.
 
     Raises:
-      UserError: unknown format, no checkpoint, `out` in use, a bf16 run asked for compressed-tensors, or a run without
-        adapters, or with gains that learn, for peft.
+      UserError: unknown format, a width that the run's scheme does not have, no checkpoint, `out` in use, a bf16 run
+        asked for compressed-tensors, or a run without adapters, or with gains that learn, for peft.
     """
     if kind not in FORMATS:
         raise UserError(f"--format {kind}: choose one of {', '.join(FORMATS)}")
+    if bits is not None and kind != "compressed-tensors":
+        raise UserError(f"--bits {bits} is for --format compressed-tensors: {kind} has no codes.")
     with on_disk.whole_folder(out) as staging:
-        _export(source, staging, kind)
+        _export(source, staging, kind, bits)
 
 
-def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str) -> None:
+def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str, bits: int | None) -> None:
     """`export` into an existing folder."""
     checkpoints, step = checkpoint.find(source)
     cfg = stamp.config_of(source)
@@ -91,6 +100,7 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str) -> Non
         models.save_hf(models.merge_adapters(whole), out)
     else:
         rollout = build.rollout_graphdef(cfg, graphdef)
+        rollout = rollout if bits is None else models.at_width(rollout, bits)
         write_quantized(rollout, *joined(params, learner.quantizer(rollout)(params)), out)
 
 
@@ -114,13 +124,19 @@ def write_quantized(graphdef: Any, params: Any, qweights: Any, folder: pathlib.P
     from qarl_jax.rollout.vllm.engine import engine_config, engine_tensors
     from qarl_jax.rollout.vllm.gpu_staging import shapes_apart
 
-    values = engine_config(graphdef)
+    values = engine_config(graphdef, exported=True)
     if "quantization_config" not in values:
         raise UserError("this run's rollout scheme is bf16, so there is nothing quantized to write: use --format hf.")
     graphdef = models.split(models.abstract_model(models.config_of(graphdef).base))[0]
+    qweights = jax.tree.map(_exported, qweights, is_leaf=lambda x: isinstance(x, QTensor))
     weights = PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
     safetensors.write_sharded(folder, shapes_apart(weights), engine_tensors(weights), MAX_SHARD_BYTES)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+@jax.jit
+def _exported(tensor: QTensor) -> QTensor:
+    return tensor.scheme.exported(tensor)
 
 
 @entry_point
@@ -131,8 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", required=True, help="run folder, or one step_* folder of its checkpoints")
     parser.add_argument("--format", required=True, choices=FORMATS)
     parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--bits", type=int, help="8, 4 or 2 bits of a policy that was trained on the 8-bit grid")
     args = parser.parse_args(argv)
-    export(args.checkpoint, args.out, args.format)
+    export(args.checkpoint, args.out, args.format, args.bits)
     print(f"wrote {args.out}")
     return 0
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An exported folder holds the trained policy: the masters rounded to bfloat16, or the very QTensors of the forward."""
 
+import dataclasses
 import json
 
 import jax
@@ -153,6 +154,24 @@ def test_a_compressed_tensors_export_says_how_it_is_quantized_and_brings_its_tok
 
 
 @pytest.mark.slow
+def test_transformers_computes_the_same_logits_from_an_export_with_zero_points(tmp_path):
+    import torch
+    import transformers
+
+    model = models.random_model(dataclasses.replace(tiny.model_config(), quant=models.parse_rules("w2a16_asym")), 0)
+    graphdef, params, qweights = models.split(model)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)  # an export rounds norms, too
+    export.write_quantized(graphdef, params, qweights, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens = np.random.default_rng(0).integers(0, 30, (2, 20)).astype(np.int32)
+    ours = np.asarray(models.merge(graphdef, params, qweights)(jnp.asarray(tokens)))
+    reference = hf_models.logits(theirs, tokens)
+    assert hf_models.relative(ours, reference) < 2e-4
+
+
+@pytest.mark.slow
 def test_large_exports_are_split_into_shards_with_an_index(run, tmp_path, monkeypatch, low_bit_folder):
     monkeypatch.setattr(export, "MAX_SHARD_BYTES", 40_000)
     out = tmp_path / "out"
@@ -170,6 +189,23 @@ def test_large_exports_are_split_into_shards_with_an_index(run, tmp_path, monkey
     whole = load_file(low_bit_folder / "model.safetensors")
     assert {name: x.tobytes() for name, x in joined.items()} == {name: x.tobytes() for name, x in whole.items()}
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in whole.values())
+
+
+@pytest.mark.slow
+def test_one_checkpoint_is_exported_at_every_width_of_its_grid(run, tmp_path):
+    nested = run.changed(run_dir=str(tmp_path / "run"), quant={"forward": "w8a16_asym:g32"}, train={"steps": 1})
+    assert train.main(nested.command("eval.at_start=false", "eval.at_end=false")) == 0
+    held = {}
+    for bits in (8, 2):
+        arguments = ["--checkpoint", str(nested.run_dir), "--format", "compressed-tensors", "--bits", str(bits)]
+        assert export.main([*arguments, "--out", str(tmp_path / str(bits))]) == 0
+        held[bits] = load_file(tmp_path / str(bits) / "model.safetensors")
+    assert held[8].keys() == held[2].keys()
+    for name, whole in held[8].items():
+        if name.endswith("weight_packed"):  # bytes: the top two bits, in the middle of their steps
+            np.testing.assert_array_equal(held[2][name].view(np.uint8), (whole.view(np.uint8) & 0xC0) + 32)
+        else:
+            assert held[2][name].tobytes() == whole.tobytes()
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -192,6 +228,9 @@ def test_what_cannot_be_exported_is_told_in_one_sentence_and_leaves_nothing(run,
     to = ("--out", out)
     said = refused(capsys, "--checkpoint", bf16.run_dir, "--format", "compressed-tensors", *to)
     assert "--format hf" in said
+    said = refused(capsys, "--checkpoint", run.run_dir, "--format", "compressed-tensors", "--bits", 2, *to)
+    assert "w4a16:g32 has one width" in said
+    assert "--bits 2 is for" in refused(capsys, "--checkpoint", run.run_dir, "--format", "hf", "--bits", 2, *to)
     said = refused(capsys, "--checkpoint", tmp_path / "nowhere", "--format", "hf", *to)
     assert "nowhere" in said
     said = refused(capsys, "--checkpoint", run.run_dir / "checkpoints" / "step_00000009", "--format", "hf", *to)
