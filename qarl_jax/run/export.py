@@ -6,6 +6,9 @@
     compressed-tensors  the QTensors of the run's rollout scheme, byte for byte what was published to the sampler
     peft                the adapters of a run with `lora`, for transformers with PEFT, and vLLM
 
+A model folder is quantized without a run: `--model DIR --scheme w2a16:g64` writes its codes. One that `qat` made
+is quantized under the last of its schemes.
+
 Of a run with `lora`, hf has the adapters merged into the base's weights, and compressed-tensors the base alone.
 
 DIR is a run folder (runs/quickstart: its newest checkpoint) or one step of it (runs/quickstart/checkpoints/step_...).
@@ -15,12 +18,15 @@ The folder written holds the tokenizer and everything else that a model folder n
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import pathlib
 import shutil
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from qarl_jax import models
 from qarl_jax.learning.learner import Learner
@@ -34,7 +40,6 @@ from qarl_jax.runtime import progress
 from qarl_jax.types import UserError, command, entry_point
 
 FORMATS = ("hf", "compressed-tensors", "peft")
-RECEIPT = "sft.json"  # what `sft` notes of the weights it made
 # Of the base model's folder, what an export takes along; whatever else lies there is no part of the policy.
 KEPT = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -61,6 +66,23 @@ def export(source: str | os.PathLike[str], out: str | os.PathLike[str], kind: st
         _export(source, staging, kind)
 
 
+def export_model(model: str | os.PathLike[str], scheme: str, out: str | os.PathLike[str]) -> None:
+    """Writes the codes of a model folder's weights under a scheme, rounded to nearest.
+
+    Raises:
+      UserError: as `models.load_hf`, or the scheme is bf16, or `out` is in use.
+    """
+    model, rules = pathlib.Path(model), models.parse_rules(scheme)
+    config = models.read_config(model, compute_dtype="bfloat16", param_dtype="bfloat16", quant=rules)
+    if not config.quant.rules:
+        raise UserError("--scheme bf16 quantizes nothing: name a low-bit scheme, for example w4a16.")
+    with on_disk.whole_folder(out) as staging:
+        graphdef, masters = models.load_masters(model, config)
+        qweights = jax.jit(functools.partial(models.quantize_params, graphdef))(masters)
+        copy_kept(model, staging)
+        write_quantized(graphdef, masters, qweights, staging)
+
+
 def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str) -> None:
     """`export` into an existing folder."""
     checkpoints, step = checkpoint.find(source)
@@ -75,11 +97,7 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str) -> Non
     if kind == "peft":
         _write_adapters(cfg, learner, params, out)
         return
-    for kept in (pathlib.Path(cfg.model.path, name) for name in KEPT):
-        if kept.is_dir():
-            shutil.copytree(kept, out / kept.name)
-        elif kept.is_file():
-            shutil.copy2(kept, out / kept.name)
+    copy_kept(cfg.model.path, out)
     if kind == "hf":
         if cfg.lora is not None and models.config_of(graphdef).quant.rules:
             print(
@@ -92,6 +110,15 @@ def _export(source: str | os.PathLike[str], out: pathlib.Path, kind: str) -> Non
     else:
         rollout = build.rollout_graphdef(cfg, graphdef)
         write_quantized(rollout, *joined(params, learner.quantizer(rollout)(params)), out)
+
+
+def copy_kept(model: str | os.PathLike[str], out: pathlib.Path) -> None:
+    """Copies the tokenizer and the other files of a model folder that belong to no weight."""
+    for kept in (pathlib.Path(model, name) for name in KEPT):
+        if kept.is_dir():
+            shutil.copytree(kept, out / kept.name)
+        elif kept.is_file():
+            shutil.copy2(kept, out / kept.name)
 
 
 def _write_adapters(cfg: RunConfig, learner: Learner, params: Any, out: pathlib.Path) -> None:
@@ -128,11 +155,21 @@ def write_quantized(graphdef: Any, params: Any, qweights: Any, folder: pathlib.P
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog=command("export"), description=__doc__.split("\n")[0])
-    parser.add_argument("--checkpoint", required=True, help="run folder, or one step_* folder of its checkpoints")
-    parser.add_argument("--format", required=True, choices=FORMATS)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--checkpoint", help="run folder, or one step_* folder of its checkpoints")
+    source.add_argument("--model", help="model folder, to be quantized under --scheme")
+    parser.add_argument("--format", choices=FORMATS, help="needed with --checkpoint; with --model compressed-tensors")
+    parser.add_argument("--scheme", help="with --model: w4a16, w2a16:g64, ...")
     parser.add_argument("--out", required=True, help="folder to write")
     args = parser.parse_args(argv)
-    export(args.checkpoint, args.out, args.format)
+    if args.model is not None:
+        if args.scheme is None or args.format not in (None, "compressed-tensors"):
+            parser.error("--model is quantized: give --scheme, and no --format but compressed-tensors")
+        export_model(args.model, args.scheme, args.out)
+    elif args.format is None or args.scheme is not None:
+        parser.error("--checkpoint needs --format, and takes no --scheme: its run has one")
+    else:
+        export(args.checkpoint, args.out, args.format)
     print(f"wrote {args.out}")
     return 0
 
