@@ -233,4 +233,8 @@ def _distill(cfg: Config, part: Train, job: Job, folder: pathlib.Path, task: Any
 @progress.shown()
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return made.main("qat", Config, made.fingerprint, run, __doc__.split("\n")[0], argv, start_over)
+    try:
+        return made.main("qat", Config, made.fingerprint, run, __doc__.split("\n")[0], argv, start_over)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", flush=True)
+        return 130

@@ -29,7 +29,7 @@ Loss = Callable[..., jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Which rows an update reads, and how many updates there are.
+    """The number of updates, and the rows that each reads.
 
     Attributes:
       rows: number of rows. batch: rows of an update. epochs: visits of each row.

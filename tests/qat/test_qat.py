@@ -4,6 +4,8 @@
 
 import copy
 import os
+import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from flax import nnx
 from safetensors.numpy import load_file
 
 from qarl_jax import models, qat, train
+from qarl_jax.models.hf.by_layer import layer_config, layer_tensors, read_layer
+from qarl_jax.models.hf.weights import Checkpoint
 from qarl_jax.qat import blocks, command, distill, text, updates
 from qarl_jax.quant import parse_scheme, quantize
 from qarl_jax.run import export, made
+from qarl_jax.runtime.progress import Task
+from qarl_jax.typed_config import load
 from qarl_jax.types import UserError
 from tests.reference import tiny
 
@@ -77,7 +84,7 @@ def test_every_block_loses_less_than_by_rounding_on_held_out_rows(trained):
 @pytest.mark.slow
 def test_what_flows_between_files_is_what_the_whole_model_computes(world, trained):
     out, receipt = trained
-    cfg = command.load.load(command.Config, world.folder / "blocks.yaml")
+    cfg = load.load(command.Config, world.folder / "blocks.yaml")
     config = models.read_config(world.model)
     sizes = {"count": ROWS, "heldout": HELDOUT, "length": 16, "seed": 0}
     _, heldout = text.rows(cfg.data, str(world.model), config, **sizes)
@@ -99,7 +106,7 @@ def test_what_is_outside_of_the_layers_stays_as_it_is(world, trained):
     assert moved
     assert all(".layers." in name for name in moved)
     assert {path.name for path in trained[0].iterdir()} == {path.name for path in world.model.iterdir()} | {"qat.json"}
-    assert not command.pathlib.Path(f"{trained[0]}.work").exists()
+    assert not pathlib.Path(f"{trained[0]}.work").exists()
 
 
 @pytest.mark.slow
@@ -177,7 +184,7 @@ def test_a_run_killed_in_a_block_goes_on_to_the_same_bits(world, trained, after,
         patch.setattr(updates.Trainer, "fit", killed)
         with pytest.raises(KilledError):
             run(world, values)
-    out = command.pathlib.Path(values["out"])
+    out = pathlib.Path(values["out"])
     assert not out.exists()
     assert run(world, values) == 0
     assert (out / "model.safetensors").read_bytes() == (trained[0] / "model.safetensors").read_bytes()
@@ -195,14 +202,14 @@ def test_a_process_killed_in_a_block_goes_on_to_the_same_bits(world, tmp_path_fa
         line = [sys.executable, "-m", "qarl_jax.qat", "--config", str(path)]
         if name == "killed":
             process = subprocess.Popen(line, env=tiny.environment())
-            mark = command.pathlib.Path(f"{values['out']}.work", "00001.stage_0", "step_00000005")
+            mark = pathlib.Path(f"{values['out']}.work", "00001.stage_0", "step_00000005")
             while not mark.exists():
                 assert process.poll() is None
                 time.sleep(0.05)
             process.send_signal(signal.SIGKILL)
             process.wait()
         assert subprocess.run(line, env=tiny.environment()).returncode == 0
-        outs.append(command.pathlib.Path(values["out"], "model.safetensors").read_bytes())
+        outs.append(pathlib.Path(values["out"], "model.safetensors").read_bytes())
     assert outs[0] == outs[1]
 
 
@@ -210,9 +217,9 @@ def test_a_process_killed_in_a_block_goes_on_to_the_same_bits(world, tmp_path_fa
 def unfinished(world, request):
     """A training that was stopped in its first block: its settings, and the folder of what is in progress."""
     values = tree(world, f"unfinished_{request.node.name[:20]}")
-    cfg = command.load.load(command.Config, _file(world, values))
+    cfg = load.load(command.Config, _file(world, values))
     job = command._job(cfg)
-    blocks.Blocks(job, updates_task(), say=str)._embed()
+    blocks.Blocks(job, Task("training", None, "updates"), say=str)._embed()
     return values, cfg, job
 
 
@@ -220,12 +227,6 @@ def _file(world, values):
     path = world.folder / f"{os.path.basename(values['out'])}.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
-
-
-def updates_task():
-    from qarl_jax.runtime.progress import Task
-
-    return Task("training", None, "updates")
 
 
 def test_work_of_another_config_is_refused_and_force_removes_it(world, unfinished, capsys):
@@ -242,22 +243,46 @@ def test_damaged_work_is_told(unfinished):
     file = blocks.Progress(cfg.work).path(0, "low")
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
     with pytest.raises(UserError, match=r"00000\.low\.safetensors have changed\. Start over with --force"):
-        blocks.Blocks(job, updates_task())
+        blocks.Blocks(job, Task("training", None, "updates"))
 
 
 # ---- rows, layers, mistakes ------------------------------------------------------------------------------------------
 
 
-def test_a_layer_that_is_read_and_written_is_the_checkpoints(world):
-    from qarl_jax.models.hf.by_layer import layer_tensors, read_layer
-    from qarl_jax.models.hf.weights import Checkpoint
+MOE = models.MoEConfig(num_experts=4, num_experts_per_tok=2, intermediate_size=32, norm_topk_prob=True)
 
-    config = models.read_config(world.model)
-    found = dict(layer_tensors(read_layer(Checkpoint(world.model, config), config, 1), config, 1, jnp.bfloat16))
-    tensors = load_file(world.model / "model.safetensors")
-    assert set(found) == {name for name in tensors if ".layers.1." in name}
+
+@pytest.fixture(scope="module")
+def moe_folder(tmp_path_factory):
+    """A dense layer and one of experts."""
+    folder = tmp_path_factory.mktemp("moe")
+    config = tiny.model_config(architecture="Qwen3MoeForCausalLM", moe=MOE, moe_layers=(1,))
+    models.save_hf(models.random_model(config), folder)
+    return folder
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_that_is_read_and_written_is_the_checkpoints(moe_folder, layer):
+    config = models.read_config(moe_folder)
+    params = read_layer(Checkpoint(moe_folder, config), config, layer)
+    found = dict(layer_tensors(params, config, layer, jnp.bfloat16))
+    tensors = load_file(moe_folder / "model.safetensors")
+    assert set(found) == {name for name in tensors if f".layers.{layer}." in name}
     for name, tensor in found.items():
         np.testing.assert_array_equal(tensor, tensors[name])
+
+
+@pytest.mark.slow
+def test_layers_one_by_one_are_the_model(moe_folder):
+    config = models.read_config(moe_folder)
+    graphdef, masters = models.load_masters(moe_folder, config)
+    model, rng = models.merge(graphdef, masters, nnx.State({})), np.random.default_rng(0)
+    stream = jnp.asarray(rng.standard_normal((2, 2, 8, 64)), jnp.float32)
+    whole = jnp.stack(model.through(stream[:, 0], stream[:, 1]), axis=1)
+    checkpoint = Checkpoint(moe_folder, config)
+    for layer in range(2):
+        stream = blocks._run(layer_config(config, layer), read_layer(checkpoint, config, layer), stream)
+    np.testing.assert_allclose(stream, whole, rtol=1e-5, atol=1e-5)
 
 
 def test_each_epoch_visits_every_row_once():
@@ -285,8 +310,6 @@ def test_too_little_text_is_told(world, capsys):
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(world, changed, said, capsys):
-    import re
-
     assert run(world, tree(world, "mistake") | copy.deepcopy(changed)) == 2
     assert re.search(said, capsys.readouterr().err)
-    assert not command.pathlib.Path(world.folder, "mistake.work").exists()
+    assert not pathlib.Path(world.folder, "mistake.work").exists()
