@@ -92,6 +92,12 @@ def round_bf16(x: Float[Array | np.ndarray, "*S"]) -> Float[Array, "*S"]:
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
+def round_half_up(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """floor(x + 1/2) of float32, without the rounding of that sum: 0.49999997 gives 0."""
+    whole = jnp.floor(x)
+    return whole + (x - whole >= 0.5).astype(x.dtype)
+
+
 def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
@@ -100,7 +106,7 @@ def _float(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _power_of_two(exponent: jax.Array) -> jax.Array:
+def power_of_two(exponent: jax.Array) -> jax.Array:
     """2.0 ** exponent for exponents in [-126, 127]."""
     return _float((exponent + 127) << 23)
 
@@ -146,7 +152,7 @@ def divide(a: Float[Array | np.ndarray, "*#S"], b: Float[Array | np.ndarray, "*#
     exponent = ((a_bits & _EXPONENT) >> 23) - ((b_bits & _EXPONENT) >> 23)
     # Two steps, because the difference of two exponents may leave the range of one float.
     half = exponent >> 1
-    q = q * _power_of_two(half) * _power_of_two(exponent - half)
+    q = q * power_of_two(half) * power_of_two(exponent - half)
     q = _float(_bits(q) | ((a_bits ^ b_bits) & _SIGN))
     special = (a == 0) | (b == 0) | ~jnp.isfinite(a) | ~jnp.isfinite(b)
     return jnp.where(special, a / b, q)

@@ -28,7 +28,8 @@ class Config:
       forward: the learner's scheme (bf16, w8a8, w4a16, ...; "w4a16:g64" sets a group size).
       rollout: the sampler's scheme; null: the learner's, which is QaRL. forward=bf16 with rollout=w4a16 is the
         quantized-rollout baseline.
-      group_size: weights per scale along the input dimension, for schemes with groups written without one.
+      group_size: weights per scale along the input dimension, for schemes with groups written without one. The
+        asymmetric schemes' paper has 32.
       engine: whose arithmetic the learner computes in: cpu or cuda (a vLLM there, any kind of CPU), plain (nobody's),
         or auto: with rollout.engine.name=vllm that of this host, with jax plain.
       kernels: of products on a Hopper GPU: auto, our own (`kernels/products.py`), or xla, XLA's. w8a8 has the same

@@ -80,6 +80,15 @@ class Scheme:
         """The weight they stand for, float32 [..., N, K]."""
         raise NotImplementedError
 
+    @property
+    def exports(self) -> Scheme:
+        """The scheme whose layout an exported folder has; another one where engines in general do not know `wire`."""
+        return self
+
+    def exported(self, qt: QTensor) -> QTensor:
+        """The weight under `exports`: the same values."""
+        return qt
+
     def on(self, numerics: Numerics) -> Scheme:
         """The scheme as the engine that `numerics` mirrors has it.
 

@@ -3,7 +3,8 @@
 """`python -m qarl_jax.export --checkpoint DIR --format hf|compressed-tensors|peft --out DIR`: a policy as model files.
 
     hf                  the masters rounded to bfloat16: transformers, vLLM, or the start of another run
-    compressed-tensors  the QTensors of the run's rollout scheme, byte for byte what was published to the sampler
+    compressed-tensors  the QTensors of the run's rollout scheme, byte for byte what was published to the sampler;
+                        those with zero points as `pack-quantized` where it holds them, with the same values
     peft                the adapters of a run with `lora`, for transformers with PEFT, and vLLM
 
 A model folder is quantized without a run: `--model DIR --scheme w2a16:g64` writes its codes. One that `qat` made
@@ -33,6 +34,7 @@ from qarl_jax.learning.learner import Learner
 from qarl_jax.learning.trainable import joined
 from qarl_jax.models.hf import safetensors
 from qarl_jax.models.hf.safetensors import MAX_SHARD_BYTES
+from qarl_jax.quant import QTensor
 from qarl_jax.rollout import PolicyWeights
 from qarl_jax.run import build, checkpoint, on_disk, stamp
 from qarl_jax.run.config import RunConfig
@@ -141,13 +143,19 @@ def write_quantized(graphdef: Any, params: Any, qweights: Any, folder: pathlib.P
     from qarl_jax.rollout.vllm.engine import engine_config, engine_tensors
     from qarl_jax.rollout.vllm.gpu_staging import shapes_apart
 
-    values = engine_config(graphdef)
+    values = engine_config(graphdef, exported=True)
     if "quantization_config" not in values:
         raise UserError("this run's rollout scheme is bf16, so there is nothing quantized to write: use --format hf.")
     graphdef = models.split(models.abstract_model(models.config_of(graphdef).base))[0]
+    qweights = jax.tree.map(_exported, qweights, is_leaf=lambda x: isinstance(x, QTensor))
     weights = PolicyWeights(graphdef=graphdef, params=params, qweights=qweights)
     safetensors.write_sharded(folder, shapes_apart(weights), engine_tensors(weights), MAX_SHARD_BYTES)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+@jax.jit
+def _exported(tensor: QTensor) -> QTensor:
+    return tensor.scheme.exported(tensor)
 
 
 @entry_point

@@ -222,7 +222,7 @@ def test_a_layout_may_have_several_levels_of_scales_a_tensors_own_and_experts():
         arrays=(
             formats.Array("codes", "weight_packed", np.dtype(np.uint8), inputs=2),
             formats.Array("block_scales", "weight_scale", formats.FLOAT8, inputs=16, is_scale=True),
-            formats.Array("scale", "weight_global", np.dtype(np.float32), inputs=0, per_output=False, is_scale=True),
+            formats.Array("scale", "weight_global", np.dtype(np.float32), inputs=0, outputs=0, is_scale=True),
             formats.Array("zeros", "weight_zero_point", np.dtype(np.int8), inputs=16),
         ),
     )

@@ -73,6 +73,16 @@ def nvfp4(codes, scales):
     return Live(apply, codes=codes, scales=scales)
 
 
+ASYM = quant_reference.GRIDS["w3a16_asym"]
+
+
+def asym(upper, lower, scales, zeros, whole):
+    """A layer of three bits in two arrays."""
+    held = {"codes": upper, "codes_low": lower, "scales": scales.float(), "zero_points": zeros, "tensor_scale": whole}
+    value = torch.from_numpy(ASYM.value({name: tensor.numpy() for name, tensor in held.items()}))
+    return Live(lambda layer, x, bias: (x.float() @ layer.value.t()).bfloat16(), value=value)
+
+
 def read_back(modules, tensors, mode="full", tied=None, activations="bf16"):
     reader = linear.ReadBack(
         modules, tied or {}, device=torch.device("cpu"), activations=activations, context=contextlib.nullcontext
@@ -94,6 +104,16 @@ def fused(kind):
             weights.append(torch.from_numpy(rng.integers(-128, 128, (n, k)).astype(np.int8)))
             scales.append(torch.from_numpy(rng.uniform(0.001, 0.01, (n, 1)).astype(np.float32)))
             tensors |= {f"{name}.weight": weights[-1], f"{name}.weight_scale": scales[-1]}
+        elif kind == "asym":
+            rng = np.random.default_rng(seed)
+            weights.append([rng.integers(0, 256, (n, k // per)).astype(np.uint8) for per in (4, 8)])
+            weights[-1] = [torch.from_numpy(part) for part in weights[-1]]
+            scales.append([torch.from_numpy(rng.uniform(0.02, 0.1, (n, k // 32))).to(torch.float8_e4m3fn)])
+            scales[-1] += [torch.from_numpy(rng.integers(0, 256, (n, k // 32)).astype(np.uint8))]
+            scales[-1] += [torch.full((n, 1), 2.0 ** -(seed + 4))]
+            parts = dict(zip(("u2", "u1", "scale", "zero_point"), (*weights[-1], *scales[-1]), strict=False))
+            tensors |= {f"{name}.weight_{leaf}": part for leaf, part in parts.items()}
+            tensors[f"{name}.weight_tensor_scale"] = scales[-1][-1][0]
         elif kind == "nvfp4":
             rng = np.random.default_rng(seed)
             weights.append(torch.from_numpy(rng.integers(0, 256, (n, k // 2)).astype(np.uint8)))
@@ -107,26 +127,32 @@ def fused(kind):
             scales.append(bf16(n, k // 32, seed=seed).abs() + 0.01)
             tensors |= {f"{name}.weight_packed": weights[-1], f"{name}.weight_scale": scales[-1]}
             tensors[f"{name}.weight_shape"] = torch.tensor([n, k])
+    if kind == "asym":
+        joined = [
+            torch.cat([part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in parts])
+            for parts in zip(*(w + s for w, s in zip(weights, scales, strict=True)), strict=True)
+        ]
+        return {f"{prefix}.qkv_proj": asym(*joined[:2], joined[2].view(torch.float8_e4m3fn), *joined[3:])}, tensors
     make = {"dense": dense, "int8": int8, "int4": int4, "nvfp4": nvfp4}[kind]
     live = make(torch.cat(weights), *([torch.cat(scales)] if scales else []))
     return {f"{prefix}.qkv_proj": live}, tensors
 
 
-@pytest.mark.parametrize("kind", ["dense", "int8", "int4", "nvfp4"])
+@pytest.mark.parametrize("kind", ["dense", "int8", "int4", "nvfp4", "asym"])
 def test_a_layer_that_holds_what_was_published_is_read_back(kind):
     modules, tensors = fused(kind)
     assert read_back(modules, tensors) == (1, 64)
     assert read_back(modules, tensors, "sampled") == (1, linear.SAMPLED_ROWS)
 
 
-@pytest.mark.parametrize("kind", ["dense", "int8", "int4", "nvfp4"])
+@pytest.mark.parametrize("kind", ["dense", "int8", "int4", "nvfp4", "asym"])
 def test_one_wrong_weight_is_found_and_named(kind):
     modules, tensors = fused(kind)
     name = next(n for n in tensors if "k_proj.weight" in n)
     tensors[name] = tensors[name].clone()
     tensors[name][3, 5] = tensors[name][3, 5] * 2 + 1 if kind in ("dense", "int8") else tensors[name][3, 5] ^ 1
     # Row 3 of k is row 19 of the fused layer.
-    with pytest.raises(BridgeError, match=r"qkv_proj holds .* at \[19, (5|40|10)\].*1 of 2048 values differ"):
+    with pytest.raises(BridgeError, match=r"qkv_proj holds .* at \[19, (5|40|10|20)\].*1 of 2048 values differ"):
         read_back(modules, tensors)
 
 

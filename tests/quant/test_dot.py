@@ -14,12 +14,15 @@ from qarl_jax import quant
 from qarl_jax.numerics.rows import quantize_rows
 from qarl_jax.quant import PROFILES, resolve
 from qarl_jax.quant.contractions import Dense
-from qarl_jax.quant.schemes import fp8, nvfp4, w4a8, w4a16, w8a8
+from qarl_jax.quant.schemes import asym_grid, fp8, nvfp4, w2a2, w2a16_asym, w4a4, w4a8, w4a16, w8a8
 from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
 from tests.reference.cases import each_once, named
 
-CONFIGS = [w8a8.Config(), fp8.Config(), w4a16.Config(32), w4a16.Config(-1), w4a8.Config(32), nvfp4.Config()]
+CONFIGS = [
+    *(w8a8.Config(), fp8.Config(), w4a16.Config(32), w4a16.Config(-1), w4a8.Config(32), nvfp4.Config()),
+    *(w2a16_asym.Config(), w4a4.Config()),
+]
 M, N, K = 24, 48, 128
 as_a_run = pytest.mark.usefixtures("compiled_as_a_run")  # bits hang on the compiler
 
@@ -100,6 +103,21 @@ def test_nvfp4_scales_the_sum_by_the_whole_weights_number_and_rounds_before_the_
     sums = (x.astype(np.float64) @ value.astype(np.float64).T).astype(np.float32)
     y = quant.dot(jnp.asarray(x, jnp.bfloat16), w, quant.quantize(w, nvfp4.Config()), b, numerics=resolve("cpu"))
     np.testing.assert_array_equal(np.asarray(y, np.float32), ref.bf(ref.bf(sums * factor) + b))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [w4a4.Config(32), w2a2.Config(64)], ids=str)
+@as_a_run
+def test_low_bit_rows_are_on_the_grid_of_weights_and_exact_in_bfloat16(config):
+    x, w, b = data(4)
+    x[5, :32], x[6] = 3, -np.abs(x[6])  # a group of one value, groups of one sign
+    want = ref.asym_rows(x, config.activation_bits, config.group_size)
+    np.testing.assert_array_equal(want, ref.bf(want))
+    got = jax.jit(lambda x: config.activations(x, numerics=resolve("plain")))(jnp.asarray(x, jnp.bfloat16))
+    np.testing.assert_array_equal(np.asarray(got, np.float32), want)
+    value = ref.grid(config.name).value(ref.grid(config.name).arrays(w, config)).astype(np.float64)
+    y = quant.dot(jnp.asarray(x), w, quant.quantize(w, config), b)
+    np.testing.assert_allclose(y, want @ value.T + b, rtol=1e-5, atol=1e-5 * np.abs(want @ value.T).max())
 
 
 @pytest.mark.slow
@@ -208,7 +226,10 @@ def test_a_qtensor_of_another_weight_is_refused():
 
 def fake_quant_dot(x, master, config, bias, profile):
     """An independent QAT layer: round(x), round(w) with a straight-through gradient, in float32."""
-    if isinstance(config, nvfp4.Config):
+    if isinstance(config, asym_grid.Config):
+        grid = ref.grid(config.name)
+        w_q = grid.value(grid.arrays(master, config))
+    elif isinstance(config, nvfp4.Config):
         w_q = np.multiply(*ref.nvfp4_factors(*ref.nvfp4_weight(master)))
     else:
         codes, scale = (
@@ -219,7 +240,9 @@ def fake_quant_dot(x, master, config, bias, profile):
             else ref.int4_weight(master, config.group_size)
         )
         w_q = ref.int4_value(codes, scale) if codes.dtype == np.int8 and scale.dtype == ref.BF16 else codes * scale
-    if isinstance(config, w4a16.Config | nvfp4.Config):
+    if isinstance(config, w4a4.Config):
+        x_q = ref.asym_rows(x, 4, config.group_size).astype(np.float32)
+    elif isinstance(config, w4a16.Config | nvfp4.Config | asym_grid.Config):
         x_q = np.asarray(x)
     else:
         rows = ref.fp8_rows if isinstance(config, fp8.Config) else ref.int8_rows

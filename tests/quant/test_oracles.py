@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from aqt.jax.v2 import aqt_quantizer, calibration
 from aqt.jax.v2.numerics import int_numerics
+from qarl_bridge.protocol import formats
 
 from qarl_jax import quant
 from qarl_jax.numerics.rows import quantize_rows
-from qarl_jax.quant.schemes import fp8, nvfp4, w4a16, w8a8
+from qarl_jax.quant.schemes import fp8, nvfp4, w2a16_asym, w4a16, w4a16_asym, w8a8, w8a16_asym
 from tests.reference import quant_reference as ref
 
 
@@ -89,6 +90,26 @@ def test_nvfp4_has_compressed_tensors_bytes_of_weights_that_are_fused(which):
         for array in qt.scheme.wire.arrays:
             mine = np.asarray(qt.arrays[array.name])
             assert mine.tobytes() == want[array.leaf].numpy().tobytes(), array.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [w2a16_asym.Config(32), w4a16_asym.Config(16), w8a16_asym.Config(128)], ids=str)
+def test_compressed_tensors_unpacks_an_export_with_zero_points_to_the_same_weight(config):
+    torch = pytest.importorskip("torch")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    packed = pytest.importorskip("compressed_tensors.compressors.pack_quantized").PackedQuantizationCompressor
+    w = np.random.default_rng(0).standard_t(3, size=(48, 256)).astype(np.float32) * 0.05  # 48: rows of a word left over
+    qt = quant.quantize(w, config)
+    out = config.exported(qt)
+    assert out.scheme.wire.format == "pack-quantized"
+    held = formats.pack("p", {name: np.array(array) for name, array in out.arrays.items()}, out.scheme.wire)
+    scales = torch.from_numpy(held["p.weight_scale"].view(np.int16)).view(torch.bfloat16)
+    state = {"weight_scale": scales} | {
+        leaf: torch.from_numpy(held[f"p.{leaf}"]) for leaf in ("weight_packed", "weight_zero_point", "weight_shape")
+    }
+    args = quantization.QuantizationArgs.model_validate(dict(out.scheme.wire.weights))
+    given = packed.decompress(state, quantization.QuantizationScheme(targets=["Linear"], weights=args))["weight"]
+    np.testing.assert_array_equal(given.float().numpy(), np.asarray(quant.dequantize(qt, jnp.float32)))
 
 
 def aqt_rows(x):

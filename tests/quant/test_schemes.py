@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from qarl_jax import quant
 from qarl_jax.quant import QTensor
-from qarl_jax.quant.schemes import fp8, nvfp4, w2a16, w3a16, w4a8, w4a16, w8a8
+from qarl_jax.quant.schemes import fp8, nvfp4, w2a16, w2a16_asym, w3a16, w4a4, w4a8, w4a16, w4a16_asym, w8a8
 from qarl_jax.types import UserError
 from tests.reference import quant_reference as ref
 
@@ -26,6 +26,9 @@ CONFIGS = [
     w4a8.Config(32),
     w3a16.Config(32),
     w2a16.Config(-1),
+    w2a16_asym.Config(16),
+    w4a16_asym.Config(128),
+    w4a4.Config(64),
 ]
 as_a_run = pytest.mark.usefixtures("compiled_as_a_run")  # bits hang on the compiler
 
@@ -45,6 +48,8 @@ def reference(w, config):
 
 
 def codes_of(qt: QTensor):
+    if hasattr(qt.scheme, "activation_bits"):
+        return ref.grid(qt.scheme.name).codes({name: np.asarray(array) for name, array in qt.arrays.items()})
     unpacked = {1: np.asarray, 2: lambda codes: ref.nibbles(np.asarray(codes)), 8: quant.unpack_int4}
     return np.asarray(unpacked[qt.scheme.wire.codes.inputs](qt.codes))
 
@@ -118,7 +123,7 @@ class TestContract:
     def test_rows_are_independent_of_each_other(self, config):
         w = weight(128, 256)
         other = w.copy()
-        other[3] *= 1 / 17 if config.one_range else 17
+        other[3] *= 17 if all(array.outputs for array in config.wire.arrays) else 1 / 17
         a, b = quant.quantize(w, config), quant.quantize(other, config)
         keep = np.arange(128) != 3
         np.testing.assert_array_equal(as_bits(codes_of(a))[keep], as_bits(codes_of(b))[keep])
@@ -246,6 +251,29 @@ def test_each_bit_less_costs_about_twice_the_error():
     four, three, two = error(w4a16.Config()), error(w3a16.Config()), error(w2a16.Config())
     assert three / four == pytest.approx(7.5 / 3.5, rel=0.05)
     assert 1.5 < two / three < 7 / 3  # at two bits most weights round to 0 and err by their own size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "most"), [(2, 0.40), (3, 0.173), (4, 0.083), (8, 0.0056)])
+def test_zero_points_and_scales_that_clip_nothing_err_by_no_more_than_was_measured(bits, most):
+    """rms error of N(0, 1) in groups of 32. Symmetric grids of as many bits: 0.47, 0.20, 0.095 (2, 3, 4 bits)."""
+    w = np.random.default_rng(0).normal(size=(256, 1024)).astype(np.float32)
+    error = np.asarray(quant.dequantize(quant.quantize(w, quant.parse_scheme(f"w{bits}a16_asym:g32")))) - w
+    assert np.sqrt((error.astype(np.float32) ** 2).mean()) < most
+
+
+def test_groups_of_one_value_of_one_sign_and_far_below_the_largest_stay_on_the_grid():
+    """4.5 is 3 * 1.5, a scale that e4m3 has; 0.7 and 0.02 err by its rounding alone; 1e-7 takes the least scale."""
+    w = np.repeat(np.float32([4.5, -4.5, 0.7, 0.02, 1e-7, 0]), 16)[None].repeat(16, 0)
+    qt = quant.quantize(w, w2a16_asym.Config(16))
+    got = np.asarray(quant.dequantize(qt, jnp.float32)).reshape(16, 6, 16)
+    assert (got == got[:1, :, :1]).all(), "a group of one value has one value"
+    np.testing.assert_array_equal(got[0, :2, 0], [4.5, -4.5])
+    np.testing.assert_allclose(got[0, 2:4, 0], [0.7, 0.02], rtol=1 / 16)
+    assert not got[0, 4:, 0].any()
+    mixed = np.abs(weight(16, 64)) + 0.5
+    zeros = quant.quantize(mixed, w4a16_asym.Config(16)).arrays["zero_points"]
+    assert not np.asarray(zeros).any(), "a group above 0 is widened to hold it"
 
 
 @as_a_run

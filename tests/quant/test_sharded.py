@@ -31,7 +31,7 @@ def placed(mesh, array, *spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", [*CONFIGS, "nvfp4"])
+@pytest.mark.parametrize("scheme", [*CONFIGS, "nvfp4", "w3a16_asym:g32"])
 def test_quantizing_a_sharded_weight_keeps_its_sharding_and_its_bytes(mesh, scheme):
     _, w = data()
     config = quant.parse_scheme(scheme)
@@ -54,7 +54,7 @@ def test_quantizing_needs_no_communication(mesh, scheme):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", [*CONFIGS, "nvfp4"])
+@pytest.mark.parametrize("scheme", [*CONFIGS, "nvfp4", "w2a2:g32"])
 def test_forward_and_gradients_on_a_mesh_equal_one_device(mesh, scheme):
     x, w = data()
     config = quant.parse_scheme(scheme)

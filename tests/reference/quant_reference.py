@@ -171,6 +171,92 @@ def nvfp4_step(arrays: Arrays) -> np.ndarray:
     return np.repeat(arrays["scales"].astype(np.float32) / arrays["divisor"], 16, -1)
 
 
+def half_up(x: np.ndarray) -> np.ndarray:
+    """floor(x + 1/2), the sum in float64, which holds it."""
+    return np.floor(x.astype(np.float64) + 0.5)
+
+
+def asym_weight(groups: np.ndarray, bits: int, axes: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    """float32 [..., G] -> codes [..., G], zero points, e4m3 scales [...], and float64 t, one over `axes`."""
+    top = 2**bits - 1
+    high, low = np.maximum(groups.max(-1), 0), np.minimum(groups.min(-1), 0)
+    exact = (high - low) / np.float32(top)
+    most = exact.max(axes, keepdims=True).astype(np.float64)
+    t = 2.0 ** np.maximum(np.ceil(np.log2(np.maximum(most / 448, 2.0**-200))), -104)
+    grid = np.arange(1, 127, dtype=np.uint8).view(F8).astype(np.float64)
+    more = np.searchsorted(grid, exact / t, side="left")
+    less = np.where(grid[more] > exact / t, np.maximum(more - 1, 0), more)
+
+    def codes_of(w: np.ndarray, place: np.ndarray) -> np.ndarray:
+        return half_up(w / (grid[place] * t).astype(np.float32))
+
+    place = np.where(codes_of(high, less) - codes_of(low, less) <= top, less, more)
+    zeros = -codes_of(low, place)
+    codes = half_up(groups / (grid[place] * t).astype(np.float32)[..., None]) + zeros[..., None]
+    assert codes.min() >= 0
+    assert codes.max() <= top, "a code would be clipped"
+    return codes.astype(np.int64), zeros.astype(np.int64), grid[place].astype(np.float32).astype(F8), t
+
+
+def asym_rows(x: np.ndarray, bits: int, group: int) -> np.ndarray:
+    """[M, K] activations, each row on a grid of its own."""
+    codes, zeros, scales, t = asym_weight(np.asarray(x, np.float32).reshape(len(x), -1, group), bits, (-1,))
+    return ((codes - zeros[..., None]) * (scales.astype(np.float32) * t)[..., None]).reshape(x.shape)
+
+
+def as_bytes(codes: np.ndarray, width: int) -> np.ndarray:
+    """Codes of `width` bits, the first in the lowest bits of a byte."""
+    bits = (codes[..., None] >> np.arange(width)) & 1
+    return np.packbits(bits.astype(np.uint8).reshape(*codes.shape[:-1], -1), axis=-1, bitorder="little")
+
+
+def of_bytes(held: np.ndarray, width: int) -> np.ndarray:
+    """The inverse of `as_bytes`, uint8."""
+    bits = np.unpackbits(held, axis=-1, bitorder="little").astype(np.int64)
+    return (bits.reshape(*held.shape[:-1], -1, width) << np.arange(width)).sum(-1).astype(np.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asym(Grid):
+    """The grid of zero points and two levels of scales."""
+
+    arrays: Callable[[np.ndarray, Any], Arrays] = dataclasses.field(init=False, default=None)
+    clamped: float = 0.5
+    bits: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "arrays", self._arrays)
+        object.__setattr__(self, "step", self._step)
+
+    def _arrays(self, w: np.ndarray, scheme: Any) -> Arrays:
+        group, finer = scheme.group_size, 8 - self.bits
+        codes, zeros, scales, t = asym_weight(bf(w).reshape(*w.shape[:-1], -1, group), self.bits, (-2, -1))
+        codes = codes.reshape(w.shape)
+        planes = (
+            {"codes": as_bytes(codes >> 1, 2), "codes_low": as_bytes(codes & 1, 1)}
+            if self.bits == 3
+            else {"codes": as_bytes(codes, self.bits)}
+        )
+        zeros = (zeros << finer).astype(np.uint8)
+        return planes | {"scales": scales, "zero_points": zeros, "tensor_scale": (t * 2.0**-finer).astype(np.float32)}
+
+    def codes(self, arrays: Arrays) -> np.ndarray:
+        """uint8 [..., N, K]."""
+        if self.bits == 3:
+            return 2 * of_bytes(arrays["codes"], 2) + of_bytes(arrays["codes_low"], 1)
+        return of_bytes(arrays["codes"], self.bits)
+
+    def _step(self, arrays: Arrays) -> np.ndarray:
+        scales = arrays["scales"].astype(np.float32) * arrays["tensor_scale"] * np.float32(2.0 ** (8 - self.bits))
+        return np.repeat(scales, self.codes(arrays).shape[-1] // scales.shape[-1], -1)
+
+    def value(self, arrays: Arrays) -> np.ndarray:
+        """The weight that an engine computes with, float32 [..., N, K]."""
+        codes, zeros = self.codes(arrays), arrays["zero_points"].astype(np.int64)
+        zeros = np.repeat(zeros, codes.shape[-1] // zeros.shape[-1], -1)
+        return bf((codes - zeros / 2.0 ** (8 - self.bits)) * self._step(arrays))
+
+
 # One row per scheme. `tests/quant/test_schemes.py` and `tests/bridge/test_formats.py` compare the scheme with it.
 GRIDS = {
     "w8a8": Grid(lambda w, scheme: named(*int8_weight(w))),
@@ -179,6 +265,9 @@ GRIDS = {
     "w4a8": INT4,
     "w3a16": INT4,
     "w2a16": INT4,
+    **{f"w{bits}a16_asym": Asym(bits=bits) for bits in (2, 3, 4, 8)},
+    "w4a4": Asym(bits=4),
+    "w2a2": Asym(bits=2),
     "nvfp4": Nvfp4(nvfp4_arrays, half=(2.0**-2, 2.0**-2), step=nvfp4_step),
 }
 

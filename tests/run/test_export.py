@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An exported folder holds the trained policy: the masters rounded to bfloat16, or the very QTensors of the forward."""
 
+import dataclasses
 import json
 
 import jax
@@ -150,6 +151,24 @@ def test_a_compressed_tensors_export_says_how_it_is_quantized_and_brings_its_tok
     assert (group["weights"]["num_bits"], group["weights"]["group_size"]) == (4, 32)
     assert "lm_head" in scheme["ignore"]
     assert data.load_tokenizer(low_bit_folder)("3+4=")["input_ids"] == [6, 13, 7, 14]
+
+
+@pytest.mark.slow
+def test_transformers_computes_the_same_logits_from_an_export_with_zero_points(tmp_path):
+    import torch
+    import transformers
+
+    model = models.random_model(dataclasses.replace(tiny.model_config(), quant=models.parse_rules("w2a16_asym")), 0)
+    graphdef, params, qweights = models.split(model)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)  # an export rounds norms, too
+    export.write_quantized(graphdef, params, qweights, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens = np.random.default_rng(0).integers(0, 30, (2, 20)).astype(np.int32)
+    ours = np.asarray(models.merge(graphdef, params, qweights)(jnp.asarray(tokens)))
+    reference = hf_models.logits(theirs, tokens)
+    assert hf_models.relative(ours, reference) < 2e-4
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ class Array:
       leaf: last part of the name of its tensor ("weight_packed").
       dtype: as it travels.
       inputs: inputs per column; 0: all of them (one column).
-      per_output: True if it has a row per output; otherwise it is a single number, stored as [1, 1], travelling as [1].
+      outputs: outputs per row; 0: all of them. Then it is a single number, stored as [1, 1], travelling as [1].
       is_scale: True if every value must be finite and positive.
     """
 
@@ -52,16 +52,16 @@ class Array:
     leaf: str
     dtype: np.dtype
     inputs: int = 1
-    per_output: bool = True
+    outputs: int = 1
     is_scale: bool = False
 
     def shape(self, n: int, k: int) -> tuple[int, int]:
         """Computes the shape of a weight [n, k] in a QTensor."""
-        return n if self.per_output else 1, k // self.inputs if self.inputs else 1
+        return -(-n // self.outputs) if self.outputs else 1, k // self.inputs if self.inputs else 1
 
     def sent(self, held: tuple[int, ...]) -> tuple[int, ...]:
         """The shape as it travels, from the shape as it is held, any leading dimensions included."""
-        return held if self.per_output else held[:-1]
+        return held if self.outputs else held[:-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +108,11 @@ def live_module(name: str) -> str:
     return parent + dot + next((fused for fused, parts in FUSED.items() if leaf in parts), leaf)
 
 
-def arguments(bits: int, kind: str, strategy: str, *, group_size: int = 0, dynamic: bool = False) -> dict[str, Any]:
-    """Quantization arguments of compressed-tensors: symmetric; `strategy` channel, token, or group of `group_size`."""
-    made = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": dynamic}
+def arguments(
+    bits: int, kind: str, strategy: str, *, group_size: int = 0, dynamic: bool = False, symmetric: bool = True
+) -> dict[str, Any]:
+    """Quantization arguments of compressed-tensors; `strategy` channel, token, or group of `group_size`."""
+    made = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}
     return made | ({"group_size": group_size} if group_size else {})
 
 
@@ -141,7 +143,7 @@ def pack(name: str, arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[st
     tensors = {}
     for array in layout.arrays:
         held = arrays[array.name]
-        tensors[names[array.name]] = held if array.per_output else held.reshape(array.sent(held.shape))
+        tensors[names[array.name]] = held if array.outputs else held.reshape(array.sent(held.shape))
     if "" in names:
         tensors[names[""]] = np.broadcast_to(np.array([n, k], np.int64), (*codes.shape[:-2], 2)).copy()
     return tensors
@@ -159,7 +161,7 @@ def unpack(name: str, tensors: Mapping[str, np.ndarray], layout: Layout) -> dict
         tensor = tensors.get(names[array.name])
         if tensor is None:
             raise BridgeError(f"{name}: tensor {names[array.name]} of scheme {layout.scheme} is missing", "tensor")
-        arrays[array.name] = tensor if array.per_output else tensor[..., None]
+        arrays[array.name] = tensor if array.outputs else tensor[..., None]
     found = _check(name, arrays, layout)
     if "" in names and names[""] in tensors:
         said = tuple(int(size) for size in tensors[names[""]])

@@ -21,7 +21,21 @@ from jaxtyping import Array, Float
 from qarl_jax.numerics.engine import Numerics
 from qarl_jax.quant.qtensor import QTensor
 from qarl_jax.quant.scheme import Scheme
-from qarl_jax.quant.schemes import fp8, nvfp4, w2a16, w3a16, w4a8, w4a16, w8a8
+from qarl_jax.quant.schemes import (
+    fp8,
+    nvfp4,
+    w2a2,
+    w2a16,
+    w2a16_asym,
+    w3a16,
+    w3a16_asym,
+    w4a4,
+    w4a8,
+    w4a16,
+    w4a16_asym,
+    w8a8,
+    w8a16_asym,
+)
 from qarl_jax.types import UserError, did_you_mean
 
 SCHEMES: dict[str, type[Scheme]] = {
@@ -34,6 +48,12 @@ SCHEMES: dict[str, type[Scheme]] = {
         w3a16.Config,
         w2a16.Config,
         nvfp4.Config,
+        w8a16_asym.Config,
+        w4a16_asym.Config,
+        w3a16_asym.Config,
+        w2a16_asym.Config,
+        w4a4.Config,
+        w2a2.Config,
     )
 }
 

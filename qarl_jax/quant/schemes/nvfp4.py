@@ -67,9 +67,7 @@ _WIRE = formats.Layout(
     arrays=(
         formats.Array("codes", "weight_packed", np.dtype(np.uint8), inputs=2),
         formats.Array("scales", "weight_scale", formats.FLOAT8, inputs=_GROUP, is_scale=True),
-        formats.Array(
-            "divisor", "weight_global_scale", np.dtype(np.float32), inputs=0, per_output=False, is_scale=True
-        ),
+        formats.Array("divisor", "weight_global_scale", np.dtype(np.float32), inputs=0, outputs=0, is_scale=True),
     ),
 )
 

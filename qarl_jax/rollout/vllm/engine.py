@@ -128,14 +128,17 @@ def moving(config: models.ModelConfig, fixed: Collection[str]) -> frozenset[str]
     return frozenset().union(*(paths for paths in modules.values() if not paths <= set(fixed)))
 
 
-def engine_config(graphdef: Any) -> dict[str, Any]:
-    """The config.json the engine is started with: the model's own, and the quantization_config its rules imply."""
+def engine_config(graphdef: Any, *, exported: bool = False) -> dict[str, Any]:
+    """The config.json the engine is started with: the model's own, and the quantization_config its rules imply.
+
+    exported: for a folder of weights in the layouts of `Scheme.exports`.
+    """
     config = models.config_of(graphdef)
     names = models.hf_names(config)
     layouts: dict[str, formats.Layout | None] = {}
     for path in quantizable(models.abstract_model(config)):
         scheme = config.scheme_of(path)
-        layout = None if scheme is None else scheme.wire
+        layout = None if scheme is None else (scheme.exports if exported else scheme).wire
         layouts |= {str(name): layout for name in names[path].reshape(-1)}
     values = models.hf_config_json(config)
     ignore = ["lm_head"] if config.moe is None else ["lm_head", "re:.*mlp\\.gate$"]

@@ -7,6 +7,8 @@
     fp8     weight float8_e4m3fn [N, K], weight_scale float32 [N, 1]            activations e4m3
     int4    weight_packed int32 [N, K/8], weight_scale bfloat16 [N, K/G]        activations bfloat16, or int8
     nvfp4   weight_packed uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/16], weight_global_scale float32 [1]
+    asym    weight_u2, _u4 or _u8 uint8 [N, K bits/8] (three bits: weight_u2 and weight_u1), weight_scale float8_e4m3fn
+            [N, K/G], weight_zero_point uint8 [N, K/G], weight_tensor_scale float32 [1]
 
 A new format is one row: how codes and scales are read off its tensors, for some inputs and as a whole. The read-back of
 dense layers and that of experts follow.
@@ -15,6 +17,7 @@ dense layers and that of experts follow.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -167,6 +170,49 @@ def _nvfp4_whole(tensors: Tensors) -> tuple[Any, Any]:
     return _nvfp4_weight(codes, scales), 1 / tensors["weight_global_scale"].float()[..., None, :]
 
 
+_LANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # bits of a code -> of its parts, the upper first
+
+
+def _asym_scales(tensors: Tensors, codes: Any) -> Any:
+    """The float32 number of a whole weight, once for each output, [..., N, 1]."""
+    return tensors["weight_tensor_scale"].float()[..., None, :].expand(*codes.shape[:-1], 1)
+
+
+def _asym_columns(bits: int, weights: Sequence[Tensors], columns: Columns) -> tuple[Any, Any]:
+    codes: Any = 0
+    for width in _LANES[bits]:
+        packed = columns.of([tensors[f"weight_u{width}"] for tensors in weights]).int()
+        codes = codes << width | packed >> width * columns.places(8 // width) & 2**width - 1
+    zeros = columns.of([tensors["weight_zero_point"] for tensors in weights]).int()
+    scales = columns.of([tensors["weight_scale"].view(torch.uint8) for tensors in weights])  # as in _channel_columns
+    whole = torch.cat([_asym_scales(tensors, tensors["weight_zero_point"]) for tensors in weights]).t()
+    return ((codes << 8 - bits) - zeros).float(), scales.contiguous().view(torch.float8_e4m3fn).float() * whole
+
+
+def _asym_whole(bits: int, tensors: Tensors) -> tuple[Any, Any]:
+    codes: Any = 0
+    for width in _LANES[bits]:
+        packed = tensors[f"weight_u{width}"].int()
+        shifts = torch.arange(0, 8, width, dtype=torch.int32, device=packed.device)
+        codes = codes << width | ((packed.unsqueeze(-1) >> shifts) & 2**width - 1).flatten(-2)
+    zeros = tensors["weight_zero_point"].int()
+    steps = (codes << 8 - bits).unflatten(-1, (zeros.shape[-1], -1)) - zeros.unsqueeze(-1)
+    return steps.flatten(-2), tensors["weight_scale"].float() * _asym_scales(tensors, zeros)
+
+
+def _asym(bits: int) -> Formula:
+    """The row of an asymmetric grid; its codes count in steps of eight bits."""
+    codes = {f"weight_u{width}": torch.uint8 for width in _LANES[bits]}
+    scales = {"weight_scale": torch.float8_e4m3fn, "weight_tensor_scale": torch.float32}
+    return Formula(
+        codes | scales | {"weight_zero_point": torch.uint8},
+        functools.partial(_asym_columns, bits),
+        functools.partial(_asym_whole, bits),
+        inputs=8 // _LANES[bits][0],
+        rounded=True,
+    )
+
+
 def _channel_whole(tensors: Tensors) -> tuple[Any, Any]:
     return tensors["weight"], tensors["weight_scale"]
 
@@ -188,4 +234,5 @@ FORMULAS = (
         _nvfp4_whole,
         inputs=2,
     ),
+    *map(_asym, _LANES),
 )

@@ -1,0 +1,23 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""w3a16_asym: 3-bit weights with zero points, an e4m3 scale per group, activations in the compute dtype.
+
+A code is two arrays: its upper two bits and its lowest, so that three bits are stored in three.
+
+Grid, bytes, product, backward, export and sources: `asym_grid.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from qarl_jax.quant.schemes import asym_grid
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(asym_grid.Config):
+    """3-bit weights with zero points, activations in the compute dtype. See `asym_grid.Config`."""
+
+    name: ClassVar[str] = "w3a16_asym"
+    bits: ClassVar[int] = 3

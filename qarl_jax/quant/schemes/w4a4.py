@@ -1,0 +1,25 @@
+# Copyright 2026 The qarl_jax authors.
+# SPDX-License-Identifier: Apache-2.0
+"""w4a4: 4-bit weights and activations with zero points and an e4m3 scale per group of inputs, on both sides.
+
+Each row of activations is rounded while the model runs, in the groups of the weights.
+
+Grid, bytes, product, backward, export and sources: `asym_grid.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from qarl_jax.quant.schemes import asym_grid
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(asym_grid.Config):
+    """4-bit weights and activations with zero points. See `asym_grid.Config`."""
+
+    name: ClassVar[str] = "w4a4"
+    bits: ClassVar[int] = 4
+    low_bit_activations: ClassVar[bool] = True
+    activation_bits: ClassVar[int] = 4
