@@ -44,12 +44,13 @@ from qarl_jax.models.hf.weights import Checkpoint, hf_names, tensor_shapes
 from qarl_jax.models.layers import RMSNorm
 from qarl_jax.models.logprobs import token_logprobs
 from qarl_jax.models.params import part_of, united
+from qarl_jax.numerics.float32 import round_to
 from qarl_jax.optim import build
 from qarl_jax.qat.updates import Plan, Trainer
 from qarl_jax.run import on_disk
 from qarl_jax.types import UserError
 
-STREAMS = ("full", "low", "rounded")
+STREAMS = ("full", "trained", "rounded")
 """What flows between layers: of the model in full precision, of the trained one, and of the merely rounded one, which
 only has the held-out rows."""
 
@@ -110,6 +111,12 @@ def _sum(stream: jax.Array) -> jax.Array:
     return stream[:, 0].astype(jnp.float32) + stream[:, 1].astype(jnp.float32)
 
 
+@jax.jit
+def as_stored(params: nnx.State) -> nnx.State:
+    """Masters as the folder has them: rounded to bfloat16, in their own dtype."""
+    return jax.tree.map(lambda x: round_to(x, jnp.bfloat16).astype(x.dtype), params)
+
+
 def relative_error(stream: Float[Array, "B 2 T D"], target: Float[Array, "B 2 T D"]) -> Float[Array, ""]:
     """|output - target|^2 / |target|^2 of each token, and of these the mean."""
     ours, theirs = _sum(stream), _sum(target)
@@ -144,7 +151,7 @@ class Progress:
 
         progress.json               the finished layers' records; size and CRC-32 of every file that is needed
         00007.weights.safetensors   a finished layer, bfloat16
-        00008.low.safetensors       what flows into the next layer; likewise full and rounded
+        00008.trained.safetensors   what flows into the next layer; likewise full and rounded
         00008.stage_1/              checkpoints of the layer that is being trained
 
     A file is written whole and renamed. It counts once progress.json lists it.
@@ -262,7 +269,7 @@ class Blocks:
         params = read_layer(self.checkpoint, job.config, layer)
         self._send(own, params, layer, "full")
         self._send(configs[-1], params, layer, "rounded")
-        low, target = Rows(self.progress.path(layer, "low")), Rows(self.progress.path(layer + 1, "full"))
+        low, target = Rows(self.progress.path(layer, "trained")), Rows(self.progress.path(layer + 1, "full"))
         inputs = lambda rows: (low(rows), target(rows))  # noqa: E731
         losses = []
         for number, config in enumerate(configs):
@@ -274,7 +281,7 @@ class Blocks:
         tensors = dict(layer_tensors(params, job.config, layer, jnp.bfloat16))
         shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
         safetensors.write(self.progress.path(layer, "weights"), shapes, tensors.items())
-        self._send(configs[-1], params, layer, "low")
+        self._send(configs[-1], as_stored(params), layer, "trained")
         record = {"layer": layer, "losses": losses} | {kind: self._lost(layer + 1, kind) for kind in STREAMS[1:]}
         self._tell(record)
         return record
@@ -291,7 +298,7 @@ class Blocks:
         through = ", ".join(f"{first:.5f} -> {last:.5f}" for first, last in record["losses"])
         self.say(
             f"qat block {record['layer'] + 1} of {self.job.config.num_layers}  loss {through}  held out:"
-            f" {record['low']:.5f}, rounded {record['rounded']:.5f}  {seconds:.0f} s, {left:.0f} s left"
+            f" {record['trained']:.5f}, rounded {record['rounded']:.5f}  {seconds:.0f} s, {left:.0f} s left"
         )
 
     def perplexities(self) -> dict[str, float]:

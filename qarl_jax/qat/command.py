@@ -18,18 +18,16 @@ import shutil
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from qarl_jax import data, models
 from qarl_jax.models.hf import safetensors
-from qarl_jax.models.hf.weights import check_names, write_hf
+from qarl_jax.models.hf.weights import check_weights, write_hf
 from qarl_jax.models.transformer import quantizable
 from qarl_jax.optim import build
 from qarl_jax.qat import distill, text
-from qarl_jax.qat.blocks import Blocks, Job
+from qarl_jax.qat.blocks import Blocks, Job, as_stored
 from qarl_jax.qat.updates import Plan
 from qarl_jax.quant import check_quantizable
 from qarl_jax.run import export, made, on_disk
@@ -98,7 +96,7 @@ class Config:
     Attributes:
       out: folder for the result.
       data: text to train on, by the sources of `data`; null: the model writes it.
-      stages: schemes in order ("w2a16:g64"); the last one is served.
+      stages: schemes in order ("w2a16_asym:g64"); the last one is served.
       train: of each layer under each scheme.
       distill: of all layers under the last scheme, behind it; null: none.
       save_every: updates between checkpoints.
@@ -108,7 +106,7 @@ class Config:
     model: Model
     data: data.Config | None = None
     text: Text = dataclasses.field(default_factory=Text)
-    stages: tuple[str, ...] = ("w8a8", "w4a16", "w2a16")
+    stages: tuple[str, ...] = ("w8a16_asym", "w4a16_asym", "w2a16_asym")
     train: Train = dataclasses.field(default_factory=Train)
     distill: Train | None = None
     save_every: int = 100
@@ -117,7 +115,9 @@ class Config:
     def __post_init__(self) -> None:
         at_least(self, 1, "save_every")
         if not self.stages or "bf16" in self.stages:
-            raise UserError("stages names one low-bit scheme or more, for example [w8a8, w4a16, w2a16].")
+            raise UserError(
+                "stages names one low-bit scheme or more, for example [w8a16_asym, w4a16_asym, w2a16_asym]."
+            )
         for scheme in self.stages:
             models.parse_rules(scheme)
         for name in ("train", "distill"):
@@ -149,19 +149,20 @@ def _job(cfg: Config) -> Job:
     config = models.read_config(cfg.model.path, compute_dtype=cfg.model.dtype, param_dtype="float32")
     stages = tuple(models.parse_rules(scheme) for scheme in cfg.stages)
     _check_weights(config, stages)
+    check_weights(cfg.model.path, config)
     mark, known = made.fingerprint(cfg), made.read_receipt(cfg.work, RECEIPT).get("fingerprint")
     if known not in (None, mark):
         raise UserError(
             f"{cfg.work} holds the unfinished training of another config: give it back its config, remove it with"
             " --force, or name another out."
         )
-    cfg.work.mkdir(parents=True, exist_ok=True)
-    made.write_receipt(cfg.work, RECEIPT, cfg, mark)
     file = cfg.work / "tokens.safetensors"
     if not file.is_file():
         sizes = {"count": cfg.text.rows, "heldout": cfg.text.heldout, "length": cfg.text.row_len}
         rows = text.rows(cfg.data, cfg.model.path, config, **sizes, seed=cfg.seed)
         named = dict(zip(("train", "heldout"), rows, strict=True))
+        cfg.work.mkdir(parents=True, exist_ok=True)
+        made.write_receipt(cfg.work, RECEIPT, cfg, mark)
         safetensors.write(file, {name: (x.dtype, x.shape) for name, x in named.items()}, named.items())
     tokens = safetensors.SafetensorsFile(file)
     return Job(
@@ -192,7 +193,6 @@ def run(cfg: Config) -> None:
     behind = 0 if cfg.distill is None else cfg.plan(cfg.distill).updates
     with progress.task("training", job.updates + behind, "updates") as task:
         blocks = Blocks(job, task, say=lambda line: print(line, flush=True))
-        check_names(job.config, set(blocks.checkpoint), cfg.model.path)
         blocks.run()
         perplexity, facts = blocks.perplexities(), dict[str, Any](blocks=blocks.progress.layers)
         _tell(perplexity)
@@ -223,8 +223,7 @@ def _distill(cfg: Config, part: Train, job: Job, folder: pathlib.Path, task: Any
     )
     bare = models.with_scheme(student[0], "bf16")
     models.save_hf(models.merge(bare, masters, nnx.State({})), folder)
-    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), masters)  # as the folder has them
-    after = distill.perplexity(student[0], rounded, job.heldout, part.batch)
+    after = distill.perplexity(student[0], as_stored(masters), job.heldout, part.batch)
     print(f"qat distill  KL {np.mean(losses[:8]):.4f} -> {np.mean(losses[-8:]):.4f}", flush=True)
     return losses, after
 

@@ -76,7 +76,7 @@ def test_every_block_loses_less_than_by_rounding_on_held_out_rows(trained):
     records = trained[1]["blocks"]
     assert [record["layer"] for record in records] == [0, 1]
     for record in records:
-        assert record["low"] < 0.8 * record["rounded"]
+        assert record["trained"] < 0.8 * record["rounded"]
         first, last = record["losses"][-1]
         assert last < first
 
@@ -91,7 +91,7 @@ def test_what_flows_between_files_is_what_the_whole_model_computes(world, traine
     for kind, folder, scheme in (
         ("full", world.model, "bf16"),
         ("rounded", world.model, SCHEME),
-        ("low", out, SCHEME),
+        ("trained", out, SCHEME),
     ):
         model = models.read_config(folder, quant=models.parse_rules(scheme))
         whole = distill.perplexity(*models.load_masters(folder, model), heldout, 2)
@@ -123,6 +123,17 @@ def test_a_folder_is_quantized_for_engines_as_it_was_trained(trained, tmp_path):
     assert export.main(["--model", str(trained[0]), "--scheme", "bf16", "--out", str(tmp_path / "none")]) == 2
 
 
+@pytest.mark.slow
+def test_weights_go_down_to_two_bits_and_then_activations(world, capsys):
+    stages = ["w8a16_asym", "w4a16_asym", "w2a16_asym", "w2a2"]
+    assert run(world, tree(world, "activations", stages=stages)) == 0
+    for record in made.read_receipt(world.folder / "activations", "qat.json")["blocks"]:
+        ends = [last for _, last in record["losses"]]
+        assert len(ends) == 4
+        assert ends[1] < ends[2] < ends[3]
+        assert record["trained"] < record["rounded"]
+
+
 @pytest.mark.nightly
 def test_rl_starts_from_the_trained_policy(world, trained):
     other = world.changed(model={"path": str(trained[0])}, quant={"forward": SCHEME}, train={"steps": 1})
@@ -141,7 +152,7 @@ def test_distillation_on_the_models_own_text_brings_the_distributions_together(w
     receipt = made.read_receipt(world.folder / "distilled", "qat.json")
     assert len(receipt["kl"]) == 32
     assert np.mean(receipt["kl"][-4:]) < 0.7 * np.mean(receipt["kl"][:4])
-    assert set(receipt["perplexity"]) == {"full", "low", "rounded", "distilled"}
+    assert set(receipt["perplexity"]) == {"full", "trained", "rounded", "distilled"}
 
 
 def test_the_divergence_is_that_of_the_formula():
@@ -240,9 +251,9 @@ def test_work_of_another_config_is_refused_and_force_removes_it(world, unfinishe
 def test_damaged_work_is_told(unfinished):
     _, cfg, job = unfinished
     blocks.Progress(cfg.work).finish(None, 0)
-    file = blocks.Progress(cfg.work).path(0, "low")
+    file = blocks.Progress(cfg.work).path(0, "trained")
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(UserError, match=r"00000\.low\.safetensors have changed\. Start over with --force"):
+    with pytest.raises(UserError, match=r"00000\.trained\.safetensors have changed\. Start over with --force"):
         blocks.Blocks(job, Task("training", None, "updates"))
 
 
@@ -298,6 +309,7 @@ def test_too_little_text_is_told(world, capsys):
     values["text"] = {"rows": 500, "row_len": 64, "heldout": 1}
     assert run(world, values) == 2
     assert "lower it, or name more text" in capsys.readouterr().err
+    assert not pathlib.Path(f"{values['out']}.work").exists()  # so that another config may be tried at once
 
 
 @pytest.mark.parametrize(
