@@ -301,13 +301,18 @@ class Blocks:
             f" {record['trained']:.5f}, rounded {record['rounded']:.5f}  {seconds:.0f} s, {left:.0f} s left"
         )
 
+    def tail(self) -> tuple[jax.Array, jax.Array]:
+        """The head in the compute dtype, and the final norm's gains."""
+        config, names = self.job.config, hf_names(self.job.config)
+        head_name = str(names["embed.kernel" if config.tie_embeddings else "head.kernel"])
+        table = self.checkpoint.tensor(head_name, (config.vocab_size, config.hidden_size))
+        norm = self.checkpoint.tensor(str(names["norm.weight"]), (config.hidden_size,))
+        return jnp.asarray(table, config.compute_dtype), jnp.asarray(norm, jnp.float32)
+
     def perplexities(self) -> dict[str, float]:
         """Held-out perplexity of each stream behind the last layer: full precision, trained, merely rounded."""
         config = self.job.config
-        names, width = hf_names(config), config.hidden_size
-        head_name = str(names["embed.kernel" if config.tie_embeddings else "head.kernel"])
-        head = jnp.asarray(self.checkpoint.tensor(head_name, (config.vocab_size, width)), config.compute_dtype)
-        norm = jnp.asarray(self.checkpoint.tensor(str(names["norm.weight"]), (width,)), jnp.float32)
+        head, norm = self.tail()
         out = {}
         for stream in STREAMS:
             given, total = Rows(self.progress.path(config.num_layers, stream)), 0.0
